@@ -1,0 +1,53 @@
+# make train: train a real model in float16 and see what loss scaling did.
+# make test:  everything CI checks.
+# Both build .venv on the first call and go straight to work on every later one.
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ARGS ?=
+
+.PHONY: train test lint typecheck imports check-code pytest format clean
+
+train: .venv/train.stamp
+	$(BIN)/preamp train $(ARGS)
+
+test: check-code pytest
+
+check-code: lint typecheck imports
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: .venv/test.stamp
+	$(BIN)/mypy
+
+imports: .venv/test.stamp
+	$(BIN)/lint-imports
+
+pytest: .venv/test.stamp
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+format: .venv/test.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# torch first and pinned exactly: a looser request may bring several GB of CUDA packages.
+.venv/train.stamp: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) torch==2.13.0
+	$(PIP) --editable '.[torch,cli,report,lab]'
+	touch $@
+
+# deepspeed builds against the torch that is there, without compiling its kernels.
+.venv/test.stamp: .venv/train.stamp
+	$(PIP) --upgrade 'pip>=25.1' setuptools wheel ninja
+	$(PIP) --group test
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
+	touch $@
+
+clean:
+	rm -rf .venv runs dist build

@@ -1,0 +1,44 @@
+"""preamp: loss scaling and autocast that tell you what they did.
+
+The names here need no framework. The adapters are modules: `from preamp.torch import GradScaler`.
+"""
+
+from preamp import dialects
+from preamp.errors import (
+    DataError,
+    InexactScale,
+    MissingExtra,
+    PolicyError,
+    PreampError,
+    Starved,
+    TraceError,
+)
+from preamp.policy import Dynamic, Moving, Policy, Reading, State, Static, Tolerant, TolerantState
+from preamp.simulate import simulate
+from preamp.trace import Step, Summary, Trace
+
+__all__ = [
+    "DataError",
+    "Dynamic",
+    "InexactScale",
+    "MissingExtra",
+    "Moving",
+    "Policy",
+    "PolicyError",
+    "PreampError",
+    "Reading",
+    "Starved",
+    "State",
+    "Static",
+    "Step",
+    "Summary",
+    "Tolerant",
+    "TolerantState",
+    "Trace",
+    "TraceError",
+    "__version__",
+    "dialects",
+    "simulate",
+]
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,471 @@
+"""How each known system moves its loss scale, as a policy. Bit for bit, oddities included.
+
+This room knows other systems' argument names and defaults and maps them, once, to a policy. A dialect
+is a policy with that system's defaults; calling it takes that system's own arguments:
+
+>>> TORCH.start().scale
+65536.0
+>>> DEEPSPEED(hysteresis=4, min_scale=0.5).hysteresis
+4
+
+The rules were read in, and compared with, the releases named beside each dialect.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec
+
+from preamp.errors import InexactScale, PolicyError
+from preamp.policy import Dynamic, Policy, Reading, Static, Tolerant, Where, choose
+
+__all__ = [
+    "ALL",
+    "APEX",
+    "COLOSSALAI",
+    "DEEPSPEED",
+    "DEEPSPEED_016",
+    "DEEPSPEED_FUSED",
+    "FAIRSEQ",
+    "FLAX",
+    "JMP",
+    "KERAS",
+    "MEGATRON",
+    "MINDSPORE",
+    "MPX",
+    "NEMO",
+    "ONEFLOW",
+    "PADDLE",
+    "TF1",
+    "TF_KERAS",
+    "TORCH",
+    "Dialect",
+]
+
+P = ParamSpec("P")
+
+FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
+FLOAT32_TINY = 2.0**-126
+
+
+class Dialect(Policy[Any], Generic[P]):
+    """A known system's rule: itself the policy with that system's defaults, and callable for others.
+
+    Attributes:
+        name: the name in this module, such as "TORCH".
+        system: the system and the release the rule was taken from.
+        odd: what is odd about it, in one line.
+        policy: the policy with the system's defaults.
+    """
+
+    def __init__(self, make: Callable[P, Policy[Any]], system: str, odd: str) -> None:
+        self._make = make
+        self.name = make.__name__
+        self.system = system
+        self.odd = odd
+        self.__doc__ = f"{system}. {odd}"
+        self.policy = self._quietly()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Policy[Any]:
+        """Return the policy for the system's own arguments."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InexactScale)  # the original rounds just the same
+            return self._make(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"dialects.{self.name}"
+
+    def start(self) -> Any:
+        return self.policy.start()
+
+    def advance(self, state: Any, reading: Reading, where: Where = choose) -> Any:
+        return self.policy.advance(state, reading, where)
+
+    def starved(self, state: Any, after: Any, reading: Reading, where: Where = choose) -> Any:
+        return self.policy.starved(state, after, reading, where)
+
+    def _quietly(self, *args: Any, **kwargs: Any) -> Policy[Any]:
+        return self(*args, **kwargs)
+
+
+def dialect(system: str, odd: str) -> Callable[[Callable[P, Policy[Any]]], Dialect[P]]:
+    """Turn a function of a system's own arguments into a `Dialect`."""
+    return lambda make: Dialect(make, system, odd)
+
+
+@dialect("torch.amp.GradScaler, torch 2.13", "No floor: enough overflows in a row take the scale to 0.")
+def TORCH(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=None,
+        max_scale=FLOAT32_MAX,
+        at_ceiling="refuse",
+        bounds="moves",
+        factor_dtype="float64",
+    )
+
+
+@dialect("keras.optimizers.LossScaleOptimizer, keras 3.15", "Neither floor nor ceiling: reaches 0 and inf.")
+def KERAS(*, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> Policy[Any]:
+    return Dynamic(init_scale=initial_scale, growth_interval=dynamic_growth_steps, min_scale=None, max_scale=None)
+
+
+@dialect("tf.keras LossScaleOptimizer, tf_keras 2.21", "An initial scale below 1 jumps up to 1 on overflow.")
+def TF_KERAS(
+    *, dynamic: bool = True, initial_scale: float | None = None, dynamic_growth_steps: int | None = None
+) -> Policy[Any]:
+    if not dynamic:
+        if initial_scale is None:
+            raise PolicyError("dynamic=False needs the fixed scale. Write initial_scale=2.0**15 as well.")
+        return Static(initial_scale)
+    return Dynamic(
+        init_scale=2.0**15 if initial_scale is None else initial_scale,
+        growth_interval=2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+        min_scale=1.0,
+        max_scale=FLOAT32_MAX,
+        at_ceiling="refuse",
+        bounds="moves",
+    )
+
+
+@dialect(
+    "DeepSpeed ZeRO 1-3, deepspeed 0.19.8",
+    "The first clean step is not counted; used-up hysteresis stays used up until the scale grows.",
+)
+def DEEPSPEED(
+    *,
+    init_scale: float = 2.0**16,
+    scale_window: int = 1000,
+    min_scale: float = 1.0,
+    hysteresis: int = 2,
+    consecutive_hysteresis: bool = False,
+    raise_error_at_min_scale: bool = True,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_scale,
+        growth_interval=scale_window,
+        growth_delay=1,
+        hysteresis=hysteresis,
+        hysteresis_reset=("clean",) if consecutive_hysteresis else ("growth",),
+        min_scale=min_scale,
+        max_scale=None,
+        at_floor="raise" if raise_error_at_min_scale else "hold",
+        bounds="moves",
+        scale_dtype="float64",
+    )
+
+
+@dialect(
+    "DeepSpeed ZeRO 1-3, deepspeed 0.16.5",
+    "Starts at 2**32 unless configured; the configuration's own default is 2**16.",
+)
+def DEEPSPEED_016(
+    *,
+    init_scale: float = 2.0**32,
+    scale_factor: float = 2.0,
+    scale_window: int = 1000,
+    min_scale: float = 1.0,
+    hysteresis: int = 1,
+    consecutive_hysteresis: bool = False,
+    raise_error_at_min_scale: bool = True,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_scale,
+        growth_factor=scale_factor,
+        backoff_divisor=scale_factor,
+        growth_interval=scale_window,
+        hysteresis=hysteresis,
+        hysteresis_reset=("clean",) if consecutive_hysteresis else ("growth",),
+        min_scale=min_scale,
+        max_scale=None,
+        at_floor="raise" if raise_error_at_min_scale else "hold",
+        bounds="moves",
+        scale_dtype="float64",
+        factor_dtype="float64",
+    )
+
+
+@dialect("DeepSpeed stage 0 fp16, deepspeed 0.16.5 and 0.19.8", "Ignores hysteresis, whatever is configured.")
+def DEEPSPEED_FUSED(
+    *, init_scale: float = 2.0**16, scale_window: int = 1000, min_scale: float = 1.0
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_scale,
+        growth_interval=scale_window,
+        growth_delay=1,
+        min_scale=min_scale,
+        max_scale=None,
+        bounds="moves",
+        scale_dtype="float64",
+    )
+
+
+@dialect(
+    "Megatron DynamicGradScaler, megatron-core 0.16",
+    "Overflows add up until the scale grows, in a row or not; no ceiling, so it can reach inf.",
+)
+def MEGATRON(
+    *,
+    initial_scale: float = 2.0**32,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=initial_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        hysteresis_reset=("growth",),
+        min_scale=min_scale,
+        max_scale=None,
+        bounds="moves",
+    )
+
+
+@dialect("apex.amp, its last release", "Always moves by 2: its scale_factor argument is not used.")
+def APEX(
+    *,
+    init_scale: float = 2.0**16,
+    scale_window: int = 2000,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=min(max_loss_scale, init_scale),
+        growth_interval=scale_window,
+        min_scale=min_loss_scale or None,
+        max_scale=max_loss_scale,
+        bounds="moves",
+        scale_dtype="float64",
+    )
+
+
+@dialect("NeMo GradScaler", "After hysteresis is used up, every further overflow in a row backs off.")
+def NEMO(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        hysteresis_reset=("clean",),
+        min_scale=None,
+        max_scale=FLOAT32_MAX,
+        at_ceiling="refuse",
+        bounds="moves",
+        factor_dtype="float64",
+    )
+
+
+@dialect(
+    "fairseq DynamicLossScaler",
+    "Backs off on the rate of overflows since the scale last moved; growing does not clear their count.",
+)
+def FAIRSEQ(
+    *,
+    init_scale: float = 2.0**15,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    tolerance: float = 0.0,
+    threshold: float | None = None,
+    min_loss_scale: float = 1e-4,
+) -> Policy[Any]:
+    holds = threshold is not None and threshold > min_loss_scale
+    return Tolerant(
+        init_scale=init_scale,
+        growth_factor=scale_factor,
+        backoff_divisor=scale_factor,
+        growth_interval=scale_window,
+        tolerance=tolerance,
+        min_scale=threshold if holds else min_loss_scale,
+        max_scale=None,
+        at_floor="hold" if holds else "raise_on_arrival",
+        bounds="moves",
+        scale_dtype="float64",
+        factor_dtype="float64",
+    )
+
+
+@dialect("ColossalAI DynamicGradScaler", "Overflows add up until the scale grows; no floor unless asked.")
+def COLOSSALAI(
+    *,
+    initial_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    min_scale: float | None = None,
+    max_scale: float | None = None,
+    hysteresis: int = 2,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=initial_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        hysteresis_reset=("growth",),
+        min_scale=min_scale,
+        max_scale=max_scale,
+        bounds="moves",
+    )
+
+
+@dialect("flax DynamicScale, flax 0.12", "Grows after growth_interval + 1 clean steps, not growth_interval.")
+def FLAX(
+    *,
+    scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    minimum_scale: float | None = FLOAT32_TINY,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval + 1,
+        min_scale=minimum_scale,
+        max_scale=FLOAT32_MAX,
+        bounds="moves",
+    )
+
+
+@dialect("jmp DynamicLossScale, jmp 0.0.4", "Forgets min_loss_scale in every jit or tree_map: the floor is then 1.")
+def JMP(
+    *, loss_scale: float = 2.0**15, period: int = 2000, factor: float = 2.0, min_loss_scale: float = 1.0
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=loss_scale,
+        growth_factor=factor,
+        backoff_divisor=factor,
+        growth_interval=period,
+        min_scale=min_loss_scale,
+        max_scale=FLOAT32_MAX,
+        at_ceiling="refuse",
+        bounds="moves",
+    )
+
+
+@dialect("mpx DynamicLossScaling, mpx 0.1.8", "Its ceiling of 65504 is not a power of two: later scales round.")
+def MPX(
+    *, loss_scaling: float = 2.0**15, min_loss_scaling: float = 1.0, factor: float = 2.0, period: int = 2000
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=loss_scaling,
+        growth_factor=factor,
+        backoff_divisor=factor,
+        growth_interval=period,
+        min_scale=min_loss_scaling,
+        max_scale=65504.0,
+        bounds="always",
+    )
+
+
+@dialect("Paddle paddle.amp.GradScaler, paddlepaddle 3.3", "Takes n overflows for each backoff; no floor.")
+def PADDLE(
+    *,
+    init_loss_scaling: float = 2.0**16,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.5,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 1,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_loss_scaling,
+        growth_factor=incr_ratio,
+        backoff_factor=decr_ratio,
+        growth_interval=incr_every_n_steps,
+        hysteresis=decr_every_n_nan_or_inf,
+        hysteresis_reset=("clean", "backoff"),
+        min_scale=None,
+        max_scale=None,
+        bounds="moves",
+    )
+
+
+@dialect("MindSpore DynamicLossScaleManager, mindspore 2.10", "Raises after more than 1000 overflows in a row.")
+def MINDSPORE(
+    *, init_loss_scale: float = 2.0**24, scale_factor: int = 2, scale_window: int = 2000
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_loss_scale,
+        growth_factor=scale_factor,
+        backoff_factor=1.0 / scale_factor,
+        growth_interval=scale_window,
+        min_scale=1.0,
+        max_scale=None,
+        max_consecutive_overflows=1000,
+        bounds="moves",
+        scale_dtype="float64",
+        factor_dtype="float64",
+    )
+
+
+@dialect("OneFlow GradScaler", "Floor 1; clamps at float32's maximum instead of refusing to grow.")
+def ONEFLOW(
+    *,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=1.0,
+        max_scale=FLOAT32_MAX,
+        bounds="moves",
+        factor_dtype="float64",
+    )
+
+
+@dialect(
+    "tf.contrib ExponentialUpdateLossScaleManager, TensorFlow 1.15",
+    "Backs off by 0.8 and only on every second overflow, clean steps between them or not.",
+)
+def TF1(
+    *,
+    init_loss_scale: float = 2.0**15,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 2,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.8,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_loss_scale,
+        growth_factor=incr_ratio,
+        backoff_factor=decr_ratio,
+        growth_interval=incr_every_n_steps,
+        hysteresis=decr_every_n_nan_or_inf,
+        hysteresis_reset=("growth", "backoff"),
+        min_scale=1.0,
+        max_scale=FLOAT32_MAX,
+        at_ceiling="refuse",
+        bounds="moves",
+    )
+
+
+ALL: dict[str, Dialect[...]] = {name: value for name, value in globals().items() if isinstance(value, Dialect)}

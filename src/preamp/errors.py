@@ -1,0 +1,65 @@
+"""What can go wrong, as types. Every message names the value, why it cannot work, and what to write instead.
+
+```
+PreampError
+├── PolicyError    (ValueError)    a policy setting that cannot work
+├── Starved        (RuntimeError)  the scale is at its floor and the gradients still overflow
+├── TraceError     (ValueError)    a trace file that cannot be read, with the line
+├── DataError      (ValueError)    a user's table that cannot be trained on, with the line
+└── MissingExtra   (ImportError)   an optional dependency is absent, with the line that installs it
+
+UserWarning
+└── InexactScale                   a factor that is not a power of two: it rounds every gradient
+```
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DataError",
+    "InexactScale",
+    "MissingExtra",
+    "PolicyError",
+    "PreampError",
+    "Starved",
+    "TraceError",
+]
+
+
+class PreampError(Exception):
+    """The root: `except PreampError` catches everything this library raises on purpose."""
+
+
+class PolicyError(PreampError, ValueError):
+    """A policy setting that cannot work."""
+
+
+class Starved(PreampError, RuntimeError):
+    """The scale cannot be lowered any more and the gradients still overflow.
+
+    Attributes:
+        scale: the loss scale in use on the step that overflowed.
+        overflows: how many overflows were counted, this one included: in a row, unless the
+            policy's `hysteresis_reset` says otherwise.
+    """
+
+    def __init__(self, message: str, *, scale: float, overflows: int) -> None:
+        super().__init__(message)
+        self.scale = scale
+        self.overflows = overflows
+
+
+class TraceError(PreampError, ValueError):
+    """A trace file that cannot be read."""
+
+
+class DataError(PreampError, ValueError):
+    """A table that cannot be trained on."""
+
+
+class MissingExtra(PreampError, ImportError):
+    """An optional dependency is absent."""
+
+
+class InexactScale(UserWarning):
+    """A factor that is not a power of two: multiplying and dividing by the scale rounds."""

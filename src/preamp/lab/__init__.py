@@ -1,0 +1,5 @@
+"""Small real trainings: what the command line runs and the documentation shows.
+
+One problem per file (`autoencoder`, `classify`), one loop per framework (`torch_loop`); `runs` puts them
+together. This room refuses to know how its results are shown.
+"""

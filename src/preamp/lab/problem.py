@@ -1,0 +1,73 @@
+"""What a problem is, for every framework's loop: arrays, layer sizes and a recipe.
+
+A problem says what to train. It refuses to know the framework and the precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preamp.lab.data import Table
+
+__all__ = ["Problem"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A chain of dense layers with sigmoids between them, and how to train it.
+
+    Attributes:
+        task: the name of the problem.
+        table: the rows.
+        sizes: units of every layer, the input first.
+        gain: the first weights of a layer with `in` inputs are drawn from N(0, gain**2 / in).
+        loss: "squared" compares the sigmoid of the last layer with the inputs, mean over all values;
+            "cross_entropy" compares the last layer with the labels.
+        learning_rate: Adam's.
+        batch_size: rows per step.
+        epochs: passes over the training rows.
+    """
+
+    task: str
+    table: Table
+    sizes: tuple[int, ...]
+    gain: float
+    loss: Literal["squared", "cross_entropy"]
+    learning_rate: float
+    batch_size: int
+    epochs: int
+
+    @property
+    def steps(self) -> int:
+        """The number of training steps."""
+        return self.epochs * -(-len(self.table.train) // self.batch_size)
+
+    def initial_weights(self, seed: int) -> list[NDArray[np.float32]]:
+        """Return one weight per layer, of shape (out, in)."""
+        rng = np.random.default_rng(seed)
+        pairs = zip(self.sizes, self.sizes[1:], strict=False)
+        return [(self.gain * rng.standard_normal((high, low)) / low**0.5).astype(np.float32) for low, high in pairs]
+
+    def batches(self, seed: int) -> list[NDArray[np.int64]]:
+        """Return the rows of every step: each epoch sees every row once, in an order of its own."""
+        rng = np.random.default_rng(seed + 1)
+        rows, size = len(self.table.train), self.batch_size
+        return [
+            order[start : start + size]
+            for order in (rng.permutation(rows) for _ in range(self.epochs))
+            for start in range(0, rows, size)
+        ]
+
+    def score(self, outputs: NDArray[np.float32]) -> tuple[float, float | None]:
+        """Return test error and, for labels, accuracy, for the outputs on the test rows.
+
+        The error is the mean squared error of redrawn rows, or the share of wrong labels.
+        """
+        if self.loss == "squared":
+            return float(np.mean((outputs - self.table.test) ** 2)), None
+        accuracy = float(np.mean(outputs.argmax(axis=1) == self.table.test_labels))
+        return 1.0 - accuracy, accuracy

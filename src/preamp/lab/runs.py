@@ -1,0 +1,151 @@
+"""One training beside another: which runs a comparison consists of, and what came of each.
+
+This room runs loops and keeps their traces. It refuses to know how progress and results are shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preamp.errors import PreampError, Starved
+from preamp.lab.autoencoder import autoencoder
+from preamp.lab.classify import classify
+from preamp.lab.problem import Problem
+from preamp.policy import Policy
+from preamp.trace import Step, Trace
+
+__all__ = ["FRAMEWORKS", "TASKS", "Plan", "Run", "plans", "train", "write_summary"]
+
+Precision = Literal["float32", "float16", "bfloat16"]
+
+TASKS: dict[str, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
+
+# A framework is one module of this room with one class that has the methods of `Loop`.
+FRAMEWORKS = {"torch": ("preamp.lab.torch_loop", "TorchLoop")}
+
+
+class Loop(Protocol):
+    """What a framework's loop can do. It is made from (problem, precision, policy, seed)."""
+
+    def steps(self) -> Iterator[Step]:
+        """Train, yielding one `Step` after each update."""
+        ...
+
+    def outputs(self) -> NDArray[np.float32]:
+        """Return what the network answers on the test rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run to be made. `policy=None` does not scale the loss."""
+
+    precision: Precision
+    policy: Policy[Any] | None
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What the run is called, without its seed."""
+        if self.precision != "float16":
+            return self.precision
+        return "float16 + preamp" if self.policy else "float16, no scaling"
+
+    @property
+    def file_name(self) -> str:
+        """What its folder is called."""
+        scaled = ("-preamp" if self.policy else "-unscaled") if self.precision == "float16" else ""
+        return f"{self.precision}{scaled}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a plan.
+
+    Attributes:
+        plan: what was run.
+        trace: every step.
+        test_error: mean squared error, or the share of wrong labels.
+        test_accuracy: the share of right labels, for tasks that have them.
+        seconds: wall time of the training.
+        outputs: the answers on the test rows.
+    """
+
+    plan: Plan
+    trace: Trace
+    test_error: float
+    test_accuracy: float | None
+    seconds: float
+    outputs: NDArray[np.float32] = field(repr=False)
+
+
+def plans(precisions: list[Precision], policy: Policy[Any], seeds: int, first_seed: int) -> list[Plan]:
+    """Return the runs of a comparison: float16 is run twice, without and with loss scaling."""
+    policies: dict[Precision, list[Policy[Any] | None]] = {"float16": [None, policy]}
+    return [
+        Plan(precision, choice, seed)
+        for seed in range(first_seed, first_seed + seeds)
+        for precision in precisions
+        for choice in policies.get(precision, [None])
+    ]
+
+
+def train(
+    problem: Problem, plan: Plan, *, framework: str, trace: Trace, on_step: Callable[[Step], object]
+) -> Run:
+    """Carry out a plan. Ctrl-C and a policy that gives up end it early; `trace.stopped` says so.
+
+    Args:
+        problem: what to train.
+        plan: in which precision, under which policy and seed.
+        framework: a key of `FRAMEWORKS`.
+        trace: records the steps.
+        on_step: called with each step as well.
+    """
+    loop = _loop(framework)(problem, plan.precision, plan.policy, plan.seed)
+    try:
+        for step in loop.steps():
+            trace(step)
+            on_step(step)
+    except (KeyboardInterrupt, Starved) as reason:
+        trace.stop(str(reason) or "interrupted")
+    outputs = loop.outputs()
+    error, accuracy = problem.score(outputs)
+    return Run(plan, trace, error, accuracy, sum(step.seconds or 0.0 for step in trace), outputs)
+
+
+def write_summary(path: Path, problem: Problem, framework: str, runs: list[Run]) -> None:
+    """Write what came of the runs as JSON."""
+    entries = [_entry(run) for run in runs]
+    path.write_text(json.dumps({"task": problem.task, "framework": framework, "runs": entries}, indent=2) + "\n")
+
+
+def _entry(run: Run) -> dict[str, Any]:
+    summary = run.trace.summary()
+    return {
+        "name": run.plan.name,
+        "precision": run.plan.precision,
+        "scaled": run.plan.policy is not None,
+        "policy": repr(run.plan.policy) if run.plan.policy else None,
+        "seed": run.plan.seed,
+        "test_error": run.test_error,
+        "test_accuracy": run.test_accuracy,
+        "seconds": round(run.seconds, 3),
+        "stopped": run.trace.stopped,
+        **summary._asdict(),
+    }
+
+
+def _loop(framework: str) -> Callable[..., Loop]:
+    if framework not in FRAMEWORKS:
+        raise PreampError(f"framework={framework!r} is unknown. Write one of {', '.join(FRAMEWORKS)}.")
+    module, name = FRAMEWORKS[framework]
+    return getattr(import_module(module), name)  # type: ignore[no-any-return]

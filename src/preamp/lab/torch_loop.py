@@ -1,0 +1,101 @@
+"""The training loop in PyTorch, as a user of `preamp.torch` would write it.
+
+Low precision is what a tensor core does: operands, results and their gradients are stored in float16 or
+bfloat16, products are summed in float32. It is emulated by rounding float32, because a CPU's own float16
+products are up to 200 times slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy, linear, mse_loss
+
+from preamp.lab.problem import Problem
+from preamp.policy import Policy
+from preamp.torch import GradScaler
+from preamp.trace import Step
+
+__all__ = ["TorchLoop"]
+
+Precision = Literal["float32", "float16", "bfloat16"]
+ZEROS_EVERY = 10
+
+
+class _Store(torch.autograd.Function):
+    """Round a value to a storage type, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = dtype
+        return value.to(dtype).float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].to(ctx.dtype).float(), None
+
+
+class TorchLoop:
+    """One training of one problem.
+
+    Args:
+        problem: what to train.
+        precision: what values and gradients are stored in.
+        policy: the rule for the loss scale; None does not scale.
+        seed: of the first weights and of the order of the rows.
+    """
+
+    def __init__(self, problem: Problem, precision: Precision, policy: Policy[Any] | None, seed: int) -> None:
+        self.problem, self.precision, self.seed = problem, precision, seed
+        self.dtype = getattr(torch, precision)
+        self.weights = [torch.nn.Parameter(torch.from_numpy(w)) for w in problem.initial_weights(seed)]
+        self.biases = [torch.nn.Parameter(torch.zeros(len(weight))) for weight in self.weights]
+        self.optimizer = torch.optim.Adam([*self.weights, *self.biases], lr=problem.learning_rate, fused=True)
+        self.scaler = GradScaler("cpu", policy=policy, enabled=policy is not None)
+
+    def steps(self) -> Iterator[Step]:
+        """Train, yielding one `Step` after each update."""
+        inputs = torch.from_numpy(self.problem.table.train)
+        labels = torch.from_numpy(self.problem.table.train_labels)
+        torch.set_num_threads(1)  # layers this small are slower on two
+        for index, rows in enumerate(map(torch.from_numpy, self.problem.batches(self.seed))):
+            start = time.perf_counter()
+            loss = self._loss(inputs[rows], labels[rows])
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            zeros = self._zeros() if index % ZEROS_EVERY == 0 else None
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            step = self.scaler.last_step or Step(index, 1.0, finite=True, skipped=False)
+            yield step._replace(loss=loss.item(), zeros=zeros, seconds=time.perf_counter() - start)
+
+    def outputs(self) -> NDArray[np.float32]:
+        """Return what the network answers on the test rows, in the precision it was trained in."""
+        with torch.no_grad():
+            return self._forward(torch.from_numpy(self.problem.table.test)).numpy()
+
+    def _forward(self, values: torch.Tensor) -> torch.Tensor:
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            values = self._store(linear(self._store(values), self._store(weight), self._store(bias)))
+            if weight is not self.weights[-1] or self.problem.loss == "squared":
+                values = torch.sigmoid(values)
+        return self._store(values)
+
+    def _loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        outputs = self._forward(inputs)
+        return mse_loss(outputs, inputs) if self.problem.loss == "squared" else cross_entropy(outputs, labels)
+
+    def _store(self, value: torch.Tensor) -> torch.Tensor:
+        if self.precision == "float32":
+            return value
+        return _Store.apply(value, self.dtype)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _zeros(self) -> float:
+        """Return the share of gradient entries of the weights that are exactly zero."""
+        gradients = [weight.grad for weight in self.weights if weight.grad is not None]
+        return 1.0 - sum(int(g.count_nonzero()) for g in gradients) / sum(g.numel() for g in gradients)

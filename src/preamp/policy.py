@@ -1,0 +1,497 @@
+"""What the next loss scale is, given what was seen in the gradients. The state machine, written once.
+
+This room decides. It refuses to know which framework holds the numbers: a policy is Python operators
+plus one injected word, ``where(condition, a, b)``, so the same few lines run on Python floats, NumPy,
+torch, JAX (under `jit` and `scan`), TensorFlow (inside `tf.function`) and `keras.ops`.
+
+The rule of `Dynamic`, which is the rule of Micikevicius et al. 2018 (arXiv 1710.03740) with the
+refinements that systems have added since:
+
+```
+on an overflow       good = 0, bad += 1;  if bad >= hysteresis:       scale *= backoff_factor
+on a clean step      good += 1, bad = 0;  if good >= growth_interval: scale *= growth_factor, good = 0
+always               min_scale <= scale <= max_scale
+```
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+
+from preamp.errors import InexactScale, PolicyError, Starved
+
+__all__ = [
+    "Dynamic",
+    "Moving",
+    "Policy",
+    "Reading",
+    "State",
+    "Static",
+    "Tolerant",
+    "TolerantState",
+    "choose",
+]
+
+Where: TypeAlias = Callable[[Any, Any, Any], Any]
+Event: TypeAlias = Literal["clean", "growth", "backoff"]
+S = TypeVar("S", "State", "TolerantState")
+
+
+class State(NamedTuple):
+    """What a policy remembers between steps: three floats (or float scalars of any framework).
+
+    Attributes:
+        scale: what the next loss is multiplied by.
+        good: clean steps since the last overflow or growth. A float32 counts exactly to 2**24.
+        bad: overflows since the last event that clears them (`Dynamic.hysteresis_reset`).
+    """
+
+    scale: Any
+    good: Any
+    bad: Any
+
+
+class TolerantState(NamedTuple):
+    """`State` plus `age`: the steps, clean or not, since the scale last moved."""
+
+    scale: Any
+    good: Any
+    bad: Any
+    age: Any
+
+
+class Reading(NamedTuple):
+    """What was seen in the gradients of one step, agreed on by all ranks.
+
+    Attributes:
+        finite: True (or a boolean scalar) when every gradient is finite.
+        peak: the largest finite magnitude among the scaled gradients, when it was measured.
+    """
+
+    finite: Any
+    peak: Any = None
+
+
+def choose(condition: Any, yes: Any, no: Any) -> Any:
+    """``where`` for plain Python numbers."""
+    return yes if condition else no
+
+
+class Policy(ABC, Generic[S]):
+    """A rule for the loss scale. Settings live on the policy, what changes lives in its state.
+
+    A new rule is one subclass: a frozen dataclass with `start` and `advance`.
+    """
+
+    def __repr__(self) -> str:
+        """Show the settings that differ from their defaults."""
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]  # type: ignore[arg-type]
+        changed = [f"{name}={value!r}" for name, value, default in values if value != default]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    @abstractmethod
+    def start(self) -> S:
+        """Return the state before the first step, as Python floats."""
+
+    @abstractmethod
+    def advance(self, state: S, reading: Reading, where: Where = choose) -> S:
+        """Return the state after a step. Pure: works on whatever `where` works on.
+
+        Args:
+            state: the state that was in force during the step, scalars of any one framework.
+            reading: what was seen in that step's gradients.
+            where: the framework's ``where(condition, yes, no)``.
+        """
+
+    def starved(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
+        """Return whether the policy gives up on this step instead of moving to `after`."""
+        return False
+
+    def step(self, state: S, reading: Reading) -> S:
+        """`advance` on Python floats, for loops that run on the host.
+
+        Raises:
+            Starved: if the policy was told to give up and has reason to. `state` is still valid.
+        """
+        after = self.advance(state, reading)
+        if self.starved(state, after, reading):
+            raise Starved(
+                f"the loss scale is {state.scale:g}, the gradients overflowed "
+                f"({after.bad:.0f} overflows counted) and {self!r} gives up here. The step was "
+                "skipped and no parameter was changed. Look for NaN or inf in the data, the loss "
+                "and the first layers to overflow; a learning rate that is too high does this too. "
+                "To go on at a lower scale set min_scale lower; to hold it there set "
+                "at_floor='hold'; bfloat16 needs no loss scale.",
+                scale=state.scale,
+                overflows=int(after.bad),
+            )
+        return after
+
+
+@dataclass(frozen=True, repr=False)
+class Static(Policy[State]):
+    """One scale for ever. Steps that overflow are still skipped.
+
+    Args:
+        scale: what the loss is multiplied by.
+
+    >>> policy = Static(128)
+    >>> policy.step(policy.start(), Reading(finite=False)).scale
+    128.0
+    """
+
+    scale: float = 2.0**16
+
+    def __post_init__(self) -> None:
+        _set(self, scale=_positive("scale", self.scale, "Static(2.0**16)"))
+        _warn_if_inexact("scale", self.scale)
+
+    def start(self) -> State:
+        return State(self.scale, 0.0, 0.0)
+
+    def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
+        return State(
+            state.scale,
+            good=where(reading.finite, state.good + 1.0, 0.0),
+            bad=where(reading.finite, 0.0, state.bad + 1.0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Moving(Policy[S]):
+    """How the scale moves, whatever decides when: the half that `Dynamic` and `Tolerant` share.
+
+    Args:
+        init_scale: the scale of the first step.
+        growth_factor: what a growth multiplies the scale by. Above 1.
+        backoff_factor: what a backoff multiplies the scale by. Between 0 and 1.
+        growth_interval: clean steps in a row before the scale grows.
+        min_scale: the floor. None: no floor, so that the scale can reach 0.
+        max_scale: the ceiling. None: no ceiling, so that the scale can reach inf.
+        at_floor: "hold" stays at the floor. "raise" raises `Starved` when a backoff is due there;
+            "raise_on_arrival" as soon as an overflow leaves the scale at the floor.
+        at_ceiling: "clamp" grows up to the ceiling; "refuse" does not grow beyond it at all.
+        bounds: "strict" refuses an `init_scale` outside floor and ceiling; "moves" allows it and
+            bounds backoffs below and growths above; "always" bounds the scale after every step.
+        backoff_divisor: divide by this instead of multiplying by `backoff_factor`: not the same
+            in the last bit unless it is a power of two.
+        growth_delay: clean steps that are not counted, after the start and after every overflow.
+        scale_dtype: the precision in which the scale is kept, as for the original of a dialect.
+        factor_dtype: the precision of the two factors. float32 scalars of a framework reproduce
+            float64 factors only if these are exact in float32.
+
+    Numbers are rounded to their dtype when the policy is made: a `growth_factor` of 1.1 reads back
+    as 1.10000002384.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float | None = 2.0**-14
+    max_scale: float | None = 2.0**32
+    at_floor: Literal["hold", "raise", "raise_on_arrival"] = "hold"
+    at_ceiling: Literal["clamp", "refuse"] = "clamp"
+    bounds: Literal["strict", "moves", "always"] = "strict"
+    backoff_divisor: float | None = None
+    growth_delay: int = 0
+    scale_dtype: Literal["float32", "float64"] = "float32"
+    factor_dtype: Literal["float32", "float64"] = "float32"
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._round_to_dtypes()
+        self._check_numbers()  # again: in float32 1e39 is inf, 1e-46 is 0 and 1 + 1e-9 is 1
+        self._check_bounds()
+        _warn_if_inexact("growth_factor", self.growth_factor)
+        if self.backoff_divisor is not None:
+            _warn_if_inexact("backoff_divisor", self.backoff_divisor)
+        else:
+            _warn_if_inexact("backoff_factor", self.backoff_factor)
+
+    def _check_numbers(self) -> None:
+        _one_of("at_floor", self.at_floor, ("hold", "raise", "raise_on_arrival"))
+        _one_of("at_ceiling", self.at_ceiling, ("clamp", "refuse"))
+        _one_of("bounds", self.bounds, ("strict", "moves", "always"))
+        _one_of("scale_dtype", self.scale_dtype, ("float32", "float64"))
+        _one_of("factor_dtype", self.factor_dtype, ("float32", "float64"))
+        _whole("growth_interval", self.growth_interval, least=1, instead="growth_interval=2000")
+        _whole("growth_delay", self.growth_delay, least=0, instead="growth_delay=0")
+        _between("growth_factor", self.growth_factor, 1.0, math.inf, instead="growth_factor=2.0")
+        _between("backoff_factor", self.backoff_factor, 0.0, 1.0, instead="backoff_factor=0.5")
+        if self.backoff_divisor is not None:
+            _between("backoff_divisor", self.backoff_divisor, 1.0, math.inf, instead="backoff_divisor=2.0")
+        _positive("init_scale", self.init_scale, "init_scale=2.0**16")
+        for name in ("min_scale", "max_scale"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name), f"{name}=None for no limit")
+
+    def _round_to_dtypes(self) -> None:
+        scale, factor = _ROUND[self.scale_dtype], _ROUND[self.factor_dtype]
+        _set(
+            self,
+            init_scale=scale(float(self.init_scale)),
+            min_scale=None if self.min_scale is None else scale(float(self.min_scale)),
+            max_scale=None if self.max_scale is None else scale(float(self.max_scale)),
+            growth_factor=factor(float(self.growth_factor)),
+            backoff_factor=factor(float(self.backoff_factor)),
+            backoff_divisor=None if self.backoff_divisor is None else factor(float(self.backoff_divisor)),
+        )
+
+    def _check_bounds(self) -> None:
+        low, high = self.min_scale or 0.0, self.max_scale or math.inf
+        if low > high:
+            raise PolicyError(
+                f"min_scale={low!r} is above max_scale={high!r}: no scale lies between them. "
+                f"Write min_scale={high!r}, max_scale={low!r}, or None for no limit."
+            )
+        if self.bounds == "strict" and not low <= self.init_scale <= high:
+            limit = "min_scale" if self.init_scale < low else "max_scale"
+            raise PolicyError(
+                f"init_scale={self.init_scale!r} lies outside min_scale={low!r} and "
+                f"max_scale={high!r}. Write {limit}={self.init_scale!r} as well, or start inside."
+            )
+        if self.at_floor != "hold" and self.min_scale is None:
+            raise PolicyError(f"at_floor={self.at_floor!r} needs a floor. Write min_scale=1.0 as well.")
+
+    def _up(self, scale: Any, where: Where) -> Any:
+        up = self._stored(scale * self.growth_factor)
+        if self.max_scale is None:
+            return up
+        return where(up > self.max_scale, scale if self.at_ceiling == "refuse" else self.max_scale, up)
+
+    def _down(self, scale: Any, where: Where) -> Any:
+        exact = scale / self.backoff_divisor if self.backoff_divisor else scale * self.backoff_factor
+        down = self._stored(exact)
+        return down if self.min_scale is None else where(down < self.min_scale, self.min_scale, down)
+
+    def _bounded(self, scale: Any, where: Where) -> Any:
+        if self.bounds != "always":
+            return scale
+        if self.min_scale is not None:
+            scale = where(scale < self.min_scale, self.min_scale, scale)
+        if self.max_scale is not None:
+            scale = where(scale > self.max_scale, self.max_scale, scale)
+        return scale
+
+    def _stored(self, scale: Any) -> Any:
+        """Round as the storage would. Arrays of a framework already are in their storage."""
+        if self.scale_dtype == "float64" or not isinstance(scale, float):
+            return scale
+        return _float32(scale)
+
+    def _grows(self, good: Any) -> Any:
+        return good - self.growth_delay >= self.growth_interval
+
+    def _stuck(self, fires: Any, scale: Any, after: Any) -> Any:
+        """Return whether an overflow leaves the scale at a floor where the policy gives up."""
+        if self.at_floor == "raise":
+            return fires & (scale == self.min_scale)
+        return self.at_floor == "raise_on_arrival" and after <= self.min_scale
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Dynamic(Moving[State]):
+    """Back off on overflow, grow after `growth_interval` clean steps.
+
+    With the defaults the scale never reaches 0, inf or NaN and every scale is a power of two, so
+    that scaling and unscaling are exact. The floor is float16's smallest normal number.
+
+    Args:
+        hysteresis: overflows it takes to back off. 1: every overflow does.
+        hysteresis_reset: the events after which overflows are counted from zero again. "clean":
+            only overflows in a row count, and once `hysteresis` is used up every further overflow
+            in that row backs off. "backoff": each backoff takes `hysteresis` overflows. "growth"
+            alone: overflows add up until the scale next grows.
+        max_consecutive_overflows: raise `Starved` after more than this many overflows in a row.
+
+    The other arguments are those of `Moving`.
+
+    >>> policy = Dynamic(init_scale=8, growth_interval=2)
+    >>> state = policy.start()
+    >>> for finite in (True, True, False, True, True):
+    ...     state = policy.step(state, Reading(finite))
+    ...     print(state)
+    State(scale=8.0, good=1.0, bad=0.0)
+    State(scale=16.0, good=0.0, bad=0.0)
+    State(scale=8.0, good=0.0, bad=1.0)
+    State(scale=8.0, good=1.0, bad=0.0)
+    State(scale=16.0, good=0.0, bad=0.0)
+    """
+
+    hysteresis: int = 1
+    hysteresis_reset: tuple[Event, ...] = ("clean",)
+    max_consecutive_overflows: int | None = None
+
+    def __post_init__(self) -> None:
+        for event in self.hysteresis_reset:
+            _one_of("hysteresis_reset", event, ("clean", "growth", "backoff"))
+        _whole("hysteresis", self.hysteresis, least=1, instead="hysteresis=1 to back off on every overflow")
+        if self.max_consecutive_overflows is not None:
+            _whole("max_consecutive_overflows", self.max_consecutive_overflows, least=1, instead="None for no limit")
+            if self.hysteresis_reset != ("clean",):
+                raise PolicyError(
+                    f"max_consecutive_overflows needs overflows to be counted in a row, but "
+                    f"hysteresis_reset={self.hysteresis_reset!r}. Write hysteresis_reset=('clean',)."
+                )
+        Moving.__post_init__(self)
+
+    def start(self) -> State:
+        return State(self.init_scale, 0.0, 0.0)
+
+    def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
+        scale, good, bad = state.scale, state.good + 1.0, state.bad + 1.0
+
+        fires = bad >= self.hysteresis
+        lowered = where(fires, self._down(scale, where), scale)
+        bad_if_overflow = where(fires, 0.0, bad) if "backoff" in self.hysteresis_reset else bad
+
+        grows = self._grows(good)
+        raised = where(grows, self._up(scale, where), scale)
+        good_if_clean = where(grows, float(self.growth_delay), good)
+        if "clean" in self.hysteresis_reset:
+            bad_if_clean: Any = 0.0
+        else:
+            bad_if_clean = where(grows, 0.0, state.bad) if "growth" in self.hysteresis_reset else state.bad
+
+        return State(
+            scale=self._bounded(where(reading.finite, raised, lowered), where),
+            good=where(reading.finite, good_if_clean, 0.0),
+            bad=where(reading.finite, bad_if_clean, bad_if_overflow),
+        )
+
+    def starved(self, state: State, after: State, reading: Reading, where: Where = choose) -> Any:
+        if self.at_floor == "hold" and self.max_consecutive_overflows is None:
+            return False
+        stuck = self._stuck(state.bad + 1.0 >= self.hysteresis, state.scale, after.scale)
+        if self.max_consecutive_overflows is not None:
+            stuck = stuck | (after.bad > self.max_consecutive_overflows)
+        return where(reading.finite, False, stuck)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Tolerant(Moving[TolerantState]):
+    """Back off only when overflows are more frequent than `tolerance` (fairseq's rule).
+
+    The rate is overflows since the last backoff, over all steps since the scale last moved.
+
+    Args:
+        tolerance: the share of overflowing steps that is accepted, from 0 (none) up to 1.
+
+    The other arguments are those of `Moving`.
+
+    >>> policy = Tolerant(init_scale=8, tolerance=0.5)
+    >>> state = policy.start()
+    >>> for finite in (True, True, False, False):
+    ...     state = policy.step(state, Reading(finite))
+    ...     print(state.scale)
+    8.0
+    8.0
+    8.0
+    4.0
+    """
+
+    tolerance: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.tolerance) and 0.0 <= self.tolerance <= 1.0):
+            raise PolicyError(
+                f"tolerance={self.tolerance!r} is not a share of steps between 0 and 1. "
+                "Write tolerance=0.05 to accept one overflow in twenty steps."
+            )
+        Moving.__post_init__(self)
+
+    def start(self) -> TolerantState:
+        return TolerantState(self.init_scale, 0.0, 0.0, 0.0)
+
+    def advance(self, state: TolerantState, reading: Reading, where: Where = choose) -> TolerantState:
+        scale, good, bad, age = state.scale, state.good + 1.0, state.bad + 1.0, state.age + 1.0
+        fires = bad / age >= self.tolerance
+        grows = self._grows(good)
+        raised = where(grows, self._up(scale, where), scale)
+        lowered = where(fires, self._down(scale, where), scale)
+        moved = where(reading.finite, grows, fires)
+        return TolerantState(
+            scale=self._bounded(where(reading.finite, raised, lowered), where),
+            good=where(reading.finite, where(grows, float(self.growth_delay), good), 0.0),
+            bad=where(reading.finite, state.bad, where(fires, 0.0, bad)),
+            age=where(moved, 0.0, age),
+        )
+
+    def starved(self, state: TolerantState, after: TolerantState, reading: Reading, where: Where = choose) -> Any:
+        if self.at_floor == "hold":
+            return False
+        fires = (state.bad + 1.0) / (state.age + 1.0) >= self.tolerance
+        return where(reading.finite, False, self._stuck(fires, state.scale, after.scale))
+
+
+_FLOAT32 = struct.Struct("f")
+
+
+def _float32(x: float) -> float:
+    """Round to the nearest float32, to inf beyond its range."""
+    try:
+        return float(_FLOAT32.unpack(_FLOAT32.pack(x))[0])
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+_ROUND: dict[str, Callable[[float], float]] = {"float32": _float32, "float64": float}
+
+
+def _set(policy: Policy[Any], **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(policy, name, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _positive(name: str, value: Any, instead: str) -> float:
+    if not (_is_number(value) and 0.0 < value < math.inf):
+        raise PolicyError(f"{name}={value!r} is not a finite number above 0. Write {instead}.")
+    return float(value)
+
+
+def _between(name: str, value: Any, low: float, high: float, *, instead: str) -> None:
+    if not (_is_number(value) and low < value < high):
+        bounds = f"above {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}, both excluded"
+        raise PolicyError(f"{name}={value!r} must be a number {bounds}. Write {instead}.")
+
+
+def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PolicyError(f"{name}={value!r} is unknown. Write one of {', '.join(map(repr, choices))}.")
+
+
+def _whole(name: str, value: Any, *, least: int, instead: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise PolicyError(f"{name}={value!r} must be a whole number of at least {least}. Write {instead}.")
+
+
+def _warn_if_inexact(name: str, value: float) -> None:
+    if math.frexp(value)[0] != 0.5:
+        nearest = round(math.log2(value)) or (1 if value > 1.0 else -1)
+        warnings.warn(
+            f"{name}={value:g} is not a power of two: scaling and unscaling then round every gradient. "
+            f"Write {name}={2.0**nearest!r} unless you reproduce another system.",
+            InexactScale,
+            stacklevel=_level_of_caller(),
+        )
+
+
+def _level_of_caller() -> int:
+    """Return the `stacklevel` of the line outside this library that chose the factor."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("preamp", "dataclasses"):
+        frame, level = frame.f_back, level + 1
+    return level

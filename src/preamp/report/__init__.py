@@ -1,0 +1,16 @@
+"""Figures of traces, and the one-file HTML report.
+
+This room draws traces. It refuses to know who recorded them.
+"""
+
+from preamp.errors import MissingExtra
+
+try:
+    import matplotlib as _  # noqa: F401  # only to say what is missing
+except ImportError as error:
+    raise MissingExtra("preamp.report needs matplotlib. Run: pip install 'preamp[report]'") from error
+
+from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
+from preamp.report.html import Strip, write_report
+
+__all__ = ["Curve", "Strip", "loss_figure", "scale_figure", "write_report", "zeros_figure"]

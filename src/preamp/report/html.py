@@ -1,0 +1,146 @@
+"""The report: one HTML file that needs nothing else, wide or narrow."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.image import imsave
+from numpy.typing import NDArray
+
+from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
+
+__all__ = ["Strip", "write_report"]
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; padding: 1.2rem; max-width: 1080px; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: 0.4rem 0; }
+h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
+p { max-width: 46rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 1rem 2rem; }
+.figures svg { width: 100%; height: auto; display: block; }
+.strips { display: grid; grid-template-columns: max-content 1fr; gap: 0.4rem 1rem; align-items: center; max-width: 860px; }
+.strips img { width: 100%; image-rendering: pixelated; display: block; border: 1px solid #ddd; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 0.35rem 0.6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+footer { margin-top: 2.5rem; color: #666; font-size: 0.85rem; overflow-wrap: anywhere; }
+@media (max-width: 640px) {
+  .strips { grid-template-columns: 1fr; gap: 0.1rem; }
+  .strips img { margin-bottom: 0.5rem; }
+  thead { display: none; }
+  tr { display: block; padding: 0.5rem 0; border-bottom: 2px solid #bbb; }
+  td { display: flex; justify-content: space-between; border: 0; padding: 0.1rem 0; }
+  td:first-child { font-weight: bold; }
+  td:not(:first-child)::before { content: attr(data-label); color: #666; }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A row of small pictures with a name.
+
+    Attributes:
+        name: what stands beside it.
+        pictures: grey levels from 0 (white) to 1 (black), of shape (pictures, height, width).
+    """
+
+    name: str
+    pictures: NDArray[np.float32]
+
+
+def write_report(
+    path: str | Path,
+    *,
+    title: str,
+    lead: Sequence[str],
+    curves: Sequence[Curve],
+    table: Sequence[dict[str, str]],
+    strips: Sequence[Strip] = (),
+    strips_title: str = "",
+    footer: str = "",
+) -> None:
+    """Write the report.
+
+    Args:
+        path: the file to write.
+        title: its heading.
+        lead: paragraphs that say what is to be seen.
+        curves: the traces to draw. A figure that no trace has numbers for is left out.
+        table: one row each, heading to cell; all rows have the same headings.
+        strips: rows of pictures to compare.
+        strips_title: the heading above them.
+        footer: small print.
+    """
+    sections = [
+        *(f"<p>{escape(text)}</p>" for text in lead),
+        *_pictures(strips, strips_title),
+        f'<div class="figures">{"".join(map(_figure, _figures(curves)))}</div>',
+        _table(table),
+    ]
+    page = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+{"".join(sections)}
+<footer>{escape(footer)}</footer>
+</body>
+</html>
+"""
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def _figures(curves: Sequence[Curve]) -> list[str]:
+    scaled = [curve for curve in curves if any(step.scale != 1.0 for step in curve.trace)]
+    with_loss = [curve for curve in curves if any(step.loss is not None for step in curve.trace)]
+    with_zeros = [curve for curve in curves if any(step.zeros is not None for step in curve.trace)]
+    chosen: list[tuple[Any, list[Curve]]] = [
+        (loss_figure, with_loss),
+        (zeros_figure, with_zeros),
+        (scale_figure, scaled),
+    ]
+    return [draw(some) for draw, some in chosen if some]
+
+
+def _figure(svg: str) -> str:
+    return f"<figure style='margin:0'>{svg}</figure>"
+
+
+def _pictures(strips: Sequence[Strip], title: str) -> list[str]:
+    if not strips:
+        return []
+    rows = [f'<div>{escape(s.name)}</div><img alt="{escape(s.name)}" src="{_png(s.pictures)}">' for s in strips]
+    return [f"<h2>{escape(title)}</h2>", f'<div class="strips">{"".join(rows)}</div>']
+
+
+def _png(pictures: NDArray[np.float32]) -> str:
+    """Return the pictures beside each other, a blank column between, as a data address."""
+    padded = np.pad(pictures, ((0, 0), (1, 1), (1, 1)))
+    buffer = io.BytesIO()
+    imsave(buffer, np.hstack(list(padded)), cmap="gray_r", vmin=0.0, vmax=1.0, format="png")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _table(rows: Sequence[dict[str, str]]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f'<td data-label="{escape(k)}">{escape(v)}</td>' for k, v in row.items()) + "</tr>"
+        for row in rows
+    )
+    return f"<h2>Numbers</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

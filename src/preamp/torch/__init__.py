@@ -1,0 +1,12 @@
+"""preamp for PyTorch: `from preamp.torch import GradScaler` is the only line to change."""
+
+from preamp.errors import MissingExtra
+
+try:
+    import torch as _  # noqa: F401  # only to say what is missing
+except ImportError as error:
+    raise MissingExtra("preamp.torch needs PyTorch. Run: pip install 'preamp[torch]'") from error
+
+from preamp.torch.scaler import GradScaler
+
+__all__ = ["GradScaler"]

@@ -1,0 +1,267 @@
+"""`torch.amp.GradScaler` on a preamp policy.
+
+This room owns PyTorch's idiom: one object between the loss and the optimizer. Its arithmetic, its checks
+and their messages are PyTorch's own; what decides the next scale is the policy. It refuses to know any rule.
+
+The policy advances on the host, on Python floats. PyTorch's two state tensors are kept as mirrors, for
+the kernels and for code that reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from preamp.dialects import Dialect
+from preamp.errors import PolicyError
+from preamp.policy import Dynamic, Policy, Reading
+from preamp.trace import Step
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scale the loss, unscale the gradients, skip the steps that overflowed, move the scale.
+
+    A drop-in for `torch.amp.GradScaler`: same arguments, methods, call order, `state_dict` and errors.
+    The default rule is PyTorch's, with a floor and a ceiling; `policy=dialects.TORCH` has neither.
+
+    Args:
+        device: the device type the scaler works on, such as "cuda" or "cpu".
+        init_scale: the scale of the first step.
+        growth_factor: what a growth multiplies the scale by.
+        backoff_factor: what an overflow multiplies the scale by.
+        growth_interval: clean steps in a row before the scale grows.
+        enabled: False makes every method a no-op and `step` a plain `optimizer.step`.
+        policy: any preamp policy or dialect, instead of the four settings above.
+        on_step: called with a `Step` at the end of every `update`. A `Trace` is such a callable.
+
+    Attributes:
+        policy: the rule in force.
+        last_step: the latest `Step`: available after `step`, complete after `update`. None before.
+
+    Raises:
+        AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.
+        PolicyError: for settings that PyTorch accepts and that cannot work.
+        Starved: from `update`, if the policy was told to give up at its floor.
+
+    >>> import torch
+    >>> from preamp.torch import GradScaler
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> scaler = GradScaler("cpu", init_scale=8.0)
+    >>> scaler.scale(2 * weight.sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> weight.item(), scaler.last_step.skipped, scaler.get_scale()
+    (0.0, False, 8.0)
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        policy: Policy[Any] | None = None,
+        on_step: Callable[[Step], object] | None = None,
+    ) -> None:
+        settings = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        self.policy = _policy(policy, settings) if enabled else Dynamic()
+        self._state = self.policy.start()
+        self._steps_seen = 0
+        self.on_step = on_step
+        self.last_step: Step | None = None
+        super().__init__(
+            device,
+            init_scale=self._init_scale,
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+            enabled=enabled,
+        )
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale if that was not done yet, and step the optimizer unless a gradient is not finite.
+
+        Returns:
+            What `optimizer.step` returns, None when it was skipped. `last_step.skipped` tells them apart.
+        """
+        result = super().step(optimizer, *args, **kwargs)
+        if self._enabled:
+            finite = _all_finite(self._per_optimizer_states[id(optimizer)])
+            self.last_step = Step(self._steps_seen, self._state.scale, finite, skipped=not finite)
+        return result
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Advance the policy by what the optimizers of this iteration saw, or set a scale by hand.
+
+        Args:
+            new_scale: the scale to go on with, as a float or a one-element tensor.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            _check_scale(float(new_scale))
+            super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+            self._state = self._state._replace(scale=float(new_scale))
+            return
+        self._check_scale_growth_tracker("update")
+        ledgers = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
+        if not ledgers:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        self._advance(finite=all(map(_all_finite, ledgers)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return PyTorch's five entries and, for a policy that remembers more, its state."""
+        state = super().state_dict()
+        if state and not self._five_entries_suffice():
+            state["preamp_state"] = self._state._asdict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this scaler or of `torch.amp.GradScaler`.
+
+        Raises:
+            RuntimeError: for the empty state of a disabled scaler.
+            KeyError: for a missing entry.
+            PolicyError: for a scale or setting that cannot work. The scaler is left as it was.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved "
+                "from a disabled instance of GradScaler."
+            )
+        _check_scale(state_dict["scale"])
+        loaded = {"scale": float(state_dict["scale"]), "good": float(state_dict["_growth_tracker"])}
+        state = self.policy.start()._replace(**{**loaded, **state_dict.get("preamp_state", {})})
+        settings = {name: state_dict[name] for name in _SETTINGS[1:]}
+        self.policy = replace(self.policy, **_applicable(self.policy, settings))
+        self._state = state
+        self._mirror()
+
+    def _five_entries_suffice(self) -> bool:
+        policy = self.policy
+        return (
+            isinstance(policy, Dynamic) and policy.hysteresis == 1 and policy.max_consecutive_overflows is None
+        )
+
+    def _advance(self, finite: bool) -> None:
+        before = after = self._state
+        try:
+            after = self._state = self.policy.step(before, Reading(finite))
+        finally:  # a policy that gives up leaves a record too
+            self._mirror()
+            self.last_step = Step(self._steps_seen, before.scale, finite, not finite, after.scale)
+            self._steps_seen += 1
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            if self.on_step is not None:
+                self.on_step(self.last_step)
+
+    def _mirror(self) -> None:
+        if self._scale is not None and self._growth_tracker is not None:
+            self._scale.fill_(self._init_scale)
+            self._growth_tracker.fill_(self._init_growth_tracker)
+
+    # PyTorch's own fields, as views of the policy and its state: the base class works on these.
+
+    @property
+    def _init_scale(self) -> float:
+        return float(self._state.scale)
+
+    @_init_scale.setter
+    def _init_scale(self, scale: float) -> None:
+        self._state = self._state._replace(scale=float(scale))
+
+    @property
+    def _init_growth_tracker(self) -> int:
+        return int(self._state.good)
+
+    @_init_growth_tracker.setter
+    def _init_growth_tracker(self, good: int) -> None:
+        self._state = self._state._replace(good=float(good))
+
+    @property
+    def _growth_factor(self) -> float:
+        return float(getattr(self.policy, "growth_factor", 2.0))
+
+    @_growth_factor.setter
+    def _growth_factor(self, factor: float) -> None:
+        self._set("growth_factor", factor)
+
+    @property
+    def _backoff_factor(self) -> float:
+        return float(getattr(self.policy, "backoff_factor", 0.5))
+
+    @_backoff_factor.setter
+    def _backoff_factor(self, factor: float) -> None:
+        self._set("backoff_factor", factor)
+
+    @property
+    def _growth_interval(self) -> int:
+        return int(getattr(self.policy, "growth_interval", 2000))
+
+    @_growth_interval.setter
+    def _growth_interval(self, interval: int) -> None:
+        self._set("growth_interval", interval)
+
+    def _set(self, name: str, value: Any) -> None:
+        if value == getattr(self, f"_{name}"):
+            return
+        if not _applicable(self.policy, {name: value}):
+            raise PolicyError(f"{name}={value!r} cannot be set: {self.policy!r} has no {name}.")
+        self.policy = replace(self.policy, **{name: value})
+
+
+_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+def _policy(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]:
+    """Return the policy to use, for the arguments of a constructor."""
+    if policy is None:
+        if settings["growth_factor"] <= 1.0:
+            raise AssertionError("The growth factor must be > 1.0.")
+        if settings["backoff_factor"] >= 1.0:
+            raise AssertionError("The backoff factor must be < 1.0.")
+        return _torch_rule_with_bounds(settings)
+    given = {name: value for name, value in settings.items() if value != getattr(Dynamic, name)}
+    if given:
+        name, value = next(iter(given.items()))
+        raise PolicyError(f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy.")
+    return policy.policy if isinstance(policy, Dialect) else policy
+
+
+def _torch_rule_with_bounds(settings: dict[str, Any]) -> Dynamic:
+    ours = Dynamic(**{**settings, "bounds": "moves", "factor_dtype": "float64"})
+    low, high = ours.min_scale or 0.0, ours.max_scale or math.inf
+    return replace(ours, bounds="strict", min_scale=min(low, ours.init_scale), max_scale=max(high, ours.init_scale))
+
+
+def _applicable(policy: Policy[Any], settings: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(policy)}  # type: ignore[arg-type]  # policies are dataclasses
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def _check_scale(scale: float) -> None:
+    if not 0.0 < scale < math.inf:
+        raise PolicyError(f"a loss scale of {scale!r} turns every gradient into 0, inf or NaN. Write 2.0**16.")
+
+
+def _all_finite(ledger: dict[str, Any]) -> bool:
+    return not any(flag.item() for flag in ledger["found_inf_per_device"].values())

@@ -1,0 +1,279 @@
+"""What happened, step by step: the record of a run, as JSON lines and as a summary.
+
+This room remembers. It refuses to know who trained what, and draws nothing: figures are in `report`.
+
+The first line of a file describes the run, every other line is one step. Lines are written whole, one
+at a time, so the file of an interrupted run can be read up to its last step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from preamp.errors import TraceError
+
+__all__ = ["Step", "Summary", "Trace"]
+
+FORMAT = 1
+
+
+class Step(NamedTuple):
+    """One training step.
+
+    Attributes:
+        index: 0 for the first step.
+        scale: the loss scale that was in this step's loss.
+        finite: True when every gradient was finite.
+        skipped: True when the update was not applied.
+        new_scale: the scale of the next step; None until the policy has advanced.
+        loss: the loss, not scaled.
+        grad_norm: global L2 norm of the unscaled gradients.
+        peak: the largest finite magnitude among the scaled gradients.
+        zeros: the share of gradient entries that are exactly zero, from 0 to 1.
+        culprits: names of the parameters whose gradients were not finite, first in backward order.
+        seconds: wall time of the step.
+    """
+
+    index: int
+    scale: float
+    finite: bool
+    skipped: bool
+    new_scale: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    peak: float | None = None
+    zeros: float | None = None
+    culprits: tuple[str, ...] = ()
+    seconds: float | None = None
+
+
+class Summary(NamedTuple):
+    """What a trace comes to. Scales are None for a trace without steps.
+
+    Attributes:
+        steps: steps in the trace.
+        skipped: steps whose update was not applied.
+        skip_rate: skipped / steps, 0 without steps.
+        longest_streak: the most steps skipped in a row.
+        min_scale: the lowest scale that was in a loss, or is next.
+        max_scale: the highest such scale.
+        final_scale: the scale after the last step.
+        growths: times the scale grew.
+        backoffs: times the scale was lowered.
+    """
+
+    steps: int
+    skipped: int
+    skip_rate: float
+    longest_streak: int
+    min_scale: float | None
+    max_scale: float | None
+    final_scale: float | None
+    growths: int
+    backoffs: int
+
+
+class Trace:
+    """A list of `Step` that can be called with the next one, so it can be given to any `on_step=`.
+
+    Args:
+        steps: steps to begin with.
+        path: a file that each step is written to as it is recorded, replacing what was there.
+        **about: anything JSON can hold that describes the run; the first line of the file.
+
+    Attributes:
+        about: what describes the run.
+        stopped: why the run ended before its time, or None.
+
+    >>> trace = Trace(policy="Static(2.0)")
+    >>> trace(Step(index=0, scale=2.0, finite=True, skipped=False))
+    >>> trace.summary().steps
+    1
+    """
+
+    def __init__(self, steps: Iterable[Step] = (), *, path: str | Path | None = None, **about: Any) -> None:
+        self._rows: list[tuple[Any, ...]] = []  # plain tuples: the garbage collector can forget them
+        self.about = about
+        self.stopped: str | None = None
+        self._file = None if path is None else _open_for_lines(Path(path), about)
+        for step in steps:
+            self(step)
+
+    def __call__(self, step: Step) -> None:
+        """Record a step, and write it if the trace has a file."""
+        self._rows.append(tuple(step))
+        if self._file is not None:
+            self._file.write(_line(_as_json(step)))
+
+    def __iter__(self) -> Iterator[Step]:
+        return map(Step._make, self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Step:
+        return Step._make(self._rows[index])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trace) and (self._rows, self.about, self.stopped) == (
+            other._rows,
+            other.about,
+            other.stopped,
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # a trace changes while it is recorded
+
+    def __repr__(self) -> str:
+        about = "".join(f", {key}={value!r}" for key, value in self.about.items())
+        return f"Trace({len(self)} steps{about})"
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def stop(self, reason: str) -> None:
+        """Note why the run ends before its time."""
+        self.stopped = reason
+        if self._file is not None:
+            self._file.write(_line({"stopped": reason}))
+
+    def close(self) -> None:
+        """Close the file, if there is one. Nothing is lost without it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def write(self, path: str | Path) -> None:
+        """Write the whole trace to a file of JSON lines."""
+        with Trace(self, path=path, **self.about) as copy:
+            if self.stopped is not None:
+                copy.stop(self.stopped)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Trace:
+        """Read a file of JSON lines.
+
+        Raises:
+            TraceError: naming the line that cannot be read and why.
+            OSError: if there is no such file.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise TraceError(f"{path} is not a trace: it is not text ({error.reason}).") from error
+        lines = text.split("\n")
+        about = _parse(path, 1, lines[0])
+        if about.pop("preamp_trace", None) != FORMAT:
+            raise TraceError(
+                f"{path}, line 1: not a trace of this release. A trace begins with "
+                f'{{"preamp_trace": {FORMAT}, ...}}.'
+            )
+        trace = cls(**about)
+        for number, line in enumerate(lines[1:], start=2):
+            if number == len(lines) and not line:
+                break
+            entry = _parse(path, number, line)
+            if set(entry) == {"stopped"}:
+                trace.stopped = str(entry["stopped"])
+            else:
+                trace(_as_step(path, number, entry))
+        return trace
+
+    def summary(self) -> Summary:
+        """Count steps, skips and moves of the scale."""
+        skipped = longest = streak = growths = backoffs = 0
+        scales = self._scales()
+        for step, after in zip(self, scales[1:], strict=False):
+            streak = streak + 1 if step.skipped else 0
+            longest, skipped = max(longest, streak), skipped + step.skipped
+            growths, backoffs = growths + (after > step.scale), backoffs + (after < step.scale)
+        return Summary(
+            steps=len(self),
+            skipped=skipped,
+            skip_rate=skipped / len(self) if len(self) else 0.0,
+            longest_streak=longest,
+            min_scale=min(scales, default=None),
+            max_scale=max(scales, default=None),
+            final_scale=scales[-1] if scales else None,
+            growths=growths,
+            backoffs=backoffs,
+        )
+
+    def _scales(self) -> list[float]:
+        """Return the scale of every step and, last, the one after it."""
+        scales = [step.scale for step in self]
+        last = self[-1] if scales else None
+        return [*scales, last.scale if last.new_scale is None else last.new_scale] if last else []
+
+
+def _open_for_lines(path: Path, about: dict[str, Any]) -> IO[str]:
+    file = path.open("w", encoding="utf-8", buffering=1)  # line buffered: whole lines reach the file
+    file.write(_line({"preamp_trace": FORMAT, **about}))
+    return file
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(entry, allow_nan=False) + "\n"
+
+
+def _as_json(step: Step) -> dict[str, Any]:
+    entry = {name: value for name, value in step._asdict().items() if value is not None and value != ()}
+    return {name: repr(value) if _is_not_finite(value) else value for name, value in entry.items()}
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _parse(path: str | Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(
+            f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}). "
+            "If the run was killed while writing, delete this line and what follows it."
+        ) from error
+    if not isinstance(entry, dict):
+        raise TraceError(f"{path}, line {number}: expected an object in braces, found {line[:40]!r}.")
+    return entry
+
+
+def _as_step(path: str | Path, number: int, entry: dict[str, Any]) -> Step:
+    problem = _problem(entry)
+    if problem:
+        raise TraceError(f"{path}, line {number}: {problem}.")
+    values = {name: float(value) if name in _NUMBERS else value for name, value in entry.items()}
+    return Step(**{**values, "culprits": tuple(entry.get("culprits", ()))})
+
+
+_NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
+_REQUIRED = ("index", "scale", "finite", "skipped")
+
+
+def _problem(entry: dict[str, Any]) -> str:
+    """Say what is wrong with a step's line, or nothing."""
+    missing = [name for name in _REQUIRED if name not in entry]
+    unknown = [name for name in entry if name not in Step._fields]
+    if missing or unknown:
+        return f"a step without {', '.join(missing)}" if missing else f"unknown entry {unknown[0]!r}"
+    for name, value in entry.items():
+        if name in _NUMBERS and not _is_number(value):
+            return f"{name} is {value!r}, not a number"
+        if name in ("finite", "skipped") and not isinstance(value, bool):
+            return f"{name} is {value!r}, neither true nor false"
+    if isinstance(entry["index"], bool) or not isinstance(entry["index"], int):
+        return f"index is {entry['index']!r}, not a whole number"
+    culprits = entry.get("culprits", [])
+    if not (isinstance(culprits, list) and all(isinstance(name, str) for name in culprits)):
+        return f"culprits is {culprits!r}, not a list of names"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return value in ("inf", "-inf", "nan") or (isinstance(value, (int, float)) and not isinstance(value, bool))
