@@ -45,6 +45,8 @@ Row: TypeAlias = dict[str, str]
 
 BAD_INPUT, INTERRUPTED = 2, 130
 SHORT_RUN = Dynamic(growth_interval=100)
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+TITLES = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 app = App(
@@ -126,6 +128,8 @@ def train(
     rows = _training_rows(runs)
     _write_training_report(out_dir / "report.html", problem, runs, rows)
     _print_table(rows)
+    if seeds > 1:
+        out.print(f"Median and range of {seeds} seeds; steps, skipped steps and seconds are sums.")
     for run in runs:
         if run.trace.stopped and not interrupted:
             out.print(f"{run.plan.name}, seed {run.plan.seed}, stopped: {run.trace.stopped}")
@@ -283,7 +287,7 @@ def _write_training_report(path: Path, problem: Problem, runs: list[Run], rows: 
         strips = [Strip(name, images[name][shown].reshape(shape)) for name in ("original", *_names(runs))]
     write_report(
         path,
-        title=f"{problem.task} on {problem.table.name}, in each precision",
+        title=f"{TITLES[problem.task].format(problem.table.name)} in each precision",
         lead=[
             "The same network, first weights and batches in every run. Low precision means what it means on a "
             "tensor core: values and gradients are stored in it, sums are made in float32.",
@@ -299,20 +303,21 @@ def _write_training_report(path: Path, problem: Problem, runs: list[Run], rows: 
 
 def _sentence(runs: list[Run]) -> str:
     """Say in words what came of the runs of one name."""
-    run = runs[0]
-    summary = run.trace.summary()
-    zeros = [step.zeros for step in run.trace if step.zeros is not None]
+    first = runs[0]
+    steps = [step for run in runs for step in run.trace]
+    zeros = [step.zeros for step in steps if step.zeros is not None]
     parts = [f"test error {_spread([r.test_error for r in runs])}"]
     if zeros:
         parts.append(f"{100 * median(zeros):.0f} % of the gradient entries of its weights are exactly zero")
-    if run.plan.policy and summary.steps:
+    if first.plan.policy and steps:
+        scales = [step.scale for step in steps]
         parts.append(
-            f"{summary.skipped:,} of {summary.steps:,} steps skipped while the scale moved between "
-            f"{_power(summary.min_scale)} and {_power(summary.max_scale)}"
+            f"{sum(step.skipped for step in steps):,} of {len(steps):,} steps skipped while the scale moved "
+            f"between {_power(min(scales))} and {_power(max(scales))}"
         )
-    if run.trace.stopped:
-        parts.append(f"stopped early ({run.trace.stopped})")
-    return f"{run.plan.name}: {', '.join(parts)}."
+    if first.trace.stopped:
+        parts.append(f"stopped early ({first.trace.stopped})")
+    return f"{first.plan.name}: {', '.join(parts)}."
 
 
 def _training_rows(runs: list[Run]) -> list[Row]:
@@ -322,13 +327,13 @@ def _training_rows(runs: list[Run]) -> list[Row]:
 def _training_row(runs: list[Run]) -> Row:
     accuracies = [run.test_accuracy for run in runs if run.test_accuracy is not None]
     quality = {"test accuracy": accuracies} if accuracies else {"test error": [run.test_error for run in runs]}
-    summaries = [run.trace.summary() for run in runs]
+    summaries, scaled = [run.trace.summary() for run in runs], runs[0].plan.policy is not None
     return {
-        "run": runs[0].plan.name + (f", {len(runs)} seeds" if len(runs) > 1 else ""),
+        "run": runs[0].plan.name,
         **{name: _spread(values) for name, values in quality.items()},
         "steps": f"{sum(s.steps for s in summaries):,}",
         "skipped": f"{sum(s.skipped for s in summaries):,}",
-        "final scale": ", ".join(dict.fromkeys(_power(s.final_scale) for s in summaries)),
+        "scale": ", ".join(dict.fromkeys(_power(s.final_scale) for s in summaries)) if scaled else "-",
         "seconds": f"{sum(run.seconds for run in runs):.1f}",
     }
 
@@ -356,8 +361,9 @@ def _grouped(runs: list[Run]) -> list[list[Run]]:
 
 def _spread(values: list[float]) -> str:
     """Return the median and, of several values, the range."""
-    middle = f"{median(values):.4f}"
-    return middle if len(values) == 1 else f"{middle} ({min(values):.4f}-{max(values):.4f})"
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
 def _power(scale: float | None) -> str:
@@ -365,7 +371,7 @@ def _power(scale: float | None) -> str:
     if scale is None:
         return "-"
     if scale > 0 and math.frexp(scale)[0] == 0.5:
-        return f"2^{math.frexp(scale)[1] - 1}"
+        return "2" + str(math.frexp(scale)[1] - 1).translate(SUPERSCRIPT)
     return f"{scale:.4g}"
 
 

@@ -33,10 +33,12 @@ __all__ = [
     "KERAS",
     "MEGATRON",
     "MINDSPORE",
+    "MINDSPORE_AMP",
     "MPX",
     "NEMO",
     "ONEFLOW",
     "PADDLE",
+    "PADDLE_STATIC",
     "TF1",
     "TF_KERAS",
     "TORCH",
@@ -65,7 +67,7 @@ class Dialect(Policy[Any], Generic[P]):
         self.system = system
         self.odd = odd
         self.__doc__ = f"{system}. {odd}"
-        self.policy = self._quietly()
+        self.policy: Policy[Any] = self(*(), **{})  # type: ignore[call-arg]  # every argument has a default
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Policy[Any]:
         """Return the policy for the system's own arguments."""
@@ -84,9 +86,6 @@ class Dialect(Policy[Any], Generic[P]):
 
     def starved(self, state: Any, after: Any, reading: Reading, where: Where = choose) -> Any:
         return self.policy.starved(state, after, reading, where)
-
-    def _quietly(self, *args: Any, **kwargs: Any) -> Policy[Any]:
-        return self(*args, **kwargs)
 
 
 def dialect(system: str, odd: str) -> Callable[[Callable[P, Policy[Any]]], Dialect[P]]:
@@ -254,7 +253,7 @@ def APEX(
     )
 
 
-@dialect("NeMo GradScaler", "After hysteresis is used up, every further overflow in a row backs off.")
+@dialect("NeMo GradScaler, nemo_toolkit 2.7", "After hysteresis is used up, every further overflow in a row backs off.")
 def NEMO(
     *,
     init_scale: float = 2.0**16,
@@ -279,7 +278,7 @@ def NEMO(
 
 
 @dialect(
-    "fairseq DynamicLossScaler",
+    "fairseq DynamicLossScaler, fairseq 0.12.2",
     "Backs off on the rate of overflows since the scale last moved; growing does not clear their count.",
 )
 def FAIRSEQ(
@@ -307,7 +306,7 @@ def FAIRSEQ(
     )
 
 
-@dialect("ColossalAI DynamicGradScaler", "Overflows add up until the scale grows; no floor unless asked.")
+@dialect("ColossalAI DynamicGradScaler, colossalai 0.5", "Overflows add up until the scale grows; no floor unless asked.")
 def COLOSSALAI(
     *,
     initial_scale: float = 2.0**16,
@@ -325,9 +324,8 @@ def COLOSSALAI(
         growth_interval=growth_interval,
         hysteresis=hysteresis,
         hysteresis_reset=("growth",),
-        min_scale=min_scale,
-        max_scale=max_scale,
-        bounds="moves",
+        min_scale=min_scale or None,
+        max_scale=max_scale or None,
     )
 
 
@@ -367,7 +365,7 @@ def JMP(
     )
 
 
-@dialect("mpx DynamicLossScaling, mpx 0.1.8", "Its ceiling of 65504 is not a power of two: later scales round.")
+@dialect("mpx DynamicLossScaling, mixed_precision_for_JAX 0.1.8", "Its ceiling of 65504 is not a power of two: later scales round.")
 def MPX(
     *, loss_scaling: float = 2.0**15, min_loss_scaling: float = 1.0, factor: float = 2.0, period: int = 2000
 ) -> Policy[Any]:
@@ -404,6 +402,29 @@ def PADDLE(
     )
 
 
+@dialect("Paddle update_loss_scaling operator, paddlepaddle 3.3", "Its two wrappers disagree on the defaults.")
+def PADDLE_STATIC(
+    *,
+    init_loss_scaling: float = 2.0**16,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.5,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 1,
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=init_loss_scaling,
+        growth_factor=incr_ratio,
+        backoff_factor=decr_ratio,
+        growth_interval=incr_every_n_steps,
+        hysteresis=decr_every_n_nan_or_inf,
+        hysteresis_reset=("clean", "backoff"),
+        min_scale=1.0,
+        max_scale=FLOAT32_MAX,
+        at_ceiling="refuse",
+        bounds="moves",
+    )
+
+
 @dialect("MindSpore DynamicLossScaleManager, mindspore 2.10", "Raises after more than 1000 overflows in a row.")
 def MINDSPORE(
     *, init_loss_scale: float = 2.0**24, scale_factor: int = 2, scale_window: int = 2000
@@ -419,6 +440,22 @@ def MINDSPORE(
         bounds="moves",
         scale_dtype="float64",
         factor_dtype="float64",
+    )
+
+
+@dialect("MindSpore amp.DynamicLossScaler, mindspore 2.10", "Takes whole factors only.")
+def MINDSPORE_AMP(
+    *, scale_value: float = 2.0**24, scale_factor: int = 2, scale_window: int = 2000
+) -> Policy[Any]:
+    return Dynamic(
+        init_scale=scale_value,
+        growth_factor=scale_factor,
+        backoff_divisor=scale_factor,
+        growth_interval=scale_window,
+        min_scale=1.0,
+        max_scale=FLOAT32_MAX,
+        at_ceiling="refuse",
+        bounds="moves",
     )
 
 

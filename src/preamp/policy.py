@@ -125,13 +125,13 @@ class Policy(ABC, Generic[S]):
         if self.starved(state, after, reading):
             raise Starved(
                 f"the loss scale is {state.scale:g}, the gradients overflowed "
-                f"({after.bad:.0f} overflows counted) and {self!r} gives up here. The step was "
+                f"({state.bad + 1:.0f} overflows counted) and {self!r} gives up here. The step was "
                 "skipped and no parameter was changed. Look for NaN or inf in the data, the loss "
                 "and the first layers to overflow; a learning rate that is too high does this too. "
                 "To go on at a lower scale set min_scale lower; to hold it there set "
                 "at_floor='hold'; bfloat16 needs no loss scale.",
                 scale=state.scale,
-                overflows=int(after.bad),
+                overflows=int(state.bad) + 1,
             )
         return after
 

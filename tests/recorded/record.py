@@ -9,7 +9,7 @@ Python 3.11, in an environment of its own; no accelerator is needed:
     pip install numpy==2.2.6 jax==0.10.2 equinox==0.13.8 optax==0.2.8 jaxtyping scipy httpx \
         protobuf Pillow opt_einsum safetensors asttokens astunparse packaging psutil dill
     pip install --no-deps megatron-core==0.16.1 fairseq==0.12.2 colossalai==0.5.0 \
-        nemo_toolkit==2.7.0 bmtrain==1.0.1 paddlepaddle==3.3.1 mindspore==2.10.0 \
+        nemo_toolkit==2.7.0 paddlepaddle==3.3.1 mindspore==2.10.0 \
         mixed_precision_for_JAX==0.1.8
     python tests/recorded/record.py
 
@@ -174,33 +174,6 @@ def nemo(arguments: Arguments, script: str) -> Scales:
         scaler.update()
 
     return walk(script, lambda: scaler.scale(torch.ones(1)).item(), update)
-
-
-def bmtrain(arguments: Arguments, script: str) -> Scales:
-    """BMTrain's OptimManager over one optimizer that does nothing, without streams."""
-    import torch
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    overflows = iter(script)
-
-    def check_overflow(groups: list[Any]) -> None:
-        if next(overflows) == "1":
-            raise OverflowError
-
-    manager = original(
-        "bmtrain",
-        "bmtrain/optim/optim_manager.py",
-        "OptimManager",
-        torch=SimpleNamespace(no_grad=torch.no_grad, cuda=SimpleNamespace(current_stream=lambda: stream)),
-        config={"zero_size": 1, "load_stream": stream},
-        check_overflow=check_overflow,
-        grad_rescale=lambda groups, scale: None,
-        print_rank=lambda message: None,
-    )(**arguments)
-    manager.add_optimizer(
-        SimpleNamespace(param_groups=[], zero_grad=lambda set_to_none: None, step=lambda: None)
-    )
-    return walk(script, lambda: float(manager.scale_loss(1.0)), lambda overflow: manager.step())
 
 
 def paddle(arguments: Arguments, script: str) -> Scales:
@@ -449,27 +422,6 @@ PEERS = {
             {"period": 3, "factor": 10, "loss_scaling": 1000.0},
             {"period": 2, "loss_scaling": 2.0, "min_loss_scaling": 16.0},
             {"period": 5, "loss_scaling": 2.0**20, "factor": 3},
-        ],
-    ),
-    "BMTRAIN": Peer(
-        "bmtrain",
-        bmtrain,
-        {
-            "loss_scale": 2.0**16,
-            "loss_scale_factor": 2.0,
-            "loss_scale_steps": 1024,
-            "min_loss_scale": 1.0,
-            "max_loss_scale": math.inf,
-        },
-        [
-            {"loss_scale_steps": 1, "loss_scale": 1024.0},
-            {"loss_scale_steps": 2, "max_loss_scale": 2.0**20},
-            {"loss_scale_steps": 3, "loss_scale_factor": 3.0},
-            {"loss_scale_steps": 5, "loss_scale": 1.5},
-            {"loss_scale_steps": 7, "loss_scale_factor": 1.5, "min_loss_scale": 100.0},
-            {"loss_scale_steps": 3, "loss_scale_factor": 0.3, "max_loss_scale": 1e5},
-            {"loss_scale_steps": 2, "loss_scale": 0.5},
-            {"loss_scale_steps": 2, "loss_scale": 2.0**18, "max_loss_scale": 2.0**16},
         ],
     ),
 }

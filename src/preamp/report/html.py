@@ -20,15 +20,16 @@ __all__ = ["Strip", "write_report"]
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; padding: 1.2rem; max-width: 1080px; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; padding: 1.2rem; max-width: 1240px; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0.4rem 0; }
 h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
 p { max-width: 46rem; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 1rem 2rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 370px), 1fr)); gap: 1rem 2rem; margin-top: 2rem; }
+figure { margin: 0; }
 .figures svg { width: 100%; height: auto; display: block; }
 .strips { display: grid; grid-template-columns: max-content 1fr; gap: 0.4rem 1rem; align-items: center; max-width: 860px; }
 .strips img { width: 100%; image-rendering: pixelated; display: block; border: 1px solid #ddd; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; max-width: 860px; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 0.35rem 0.6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 footer { margin-top: 2.5rem; color: #666; font-size: 0.85rem; overflow-wrap: anywhere; }
@@ -81,7 +82,7 @@ def write_report(
         footer: small print.
     """
     sections = [
-        *(f"<p>{escape(text)}</p>" for text in lead),
+        "".join(f"<p>{escape(text)}</p>" for text in lead),
         *_pictures(strips, strips_title),
         f'<div class="figures">{"".join(map(_figure, _figures(curves)))}</div>',
         _table(table),
@@ -117,7 +118,7 @@ def _figures(curves: Sequence[Curve]) -> list[str]:
 
 
 def _figure(svg: str) -> str:
-    return f"<figure style='margin:0'>{svg}</figure>"
+    return f"<figure>{svg}</figure>"
 
 
 def _pictures(strips: Sequence[Strip], title: str) -> list[str]:
