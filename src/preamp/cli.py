@@ -143,8 +143,8 @@ def simulate(
     policy: AnyPolicy = None,
     dialect: tuple[str, ...] = (),
     trace: Path | None = None,
-    steps: Count = 10_000,
-    overflow_rate: Share = 0.002,
+    steps: Count = 20_000,
+    overflow_rate: Share = 0.0005,
     seed: int = 0,
     out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/simulate.html"),
 ) -> int:
@@ -167,8 +167,11 @@ def simulate(
     if policy or not rules:
         rules = {"preamp": policy or Dynamic(), **rules}
     traces = {name: play(rule, overflows) for name, rule in rules.items()}
-    rows = [_scale_row(name, one) | {"scale over time": _sparkline(one)} for name, one in traces.items()]
+    rows = [_scale_row(name, one) | {"over time": _sparkline(one)} for name, one in traces.items()]
     _print_table(rows)
+    stops = [f"{name} stopped: {one.stopped}" for name, one in traces.items() if one.stopped]
+    for line in stops:
+        out.print(line)
 
     from preamp.report import Curve, write_report
 
@@ -177,9 +180,9 @@ def simulate(
     write_report(
         out_file,
         title="The same overflows, other rules",
-        lead=[f"{len(overflows):,} steps, {sum(overflows):,} of which overflow: {source}."],
+        lead=[f"{len(overflows):,} steps, {sum(overflows):,} of which overflow: {source}.", *stops],
         curves=[Curve(name, one) for name, one in traces.items()],
-        table=[{key: cell for key, cell in row.items() if key != "scale over time"} for row in rows],
+        table=[{key: cell for key, cell in row.items() if key != "over time"} for row in rows],
         footer=_footer(f"{name}: {rule!r}" for name, rule in rules.items()),
     )
     out.print(f"Open {out_file} in a browser for the picture.")
@@ -208,7 +211,11 @@ def report(
     write_report(
         out_file,
         title="What loss scaling did",
-        lead=[f"{name}: stopped early: {one.stopped}" for name, one in zip(names, read, strict=True) if one.stopped],
+        lead=[
+            f"{name}: stopped early: {one.stopped}"
+            for name, one in zip(names, read, strict=True)
+            if one.stopped
+        ],
         curves=[Curve(name, one) for name, one in zip(names, read, strict=True)],
         table=rows,
         footer=_footer(map(str, traces)),
@@ -225,7 +232,7 @@ def dialects() -> int:
     return 0
 
 
-def _precisions(given: Iterable[Precision]) -> list[Any]:
+def _precisions(given: Sequence[str]) -> list[Any]:
     everything = ("float32", "float16", "bfloat16")
     return [name for name in everything if name in given or "all" in given]
 
@@ -256,7 +263,10 @@ def _train_all(problem: Problem, todo: Sequence[Any], framework: str, folder: Pa
         TextColumn("{task.fields[seen]:24}"),
         TimeRemainingColumn(),
     )
-    with suppress(KeyboardInterrupt), Progress(*columns, console=out, disable=not out.is_terminal) as progress:
+    with (
+        suppress(KeyboardInterrupt),
+        Progress(*columns, console=out, disable=not out.is_terminal) as progress,
+    ):
         for plan in todo:
             bar = progress.add_task(f"{plan.name}, {plan.seed}", total=problem.steps, seen="")
 
@@ -289,15 +299,17 @@ def _write_training_report(path: Path, problem: Problem, runs: list[Run], rows: 
         path,
         title=f"{TITLES[problem.task].format(problem.table.name)} in each precision",
         lead=[
-            "The same network, first weights and batches in every run. Low precision means what it means on a "
-            "tensor core: values and gradients are stored in it, sums are made in float32.",
+            "The same network, first weights and batches in every run. Low precision means what it does on "
+            "a tensor core: values and gradients are stored in it, sums are made in float32.",
             *map(_sentence, _grouped(runs)),
         ],
         strips=strips,
         strips_title="Test digits as each run redraws them",
         curves=[Curve(run.plan.name, run.trace) for run in runs],
         table=rows,
-        footer=_footer(f"{r.plan.name}, seed {r.plan.seed}: {r.plan.policy!r}" for r in runs if r.plan.policy),
+        footer=_footer(
+            f"{r.plan.name}, seed {r.plan.seed}: {r.plan.policy!r}" for r in runs if r.plan.policy
+        ),
     )
 
 
@@ -326,7 +338,9 @@ def _training_rows(runs: list[Run]) -> list[Row]:
 
 def _training_row(runs: list[Run]) -> Row:
     accuracies = [run.test_accuracy for run in runs if run.test_accuracy is not None]
-    quality = {"test accuracy": accuracies} if accuracies else {"test error": [run.test_error for run in runs]}
+    quality = (
+        {"test accuracy": accuracies} if accuracies else {"test error": [run.test_error for run in runs]}
+    )
     summaries, scaled = [run.trace.summary() for run in runs], runs[0].plan.policy is not None
     return {
         "run": runs[0].plan.name,
@@ -342,9 +356,9 @@ def _scale_row(name: str, trace: Trace) -> Row:
     summary = trace.summary()
     return {
         "run": name,
-        "steps": f"{summary.steps:,}" + (" (stopped)" if trace.stopped else ""),
-        "skipped": f"{summary.skipped:,} ({100 * summary.skip_rate:.1f} %)",
-        "longest": f"{summary.longest_streak}",
+        "steps": f"{summary.steps:,}",
+        "skipped": f"{summary.skipped:,}",
+        "streak": f"{summary.longest_streak}",
         "lowest": _power(summary.min_scale),
         "highest": _power(summary.max_scale),
         "final": _power(summary.final_scale),
@@ -375,7 +389,7 @@ def _power(scale: float | None) -> str:
     return f"{scale:.4g}"
 
 
-def _sparkline(trace: Trace, width: int = 16) -> str:
+def _sparkline(trace: Trace, width: int = 10) -> str:
     """Return the scale's powers of two over time as a row of blocks."""
     exponents = [math.log2(step.scale) for step in trace if 0 < step.scale < math.inf]
     low, high = min(exponents, default=0.0), max(exponents, default=0.0)
@@ -399,11 +413,10 @@ def _footer(lines: Iterable[str]) -> str:
 def _print_table(rows: Sequence[Row]) -> None:
     if not rows:
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    words = {"oddity", "system", "run", "dialect"}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in rows[0]:
-        left = name in words
-        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name == "dialect")
+        is_text = name in ("run", "dialect", "system", "oddity")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         table.add_row(*row.values())
     out.print(table)

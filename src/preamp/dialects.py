@@ -78,6 +78,9 @@ class Dialect(Policy[Any], Generic[P]):
     def __repr__(self) -> str:
         return f"dialects.{self.name}"
 
+    def __reduce__(self) -> str:
+        return self.name  # pickled as the name it has in its module
+
     def start(self) -> Any:
         return self.policy.start()
 
@@ -114,9 +117,11 @@ def TORCH(
     )
 
 
-@dialect("keras.optimizers.LossScaleOptimizer, keras 3.15", "Neither floor nor ceiling: reaches 0 and inf.")
+@dialect("Keras LossScaleOptimizer, keras 3.15", "Neither floor nor ceiling: reaches 0 and inf.")
 def KERAS(*, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> Policy[Any]:
-    return Dynamic(init_scale=initial_scale, growth_interval=dynamic_growth_steps, min_scale=None, max_scale=None)
+    return Dynamic(
+        init_scale=initial_scale, growth_interval=dynamic_growth_steps, min_scale=None, max_scale=None
+    )
 
 
 @dialect("tf.keras LossScaleOptimizer, tf_keras 2.21", "An initial scale below 1 jumps up to 1 on overflow.")
@@ -253,7 +258,10 @@ def APEX(
     )
 
 
-@dialect("NeMo GradScaler, nemo_toolkit 2.7", "After hysteresis is used up, every further overflow in a row backs off.")
+@dialect(
+    "NeMo GradScaler, nemo_toolkit 2.7",
+    "After hysteresis is used up, every further overflow in a row backs off.",
+)
 def NEMO(
     *,
     init_scale: float = 2.0**16,
@@ -306,7 +314,10 @@ def FAIRSEQ(
     )
 
 
-@dialect("ColossalAI DynamicGradScaler, colossalai 0.5", "Overflows add up until the scale grows; no floor unless asked.")
+@dialect(
+    "ColossalAI DynamicGradScaler, colossalai 0.5",
+    "Overflows add up until the scale grows; no floor unless asked.",
+)
 def COLOSSALAI(
     *,
     initial_scale: float = 2.0**16,
@@ -349,7 +360,9 @@ def FLAX(
     )
 
 
-@dialect("jmp DynamicLossScale, jmp 0.0.4", "Forgets min_loss_scale in every jit or tree_map: the floor is then 1.")
+@dialect(
+    "jmp DynamicLossScale, jmp 0.0.4", "Forgets min_loss_scale in every jit or tree_map: the floor is then 1."
+)
 def JMP(
     *, loss_scale: float = 2.0**15, period: int = 2000, factor: float = 2.0, min_loss_scale: float = 1.0
 ) -> Policy[Any]:
@@ -365,7 +378,10 @@ def JMP(
     )
 
 
-@dialect("mpx DynamicLossScaling, mixed_precision_for_JAX 0.1.8", "Its ceiling of 65504 is not a power of two: later scales round.")
+@dialect(
+    "mpx DynamicLossScaling, mixed_precision_for_JAX 0.1.8",
+    "Its ceiling of 65504 is not a power of two: later scales round.",
+)
 def MPX(
     *, loss_scaling: float = 2.0**15, min_loss_scaling: float = 1.0, factor: float = 2.0, period: int = 2000
 ) -> Policy[Any]:
@@ -380,7 +396,7 @@ def MPX(
     )
 
 
-@dialect("Paddle paddle.amp.GradScaler, paddlepaddle 3.3", "Takes n overflows for each backoff; no floor.")
+@dialect("Paddle amp.GradScaler, paddlepaddle 3.3", "Takes n overflows for each backoff; no floor.")
 def PADDLE(
     *,
     init_loss_scaling: float = 2.0**16,
@@ -402,7 +418,9 @@ def PADDLE(
     )
 
 
-@dialect("Paddle update_loss_scaling operator, paddlepaddle 3.3", "Its two wrappers disagree on the defaults.")
+@dialect(
+    "Paddle update_loss_scaling operator, paddlepaddle 3.3", "Its two wrappers disagree on the defaults."
+)
 def PADDLE_STATIC(
     *,
     init_loss_scaling: float = 2.0**16,
@@ -425,7 +443,9 @@ def PADDLE_STATIC(
     )
 
 
-@dialect("MindSpore DynamicLossScaleManager, mindspore 2.10", "Raises after more than 1000 overflows in a row.")
+@dialect(
+    "MindSpore DynamicLossScaleManager, mindspore 2.10", "Raises after more than 1000 overflows in a row."
+)
 def MINDSPORE(
     *, init_loss_scale: float = 2.0**24, scale_factor: int = 2, scale_window: int = 2000
 ) -> Policy[Any]:
@@ -480,7 +500,7 @@ def ONEFLOW(
 
 
 @dialect(
-    "tf.contrib ExponentialUpdateLossScaleManager, TensorFlow 1.15",
+    "tf.contrib exponential update, TensorFlow 1.15",
     "Backs off by 0.8 and only on every second overflow, clean steps between them or not.",
 )
 def TF1(
@@ -505,4 +525,6 @@ def TF1(
     )
 
 
-ALL: dict[str, Dialect[...]] = {name: value for name, value in globals().items() if isinstance(value, Dialect)}
+ALL: dict[str, Dialect[...]] = {
+    name: value for name, value in globals().items() if isinstance(value, Dialect)
+}

@@ -85,6 +85,7 @@ def choose(condition: Any, yes: Any, no: Any) -> Any:
     return yes if condition else no
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Policy(ABC, Generic[S]):
     """A rule for the loss scale. Settings live on the policy, what changes lives in its state.
 
@@ -93,7 +94,7 @@ class Policy(ABC, Generic[S]):
 
     def __repr__(self) -> str:
         """Show the settings that differ from their defaults."""
-        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]  # type: ignore[arg-type]
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
         changed = [f"{name}={value!r}" for name, value, default in values if value != default]
         return f"{type(self).__name__}({', '.join(changed)})"
 
@@ -124,12 +125,11 @@ class Policy(ABC, Generic[S]):
         after = self.advance(state, reading)
         if self.starved(state, after, reading):
             raise Starved(
-                f"the loss scale is {state.scale:g}, the gradients overflowed "
-                f"({state.bad + 1:.0f} overflows counted) and {self!r} gives up here. The step was "
-                "skipped and no parameter was changed. Look for NaN or inf in the data, the loss "
-                "and the first layers to overflow; a learning rate that is too high does this too. "
-                "To go on at a lower scale set min_scale lower; to hold it there set "
-                "at_floor='hold'; bfloat16 needs no loss scale.",
+                f"the gradients overflowed at a loss scale of {state.scale:g} ({state.bad + 1:.0f} overflows "
+                f"counted) and {self!r} gives up. The step was skipped; no parameter was changed. Look for "
+                "NaN or inf in the data and the loss, and for the first layer to overflow; a learning rate "
+                "that is too high does this too. To go on, write at_floor='hold', a lower min_scale or a "
+                "higher max_consecutive_overflows, or train in bfloat16, which needs no loss scale.",
                 scale=state.scale,
                 overflows=int(state.bad) + 1,
             )
@@ -332,11 +332,21 @@ class Dynamic(Moving[State]):
     max_consecutive_overflows: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.hysteresis_reset, tuple):
+            raise PolicyError(
+                f"hysteresis_reset={self.hysteresis_reset!r} is not a tuple of events. "
+                "Write hysteresis_reset=('clean',)."
+            )
         for event in self.hysteresis_reset:
             _one_of("hysteresis_reset", event, ("clean", "growth", "backoff"))
         _whole("hysteresis", self.hysteresis, least=1, instead="hysteresis=1 to back off on every overflow")
         if self.max_consecutive_overflows is not None:
-            _whole("max_consecutive_overflows", self.max_consecutive_overflows, least=1, instead="None for no limit")
+            _whole(
+                "max_consecutive_overflows",
+                self.max_consecutive_overflows,
+                least=1,
+                instead="None for no limit",
+            )
             if self.hysteresis_reset != ("clean",):
                 raise PolicyError(
                     f"max_consecutive_overflows needs overflows to be counted in a row, but "
@@ -426,7 +436,9 @@ class Tolerant(Moving[TolerantState]):
             age=where(moved, 0.0, age),
         )
 
-    def starved(self, state: TolerantState, after: TolerantState, reading: Reading, where: Where = choose) -> Any:
+    def starved(
+        self, state: TolerantState, after: TolerantState, reading: Reading, where: Where = choose
+    ) -> Any:
         if self.at_floor == "hold":
             return False
         fires = (state.bad + 1.0) / (state.age + 1.0) >= self.tolerance

@@ -38,7 +38,7 @@ class Step(NamedTuple):
         seconds: wall time of the step.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     scale: float
     finite: bool
     skipped: bool
@@ -166,7 +166,8 @@ class Trace:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise TraceError(f"{path} is not a trace: it is not text ({error.reason}).") from error
+            number = error.object[: error.start].count(b"\n") + 1
+            raise TraceError(f"{path}, line {number}: not text ({error.reason}), so not a trace.") from error
         lines = text.split("\n")
         about = _parse(path, 1, lines[0])
         if about.pop("preamp_trace", None) != FORMAT:
@@ -174,13 +175,14 @@ class Trace:
                 f"{path}, line 1: not a trace of this release. A trace begins with "
                 f'{{"preamp_trace": {FORMAT}, ...}}.'
             )
-        trace = cls(**about)
+        trace = cls()
+        trace.about = about  # not as arguments: a file must not say what is opened for writing
         for number, line in enumerate(lines[1:], start=2):
             if number == len(lines) and not line:
                 break
             entry = _parse(path, number, line)
-            if set(entry) == {"stopped"}:
-                trace.stopped = str(entry["stopped"])
+            if set(entry) == {"stopped"} and isinstance(entry["stopped"], str):
+                trace.stopped = entry["stopped"]
             else:
                 trace(_as_step(path, number, entry))
         return trace
@@ -234,9 +236,10 @@ def _is_not_finite(value: Any) -> bool:
 def _parse(path: str | Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise TraceError(
-            f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}). "
+            f"{path}, line {number}: not JSON ({reason}). "
             "If the run was killed while writing, delete this line and what follows it."
         ) from error
     if not isinstance(entry, dict):
@@ -248,7 +251,9 @@ def _as_step(path: str | Path, number: int, entry: dict[str, Any]) -> Step:
     problem = _problem(entry)
     if problem:
         raise TraceError(f"{path}, line {number}: {problem}.")
-    values = {name: float(value) if name in _NUMBERS else value for name, value in entry.items()}
+    values: dict[str, Any] = {
+        name: float(value) if name in _NUMBERS else value for name, value in entry.items()
+    }
     return Step(**{**values, "culprits": tuple(entry.get("culprits", ()))})
 
 
@@ -276,4 +281,6 @@ def _problem(entry: dict[str, Any]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return value in ("inf", "-inf", "nan") or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**1023  # beyond, there is no float
+    return isinstance(value, float) or value in ("inf", "-inf", "nan")

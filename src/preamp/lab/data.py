@@ -66,10 +66,13 @@ def read_csv(path: str | Path) -> Table:
     rows = _read_rows(path)
     names = sorted({label for _, label in rows})
     if len(names) < 2:
-        raise DataError(f"{path}: every row has the label {names[0]!r}. The last column must hold at least two labels.")
+        raise DataError(
+            f"{path}: every row has the label {names[0]!r}. The last column must hold at least two labels."
+        )
     if len(names) > len(rows) // 2:
         raise DataError(
-            f"{path}: {len(names)} different labels in {len(rows)} rows. The last column must be a label, not a measurement."
+            f"{path}: {len(names)} different labels in {len(rows)} rows. "
+            "The last column must be a label, not a measurement."
         )
     features = np.array([values for values, _ in rows])
     low, high = features.min(axis=0), features.max(axis=0)
@@ -88,13 +91,17 @@ def _read_rows(path: str | Path) -> list[tuple[list[float], str]]:
         lines = lines[1:]  # column names
     rows = [_row(path, number, row, columns=len(lines[0][1])) for number, row in lines]
     if len(rows) < FEWEST_ROWS:
-        raise DataError(f"{path}: {len(rows)} rows of data; at least {FEWEST_ROWS} are needed to train and to test.")
+        raise DataError(
+            f"{path}: {len(rows)} rows of data; at least {FEWEST_ROWS} are needed to train and to test."
+        )
     return rows
 
 
 def _row(path: str | Path, number: int, row: list[str], columns: int) -> tuple[list[float], str]:
     if columns < 2:
-        raise DataError(f"{path}, line {number}: one column. At least one number and, last, a label are needed.")
+        raise DataError(
+            f"{path}, line {number}: one column. At least one number and, last, a label are needed."
+        )
     if len(row) != columns:
         raise DataError(f"{path}, line {number}: {len(row)} columns where the first row has {columns}.")
     for column, cell in enumerate(row[:-1], start=1):
@@ -122,6 +129,6 @@ def _split(
 ) -> Table:
     """Split at random, always in the same way."""
     order = np.random.default_rng(0).permutation(len(features))
-    features, labels = features[order].astype(np.float32), labels[order].astype(np.int64)
-    test = math.ceil(len(features) * TEST_SHARE)
-    return Table(name, features[test:], features[:test], labels[test:], labels[:test], classes, picture)
+    rows, names = features[order].astype(np.float32), labels[order].astype(np.int64)
+    test = math.ceil(len(rows) * TEST_SHARE)
+    return Table(name, rows[test:], rows[:test], names[test:], names[:test], classes, picture)

@@ -50,7 +50,10 @@ class Problem:
         """Return one weight per layer, of shape (out, in)."""
         rng = np.random.default_rng(seed)
         pairs = zip(self.sizes, self.sizes[1:], strict=False)
-        return [(self.gain * rng.standard_normal((high, low)) / low**0.5).astype(np.float32) for low, high in pairs]
+        return [
+            (self.gain * rng.standard_normal((high, low)) / low**0.5).astype(np.float32)
+            for low, high in pairs
+        ]
 
     def batches(self, seed: int) -> list[NDArray[np.int64]]:
         """Return the rows of every step: each epoch sees every row once, in an order of its own."""

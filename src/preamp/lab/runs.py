@@ -125,7 +125,9 @@ def train(
 def write_summary(path: Path, problem: Problem, framework: str, runs: list[Run]) -> None:
     """Write what came of the runs as JSON."""
     entries = [_entry(run) for run in runs]
-    path.write_text(json.dumps({"task": problem.task, "framework": framework, "runs": entries}, indent=2) + "\n")
+    path.write_text(
+        json.dumps({"task": problem.task, "framework": framework, "runs": entries}, indent=2) + "\n"
+    )
 
 
 def _entry(run: Run) -> dict[str, Any]:

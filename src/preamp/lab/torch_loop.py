@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy, linear, mse_loss
 
+from preamp.errors import Starved
 from preamp.lab.problem import Problem
 from preamp.policy import Policy
 from preamp.torch import GradScaler
@@ -70,14 +71,23 @@ class TorchLoop:
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             zeros = self._zeros() if index % ZEROS_EVERY == 0 else None
             self.scaler.step(self.optimizer)
-            self.scaler.update()
+            gives_up = self._update()
             step = self.scaler.last_step or Step(index, 1.0, finite=True, skipped=False)
             yield step._replace(loss=loss.item(), zeros=zeros, seconds=time.perf_counter() - start)
+            if gives_up:
+                raise gives_up
 
     def outputs(self) -> NDArray[np.float32]:
         """Return what the network answers on the test rows, in the precision it was trained in."""
         with torch.no_grad():
             return self._forward(torch.from_numpy(self.problem.table.test)).numpy()
+
+    def _update(self) -> Starved | None:
+        try:
+            self.scaler.update()
+        except Starved as reason:
+            return reason
+        return None
 
     def _forward(self, values: torch.Tensor) -> torch.Tensor:
         for weight, bias in zip(self.weights, self.biases, strict=True):

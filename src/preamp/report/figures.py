@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from statistics import fmean
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -24,6 +25,7 @@ __all__ = ["Curve", "loss_figure", "scale_figure", "zeros_figure"]
 SIZE_INCHES = (5.2, 3.3)
 MOST_POINTS = 400
 MOST_MARKS = 300
+MOST_MOVES = 2000
 # Told apart by people with any colour vision (Okabe and Ito 2008).
 KNOWN_COLORS = {
     "float32": "#b0b0b0",
@@ -32,7 +34,7 @@ KNOWN_COLORS = {
     "bfloat16": "#009e73",
 }
 OTHER_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "preamp",
     "font.family": "sans-serif",
@@ -133,7 +135,8 @@ def _moves(trace: Trace) -> tuple[list[int], list[float]]:
         if number == last or not exponents or exponent != exponents[-1]:
             steps.append(step.index)
             exponents.append(exponent)
-    return steps, exponents
+    stride = max(1, math.ceil(len(steps) / MOST_MOVES))
+    return steps[::stride], exponents[::stride]
 
 
 def _exponent(scale: float) -> float:

@@ -20,14 +20,17 @@ __all__ = ["Strip", "write_report"]
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; padding: 1.2rem; max-width: 1240px; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; }
+body { margin: 0 auto; padding: 1.2rem; max-width: 1240px; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0.4rem 0; }
 h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
 p { max-width: 46rem; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 370px), 1fr)); gap: 1rem 2rem; margin-top: 2rem; }
+.figures { display: grid; gap: 1rem 2rem; margin-top: 2rem; }
+.figures { grid-template-columns: repeat(auto-fit, minmax(min(100%, 370px), 1fr)); }
 figure { margin: 0; }
 .figures svg { width: 100%; height: auto; display: block; }
-.strips { display: grid; grid-template-columns: max-content 1fr; gap: 0.4rem 1rem; align-items: center; max-width: 860px; }
+.strips { display: grid; gap: 0.4rem 1rem; align-items: center; max-width: 860px; }
+.strips { grid-template-columns: max-content 1fr; }
 .strips img { width: 100%; image-rendering: pixelated; display: block; border: 1px solid #ddd; }
 table { border-collapse: collapse; width: 100%; max-width: 860px; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 0.35rem 0.6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
@@ -124,7 +127,9 @@ def _figure(svg: str) -> str:
 def _pictures(strips: Sequence[Strip], title: str) -> list[str]:
     if not strips:
         return []
-    rows = [f'<div>{escape(s.name)}</div><img alt="{escape(s.name)}" src="{_png(s.pictures)}">' for s in strips]
+    rows = [
+        f'<div>{escape(s.name)}</div><img alt="{escape(s.name)}" src="{_png(s.pictures)}">' for s in strips
+    ]
     return [f"<h2>{escape(title)}</h2>", f'<div class="strips">{"".join(rows)}</div>']
 
 

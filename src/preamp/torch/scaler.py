@@ -10,13 +10,11 @@ the kernels and for code that reads them.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from preamp.dialects import Dialect
 from preamp.errors import PolicyError
@@ -149,9 +147,9 @@ class GradScaler(torch.amp.GradScaler):
                 "from a disabled instance of GradScaler."
             )
         _check_scale(state_dict["scale"])
+        settings = {name: state_dict[name] for name in _SETTINGS[1:]}
         loaded = {"scale": float(state_dict["scale"]), "good": float(state_dict["_growth_tracker"])}
         state = self.policy.start()._replace(**{**loaded, **state_dict.get("preamp_state", {})})
-        settings = {name: state_dict[name] for name in _SETTINGS[1:]}
         self.policy = replace(self.policy, **_applicable(self.policy, settings))
         self._state = state
         self._mirror()
@@ -159,7 +157,9 @@ class GradScaler(torch.amp.GradScaler):
     def _five_entries_suffice(self) -> bool:
         policy = self.policy
         return (
-            isinstance(policy, Dynamic) and policy.hysteresis == 1 and policy.max_consecutive_overflows is None
+            isinstance(policy, Dynamic)
+            and policy.hysteresis == 1
+            and policy.max_consecutive_overflows is None
         )
 
     def _advance(self, finite: bool) -> None:
@@ -170,7 +170,7 @@ class GradScaler(torch.amp.GradScaler):
             self._mirror()
             self.last_step = Step(self._steps_seen, before.scale, finite, not finite, after.scale)
             self._steps_seen += 1
-            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self._per_optimizer_states.clear()
             if self.on_step is not None:
                 self.on_step(self.last_step)
 
@@ -243,24 +243,30 @@ def _policy(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]
     given = {name: value for name, value in settings.items() if value != getattr(Dynamic, name)}
     if given:
         name, value = next(iter(given.items()))
-        raise PolicyError(f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy.")
+        raise PolicyError(
+            f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy."
+        )
     return policy.policy if isinstance(policy, Dialect) else policy
 
 
 def _torch_rule_with_bounds(settings: dict[str, Any]) -> Dynamic:
     ours = Dynamic(**{**settings, "bounds": "moves", "factor_dtype": "float64"})
     low, high = ours.min_scale or 0.0, ours.max_scale or math.inf
-    return replace(ours, bounds="strict", min_scale=min(low, ours.init_scale), max_scale=max(high, ours.init_scale))
+    return replace(
+        ours, bounds="strict", min_scale=min(low, ours.init_scale), max_scale=max(high, ours.init_scale)
+    )
 
 
 def _applicable(policy: Policy[Any], settings: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(policy)}  # type: ignore[arg-type]  # policies are dataclasses
+    names = {field.name for field in fields(policy)}
     return {name: value for name, value in settings.items() if name in names}
 
 
 def _check_scale(scale: float) -> None:
     if not 0.0 < scale < math.inf:
-        raise PolicyError(f"a loss scale of {scale!r} turns every gradient into 0, inf or NaN. Write 2.0**16.")
+        raise PolicyError(
+            f"a loss scale of {scale!r} turns every gradient into 0, inf or NaN. Write 2.0**16."
+        )
 
 
 def _all_finite(ledger: dict[str, Any]) -> bool:

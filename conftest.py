@@ -1,0 +1,74 @@
+"""Every example in README.md, docs/ and docstrings runs as a test.
+
+A `python` block and a docstring's `>>>` run as they are. In a `console` block every line after `$ ` runs in
+an empty folder and must succeed, and its output must contain the lines printed below it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two busy cores and spinning threads: a hundred times slower
+
+from sybil import Example, Sybil
+from sybil.document import PythonDocStringDocument
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
+from sybil.parsers.rest import DocTestParser
+
+HERE = Path(__file__).parent
+
+
+class ConsoleBlockParser(CodeBlockParser):
+    """Blocks of shell commands and what they print."""
+
+    language = "console"
+
+    def evaluate(self, example: Example) -> str | None:
+        commands: list[tuple[str, list[str]]] = []
+        for line in example.parsed.splitlines():
+            if line.startswith("$ "):
+                commands.append((line.removeprefix("$ "), []))
+            elif line.strip():
+                commands[-1][1].append(line.strip())
+        folder: Path = example.namespace["folder"]
+        return next((problem for command in commands if (problem := run(*command, folder))), None)
+
+
+def run(command: str, expected: list[str], folder: Path) -> str | None:
+    """Run a command; return what is wrong with it, or None."""
+    words = (
+        [sys.executable, "-m", *shlex.split(command)]
+        if command.startswith("preamp")
+        else shlex.split(command)
+    )
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    missing = [line for line in expected if line != "..." and " ".join(line.split()) not in printed]
+    if done.returncode or missing:
+        return f"{command}: exit {done.returncode}, missing {missing} in:\n{done.stdout}{done.stderr}"
+    return None
+
+
+def setup(namespace: dict[str, object]) -> None:
+    namespace["folder"] = Path(tempfile.mkdtemp())
+
+
+pytest_collect_file = (
+    Sybil(
+        parsers=[PythonCodeBlockParser(), ConsoleBlockParser()],
+        patterns=["README.md", "docs/*.md"],
+        setup=setup,
+        path=str(HERE),
+    )
+    + Sybil(
+        parsers=[DocTestParser()],
+        pattern="src/**/*.py",
+        path=str(HERE),
+        document_types={".py": PythonDocStringDocument},
+    )
+).pytest()

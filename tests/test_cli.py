@@ -1,0 +1,182 @@
+"""The command line as a user meets it: real processes, real files, real exit statuses."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from preamp import Step, Trace
+from preamp.dialects import ALL
+
+ENVIRONMENT = {**os.environ, "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
+
+
+def preamp(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "preamp", *arguments]
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def test_train_writes_traces_a_summary_and_a_report(tmp_path):
+    done = preamp("train", "--epochs", "2", "--seeds", "2", "--precision", "all", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/train"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["task"], summary["framework"], len(summary["runs"])) == ("autoencoder", "torch", 8)
+    assert {(r["precision"], r["scaled"], r["seed"]) for r in summary["runs"]} == {
+        (precision, scaled, seed)
+        for precision, scaled in [("float32", 0), ("float16", 0), ("float16", 1), ("bfloat16", 0)]
+        for seed in (0, 1)
+    }
+    for run in summary["runs"]:
+        scaled = {"float16": "-preamp" if run["scaled"] else "-unscaled"}.get(run["precision"], "")
+        trace = Trace.read(folder / f"{run['precision']}{scaled}-seed{run['seed']}" / "trace.jsonl")
+        assert len(trace) == run["steps"] == 24
+        assert trace.summary().final_scale == run["final_scale"]
+        assert run["test_error"] > 0
+        assert run["test_accuracy"] is None
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 3
+    assert "http://" not in re.sub(r'xmlns[^"]*"[^"]*"|<!DOCTYPE[^>]*>|rdf:\w+="[^"]*"', "", page)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_train_classifies_a_table_of_ones_own(tmp_path):
+    rows = [f"{x / 60},{(x * 7 % 60) / 60},{'high' if x > 30 else 'low'}" for x in range(60)]
+    (tmp_path / "table.csv").write_text("\n".join(["width,height,kind", *rows]))
+    done = preamp(
+        "train", "--data", "table.csv", "--epochs", "3", "--policy.scale", "128", "--out", "o", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "o/summary.json").read_text())
+    assert summary["task"] == "classify"
+    scaled = summary["runs"][-1]
+    assert scaled["policy"] == "Static(scale=128.0)"
+    assert scaled["max_scale"] == 128.0
+    assert 0 <= scaled["test_accuracy"] <= 1
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    for out in ("a", "b"):
+        preamp("train", "--epochs", "1", "--precision", "float16", "--seed", "7", "--out", out, cwd=tmp_path)
+    a, b = (
+        [
+            step._replace(seconds=None)
+            for step in Trace.read(tmp_path / out / "float16-preamp-seed7/trace.jsonl")
+        ]
+        for out in ("a", "b")
+    )
+    assert a == b
+
+
+def test_ctrl_c_leaves_traces_and_a_report_of_what_ran(tmp_path):
+    command = [sys.executable, "-m", "preamp", "train", "--precision", "float16", "--out", "out"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    path = tmp_path / "out/float16-unscaled-seed0/trace.jsonl"
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text().count("\n") > 20):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Interrupted" in printed
+    trace = Trace.read(path)
+    assert trace.stopped == "interrupted"
+    (run,) = json.loads((tmp_path / "out/summary.json").read_text())["runs"]
+    assert run["steps"] == len(trace) > 20
+    assert "<svg" in (tmp_path / "out/report.html").read_text()
+
+
+def test_a_policy_that_gives_up_ends_its_run_with_a_word(tmp_path):
+    flags = ["--policy.max-consecutive-overflows", "3", "--policy.init-scale", str(2.0**32)]
+    done = preamp("train", "--precision", "float16", "--epochs", "1", *flags, "--out", "o", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "stopped: the gradients overflowed at a loss scale of" in " ".join(done.stdout.split())
+    assert json.loads((tmp_path / "o/summary.json").read_text())["runs"][-1]["skipped"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--bogus"], "--bogus"),
+        (["train", "--epochs", "0"], "--epochs"),
+        (["train", "--seeds", "x"], "--seeds"),
+        (["train", "--framework", "abacus"], "abacus"),
+        (["train", "--precision", "float8"], "float8"),
+        (["train", "--dialect", "tork"], "torch"),
+        (["train", "--dialect", "torch", "--policy.scale", "8"], "both"),
+        (["train", "--policy.growth-interval", "0"], "growth_interval=0"),
+        (["train", "--policy.scale", "8", "--policy.tolerance", "0.1"], "Tolerant"),
+        (["train", "--data", "absent.csv"], "absent.csv"),
+        (["train", "--data", "."], "."),
+        (["report"], "TRACES"),
+        (["report", "absent.jsonl"], "absent.jsonl"),
+        (["report", "broken.jsonl"], "line 2"),
+        (["simulate", "--steps", "0"], "--steps"),
+        (["simulate", "--overflow-rate", "1.5"], "--overflow-rate"),
+        (["simulate", "--trace", "broken.jsonl"], "line 2"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_status_2(arguments, words, tmp_path):
+    (tmp_path / "broken.jsonl").write_text('{"preamp_trace": 1}\n{"index": 0, "sca\n')
+    done = preamp(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.startswith("preamp: ")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_simulate_compares_rules_on_a_recorded_trace(tmp_path):
+    steps = [Step(i, 65536.0, finite=i % 5 != 0, skipped=i % 5 == 0) for i in range(100)]
+    Trace(steps).write(tmp_path / "trace.jsonl")
+    flags = [
+        "--trace",
+        "trace.jsonl",
+        "--dialect",
+        "torch",
+        "--dialect",
+        "deepspeed",
+        "--policy.hysteresis",
+        "2",
+    ]
+    done = preamp("simulate", *flags, "--out", "s.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("preamp", "TORCH", "DEEPSPEED"):
+        assert name in done.stdout
+    assert done.stdout.count(" 20 ") == 2
+    assert "DEEPSPEED stopped: the gradients overflowed at a loss scale of 1 " in done.stdout
+    assert "<svg" in (tmp_path / "s.html").read_text()
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_report_draws_any_traces(tmp_path):
+    with_loss = [Step(i, 2.0**i, True, False, loss=1.0 / (i + 1)) for i in range(5)]
+    Trace(with_loss, name="<mine>").write(tmp_path / "a.jsonl")
+    Trace([]).write(tmp_path / "b.jsonl")
+    done = preamp("report", "a.jsonl", "b.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;mine&gt;" in page
+    assert "b.jsonl" in page
+
+
+def test_dialects_lists_every_dialect(tmp_path):
+    done = preamp("dialects", cwd=tmp_path)
+    assert done.returncode == 0
+    for name in ALL:
+        assert re.search(rf"^ ?{name.lower()} ", done.stdout, re.MULTILINE), name
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_every_policy_setting_is_a_flag(tmp_path):
+    text = preamp("train", "--help", cwd=tmp_path).stdout
+    for flag in ("--policy.init-scale", "--policy.hysteresis ", "--policy.tolerance", "--policy.scale "):
+        assert flag in text

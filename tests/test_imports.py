@@ -1,0 +1,85 @@
+"""What importing preamp costs, and that its lists of names are true."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import preamp
+from preamp import errors
+
+HEAVY = {
+    *["numpy", "torch", "jax", "jaxlib", "flax", "keras", "tf_keras", "tensorflow", "deepspeed"],
+    *["matplotlib", "rich", "cyclopts", "sklearn"],
+}
+CORE = ["dialects", "errors", "policy", "simulate", "trace"]
+
+
+def test_importing_preamp_loads_no_framework() -> None:
+    code = "import sys, preamp; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "preamp" in loaded
+    assert not HEAVY & set(loaded)
+
+
+def test_the_heavy_names_are_names_of_something_installed() -> None:
+    """Else a misspelt one would hide what is loaded."""
+    assert all(importlib.util.find_spec(name) for name in HEAVY)
+
+
+def defined_in(module: Any) -> set[str]:
+    """Return the public functions, classes and dialects that a module defines itself."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (
+            inspect.isfunction(value) or inspect.isclass(value) or isinstance(value, preamp.dialects.Dialect)
+        )
+        and value.__module__ == module.__name__
+    }
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_all_is_what_a_module_defines(name: str) -> None:
+    module = importlib.import_module(f"preamp.{name}")
+    constants = {name for name in module.__all__ if isinstance(getattr(module, name), dict)}
+    assert set(module.__all__) == defined_in(module) | constants
+    assert len(module.__all__) == len(set(module.__all__))
+
+
+def test_preamp_exports_what_it_imports_and_nothing_else() -> None:
+    public = {name for name in vars(preamp) if not name.startswith("_")}
+    rooms = {name for name in public if inspect.ismodule(getattr(preamp, name))} - {"dialects"}
+    exported = set(preamp.__all__) - {"__version__"}
+    assert exported == {name for name in public - rooms if name != "annotations"}
+    assert len(preamp.__all__) == len(exported) + 1
+    assert rooms <= {*CORE, "torch", "lab", "report", "cli"}
+    for name in exported - {"dialects"}:
+        home = getattr(preamp, name).__module__
+        assert name in importlib.import_module(home).__all__
+        assert getattr(importlib.import_module(home), name) is getattr(preamp, name)
+
+
+def test_the_tree_of_errors_in_the_docstring_is_the_tree() -> None:
+    assert errors.__doc__
+    _, tree, _ = errors.__doc__.split("```")
+    drawn: dict[str, tuple[str | None, str | None]] = {}
+    root = None
+    for branch, name, base in re.findall(r"^([├└]── )?(\w+) *(?:\((\w+)\))?", tree, re.MULTILINE):
+        root = root if branch else name
+        drawn[name] = (root if branch else None, base or None)
+    real = defined_in(errors)
+    assert set(drawn) - {"UserWarning"} == real == set(errors.__all__)
+    for name in real:
+        parent, base = drawn[name]
+        expected = [parent or "Exception", *([base] if base else [])]
+        assert [cls.__name__ for cls in getattr(errors, name).__bases__] == expected

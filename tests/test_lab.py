@@ -1,0 +1,136 @@
+"""The trainings the command line runs: the tables they take, and that float16 honestly fails in them."""
+
+import numpy as np
+import pytest
+import torch
+
+from preamp import DataError, Dynamic, PreampError, Trace, dialects
+from preamp.lab.autoencoder import autoencoder
+from preamp.lab.classify import classify
+from preamp.lab.data import digits, read_csv
+from preamp.lab.runs import Plan, plans, train
+from preamp.lab.torch_loop import TorchLoop
+
+ROWS = [f"{number},{number % 7},{'odd' if number % 2 else 'even'}" for number in range(30)]
+
+
+def run(problem, precision, policy, seed=0):
+    plan = Plan(precision, policy, seed)
+    return train(problem, plan, framework="torch", trace=Trace(), on_step=lambda step: None)
+
+
+def test_float16_fails_without_scaling_and_not_with_it():
+    """A quarter of the main job: enough for float32 to leave the average blot."""
+    problem = autoencoder(digits(), epochs=60)
+    float32, unscaled, scaled = (
+        run(problem, precision, policy)
+        for precision, policy in [
+            ("float32", None),
+            ("float16", None),
+            ("float16", Dynamic(growth_interval=100)),
+        ]
+    )
+    blot = float(np.mean((problem.table.train.mean(axis=0) - problem.table.test) ** 2))
+    assert unscaled.test_error > 0.95 * blot
+    assert float32.test_error < 0.8 * blot
+    assert scaled.test_error == pytest.approx(float32.test_error, rel=0.1)
+    assert scaled.trace.summary().final_scale > 2.0**16
+
+
+def test_what_vanishes_without_scaling_is_the_gradient_of_the_first_layers():
+    problem = autoencoder(digits(), epochs=1)
+    zero_layers = {}
+    for scaled in (False, True):
+        loop = TorchLoop(problem, "float16", Dynamic() if scaled else None, seed=0)
+        next(loop.steps())
+        zero_layers[scaled] = [int(weight.grad.count_nonzero()) == 0 for weight in loop.weights]
+    assert zero_layers[False] == [True] * 2 + [False] * 6
+    assert not any(zero_layers[True])
+
+
+def test_the_classifier_fails_the_same_way():
+    problem = classify(digits(), epochs=60)
+    assert run(problem, "float16", None).test_accuracy < 0.2
+    assert run(problem, "float16", Dynamic(growth_interval=100)).test_accuracy > 0.4
+
+
+def test_emulated_storage_rounds_values_and_gradients_as_float16_does():
+    problem = autoencoder(digits(), epochs=1)
+    loop = TorchLoop(problem, "float16", None, seed=0)
+    values = torch.tensor([1e-8, 1.0 + 1e-4, 70000.0], requires_grad=True)
+    stored = loop._store(values)
+    assert stored.tolist() == values.detach().half().float().tolist()
+    (stored * torch.tensor([1.0, 1e-8, 70000.0])).sum().backward()
+    assert values.grad.tolist() == [1.0, 0.0, float("inf")]
+
+
+def test_a_policy_that_gives_up_leaves_its_last_step_in_the_trace():
+    policy = Dynamic(init_scale=2.0**32, max_consecutive_overflows=2)
+    result = run(autoencoder(digits(), epochs=1), "float16", policy)
+    assert [step.skipped for step in result.trace] == [True] * 3
+    assert "gives up" in result.trace.stopped
+
+
+def test_float16_is_planned_twice_and_the_others_once():
+    names = [plan.name for plan in plans(["float32", "float16"], dialects.TORCH, seeds=2, first_seed=5)]
+    assert names == ["float32", "float16, no scaling", "float16 + preamp"] * 2
+    assert len({plan.file_name for plan in plans(["bfloat16", "float16"], Dynamic(), 3, 0)}) == 9
+
+
+def test_an_unknown_framework_is_refused():
+    with pytest.raises(PreampError, match=r"'abacus'.*torch"):
+        train(
+            autoencoder(digits()), Plan("float32", None, 0), framework="abacus", trace=Trace(), on_step=print
+        )
+
+
+def test_every_epoch_sees_every_row_once():
+    problem = autoencoder(digits(), epochs=3)
+    batches = problem.batches(seed=1)
+    assert len(batches) == problem.steps == 3 * 12
+    epoch = np.sort(np.concatenate(batches[12:24]))
+    assert (epoch == np.arange(1437)).all()
+
+
+@pytest.mark.parametrize("header", ["", "a,b,label\n"])
+def test_a_table_is_scaled_and_split(tmp_path, header):
+    path = tmp_path / "table.csv"
+    path.write_text(header + "\n".join(ROWS) + "\n\n")
+    table = read_csv(path)
+    assert (len(table.train), len(table.test), table.classes) == (24, 6, 2)
+    rows = np.concatenate([table.train, table.test])
+    assert rows.dtype == np.float32
+    assert rows.min(axis=0).tolist() == [0.0, 0.0]
+    assert rows.max(axis=0).tolist() == [1.0, 1.0]
+    assert set(table.train_labels) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "0 rows"),
+        ("\n".join(ROWS[:5]), "5 rows"),
+        ("\n".join([*ROWS, "1,2"]), "line 31: 2 columns where the first row has 3"),
+        ("\n".join([*ROWS, "1,x,odd"]), "line 31, column 2: 'x'"),
+        ("\n".join([*ROWS, "1,nan,odd"]), "line 31, column 2: 'nan'"),
+        ("\n".join([*ROWS, "1,,odd"]), "line 31, column 2: ''"),
+        ("\n".join(["odd"] * 30), "line 1: one column"),
+        ("\n".join(f"{i},same" for i in range(30)), "'same'"),
+        ("\n".join(f"{i},{i}" for i in range(30)), "30 different labels"),
+        ("\n".join(f"x{i},y{i},{i % 2}" for i in range(30)), "line 1, column 1: 'x0'"),
+    ],
+)
+def test_a_table_that_cannot_be_used_is_refused_with_the_line(tmp_path, text, words):
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        read_csv(path)
+    assert words in str(error.value)
+    assert "table.csv" in str(error.value)
+
+
+def test_a_table_that_is_not_text_is_refused(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"\xff\xfe\x00\x80" * 50)
+    with pytest.raises(DataError, match="not a table"):
+        read_csv(path)

@@ -1,0 +1,72 @@
+"""A policy over readings without a model."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preamp import Dynamic, Reading, Starved, Step, dialects, simulate
+
+from .strategies import play, policies, scripts
+
+moderate = settings(deadline=None, max_examples=60)
+stingy = Dynamic(init_scale=4.0, min_scale=1.0, at_floor="raise")
+
+
+@moderate
+@given(policies, scripts)
+def test_simulating_is_stepping_by_hand(policy: Any, script: str) -> None:
+    states = play(policy, script)
+    trace = simulate(policy, [mark == "1" for mark in script])
+    by_hand = [
+        Step(index, before.scale, mark == "0", mark == "1", after.scale)
+        for index, (mark, before, after) in enumerate(zip(script, states, states[1:], strict=False))
+    ]
+    assert list(trace)[: len(by_hand)] == by_hand
+    assert (trace.stopped is None) == (len(by_hand) == len(script))
+    assert trace.about == {"policy": repr(policy)}
+
+
+@moderate
+@given(policies, st.lists(st.tuples(st.booleans(), st.none() | st.floats(0.0, 65504.0)), max_size=30))
+def test_readings_and_booleans_may_be_mixed(policy: Any, pairs: list[tuple[bool, float | None]]) -> None:
+    plain = simulate(policy, (overflow for overflow, _ in pairs))
+    mixed = simulate(
+        policy, (overflow if peak is None else Reading(not overflow, peak) for overflow, peak in pairs)
+    )
+    assert [step._replace(peak=None) for step in mixed] == list(plain)
+    assert [step.peak for step in mixed] == [peak for _, peak in pairs][: len(mixed)]
+    assert mixed.stopped == plain.stopped
+
+
+def test_a_policy_that_gives_up_ends_the_trace_with_that_step() -> None:
+    readings = iter(chain([False], repeat(True)))  # endless: nothing is read after the end
+    trace = simulate(stingy, readings)
+    assert [step.scale for step in trace] == [4.0, 4.0, 2.0, 1.0]
+    assert trace[-1] == Step(3, 1.0, finite=False, skipped=True, new_scale=1.0)
+    with pytest.raises(Starved) as starved:
+        stingy.step(play(stingy, "0111")[-1], Reading(finite=False))
+    assert trace.stopped == str(starved.value)
+
+
+def test_a_dialect_is_simulated_as_its_policy() -> None:
+    overflows = [True] * 40
+    ours, policy = simulate(dialects.DEEPSPEED, overflows), simulate(dialects.DEEPSPEED(), overflows)
+    assert list(ours) == list(policy)
+    assert ours.stopped
+    assert ours.about == {"policy": "dialects.DEEPSPEED"}
+
+
+@pytest.mark.parametrize("text", ["0010", b"0010", ""])
+def test_text_is_refused_with_the_line_to_write(text: Any) -> None:
+    """Every character of a text is true, '0' as well."""
+    with pytest.raises(TypeError) as refused:
+        simulate(stingy, text)
+    assert repr(text) in str(refused.value)
+    advice = str(refused.value).partition("Write ")[2].rstrip(".")
+    if isinstance(text, str):
+        assert eval(advice) == [mark == "1" for mark in text]

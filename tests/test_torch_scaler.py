@@ -1,0 +1,361 @@
+"""`preamp.torch.GradScaler` beside `torch.amp.GradScaler`: the same calls, the same numbers."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preamp import Dynamic, PolicyError, Starved, Static, Tolerant, Trace, dialects
+from preamp.torch import GradScaler
+
+INF, NAN = float("inf"), float("nan")
+SETTINGS = {"init_scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+AnyScaler = torch.amp.GradScaler
+
+
+def ours(**changes) -> GradScaler:
+    return GradScaler("cpu", **{**SETTINGS, **changes})
+
+
+def theirs(**changes) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **{**SETTINGS, **changes})
+
+
+class Training:
+    """A small training whose gradients can be made to overflow."""
+
+    def __init__(self, scaler: AnyScaler, optimizer: str = "SGD", **options) -> None:
+        torch.manual_seed(0)
+        self.scaler = scaler
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=0.1, **options)
+
+    def step(self, factor: float = 1.0, *, unscale: bool = False) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(4, 3)).square().mean() * factor
+        self.scaler.scale(loss).backward()
+        if unscale:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def values(self) -> list[float]:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()]).tolist()
+
+
+optimizers = st.sampled_from([("SGD", {}), ("AdamW", {}), ("AdamW", {"fused": True})])
+factors = st.sampled_from([1.0, 1.0, 1.0, INF, NAN])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    script=st.lists(st.tuples(factors, st.booleans()), max_size=25),
+    growth=st.sampled_from([2.0, 1.5, 4.0]),
+    backoff=st.sampled_from([0.5, 0.25, 0.7]),
+    interval=st.integers(1, 5),
+    optimizer=optimizers,
+)
+@pytest.mark.filterwarnings("ignore::preamp.InexactScale")
+def test_every_scale_parameter_and_checkpoint_equals_the_original(
+    script, growth, backoff, interval, optimizer
+):
+    name, options = optimizer
+    changes = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+    a, b = Training(ours(**changes), name, **options), Training(theirs(**changes), name, **options)
+    for factor, unscale in script:
+        for training in (a, b):
+            training.step(factor, unscale=unscale)
+        assert a.scaler.get_scale() == b.scaler.get_scale()
+        assert a.values() == b.values()
+        assert a.scaler.state_dict() == b.scaler.state_dict()
+
+
+def loss() -> torch.Tensor:
+    return torch.nn.Parameter(torch.ones(2)).sum()
+
+
+def stepped_twice(scaler: AnyScaler) -> None:
+    training = Training(scaler)
+    scaler.scale(training.model(torch.ones(1, 3)).sum()).backward()
+    scaler.step(training.optimizer)
+    scaler.step(training.optimizer)
+
+
+def unscaled_twice(scaler: AnyScaler) -> None:
+    training = Training(scaler)
+    scaler.scale(training.model(torch.ones(1, 3)).sum()).backward()
+    scaler.unscale_(training.optimizer)
+    scaler.unscale_(training.optimizer)
+
+
+def unscaled_after_step(scaler: AnyScaler) -> None:
+    training = Training(scaler)
+    scaler.scale(training.model(torch.ones(1, 3)).sum()).backward()
+    scaler.step(training.optimizer)
+    scaler.unscale_(training.optimizer)
+
+
+def stepped_without_gradients(scaler: AnyScaler) -> None:
+    scaler.scale(loss())
+    scaler.step(Training(scaler).optimizer)
+
+
+def updated_without_a_check(scaler: AnyScaler) -> None:
+    scaler.scale(loss())
+    scaler.update()
+
+
+def half_gradients(scaler: AnyScaler) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(torch.optim.SGD([weight]))
+
+
+def pickled_between_step_and_update(scaler: AnyScaler) -> None:
+    training = Training(scaler)
+    scaler.scale(training.model(torch.ones(1, 3)).sum()).backward()
+    scaler.step(training.optimizer)
+    pickle.dumps(scaler)
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda scaler: scaler.step(Training(scaler).optimizer),
+        lambda scaler: scaler.unscale_(Training(scaler).optimizer),
+        lambda scaler: scaler.update(),
+        lambda scaler: scaler.step(Training(scaler).optimizer, closure=None),
+        lambda scaler: scaler.scale(3.0),
+        lambda scaler: scaler.load_state_dict({}),
+        lambda scaler: scaler.load_state_dict({"scale": 1.0}),
+        stepped_twice,
+        unscaled_twice,
+        unscaled_after_step,
+        stepped_without_gradients,
+        updated_without_a_check,
+        half_gradients,
+        pickled_between_step_and_update,
+    ],
+)
+def test_misuse_raises_what_the_original_raises(misuse: Callable[[AnyScaler], None]):
+    with pytest.raises(Exception) as their_error:  # noqa: PT011  # whichever it is
+        misuse(theirs())
+    with pytest.raises(type(their_error.value)) as our_error:
+        misuse(ours())
+    assert str(our_error.value) == str(their_error.value)
+
+
+@pytest.mark.parametrize("changes", [{"growth_factor": 1.0}, {"growth_factor": 0.5}, {"backoff_factor": 1.0}])
+def test_a_constructor_refuses_what_the_original_refuses(changes):
+    with pytest.raises(AssertionError) as their_error:
+        theirs(**changes)
+    with pytest.raises(AssertionError, match=str(their_error.value)):
+        ours(**changes)
+    assert ours(enabled=False, **changes).get_scale() == theirs(enabled=False, **changes).get_scale()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_scale": 0.0},
+        {"init_scale": NAN},
+        {"init_scale": INF},
+        {"growth_interval": 0},
+        {"backoff_factor": -1.0},
+    ],
+)
+def test_a_constructor_refuses_what_cannot_work(changes):
+    theirs(**changes)
+    with pytest.raises(PolicyError, match=next(iter(changes))):
+        ours(**changes)
+
+
+@pytest.mark.parametrize(("first", "second"), [(ours, theirs), (theirs, ours), (ours, ours)])
+def test_checkpoints_travel_between_the_two(first, second):
+    """A run that changes scalers half-way equals one that does not."""
+    whole, half = Training(theirs()), Training(first())
+    script = [1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0]
+    for number, factor in enumerate(script):
+        if number == 6:
+            saved = half.scaler.state_dict()
+            half.scaler = second(init_scale=4.0, growth_interval=7)
+            half.scaler.load_state_dict(saved)
+        whole.step(factor)
+        half.step(factor)
+    assert half.scaler.state_dict() == whole.scaler.state_dict()
+    assert half.values() == whole.values()
+
+
+def test_a_checkpoint_keeps_what_the_policy_remembers():
+    """Hysteresis half used up survives: the next overflow backs off."""
+    policy = Dynamic(init_scale=16.0, hysteresis=2, hysteresis_reset=("growth",))
+    training = Training(GradScaler("cpu", policy=policy))
+    training.step(INF)
+    assert training.scaler.get_scale() == 16.0
+    resumed = Training(GradScaler("cpu", policy=policy))
+    resumed.scaler.load_state_dict(training.scaler.state_dict())
+    resumed.step(INF)
+    assert resumed.scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("scale", [0.0, INF, NAN, -1.0])
+def test_a_bad_scale_is_refused_and_changes_nothing(scale):
+    training = Training(ours())
+    training.step()
+    before = training.scaler.state_dict()
+    with pytest.raises(PolicyError, match="loss scale"):
+        training.scaler.update(scale)
+    with pytest.raises(PolicyError, match="loss scale"):
+        training.scaler.load_state_dict({**before, "scale": scale})
+    assert training.scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("scale", [4.0, 4, torch.tensor(4.0)])
+def test_update_accepts_a_new_scale(scale):
+    scaler = ours()
+    scaler.scale(loss())
+    scaler.update(scale)
+    assert scaler.get_scale() == scaler.scale(torch.ones(())).item() == 4.0
+
+
+def test_pickling_and_copying_keep_the_state():
+    training = Training(ours(policy=None))
+    for factor in (1.0, INF, 1.0):
+        training.step(factor)
+    expected = training.scaler.state_dict()
+    assert pickle.loads(pickle.dumps(training.scaler)).state_dict() == expected
+    assert copy.deepcopy(training.scaler).state_dict() == expected
+
+
+def test_setters_change_the_rule():
+    training = Training(ours())
+    training.scaler.set_growth_interval(1)
+    training.scaler.set_growth_factor(4.0)
+    training.scaler.set_backoff_factor(0.25)
+    training.step()
+    assert training.scaler.get_scale() == 2.0**12
+    training.step(INF)
+    assert training.scaler.get_scale() == 2.0**10
+    with pytest.raises(PolicyError, match=r"growth_factor=0\.5"):
+        training.scaler.set_growth_factor(0.5)
+    with pytest.raises(PolicyError, match="Static"):
+        GradScaler("cpu", policy=Static(8.0)).set_growth_factor(4.0)
+
+
+def test_a_lowered_interval_still_grows():
+    """The original compares with ==: past a lowered interval it never grows again."""
+    scalers = [ours(growth_interval=10), theirs(growth_interval=10)]
+    for scaler in scalers:
+        training = Training(scaler)
+        for _ in range(5):
+            training.step()
+        scaler.set_growth_interval(3)
+        for _ in range(4):
+            training.step()
+    assert scalers[0].get_scale() > 2.0**10
+    assert scalers[1].get_scale() == 2.0**10
+
+
+def test_the_scale_never_reaches_zero():
+    """The original's does, and its next clean step writes inf into the parameters."""
+    for make, survives in ((ours, True), (theirs, False)):
+        training = Training(make(init_scale=2.0**-10))
+        for _ in range(150):
+            training.step(INF)
+        training.step()
+        assert torch.tensor(training.values()).isfinite().all() == survives
+
+
+def test_a_disabled_scaler_stays_out_of_the_way():
+    scaler = GradScaler("cpu", enabled=False)
+    value = torch.ones(())
+    assert scaler.scale(value) is value
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    training = Training(scaler)
+    before = training.values()
+    training.step()
+    assert training.values() != before
+    assert scaler.last_step is None
+
+
+def test_without_cuda_the_default_device_disables_as_the_original_does():
+    if torch.cuda.is_available():
+        assert GradScaler().is_enabled()
+        return
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        assert not GradScaler().is_enabled()
+
+
+@pytest.mark.parametrize(
+    "policy", [Static(2.0**8), Tolerant(init_scale=2.0**8), dialects.MEGATRON, dialects.FLAX]
+)
+def test_any_policy_trains(policy):
+    training = Training(GradScaler("cpu", policy=policy))
+    reference = Training(torch.amp.GradScaler("cpu", enabled=False))
+    for _ in range(5):
+        training.step()
+        reference.step()
+    assert training.values() == reference.values()
+    assert training.scaler.get_scale() == policy.start().scale
+
+
+def test_a_policy_and_settings_exclude_each_other():
+    with pytest.raises(PolicyError, match="both given"):
+        GradScaler("cpu", init_scale=8.0, policy=Static(8.0))
+
+
+def test_the_last_step_says_what_happened():
+    trace = Trace()
+    training = Training(ours(on_step=trace))
+    assert training.scaler.last_step is None
+    for factor in (1.0, NAN, 1.0):
+        before = training.values()
+        training.step(factor)
+        assert training.scaler.last_step == trace[-1]
+        assert (training.values() == before) == training.scaler.last_step.skipped
+    assert [(s.index, s.scale, s.skipped, s.new_scale) for s in trace] == [
+        (0, 1024.0, False, 1024.0),
+        (1, 1024.0, True, 512.0),
+        (2, 512.0, False, 512.0),
+    ]
+
+
+def test_the_last_step_is_there_before_update():
+    training = Training(ours())
+    training.scaler.scale(training.model(torch.ones(1, 3)).sum() * INF).backward()
+    training.scaler.step(training.optimizer)
+    assert training.scaler.last_step.skipped
+    assert training.scaler.last_step.new_scale is None
+
+
+def test_one_optimizer_overflows_and_the_other_steps():
+    scaler = ours()
+    good, bad = Training(scaler), Training(scaler)
+    before = good.values(), bad.values()
+    for training, factor in ((good, 1.0), (bad, INF)):
+        scaler.scale(training.model(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.step(training.optimizer)
+    scaler.update()
+    assert good.values() != before[0]
+    assert bad.values() == before[1]
+    assert scaler.get_scale() == 512.0
+
+
+def test_giving_up_leaves_a_record_and_the_parameters():
+    trace = Trace()
+    policy = Dynamic(init_scale=2.0, min_scale=1.0, at_floor="raise")
+    training = Training(GradScaler("cpu", policy=policy, on_step=trace))
+    before = training.values()
+    training.step(INF)
+    with pytest.raises(Starved, match="2 overflows"):
+        training.step(INF)
+    assert [step.skipped for step in trace] == [True, True]
+    assert training.values() == before
+    training.step()  # the caller may go on
+    assert training.values() != before

@@ -1,0 +1,266 @@
+"""The record of a run: in memory, on disk while it grows, and back."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preamp import Step, Summary, Trace, TraceError
+
+from .strategies import steps
+
+few = settings(deadline=None, max_examples=40)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+reserved = {"self", "steps", "path", "preamp_trace"}
+abouts = st.dictionaries(st.text().filter(lambda key: key not in reserved), json_values, max_size=4)
+runs = st.lists(steps, max_size=8)
+
+
+@pytest.fixture(scope="module")
+def path() -> Any:
+    """A path that Hypothesis may write to again and again."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "run.jsonl"
+
+
+def exactly(trace: Trace) -> str:
+    """Return all that a trace holds; unlike `==`, this finds NaN equal to NaN and 1 unequal to 1.0."""
+    return repr((list(trace), trace.about, trace.stopped))
+
+
+# Writing and reading
+
+
+@few
+@given(recorded=runs, about=abouts, reason=st.none() | st.text())
+def test_a_trace_read_back_is_the_trace_written(
+    path: Path, recorded: list[Step], about: dict[str, Any], reason: str | None
+) -> None:
+    trace = Trace(recorded, **about)
+    if reason is not None:
+        trace.stop(reason)
+    trace.write(path)
+    assert exactly(Trace.read(path)) == exactly(trace)
+    trace.write(str(path))  # a path as text, over what is there
+    assert exactly(Trace.read(str(path))) == exactly(trace)
+
+
+@few
+@given(recorded=runs)
+def test_a_streamed_trace_can_be_read_after_every_step(path: Path, recorded: list[Step]) -> None:
+    with Trace(path=path, task="écrire") as trace:
+        assert exactly(Trace.read(path)) == exactly(trace)
+        for step in recorded:
+            trace(step)
+            assert exactly(Trace.read(path)) == exactly(trace)
+        trace.stop("out of patience")
+        assert exactly(Trace.read(path)) == exactly(trace)
+        streamed = path.read_text(encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == streamed
+    trace.write(path)
+    assert path.read_text(encoding="utf-8") == streamed
+
+
+@few
+@given(recorded=runs, about=abouts)
+def test_every_line_is_strict_json(path: Path, recorded: list[Step], about: dict[str, Any]) -> None:
+    Trace(recorded, **about).write(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1 + len(recorded)
+    entries = [
+        json.loads(line, parse_constant=pytest.fail) for line in lines
+    ]  # Infinity and NaN are not JSON
+    assert entries[0] == {"preamp_trace": 1, **about}
+    assert all(None not in entry.values() for entry in entries[1:])
+
+
+FOREVER = """
+import itertools, sys
+from preamp import Step, Trace
+trace = Trace(path=sys.argv[1])
+for index in itertools.count():
+    trace(Step(index, 2.0, True, False, culprits=("x" * (index % 20000),)))
+"""
+
+
+def test_the_trace_of_a_killed_process_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "killed.jsonl"
+    with subprocess.Popen([sys.executable, "-c", FOREVER, str(path)]) as process:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (path.exists() and path.stat().st_size > 200_000):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    read = list(Trace.read(path))
+    assert len(read) > 100
+    assert [(step.index, len(step.culprits[0])) for step in read] == [
+        (i, i % 20000) for i in range(len(read))
+    ]
+
+
+# Files that are no trace
+
+HEAD = '{"preamp_trace": 1}\n'
+STEP = {"index": 0, "scale": 2.0, "finite": True, "skipped": False}
+
+
+def line(**changes: Any) -> str:
+    return (
+        json.dumps({name: value for name, value in {**STEP, **changes}.items() if value != "ABSENT"}) + "\n"
+    )
+
+
+NO_TRACE: dict[str, tuple[str | bytes, int, str]] = {
+    "empty": ("", 1, "not JSON"),
+    "blank": ("\n", 1, "not JSON"),
+    "words": ("step,scale\n0,2.0\n", 1, "not JSON"),
+    "a step first": (line(), 1, "A trace begins with"),
+    "another release": ('{"preamp_trace": 99}\n', 1, "A trace begins with"),
+    "a list first": ("[1]\n", 1, "expected an object"),
+    "binary": (b"\x89PNG\r\n\x1a\n\x00\x00", 1, "not text"),
+    "binary later": (HEAD.encode() + line().encode() + b"\xff\xfe", 3, "not text"),
+    "zeros where the disk was lost": (HEAD + line() + "\0" * 512, 3, "not JSON"),
+    "cut short": (HEAD + line() + line()[:-9], 3, "delete this line"),
+    "two at once": (HEAD + line().strip() + line(), 2, "not JSON"),
+    "a gap": (HEAD + "\n" + line(), 2, "not JSON"),
+    "a number": (HEAD + "17\n", 2, "expected an object"),
+    "endless digits": (HEAD + "1" * 5000 + "\n", 2, "not JSON"),
+    "endless depth": (HEAD + line() + "[" * 100_000 + "\n", 3, "not JSON"),
+    "unknown entry": (HEAD + line(colour="red"), 2, "'colour'"),
+    "stopped for no reason": (HEAD + '{"stopped": 3}\n', 2, "without"),
+    **{f"no {name}": (HEAD + line() + line(**{name: "ABSENT"}), 3, f"without {name}") for name in STEP},
+    **{
+        f"{name} is {value!r}": (HEAD + line(**{name: value}), 2, f"{name} is {value!r}"[:40])
+        for name, values in {
+            "index": ["0", 0.5, True, None],
+            "scale": ["2", None, True, [2.0], "Infinity", 10**400],
+            "finite": [1, "true", None],
+            "skipped": [0, "false", None],
+            "loss": ["low", False, {}, None],
+            "seconds": ["1s", []],
+            "culprits": ["layer", [1], {"layer": 1}, None],
+        }.items()
+        for value in values
+    },
+}
+
+
+@pytest.mark.parametrize("name", NO_TRACE)
+def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, name: str) -> None:
+    content, number, why = NO_TRACE[name]
+    path = tmp_path / "no-trace.jsonl"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(TraceError) as refused:
+        Trace.read(path)
+    assert isinstance(refused.value, ValueError)
+    assert str(refused.value).startswith(f"{path}, line {number}: ")
+    assert why in str(refused.value)
+
+
+@few
+@given(recorded=st.lists(steps, min_size=1, max_size=4), data=st.data())
+def test_a_trace_cut_anywhere_is_read_or_refused_by_the_line(
+    path: Path, recorded: list[Step], data: Any
+) -> None:
+    Trace(recorded).write(path)
+    whole = path.read_bytes()
+    part = whole[: data.draw(st.integers(0, len(whole)))]
+    path.write_bytes(part)
+    try:
+        read = Trace.read(path)
+    except TraceError as error:
+        assert f"line {part.count(b'\n') + 1}:" in str(error)  # noqa: PT017 - either outcome is right
+    else:
+        assert repr(list(read)) == repr(recorded[: len(read)])
+        assert len(read) == len([row for row in part.split(b"\n") if row]) - 1
+
+
+def test_a_missing_file_is_the_operating_systems_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Trace.read(tmp_path / "nowhere.jsonl")
+
+
+@pytest.mark.parametrize("key", sorted(reserved - {"preamp_trace"}))
+def test_reading_a_file_opens_no_other(tmp_path: Path, key: str) -> None:
+    """Whoever made the file must not choose what is written to."""
+    victim, path = tmp_path / "victim", tmp_path / "trace.jsonl"
+    victim.write_text("precious")
+    path.write_text(json.dumps({"preamp_trace": 1, key: str(victim)}) + "\n")
+    assert Trace.read(path).about == {key: str(victim)}
+    assert victim.read_text() == "precious"
+
+
+def test_windows_line_ends_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "dos.jsonl"
+    path.write_bytes((HEAD + line() + line(index=1)).replace("\n", "\r\n").encode())
+    assert [step.index for step in Trace.read(path)] == [0, 1]
+
+
+# Reading it in memory
+
+
+@few
+@given(runs)
+def test_a_trace_is_a_sequence_of_the_steps_it_was_called_with(recorded: list[Step]) -> None:
+    trace = Trace()
+    on_step: Any = trace
+    assert [on_step(step) for step in recorded] == [None] * len(recorded)
+    assert list(trace) == recorded
+    assert len(trace) == len(recorded)
+    assert [trace[index] for index in range(len(trace))] == recorded
+    assert all(type(step) is Step for step in trace)
+    assert not recorded or trace[-1] is not None is not trace[0]
+    assert trace == Trace(recorded)
+    assert trace != Trace([*recorded, Step(0, 1.0, True, False)])
+    assert trace != Trace(recorded, task="other")
+
+
+@few
+@given(
+    st.lists(
+        st.builds(
+            Step,
+            index=st.integers(0, 9),
+            scale=st.sampled_from([0.5, 1.0, 2.0, float("inf")]),
+            finite=st.booleans(),
+            skipped=st.booleans(),
+            new_scale=st.sampled_from([None, 0.25, 1.0, 4.0]),
+        ),
+        max_size=30,
+    )
+)
+def test_the_summary_is_what_a_reader_would_count(recorded: list[Step]) -> None:
+    summary = Trace(recorded).summary()
+    if not recorded:
+        assert summary == Summary(0, 0, 0.0, 0, None, None, None, 0, 0)
+        return
+    skips = [step.skipped for step in recorded]
+    last = recorded[-1]
+    scales = [step.scale for step in recorded] + [last.scale if last.new_scale is None else last.new_scale]
+    assert summary == Summary(
+        steps=len(recorded),
+        skipped=sum(skips),
+        skip_rate=sum(skips) / len(skips),
+        longest_streak=max(len(list(streak)) * skipped for skipped, streak in groupby(skips)),
+        min_scale=min(scales),
+        max_scale=max(scales),
+        final_scale=scales[-1],
+        growths=[before < after for before, after in pairwise(scales)].count(True),
+        backoffs=[before > after for before, after in pairwise(scales)].count(True),
+    )
