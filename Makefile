@@ -7,7 +7,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: train test lint typecheck imports check-code pytest format clean
+.PHONY: train test lint typecheck imports check-code pytest bench format clean
 
 train: .venv/train.stamp
 	$(BIN)/preamp train $(ARGS)
@@ -27,7 +27,11 @@ imports: .venv/test.stamp
 	$(BIN)/lint-imports
 
 pytest: .venv/test.stamp
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+
+# Reports, asserts nothing. Not part of test.
+bench: .venv/train.stamp
+	$(BIN)/python benchmarks/core.py
 
 format: .venv/test.stamp
 	$(BIN)/ruff check --fix .

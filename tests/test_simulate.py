@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -44,8 +43,9 @@ def test_readings_and_booleans_may_be_mixed(policy: Any, pairs: list[tuple[bool,
 
 
 def test_a_policy_that_gives_up_ends_the_trace_with_that_step() -> None:
-    readings = iter(chain([False], repeat(True)))  # endless: nothing is read after the end
-    trace = simulate(stingy, readings)
+    overflows = iter([False, True, True, True, "never read"])
+    trace = simulate(stingy, overflows)  # type: ignore[arg-type]
+    assert next(overflows) == "never read"
     assert [step.scale for step in trace] == [4.0, 4.0, 2.0, 1.0]
     assert trace[-1] == Step(3, 1.0, finite=False, skipped=True, new_scale=1.0)
     with pytest.raises(Starved) as starved:

@@ -87,7 +87,16 @@ def test_every_line_is_strict_json(path: Path, recorded: list[Step], about: dict
         json.loads(line, parse_constant=pytest.fail) for line in lines
     ]  # Infinity and NaN are not JSON
     assert entries[0] == {"preamp_trace": 1, **about}
-    assert all(None not in entry.values() for entry in entries[1:])
+    assert all(value not in (None, []) for entry in entries[1:] for value in entry.values())
+
+
+@pytest.mark.parametrize("unfit", [float("nan"), object()])
+def test_what_json_cannot_hold_is_refused_before_the_file_is_touched(tmp_path: Path, unfit: Any) -> None:
+    path = tmp_path / "precious.jsonl"
+    path.write_text("precious")
+    with pytest.raises((ValueError, TypeError), match="JSON"):
+        Trace(path=path, unfit=unfit)
+    assert path.read_text() == "precious"
 
 
 FOREVER = """
@@ -181,14 +190,15 @@ def test_a_trace_cut_anywhere_is_read_or_refused_by_the_line(
     Trace(recorded).write(path)
     whole = path.read_bytes()
     part = whole[: data.draw(st.integers(0, len(whole)))]
+    lines = part.split(b"\n")
     path.write_bytes(part)
     try:
         read = Trace.read(path)
     except TraceError as error:
-        assert f"line {part.count(b'\n') + 1}:" in str(error)  # noqa: PT017 - either outcome is right
+        assert f"line {len(lines)}:" in str(error)  # noqa: PT017 - either outcome is right
     else:
         assert repr(list(read)) == repr(recorded[: len(read)])
-        assert len(read) == len([row for row in part.split(b"\n") if row]) - 1
+        assert len(read) == len([row for row in lines if row]) - 1
 
 
 def test_a_missing_file_is_the_operating_systems_error(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ __all__ = [
     "TF_KERAS",
     "TORCH",
     "Dialect",
+    "dialect",
 ]
 
 P = ParamSpec("P")

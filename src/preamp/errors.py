@@ -9,11 +9,13 @@ PreampError
 └── MissingExtra   (ImportError)   an optional dependency is absent, with the line that installs it
 
 UserWarning
-└── InexactScale                   a factor that is not a power of two: it rounds every gradient
+└── InexactScale                   a scale or factor that is not a power of two: it rounds every gradient
 ```
 """
 
 from __future__ import annotations
+
+import math
 
 __all__ = [
     "DataError",
@@ -43,7 +45,7 @@ class Starved(PreampError, RuntimeError):
             policy's `hysteresis_reset` says otherwise.
     """
 
-    def __init__(self, message: str, *, scale: float, overflows: int) -> None:
+    def __init__(self, message: str, *, scale: float = math.nan, overflows: int = 0) -> None:
         super().__init__(message)
         self.scale = scale
         self.overflows = overflows
@@ -62,4 +64,4 @@ class MissingExtra(PreampError, ImportError):
 
 
 class InexactScale(UserWarning):
-    """A factor that is not a power of two: multiplying and dividing by the scale rounds."""
+    """A scale or factor that is not a power of two: multiplying and dividing by the scale rounds."""

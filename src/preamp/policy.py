@@ -141,7 +141,7 @@ class Static(Policy[State]):
     """One scale for ever. Steps that overflow are still skipped.
 
     Args:
-        scale: what the loss is multiplied by.
+        scale: what the loss is multiplied by. Kept in float32.
 
     >>> policy = Static(128)
     >>> policy.step(policy.start(), Reading(finite=False)).scale
@@ -151,7 +151,9 @@ class Static(Policy[State]):
     scale: float = 2.0**16
 
     def __post_init__(self) -> None:
-        _set(self, scale=_positive("scale", self.scale, "Static(2.0**16)"))
+        _positive("scale", self.scale, "Static(2.0**16)")
+        _set(self, scale=_float32(float(self.scale)))
+        _positive("scale", self.scale, "Static(2.0**16)")  # again: in float32 1e39 is inf
         _warn_if_inexact("scale", self.scale)
 
     def start(self) -> State:
@@ -211,11 +213,11 @@ class Moving(Policy[S]):
         self._round_to_dtypes()
         self._check_numbers()  # again: in float32 1e39 is inf, 1e-46 is 0 and 1 + 1e-9 is 1
         self._check_bounds()
-        _warn_if_inexact("growth_factor", self.growth_factor)
-        if self.backoff_divisor is not None:
-            _warn_if_inexact("backoff_divisor", self.backoff_divisor)
-        else:
-            _warn_if_inexact("backoff_factor", self.backoff_factor)
+        backoff = "backoff_factor" if self.backoff_divisor is None else "backoff_divisor"
+        for name in ("init_scale", "growth_factor", backoff, "min_scale"):
+            _warn_if_inexact(name, getattr(self, name))
+        if self.at_ceiling == "clamp":
+            _warn_if_inexact("max_scale", self.max_scale)
 
     def _check_numbers(self) -> None:
         _one_of("at_floor", self.at_floor, ("hold", "raise", "raise_on_arrival"))
@@ -450,10 +452,7 @@ _FLOAT32 = struct.Struct("f")
 
 def _float32(x: float) -> float:
     """Round to the nearest float32, to inf beyond its range."""
-    try:
-        return float(_FLOAT32.unpack(_FLOAT32.pack(x))[0])
-    except OverflowError:
-        return math.copysign(math.inf, x)
+    return float(_FLOAT32.unpack(_FLOAT32.pack(x))[0])
 
 
 _ROUND: dict[str, Callable[[float], float]] = {"float32": _float32, "float64": float}
@@ -468,10 +467,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _positive(name: str, value: Any, instead: str) -> float:
+def _positive(name: str, value: Any, instead: str) -> None:
     if not (_is_number(value) and 0.0 < value < math.inf):
         raise PolicyError(f"{name}={value!r} is not a finite number above 0. Write {instead}.")
-    return float(value)
 
 
 def _between(name: str, value: Any, low: float, high: float, *, instead: str) -> None:
@@ -490,8 +488,8 @@ def _whole(name: str, value: Any, *, least: int, instead: str) -> None:
         raise PolicyError(f"{name}={value!r} must be a whole number of at least {least}. Write {instead}.")
 
 
-def _warn_if_inexact(name: str, value: float) -> None:
-    if math.frexp(value)[0] != 0.5:
+def _warn_if_inexact(name: str, value: float | None) -> None:
+    if value is not None and math.frexp(value)[0] != 0.5:
         nearest = round(math.log2(value)) or (1 if value > 1.0 else -1)
         warnings.warn(
             f"{name}={value:g} is not a power of two: scaling and unscaling then round every gradient. "

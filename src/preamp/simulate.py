@@ -37,7 +37,7 @@ def simulate(policy: Policy[Any], overflows: Iterable[bool | Reading]) -> Trace:
     if isinstance(overflows, (str, bytes)):
         raise TypeError(f"overflows={overflows!r} is text. Write [c == '1' for c in {overflows!r}].")
     trace = Trace(policy=repr(policy))
-    advanced = lru_cache(maxsize=2**15)(policy.step)  # runs go through few states, over and over
+    advanced = lru_cache(maxsize=2**13)(policy.step)  # runs go through few states, over and over
     state = policy.start()
     for index, item in enumerate(overflows):
         reading = item if isinstance(item, Reading) else _OVERFLOW if item else _CLEAN

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, overload
 
 from preamp.errors import TraceError
 
@@ -115,15 +115,18 @@ class Trace:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Step:
-        return Step._make(self._rows[index])
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Step]: ...
+
+    def __getitem__(self, index: int | slice) -> Step | list[Step]:
+        rows = self._rows[index]
+        return list(map(Step._make, rows)) if isinstance(index, slice) else Step._make(rows)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Trace) and (self._rows, self.about, self.stopped) == (
-            other._rows,
-            other.about,
-            other.stopped,
-        )
+        return isinstance(other, Trace) and list(self._lines()) == list(other._lines())
 
     __hash__ = None  # type: ignore[assignment]  # a trace changes while it is recorded
 
@@ -151,9 +154,9 @@ class Trace:
 
     def write(self, path: str | Path) -> None:
         """Write the whole trace to a file of JSON lines."""
-        with Trace(self, path=path, **self.about) as copy:
-            if self.stopped is not None:
-                copy.stop(self.stopped)
+        lines = list(self._lines())
+        with Path(path).open("w", encoding="utf-8") as file:
+            file.writelines(lines)
 
     @classmethod
     def read(cls, path: str | Path) -> Trace:
@@ -207,6 +210,13 @@ class Trace:
             backoffs=backoffs,
         )
 
+    def _lines(self) -> Iterator[str]:
+        """Return the lines of the file that holds this trace."""
+        yield _head(self.about)
+        yield from (_line(_as_json(step)) for step in self)
+        if self.stopped is not None:
+            yield _line({"stopped": self.stopped})
+
     def _scales(self) -> list[float]:
         """Return the scale of every step and, last, the one after it."""
         scales = [step.scale for step in self]
@@ -215,9 +225,16 @@ class Trace:
 
 
 def _open_for_lines(path: Path, about: dict[str, Any]) -> IO[str]:
+    head = _head(about)  # before the file is opened: what cannot be written must not empty it
     file = path.open("w", encoding="utf-8", buffering=1)  # line buffered: whole lines reach the file
-    file.write(_line({"preamp_trace": FORMAT, **about}))
+    file.write(head)
     return file
+
+
+def _head(about: dict[str, Any]) -> str:
+    if "preamp_trace" in about:
+        raise TraceError("preamp_trace is how a trace's first line begins. Write another name.")
+    return _line({"preamp_trace": FORMAT, **about})
 
 
 def _line(entry: dict[str, Any]) -> str:

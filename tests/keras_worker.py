@@ -1,0 +1,52 @@
+"""A process of its own for Keras, which has one backend for life.
+
+One JSON request a line on stdin, one JSON answer a line on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+from recorded.record import Scales, walk
+
+import preamp
+
+
+def optimizer(arguments: dict[str, Any], script: str) -> Scales:
+    """Drive `keras.optimizers.LossScaleOptimizer` through its public `apply`."""
+    variable = keras.Variable(np.zeros(1, "float32"))
+    scaler = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), **arguments)
+    scaler.build([variable])
+    clean, overflow = (keras.ops.convert_to_tensor([x], "float32") for x in (0.0, math.inf))
+
+    return walk(
+        script,
+        lambda: float(scaler.dynamic_scale),
+        lambda overflows: scaler.apply([overflow if overflows else clean], [variable]),
+    )
+
+
+def policy(make: str, settings: dict[str, Any], script: str) -> list[list[float]]:
+    """Advance one of our policies with `keras.ops`."""
+    tuples = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+    with warnings.catch_warnings(action="ignore", category=preamp.InexactScale):
+        rule = getattr(preamp, make)(**{**settings, **tuples})
+    state = [keras.ops.convert_to_tensor(x, "float32") for x in rule.start()]
+    states = []
+    for mark in script:
+        reading = preamp.Reading(keras.ops.convert_to_tensor(mark == "0"))
+        state = rule.advance(type(rule.start())(*state), reading, keras.ops.where)
+        states.append([float(x) for x in state])
+    return states
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        job, *rest = json.loads(line)
+        print(json.dumps({"optimizer": optimizer, "policy": policy}[job](*rest)), flush=True)

@@ -1,0 +1,430 @@
+"""The state machine on Python floats."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import re
+import warnings
+from dataclasses import FrozenInstanceError, replace
+from decimal import Decimal
+from itertools import groupby, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from preamp import (
+    Dynamic,
+    InexactScale,
+    Policy,
+    PolicyError,
+    Reading,
+    Starved,
+    Static,
+    Tolerant,
+    TolerantState,
+)
+
+from .strategies import dynamics, moving, play, policies, quietly, scripts, statics, tolerants
+
+CLEAN, OVERFLOW = Reading(finite=True), Reading(finite=False)
+FLOORED = {"bounds": "strict", "min_scale": 1.0, "max_scale": None}
+EXACT = {"growth_factor": 2.0, "backoff_factor": 0.5, "backoff_divisor": None}
+UNBOUNDED = {"min_scale": None, "max_scale": None, "at_floor": "hold", "bounds": "strict"}
+
+no_deadline = settings(deadline=None)
+moderate = settings(deadline=None, max_examples=40)
+
+
+# What the scale does
+
+
+@no_deadline
+@given(moving(bounds="strict") | moving(bounds="always"), scripts)
+def test_the_scale_stays_between_floor_and_ceiling(policy: Any, script: str) -> None:
+    low, high = policy.min_scale or 0.0, policy.max_scale or math.inf
+    states = play(policy, script)[policy.bounds == "always" :]
+    assert all(low <= state.scale <= high for state in states)
+
+
+@no_deadline
+@given(moving(bounds="moves", init_scale=1e-40) | moving(bounds="moves", init_scale=1e35), scripts)
+def test_a_scale_outside_the_bounds_moves_inside_or_not_at_all(policy: Any, script: str) -> None:
+    low, high = policy.min_scale or 0.0, policy.max_scale or math.inf
+    for mark, (before, after) in zip(script, pairwise(play(policy, script)), strict=False):
+        assert after.scale == before.scale or (after.scale >= low if mark == "1" else after.scale <= high)
+
+
+@moderate
+@given(st.lists(st.tuples(st.sampled_from("01"), st.integers(1, 300)), max_size=12), st.integers(1, 4))
+@example(runs=[("1", 5000)], interval=1)
+@example(runs=[("0", 5000)], interval=1)
+@example(runs=[("1", 5000), ("0", 5000), ("1", 5000)], interval=1)
+def test_the_default_is_always_a_power_of_two_of_a_float16_gradient(
+    runs: list[tuple[str, int]], interval: int
+) -> None:
+    script = "".join(mark * length for mark, length in runs)
+    for state in play(Dynamic(growth_interval=interval), script):
+        assert math.frexp(state.scale)[0] == 0.5
+        assert 2.0**-14 <= state.scale <= 2.0**32
+
+
+@pytest.mark.parametrize(("mark", "end"), [("1", 0.0), ("0", math.inf)])
+def test_without_bounds_the_scale_does_run_away(mark: str, end: float) -> None:
+    policy = Dynamic(growth_interval=1, min_scale=None, max_scale=None)
+    assert play(policy, mark * 400)[-1].scale == end
+
+
+@pytest.mark.parametrize("make", [Dynamic, Tolerant])
+@pytest.mark.parametrize(("ceiling", "refused_at"), [(8.0, 8.0), (12.0, 8.0), (15.9, 8.0), (1.0, 1.0)])
+def test_growth_ends_at_the_ceiling_or_at_the_last_scale_that_fits(
+    make: Any, ceiling: float, refused_at: float
+) -> None:
+    clamp = quietly(make, init_scale=1.0, growth_interval=1, max_scale=ceiling, scale_dtype="float64")
+    assert play(clamp, "0" * 9)[-1].scale == ceiling
+    assert play(replace(clamp, at_ceiling="refuse"), "0" * 9)[-1].scale == refused_at
+
+
+@no_deadline
+@given(dynamics(**EXACT, **UNBOUNDED, init_scale=1.0), scripts)
+def test_the_scale_counts_runs(policy: Dynamic, script: str) -> None:
+    """The same rule without a state machine: count growths and backoffs run by run."""
+    resets, power, held = policy.hysteresis_reset, 0, 0
+    for mark, marks in groupby(script):
+        length = len(list(marks))
+        if mark == "0":
+            growths = max(0, (length - policy.growth_delay) // policy.growth_interval)
+            power += growths
+            held = 0 if "clean" in resets or ("growth" in resets and growths) else held
+        elif "backoff" in resets:
+            power -= (held + length) // policy.hysteresis
+            held = (held + length) % policy.hysteresis
+        else:
+            absorbed = min(length, max(0, policy.hysteresis - 1 - held))
+            power -= length - absorbed
+            held += length
+    limit = policy.max_consecutive_overflows
+    assume(limit is None or "1" * (limit + 1) not in script)
+    assert play(policy, script)[-1].scale == 2.0**power
+
+
+@no_deadline
+@given(moving(bounds="strict"), scripts)
+def test_the_scale_moves_only_for_a_reason(policy: Any, script: str) -> None:
+    scales = [state.scale for state in play(policy, script)]
+    since = 0
+    for step, (before, after) in enumerate(pairwise(scales)):
+        if script[step] == "1":
+            assert after <= before
+            assert after == before or script[: step + 1].count("1") >= getattr(policy, "hysteresis", 1)
+            since = step + 1
+        elif after != before:
+            assert after > before
+            assert step + 1 - since >= policy.growth_interval
+            since = step + 1
+
+
+@no_deadline
+@given(tolerants(**EXACT, **UNBOUNDED, init_scale=1.0), scripts)
+def test_tolerant_backs_off_at_the_rate_it_was_told(policy: Tolerant, script: str) -> None:
+    scales = [state.scale for state in play(policy, script)]
+    moved = lowered = 0
+    for step, (before, after) in enumerate(pairwise(scales), start=1):
+        rate = script[lowered:step].count("1") / (step - moved)
+        assert (after < before) == (script[step - 1] == "1" and rate >= policy.tolerance)
+        moved, lowered = (step if after != before else moved), (step if after < before else lowered)
+
+
+@no_deadline
+@given(statics, scripts)
+def test_static_never_moves_and_counts(policy: Static, script: str) -> None:
+    last = play(policy, script)[-1]
+    runs = {mark: len(list(marks)) for mark, marks in groupby(script)}  # the last run of each mark
+    good, bad = (runs.get(mark, 0) if script.endswith(mark) else 0 for mark in "01")
+    assert last == (policy.scale, good if script else 0, bad if script else 0)
+
+
+# Resuming
+
+
+@no_deadline
+@given(policies, scripts, st.data())
+def test_a_run_resumed_through_json_is_the_uninterrupted_run(policy: Any, script: str, data: Any) -> None:
+    states = play(policy, script)
+    step = data.draw(st.integers(0, len(states) - 1))
+    saved = json.dumps(states[step]._asdict())
+    restored = type(policy.start())(**json.loads(saved))
+    assert play(policy, script[step:], restored) == states[step:]
+
+
+@moderate
+@given(moving(bounds="strict", max_scale=None, growth_interval=1000), st.integers(10, 900), st.integers(1, 9))
+def test_a_counter_beyond_a_lowered_interval_still_grows(policy: Any, clean: int, interval: int) -> None:
+    before = play(policy, "0" * clean)[-1]
+    resumed = replace_quietly(policy, growth_interval=interval)
+    assert play(resumed, "0", before)[-1].scale > before.scale
+
+
+# Giving up
+
+
+def patient(policy: Policy[Any]) -> dict[str, None]:
+    """Return the change that makes a policy bear any number of overflows."""
+    return {"max_consecutive_overflows": None} if isinstance(policy, Dynamic) else {}
+
+
+def first_starved(policy: Policy[Any], script: str) -> tuple[int, Any, Starved] | None:
+    """Return the step, the state and the exception with which the policy gives up, if it does."""
+    state = policy.start()
+    for step, mark in enumerate(script):
+        try:
+            state = policy.step(state, Reading(finite=mark == "0"))
+        except Starved as starved:
+            return step, state, starved
+    return None
+
+
+@no_deadline
+@given(moving(**EXACT, **FLOORED, init_scale=8.0, at_floor="raise"), scripts)
+@example(policy=Dynamic(init_scale=1.0, min_scale=1.0, at_floor="raise"), script="1")
+@example(policy=Tolerant(init_scale=1.0, min_scale=1.0, at_floor="raise", tolerance=0.5), script="00111")
+def test_raise_gives_up_when_a_backoff_would_leave_the_floor(policy: Any, script: str) -> None:
+    policy = replace(policy, **patient(policy))
+    lower = replace(policy, min_scale=2.0**-60, at_floor="hold")
+    below = [step for step, state in enumerate(play(lower, script)) if state.scale < 1.0]
+    starved = first_starved(policy, script)
+    assert (starved[0] if starved else None) == (below[0] - 1 if below else None)
+
+
+@no_deadline
+@given(moving(**FLOORED, init_scale=16.0, at_floor="raise_on_arrival"), scripts)
+def test_raise_on_arrival_gives_up_when_an_overflow_leaves_the_scale_at_the_floor(
+    policy: Any, script: str
+) -> None:
+    policy = replace_quietly(policy, **patient(policy))
+    held = play(replace_quietly(policy, at_floor="hold"), script)[1:]
+    arrived = [step for step, state in enumerate(held) if state.scale == 1.0 and script[step] == "1"]
+    starved = first_starved(policy, script)
+    assert (starved[0] if starved else None) == (arrived[0] if arrived else None)
+
+
+@no_deadline
+@given(dynamics(at_floor="hold", hysteresis_reset=("clean",)), st.integers(1, 5), st.text("01", max_size=30))
+def test_too_many_overflows_in_a_row_give_up(policy: Dynamic, limit: int, script: str) -> None:
+    starved = first_starved(replace_quietly(policy, max_consecutive_overflows=limit), script)
+    where = script.find("1" * (limit + 1))
+    assert (starved[0] if starved else -1) == (where + limit if where >= 0 else -1)
+    assert starved is None or (starved[2].overflows, starved[2].scale) == (limit + 1, starved[1].scale)
+
+
+@no_deadline
+@given(
+    moving(**FLOORED, init_scale=4.0, at_floor="raise") | dynamics(hysteresis_reset=("clean",)),
+    scripts.map(lambda script: script + "1" * 40),
+)
+def test_starved_says_what_happened_and_changes_nothing(policy: Any, script: str) -> None:
+    found = first_starved(policy, script)
+    assume(found)
+    step, state, starved = found
+    assert state == play(policy, script)[-1]
+    assert starved.scale == state.scale
+    assert 1 <= starved.overflows <= script[: step + 1].count("1")
+    assert f"{state.scale:g}" in str(starved)
+    assert f"{starved.overflows} overflows" in str(starved)
+    patient_twin = replace_quietly(policy, at_floor="hold", **patient(policy))
+    assert policy.step(state, CLEAN) == patient_twin.step(state, CLEAN)
+    with pytest.raises(Starved):
+        policy.step(state, OVERFLOW)
+
+
+@no_deadline
+@given(moving(at_floor="hold"), scripts)
+def test_hold_never_gives_up(policy: Any, script: str) -> None:
+    assume(getattr(policy, "max_consecutive_overflows", None) is None)
+    assert len(play(policy, script)) == len(script) + 1
+
+
+# Settings that cannot work
+
+NOT_A_NUMBER: list[Any] = ["2", None, True, False, 1j, Decimal(2), [2.0], math.nan]
+NOT_POSITIVE: list[Any] = [0, 0.0, -0.0, -1.0, math.inf, -math.inf]
+NOT_WHOLE: list[Any] = [2.5, True, False, "2", math.nan, math.inf, -1]
+UNKNOWN: list[Any] = ["", "HOLD", None, 1, True, []]
+OPTIONAL = ("min_scale", "max_scale", "backoff_divisor", "max_consecutive_overflows")
+
+BAD: dict[str, list[Any]] = {
+    "init_scale": [*NOT_A_NUMBER, *NOT_POSITIVE],
+    "min_scale": [*NOT_A_NUMBER, *NOT_POSITIVE],
+    "max_scale": [*NOT_A_NUMBER, *NOT_POSITIVE],
+    "growth_factor": [*NOT_A_NUMBER, *NOT_POSITIVE, 1, 0.5],
+    "backoff_factor": [*NOT_A_NUMBER, *NOT_POSITIVE, 1, 1.5],
+    "backoff_divisor": [*NOT_A_NUMBER, *NOT_POSITIVE, 1, 0.5],
+    "growth_interval": [*NOT_WHOLE, None, 0],
+    "growth_delay": [*NOT_WHOLE, None],
+    "at_floor": UNKNOWN,
+    "at_ceiling": UNKNOWN,
+    "bounds": UNKNOWN,
+    "scale_dtype": [*UNKNOWN, "float16"],
+    "factor_dtype": [*UNKNOWN, "float16"],
+}
+BAD_DYNAMIC = {"hysteresis": [*NOT_WHOLE, None, 0], "max_consecutive_overflows": [*NOT_WHOLE, 0]}
+BAD_TOLERANT = {"tolerance": [*NOT_A_NUMBER, -0.1, 1.1, math.inf]}
+BAD_STATIC = {"scale": [*NOT_A_NUMBER, *NOT_POSITIVE]}
+
+INVALID = [
+    pytest.param(make, name, value, id=f"{make.__name__}-{name}={value!r}")
+    for make, table in [(Dynamic, BAD | BAD_DYNAMIC), (Tolerant, BAD | BAD_TOLERANT), (Static, BAD_STATIC)]
+    for name, values in table.items()
+    for value in values
+    if not (value is None and name in OPTIONAL)
+]
+
+
+@pytest.mark.parametrize(("make", "name", "value"), INVALID)
+def test_a_setting_that_cannot_work_is_refused_by_name(make: Any, name: str, value: Any) -> None:
+    with pytest.raises(PolicyError, match="Write ") as refused:
+        make(**{name: value})
+    assert isinstance(refused.value, ValueError)
+    assert f"{name}={value!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize("event", ["", "overflow", "Clean", 1, None])
+def test_an_unknown_event_is_refused(event: Any) -> None:
+    with pytest.raises(PolicyError, match=re.escape(f"hysteresis_reset={event!r}") + ".* Write "):
+        Dynamic(hysteresis_reset=("clean", event))
+
+
+@pytest.mark.parametrize("events", ["clean", ["clean"], {"clean"}, None, 1])
+def test_events_that_are_no_tuple_are_refused(events: Any) -> None:
+    with pytest.raises(PolicyError, match=re.escape(f"hysteresis_reset={events!r}") + ".* Write "):
+        Dynamic(hysteresis_reset=events)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("init_scale", 1e39), ("init_scale", 1e-46), ("min_scale", 1e-46), ("max_scale", 1e39)],
+        *[("growth_factor", 1e39), ("growth_factor", 1 + 1e-9), ("backoff_divisor", 1 + 1e-9)],
+        *[("backoff_factor", 1 - 1e-9), ("backoff_factor", 1e-46), ("backoff_divisor", 1e39)],
+    ],
+)
+@pytest.mark.parametrize("make", [Dynamic, Tolerant])
+def test_a_setting_that_float32_turns_into_one_that_cannot_work_is_refused(
+    make: Any, name: str, value: float
+) -> None:
+    with pytest.raises(PolicyError, match=rf"{name}=.* Write "):
+        make(**{"bounds": "moves", name: value})
+    assert quietly(make, scale_dtype="float64", factor_dtype="float64", bounds="moves", **{name: value})
+
+
+@pytest.mark.parametrize("make", [Dynamic, Tolerant])
+@pytest.mark.parametrize("conflict", [
+    {"min_scale": 2.0**33, "init_scale": 2.0**33},
+    {"min_scale": 8.0, "max_scale": 2.0, "init_scale": 4.0},
+    {"init_scale": 2.0**33},
+    {"init_scale": 123456789.0, "max_scale": 2.0**20},
+    {"init_scale": 2.0**-15},
+    {"init_scale": 1e-5},
+    {"min_scale": None, "at_floor": "raise"},
+    {"min_scale": None, "at_floor": "raise_on_arrival"},
+])  # fmt: skip
+def test_settings_that_contradict_each_other_name_settings_that_do_not(
+    make: Any, conflict: dict[str, Any]
+) -> None:
+    with pytest.raises(PolicyError) as refused:
+        make(**conflict)
+    text = str(refused.value)
+    assert any(f"{name}=" in text for name in conflict)
+    advice = dict(re.findall(r"(\w+)=([\w.+-]*\w)", text.partition("Write ")[2]))
+    assert quietly(make, **{**conflict, **{name: float(value) for name, value in advice.items()}})
+
+
+def test_counting_in_a_row_needs_counting_in_a_row() -> None:
+    with pytest.raises(PolicyError, match=r"max_consecutive_overflows.*'growth'.*Write hysteresis_reset="):
+        Dynamic(max_consecutive_overflows=3, hysteresis_reset=("growth",))
+
+
+@pytest.mark.parametrize("make", [Dynamic, Tolerant])
+@pytest.mark.parametrize(
+    ("name", "inexact", "exact"),
+    [
+        *[("growth_factor", 3.0, 4.0), ("growth_factor", 1.1, 1024.0), ("backoff_factor", 0.3, 2.0**-9)],
+        *[("backoff_factor", 0.8, 0.25), ("backoff_divisor", 3.0, 8.0), ("backoff_divisor", 1.01, 2)],
+        *[("init_scale", 1000.0, 1024.0), ("min_scale", 0.3, 0.25), ("max_scale", 65504.0, 2.0**17)],
+    ],
+)
+def test_a_factor_that_rounds_is_told_where_it_was_written(
+    make: Any, name: str, inexact: float, exact: float
+) -> None:
+    with pytest.warns(InexactScale, match=f"^{name}=") as told:
+        policy = make(**{name: inexact})
+    with pytest.warns(InexactScale) as told_again:
+        replace(policy, growth_interval=5)
+    assert [warning.filename for warning in (*told, *told_again)] == [__file__, __file__]
+    advised = re.search(r"Write (\w+)=(\S+) unless", str(told[0].message))
+    assert advised
+    make(**{advised[1]: float(advised[2])})  # neither refused nor warned of: warnings are errors here
+    make(**{name: exact})
+
+
+def test_a_static_scale_that_rounds_is_told_where_it_was_written() -> None:
+    with pytest.warns(InexactScale, match=r"^scale=1000\b.* Write scale=1024") as told:
+        Static(1000)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+@no_deadline
+@given(st.integers(1, 30), st.integers(-40, 40))
+def test_powers_of_two_are_not_warned_of(power: int, exponent: int) -> None:
+    with warnings.catch_warnings(action="error"):
+        Static(2.0**exponent)
+        Dynamic(growth_factor=2.0**power, backoff_factor=2.0**-power)
+        Tolerant(growth_factor=2.0**power, backoff_divisor=2.0**power)
+
+
+# Policies are values
+
+
+def replace_quietly(policy: Any, **changes: Any) -> Any:
+    with warnings.catch_warnings(action="ignore", category=InexactScale):
+        return replace(policy, **changes)
+
+
+@no_deadline
+@given(policies)
+def test_a_policy_is_a_value(policy: Any) -> None:
+    for twin in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy), replace_quietly(policy)):
+        assert twin == policy
+        assert hash(twin) == hash(policy)
+    assert eval(repr(policy), {}, quiet_names()) == policy  # the repr is the line that makes it
+    with pytest.raises(FrozenInstanceError):
+        policy.scale = policy.init_scale = 1.0
+
+
+def quiet_names() -> dict[str, Any]:
+    return {make.__name__: lambda make=make, **s: quietly(make, **s) for make in (Static, Dynamic, Tolerant)}
+
+
+def test_policies_with_other_settings_differ() -> None:
+    different = [
+        Static(),
+        Static(2.0),
+        Dynamic(),
+        Dynamic(growth_interval=1),
+        Tolerant(),
+        Tolerant(tolerance=0.1),
+    ]
+    assert len(set(different)) == len(different)
+
+
+@no_deadline
+@given(policies)
+def test_a_state_starts_as_plain_floats(policy: Any) -> None:
+    state = policy.start()
+    assert all(type(value) is float for value in state)
+    assert state[1:] == (0.0,) * len(state[1:])
+    assert isinstance(state, TolerantState) == isinstance(policy, Tolerant)
