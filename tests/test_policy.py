@@ -354,7 +354,7 @@ def test_counting_in_a_row_needs_counting_in_a_row() -> None:
     [
         *[("growth_factor", 3.0, 4.0), ("growth_factor", 1.1, 1024.0), ("backoff_factor", 0.3, 2.0**-9)],
         *[("backoff_factor", 0.8, 0.25), ("backoff_divisor", 3.0, 8.0), ("backoff_divisor", 1.01, 2)],
-        *[("init_scale", 1000.0, 1024.0), ("min_scale", 0.3, 0.25), ("max_scale", 65504.0, 2.0**17)],
+        *[("init_scale", 1000.0, 1024.0), ("min_scale", 0.3, 0.25), ("max_scale", 1e5, 2.0**17)],
     ],
 )
 def test_a_factor_that_rounds_is_told_where_it_was_written(
