@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from preamp.lab.problem import Problem
     from preamp.lab.runs import Run
 
-__all__ = ["app", "run"]
+__all__ = ["app", "dialects", "report", "run", "simulate", "train"]
 
 AnyPolicy: TypeAlias = Dynamic | Tolerant | Static | None
 Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1))]

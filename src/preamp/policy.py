@@ -17,16 +17,23 @@ always               min_scale <= scale <= max_scale
 from __future__ import annotations
 
 import math
-import struct
-import sys
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
-from preamp.errors import InexactScale, PolicyError, Starved
+from preamp.checks import (
+    ROUND,
+    assign,
+    between,
+    is_number,
+    one_of,
+    positive,
+    to_float32,
+    warn_if_inexact,
+    whole,
+)
+from preamp.errors import PolicyError, Starved
 
 __all__ = [
     "Dynamic",
@@ -42,6 +49,10 @@ __all__ = [
 
 Where: TypeAlias = Callable[[Any, Any, Any], Any]
 Event: TypeAlias = Literal["clean", "growth", "backoff"]
+AtFloor: TypeAlias = Literal["hold", "raise", "raise_on_arrival"]
+AtCeiling: TypeAlias = Literal["clamp", "refuse"]
+Bounds: TypeAlias = Literal["strict", "moves", "always"]
+Dtype: TypeAlias = Literal["float32", "float64"]
 S = TypeVar("S", "State", "TolerantState")
 
 
@@ -151,10 +162,10 @@ class Static(Policy[State]):
     scale: float = 2.0**16
 
     def __post_init__(self) -> None:
-        _positive("scale", self.scale, "Static(2.0**16)")
-        _set(self, scale=_float32(float(self.scale)))
-        _positive("scale", self.scale, "Static(2.0**16)")  # again: in float32 1e39 is inf
-        _warn_if_inexact("scale", self.scale)
+        positive("scale", self.scale, "Static(2.0**16)")
+        assign(self, scale=to_float32(float(self.scale)))
+        positive("scale", self.scale, "Static(2.0**16)")  # again: in float32 1e39 is inf
+        warn_if_inexact("scale", self.scale)
 
     def start(self) -> State:
         return State(self.scale, 0.0, 0.0)
@@ -200,13 +211,13 @@ class Moving(Policy[S]):
     growth_interval: int = 2000
     min_scale: float | None = 2.0**-14
     max_scale: float | None = 2.0**32
-    at_floor: Literal["hold", "raise", "raise_on_arrival"] = "hold"
-    at_ceiling: Literal["clamp", "refuse"] = "clamp"
-    bounds: Literal["strict", "moves", "always"] = "strict"
+    at_floor: AtFloor = "hold"
+    at_ceiling: AtCeiling = "clamp"
+    bounds: Bounds = "strict"
     backoff_divisor: float | None = None
     growth_delay: int = 0
-    scale_dtype: Literal["float32", "float64"] = "float32"
-    factor_dtype: Literal["float32", "float64"] = "float32"
+    scale_dtype: Dtype = "float32"
+    factor_dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -215,30 +226,30 @@ class Moving(Policy[S]):
         self._check_bounds()
         backoff = "backoff_factor" if self.backoff_divisor is None else "backoff_divisor"
         for name in ("init_scale", "growth_factor", backoff, "min_scale"):
-            _warn_if_inexact(name, getattr(self, name))
+            warn_if_inexact(name, getattr(self, name))
         if self.at_ceiling == "clamp":
-            _warn_if_inexact("max_scale", self.max_scale)
+            warn_if_inexact("max_scale", self.max_scale)
 
     def _check_numbers(self) -> None:
-        _one_of("at_floor", self.at_floor, ("hold", "raise", "raise_on_arrival"))
-        _one_of("at_ceiling", self.at_ceiling, ("clamp", "refuse"))
-        _one_of("bounds", self.bounds, ("strict", "moves", "always"))
-        _one_of("scale_dtype", self.scale_dtype, ("float32", "float64"))
-        _one_of("factor_dtype", self.factor_dtype, ("float32", "float64"))
-        _whole("growth_interval", self.growth_interval, least=1, instead="growth_interval=2000")
-        _whole("growth_delay", self.growth_delay, least=0, instead="growth_delay=0")
-        _between("growth_factor", self.growth_factor, 1.0, math.inf, instead="growth_factor=2.0")
-        _between("backoff_factor", self.backoff_factor, 0.0, 1.0, instead="backoff_factor=0.5")
+        one_of("at_floor", self.at_floor, get_args(AtFloor))
+        one_of("at_ceiling", self.at_ceiling, get_args(AtCeiling))
+        one_of("bounds", self.bounds, get_args(Bounds))
+        one_of("scale_dtype", self.scale_dtype, get_args(Dtype))
+        one_of("factor_dtype", self.factor_dtype, get_args(Dtype))
+        whole("growth_interval", self.growth_interval, least=1, instead="growth_interval=2000")
+        whole("growth_delay", self.growth_delay, least=0, instead="growth_delay=0")
+        between("growth_factor", self.growth_factor, 1.0, math.inf, instead="growth_factor=2.0")
+        between("backoff_factor", self.backoff_factor, 0.0, 1.0, instead="backoff_factor=0.5")
         if self.backoff_divisor is not None:
-            _between("backoff_divisor", self.backoff_divisor, 1.0, math.inf, instead="backoff_divisor=2.0")
-        _positive("init_scale", self.init_scale, "init_scale=2.0**16")
+            between("backoff_divisor", self.backoff_divisor, 1.0, math.inf, instead="backoff_divisor=2.0")
+        positive("init_scale", self.init_scale, "init_scale=2.0**16")
         for name in ("min_scale", "max_scale"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name), f"{name}=None for no limit")
+                positive(name, getattr(self, name), f"{name}=None for no limit")
 
     def _round_to_dtypes(self) -> None:
-        scale, factor = _ROUND[self.scale_dtype], _ROUND[self.factor_dtype]
-        _set(
+        scale, factor = ROUND[self.scale_dtype], ROUND[self.factor_dtype]
+        assign(
             self,
             init_scale=scale(float(self.init_scale)),
             min_scale=None if self.min_scale is None else scale(float(self.min_scale)),
@@ -288,7 +299,7 @@ class Moving(Policy[S]):
         """Round as the storage would. Arrays of a framework already are in their storage."""
         if self.scale_dtype == "float64" or not isinstance(scale, float):
             return scale
-        return _float32(scale)
+        return to_float32(scale)
 
     def _grows(self, good: Any) -> Any:
         return good - self.growth_delay >= self.growth_interval
@@ -340,10 +351,10 @@ class Dynamic(Moving[State]):
                 "Write hysteresis_reset=('clean',)."
             )
         for event in self.hysteresis_reset:
-            _one_of("hysteresis_reset", event, ("clean", "growth", "backoff"))
-        _whole("hysteresis", self.hysteresis, least=1, instead="hysteresis=1 to back off on every overflow")
+            one_of("hysteresis_reset", event, get_args(Event))
+        whole("hysteresis", self.hysteresis, least=1, instead="hysteresis=1 to back off on every overflow")
         if self.max_consecutive_overflows is not None:
-            _whole(
+            whole(
                 "max_consecutive_overflows",
                 self.max_consecutive_overflows,
                 least=1,
@@ -414,7 +425,7 @@ class Tolerant(Moving[TolerantState]):
     tolerance: float = 0.05
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.tolerance) and 0.0 <= self.tolerance <= 1.0):
+        if not (is_number(self.tolerance) and 0.0 <= self.tolerance <= 1.0):
             raise PolicyError(
                 f"tolerance={self.tolerance!r} is not a share of steps between 0 and 1. "
                 "Write tolerance=0.05 to accept one overflow in twenty steps."
@@ -445,63 +456,3 @@ class Tolerant(Moving[TolerantState]):
             return False
         fires = (state.bad + 1.0) / (state.age + 1.0) >= self.tolerance
         return where(reading.finite, False, self._stuck(fires, state.scale, after.scale))
-
-
-_FLOAT32 = struct.Struct("f")
-
-
-def _float32(x: float) -> float:
-    """Round to the nearest float32, to inf beyond its range."""
-    return float(_FLOAT32.unpack(_FLOAT32.pack(x))[0])
-
-
-_ROUND: dict[str, Callable[[float], float]] = {"float32": _float32, "float64": float}
-
-
-def _set(policy: Policy[Any], **values: Any) -> None:
-    for name, value in values.items():
-        object.__setattr__(policy, name, value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _positive(name: str, value: Any, instead: str) -> None:
-    if not (_is_number(value) and 0.0 < value < math.inf):
-        raise PolicyError(f"{name}={value!r} is not a finite number above 0. Write {instead}.")
-
-
-def _between(name: str, value: Any, low: float, high: float, *, instead: str) -> None:
-    if not (_is_number(value) and low < value < high):
-        bounds = f"above {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}, both excluded"
-        raise PolicyError(f"{name}={value!r} must be a number {bounds}. Write {instead}.")
-
-
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise PolicyError(f"{name}={value!r} is unknown. Write one of {', '.join(map(repr, choices))}.")
-
-
-def _whole(name: str, value: Any, *, least: int, instead: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise PolicyError(f"{name}={value!r} must be a whole number of at least {least}. Write {instead}.")
-
-
-def _warn_if_inexact(name: str, value: float | None) -> None:
-    if value is not None and math.frexp(value)[0] != 0.5:
-        nearest = round(math.log2(value)) or (1 if value > 1.0 else -1)
-        warnings.warn(
-            f"{name}={value:g} is not a power of two: scaling and unscaling then round every gradient. "
-            f"Write {name}={2.0**nearest!r} unless you reproduce another system.",
-            InexactScale,
-            stacklevel=_level_of_caller(),
-        )
-
-
-def _level_of_caller() -> int:
-    """Return the `stacklevel` of the line outside this library that chose the factor."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("preamp", "dataclasses"):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -22,7 +22,7 @@ from preamp.lab.problem import Problem
 from preamp.policy import Policy
 from preamp.trace import Step, Trace
 
-__all__ = ["FRAMEWORKS", "TASKS", "Plan", "Run", "plans", "train", "write_summary"]
+__all__ = ["FRAMEWORKS", "TASKS", "Loop", "Plan", "Run", "plans", "train", "write_summary"]
 
 Precision = Literal["float32", "float16", "bfloat16"]
 

@@ -1,0 +1,95 @@
+"""Numbers that cannot work as a setting, and what to write instead.
+
+This room refuses numbers, by name and with the line to write, and rounds them to their storage. It refuses to
+know what they are for.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import warnings
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+from preamp.errors import InexactScale, PolicyError
+
+__all__ = [
+    "ROUND",
+    "assign",
+    "between",
+    "is_number",
+    "one_of",
+    "positive",
+    "to_float32",
+    "warn_if_inexact",
+    "whole",
+]
+
+_FLOAT32 = struct.Struct("f")
+
+
+def to_float32(x: float) -> float:
+    """Round to the nearest float32, to inf beyond its range."""
+    return float(_FLOAT32.unpack(_FLOAT32.pack(x))[0])
+
+
+ROUND: dict[str, Callable[[float], float]] = {"float32": to_float32, "float64": float}
+
+
+def assign(settings: object, **values: Any) -> None:
+    """Set fields of a frozen dataclass that is being made."""
+    for name, value in values.items():
+        object.__setattr__(settings, name, value)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a real number; True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def positive(name: str, value: Any, instead: str) -> None:
+    """Refuse what is not a finite number above 0."""
+    if not (is_number(value) and 0.0 < value < math.inf):
+        raise PolicyError(f"{name}={value!r} is not a finite number above 0. Write {instead}.")
+
+
+def between(name: str, value: Any, low: float, high: float, *, instead: str) -> None:
+    """Refuse what is not a number strictly between two bounds."""
+    if not (is_number(value) and low < value < high):
+        bounds = f"above {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}, both excluded"
+        raise PolicyError(f"{name}={value!r} must be a number {bounds}. Write {instead}.")
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse what is not one of some words."""
+    if value not in choices:
+        raise PolicyError(f"{name}={value!r} is unknown. Write one of {', '.join(map(repr, choices))}.")
+
+
+def whole(name: str, value: Any, *, least: int, instead: str) -> None:
+    """Refuse what is not a whole number of a least size."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise PolicyError(f"{name}={value!r} must be a whole number of at least {least}. Write {instead}.")
+
+
+def warn_if_inexact(name: str, value: float | None) -> None:
+    """Warn of a number that is not a power of two, at the line that chose it."""
+    if value is not None and math.frexp(value)[0] != 0.5:
+        nearest = round(math.log2(value)) or (1 if value > 1.0 else -1)
+        warnings.warn(
+            f"{name}={value:g} is not a power of two: scaling and unscaling then round every gradient. "
+            f"Write {name}={2.0**nearest!r} unless you reproduce another system.",
+            InexactScale,
+            stacklevel=_level_of_caller(),
+        )
+
+
+def _level_of_caller() -> int:
+    """Return the `stacklevel` of the line outside this library that chose the factor."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("preamp", "dataclasses"):
+        frame, level = frame.f_back, level + 1
+    return level
