@@ -11,6 +11,8 @@ Python 3.11, in an environment of its own; no accelerator is needed:
     pip install --no-deps megatron-core==0.16.1 fairseq==0.12.2 colossalai==0.5.0 \
         nemo_toolkit==2.7.0 paddlepaddle==3.3.1 mindspore==2.10.0 \
         mixed_precision_for_JAX==0.1.8
+    pip install setuptools wheel ninja
+    DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation deepspeed==0.16.5
     python tests/recorded/record.py
 
 A newer numpy breaks a log line of Paddle's scaler. MindSpore complains about this numpy and goes
@@ -140,6 +142,24 @@ def fairseq(arguments: Arguments, script: str) -> Scales:
             scaler.update()
 
     return walk(script, lambda: scaler.scale(1.0), update, FloatingPointError)
+
+
+def deepspeed_016(arguments: Arguments, script: str) -> Scales:
+    """DeepSpeed's DynamicLossScaler of before 0.17, without its process group and its log."""
+    import torch
+
+    settings = dict(arguments)
+    scaler = original(
+        "deepspeed",
+        "deepspeed/runtime/fp16/loss_scaler.py",
+        "LossScalerBase",
+        "DynamicLossScaler",
+        torch=torch,
+        DeepSpeedConfigObject=object,
+        dist=SimpleNamespace(get_rank=lambda: 1),
+        logger=mock.Mock(),
+    )(delayed_shift=settings.pop("hysteresis"), **settings)
+    return walk(script, lambda: scaler.loss_scale, scaler.update_scale, Exception)
 
 
 def nemo(arguments: Arguments, script: str) -> Scales:
@@ -292,6 +312,29 @@ PEERS = {
             {"scale_window": 3, "scale_factor": 3.0, "threshold": 100.0},
             {"scale_window": 2, "tolerance": 1.0, "init_scale": 4.0},
             {"scale_window": 5, "init_scale": 2.0**7, "min_loss_scale": 2.0**-6},
+        ],
+    ),
+    "DEEPSPEED_016": Peer(
+        "deepspeed",
+        deepspeed_016,
+        {
+            "init_scale": 2.0**32,
+            "scale_factor": 2.0,
+            "scale_window": 1000,
+            "min_scale": 1.0,
+            "hysteresis": 1,
+            "consecutive_hysteresis": False,
+            "raise_error_at_min_scale": True,
+        },
+        [
+            {"scale_window": 1, "hysteresis": 2, "init_scale": 2.0**16},
+            {"scale_window": 2, "hysteresis": 2, "consecutive_hysteresis": True},
+            {"scale_window": 3, "scale_factor": 3.0, "raise_error_at_min_scale": False},
+            {"scale_window": 5, "hysteresis": 4, "min_scale": 0.25, "init_scale": 2.0**10},
+            {"scale_window": 7, "scale_factor": 1.1, "min_scale": 100.0, "init_scale": 2.0**12},
+            {"scale_window": 2, "init_scale": 1.0, "min_scale": 4.0},
+            {"scale_window": 3, "hysteresis": 3, "scale_factor": 10.0, "raise_error_at_min_scale": False},
+            {"scale_window": 5, "hysteresis": 3, "consecutive_hysteresis": True, "init_scale": 1000.1},
         ],
     ),
     "COLOSSALAI": Peer(
