@@ -110,6 +110,16 @@ def updated_without_a_check(scaler: AnyScaler) -> None:
     scaler.update()
 
 
+def updated_with_two_numbers(scaler: AnyScaler) -> None:
+    scaler.scale(loss())
+    scaler.update(torch.tensor([4.0, 4.0]))
+
+
+def updated_with_a_parameter(scaler: AnyScaler) -> None:
+    scaler.scale(loss())
+    scaler.update(torch.nn.Parameter(torch.tensor(4.0)))
+
+
 def half_gradients(scaler: AnyScaler) -> None:
     weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     scaler.scale(weight.sum()).backward()
@@ -129,6 +139,9 @@ def pickled_between_step_and_update(scaler: AnyScaler) -> None:
         lambda scaler: scaler.step(Training(scaler).optimizer),
         lambda scaler: scaler.unscale_(Training(scaler).optimizer),
         lambda scaler: scaler.update(),
+        lambda scaler: scaler.update(4.0),
+        updated_with_two_numbers,
+        updated_with_a_parameter,
         lambda scaler: scaler.step(Training(scaler).optimizer, closure=None),
         lambda scaler: scaler.scale(3.0),
         lambda scaler: scaler.load_state_dict({}),
@@ -191,6 +204,16 @@ def test_checkpoints_travel_between_the_two(first, second):
     assert half.values() == whole.values()
 
 
+def test_a_checkpoint_of_another_policy_gives_what_both_know():
+    training = Training(GradScaler("cpu", policy=Tolerant(init_scale=16.0, growth_interval=7)))
+    for factor in (1.0, INF, 1.0, 1.0):
+        training.step(factor)
+    other = GradScaler("cpu", policy=Dynamic(hysteresis=2))
+    other.load_state_dict(training.scaler.state_dict())
+    assert other.get_scale() == training.scaler.get_scale() == 8.0
+    assert other.state_dict()["_growth_tracker"] == 2
+
+
 def test_a_checkpoint_keeps_what_the_policy_remembers():
     """Hysteresis half used up survives: the next overflow backs off."""
     policy = Dynamic(init_scale=16.0, hysteresis=2, hysteresis_reset=("growth",))
@@ -215,7 +238,7 @@ def test_a_bad_scale_is_refused_and_changes_nothing(scale):
     assert training.scaler.state_dict() == before
 
 
-@pytest.mark.parametrize("scale", [4.0, 4, torch.tensor(4.0)])
+@pytest.mark.parametrize("scale", [4.0, 4, torch.tensor(4.0), torch.tensor([4.0])])
 def test_update_accepts_a_new_scale(scale):
     scaler = ours()
     scaler.scale(loss())

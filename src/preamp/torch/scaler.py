@@ -24,6 +24,14 @@ from preamp.trace import Step
 __all__ = ["GradScaler"]
 
 
+def _setting(name: str) -> Any:
+    """Return a property that shows a setting of the policy; a policy without it shows the usual value."""
+    return property(
+        lambda scaler: getattr(scaler.policy, name, getattr(Dynamic, name)),
+        lambda scaler, value: scaler._set(name, value),
+    )
+
+
 class GradScaler(torch.amp.GradScaler):
     """Scale the loss, unscale the gradients, skip the steps that overflowed, move the scale.
 
@@ -114,9 +122,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         if new_scale is not None:
-            _check_scale(float(new_scale))
-            super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
-            self._state = self._state._replace(scale=float(new_scale))
+            self._set_scale(new_scale)
             return
         self._check_scale_growth_tracker("update")
         ledgers = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
@@ -128,7 +134,9 @@ class GradScaler(torch.amp.GradScaler):
         """Return PyTorch's five entries and, for a policy that remembers more, its state."""
         state = super().state_dict()
         if state and not self._five_entries_suffice():
-            state["preamp_state"] = self._state._asdict()
+            state["preamp_state"] = {
+                name: value for name, value in self._state._asdict().items() if name not in ("scale", "good")
+            }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,11 +156,23 @@ class GradScaler(torch.amp.GradScaler):
             )
         _check_scale(state_dict["scale"])
         settings = {name: state_dict[name] for name in _SETTINGS[1:]}
-        loaded = {"scale": float(state_dict["scale"]), "good": float(state_dict["_growth_tracker"])}
-        state = self.policy.start()._replace(**{**loaded, **state_dict.get("preamp_state", {})})
+        saved = {"scale": state_dict["scale"], "good": state_dict["_growth_tracker"]}
+        saved |= state_dict.get("preamp_state", {})
+        state = self.policy.start()
+        state = state._replace(**{name: float(saved[name]) for name in state._fields if name in saved})
         self.policy = replace(self.policy, **_applicable(self.policy, settings))
         self._state = state
         self._mirror()
+
+    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
+        if isinstance(new_scale, torch.Tensor):
+            scalar = new_scale.reshape(()) if new_scale.numel() == 1 else new_scale
+        else:
+            scalar = torch.tensor(float(new_scale), device=self._device)
+        if scalar.ndim == 0:
+            _check_scale(scalar.detach().item())
+        super().update(scalar)  # refuses what is not a scalar of this device
+        self._state = self._state._replace(scale=scalar.item())
 
     def _five_entries_suffice(self) -> bool:
         policy = self.policy
@@ -197,29 +217,9 @@ class GradScaler(torch.amp.GradScaler):
     def _init_growth_tracker(self, good: int) -> None:
         self._state = self._state._replace(good=float(good))
 
-    @property
-    def _growth_factor(self) -> float:
-        return float(getattr(self.policy, "growth_factor", 2.0))
-
-    @_growth_factor.setter
-    def _growth_factor(self, factor: float) -> None:
-        self._set("growth_factor", factor)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return float(getattr(self.policy, "backoff_factor", 0.5))
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, factor: float) -> None:
-        self._set("backoff_factor", factor)
-
-    @property
-    def _growth_interval(self) -> int:
-        return int(getattr(self.policy, "growth_interval", 2000))
-
-    @_growth_interval.setter
-    def _growth_interval(self, interval: int) -> None:
-        self._set("growth_interval", interval)
+    _growth_factor = _setting("growth_factor")
+    _backoff_factor = _setting("backoff_factor")
+    _growth_interval = _setting("growth_interval")
 
     def _set(self, name: str, value: Any) -> None:
         if value == getattr(self, f"_{name}"):
