@@ -167,7 +167,7 @@ def simulate(
     if policy or not rules:
         rules = {"preamp": policy or Dynamic(), **rules}
     traces = {name: play(rule, overflows) for name, rule in rules.items()}
-    rows = [_scale_row(name, one) | {"over time": _sparkline(one)} for name, one in traces.items()]
+    rows = [_scale_row(name, one) | {"trend": _sparkline(one)} for name, one in traces.items()]
     _print_table(rows)
     stops = [f"{name} stopped: {one.stopped}" for name, one in traces.items() if one.stopped]
     for line in stops:
@@ -182,7 +182,7 @@ def simulate(
         title="The same overflows, other rules",
         lead=[f"{len(overflows):,} steps, {sum(overflows):,} of which overflow: {source}.", *stops],
         curves=[Curve(name, one) for name, one in traces.items()],
-        table=[{key: cell for key, cell in row.items() if key != "over time"} for row in rows],
+        table=[{key: cell for key, cell in row.items() if key != "trend"} for row in rows],
         footer=_footer(f"{name}: {rule!r}" for name, rule in rules.items()),
     )
     out.print(f"Open {out_file} in a browser for the picture.")
@@ -386,10 +386,10 @@ def _power(scale: float | None) -> str:
         return "-"
     if scale > 0 and math.frexp(scale)[0] == 0.5:
         return "2" + str(math.frexp(scale)[1] - 1).translate(SUPERSCRIPT)
-    return f"{scale:.4g}"
+    return f"{scale:.5g}" if 1.0 < scale < 1e5 else f"{scale:.3g}"
 
 
-def _sparkline(trace: Trace, width: int = 10) -> str:
+def _sparkline(trace: Trace, width: int = 8) -> str:
     """Return the scale's powers of two over time as a row of blocks."""
     exponents = [math.log2(step.scale) for step in trace if 0 < step.scale < math.inf]
     low, high = min(exponents, default=0.0), max(exponents, default=0.0)
@@ -415,8 +415,10 @@ def _print_table(rows: Sequence[Row]) -> None:
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in rows[0]:
-        is_text = name in ("run", "dialect", "system", "oddity")
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+        justify: Literal["left", "right"] = (
+            "left" if name in ("run", "dialect", "system", "oddity") else "right"
+        )
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("system", "oddity"))
     for row in rows:
         table.add_row(*row.values())
     out.print(table)

@@ -28,7 +28,7 @@ p { max-width: 46rem; }
 .figures { display: grid; gap: 1rem 2rem; margin-top: 2rem; }
 .figures { grid-template-columns: repeat(auto-fit, minmax(min(100%, 370px), 1fr)); }
 figure { margin: 0; }
-.figures svg { width: 100%; height: auto; display: block; }
+.figures svg { width: 100%; max-width: 640px; height: auto; display: block; }
 .strips { display: grid; gap: 0.4rem 1rem; align-items: center; max-width: 860px; }
 .strips { grid-template-columns: max-content 1fr; }
 .strips img { width: 100%; image-rendering: pixelated; display: block; border: 1px solid #ddd; }
