@@ -1,7 +1,7 @@
 """Every example in README.md, docs/ and docstrings runs as a test.
 
-A `python` block and a docstring's `>>>` run as they are. In a `console` block every line after `$ ` runs in
-an empty folder and must succeed, and its output must contain the lines printed below it.
+A `python` block and a docstring's `>>>` run as they are. In a `console` block every line after `$ ` runs and
+must succeed, and its output must contain the lines printed below it. Each file runs in a folder of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two busy cores and spinning threads: a hundred times slower
 
@@ -35,18 +36,17 @@ class ConsoleBlockParser(CodeBlockParser):
                 commands.append((line.removeprefix("$ "), []))
             elif line.strip():
                 commands[-1][1].append(line.strip())
-        folder: Path = example.namespace["folder"]
-        return next((problem for command in commands if (problem := run(*command, folder))), None)
+        return next((problem for command in commands if (problem := run(*command))), None)
 
 
-def run(command: str, expected: list[str], folder: Path) -> str | None:
+def run(command: str, expected: list[str]) -> str | None:
     """Run a command; return what is wrong with it, or None."""
     words = (
         [sys.executable, "-m", *shlex.split(command)]
         if command.startswith("preamp")
         else shlex.split(command)
     )
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
     printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
     missing = [line for line in expected if line != "..." and " ".join(line.split()) not in printed]
     if done.returncode or missing:
@@ -54,8 +54,14 @@ def run(command: str, expected: list[str], folder: Path) -> str | None:
     return None
 
 
-def setup(namespace: dict[str, object]) -> None:
-    namespace["folder"] = Path(tempfile.mkdtemp())
+def setup(namespace: dict[str, Any]) -> None:
+    namespace["home"], namespace["folder"] = Path.cwd(), tempfile.TemporaryDirectory()
+    os.chdir(namespace["folder"].name)
+
+
+def teardown(namespace: dict[str, Any]) -> None:
+    os.chdir(namespace["home"])
+    namespace["folder"].cleanup()
 
 
 pytest_collect_file = (
@@ -63,6 +69,7 @@ pytest_collect_file = (
         parsers=[PythonCodeBlockParser(), ConsoleBlockParser()],
         patterns=["README.md", "docs/*.md"],
         setup=setup,
+        teardown=teardown,
         path=str(HERE),
     )
     + Sybil(
