@@ -79,6 +79,37 @@ def test_without_bounds_the_scale_does_run_away(mark: str, end: float) -> None:
     assert play(policy, mark * 400)[-1].scale == end
 
 
+@no_deadline
+@given(moving(bounds="strict", at_floor="hold"), st.floats(1e-30, 1e30), st.booleans())
+def test_a_scale_set_by_hand_never_moves_the_wrong_way(policy: Any, scale: float, finite: bool) -> None:
+    state = policy.restore({"scale": scale, "good": 10.0})
+    patience = replace_quietly(policy, **patient(policy))
+    after = patience.advance(state, Reading(finite))
+    assert after.scale >= state.scale if finite else after.scale <= state.scale
+
+
+@no_deadline
+@given(policies, scripts)
+def test_a_saved_state_is_restored(policy: Any, script: str) -> None:
+    state = play(policy, script)[-1]
+    if 1e-45 < state.scale < 3e38:
+        assert policy.restore({**state._asdict(), "unknown": None}) == state
+
+
+@pytest.mark.parametrize("saved", [
+    *[{"scale": scale} for scale in (0.0, -1.0, math.inf, math.nan, 1e-46, 1e39, True, "8", None)],
+    {"good": -1.0},
+    {"bad": math.nan},
+])  # fmt: skip
+def test_a_saved_state_that_would_ruin_gradients_is_refused(saved: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match=rf"{next(iter(saved))}=.* Write "):
+        Dynamic().restore(saved)
+
+
+def test_a_static_scale_stays_its_own() -> None:
+    assert Static(8.0).restore({"scale": 4.0, "bad": 3.0}) == (8.0, 0.0, 3.0)
+
+
 @pytest.mark.parametrize("make", [Dynamic, Tolerant])
 @pytest.mark.parametrize(("ceiling", "refused_at"), [(8.0, 8.0), (12.0, 8.0), (15.9, 8.0), (1.0, 1.0)])
 def test_growth_ends_at_the_ceiling_or_at_the_last_scale_that_fits(
@@ -234,7 +265,7 @@ def test_starved_says_what_happened_and_changes_nothing(policy: Any, script: str
     assert starved.scale == state.scale
     assert 1 <= starved.overflows <= script[: step + 1].count("1")
     assert f"{state.scale:g}" in str(starved)
-    assert f"{starved.overflows} overflows" in str(starved)
+    assert f"{starved.overflows} overflow" in str(starved)
     patient_twin = replace_quietly(policy, at_floor="hold", **patient(policy))
     assert policy.step(state, CLEAN) == patient_twin.step(state, CLEAN)
     with pytest.raises(Starved):

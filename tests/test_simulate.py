@@ -70,3 +70,16 @@ def test_text_is_refused_with_the_line_to_write(text: Any) -> None:
     advice = str(refused.value).partition("Write ")[2].rstrip(".")
     if isinstance(text, str):
         assert eval(advice) == [mark == "1" for mark in text]
+
+
+def test_a_recorded_run_is_played_again() -> None:
+    """A Step is a tuple and so always true: it must be asked for its `finite`."""
+    first = simulate(Dynamic(growth_interval=2), [False, False, True, False])
+    again = simulate(Dynamic(growth_interval=2), first)
+    assert list(again) == list(first)
+
+
+@pytest.mark.parametrize("item", [2, None, 0.5, (), Dynamic])
+def test_what_is_neither_true_nor_false_is_refused(item: Any) -> None:
+    with pytest.raises(TypeError, match=r"neither true nor false\. Write True"):
+        simulate(Dynamic(), [item])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, PolicyError, Starved, Static, Tolerant, Trace, dialects
+from preamp import Dynamic, InexactScale, PolicyError, Starved, Static, Tolerant, Trace, dialects
 from preamp.torch import GradScaler
 
 INF, NAN = float("inf"), float("nan")
@@ -226,15 +226,15 @@ def test_a_checkpoint_keeps_what_the_policy_remembers():
     assert resumed.scaler.get_scale() == 8.0
 
 
-@pytest.mark.parametrize("scale", [0.0, INF, NAN, -1.0])
+@pytest.mark.parametrize("scale", [0.0, INF, NAN, -1.0, 1e-46, 1e39])
 def test_a_bad_scale_is_refused_and_changes_nothing(scale):
     training = Training(ours())
     training.step()
     before = training.scaler.state_dict()
-    with pytest.raises(PolicyError, match="loss scale"):
+    with pytest.raises(PolicyError, match=r"scale=.* Write scale="):
         training.scaler.update(scale)
-    with pytest.raises(PolicyError, match="loss scale"):
-        training.scaler.load_state_dict({**before, "scale": scale})
+    with pytest.raises(PolicyError, match=r"scale=.* Write scale="):
+        training.scaler.load_state_dict({**before, "scale": scale, "growth_interval": 7})
     assert training.scaler.state_dict() == before
 
 
@@ -382,3 +382,98 @@ def test_giving_up_leaves_a_record_and_the_parameters():
     assert training.values() == before
     training.step()  # the caller may go on
     assert training.values() != before
+
+
+def test_a_scale_set_by_hand_outside_the_bounds_moves_as_the_original_does():
+    for scale, factor in ((2.0**-20, INF), (2.0**40, 1.0)):
+        scales = []
+        for make in (ours, theirs):
+            training = Training(make(growth_interval=1))
+            training.step()
+            training.scaler.update(scale)
+            training.step(factor)
+            scales.append(training.scaler.get_scale())
+        mine, original = scales
+        assert (mine - scale) * (original - scale) >= 0, (mine, original)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda s: s._scale.fill_(128.0), lambda s: setattr(s, "_scale", torch.tensor(128.0))]
+)
+def test_what_other_code_writes_into_the_scale_is_in_force(write):
+    """Training scripts raise a floor in this way."""
+    scalers = [ours(), theirs()]
+    for scaler in scalers:
+        training = Training(scaler)
+        training.step()
+        write(scaler)
+        training.step(INF)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 64.0
+    assert scalers[0].last_step.scale == 128.0
+
+
+def test_a_step_that_ends_with_a_scale_set_by_hand_is_recorded():
+    trace = Trace()
+    training = Training(ours(on_step=trace))
+    training.step()
+    training.scaler.scale(training.model(torch.ones(1, 3)).sum() * INF).backward()
+    training.scaler.step(training.optimizer)
+    training.scaler.update(8.0)
+    training.scaler.update(4.0)  # no step in between, none recorded
+    assert [(step.index, step.skipped, step.new_scale) for step in trace] == [
+        (0, False, 1024.0),
+        (1, True, 8.0),
+    ]
+    assert training.scaler.get_scale() == 4.0
+
+
+def test_a_given_policy_stays_as_it_is_when_a_checkpoint_is_loaded():
+    saved = theirs(growth_interval=9).state_dict()
+    dynamic = GradScaler("cpu", policy=Dynamic(growth_interval=500))
+    dynamic.load_state_dict(saved)
+    assert (dynamic.get_growth_interval(), dynamic.get_scale()) == (500, 2.0**10)
+    static = GradScaler("cpu", policy=Static(128.0))
+    static.load_state_dict(saved)
+    assert static.get_scale() == 128.0
+
+
+def test_steps_are_counted_across_a_restart():
+    first, second = Training(ours(on_step=Trace())), Training(ours(on_step=Trace()))
+    first.step()
+    second.scaler.load_state_dict(first.scaler.state_dict())
+    second.step()
+    assert second.scaler.last_step.index == 1
+
+
+def test_a_backoff_factor_that_is_set_is_used_by_every_dialect():
+    training = Training(GradScaler("cpu", policy=dialects.JMP))
+    training.scaler.set_backoff_factor(0.25)
+    training.step(INF)
+    assert training.scaler.get_scale() == 2.0**13
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"policy": Dynamic}, {"policy": "torch"}, {"policy": {}}, {"on_step": "t.jsonl"}]
+)
+def test_what_is_no_policy_and_no_callable_is_refused(wrong):
+    with pytest.raises(PolicyError, match=rf"{next(iter(wrong))}=.* Write {next(iter(wrong))}="):
+        GradScaler("cpu", **wrong)
+
+
+def test_a_factor_that_rounds_is_told_once():
+    with pytest.warns(InexactScale) as told:
+        scaler = GradScaler("cpu", growth_factor=1.5)
+    assert [warning.filename for warning in told] == [__file__]
+    scaler.load_state_dict(scaler.state_dict())  # warnings are errors here
+    GradScaler("cpu", policy=dialects.FLAX).set_growth_interval(3)
+
+
+def test_a_scaler_with_a_recording_trace_can_be_copied(tmp_path):
+    with Trace(path=tmp_path / "trace.jsonl") as trace:
+        training = Training(ours(on_step=trace))
+        training.step()
+        twin = Training(copy.deepcopy(training.scaler))
+        training.step(INF)
+        twin.step(INF)
+    assert twin.scaler.state_dict() == training.scaler.state_dict()
+    assert len(Trace.read(tmp_path / "trace.jsonl")) == 2

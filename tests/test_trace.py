@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -64,7 +66,7 @@ def test_a_trace_read_back_is_the_trace_written(
 @few
 @given(recorded=runs)
 def test_a_streamed_trace_can_be_read_after_every_step(path: Path, recorded: list[Step]) -> None:
-    with Trace(path=path, task="écrire") as trace:
+    with Trace(path=path, mode="replace", task="écrire") as trace:
         assert exactly(Trace.read(path)) == exactly(trace)
         for step in recorded:
             trace(step)
@@ -95,7 +97,7 @@ def test_what_json_cannot_hold_is_refused_before_the_file_is_touched(tmp_path: P
     path = tmp_path / "precious.jsonl"
     path.write_text("precious")
     with pytest.raises((ValueError, TypeError), match="JSON"):
-        Trace(path=path, unfit=unfit)
+        Trace(path=path, mode="replace", unfit=unfit)
     assert path.read_text() == "precious"
 
 
@@ -136,12 +138,12 @@ def line(**changes: Any) -> str:
 
 
 NO_TRACE: dict[str, tuple[str | bytes, int, str]] = {
-    "empty": ("", 1, "not JSON"),
-    "blank": ("\n", 1, "not JSON"),
-    "words": ("step,scale\n0,2.0\n", 1, "not JSON"),
-    "a step first": (line(), 1, "A trace begins with"),
-    "another release": ('{"preamp_trace": 99}\n', 1, "A trace begins with"),
-    "a list first": ("[1]\n", 1, "expected an object"),
+    "empty": ("", 1, "found nothing"),
+    "blank": ("\n", 1, "found nothing"),
+    "words": ("step,scale\n0,2.0\n", 1, "found 'step,scale'"),
+    "a step first": (line(), 1, "a trace of this release begins with"),
+    "another release": ('{"preamp_trace": 99}\n', 1, "a trace of this release begins with"),
+    "a list first": ("[1]\n", 1, "a trace of this release begins with"),
     "binary": (b"\x89PNG\r\n\x1a\n\x00\x00", 1, "not text"),
     "binary later": (HEAD.encode() + line().encode() + b"\xff\xfe", 3, "not text"),
     "zeros where the disk was lost": (HEAD + line() + "\0" * 512, 3, "not JSON"),
@@ -157,7 +159,7 @@ NO_TRACE: dict[str, tuple[str | bytes, int, str]] = {
     **{
         f"{name} is {value!r}": (HEAD + line(**{name: value}), 2, f"{name} is {value!r}"[:40])
         for name, values in {
-            "index": ["0", 0.5, True, None],
+            "index": ["0", 0.5, True, None, 10**400],
             "scale": ["2", None, True, [2.0], "Infinity", 10**400],
             "finite": [1, "true", None],
             "skipped": [0, "false", None],
@@ -274,3 +276,44 @@ def test_the_summary_is_what_a_reader_would_count(recorded: list[Step]) -> None:
         growths=[before < after for before, after in pairwise(scales)].count(True),
         backoffs=[before > after for before, after in pairwise(scales)].count(True),
     )
+
+
+def test_a_file_that_is_there_is_neither_lost_nor_mixed_up(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    first, second = (Step(index, 2.0, finite=True, skipped=False) for index in range(2))
+    with Trace(path=path, name="one", seed=1) as trace:
+        trace(first)
+        trace.stop("interrupted")
+    with pytest.raises(TraceError, match=r"is there already.*mode='append'.*mode='replace'"):
+        Trace(path=path)
+    with Trace(path=path, mode="append", seed=2) as trace:
+        assert list(trace) == [first]
+        trace(second)
+    assert list(Trace.read(path)) == [first, second]
+    assert Trace.read(path).stopped is None
+    Trace(path=path, mode="replace").close()
+    assert len(Trace.read(path)) == 0
+    with pytest.raises(TraceError, match="mode='a'"):
+        Trace(path=path, mode="a")  # type: ignore[arg-type]
+
+
+def test_scalars_of_any_framework_are_recorded(tmp_path: Path) -> None:
+    import numpy
+    import torch
+
+    step = Step(
+        numpy.int64(3), torch.tensor(8.0), numpy.bool_(True), numpy.bool_(False), loss=numpy.float32(0.5)
+    )
+    with Trace(path=tmp_path / "run.jsonl") as trace:
+        trace(step)
+        with pytest.raises(TypeError, match=r"step's loss is 'low'"):
+            trace(step._replace(loss="low"))
+        assert len(trace) == 1
+    assert list(Trace.read(tmp_path / "run.jsonl")) == [Step(3, 8.0, True, False, loss=0.5)]
+
+
+def test_a_copy_has_no_file(tmp_path: Path) -> None:
+    with Trace(path=tmp_path / "run.jsonl") as trace:
+        for twin in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
+            twin(Step(0, 2.0, finite=True, skipped=False))
+    assert len(Trace.read(tmp_path / "run.jsonl")) == 0

@@ -17,6 +17,8 @@ from typing import Any
 from preamp.errors import InexactScale, PolicyError
 
 __all__ = [
+    "FLOAT32_MAX",
+    "FLOAT32_TINY",
     "ROUND",
     "assign",
     "between",
@@ -27,6 +29,9 @@ __all__ = [
     "warn_if_inexact",
     "whole",
 ]
+
+FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
+FLOAT32_TINY = 2.0**-126
 
 _FLOAT32 = struct.Struct("f")
 
@@ -46,13 +51,15 @@ def assign(settings: object, **values: Any) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a real number; True and False are not."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Return whether a value is a real number that a float can hold; True and False are not."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return bool(abs(value) <= sys.float_info.max)  # type: ignore[operator]  # Real numbers do compare
 
 
 def positive(name: str, value: Any, instead: str) -> None:
     """Refuse what is not a finite number above 0."""
-    if not (is_number(value) and 0.0 < value < math.inf):
+    if not (is_number(value) and value > 0.0):
         raise PolicyError(f"{name}={value!r} is not a finite number above 0. Write {instead}.")
 
 
@@ -77,8 +84,8 @@ def whole(name: str, value: Any, *, least: int, instead: str) -> None:
 
 def warn_if_inexact(name: str, value: float | None) -> None:
     """Warn of a number that is not a power of two, at the line that chose it."""
-    if value is not None and math.frexp(value)[0] != 0.5:
-        nearest = round(math.log2(value)) or (1 if value > 1.0 else -1)
+    if value is not None and math.frexp(value)[0] != 0.5 and value != FLOAT32_MAX:
+        nearest = min(round(math.log2(value)) or (1 if value > 1.0 else -1), 127)
         warnings.warn(
             f"{name}={value:g} is not a power of two: scaling and unscaling then round every gradient. "
             f"Write {name}={2.0**nearest!r} unless you reproduce another system.",

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec
 
+from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy import Dynamic, Policy, Reading, Static, Tolerant, Where, choose
 
@@ -47,9 +48,6 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
-
-FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
-FLOAT32_TINY = 2.0**-126
 
 
 class Dialect(Policy[Any], Generic[P]):

@@ -8,17 +8,20 @@ The rule of `Dynamic`, which is the rule of Micikevicius et al. 2018 (arXiv 1710
 refinements that systems have added since:
 
 ```
-on an overflow       good = 0, bad += 1;  if bad >= hysteresis:       scale *= backoff_factor
-on a clean step      good += 1, bad = 0;  if good >= growth_interval: scale *= growth_factor, good = 0
-always               min_scale <= scale <= max_scale
+on an overflow:   good = 0, bad += 1
+                  if bad >= hysteresis:       scale = max(scale * backoff_factor, min_scale)
+on a clean step:  good += 1, bad = 0
+                  if good >= growth_interval: scale = min(scale * growth_factor, max_scale), good = 0
 ```
+
+`Dynamic.advance` is these lines. What else `Moving` can be told reproduces other systems (`dialects`).
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
@@ -135,16 +138,44 @@ class Policy(ABC, Generic[S]):
         """
         after = self.advance(state, reading)
         if self.starved(state, after, reading):
+            overflows = int(state.bad) + 1
             raise Starved(
-                f"the gradients overflowed at a loss scale of {state.scale:g} ({state.bad + 1:.0f} overflows "
-                f"counted) and {self!r} gives up. The step was skipped; no parameter was changed. Look for "
-                "NaN or inf in the data and the loss, and for the first layer to overflow; a learning rate "
-                "that is too high does this too. To go on, write at_floor='hold', a lower min_scale or a "
-                "higher max_consecutive_overflows, or train in bfloat16, which needs no loss scale.",
+                f"the gradients overflowed at a loss scale of {state.scale:g} "
+                f"({overflows} overflow{'s' if overflows > 1 else ''} counted) and {self!r} gives up. "
+                "The step was skipped; no parameter was changed. Look for NaN or inf in the data and the "
+                "loss, and for the first layer to overflow; a learning rate that is too high does this too. "
+                f"To go on, write {self._way_on()}, or train in bfloat16, which needs no loss scale.",
                 scale=state.scale,
-                overflows=int(state.bad) + 1,
+                overflows=overflows,
             )
         return after
+
+    def restore(self, saved: Mapping[str, Any]) -> S:
+        """Return the state that saved numbers describe. What they lack starts afresh.
+
+        Args:
+            saved: the state's fields by name, such as a checkpoint holds; others are not looked at.
+
+        Raises:
+            PolicyError: for a scale that is not a finite float32 above 0, or a negative count.
+        """
+        state = self.start()
+        known = {name: saved[name] for name in state._fields if name in saved}
+        for name, value in known.items():
+            if (
+                not is_number(value)
+                or value < 0
+                or (name == "scale" and not 0.0 < to_float32(value) < math.inf)
+            ):
+                raise PolicyError(
+                    f"{name}={value!r} is no state to go on from: a scale must be a finite float32 above 0, "
+                    "a count not negative. Write scale=2.0**16, or 0 for a count."
+                )
+        return state._replace(**{name: float(value) for name, value in known.items()})
+
+    def _way_on(self) -> str:
+        """Say which settings keep this policy from giving up."""
+        return "another policy"
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,6 +201,10 @@ class Static(Policy[State]):
     def start(self) -> State:
         return State(self.scale, 0.0, 0.0)
 
+    def restore(self, saved: Mapping[str, Any]) -> State:
+        """Return the state that saved numbers describe, at this policy's own scale."""
+        return Policy.restore(self, saved)._replace(scale=self.scale)
+
     def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
         return State(
             state.scale,
@@ -192,8 +227,9 @@ class Moving(Policy[S]):
         at_floor: "hold" stays at the floor. "raise" raises `Starved` when a backoff is due there;
             "raise_on_arrival" as soon as an overflow leaves the scale at the floor.
         at_ceiling: "clamp" grows up to the ceiling; "refuse" does not grow beyond it at all.
-        bounds: "strict" refuses an `init_scale` outside floor and ceiling; "moves" allows it and
-            bounds backoffs below and growths above; "always" bounds the scale after every step.
+        bounds: "strict" refuses an `init_scale` outside floor and ceiling, and a scale set outside
+            them by hand stays there until a move brings it back. In other systems it jumps: with
+            "moves" on the next backoff or growth, with "always" after every step.
         backoff_divisor: divide by this instead of multiplying by `backoff_factor`: not the same
             in the last bit unless it is a power of two.
         growth_delay: clean steps that are not counted, after the start and after every overflow.
@@ -218,6 +254,52 @@ class Moving(Policy[S]):
     growth_delay: int = 0
     scale_dtype: Dtype = "float32"
     factor_dtype: Dtype = "float32"
+
+    def _grows(self, good: Any) -> Any:
+        return good - self.growth_delay >= self.growth_interval
+
+    def _up(self, scale: Any, where: Where) -> Any:
+        up = self._stored(scale * self.growth_factor)
+        if self.max_scale is None:
+            return up
+        ceiling: Any = self.max_scale
+        if self.bounds == "strict":  # a scale set above the ceiling by hand stays, it does not jump down
+            ceiling = where(scale > ceiling, scale, ceiling)
+        return where(up > ceiling, scale if self.at_ceiling == "refuse" else ceiling, up)
+
+    def _down(self, scale: Any, where: Where) -> Any:
+        exact = scale / self.backoff_divisor if self.backoff_divisor else scale * self.backoff_factor
+        down = self._stored(exact)
+        if self.min_scale is None:
+            return down
+        floor: Any = self.min_scale
+        if self.bounds == "strict":
+            floor = where(scale < floor, scale, floor)
+        return where(down < floor, floor, down)
+
+    def _bounded(self, scale: Any, where: Where) -> Any:
+        if self.bounds != "always":
+            return scale
+        if self.min_scale is not None:
+            scale = where(scale < self.min_scale, self.min_scale, scale)
+        if self.max_scale is not None:
+            scale = where(scale > self.max_scale, self.max_scale, scale)
+        return scale
+
+    def _stored(self, scale: Any) -> Any:
+        """Round as the storage would. Arrays of a framework already are in their storage."""
+        if self.scale_dtype == "float64" or not isinstance(scale, float):
+            return scale
+        return to_float32(scale)
+
+    def _stuck(self, fires: Any, scale: Any, after: Any) -> Any:
+        """Return whether an overflow leaves the scale at a floor where the policy gives up."""
+        if self.at_floor == "raise":
+            return fires & (scale <= self.min_scale if self.bounds == "strict" else scale == self.min_scale)
+        return self.at_floor == "raise_on_arrival" and after <= self.min_scale
+
+    def _way_on(self) -> str:
+        return "at_floor='hold' or a lower min_scale"
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -275,41 +357,6 @@ class Moving(Policy[S]):
         if self.at_floor != "hold" and self.min_scale is None:
             raise PolicyError(f"at_floor={self.at_floor!r} needs a floor. Write min_scale=1.0 as well.")
 
-    def _up(self, scale: Any, where: Where) -> Any:
-        up = self._stored(scale * self.growth_factor)
-        if self.max_scale is None:
-            return up
-        return where(up > self.max_scale, scale if self.at_ceiling == "refuse" else self.max_scale, up)
-
-    def _down(self, scale: Any, where: Where) -> Any:
-        exact = scale / self.backoff_divisor if self.backoff_divisor else scale * self.backoff_factor
-        down = self._stored(exact)
-        return down if self.min_scale is None else where(down < self.min_scale, self.min_scale, down)
-
-    def _bounded(self, scale: Any, where: Where) -> Any:
-        if self.bounds != "always":
-            return scale
-        if self.min_scale is not None:
-            scale = where(scale < self.min_scale, self.min_scale, scale)
-        if self.max_scale is not None:
-            scale = where(scale > self.max_scale, self.max_scale, scale)
-        return scale
-
-    def _stored(self, scale: Any) -> Any:
-        """Round as the storage would. Arrays of a framework already are in their storage."""
-        if self.scale_dtype == "float64" or not isinstance(scale, float):
-            return scale
-        return to_float32(scale)
-
-    def _grows(self, good: Any) -> Any:
-        return good - self.growth_delay >= self.growth_interval
-
-    def _stuck(self, fires: Any, scale: Any, after: Any) -> Any:
-        """Return whether an overflow leaves the scale at a floor where the policy gives up."""
-        if self.at_floor == "raise":
-            return fires & (scale == self.min_scale)
-        return self.at_floor == "raise_on_arrival" and after <= self.min_scale
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Dynamic(Moving[State]):
@@ -344,6 +391,44 @@ class Dynamic(Moving[State]):
     hysteresis_reset: tuple[Event, ...] = ("clean",)
     max_consecutive_overflows: int | None = None
 
+    def start(self) -> State:
+        return State(self.init_scale, 0.0, 0.0)
+
+    def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
+        scale, good, bad = state.scale, state.good + 1.0, state.bad + 1.0
+
+        # On an overflow: good = 0, bad += 1; if bad >= hysteresis: scale *= backoff_factor.
+        fires = bad >= self.hysteresis
+        lowered = where(fires, self._down(scale, where), scale)
+        bad_if_overflow = where(fires, 0.0, bad) if "backoff" in self.hysteresis_reset else bad
+
+        # On a clean step: good += 1, bad = 0; if good >= growth_interval: scale *= growth_factor, good = 0.
+        grows = self._grows(good)
+        raised = where(grows, self._up(scale, where), scale)
+        good_if_clean = where(grows, float(self.growth_delay), good)
+        bad_if_clean = where(grows, 0.0, state.bad) if "growth" in self.hysteresis_reset else state.bad
+        if "clean" in self.hysteresis_reset:
+            bad_if_clean = 0.0
+
+        return State(
+            scale=self._bounded(where(reading.finite, raised, lowered), where),
+            good=where(reading.finite, good_if_clean, 0.0),
+            bad=where(reading.finite, bad_if_clean, bad_if_overflow),
+        )
+
+    def starved(self, state: State, after: State, reading: Reading, where: Where = choose) -> Any:
+        if self.at_floor == "hold" and self.max_consecutive_overflows is None:
+            return False
+        stuck = self._stuck(state.bad + 1.0 >= self.hysteresis, state.scale, after.scale)
+        if self.max_consecutive_overflows is not None:
+            stuck = stuck | (after.bad > self.max_consecutive_overflows)
+        return where(reading.finite, False, stuck)
+
+    def _way_on(self) -> str:
+        if self.max_consecutive_overflows is None:
+            return Moving._way_on(self)
+        return "a higher max_consecutive_overflows"
+
     def __post_init__(self) -> None:
         if not isinstance(self.hysteresis_reset, tuple):
             raise PolicyError(
@@ -366,38 +451,6 @@ class Dynamic(Moving[State]):
                     f"hysteresis_reset={self.hysteresis_reset!r}. Write hysteresis_reset=('clean',)."
                 )
         Moving.__post_init__(self)
-
-    def start(self) -> State:
-        return State(self.init_scale, 0.0, 0.0)
-
-    def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
-        scale, good, bad = state.scale, state.good + 1.0, state.bad + 1.0
-
-        fires = bad >= self.hysteresis
-        lowered = where(fires, self._down(scale, where), scale)
-        bad_if_overflow = where(fires, 0.0, bad) if "backoff" in self.hysteresis_reset else bad
-
-        grows = self._grows(good)
-        raised = where(grows, self._up(scale, where), scale)
-        good_if_clean = where(grows, float(self.growth_delay), good)
-        if "clean" in self.hysteresis_reset:
-            bad_if_clean: Any = 0.0
-        else:
-            bad_if_clean = where(grows, 0.0, state.bad) if "growth" in self.hysteresis_reset else state.bad
-
-        return State(
-            scale=self._bounded(where(reading.finite, raised, lowered), where),
-            good=where(reading.finite, good_if_clean, 0.0),
-            bad=where(reading.finite, bad_if_clean, bad_if_overflow),
-        )
-
-    def starved(self, state: State, after: State, reading: Reading, where: Where = choose) -> Any:
-        if self.at_floor == "hold" and self.max_consecutive_overflows is None:
-            return False
-        stuck = self._stuck(state.bad + 1.0 >= self.hysteresis, state.scale, after.scale)
-        if self.max_consecutive_overflows is not None:
-            stuck = stuck | (after.bad > self.max_consecutive_overflows)
-        return where(reading.finite, False, stuck)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -424,14 +477,6 @@ class Tolerant(Moving[TolerantState]):
 
     tolerance: float = 0.05
 
-    def __post_init__(self) -> None:
-        if not (is_number(self.tolerance) and 0.0 <= self.tolerance <= 1.0):
-            raise PolicyError(
-                f"tolerance={self.tolerance!r} is not a share of steps between 0 and 1. "
-                "Write tolerance=0.05 to accept one overflow in twenty steps."
-            )
-        Moving.__post_init__(self)
-
     def start(self) -> TolerantState:
         return TolerantState(self.init_scale, 0.0, 0.0, 0.0)
 
@@ -456,3 +501,11 @@ class Tolerant(Moving[TolerantState]):
             return False
         fires = (state.bad + 1.0) / (state.age + 1.0) >= self.tolerance
         return where(reading.finite, False, self._stuck(fires, state.scale, after.scale))
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.tolerance) and 0.0 <= self.tolerance <= 1.0):
+            raise PolicyError(
+                f"tolerance={self.tolerance!r} is not a share of steps between 0 and 1. "
+                "Write tolerance=0.05 to accept one overflow in twenty steps."
+            )
+        Moving.__post_init__(self)

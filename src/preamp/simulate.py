@@ -18,12 +18,13 @@ __all__ = ["simulate"]
 _CLEAN, _OVERFLOW = Reading(finite=True), Reading(finite=False)
 
 
-def simulate(policy: Policy[Any], overflows: Iterable[bool | Reading]) -> Trace:
+def simulate(policy: Policy[Any], overflows: Iterable[bool | Reading | Step]) -> Trace:
     """Play steps through a policy and return the trace.
 
     Args:
         policy: any policy or dialect.
-        overflows: for each step True if its gradients overflow, or a `Reading`.
+        overflows: for each step True if its gradients overflow, or a `Reading`, or a `Step` of a
+            recorded run; a `Trace` is a series of steps.
 
     Returns:
         One step each. If the policy gives up, the trace ends with that step and `trace.stopped`
@@ -40,7 +41,7 @@ def simulate(policy: Policy[Any], overflows: Iterable[bool | Reading]) -> Trace:
     advanced = lru_cache(maxsize=2**13)(policy.step)  # runs go through few states, over and over
     state = policy.start()
     for index, item in enumerate(overflows):
-        reading = item if isinstance(item, Reading) else _OVERFLOW if item else _CLEAN
+        reading = _OVERFLOW if item is True else _CLEAN if item is False else _reading(item)
         finite = bool(reading.finite)
         try:
             after = advanced(state, reading)
@@ -51,3 +52,13 @@ def simulate(policy: Policy[Any], overflows: Iterable[bool | Reading]) -> Trace:
         trace(Step(index, state.scale, finite, not finite, after.scale, None, None, reading.peak))
         state = after
     return trace
+
+
+def _reading(item: Any) -> Reading:
+    if isinstance(item, (Reading, Step)):
+        return Reading(bool(item.finite), item.peak)
+    if item in (0, 1):
+        return _OVERFLOW if item else _CLEAN
+    raise TypeError(
+        f"overflows holds {item!r}, neither true nor false. Write True for a step that overflows."
+    )

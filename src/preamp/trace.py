@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple, overload
+from typing import IO, Any, Literal, NamedTuple, overload
 
 from preamp.errors import TraceError
 
@@ -82,12 +83,17 @@ class Trace:
 
     Args:
         steps: steps to begin with.
-        path: a file that each step is written to as it is recorded, replacing what was there.
+        path: a file that each step is written to as it is recorded.
+        mode: what to do with a file that is there. "new" refuses it, so that no record is lost by
+            starting again; "append" reads it and goes on; "replace" forgets it.
         **about: anything JSON can hold that describes the run; the first line of the file.
 
     Attributes:
         about: what describes the run.
         stopped: why the run ended before its time, or None.
+
+    Raises:
+        TraceError: if the file cannot be gone on with.
 
     >>> trace = Trace(policy="Static(2.0)")
     >>> trace(Step(index=0, scale=2.0, finite=True, skipped=False))
@@ -95,19 +101,48 @@ class Trace:
     1
     """
 
-    def __init__(self, steps: Iterable[Step] = (), *, path: str | Path | None = None, **about: Any) -> None:
+    def __init__(
+        self,
+        steps: Iterable[Step] = (),
+        *,
+        path: str | Path | None = None,
+        mode: Literal["new", "append", "replace"] = "new",
+        **about: Any,
+    ) -> None:
         self._rows: list[tuple[Any, ...]] = []  # plain tuples: the garbage collector can forget them
         self.about = about
         self.stopped: str | None = None
-        self._file = None if path is None else _open_for_lines(Path(path), about)
+        self._file = None if path is None else self._open(Path(path), mode)
         for step in steps:
             self(step)
 
     def __call__(self, step: Step) -> None:
-        """Record a step, and write it if the trace has a file."""
-        self._rows.append(tuple(step))
+        """Record a step, and write it if the trace has a file.
+
+        Raises:
+            TypeError: for a step that holds something else than numbers, if the trace has a file.
+        """
         if self._file is not None:
             self._file.write(_line(_as_json(step)))
+        self._rows.append(tuple(step))
+
+    def _open(self, path: Path, mode: str) -> IO[str]:
+        """Open the file to write whole lines to it; nothing is lost if this fails."""
+        if mode not in ("new", "append", "replace"):
+            raise TraceError(f"mode={mode!r} is unknown. Write mode='new', 'append' or 'replace'.")
+        is_there = path.exists() and path.stat().st_size > 0
+        if is_there and mode == "new":
+            raise TraceError(
+                f"{path} is there already. Write mode='append' to go on with it, mode='replace' to lose it."
+            )
+        if is_there and mode == "append":
+            before = Trace.read(path)
+            self._rows, self.about = before._rows, {**before.about, **self.about}
+            return path.open("a", encoding="utf-8", buffering=1)
+        head = _head(self.about)
+        file = path.open("w", encoding="utf-8", buffering=1)  # line buffered: whole lines reach the file
+        file.write(head)
+        return file
 
     def __iter__(self) -> Iterator[Step]:
         return map(Step._make, self._rows)
@@ -133,6 +168,10 @@ class Trace:
     def __repr__(self) -> str:
         about = "".join(f", {key}={value!r}" for key, value in self.about.items())
         return f"Trace({len(self)} steps{about})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of: everything but the open file, which has one owner."""
+        return {**self.__dict__, "_file": None}
 
     def __enter__(self) -> Trace:
         return self
@@ -171,23 +210,16 @@ class Trace:
         except UnicodeDecodeError as error:
             number = error.object[: error.start].count(b"\n") + 1
             raise TraceError(f"{path}, line {number}: not text ({error.reason}), so not a trace.") from error
-        lines = text.split("\n")
-        about = _parse(path, 1, lines[0])
-        if about.pop("preamp_trace", None) != FORMAT:
-            raise TraceError(
-                f"{path}, line 1: not a trace of this release. A trace begins with "
-                f'{{"preamp_trace": {FORMAT}, ...}}.'
-            )
+        lines = text.removesuffix("\n").split("\n")
         trace = cls()
-        trace.about = about  # not as arguments: a file must not say what is opened for writing
+        trace.about = _about(path, lines[0])  # not as arguments: a file must not say what is opened
         for number, line in enumerate(lines[1:], start=2):
-            if number == len(lines) and not line:
-                break
-            entry = _parse(path, number, line)
+            entry = _parse(path, number, line, is_last=number == len(lines))
             if set(entry) == {"stopped"} and isinstance(entry["stopped"], str):
                 trace.stopped = entry["stopped"]
             else:
                 trace(_as_step(path, number, entry))
+                trace.stopped = None  # it went on
         return trace
 
     def summary(self) -> Summary:
@@ -224,13 +256,6 @@ class Trace:
         return [*scales, last.scale if last.new_scale is None else last.new_scale] if last else []
 
 
-def _open_for_lines(path: Path, about: dict[str, Any]) -> IO[str]:
-    head = _head(about)  # before the file is opened: what cannot be written must not empty it
-    file = path.open("w", encoding="utf-8", buffering=1)  # line buffered: whole lines reach the file
-    file.write(head)
-    return file
-
-
 def _head(about: dict[str, Any]) -> str:
     if "preamp_trace" in about:
         raise TraceError("preamp_trace is how a trace's first line begins. Write another name.")
@@ -242,23 +267,37 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def _as_json(step: Step) -> dict[str, Any]:
-    entry = {name: value for name, value in step._asdict().items() if value is not None and value != ()}
-    return {name: repr(value) if _is_not_finite(value) else value for name, value in entry.items()}
+    """Return what a step holds as JSON's own numbers, so that scalars of any framework can be recorded."""
+    entry = {name: _plain(name, value) for name, value in step._asdict().items() if value is not None}
+    return entry if step.culprits else {name: entry[name] for name in entry if name != "culprits"}
 
 
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _plain(name: str, value: Any) -> Any:
+    try:
+        plain = _TYPES.get(name, float)(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"a step's {name} is {value!r}, which is not a number: {error}.") from error
+    return repr(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
-def _parse(path: str | Path, number: int, line: str) -> dict[str, Any]:
+def _about(path: str | Path, line: str) -> dict[str, Any]:
+    with suppress(TraceError):
+        about = _parse(path, 1, line)
+        if about.pop("preamp_trace", None) == FORMAT:
+            return about
+    found = repr(line[:40]) if line else "nothing"
+    raise TraceError(
+        f'{path}, line 1: found {found}, but a trace of this release begins with {{"preamp_trace": {FORMAT}'
+    )
+
+
+def _parse(path: str | Path, number: int, line: str, is_last: bool = False) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise TraceError(
-            f"{path}, line {number}: not JSON ({reason}). "
-            "If the run was killed while writing, delete this line and what follows it."
-        ) from error
+        advice = " If the run was killed while writing, delete this line." if is_last else ""
+        raise TraceError(f"{path}, line {number}: not JSON ({reason}).{advice}") from error
     if not isinstance(entry, dict):
         raise TraceError(f"{path}, line {number}: expected an object in braces, found {line[:40]!r}.")
     return entry
@@ -274,6 +313,7 @@ def _as_step(path: str | Path, number: int, entry: dict[str, Any]) -> Step:
     return Step(**{**values, "culprits": tuple(entry.get("culprits", ()))})
 
 
+_TYPES: dict[str, Any] = {"index": int, "finite": bool, "skipped": bool, "culprits": list}
 _NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
 _REQUIRED = ("index", "scale", "finite", "skipped")
 
@@ -289,7 +329,7 @@ def _problem(entry: dict[str, Any]) -> str:
             return f"{name} is {value!r}, not a number"
         if name in ("finite", "skipped") and not isinstance(value, bool):
             return f"{name} is {value!r}, neither true nor false"
-    if isinstance(entry["index"], bool) or not isinstance(entry["index"], int):
+    if not (isinstance(entry["index"], int) and _is_number(entry["index"])):
         return f"index is {entry['index']!r}, not a whole number"
     culprits = entry.get("culprits", [])
     if not (isinstance(culprits, list) and all(isinstance(name, str) for name in culprits)):

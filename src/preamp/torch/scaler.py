@@ -10,14 +10,16 @@ the kernels and for code that reads them.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from preamp.checks import to_float32
 from preamp.dialects import Dialect
-from preamp.errors import PolicyError
+from preamp.errors import InexactScale, PolicyError
 from preamp.policy import Dynamic, Policy, Reading
 from preamp.trace import Step
 
@@ -36,7 +38,8 @@ class GradScaler(torch.amp.GradScaler):
     """Scale the loss, unscale the gradients, skip the steps that overflowed, move the scale.
 
     A drop-in for `torch.amp.GradScaler`: same arguments, methods, call order, `state_dict` and errors.
-    The default rule is PyTorch's, with a floor and a ceiling; `policy=dialects.TORCH` has neither.
+    The default rule is PyTorch's, with a floor and a ceiling, and it grows even where its interval was
+    lowered below the steps already counted; `policy=dialects.TORCH` has no bounds.
 
     Args:
         device: the device type the scaler works on, such as "cuda" or "cpu".
@@ -46,7 +49,8 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method a no-op and `step` a plain `optimizer.step`.
         policy: any preamp policy or dialect, instead of the four settings above.
-        on_step: called with a `Step` at the end of every `update`. A `Trace` is such a callable.
+        on_step: called with a `Step` at the end of every `update` that ends a step. A `Trace` is such
+            a callable.
 
     Attributes:
         policy: the rule in force.
@@ -55,6 +59,7 @@ class GradScaler(torch.amp.GradScaler):
     Raises:
         AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.
         PolicyError: for settings that PyTorch accepts and that cannot work.
+        InexactScale: a warning, for a scale or factor that is not a power of two.
         Starved: from `update`, if the policy was told to give up at its floor.
 
     >>> import torch
@@ -81,25 +86,18 @@ class GradScaler(torch.amp.GradScaler):
         policy: Policy[Any] | None = None,
         on_step: Callable[[Step], object] | None = None,
     ) -> None:
-        settings = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-        }
-        self.policy = _policy(policy, settings) if enabled else Dynamic()
+        if on_step is not None and not callable(on_step):
+            raise PolicyError(
+                f"on_step={on_step!r} cannot be called. Write on_step=Trace(), or any function."
+            )
+        settings = (init_scale, growth_factor, backoff_factor, growth_interval)
+        self.policy = _policy(policy, dict(zip(_SETTINGS, settings, strict=True))) if enabled else Dynamic()
         self._state = self.policy.start()
+        self._owns_rule = policy is None
         self._steps_seen = 0
         self.on_step = on_step
         self.last_step: Step | None = None
-        super().__init__(
-            device,
-            init_scale=self._init_scale,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            enabled=enabled,
-        )
+        super().__init__(device, **{name: getattr(self, f"_{name}") for name in _SETTINGS}, enabled=enabled)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that was not done yet, and step the optimizer unless a gradient is not finite.
@@ -109,6 +107,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         result = super().step(optimizer, *args, **kwargs)
         if self._enabled:
+            self._adopt()
             finite = _all_finite(self._per_optimizer_states[id(optimizer)])
             self.last_step = Step(self._steps_seen, self._state.scale, finite, skipped=not finite)
         return result
@@ -118,29 +117,38 @@ class GradScaler(torch.amp.GradScaler):
 
         Args:
             new_scale: the scale to go on with, as a float or a one-element tensor.
+
+        Raises:
+            AssertionError: as PyTorch, when no optimizer was unscaled or stepped.
+            PolicyError: for a scale that would turn gradients into 0, inf or NaN.
+            Starved: if the policy was told to give up at its floor. The scaler can be used further.
         """
         if not self._enabled:
             return
+        checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
         if new_scale is not None:
-            self._set_scale(new_scale)
+            by_hand = self._by_hand(new_scale)
+            self._advance(all(map(_all_finite, checked)), bool(checked), lambda state, _: by_hand)
             return
         self._check_scale_growth_tracker("update")
-        ledgers = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
-        if not ledgers:
+        if not checked:
             raise AssertionError("No inf checks were recorded prior to update.")
-        self._advance(finite=all(map(_all_finite, ledgers)))
+        self._adopt()
+        self._advance(all(map(_all_finite, checked)), True, self.policy.step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's five entries and, for a policy that remembers more, its state."""
+        """Return PyTorch's five entries and, where there is more to remember, one of ours."""
         state = super().state_dict()
-        if state and not self._five_entries_suffice():
-            state["preamp_state"] = {
-                name: value for name, value in self._state._asdict().items() if name not in ("scale", "good")
-            }
+        more = {name: value for name, value in self._state._asdict().items() if name not in ("scale", "good")}
+        if state and (self.on_step is not None or not self._five_entries_suffice()):
+            state["preamp_state"] = {**more, "steps": self._steps_seen}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this scaler or of `torch.amp.GradScaler`.
+
+        As in PyTorch, the checkpoint's growth and backoff settings replace those of the constructor;
+        a `policy` that was given stays as it is.
 
         Raises:
             RuntimeError: for the empty state of a disabled scaler.
@@ -154,25 +162,27 @@ class GradScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved "
                 "from a disabled instance of GradScaler."
             )
-        _check_scale(state_dict["scale"])
+        numbers = {"scale": state_dict["scale"]}
         settings = {name: state_dict[name] for name in _SETTINGS[1:]}
-        saved = {"scale": state_dict["scale"], "good": state_dict["_growth_tracker"]}
-        saved |= state_dict.get("preamp_state", {})
-        state = self.policy.start()
-        state = state._replace(**{name: float(saved[name]) for name in state._fields if name in saved})
-        self.policy = replace(self.policy, **_applicable(self.policy, settings))
-        self._state = state
+        numbers |= {"good": state_dict["_growth_tracker"], **state_dict.get("preamp_state", {})}
+        state = self.policy.restore(numbers)
+        if self._owns_rule:
+            self.policy = _changed(self.policy, **settings)
+        self._state, self._steps_seen = state, int(numbers.get("steps", 0))
         self._mirror()
 
-    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
+    def _by_hand(self, new_scale: float | torch.Tensor) -> Any:
+        """Return the state with a new scale, after PyTorch's own checks of it."""
         if isinstance(new_scale, torch.Tensor):
             scalar = new_scale.reshape(()) if new_scale.numel() == 1 else new_scale
         else:
             scalar = torch.tensor(float(new_scale), device=self._device)
-        if scalar.ndim == 0:
-            _check_scale(scalar.detach().item())
-        super().update(scalar)  # refuses what is not a scalar of this device
-        self._state = self._state._replace(scale=scalar.item())
+        scale = scalar.detach().item() if scalar.ndim == 0 else self._init_scale
+        self.policy.restore({"scale": scale})  # refuses what would ruin gradients
+        recorded = dict(self._per_optimizer_states)
+        super().update(scalar)  # refuses what is not a scalar of this device, and forgets the iteration
+        self._per_optimizer_states.update(recorded)
+        return self._state._replace(scale=to_float32(scale))
 
     def _five_entries_suffice(self) -> bool:
         policy = self.policy
@@ -182,17 +192,28 @@ class GradScaler(torch.amp.GradScaler):
             and policy.max_consecutive_overflows is None
         )
 
-    def _advance(self, finite: bool) -> None:
+    def _advance(self, finite: bool, is_step: bool, move: Callable[[Any, Reading], Any]) -> None:
         before = after = self._state
         try:
-            after = self._state = self.policy.step(before, Reading(finite))
+            after = self._state = move(before, Reading(finite))
         finally:  # a policy that gives up leaves a record too
             self._mirror()
-            self.last_step = Step(self._steps_seen, before.scale, finite, not finite, after.scale)
-            self._steps_seen += 1
             self._per_optimizer_states.clear()
-            if self.on_step is not None:
-                self.on_step(self.last_step)
+            if is_step:
+                self._record(Step(self._steps_seen, before.scale, finite, not finite, after.scale))
+
+    def _record(self, step: Step) -> None:
+        self.last_step = step
+        self._steps_seen += 1
+        if self.on_step is not None:
+            self.on_step(step)
+
+    def _adopt(self) -> None:
+        """Take over what other code wrote into PyTorch's tensors: that scale was in the loss."""
+        if self._scale is not None and self._growth_tracker is not None:
+            scale, good = self._scale.item(), self._growth_tracker.item()
+            if (scale, good) != (self._init_scale, self._init_growth_tracker):
+                self._state = self._state._replace(scale=scale, good=float(good))
 
     def _mirror(self) -> None:
         if self._scale is not None and self._growth_tracker is not None:
@@ -224,9 +245,9 @@ class GradScaler(torch.amp.GradScaler):
     def _set(self, name: str, value: Any) -> None:
         if value == getattr(self, f"_{name}"):
             return
-        if not _applicable(self.policy, {name: value}):
+        if not hasattr(self.policy, name):
             raise PolicyError(f"{name}={value!r} cannot be set: {self.policy!r} has no {name}.")
-        self.policy = replace(self.policy, **{name: value})
+        self.policy = _changed(self.policy, **{name: value})
 
 
 _SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -240,33 +261,33 @@ def _policy(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]
         if settings["backoff_factor"] >= 1.0:
             raise AssertionError("The backoff factor must be < 1.0.")
         return _torch_rule_with_bounds(settings)
-    given = {name: value for name, value in settings.items() if value != getattr(Dynamic, name)}
-    if given:
-        name, value = next(iter(given.items()))
+    if not isinstance(policy, Policy):
         raise PolicyError(
-            f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy."
+            f"policy={policy!r} is not a policy. Write policy=Dynamic() or policy=dialects.TORCH."
         )
+    for name, value in settings.items():
+        if value != getattr(Dynamic, name):
+            raise PolicyError(
+                f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy."
+            )
     return policy.policy if isinstance(policy, Dialect) else policy
 
 
 def _torch_rule_with_bounds(settings: dict[str, Any]) -> Dynamic:
-    ours = Dynamic(**{**settings, "bounds": "moves", "factor_dtype": "float64"})
+    """Return PyTorch's rule between our default bounds, widened to hold the first scale."""
+    ours = Dynamic(**settings, bounds="moves", factor_dtype="float64")
     low, high = ours.min_scale or 0.0, ours.max_scale or math.inf
-    return replace(
-        ours, bounds="strict", min_scale=min(low, ours.init_scale), max_scale=max(high, ours.init_scale)
-    )
+    bounds = {"min_scale": min(low, ours.init_scale), "max_scale": max(high, ours.init_scale)}
+    return _changed(ours, bounds="strict", **bounds)  # type: ignore[no-any-return]
 
 
-def _applicable(policy: Policy[Any], settings: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(policy)}
-    return {name: value for name, value in settings.items() if name in names}
-
-
-def _check_scale(scale: float) -> None:
-    if not 0.0 < scale < math.inf:
-        raise PolicyError(
-            f"a loss scale of {scale!r} turns every gradient into 0, inf or NaN. Write 2.0**16."
-        )
+def _changed(policy: Any, **settings: Any) -> Any:
+    """Return the policy with other settings, without another warning of factors that round."""
+    if settings.get("backoff_factor", policy.backoff_factor) != policy.backoff_factor:
+        settings["backoff_divisor"] = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InexactScale)
+        return replace(policy, **settings)
 
 
 def _all_finite(ledger: dict[str, Any]) -> bool:
