@@ -27,7 +27,7 @@ imports: .venv/test.stamp
 	$(BIN)/lint-imports
 
 pytest: .venv/test.stamp
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Reports, asserts nothing. Not part of test.
 bench: .venv/train.stamp

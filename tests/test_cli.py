@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from preamp import Step, Trace
+from preamp import Dynamic, Static, Step, Tolerant, Trace
 from preamp.dialects import ALL
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
@@ -85,7 +86,7 @@ def test_ctrl_c_leaves_traces_and_a_report_of_what_ran(tmp_path):
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Interrupted" in printed
+    assert "float16, no scaling, seed 0 stopped: interrupted" in printed
     trace = Trace.read(path)
     assert trace.stopped == "interrupted"
     (run,) = json.loads((tmp_path / "out/summary.json").read_text())["runs"]
@@ -115,6 +116,12 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(tmp_path):
         (["train", "--policy.scale", "8", "--policy.tolerance", "0.1"], "Tolerant"),
         (["train", "--data", "absent.csv"], "absent.csv"),
         (["train", "--data", "."], "."),
+        (["train", "--seed", "-1"], "--seed"),
+        (["train", "--empty-precision"], "--empty-precision"),
+        (["report", "good.jsonl", "--out", "good.jsonl"], "good.jsonl"),
+        (["simulate", "--trace", "good.jsonl", "--out", "./good.jsonl"], "good.jsonl"),
+        (["simulate", "--trace", "good.jsonl", "--steps", "5"], "--steps"),
+        (["simulate", "--dialect", "all", "--dialect", "nope"], "nope"),
         (["report"], "TRACES"),
         (["report", "absent.jsonl"], "absent.jsonl"),
         (["report", "broken.jsonl"], "line 2"),
@@ -125,6 +132,7 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(tmp_path):
     ],
 )
 def test_a_mistake_is_one_clear_line_and_status_2(arguments, words, tmp_path):
+    Trace([Step(0, 1.0, True, False)]).write(tmp_path / "good.jsonl")
     (tmp_path / "broken.jsonl").write_text('{"preamp_trace": 1}\n{"index": 0, "sca\n')
     done = preamp(*arguments, cwd=tmp_path)
     assert done.returncode == 2
@@ -132,6 +140,7 @@ def test_a_mistake_is_one_clear_line_and_status_2(arguments, words, tmp_path):
     assert done.stderr.startswith("preamp: ")
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("runs/*"))
+    assert len(Trace.read(tmp_path / "good.jsonl")) == 1
 
 
 def test_simulate_compares_rules_on_a_recorded_trace(tmp_path):
@@ -149,22 +158,25 @@ def test_simulate_compares_rules_on_a_recorded_trace(tmp_path):
     ]
     done = preamp("simulate", *flags, "--out", "s.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for name in ("preamp", "TORCH", "DEEPSPEED"):
-        assert name in done.stdout
+    for name in ("preamp", "torch", "deepspeed"):
+        assert f" {name} " in done.stdout
     assert done.stdout.count(" 20 ") == 2
-    assert "DEEPSPEED stopped: the gradients overflowed at a loss scale of 1 " in done.stdout
+    assert "deepspeed stopped: the gradients overflowed at a loss scale of 1 " in done.stdout
     assert "<svg" in (tmp_path / "s.html").read_text()
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_report_draws_any_traces(tmp_path):
     with_loss = [Step(i, 2.0**i, True, False, loss=1.0 / (i + 1)) for i in range(5)]
-    Trace(with_loss, name="<mine>").write(tmp_path / "a.jsonl")
+    Trace(with_loss, name="<mine> [/red] \ud800").write(tmp_path / "a.jsonl")
     Trace([]).write(tmp_path / "b.jsonl")
-    done = preamp("report", "a.jsonl", "b.jsonl", cwd=tmp_path)
+    Trace([Step(0, 0.0, True, False, loss=1.7e308), Step(1, float("inf"), True, False)]).write(
+        tmp_path / "c.jsonl"
+    )
+    done = preamp("report", "a.jsonl", "b.jsonl", "c.jsonl", "b.jsonl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "report.html").read_text()
-    assert "&lt;mine&gt;" in page
+    page = (tmp_path / "runs/report.html").read_text()
+    assert "&lt;mine&gt; [/red] ?" in page
     assert "b.jsonl" in page
 
 
@@ -177,6 +189,44 @@ def test_dialects_lists_every_dialect(tmp_path):
 
 
 def test_every_policy_setting_is_a_flag(tmp_path):
-    text = preamp("train", "--help", cwd=tmp_path).stdout
-    for flag in ("--policy.init-scale", "--policy.hysteresis ", "--policy.tolerance", "--policy.scale "):
-        assert flag in text
+    command = [sys.executable, "-m", "preamp", "train", "--help"]
+    text = subprocess.check_output(command, env={**ENVIRONMENT, "COLUMNS": "250"}, text=True)
+    for setting in {field.name for policy in (Dynamic, Tolerant, Static) for field in fields(policy)}:
+        assert f"--policy.{setting.replace('_', '-')} " in text, setting
+
+
+def test_policy_flags_start_from_what_a_run_without_them_uses(tmp_path):
+    for flags in ([], ["--policy.hysteresis", "2"]):
+        preamp("train", "--precision", "float16", "--epochs", "1", *flags, "--out", "o", cwd=tmp_path)
+        policy = json.loads((tmp_path / "o/summary.json").read_text())["runs"][-1]["policy"]
+        assert policy == f"Dynamic(growth_interval=100{', hysteresis=2' if flags else ''})"
+
+
+def test_a_narrow_or_ascii_terminal_shows_whole_cells(tmp_path):
+    for changes in ({"COLUMNS": "40"}, {"PYTHONIOENCODING": "ascii"}):
+        command = [sys.executable, "-m", "preamp", "simulate", "--dialect", "deepspeed_fused"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**ENVIRONMENT, **changes}, capture_output=True, check=True
+        )
+        assert b"deepspeed_fused " in done.stdout
+        assert b"streak" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"),
+    [("matplotlib", "report"), ("sklearn", "lab"), ("numpy", "report"), ("torch", "torch"), ("rich", "cli")],
+)
+def test_a_missing_extra_is_named_before_any_work(tmp_path, package, extra):
+    (tmp_path / f"{package}.py").write_text(f"raise ImportError('absent', name={package!r})")
+    command = [sys.executable, "-m", "preamp", "train", "--epochs", "1"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(rf"preamp: .*pip install 'preamp\[.*{extra}.*\]'\n", done.stderr)
+    assert not (tmp_path / "runs").exists()

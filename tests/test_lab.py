@@ -8,7 +8,7 @@ from preamp import DataError, Dynamic, PreampError, Trace, dialects
 from preamp.lab.autoencoder import autoencoder
 from preamp.lab.classify import classify
 from preamp.lab.data import digits, read_csv
-from preamp.lab.runs import Plan, plans, train
+from preamp.lab.runs import Plan, find_loop, plans, train
 from preamp.lab.torch_loop import TorchLoop
 
 ROWS = [f"{number},{number % 7},{'odd' if number % 2 else 'even'}" for number in range(30)]
@@ -16,7 +16,7 @@ ROWS = [f"{number},{number % 7},{'odd' if number % 2 else 'even'}" for number in
 
 def run(problem, precision, policy, seed=0):
     plan = Plan(precision, policy, seed)
-    return train(problem, plan, framework="torch", trace=Trace(), on_step=lambda step: None)
+    return train(problem, plan, make_loop=TorchLoop, trace=Trace(), on_step=lambda step: None)
 
 
 def test_float16_fails_without_scaling_and_not_with_it():
@@ -77,16 +77,15 @@ def test_float16_is_planned_twice_and_the_others_once():
     assert len({plan.file_name for plan in plans(["bfloat16", "float16"], Dynamic(), 3, 0)}) == 9
 
 
-def test_an_unknown_framework_is_refused():
-    with pytest.raises(PreampError, match=r"'abacus'.*torch"):
-        train(
-            autoencoder(digits()), Plan("float32", None, 0), framework="abacus", trace=Trace(), on_step=print
-        )
+def test_a_framework_is_found_by_name_or_refused():
+    assert find_loop("torch") is TorchLoop
+    with pytest.raises(PreampError, match=r"'abacus'.*Write one of torch"):
+        find_loop("abacus")
 
 
 def test_every_epoch_sees_every_row_once():
     problem = autoencoder(digits(), epochs=3)
-    batches = problem.batches(seed=1)
+    batches = list(problem.batches(seed=1))
     assert len(batches) == problem.steps == 3 * 12
     epoch = np.sort(np.concatenate(batches[12:24]))
     assert (epoch == np.arange(1437)).all()
@@ -117,7 +116,17 @@ def test_a_table_is_scaled_and_split(tmp_path, header):
         ("\n".join(["odd"] * 30), "line 1: one column"),
         ("\n".join(f"{i},same" for i in range(30)), "'same'"),
         ("\n".join(f"{i},{i}" for i in range(30)), "30 different labels"),
-        ("\n".join(f"x{i},y{i},{i % 2}" for i in range(30)), "line 1, column 1: 'x0'"),
+        ("\n".join(f"x{i},{i},{i % 2}" for i in range(30)), "line 2, column 1: 'x1'"),
+        ("\n".join(["id,n,label", *(f"x{i},{i},{i % 2}" for i in range(30))]), "line 2, column 1: 'x0'"),
+        (
+            "\n".join(row.replace(",", ";") for row in ROWS),
+            "line 1: one column. At least one number and, last, a label are needed. It has ';'",
+        ),
+        ("\n".join([*ROWS, "1,2, "]), "line 31: the label, in the last column, is empty"),
+        (
+            "\n".join([*ROWS, "1e308,1,odd", "-1e308,1,odd"]),
+            "column 1: -1e+308 to 1e+308 is too wide a range",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_used_is_refused_with_the_line(tmp_path, text, words):
@@ -132,5 +141,5 @@ def test_a_table_that_cannot_be_used_is_refused_with_the_line(tmp_path, text, wo
 def test_a_table_that_is_not_text_is_refused(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes(b"\xff\xfe\x00\x80" * 50)
-    with pytest.raises(DataError, match="not a table"):
+    with pytest.raises(DataError, match="not text in UTF-8"):
         read_csv(path)

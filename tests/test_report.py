@@ -101,6 +101,21 @@ def test_any_trace_can_be_drawn(figure, trace):
     assert figure([Curve("any", trace)]).startswith("<svg")
 
 
+def test_extreme_numbers_can_be_drawn():
+    steps = [
+        Step(0, 0.0, True, False, loss=1.7e308),
+        Step(1, float("inf"), True, False, loss=-1.7e308, new_scale=1.0),
+    ]
+    for figure in (loss_figure, scale_figure):
+        assert figure([Curve("_extreme", Trace(steps))]).startswith("<svg")
+
+
+def test_a_scale_that_stays_has_one_tick_for_each_power():
+    svg = scale_figure([Curve("still", Trace([Step(i, 2.0**16, True, False) for i in range(9)]))])
+    ticks = re.findall(r"\$2\^\{(-?\d+)\}\$", svg)
+    assert len(ticks) == len(set(ticks))
+
+
 def test_a_long_trace_makes_a_small_figure():
     steps = [Step(i, 2.0 ** (i % 20), i % 3 > 0, i % 3 == 0, loss=float(i)) for i in range(20_000)]
     assert len(loss_figure([Curve("long", Trace(steps))])) < 60_000

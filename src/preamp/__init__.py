@@ -1,4 +1,4 @@
-"""preamp: loss scaling and autocast that tell you what they did.
+"""preamp: loss scaling that tells you what it did.
 
 The names here need no framework. The adapters are modules: `from preamp.torch import GradScaler`.
 """

@@ -9,6 +9,8 @@ def main() -> int:
     """Run the command line and return its exit status."""
     try:
         from preamp.cli import run
+    except KeyboardInterrupt:
+        return 130
     except ImportError as error:
         if error.name not in ("cyclopts", "rich"):
             raise

@@ -7,15 +7,17 @@ the policies are made from their dataclasses.
 from __future__ import annotations
 
 import difflib
-import math
 import random
+import shutil
+import signal
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
@@ -26,36 +28,65 @@ from rich.table import Table
 
 from preamp import __version__
 from preamp.dialects import ALL, Dialect
-from preamp.errors import MissingExtra, PreampError
+from preamp.errors import PreampError
+from preamp.lab import Precision, Task
 from preamp.policy import Dynamic, Policy, Static, Tolerant
 from preamp.simulate import simulate as play
 from preamp.trace import Trace
+from preamp.words import power, sparkline, spread
 
 if TYPE_CHECKING:
     from preamp.lab.problem import Problem
-    from preamp.lab.runs import Run
+    from preamp.lab.runs import Loop, Plan, Run
+    from preamp.report import Curve
 
-__all__ = ["app", "dialects", "report", "run", "simulate", "train"]
+__all__ = ["ShortDynamic", "ShortTolerant", "app", "dialects", "report", "run", "simulate", "train"]
 
-AnyPolicy: TypeAlias = Dynamic | Tolerant | Static | None
-Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1))]
+
+# In a run of a few thousand steps the usual interval would hardly see the scale move.
+SHORT_INTERVAL = 100
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ShortDynamic(Dynamic):
+    """`Dynamic` with another default."""
+
+    growth_interval: int = SHORT_INTERVAL
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ShortTolerant(Tolerant):
+    """`Tolerant` with another default."""
+
+    growth_interval: int = SHORT_INTERVAL
+
+
+Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))]
+Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
-Precision: TypeAlias = Literal["float32", "float16", "bfloat16", "all"]
 Row: TypeAlias = dict[str, str]
 
 BAD_INPUT, INTERRUPTED = 2, 130
-SHORT_RUN = Dynamic(growth_interval=100)
-SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-TITLES = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
-BLOCKS = "▁▂▃▄▅▆▇█"
+INVENTED_STEPS, INVENTED_RATE = 20_000, 0.0005
+NARROWEST = 80  # below, the terminal folds lines: cutting cells would show wrong numbers
+TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
+COLORS = {  # by precision and whether the loss was scaled
+    ("float32", False): "#b0b0b0",
+    ("float16", False): "#d55e00",
+    ("float16", True): "#0072b2",
+    ("bfloat16", False): "#009e73",
+}
 
 app = App(
     name="preamp",
     help="Loss scaling that tells you what it did.",
     version=f"preamp {__version__}",
     result_action="return_value",
+    default_parameter=Parameter(negative=()),
 )
-out = Console(highlight=False)
+out = Console(
+    highlight=False, markup=False, emoji=False, width=max(NARROWEST, shutil.get_terminal_size().columns)
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -68,13 +99,12 @@ def run(arguments: Sequence[str]) -> int:
         The exit status: 0, 2 for bad input, 130 after Ctrl-C.
     """
     warnings.showwarning = lambda message, *_: print(f"preamp: {message}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):  # a stream that was replaced may not know encodings
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         return app(arguments, exit_on_error=False, print_error=False) or 0
-    except CycloptsError as error:
-        problem = str(error)
-    except MissingExtra as error:
-        problem = str(error)
-    except PreampError as error:
+    except (CycloptsError, PreampError) as error:
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -87,13 +117,13 @@ def run(arguments: Sequence[str]) -> int:
 @app.command
 def train(
     *,
-    task: Literal["autoencoder", "classify"] | None = None,
+    task: Task | None = None,
     data: Path | None = None,
     framework: str = "torch",
-    precision: tuple[Precision, ...] = ("float32", "float16"),
-    policy: AnyPolicy = None,
+    precision: tuple[Precision | Literal["all"], ...] = ("float32", "float16"),
+    policy: ShortDynamic | ShortTolerant | Static | None = None,
     dialect: str | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     seeds: Count = 1,
     epochs: Count | None = None,
     out_dir: Annotated[Path, Parameter(name="--out")] = Path("runs/train"),
@@ -105,47 +135,50 @@ def train(
         data: a CSV file of numbers whose last column is a label, instead of handwritten digits.
         framework: whose training loop to use.
         precision: float16 runs twice, without and with loss scaling. Can be given several times.
-        policy: the rule for the scale. Default: Dynamic with a growth interval of 100, as the run is short.
+        policy: the rule for the scale.
         dialect: use another system's rule; see preamp dialects.
         seed: of the first run.
         seeds: how many seeds to run.
         epochs: passes over the data.
         out_dir: the folder for report.html, summary.json and the traces.
     """
+    import preamp.report  # noqa: F401  # what is missing is said before the work, not after
     from preamp.lab import data as tables
-    from preamp.lab.runs import FRAMEWORKS, TASKS, plans, write_summary
+    from preamp.lab.runs import TASKS, find_loop, plans, write_summary
 
-    if framework not in FRAMEWORKS:
-        raise PreampError(f"--framework {framework} is unknown. Write one of {', '.join(FRAMEWORKS)}.")
-    chosen = _one_policy(policy, dialect) or SHORT_RUN
+    make_loop = find_loop(framework)
+    rule = _one_rule(policy, dialect)
     table = tables.read_csv(data) if data else tables.digits()
     problem = TASKS[task or ("classify" if data else "autoencoder")](table, epochs)
-    todo = plans(_precisions(precision), chosen, seeds, seed)
+    todo = plans(_precisions(precision), rule, seeds, seed)
 
     out_dir.mkdir(parents=True, exist_ok=True)
-    runs, interrupted = _train_all(problem, todo, framework, out_dir)
-    write_summary(out_dir / "summary.json", problem, framework, runs)
-    rows = _training_rows(runs)
-    _write_training_report(out_dir / "report.html", problem, runs, rows)
+    runs = _train_all(problem, todo, make_loop, framework, out_dir)
+    interrupted = len(runs) < len(todo) or runs[-1].interrupted
+    if not runs:
+        out.print("Interrupted before the first step. Nothing was written.")
+        return INTERRUPTED
+    with _until_done():
+        rows = [_training_row(group) for group in _grouped(runs)]
+        write_summary(out_dir / "summary.json", problem, framework, runs)
+        _write_training_report(out_dir / "report.html", problem, runs, rows)
     _print_table(rows)
     if seeds > 1:
         out.print(f"Median and range of {seeds} seeds; steps, skipped steps and seconds are sums.")
-    for run in runs:
-        if run.trace.stopped and not interrupted:
-            out.print(f"{run.plan.name}, seed {run.plan.seed}, stopped: {run.trace.stopped}")
-    out.print(f"{'Interrupted. ' if interrupted else ''}Open {out_dir / 'report.html'} in a browser.")
+    _print_stops((f"{run.plan.name}, seed {run.plan.seed}", run.trace) for run in runs)
+    _print_open(out_dir / "report.html")
     return INTERRUPTED if interrupted else 0
 
 
 @app.command
 def simulate(
     *,
-    policy: AnyPolicy = None,
+    policy: Dynamic | Tolerant | Static | None = None,
     dialect: tuple[str, ...] = (),
     trace: Path | None = None,
-    steps: Count = 20_000,
-    overflow_rate: Share = 0.0005,
-    seed: int = 0,
+    steps: Count | None = None,
+    overflow_rate: Share | None = None,
+    seed: Seed | None = None,
     out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/simulate.html"),
 ) -> int:
     """Play overflows through policies and compare what they do to the scale.
@@ -156,36 +189,35 @@ def simulate(
         policy: a policy of ours.
         dialect: another system's rule; can be given several times, "all" for every one.
         trace: take the overflows from a recorded run instead of inventing them.
-        steps: how many steps to invent.
-        overflow_rate: the chance of each invented step to overflow.
-        seed: of the invented overflows.
+        steps: how many steps to invent. Default: 20,000.
+        overflow_rate: the chance of each invented step to overflow. Default: 0.0005.
+        seed: of the invented overflows. Default: 0.
         out_file: the report with the picture of the scales.
     """
-    overflows = _recorded(trace) if trace else _invented(steps, overflow_rate, seed)
-    names = tuple(ALL) if "all" in dialect else dialect
-    rules: dict[str, Policy[Any]] = {name.upper(): _dialect(name) for name in names}
-    if policy or not rules:
-        rules = {"preamp": policy or Dynamic(), **rules}
-    traces = {name: play(rule, overflows) for name, rule in rules.items()}
-    rows = [_scale_row(name, one) | {"trend": _sparkline(one)} for name, one in traces.items()]
-    _print_table(rows)
-    stops = [f"{name} stopped: {one.stopped}" for name, one in traces.items() if one.stopped]
-    for line in stops:
-        out.print(line)
-
     from preamp.report import Curve, write_report
 
+    if trace is not None:
+        _refuse_with_trace(steps=steps, overflow_rate=overflow_rate, seed=seed)
+        _refuse_to_overwrite([trace], out_file)
+        overflows, source = _recorded(trace), f"recorded in {trace}"
+    else:
+        rate = INVENTED_RATE if overflow_rate is None else overflow_rate
+        overflows = _invented(steps or INVENTED_STEPS, rate, seed or 0)
+        source = f"invented, each step with a chance of {rate:g}"
+    rules = _rules(policy, dialect)
+    traces = {name: play(rule, overflows) for name, rule in rules.items()}
+    _print_table([_scale_row(name, one) | {"trend": sparkline(one)} for name, one in traces.items()])
+    _print_stops(traces.items())
     out_file.parent.mkdir(parents=True, exist_ok=True)
-    source = f"recorded in {trace}" if trace else f"invented, each step with a chance of {overflow_rate:g}"
     write_report(
         out_file,
         title="The same overflows, other rules",
-        lead=[f"{len(overflows):,} steps, {sum(overflows):,} of which overflow: {source}.", *stops],
+        lead=[f"{len(overflows):,} steps, {sum(overflows):,} of which overflow: {source}."],
         curves=[Curve(name, one) for name, one in traces.items()],
-        table=[{key: cell for key, cell in row.items() if key != "trend"} for row in rows],
+        table=[_scale_row(name, one) for name, one in traces.items()],
         footer=_footer(f"{name}: {rule!r}" for name, rule in rules.items()),
     )
-    out.print(f"Open {out_file} in a browser for the picture.")
+    _print_open(out_file)
     return 0
 
 
@@ -194,7 +226,7 @@ def report(
     traces: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)],
     /,
     *,
-    out_file: Annotated[Path, Parameter(name="--out")] = Path("report.html"),
+    out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/report.html"),
 ) -> int:
     """Draw recorded traces in one HTML file.
 
@@ -202,26 +234,22 @@ def report(
         traces: files that a Trace was written to.
         out_file: the report to write.
     """
-    from preamp.report import Curve, write_report
+    from preamp.report import write_report
 
-    read = [Trace.read(path) for path in traces]
-    names = [str(one.about.get("name", path)) for path, one in zip(traces, read, strict=True)]
-    rows = [_scale_row(name, one) for name, one in zip(names, read, strict=True)]
+    _refuse_to_overwrite(traces, out_file)
+    named = _named(traces, [Trace.read(path) for path in traces])
+    rows = [_scale_row(name, one) for name, one in named.items()]
     out_file.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         out_file,
         title="What loss scaling did",
-        lead=[
-            f"{name}: stopped early: {one.stopped}"
-            for name, one in zip(names, read, strict=True)
-            if one.stopped
-        ],
-        curves=[Curve(name, one) for name, one in zip(names, read, strict=True)],
+        lead=[f"{name} stopped early: {one.stopped}" for name, one in named.items() if one.stopped],
+        curves=[_curve(name, one) for name, one in named.items()],
         table=rows,
         footer=_footer(map(str, traces)),
     )
     _print_table(rows)
-    out.print(f"Open {out_file} in a browser.")
+    _print_open(out_file)
     return 0
 
 
@@ -232,15 +260,32 @@ def dialects() -> int:
     return 0
 
 
-def _precisions(given: Sequence[str]) -> list[Any]:
-    everything = ("float32", "float16", "bfloat16")
-    return [name for name in everything if name in given or "all" in given]
+def _precisions(given: Sequence[str]) -> list[Precision]:
+    return [name for name in get_args(Precision) if name in given or "all" in given]
 
 
-def _one_policy(policy: AnyPolicy, dialect: str | None) -> Policy[Any] | None:
+def _one_rule(policy: Policy[Any] | None, dialect: str | None) -> Policy[Any]:
+    """Return the rule that the flags of `train` ask for."""
     if policy and dialect:
         raise PreampError(f"--dialect {dialect} and --policy flags are both given. Write one of them.")
-    return _dialect(dialect) if dialect else policy
+    return _dialect(dialect) if dialect else _plain(policy or ShortDynamic())
+
+
+def _plain(policy: Policy[Any]) -> Policy[Any]:
+    """Return the same settings as one of our policies, which is what records should say."""
+    for kind in (Dynamic, Tolerant):
+        if isinstance(policy, kind):
+            with warnings.catch_warnings(action="ignore"):  # the flags were warned of
+                return kind(**{field.name: getattr(policy, field.name) for field in fields(kind)})
+    return policy
+
+
+def _rules(policy: Policy[Any] | None, names: Sequence[str]) -> dict[str, Policy[Any]]:
+    """Return the rules that the flags of `simulate` ask for, by name."""
+    asked = [_dialect(name) for name in names if name != "all"]
+    chosen = ALL.values() if "all" in names else asked
+    ours = {"preamp": policy or Dynamic()} if policy or not chosen else {}
+    return {**ours, **{rule.name.lower(): rule for rule in chosen}}
 
 
 def _dialect(name: str) -> Dialect[...]:
@@ -251,10 +296,39 @@ def _dialect(name: str) -> Dialect[...]:
     return ALL[key]
 
 
-def _train_all(problem: Problem, todo: Sequence[Any], framework: str, folder: Path) -> tuple[list[Run], bool]:
-    """Carry out the plans until they are done or Ctrl-C; return the runs and whether it was pressed."""
-    from preamp.lab.runs import train as carry_out
+def _refuse_with_trace(**flags: object) -> None:
+    for name, value in flags.items():
+        if value is not None:
+            raise PreampError(f"--{name.replace('_', '-')} is of no use with --trace. Write one of them.")
 
+
+def _refuse_to_overwrite(traces: Sequence[Path], out_file: Path) -> None:
+    if out_file.resolve() in [path.resolve() for path in traces]:
+        raise PreampError(
+            f"--out {out_file} is a trace that is read. Write another name, such as report.html."
+        )
+
+
+def _recorded(path: Path) -> list[bool]:
+    return [not step.finite for step in Trace.read(path)]
+
+
+def _invented(steps: int, rate: float, seed: int) -> list[bool]:
+    rng = random.Random(seed)
+    return [rng.random() < rate for _ in range(steps)]
+
+
+def _named(paths: Sequence[Path], traces: Sequence[Trace]) -> dict[str, Trace]:
+    """Return the traces by the name they carry, or by their path where that tells more."""
+    names = [str(one.about.get("name", path)) for path, one in zip(paths, traces, strict=True)]
+    unique = [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
+    return dict(zip(unique, traces, strict=True))
+
+
+def _train_all(
+    problem: Problem, todo: Sequence[Plan], make_loop: Any, framework: str, folder: Path
+) -> list[Run]:
+    """Carry out the plans until they are done or Ctrl-C is pressed."""
     runs: list[Run] = []
     columns = (
         TextColumn("{task.description:24}"),
@@ -268,33 +342,57 @@ def _train_all(problem: Problem, todo: Sequence[Any], framework: str, folder: Pa
         Progress(*columns, console=out, disable=not out.is_terminal) as progress,
     ):
         for plan in todo:
-            bar = progress.add_task(f"{plan.name}, {plan.seed}", total=problem.steps, seen="")
+            runs.append(_train_one(problem, plan, make_loop, framework, folder, progress))
+            if runs[-1].interrupted:
+                break
+    return runs
 
-            def show(step: Any, bar: Any = bar) -> None:
-                if step.index % 20 == 19 or step.index == problem.steps - 1:
-                    seen = f"loss {step.loss:.4f} scale {_power(step.scale)}"
-                    progress.update(bar, completed=step.index + 1, seen=seen)
 
-            path = folder / plan.file_name / "trace.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            about = {"name": plan.name, "task": problem.task, "framework": framework}
-            about |= {"precision": plan.precision, "seed": plan.seed, "policy": repr(plan.policy)}
-            with Trace(path=path, **about) as trace:
-                runs.append(carry_out(problem, plan, framework=framework, trace=trace, on_step=show))
-            if trace.stopped == "interrupted":
-                return runs, True
-    return runs, len(runs) < len(todo)
+def _train_one(
+    problem: Problem, plan: Plan, make_loop: type[Loop], framework: str, folder: Path, progress: Progress
+) -> Run:
+    from preamp.lab.runs import train as carry_out
+
+    bar = progress.add_task(f"{plan.name}, {plan.seed}", total=problem.steps, seen="")
+
+    def show(step: Any) -> None:
+        if step.index % 20 == 19 or step.index == problem.steps - 1:
+            seen = f"loss {step.loss:.4f} scale {power(step.scale)}"
+            progress.update(bar, completed=step.index + 1, seen=seen)
+
+    path = folder / plan.file_name / "trace.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    about: dict[str, Any] = {
+        "name": plan.name,
+        "task": problem.task,
+        "framework": framework,
+        "precision": plan.precision,
+        "seed": plan.seed,
+        "policy": repr(plan.policy) if plan.policy else None,
+    }
+    with Trace(path=path, mode="replace", **about) as trace:
+        return carry_out(problem, plan, make_loop=make_loop, trace=trace, on_step=show)
+
+
+@contextmanager
+def _until_done() -> Iterator[None]:
+    """Keep Ctrl-C from leaving half of the results behind."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _write_training_report(path: Path, problem: Problem, runs: list[Run], rows: list[Row]) -> None:
-    from preamp.report import Curve, Strip, write_report
+    from preamp.report import Strip, write_report
 
     strips = []
     if problem.table.picture and problem.task == "autoencoder":
         shown = [int((problem.table.test_labels == label).argmax()) for label in range(problem.table.classes)]
-        images = {"original": problem.table.test} | {r.plan.name: r.outputs for r in reversed(runs)}
+        answers = {"original": problem.table.test, **{g[0].plan.name: g[0].outputs for g in _grouped(runs)}}
         shape = (-1, *problem.table.picture)
-        strips = [Strip(name, images[name][shown].reshape(shape)) for name in ("original", *_names(runs))]
+        strips = [Strip(name, images[shown].reshape(shape)) for name, images in answers.items()]
     write_report(
         path,
         title=f"{TITLES[problem.task].format(problem.table.name)} in each precision",
@@ -305,49 +403,54 @@ def _write_training_report(path: Path, problem: Problem, runs: list[Run], rows: 
         ],
         strips=strips,
         strips_title="Test digits as each run redraws them",
-        curves=[Curve(run.plan.name, run.trace) for run in runs],
+        curves=[_curve(run.plan.name, run.trace) for run in runs],
         table=rows,
-        footer=_footer(
-            f"{r.plan.name}, seed {r.plan.seed}: {r.plan.policy!r}" for r in runs if r.plan.policy
-        ),
+        footer=_footer(f"{run.plan.name}: {run.plan.policy!r}" for run in runs if run.plan.policy),
     )
+
+
+def _curve(name: str, trace: Trace) -> Curve:
+    """Return a curve in the colour its kind of run always has."""
+    from preamp.report import Curve
+
+    precision = str(trace.about.get("precision"))
+    color = COLORS.get((precision, bool(trace.about.get("policy"))))
+    return Curve(name, trace, color, is_reference=precision == "float32")
 
 
 def _sentence(runs: list[Run]) -> str:
     """Say in words what came of the runs of one name."""
-    first = runs[0]
     steps = [step for run in runs for step in run.trace]
     zeros = [step.zeros for step in steps if step.zeros is not None]
-    parts = [f"test error {_spread([r.test_error for r in runs])}"]
+    parts = [f"{name} {value}" for name, value in _quality(runs).items()]
     if zeros:
         parts.append(f"{100 * median(zeros):.0f} % of the gradient entries of its weights are exactly zero")
-    if first.plan.policy and steps:
-        scales = [step.scale for step in steps]
-        parts.append(
-            f"{sum(step.skipped for step in steps):,} of {len(steps):,} steps skipped while the scale moved "
-            f"between {_power(min(scales))} and {_power(max(scales))}"
-        )
-    if first.trace.stopped:
-        parts.append(f"stopped early ({first.trace.stopped})")
-    return f"{first.plan.name}: {', '.join(parts)}."
+    if runs[0].plan.policy and steps:
+        low, high = (power(pick(step.scale for step in steps)) for pick in (min, max))
+        moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
+        skipped = sum(step.skipped for step in steps)
+        parts.append(f"{skipped:,} of {len(steps):,} steps skipped while the scale {moved}")
+    if any(run.trace.stopped for run in runs):
+        parts.append("stopped early")
+    return f"{runs[0].plan.name}: {', '.join(parts)}."
 
 
-def _training_rows(runs: list[Run]) -> list[Row]:
-    return [_training_row(group) for group in _grouped(runs)]
+def _quality(runs: list[Run]) -> Row:
+    accuracies = [run.test_accuracy for run in runs if run.test_accuracy is not None]
+    if accuracies:
+        return {"test accuracy": spread(accuracies)}
+    return {"test error": spread([run.test_error for run in runs])}
 
 
 def _training_row(runs: list[Run]) -> Row:
-    accuracies = [run.test_accuracy for run in runs if run.test_accuracy is not None]
-    quality = (
-        {"test accuracy": accuracies} if accuracies else {"test error": [run.test_error for run in runs]}
-    )
-    summaries, scaled = [run.trace.summary() for run in runs], runs[0].plan.policy is not None
+    summaries = [run.trace.summary() for run in runs]
+    scales = ", ".join(dict.fromkeys(power(summary.final_scale) for summary in summaries))
     return {
         "run": runs[0].plan.name,
-        **{name: _spread(values) for name, values in quality.items()},
-        "steps": f"{sum(s.steps for s in summaries):,}",
-        "skipped": f"{sum(s.skipped for s in summaries):,}",
-        "scale": ", ".join(dict.fromkeys(_power(s.final_scale) for s in summaries)) if scaled else "-",
+        **_quality(runs),
+        "steps": f"{sum(summary.steps for summary in summaries):,}",
+        "skipped": f"{sum(summary.skipped for summary in summaries):,}",
+        "scale": scales if runs[0].plan.policy else "-",
         "seconds": f"{sum(run.seconds for run in runs):.1f}",
     }
 
@@ -359,61 +462,35 @@ def _scale_row(name: str, trace: Trace) -> Row:
         "steps": f"{summary.steps:,}",
         "skipped": f"{summary.skipped:,}",
         "streak": f"{summary.longest_streak}",
-        "lowest": _power(summary.min_scale),
-        "highest": _power(summary.max_scale),
-        "final": _power(summary.final_scale),
+        "lowest": power(summary.min_scale),
+        "highest": power(summary.max_scale),
+        "final": power(summary.final_scale),
     }
 
 
-def _names(runs: list[Run]) -> list[str]:
-    return list(dict.fromkeys(run.plan.name for run in runs))
-
-
 def _grouped(runs: list[Run]) -> list[list[Run]]:
-    return [[run for run in runs if run.plan.name == name] for name in _names(runs)]
-
-
-def _spread(values: list[float]) -> str:
-    """Return the median and, of several values, the range."""
-    if len(values) == 1:
-        return f"{values[0]:.4f}"
-    return f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
-
-
-def _power(scale: float | None) -> str:
-    """Return a scale as a power of two where it is one."""
-    if scale is None:
-        return "-"
-    if scale > 0 and math.frexp(scale)[0] == 0.5:
-        return "2" + str(math.frexp(scale)[1] - 1).translate(SUPERSCRIPT)
-    return f"{scale:.5g}" if 1.0 < scale < 1e5 else f"{scale:.3g}"
-
-
-def _sparkline(trace: Trace, width: int = 8) -> str:
-    """Return the scale's powers of two over time as a row of blocks."""
-    exponents = [math.log2(step.scale) for step in trace if 0 < step.scale < math.inf]
-    low, high = min(exponents, default=0.0), max(exponents, default=0.0)
-    picked = [exponents[number * len(exponents) // width] for number in range(width)] if exponents else []
-    return "".join(BLOCKS[round((e - low) / (high - low or 1.0) * (len(BLOCKS) - 1))] for e in picked)
-
-
-def _recorded(path: Path) -> list[bool]:
-    return [not step.finite for step in Trace.read(path)]
-
-
-def _invented(steps: int, rate: float, seed: int) -> list[bool]:
-    rng = random.Random(seed)
-    return [rng.random() < rate for _ in range(steps)]
+    names = dict.fromkeys(run.plan.name for run in runs)
+    return [[run for run in runs if run.plan.name == name] for name in names]
 
 
 def _footer(lines: Iterable[str]) -> str:
     return f"preamp {__version__}. " + ". ".join(dict.fromkeys(lines))
 
 
+def _print_stops(traces: Iterable[tuple[str, Trace]]) -> None:
+    for name, trace in traces:
+        if trace.stopped:
+            out.print(f"{name} stopped: {trace.stopped}")
+
+
+def _print_open(path: Path) -> None:
+    out.print(f"Open {path} in a browser.", soft_wrap=True)
+
+
 def _print_table(rows: Sequence[Row]) -> None:
     if not rows:
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in rows[0]:
         justify: Literal["left", "right"] = (
             "left" if name in ("run", "dialect", "system", "oddity") else "right"

@@ -29,7 +29,7 @@ class Step(NamedTuple):
         index: 0 for the first step.
         scale: the loss scale that was in this step's loss.
         finite: True when every gradient was finite.
-        skipped: True when the update was not applied.
+        skipped: True when the update was not applied; with several optimizers, that of any of them.
         new_scale: the scale of the next step; None until the policy has advanced.
         loss: the loss, not scaled.
         grad_norm: global L2 norm of the unscaled gradients.
@@ -57,7 +57,7 @@ class Summary(NamedTuple):
 
     Attributes:
         steps: steps in the trace.
-        skipped: steps whose update was not applied.
+        skipped: steps whose `skipped` is true.
         skip_rate: skipped / steps, 0 without steps.
         longest_streak: the most steps skipped in a row.
         min_scale: the lowest scale that was in a loss, or is next.

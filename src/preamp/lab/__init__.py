@@ -3,3 +3,10 @@
 One problem per file (`autoencoder`, `classify`), one loop per framework (`torch_loop`); `runs` puts them
 together. This room refuses to know how its results are shown.
 """
+
+from typing import Literal, TypeAlias
+
+__all__ = ["Precision", "Task"]
+
+Precision: TypeAlias = Literal["float32", "float16", "bfloat16"]
+Task: TypeAlias = Literal["autoencoder", "classify"]

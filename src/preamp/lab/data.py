@@ -10,10 +10,14 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
+from preamp.errors import DataError, MissingExtra
 
-from preamp.errors import DataError
+try:
+    import numpy as np
+    from numpy.typing import NDArray
+    from sklearn.datasets import load_digits
+except ImportError as error:
+    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[lab]'") from error
 
 __all__ = ["Table", "digits", "read_csv"]
 
@@ -46,8 +50,6 @@ class Table:
 
 def digits() -> Table:
     """Return scikit-learn's 1,797 handwritten digits: 64 grey levels from 0 to 1, ten labels."""
-    from sklearn.datasets import load_digits
-
     data = load_digits()
     return _split("digits", data.data / 16.0, data.target, classes=10, picture=(8, 8))
 
@@ -76,6 +78,12 @@ def read_csv(path: str | Path) -> Table:
         )
     features = np.array([values for values, _ in rows])
     low, high = features.min(axis=0), features.max(axis=0)
+    too_wide = np.flatnonzero(high / 2 - low / 2 > np.finfo(np.float64).max / 2)
+    if len(too_wide):
+        column = too_wide[0]
+        raise DataError(
+            f"{path}, column {column + 1}: {low[column]:g} to {high[column]:g} is too wide a range."
+        )
     features = (features - low) / np.where(high > low, high - low, 1.0)
     labels = np.array([names.index(label) for _, label in rows])
     return _split(Path(path).name, features, labels, classes=len(names))
@@ -85,9 +93,11 @@ def _read_rows(path: str | Path) -> list[tuple[list[float], str]]:
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             lines = [(number, row) for number, row in enumerate(csv.reader(file), start=1) if any(row)]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} is not a table of text: {error}.") from error
-    if lines and not _is_number(lines[0][1][0]) and len(lines) > 1 and _is_number(lines[1][1][0]):
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not text in UTF-8. Save it as a comma-separated UTF-8 file.") from error
+    except csv.Error as error:
+        raise DataError(f"{path} is not a table: {error}.") from error
+    if len(lines) > 1 and not all(map(_is_number, lines[0][1][:-1])):
         lines = lines[1:]  # column names
     rows = [_row(path, number, row, columns=len(lines[0][1])) for number, row in lines]
     if len(rows) < FEWEST_ROWS:
@@ -98,18 +108,22 @@ def _read_rows(path: str | Path) -> list[tuple[list[float], str]]:
 
 
 def _row(path: str | Path, number: int, row: list[str], columns: int) -> tuple[list[float], str]:
+    where = f"{path}, line {number}"
     if columns < 2:
-        raise DataError(
-            f"{path}, line {number}: one column. At least one number and, last, a label are needed."
+        other = next(
+            (f" It has {mark!r}; columns are separated by commas." for mark in ";\t|" if mark in row[0]), ""
         )
+        raise DataError(f"{where}: one column. At least one number and, last, a label are needed.{other}")
     if len(row) != columns:
-        raise DataError(f"{path}, line {number}: {len(row)} columns where the first row has {columns}.")
+        raise DataError(f"{where}: {len(row)} columns where the first row has {columns}.")
     for column, cell in enumerate(row[:-1], start=1):
         if not _is_number(cell):
             raise DataError(
-                f"{path}, line {number}, column {column}: {cell!r} is not a finite number. "
+                f"{where}, column {column}: {cell!r} is not a finite number. "
                 "Every column but the last must be one."
             )
+    if not row[-1].strip():
+        raise DataError(f"{where}: the label, in the last column, is empty.")
     return [float(cell) for cell in row[:-1]], row[-1].strip()
 
 

@@ -5,12 +5,14 @@ A problem says what to train. It refuses to know the framework and the precision
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from preamp.lab import Task
 from preamp.lab.data import Table
 
 __all__ = ["Problem"]
@@ -32,7 +34,7 @@ class Problem:
         epochs: passes over the training rows.
     """
 
-    task: str
+    task: Task
     table: Table
     sizes: tuple[int, ...]
     gain: float
@@ -55,15 +57,13 @@ class Problem:
             for low, high in pairs
         ]
 
-    def batches(self, seed: int) -> list[NDArray[np.int64]]:
-        """Return the rows of every step: each epoch sees every row once, in an order of its own."""
+    def batches(self, seed: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the rows of every step: each epoch sees every row once, in an order of its own."""
         rng = np.random.default_rng(seed + 1)
-        rows, size = len(self.table.train), self.batch_size
-        return [
-            order[start : start + size]
-            for order in (rng.permutation(rows) for _ in range(self.epochs))
-            for start in range(0, rows, size)
-        ]
+        for _ in range(self.epochs):
+            order = rng.permutation(len(self.table.train))
+            for start in range(0, len(order), self.batch_size):
+                yield order[start : start + self.batch_size]
 
     def score(self, outputs: NDArray[np.float32]) -> tuple[float, float | None]:
         """Return test error and, for labels, accuracy, for the outputs on the test rows.

@@ -10,23 +10,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from preamp.errors import PreampError, Starved
+from preamp.errors import MissingExtra, PreampError, Starved
+from preamp.lab import Precision, Task
 from preamp.lab.autoencoder import autoencoder
 from preamp.lab.classify import classify
 from preamp.lab.problem import Problem
 from preamp.policy import Policy
 from preamp.trace import Step, Trace
 
-__all__ = ["FRAMEWORKS", "TASKS", "Loop", "Plan", "Run", "plans", "train", "write_summary"]
+__all__ = ["FRAMEWORKS", "TASKS", "Loop", "Plan", "Run", "find_loop", "plans", "train", "write_summary"]
 
-Precision = Literal["float32", "float16", "bfloat16"]
-
-TASKS: dict[str, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
+TASKS: dict[Task, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
 
 # A framework is one module of this room with one class that has the methods of `Loop`.
 FRAMEWORKS = {"torch": ("preamp.lab.torch_loop", "TorchLoop")}
@@ -77,6 +76,7 @@ class Run:
         test_accuracy: the share of right labels, for tasks that have them.
         seconds: wall time of the training.
         outputs: the answers on the test rows.
+        interrupted: True when Ctrl-C ended the training.
     """
 
     plan: Plan
@@ -85,6 +85,7 @@ class Run:
     test_accuracy: float | None
     seconds: float
     outputs: NDArray[np.float32] = field(repr=False)
+    interrupted: bool = False
 
 
 def plans(precisions: list[Precision], policy: Policy[Any], seeds: int, first_seed: int) -> list[Plan]:
@@ -98,28 +99,54 @@ def plans(precisions: list[Precision], policy: Policy[Any], seeds: int, first_se
     ]
 
 
+def find_loop(framework: str) -> Callable[..., Loop]:
+    """Return what makes a framework's loop of (problem, precision, policy, seed).
+
+    Raises:
+        PreampError: for a framework without a loop.
+        MissingExtra: for a framework that is not installed.
+    """
+    if framework not in FRAMEWORKS:
+        raise PreampError(f"framework {framework!r} is unknown. Write one of {', '.join(FRAMEWORKS)}.")
+    module, name = FRAMEWORKS[framework]
+    try:
+        return getattr(import_module(module), name)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[{framework}]'") from error
+
+
 def train(
-    problem: Problem, plan: Plan, *, framework: str, trace: Trace, on_step: Callable[[Step], object]
+    problem: Problem,
+    plan: Plan,
+    *,
+    make_loop: Callable[..., Loop],
+    trace: Trace,
+    on_step: Callable[[Step], object],
 ) -> Run:
     """Carry out a plan. Ctrl-C and a policy that gives up end it early; `trace.stopped` says so.
 
     Args:
         problem: what to train.
         plan: in which precision, under which policy and seed.
-        framework: a key of `FRAMEWORKS`.
+        make_loop: what `find_loop` returned.
         trace: records the steps.
         on_step: called with each step as well.
     """
-    loop = _loop(framework)(problem, plan.precision, plan.policy, plan.seed)
+    loop = make_loop(problem, plan.precision, plan.policy, plan.seed)
+    interrupted = False
     try:
         for step in loop.steps():
             trace(step)
             on_step(step)
-    except (KeyboardInterrupt, Starved) as reason:
-        trace.stop(str(reason) or "interrupted")
+    except Starved as reason:
+        trace.stop(str(reason))
+    except KeyboardInterrupt:
+        interrupted = True
+        trace.stop("interrupted")
     outputs = loop.outputs()
     error, accuracy = problem.score(outputs)
-    return Run(plan, trace, error, accuracy, sum(step.seconds or 0.0 for step in trace), outputs)
+    seconds = sum(step.seconds or 0.0 for step in trace)
+    return Run(plan, trace, error, accuracy, seconds, outputs, interrupted)
 
 
 def write_summary(path: Path, problem: Problem, framework: str, runs: list[Run]) -> None:
@@ -144,10 +171,3 @@ def _entry(run: Run) -> dict[str, Any]:
         "stopped": run.trace.stopped,
         **summary._asdict(),
     }
-
-
-def _loop(framework: str) -> Callable[..., Loop]:
-    if framework not in FRAMEWORKS:
-        raise PreampError(f"framework={framework!r} is unknown. Write one of {', '.join(FRAMEWORKS)}.")
-    module, name = FRAMEWORKS[framework]
-    return getattr(import_module(module), name)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy, linear, mse_loss
 
 from preamp.errors import Starved
+from preamp.lab import Precision
 from preamp.lab.problem import Problem
 from preamp.policy import Policy
 from preamp.torch import GradScaler
@@ -24,7 +25,6 @@ from preamp.trace import Step
 
 __all__ = ["TorchLoop"]
 
-Precision = Literal["float32", "float16", "bfloat16"]
 ZEROS_EVERY = 10
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from operator import itemgetter
 from statistics import fmean
 from typing import Any, TypeAlias
 
@@ -19,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from preamp.trace import Step, Trace
+from preamp.words import exponent
 
 __all__ = ["Curve", "loss_figure", "scale_figure", "zeros_figure"]
 
@@ -26,15 +29,11 @@ SIZE_INCHES = (5.2, 3.3)
 MOST_POINTS = 400
 MOST_MARKS = 300
 MOST_NAMES_INSIDE = 5
+LONGEST_NAME = 40
+HUGE = 1e30  # beyond, an axis cannot be drawn
 MOST_MOVES = 2000
 # Told apart by people with any colour vision (Okabe and Ito 2008).
-KNOWN_COLORS = {
-    "float32": "#b0b0b0",
-    "float16, no scaling": "#d55e00",
-    "float16 + preamp": "#0072b2",
-    "bfloat16": "#009e73",
-}
-OTHER_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 Style: TypeAlias = dict[str, Any]
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -45,23 +44,33 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#e5e5e5",
-    "legend.frameon": False,
+    "legend.frameon": True,
+    "legend.edgecolor": "none",
 }
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A trace and the name it is drawn under. Traces of one name share a colour."""
+    """A trace and how it is drawn. Traces of one name share a colour.
+
+    Attributes:
+        name: what the legend calls it.
+        trace: the steps.
+        color: any colour of matplotlib's; None picks one.
+        is_reference: True draws a broad line, to be seen beneath what covers it.
+    """
 
     name: str
     trace: Trace
+    color: str | None = None
+    is_reference: bool = False
 
 
 def loss_figure(curves: Sequence[Curve]) -> str:
     """Return the losses over the steps, averaged over neighbouring steps."""
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
-        width = 3.5 if curve.name == "float32" else 1.5  # the reference shows beneath what covers it
+        width = 3.5 if curve.is_reference else 1.5
         axes.plot(*_averaged(curve.trace, lambda step: step.loss), label=curve.name, linewidth=width, **style)
 
     return _svg(curves, "loss", draw)
@@ -83,20 +92,21 @@ def scale_figure(curves: Sequence[Curve]) -> str:
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
         axes.step(*_moves(curve.trace), where="post", label=curve.name, **style)
-        skipped = [(s.index, _exponent(s.scale)) for s in curve.trace if s.skipped]
+        skipped = [(s.index, exponent(s.scale)) for s in curve.trace if s.skipped]
         marks = skipped[:: max(1, math.ceil(len(skipped) / MOST_MARKS))]
         if marks:
             axes.plot(
                 *zip(*marks, strict=True), "v", color=style["color"], markersize=5, markeredgecolor="white"
             )
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
 
     return _svg(curves, "loss scale (▾ skipped step)", draw)
 
 
 def _svg(curves: Sequence[Curve], title: str, draw: Callable[[Axes, Curve, Style], None]) -> str:
-    with rc_context(STYLE):
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has other fonts
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
         styles = _styles(curves)
@@ -113,47 +123,52 @@ def _svg(curves: Sequence[Curve], title: str, draw: Callable[[Axes, Curve, Style
 
 def _styles(curves: Sequence[Curve]) -> dict[str, Style]:
     """Return a colour and dashes for every name."""
-    others = (
-        {"color": color, "linestyle": line} for line in cycle(("-", "--", ":")) for color in OTHER_COLORS
-    )
-    names = dict.fromkeys(curve.name for curve in curves)
-    return {n: {"color": KNOWN_COLORS[n]} if n in KNOWN_COLORS else next(others) for n in names}
+    others = ({"color": color, "linestyle": line} for line in cycle(("-", "--", ":")) for color in COLORS)
+    colors = {curve.name: curve.color for curve in curves}
+    return {name: {"color": color} if color else next(others) for name, color in colors.items()}
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
     """Name each curve once: inside the figure if they are few, else below it."""
     lines, names = axes.get_legend_handles_labels()
     named = dict(zip(reversed(names), reversed(lines), strict=True))
-    handles, labels = list(named.values())[::-1], list(named)[::-1]
+    handles, labels = list(named.values())[::-1], [_legible(name) for name in named][::-1]
     if len(named) <= MOST_NAMES_INSIDE:
-        axes.legend(handles, labels, fontsize=9.5)
+        axes.legend(handles, labels, fontsize=9.5, framealpha=0.8)
         return
     figure.set_figheight(SIZE_INCHES[1] + 0.18 * math.ceil(len(named) / 3))
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3)
 
 
+def _legible(name: str) -> str:
+    """Return a name as a legend can show it: short, without mathematics, and not left out for a first _."""
+    short = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+    plain = short.encode("utf-8", "replace").decode().replace("$", r"\$")
+    return plain.replace("_", "\u2017", 1) if plain.startswith("_") else plain
+
+
 def _averaged(trace: Trace, value: Callable[[Step], float | None]) -> tuple[list[float], list[float]]:
-    """Return at most `MOST_POINTS` means of neighbouring finite values, and their middle steps."""
-    points = [(step.index, v) for step in trace if (v := value(step)) is not None and math.isfinite(v)]
+    """Return at most `MOST_POINTS` means of neighbouring values, and their middle steps."""
+    points = [(step.index, v) for step in trace if (v := value(step)) is not None and abs(v) < HUGE]
     size = max(1, math.ceil(len(points) / MOST_POINTS))
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     steps = [fmean(index for index, _ in group) for group in groups]
     return steps, [fmean(value for _, value in group) for group in groups]
 
 
-def _moves(trace: Trace) -> tuple[list[int], list[float]]:
-    """Return where the scale changes, and to what power of two, with the first and the last step."""
-    steps: list[int] = []
-    exponents: list[float] = []
-    last = len(trace) - 1
-    for number, step in enumerate(trace):
-        exponent = _exponent(step.scale)
-        if number == last or not exponents or exponent != exponents[-1]:
-            steps.append(step.index)
-            exponents.append(exponent)
-    stride = max(1, math.ceil(len(steps) / MOST_MOVES))
-    return steps[::stride], exponents[::stride]
+def _moves(trace: Trace) -> tuple[list[float], list[float]]:
+    """Return where the scale changes and to what power of two, the first step and the end included.
 
-
-def _exponent(scale: float) -> float:
-    return math.log2(scale) if 0.0 < scale < math.inf else math.nan
+    Of very many changes the lowest and the highest of neighbouring ones are kept.
+    """
+    points = [(float(step.index), exponent(step.scale)) for step in trace]
+    final = trace.summary().final_scale
+    if points and final is not None:
+        points.append((points[-1][0] + 1.0, exponent(final)))
+    changes = [
+        point for n, point in enumerate(points) if n in (0, len(points) - 1) or point[1] != points[n - 1][1]
+    ]
+    size = max(1, math.ceil(2 * len(changes) / MOST_MOVES))
+    groups = [changes[start : start + size] for start in range(0, len(changes), size)]
+    kept = [p for g in groups for p in sorted({min(g, key=itemgetter(1)), max(g, key=itemgetter(1)), g[-1]})]
+    return [step for step, _ in kept], [power for _, power in kept]

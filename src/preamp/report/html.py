@@ -33,8 +33,8 @@ figure { margin: 0; }
 .strips { grid-template-columns: max-content 1fr; }
 .strips img { width: 100%; image-rendering: pixelated; display: block; border: 1px solid #ddd; }
 table { border-collapse: collapse; width: 100%; max-width: 860px; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 0.35rem 0.6rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+th, td { text-align: right; padding: 0.35rem 0.6rem; border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
 footer { margin-top: 2.5rem; color: #666; font-size: 0.85rem; overflow-wrap: anywhere; }
 @media (max-width: 640px) {
   .strips { grid-template-columns: 1fr; gap: 0.1rem; }
@@ -105,7 +105,7 @@ def write_report(
 </body>
 </html>
 """
-    Path(path).write_text(page, encoding="utf-8")
+    Path(path).write_text(page, encoding="utf-8", errors="replace")
 
 
 def _figures(curves: Sequence[Curve]) -> list[str]:

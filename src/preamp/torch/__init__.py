@@ -5,7 +5,7 @@ from preamp.errors import MissingExtra
 try:
     import torch as _  # noqa: F401  # only to say what is missing
 except ImportError as error:
-    raise MissingExtra("preamp.torch needs PyTorch. Run: pip install 'preamp[torch]'") from error
+    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
 
 from preamp.torch.scaler import GradScaler
 

@@ -1,0 +1,51 @@
+"""Numbers as a person reads them, in a terminal or on a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from preamp.trace import Trace
+
+__all__ = ["exponent", "power", "sparkline", "spread"]
+
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 8
+BELOW_FLOAT32, ABOVE_FLOAT32 = -150.0, 128.0
+
+
+def exponent(scale: float) -> float:
+    """Return a scale's power of two; just outside float32's range for 0 and inf."""
+    if scale <= 0.0:
+        return BELOW_FLOAT32
+    return math.log2(scale) if scale < math.inf else ABOVE_FLOAT32
+
+
+def power(scale: float | None) -> str:
+    """Return a scale as a power of two where it is one.
+
+    >>> power(65536.0), power(0.5), power(65504.0)
+    ('2¹⁶', '2⁻¹', '65504')
+    """
+    if scale is None:
+        return "-"
+    if 0.0 < scale < math.inf and math.frexp(scale)[0] == 0.5:
+        return "2" + str(math.frexp(scale)[1] - 1).translate(SUPERSCRIPT)
+    return f"{scale:.5g}" if 1.0 < scale < 1e5 else f"{scale:.3g}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the only value, or the median and the range of several."""
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+def sparkline(trace: Trace) -> str:
+    """Return the scale's powers of two over time as a row of blocks, lowest to highest."""
+    exponents = [exponent(step.scale) for step in trace]
+    low, high = min(exponents, default=0.0), max(exponents, default=0.0)
+    picked = [exponents[n * len(exponents) // SPARKLINE_WIDTH] for n in range(SPARKLINE_WIDTH) if exponents]
+    return "".join(BLOCKS[round((e - low) / (high - low or 1.0) * (len(BLOCKS) - 1))] for e in picked)
