@@ -95,9 +95,7 @@ def scale_figure(curves: Sequence[Curve]) -> str:
         skipped = [(s.index, exponent(s.scale)) for s in curve.trace if s.skipped]
         marks = skipped[:: max(1, math.ceil(len(skipped) / MOST_MARKS))]
         if marks:
-            axes.plot(
-                *zip(*marks, strict=True), "v", color=style["color"], markersize=5, markeredgecolor="white"
-            )
+            axes.plot(*zip(*marks, strict=True), "v", color="#222222", markersize=5, zorder=3)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
 
@@ -110,7 +108,7 @@ def _svg(curves: Sequence[Curve], title: str, draw: Callable[[Axes, Curve, Style
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
         styles = _styles(curves)
-        for curve in curves:
+        for curve in sorted(curves, key=lambda curve: not curve.is_reference):  # later ones cover it
             draw(axes, curve, styles[curve.name])
         axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
         axes.set_xlabel("step")
