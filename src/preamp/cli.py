@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 from rich import box
 from rich.console import Console
@@ -65,6 +65,13 @@ Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_0
 Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 Row: TypeAlias = dict[str, str]
+
+RULE = Parameter(
+    group=Group(
+        "Rule for the loss scale",
+        help="--policy.scale makes it Static, --policy.tolerance Tolerant, anything else Dynamic.",
+    )
+)
 
 BAD_INPUT, INTERRUPTED = 2, 130
 INVENTED_STEPS, INVENTED_RATE = 20_000, 0.0005
@@ -121,7 +128,7 @@ def train(
     data: Path | None = None,
     framework: str = "torch",
     precision: tuple[Precision | Literal["all"], ...] = ("float32", "float16"),
-    policy: ShortDynamic | ShortTolerant | Static | None = None,
+    policy: Annotated[ShortDynamic | ShortTolerant | Static | None, RULE] = None,
     dialect: str | None = None,
     seed: Seed = 0,
     seeds: Count = 1,
@@ -173,7 +180,7 @@ def train(
 @app.command
 def simulate(
     *,
-    policy: Dynamic | Tolerant | Static | None = None,
+    policy: Annotated[Dynamic | Tolerant | Static | None, RULE] = None,
     dialect: tuple[str, ...] = (),
     trace: Path | None = None,
     steps: Count | None = None,
