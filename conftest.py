@@ -74,7 +74,7 @@ pytest_collect_file = (
     )
     + Sybil(
         parsers=[DocTestParser()],
-        pattern="src/**/*.py",
+        patterns=["src/preamp/*.py", "src/preamp/*/*.py"],
         path=str(HERE),
         document_types={".py": PythonDocStringDocument},
     )

@@ -90,7 +90,7 @@ def test_ctrl_c_leaves_traces_and_a_report_of_what_ran(tmp_path):
     trace = Trace.read(path)
     assert trace.stopped == "interrupted"
     (run,) = json.loads((tmp_path / "out/summary.json").read_text())["runs"]
-    assert run["steps"] == len(trace) > 20
+    assert run["steps"] == len(trace) >= 20
     assert "<svg" in (tmp_path / "out/report.html").read_text()
 
 

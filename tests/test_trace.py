@@ -317,3 +317,13 @@ def test_a_copy_has_no_file(tmp_path: Path) -> None:
         for twin in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
             twin(Step(0, 2.0, finite=True, skipped=False))
     assert len(Trace.read(tmp_path / "run.jsonl")) == 0
+
+
+@few
+@given(recorded=st.lists(steps, max_size=4))
+def test_plain_rows_are_recorded_as_steps_are(path: Path, recorded: list[Step]) -> None:
+    with Trace(path=path, mode="replace") as streamed:
+        streamed.extend(map(tuple, recorded))
+    memory = Trace()
+    memory.extend(map(tuple, recorded))
+    assert memory == streamed == Trace(recorded) == Trace.read(path)

@@ -5,7 +5,7 @@ This room plays steps through a policy. It refuses to know where the overflows c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -38,20 +38,25 @@ def simulate(policy: Policy[Any], overflows: Iterable[bool | Reading | Step]) ->
     if isinstance(overflows, (str, bytes)):
         raise TypeError(f"overflows={overflows!r} is text. Write [c == '1' for c in {overflows!r}].")
     trace = Trace(policy=repr(policy))
+    trace.extend(_played(policy, overflows, trace))
+    return trace
+
+
+def _played(policy: Policy[Any], overflows: Iterable[Any], trace: Trace) -> Iterator[tuple[Any, ...]]:
     advanced = lru_cache(maxsize=2**13)(policy.step)  # runs go through few states, over and over
     state = policy.start()
     for index, item in enumerate(overflows):
         reading = _OVERFLOW if item is True else _CLEAN if item is False else _reading(item)
-        finite = bool(reading.finite)
+        finite, peak = reading
         try:
             after = advanced(state, reading)
         except Starved as reason:
-            trace(Step(index, state.scale, finite, True, state.scale, peak=reading.peak))
             trace.stop(str(reason))
-            break
-        trace(Step(index, state.scale, finite, not finite, after.scale, None, None, reading.peak))
+            after = state
+        yield index, state.scale, finite, not finite, after.scale, None, None, peak, None, (), None
+        if trace.stopped:
+            return
         state = after
-    return trace
 
 
 def _reading(item: Any) -> Reading:

@@ -126,6 +126,14 @@ class Trace:
             self._file.write(_line(_as_json(step)))
         self._rows.append(tuple(step))
 
+    def extend(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Record many steps given as plain tuples, in the order of `Step`'s fields."""
+        if self._file is None:
+            self._rows.extend(rows)
+            return
+        for row in rows:
+            self(Step._make(row))
+
     def _open(self, path: Path, mode: str) -> IO[str]:
         """Open the file to write whole lines to it; nothing is lost if this fails."""
         if mode not in ("new", "append", "replace"):

@@ -1,216 +1,23 @@
-"""What the next loss scale is, given what was seen in the gradients. The state machine, written once.
-
-This room decides. It refuses to know which framework holds the numbers: a policy is Python operators
-plus one injected word, ``where(condition, a, b)``, so the same few lines run on Python floats, NumPy,
-torch, JAX (under `jit` and `scan`), TensorFlow (inside `tf.function`) and `keras.ops`.
-
-The rule of `Dynamic`, which is the rule of Micikevicius et al. 2018 (arXiv 1710.03740) with the
-refinements that systems have added since:
-
-```
-on an overflow:   good = 0, bad += 1
-                  if bad >= hysteresis:       scale = max(scale * backoff_factor, min_scale)
-on a clean step:  good += 1, bad = 0
-                  if good >= growth_interval: scale = min(scale * growth_factor, max_scale), good = 0
-```
-
-`Dynamic.advance` is these lines. What else `Moving` can be told reproduces other systems (`dialects`).
-"""
+"""The usual rule: back off on overflow, grow after enough clean steps."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from preamp.checks import (
-    ROUND,
-    assign,
-    between,
-    is_number,
-    one_of,
-    positive,
-    to_float32,
-    warn_if_inexact,
-    whole,
-)
-from preamp.errors import PolicyError, Starved
+from preamp.checks import ROUND, assign, between, one_of, positive, to_float32, warn_if_inexact, whole
+from preamp.errors import PolicyError
+from preamp.policy.base import Policy, Reading, State, Where, choose
 
-__all__ = [
-    "Dynamic",
-    "Moving",
-    "Policy",
-    "Reading",
-    "State",
-    "Static",
-    "Tolerant",
-    "TolerantState",
-    "choose",
-]
+__all__ = ["Dynamic", "Moving"]
 
-Where: TypeAlias = Callable[[Any, Any, Any], Any]
 Event: TypeAlias = Literal["clean", "growth", "backoff"]
 AtFloor: TypeAlias = Literal["hold", "raise", "raise_on_arrival"]
 AtCeiling: TypeAlias = Literal["clamp", "refuse"]
 Bounds: TypeAlias = Literal["strict", "moves", "always"]
 Dtype: TypeAlias = Literal["float32", "float64"]
-S = TypeVar("S", "State", "TolerantState")
-
-
-class State(NamedTuple):
-    """What a policy remembers between steps: three floats (or float scalars of any framework).
-
-    Attributes:
-        scale: what the next loss is multiplied by.
-        good: clean steps since the last overflow or growth. A float32 counts exactly to 2**24.
-        bad: overflows since the last event that clears them (`Dynamic.hysteresis_reset`).
-    """
-
-    scale: Any
-    good: Any
-    bad: Any
-
-
-class TolerantState(NamedTuple):
-    """`State` plus `age`: the steps, clean or not, since the scale last moved."""
-
-    scale: Any
-    good: Any
-    bad: Any
-    age: Any
-
-
-class Reading(NamedTuple):
-    """What was seen in the gradients of one step, agreed on by all ranks.
-
-    Attributes:
-        finite: True (or a boolean scalar) when every gradient is finite.
-        peak: the largest finite magnitude among the scaled gradients, when it was measured.
-    """
-
-    finite: Any
-    peak: Any = None
-
-
-def choose(condition: Any, yes: Any, no: Any) -> Any:
-    """``where`` for plain Python numbers."""
-    return yes if condition else no
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Policy(ABC, Generic[S]):
-    """A rule for the loss scale. Settings live on the policy, what changes lives in its state.
-
-    A new rule is one subclass: a frozen dataclass with `start` and `advance`.
-    """
-
-    def __repr__(self) -> str:
-        """Show the settings that differ from their defaults."""
-        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
-        changed = [f"{name}={value!r}" for name, value, default in values if value != default]
-        return f"{type(self).__name__}({', '.join(changed)})"
-
-    @abstractmethod
-    def start(self) -> S:
-        """Return the state before the first step, as Python floats."""
-
-    @abstractmethod
-    def advance(self, state: S, reading: Reading, where: Where = choose) -> S:
-        """Return the state after a step. Pure: works on whatever `where` works on.
-
-        Args:
-            state: the state that was in force during the step, scalars of any one framework.
-            reading: what was seen in that step's gradients.
-            where: the framework's ``where(condition, yes, no)``.
-        """
-
-    def starved(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
-        """Return whether the policy gives up on this step instead of moving to `after`."""
-        return False
-
-    def step(self, state: S, reading: Reading) -> S:
-        """`advance` on Python floats, for loops that run on the host.
-
-        Raises:
-            Starved: if the policy was told to give up and has reason to. `state` is still valid.
-        """
-        after = self.advance(state, reading)
-        if self.starved(state, after, reading):
-            overflows = int(state.bad) + 1
-            raise Starved(
-                f"the gradients overflowed at a loss scale of {state.scale:g} "
-                f"({overflows} overflow{'s' if overflows > 1 else ''} counted) and {self!r} gives up. "
-                "The step was skipped; no parameter was changed. Look for NaN or inf in the data and the "
-                "loss, and for the first layer to overflow; a learning rate that is too high does this too. "
-                f"To go on, write {self._way_on()}, or train in bfloat16, which needs no loss scale.",
-                scale=state.scale,
-                overflows=overflows,
-            )
-        return after
-
-    def restore(self, saved: Mapping[str, Any]) -> S:
-        """Return the state that saved numbers describe. What they lack starts afresh.
-
-        Args:
-            saved: the state's fields by name, such as a checkpoint holds; others are not looked at.
-
-        Raises:
-            PolicyError: for a scale that is not a finite float32 above 0, or a negative count.
-        """
-        state = self.start()
-        known = {name: saved[name] for name in state._fields if name in saved}
-        for name, value in known.items():
-            if (
-                not is_number(value)
-                or value < 0
-                or (name == "scale" and not 0.0 < to_float32(value) < math.inf)
-            ):
-                raise PolicyError(
-                    f"{name}={value!r} is no state to go on from: a scale must be a finite float32 above 0, "
-                    "a count not negative. Write scale=2.0**16, or 0 for a count."
-                )
-        return state._replace(**{name: float(value) for name, value in known.items()})
-
-    def _way_on(self) -> str:
-        """Say which settings keep this policy from giving up."""
-        return "another policy"
-
-
-@dataclass(frozen=True, repr=False)
-class Static(Policy[State]):
-    """One scale for ever. Steps that overflow are still skipped.
-
-    Args:
-        scale: what the loss is multiplied by. Kept in float32.
-
-    >>> policy = Static(128)
-    >>> policy.step(policy.start(), Reading(finite=False)).scale
-    128.0
-    """
-
-    scale: float = 2.0**16
-
-    def __post_init__(self) -> None:
-        positive("scale", self.scale, "Static(2.0**16)")
-        assign(self, scale=to_float32(float(self.scale)))
-        positive("scale", self.scale, "Static(2.0**16)")  # again: in float32 1e39 is inf
-        warn_if_inexact("scale", self.scale)
-
-    def start(self) -> State:
-        return State(self.scale, 0.0, 0.0)
-
-    def restore(self, saved: Mapping[str, Any]) -> State:
-        """Return the state that saved numbers describe, at this policy's own scale."""
-        return Policy.restore(self, saved)._replace(scale=self.scale)
-
-    def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
-        return State(
-            state.scale,
-            good=where(reading.finite, state.good + 1.0, 0.0),
-            bad=where(reading.finite, 0.0, state.bad + 1.0),
-        )
+S = TypeVar("S", bound=Any)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -278,8 +85,6 @@ class Moving(Policy[S]):
         return where(down < floor, floor, down)
 
     def _bounded(self, scale: Any, where: Where) -> Any:
-        if self.bounds != "always":
-            return scale
         if self.min_scale is not None:
             scale = where(scale < self.min_scale, self.min_scale, scale)
         if self.max_scale is not None:
@@ -410,8 +215,9 @@ class Dynamic(Moving[State]):
         if "clean" in self.hysteresis_reset:
             bad_if_clean = 0.0
 
+        moved = where(reading.finite, raised, lowered)
         return State(
-            scale=self._bounded(where(reading.finite, raised, lowered), where),
+            scale=self._bounded(moved, where) if self.bounds == "always" else moved,
             good=where(reading.finite, good_if_clean, 0.0),
             bad=where(reading.finite, bad_if_clean, bad_if_overflow),
         )
@@ -450,62 +256,4 @@ class Dynamic(Moving[State]):
                     f"max_consecutive_overflows needs overflows to be counted in a row, but "
                     f"hysteresis_reset={self.hysteresis_reset!r}. Write hysteresis_reset=('clean',)."
                 )
-        Moving.__post_init__(self)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Tolerant(Moving[TolerantState]):
-    """Back off only when overflows are more frequent than `tolerance` (fairseq's rule).
-
-    The rate is overflows since the last backoff, over all steps since the scale last moved.
-
-    Args:
-        tolerance: the share of overflowing steps that is accepted, from 0 (none) up to 1.
-
-    The other arguments are those of `Moving`.
-
-    >>> policy = Tolerant(init_scale=8, tolerance=0.5)
-    >>> state = policy.start()
-    >>> for finite in (True, True, False, False):
-    ...     state = policy.step(state, Reading(finite))
-    ...     print(state.scale)
-    8.0
-    8.0
-    8.0
-    4.0
-    """
-
-    tolerance: float = 0.05
-
-    def start(self) -> TolerantState:
-        return TolerantState(self.init_scale, 0.0, 0.0, 0.0)
-
-    def advance(self, state: TolerantState, reading: Reading, where: Where = choose) -> TolerantState:
-        scale, good, bad, age = state.scale, state.good + 1.0, state.bad + 1.0, state.age + 1.0
-        fires = bad / age >= self.tolerance
-        grows = self._grows(good)
-        raised = where(grows, self._up(scale, where), scale)
-        lowered = where(fires, self._down(scale, where), scale)
-        moved = where(reading.finite, grows, fires)
-        return TolerantState(
-            scale=self._bounded(where(reading.finite, raised, lowered), where),
-            good=where(reading.finite, where(grows, float(self.growth_delay), good), 0.0),
-            bad=where(reading.finite, state.bad, where(fires, 0.0, bad)),
-            age=where(moved, 0.0, age),
-        )
-
-    def starved(
-        self, state: TolerantState, after: TolerantState, reading: Reading, where: Where = choose
-    ) -> Any:
-        if self.at_floor == "hold":
-            return False
-        fires = (state.bad + 1.0) / (state.age + 1.0) >= self.tolerance
-        return where(reading.finite, False, self._stuck(fires, state.scale, after.scale))
-
-    def __post_init__(self) -> None:
-        if not (is_number(self.tolerance) and 0.0 <= self.tolerance <= 1.0):
-            raise PolicyError(
-                f"tolerance={self.tolerance!r} is not a share of steps between 0 and 1. "
-                "Write tolerance=0.05 to accept one overflow in twenty steps."
-            )
         Moving.__post_init__(self)

@@ -1,0 +1,36 @@
+"""What the next loss scale is, given what was seen in the gradients. The state machine, written once.
+
+This room decides. It refuses to know which framework holds the numbers: a policy is Python operators
+plus one injected word, ``where(condition, a, b)``, so the same few lines run on Python floats, NumPy,
+torch, JAX (under `jit` and `scan`), TensorFlow (inside `tf.function`) and `keras.ops`.
+
+The rule of `Dynamic`, which is the rule of Micikevicius et al. 2018 (arXiv 1710.03740) with the
+refinements that systems have added since:
+
+```
+on an overflow:   good = 0, bad += 1
+                  if bad >= hysteresis:       scale = max(scale * backoff_factor, min_scale)
+on a clean step:  good += 1, bad = 0
+                  if good >= growth_interval: scale = min(scale * growth_factor, max_scale), good = 0
+```
+
+`Dynamic.advance` is these lines. What else `Moving` can be told reproduces other systems (`dialects`).
+"""
+
+from preamp.policy.base import Policy, Reading, State, Where, choose
+from preamp.policy.dynamic import Dynamic, Moving
+from preamp.policy.static import Static
+from preamp.policy.tolerant import Tolerant, TolerantState
+
+__all__ = [
+    "Dynamic",
+    "Moving",
+    "Policy",
+    "Reading",
+    "State",
+    "Static",
+    "Tolerant",
+    "TolerantState",
+    "Where",
+    "choose",
+]

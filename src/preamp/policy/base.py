@@ -1,0 +1,125 @@
+"""What every policy is: a state, a reading, and the way from one state to the next."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from preamp.checks import is_number, to_float32
+from preamp.errors import PolicyError, Starved
+
+__all__ = ["Policy", "Reading", "State", "Where", "choose"]
+
+Where: TypeAlias = Callable[[Any, Any, Any], Any]
+S = TypeVar("S", bound=Any)
+
+
+class State(NamedTuple):
+    """What a policy remembers between steps: three floats (or float scalars of any framework).
+
+    Attributes:
+        scale: what the next loss is multiplied by.
+        good: clean steps since the last overflow or growth. A float32 counts exactly to 2**24.
+        bad: overflows since the last event that clears them (`Dynamic.hysteresis_reset`).
+    """
+
+    scale: Any
+    good: Any
+    bad: Any
+
+
+class Reading(NamedTuple):
+    """What was seen in the gradients of one step, agreed on by all ranks.
+
+    Attributes:
+        finite: True (or a boolean scalar) when every gradient is finite.
+        peak: the rounded finite magnitude among the scaled gradients, when it was measured.
+    """
+
+    finite: Any
+    peak: Any = None
+
+
+def choose(condition: Any, yes: Any, no: Any) -> Any:
+    """``where`` for plain Python numbers."""
+    return yes if condition else no
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Policy(ABC, Generic[S]):
+    """A rule for the loss scale. Settings live on the policy, what changes lives in its state.
+
+    A new rule is one subclass: a frozen dataclass with `start` and `advance`.
+    """
+
+    def __repr__(self) -> str:
+        """Show the settings that differ from their defaults."""
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        changed = [f"{name}={value!r}" for name, value, default in values if value != default]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    @abstractmethod
+    def start(self) -> S:
+        """Return the state before the first step, as Python floats."""
+
+    @abstractmethod
+    def advance(self, state: S, reading: Reading, where: Where = choose) -> S:
+        """Return the state after a step. Pure: works on whatever `where` works on.
+
+        Args:
+            state: the state that was in force during the step, scalars of any one framework.
+            reading: what was seen in that step's gradients.
+            where: the framework's ``where(condition, yes, no)``.
+        """
+
+    def starved(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
+        """Return whether the policy gives up on this step instead of moving to `after`."""
+        return False
+
+    def step(self, state: S, reading: Reading) -> S:
+        """`advance` on Python floats, for loops that run on the host.
+
+        Raises:
+            Starved: if the policy was told to give up and has reason to. `state` is still valid.
+        """
+        after = self.advance(state, reading)
+        if self.starved(state, after, reading):
+            overflows = int(state.bad) + 1
+            raise Starved(
+                f"the gradients overflowed at a loss scale of {state.scale:g} "
+                f"({overflows} overflow{'s' if overflows > 1 else ''} counted) and {self!r} gives up. "
+                "The step was skipped; no parameter was changed. Look for NaN or inf in the data and the "
+                "loss, and for the first layer to overflow; a learning rate that is too high does this too. "
+                f"To go on, write {self._way_on()}, or train in bfloat16, which needs no loss scale.",
+                scale=state.scale,
+                overflows=overflows,
+            )
+        return after
+
+    def restore(self, saved: Mapping[str, Any]) -> S:
+        """Return the state that saved numbers describe. What they lack starts afresh.
+
+        Args:
+            saved: the state's fields by name, such as a checkpoint holds; others are not looked at.
+
+        Raises:
+            PolicyError: for a scale that is not a finite float32 above 0, or a negative count.
+        """
+        state = self.start()
+        known = {name: saved[name] for name in state._fields if name in saved}
+        for name, value in known.items():
+            rounded = to_float32(value) if is_number(value) else math.nan
+            if not (0.0 < rounded < math.inf if name == "scale" else rounded >= 0.0):
+                raise PolicyError(
+                    f"{name}={value!r} is no state to go on from: a scale must be a finite float32 above 0, "
+                    "a count not negative. Write scale=2.0**16, or 0 for a count."
+                )
+        restored: S = state._replace(**{name: float(value) for name, value in known.items()})
+        return restored
+
+    def _way_on(self) -> str:
+        """Say which settings keep this policy from giving up."""
+        return "another policy"

@@ -1,0 +1,47 @@
+"""A scale that never moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from preamp.checks import assign, positive, to_float32, warn_if_inexact
+from preamp.policy.base import Policy, Reading, State, Where, choose
+
+__all__ = ["Static"]
+
+
+@dataclass(frozen=True, repr=False)
+class Static(Policy[State]):
+    """One scale for ever. Steps that overflow are still skipped.
+
+    Args:
+        scale: what the loss is multiplied by. Kept in float32.
+
+    >>> policy = Static(128)
+    >>> policy.step(policy.start(), Reading(finite=False)).scale
+    128.0
+    """
+
+    scale: float = 2.0**16
+
+    def __post_init__(self) -> None:
+        positive("scale", self.scale, "Static(2.0**16)")
+        assign(self, scale=to_float32(float(self.scale)))
+        positive("scale", self.scale, "Static(2.0**16)")  # again: in float32 1e39 is inf
+        warn_if_inexact("scale", self.scale)
+
+    def start(self) -> State:
+        return State(self.scale, 0.0, 0.0)
+
+    def restore(self, saved: Mapping[str, Any]) -> State:
+        """Return the state that saved numbers describe, at this policy's own scale."""
+        return Policy.restore(self, saved)._replace(scale=self.scale)
+
+    def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
+        return State(
+            state.scale,
+            good=where(reading.finite, state.good + 1.0, 0.0),
+            bad=where(reading.finite, 0.0, state.bad + 1.0),
+        )
