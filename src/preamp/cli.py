@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -33,7 +32,7 @@ from preamp.lab import Precision, Task
 from preamp.policy import Dynamic, Policy, Static, Tolerant
 from preamp.simulate import simulate as play
 from preamp.trace import Trace
-from preamp.words import power, sparkline, spread
+from preamp.words import power, sparkline
 
 if TYPE_CHECKING:
     from preamp.lab.problem import Problem
@@ -151,6 +150,7 @@ def train(
     """
     import preamp.report  # noqa: F401  # what is missing is said before the work, not after
     from preamp.lab import data as tables
+    from preamp.lab.results import grouped, row
     from preamp.lab.runs import TASKS, find_loop, plans, write_summary
 
     make_loop = find_loop(framework)
@@ -166,7 +166,7 @@ def train(
         out.print("Interrupted before the first step. Nothing was written.")
         return INTERRUPTED
     with _until_done():
-        rows = [_training_row(group) for group in _grouped(runs)]
+        rows = [row(group) for group in grouped(runs)]
         write_summary(out_dir / "summary.json", problem, framework, runs)
         _write_training_report(out_dir / "report.html", problem, runs, rows)
     _print_table(rows)
@@ -392,12 +392,13 @@ def _until_done() -> Iterator[None]:
 
 
 def _write_training_report(path: Path, problem: Problem, runs: list[Run], rows: list[Row]) -> None:
+    from preamp.lab.results import grouped, sentence
     from preamp.report import Strip, write_report
 
     strips = []
     if problem.table.picture and problem.task == "autoencoder":
         shown = [int((problem.table.test_labels == label).argmax()) for label in range(problem.table.classes)]
-        answers = {"original": problem.table.test, **{g[0].plan.name: g[0].outputs for g in _grouped(runs)}}
+        answers = {"original": problem.table.test, **{g[0].plan.name: g[0].outputs for g in grouped(runs)}}
         shape = (-1, *problem.table.picture)
         strips = [Strip(name, images[shown].reshape(shape)) for name, images in answers.items()]
     write_report(
@@ -406,7 +407,7 @@ def _write_training_report(path: Path, problem: Problem, runs: list[Run], rows: 
         lead=[
             "The same network, first weights and batches in every run. Low precision means what it does on "
             "a tensor core: values and gradients are stored in it, sums are made in float32.",
-            *map(_sentence, _grouped(runs)),
+            *map(sentence, grouped(runs)),
         ],
         strips=strips,
         strips_title="Test digits as each run redraws them",
@@ -425,43 +426,6 @@ def _curve(name: str, trace: Trace) -> Curve:
     return Curve(name, trace, color, is_reference=precision == "float32")
 
 
-def _sentence(runs: list[Run]) -> str:
-    """Say in words what came of the runs of one name."""
-    steps = [step for run in runs for step in run.trace]
-    zeros = [step.zeros for step in steps if step.zeros is not None]
-    parts = [f"{name} {value}" for name, value in _quality(runs).items()]
-    if zeros:
-        parts.append(f"{100 * median(zeros):.0f} % of the gradient entries of its weights are exactly zero")
-    if runs[0].plan.policy and steps:
-        low, high = (power(pick(step.scale for step in steps)) for pick in (min, max))
-        moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
-        skipped = sum(step.skipped for step in steps)
-        parts.append(f"{skipped:,} of {len(steps):,} steps skipped while the scale {moved}")
-    if any(run.trace.stopped for run in runs):
-        parts.append("stopped early")
-    return f"{runs[0].plan.name}: {', '.join(parts)}."
-
-
-def _quality(runs: list[Run]) -> Row:
-    accuracies = [run.test_accuracy for run in runs if run.test_accuracy is not None]
-    if accuracies:
-        return {"test accuracy": spread(accuracies)}
-    return {"test error": spread([run.test_error for run in runs])}
-
-
-def _training_row(runs: list[Run]) -> Row:
-    summaries = [run.trace.summary() for run in runs]
-    scales = ", ".join(dict.fromkeys(power(summary.final_scale) for summary in summaries))
-    return {
-        "run": runs[0].plan.name,
-        **_quality(runs),
-        "steps": f"{sum(summary.steps for summary in summaries):,}",
-        "skipped": f"{sum(summary.skipped for summary in summaries):,}",
-        "scale": scales if runs[0].plan.policy else "-",
-        "seconds": f"{sum(run.seconds for run in runs):.1f}",
-    }
-
-
 def _scale_row(name: str, trace: Trace) -> Row:
     summary = trace.summary()
     return {
@@ -473,11 +437,6 @@ def _scale_row(name: str, trace: Trace) -> Row:
         "highest": power(summary.max_scale),
         "final": power(summary.final_scale),
     }
-
-
-def _grouped(runs: list[Run]) -> list[list[Run]]:
-    names = dict.fromkeys(run.plan.name for run in runs)
-    return [[run for run in runs if run.plan.name == name] for name in names]
 
 
 def _footer(lines: Iterable[str]) -> str:

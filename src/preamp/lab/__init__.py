@@ -1,7 +1,7 @@
 """Small real trainings: what the command line runs and the documentation shows.
 
 One problem per file (`autoencoder`, `classify`), one loop per framework (`torch_loop`); `runs` puts them
-together. This room refuses to know how its results are shown.
+together, `results` puts them in rows and words. This room refuses to know how they are drawn.
 """
 
 from typing import Literal, TypeAlias
