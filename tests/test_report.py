@@ -107,7 +107,14 @@ def test_extreme_numbers_can_be_drawn():
         Step(1, float("inf"), True, False, loss=-1.7e308, new_scale=1.0),
     ]
     for figure in (loss_figure, scale_figure):
-        assert figure([Curve("_extreme", Trace(steps))]).startswith("<svg")
+        assert figure([Curve("extreme", Trace(steps))]).startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("_first", "\u2017first"), ("$2^", "$2^"), ("x" * 300, "x" * 39 + "…"), ("名", "名")]
+)
+def test_any_name_stands_in_the_legend(name, shown):
+    assert shown in loss_figure([Curve(name, Trace([Step(0, 1.0, True, False, loss=1.0)]))])
 
 
 def test_a_scale_that_stays_has_one_tick_for_each_power():

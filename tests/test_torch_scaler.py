@@ -79,25 +79,28 @@ def loss() -> torch.Tensor:
     return torch.nn.Parameter(torch.ones(2)).sum()
 
 
-def stepped_twice(scaler: AnyScaler) -> None:
+def backward(scaler: AnyScaler) -> torch.optim.Optimizer:
     training = Training(scaler)
     scaler.scale(training.model(torch.ones(1, 3)).sum()).backward()
-    scaler.step(training.optimizer)
-    scaler.step(training.optimizer)
+    return training.optimizer
+
+
+def stepped_twice(scaler: AnyScaler) -> None:
+    optimizer = backward(scaler)
+    scaler.step(optimizer)
+    scaler.step(optimizer)
 
 
 def unscaled_twice(scaler: AnyScaler) -> None:
-    training = Training(scaler)
-    scaler.scale(training.model(torch.ones(1, 3)).sum()).backward()
-    scaler.unscale_(training.optimizer)
-    scaler.unscale_(training.optimizer)
+    optimizer = backward(scaler)
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
 
 
 def unscaled_after_step(scaler: AnyScaler) -> None:
-    training = Training(scaler)
-    scaler.scale(training.model(torch.ones(1, 3)).sum()).backward()
-    scaler.step(training.optimizer)
-    scaler.unscale_(training.optimizer)
+    optimizer = backward(scaler)
+    scaler.step(optimizer)
+    scaler.unscale_(optimizer)
 
 
 def stepped_without_gradients(scaler: AnyScaler) -> None:
@@ -127,9 +130,7 @@ def half_gradients(scaler: AnyScaler) -> None:
 
 
 def pickled_between_step_and_update(scaler: AnyScaler) -> None:
-    training = Training(scaler)
-    scaler.scale(training.model(torch.ones(1, 3)).sum()).backward()
-    scaler.step(training.optimizer)
+    scaler.step(backward(scaler))
     pickle.dumps(scaler)
 
 
@@ -482,3 +483,14 @@ def test_a_scaler_with_a_recording_trace_can_be_copied(tmp_path):
         twin.step(INF)
     assert twin.scaler.state_dict() == training.scaler.state_dict()
     assert len(Trace.read(tmp_path / "trace.jsonl")) == 2
+
+
+@pytest.mark.parametrize("scale", [0.0, INF, NAN])
+def test_a_ruinous_scale_written_by_other_code_reaches_no_parameter(scale):
+    training = Training(ours())
+    training.step()
+    before = training.values()
+    training.scaler._scale.fill_(scale)
+    with pytest.raises(PolicyError, match="scale="):
+        training.step()
+    assert training.values() == before

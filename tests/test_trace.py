@@ -288,6 +288,7 @@ def test_a_file_that_is_there_is_neither_lost_nor_mixed_up(tmp_path: Path) -> No
         Trace(path=path)
     with Trace(path=path, mode="append", seed=2) as trace:
         assert list(trace) == [first]
+        assert trace.about == {"name": "one", "seed": 1}
         trace(second)
     assert list(Trace.read(path)) == [first, second]
     assert Trace.read(path).stopped is None

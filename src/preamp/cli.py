@@ -172,7 +172,7 @@ def train(
     _print_table(rows)
     if seeds > 1:
         out.print(f"Median and range of {seeds} seeds; steps, skipped steps and seconds are sums.")
-    _print_stops((f"{run.plan.name}, seed {run.plan.seed}", run.trace) for run in runs)
+    _print_lines(_stops((f"{run.plan.name}, seed {run.plan.seed}", run.trace) for run in runs))
     _print_open(out_dir / "report.html")
     return INTERRUPTED if interrupted else 0
 
@@ -213,15 +213,18 @@ def simulate(
         source = f"invented, each step with a chance of {rate:g}"
     rules = _rules(policy, dialect)
     traces = {name: play(rule, overflows) for name, rule in rules.items()}
-    _print_table([_scale_row(name, one) | {"trend": sparkline(one)} for name, one in traces.items()])
-    _print_stops(traces.items())
+    rows = [_scale_row(name, one) for name, one in traces.items()]
+    trends = [{"trend": sparkline(one)} for one in traces.values()]
+    stops = _stops(traces.items())
+    _print_table([row | trend for row, trend in zip(rows, trends, strict=True)])
+    _print_lines(stops)
     out_file.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         out_file,
         title="The same overflows, other rules",
-        lead=[f"{len(overflows):,} steps, {sum(overflows):,} of which overflow: {source}."],
+        lead=[f"{len(overflows):,} steps, {sum(overflows):,} of which overflow: {source}.", *stops],
         curves=[Curve(name, one) for name, one in traces.items()],
-        table=[_scale_row(name, one) for name, one in traces.items()],
+        table=rows,
         footer=_footer(f"{name}: {rule!r}" for name, rule in rules.items()),
     )
     _print_open(out_file)
@@ -250,7 +253,7 @@ def report(
     write_report(
         out_file,
         title="What loss scaling did",
-        lead=[f"{name} stopped early: {one.stopped}" for name, one in named.items() if one.stopped],
+        lead=_stops(named.items()),
         curves=[_curve(name, one) for name, one in named.items()],
         table=rows,
         footer=_footer(map(str, traces)),
@@ -443,10 +446,13 @@ def _footer(lines: Iterable[str]) -> str:
     return f"preamp {__version__}. " + ". ".join(dict.fromkeys(lines))
 
 
-def _print_stops(traces: Iterable[tuple[str, Trace]]) -> None:
-    for name, trace in traces:
-        if trace.stopped:
-            out.print(f"{name} stopped: {trace.stopped}")
+def _stops(traces: Iterable[tuple[str, Trace]]) -> list[str]:
+    return [f"{name} stopped: {trace.stopped}" for name, trace in traces if trace.stopped]
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        out.print(line)
 
 
 def _print_open(path: Path) -> None:

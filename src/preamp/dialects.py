@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic, ParamSpec
 
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
@@ -96,6 +97,11 @@ class Dialect(Policy[Any], Generic[P]):
 def dialect(system: str, odd: str) -> Callable[[Callable[P, Policy[Any]]], Dialect[P]]:
     """Turn a function of a system's own arguments into a `Dialect`."""
     return lambda make: Dialect(make, system, odd)
+
+
+def _but(policy: Any, **settings: Any) -> Policy[Any]:
+    """Return a system's policy where another system differs from it only in some settings."""
+    return replace(policy, **settings)
 
 
 @dialect("torch.amp.GradScaler, torch 2.13", "No floor: enough overflows in a row take the scale to 0.")
@@ -185,18 +191,18 @@ def DEEPSPEED_016(
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=init_scale,
+    return _but(
+        DEEPSPEED(
+            init_scale=init_scale,
+            scale_window=scale_window,
+            min_scale=min_scale,
+            hysteresis=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            raise_error_at_min_scale=raise_error_at_min_scale,
+        ),
+        growth_delay=0,
         growth_factor=scale_factor,
         backoff_divisor=scale_factor,
-        growth_interval=scale_window,
-        hysteresis=hysteresis,
-        hysteresis_reset=("clean",) if consecutive_hysteresis else ("growth",),
-        min_scale=min_scale,
-        max_scale=None,
-        at_floor="raise" if raise_error_at_min_scale else "hold",
-        bounds="moves",
-        scale_dtype="float64",
         factor_dtype="float64",
     )
 
@@ -205,14 +211,12 @@ def DEEPSPEED_016(
 def DEEPSPEED_FUSED(
     *, init_scale: float = 2.0**16, scale_window: int = 1000, min_scale: float = 1.0
 ) -> Policy[Any]:
-    return Dynamic(
+    return DEEPSPEED(
         init_scale=init_scale,
-        growth_interval=scale_window,
-        growth_delay=1,
+        scale_window=scale_window,
         min_scale=min_scale,
-        max_scale=None,
-        bounds="moves",
-        scale_dtype="float64",
+        hysteresis=1,
+        raise_error_at_min_scale=False,
     )
 
 
@@ -272,19 +276,13 @@ def NEMO(
     growth_interval: int = 2000,
     hysteresis: int = 1,
 ) -> Policy[Any]:
-    return Dynamic(
+    rule = TORCH(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        hysteresis=hysteresis,
-        hysteresis_reset=("clean",),
-        min_scale=None,
-        max_scale=FLOAT32_MAX,
-        at_ceiling="refuse",
-        bounds="moves",
-        factor_dtype="float64",
     )
+    return _but(rule, hysteresis=hysteresis)
 
 
 @dialect(
@@ -330,16 +328,14 @@ def COLOSSALAI(
     max_scale: float | None = None,
     hysteresis: int = 2,
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=initial_scale,
+    rule = MEGATRON(
+        initial_scale=initial_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         hysteresis=hysteresis,
-        hysteresis_reset=("growth",),
-        min_scale=min_scale or None,
-        max_scale=max_scale or None,
     )
+    return _but(rule, min_scale=min_scale or None, max_scale=max_scale or None, bounds="strict")
 
 
 @dialect("flax DynamicScale, flax 0.12", "Grows after growth_interval + 1 clean steps, not growth_interval.")
@@ -387,15 +383,8 @@ def JMP(
 def MPX(
     *, loss_scaling: float = 2.0**15, min_loss_scaling: float = 1.0, factor: float = 2.0, period: int = 2000
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=loss_scaling,
-        growth_factor=factor,
-        backoff_divisor=factor,
-        growth_interval=period,
-        min_scale=min_loss_scaling,
-        max_scale=65504.0,
-        bounds="always",
-    )
+    rule = JMP(loss_scale=loss_scaling, period=period, factor=factor, min_loss_scale=min_loss_scaling)
+    return _but(rule, max_scale=65504.0, at_ceiling="clamp", bounds="always")
 
 
 @dialect("Paddle amp.GradScaler, paddlepaddle 3.3", "Takes n overflows for each backoff; no floor.")
@@ -431,18 +420,14 @@ def PADDLE_STATIC(
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=init_loss_scaling,
-        growth_factor=incr_ratio,
-        backoff_factor=decr_ratio,
-        growth_interval=incr_every_n_steps,
-        hysteresis=decr_every_n_nan_or_inf,
-        hysteresis_reset=("clean", "backoff"),
-        min_scale=1.0,
-        max_scale=FLOAT32_MAX,
-        at_ceiling="refuse",
-        bounds="moves",
+    rule = PADDLE(
+        init_loss_scaling=init_loss_scaling,
+        incr_ratio=incr_ratio,
+        decr_ratio=decr_ratio,
+        incr_every_n_steps=incr_every_n_steps,
+        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
     )
+    return _but(rule, min_scale=1.0, max_scale=FLOAT32_MAX, at_ceiling="refuse")
 
 
 @dialect(
@@ -469,16 +454,7 @@ def MINDSPORE(
 def MINDSPORE_AMP(
     *, scale_value: float = 2.0**24, scale_factor: int = 2, scale_window: int = 2000
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=scale_value,
-        growth_factor=scale_factor,
-        backoff_divisor=scale_factor,
-        growth_interval=scale_window,
-        min_scale=1.0,
-        max_scale=FLOAT32_MAX,
-        at_ceiling="refuse",
-        bounds="moves",
-    )
+    return JMP(loss_scale=scale_value, period=scale_window, factor=scale_factor)
 
 
 @dialect("OneFlow GradScaler", "Floor 1; clamps at float32's maximum instead of refusing to grow.")
@@ -489,16 +465,13 @@ def ONEFLOW(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
 ) -> Policy[Any]:
-    return Dynamic(
+    rule = TORCH(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        min_scale=1.0,
-        max_scale=FLOAT32_MAX,
-        bounds="moves",
-        factor_dtype="float64",
     )
+    return _but(rule, min_scale=1.0, at_ceiling="clamp")
 
 
 @dialect(

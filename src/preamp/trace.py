@@ -85,7 +85,7 @@ class Trace:
         steps: steps to begin with.
         path: a file that each step is written to as it is recorded.
         mode: what to do with a file that is there. "new" refuses it, so that no record is lost by
-            starting again; "append" reads it and goes on; "replace" forgets it.
+            starting again; "append" reads it and goes on, described as it was; "replace" forgets it.
         **about: anything JSON can hold that describes the run; the first line of the file.
 
     Attributes:
@@ -145,7 +145,7 @@ class Trace:
             )
         if is_there and mode == "append":
             before = Trace.read(path)
-            self._rows, self.about = before._rows, {**before.about, **self.about}
+            self._rows, self.about = before._rows, before.about
             return path.open("a", encoding="utf-8", buffering=1)
         head = _head(self.about)
         file = path.open("w", encoding="utf-8", buffering=1)  # line buffered: whole lines reach the file

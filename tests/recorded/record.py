@@ -2,8 +2,9 @@ r"""Record what the dynamic loss scalers of other systems do, as plain numbers i
 
 The tests replay this recording through `preamp.dialects`, so they need none of these systems. This
 file decides which settings meet which overflow scripts, and how each original is driven; it knows
-no rule of any scaler, and nothing of preamp. Run it only to extend or renew the recording, on
-Python 3.11, in an environment of its own; no accelerator is needed:
+no rule of any scaler, and nothing of preamp. It is long because it holds every system's settings.
+Run it only to extend or renew the recording, on Python 3.11, in an environment of its own; no
+accelerator is needed:
 
     pip install torch==2.13.0
     pip install numpy==2.2.6 jax==0.10.2 equinox==0.13.8 optax==0.2.8 jaxtyping scipy httpx \

@@ -71,7 +71,7 @@ def loss_figure(curves: Sequence[Curve]) -> str:
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
         width = 3.5 if curve.is_reference else 1.5
-        axes.plot(*_averaged(curve.trace, lambda step: step.loss), label=curve.name, linewidth=width, **style)
+        axes.plot(*_averaged(curve.trace, lambda step: step.loss), linewidth=width, **style)
 
     return _svg(curves, "loss", draw)
 
@@ -81,7 +81,7 @@ def zeros_figure(curves: Sequence[Curve]) -> str:
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
         steps, shares = _averaged(curve.trace, lambda step: step.zeros)
-        axes.plot(steps, [100.0 * share for share in shares], label=curve.name, **style)
+        axes.plot(steps, [100.0 * share for share in shares], **style)
         axes.set_ylim(0.0, 100.0)
 
     return _svg(curves, "gradient entries that are zero, %", draw)
@@ -91,7 +91,7 @@ def scale_figure(curves: Sequence[Curve]) -> str:
     """Return the loss scale in powers of two, with a mark for every skipped step."""
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
-        axes.step(*_moves(curve.trace), where="post", label=curve.name, **style)
+        axes.step(*_moves(curve.trace), where="post", **style)
         skipped = [(s.index, exponent(s.scale)) for s in curve.trace if s.skipped]
         marks = skipped[:: max(1, math.ceil(len(skipped) / MOST_MARKS))]
         if marks:
@@ -120,22 +120,22 @@ def _svg(curves: Sequence[Curve], title: str, draw: Callable[[Axes, Curve, Style
 
 
 def _styles(curves: Sequence[Curve]) -> dict[str, Style]:
-    """Return a colour and dashes for every name."""
+    """Return a label, a colour and dashes for every name."""
     others = ({"color": color, "linestyle": line} for line in cycle(("-", "--", ":")) for color in COLORS)
     colors = {curve.name: curve.color for curve in curves}
-    return {name: {"color": color} if color else next(others) for name, color in colors.items()}
+    looks = {name: {"color": color} if color else next(others) for name, color in colors.items()}
+    return {name: {"label": _legible(name), **look} for name, look in looks.items()}
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
-    """Name each curve once: inside the figure if they are few, else below it."""
+    """Name each look once: inside the figure if they are few, else below it."""
     lines, names = axes.get_legend_handles_labels()
-    named = dict(zip(reversed(names), reversed(lines), strict=True))
-    handles, labels = list(named.values())[::-1], [_legible(name) for name in named][::-1]
+    named = dict(zip(names, lines, strict=True))
     if len(named) <= MOST_NAMES_INSIDE:
-        axes.legend(handles, labels, fontsize=9.5, framealpha=0.8)
+        axes.legend(named.values(), named, fontsize=9.5, framealpha=0.8)
         return
     figure.set_figheight(SIZE_INCHES[1] + 0.18 * math.ceil(len(named) / 3))
-    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3)
+    figure.legend(named.values(), named, fontsize=8, loc="outside lower center", ncols=3)
 
 
 def _legible(name: str) -> str:

@@ -104,12 +104,18 @@ class GradScaler(torch.amp.GradScaler):
 
         Returns:
             What `optimizer.step` returns, None when it was skipped. `last_step.skipped` tells them apart.
+
+        Raises:
+            PolicyError: if other code wrote a scale of 0, inf or NaN. No parameter was changed.
+            AssertionError: as PyTorch, when there is nothing to check.
+            RuntimeError: as PyTorch, for a second call before `update`, and for `closure=`.
         """
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        self._adopt()
         result = super().step(optimizer, *args, **kwargs)
-        if self._enabled:
-            self._adopt()
-            finite = _all_finite(self._per_optimizer_states[id(optimizer)])
-            self.last_step = Step(self._steps_seen, self._state.scale, finite, skipped=not finite)
+        finite = _all_finite(self._per_optimizer_states[id(optimizer)])
+        self.last_step = Step(self._steps_seen, self._state.scale, finite, skipped=not finite)
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -213,6 +219,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is not None and self._growth_tracker is not None:
             scale, good = self._scale.item(), self._growth_tracker.item()
             if (scale, good) != (self._init_scale, self._init_growth_tracker):
+                self.policy.restore({"scale": scale, "good": good})  # refuses what would ruin gradients
                 self._state = self._state._replace(scale=scale, good=float(good))
 
     def _mirror(self) -> None:
