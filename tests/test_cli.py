@@ -162,6 +162,7 @@ def test_simulate_compares_rules_on_a_recorded_trace(tmp_path):
         assert f" {name} " in done.stdout
     assert done.stdout.count(" 20 ") == 2
     assert "deepspeed stopped: the gradients overflowed at a loss scale of 1 " in done.stdout
+    assert "write at_floor='hold' or a lower min_scale" in " ".join(done.stdout.split())
     assert "<svg" in (tmp_path / "s.html").read_text()
     assert max(map(len, done.stdout.splitlines())) <= 80
 

@@ -93,6 +93,9 @@ class Dialect(Policy[Any], Generic[P]):
     def starved(self, state: Any, after: Any, reading: Reading, where: Where = choose) -> Any:
         return self.policy.starved(state, after, reading, where)
 
+    def _way_on(self) -> str:
+        return self.policy._way_on()
+
 
 def dialect(system: str, odd: str) -> Callable[[Callable[P, Policy[Any]]], Dialect[P]]:
     """Turn a function of a system's own arguments into a `Dialect`."""
