@@ -94,6 +94,13 @@ def test_every_skipped_step_is_marked():
     )
 
 
+def test_of_very_many_skipped_steps_some_are_marked_and_the_title_says_so():
+    few, many = ([Curve("a", Trace([Step(i, 8.0, False, True) for i in range(n)]))] for n in (200, 2000))
+    assert "some of the skipped steps" not in scale_figure(few)
+    assert "some of the skipped steps" in scale_figure(many)
+    assert scale_figure(many).count("<use") < 300
+
+
 @pytest.mark.parametrize("figure", [loss_figure, zeros_figure, scale_figure])
 @settings(max_examples=12, deadline=None)
 @given(trace=traces)

@@ -27,7 +27,7 @@ __all__ = ["Curve", "loss_figure", "scale_figure", "zeros_figure"]
 
 SIZE_INCHES = (5.2, 3.3)
 MOST_POINTS = 400
-MOST_MARKS = 300
+MOST_MARKS = 200
 MOST_NAMES_INSIDE = 5
 LONGEST_NAME = 40
 HUGE = 1e30  # beyond, an axis cannot be drawn
@@ -88,18 +88,23 @@ def zeros_figure(curves: Sequence[Curve]) -> str:
 
 
 def scale_figure(curves: Sequence[Curve]) -> str:
-    """Return the loss scale in powers of two, with a mark for every skipped step."""
+    """Return the loss scale in powers of two, with a mark for every skipped step.
+
+    Of more than `MOST_MARKS` skipped steps some are marked, and the title says so.
+    """
+    every = max(1, math.ceil(sum(step.skipped for c in curves for step in c.trace) / MOST_MARKS))
+    title = f"loss scale (▾ {'skipped step' if every == 1 else 'some of the skipped steps'})"
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
         axes.step(*_moves(curve.trace), where="post", **style)
         skipped = [(s.index, exponent(s.scale)) for s in curve.trace if s.skipped]
-        marks = skipped[:: max(1, math.ceil(len(skipped) / MOST_MARKS))]
+        marks = skipped[::every]
         if marks:
             axes.plot(*zip(*marks, strict=True), "v", color="#222222", markersize=5, zorder=3)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
 
-    return _svg(curves, "loss scale (▾ skipped step)", draw)
+    return _svg(curves, title, draw)
 
 
 def _svg(curves: Sequence[Curve], title: str, draw: Callable[[Axes, Curve, Style], None]) -> str:
