@@ -103,11 +103,6 @@ def unscaled_after_step(scaler: AnyScaler) -> None:
     scaler.unscale_(optimizer)
 
 
-def stepped_without_gradients(scaler: AnyScaler) -> None:
-    scaler.scale(loss())
-    scaler.step(Training(scaler).optimizer)
-
-
 def updated_without_a_check(scaler: AnyScaler) -> None:
     scaler.scale(loss())
     scaler.update()
@@ -121,12 +116,6 @@ def updated_with_two_numbers(scaler: AnyScaler) -> None:
 def updated_with_a_parameter(scaler: AnyScaler) -> None:
     scaler.scale(loss())
     scaler.update(torch.nn.Parameter(torch.tensor(4.0)))
-
-
-def half_gradients(scaler: AnyScaler) -> None:
-    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-    scaler.scale(weight.sum()).backward()
-    scaler.unscale_(torch.optim.SGD([weight]))
 
 
 def pickled_between_step_and_update(scaler: AnyScaler) -> None:
@@ -143,16 +132,13 @@ def pickled_between_step_and_update(scaler: AnyScaler) -> None:
         lambda scaler: scaler.update(4.0),
         updated_with_two_numbers,
         updated_with_a_parameter,
-        lambda scaler: scaler.step(Training(scaler).optimizer, closure=None),
         lambda scaler: scaler.scale(3.0),
         lambda scaler: scaler.load_state_dict({}),
         lambda scaler: scaler.load_state_dict({"scale": 1.0}),
         stepped_twice,
         unscaled_twice,
         unscaled_after_step,
-        stepped_without_gradients,
         updated_without_a_check,
-        half_gradients,
         pickled_between_step_and_update,
     ],
 )

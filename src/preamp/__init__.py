@@ -12,6 +12,7 @@ from preamp.errors import (
     PreampError,
     Starved,
     TraceError,
+    UsageError,
 )
 from preamp.policy import Dynamic, Moving, Policy, Reading, State, Static, Tolerant, TolerantState
 from preamp.simulate import simulate
@@ -36,6 +37,7 @@ __all__ = [
     "TolerantState",
     "Trace",
     "TraceError",
+    "UsageError",
     "__version__",
     "dialects",
     "simulate",

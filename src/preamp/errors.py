@@ -4,6 +4,7 @@
 PreampError
 ├── PolicyError    (ValueError)    a policy setting that cannot work
 ├── Starved        (RuntimeError)  the scale is at its floor and the gradients still overflow
+├── UsageError     (RuntimeError)  a call that cannot work at this place
 ├── TraceError     (ValueError)    a trace file that cannot be read, with the line
 ├── DataError      (ValueError)    a user's table that cannot be trained on, with the line
 └── MissingExtra   (ImportError)   an optional dependency is absent, with the line that installs it
@@ -25,6 +26,7 @@ __all__ = [
     "PreampError",
     "Starved",
     "TraceError",
+    "UsageError",
 ]
 
 
@@ -49,6 +51,10 @@ class Starved(PreampError, RuntimeError):
         super().__init__(message)
         self.scale = scale
         self.overflows = overflows
+
+
+class UsageError(PreampError, RuntimeError):
+    """A call that cannot work at this place."""
 
 
 class TraceError(PreampError, ValueError):

@@ -68,7 +68,7 @@ class TorchLoop:
             start = time.perf_counter()
             loss = self._loss(inputs[rows], labels[rows])
             self.optimizer.zero_grad()
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss).backward()
             zeros = self._zeros() if index % ZEROS_EVERY == 0 else None
             self.scaler.step(self.optimizer)
             gives_up = self._update()

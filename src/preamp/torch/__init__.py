@@ -8,5 +8,6 @@ except ImportError as error:
     raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
 
 from preamp.torch.scaler import GradScaler
+from preamp.torch.sharded import ShardedGradScaler
 
-__all__ = ["GradScaler"]
+__all__ = ["GradScaler", "ShardedGradScaler"]

@@ -1,40 +1,49 @@
 """`torch.amp.GradScaler` on a preamp policy.
 
-This room owns PyTorch's idiom: one object between the loss and the optimizer. Its arithmetic, its checks
-and their messages are PyTorch's own; what decides the next scale is the policy. It refuses to know any rule.
-
-The policy advances on the host, on Python floats. PyTorch's two state tensors are kept as mirrors, for
-the kernels and for code that reads them.
+This room owns PyTorch's idiom: one object between the loss and the optimizer. Its call order, checks and
+messages are PyTorch's own; what decides the next scale is the policy. It refuses to know any rule. One
+optimizer's step is made in `stepping`, the policy's state is kept in `loss_scale`.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from preamp.checks import to_float32
-from preamp.dialects import Dialect
-from preamp.errors import InexactScale, PolicyError
-from preamp.policy import Dynamic, Policy, Reading
+from preamp.checks import is_number
+from preamp.errors import PolicyError, Starved
+from preamp.policy import Dynamic, Policy
+from preamp.torch.agreement import Agreement
+from preamp.torch.culprits import backward_order
+from preamp.torch.loss_scale import SETTINGS, LossScale, gives_up
+from preamp.torch.optimizers import is_fused, takes_scaler
+from preamp.torch.outcome import Outcome, step_of
+from preamp.torch.readings import Readings
+from preamp.torch.stepping import Clip, Ledger, Stepping, fresh
+from preamp.torch.structure import map_tensors
+from preamp.torch.watch import Watch
 from preamp.trace import Step
 
 __all__ = ["GradScaler"]
 
 
 def _setting(name: str) -> Any:
-    """Return a property that shows a setting of the policy; a policy without it shows the usual value."""
+    """Return a property that shows a setting of the policy, and of a disabled scaler its argument."""
     return property(
-        lambda scaler: getattr(scaler.policy, name, getattr(Dynamic, name)),
+        lambda scaler: scaler._loss_scale.setting(name) if scaler._enabled else scaler._settings[name],
         lambda scaler, value: scaler._set(name, value),
     )
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(Stepping):
     """Scale the loss, unscale the gradients, skip the steps that overflowed, move the scale.
 
     A drop-in for `torch.amp.GradScaler`: same arguments, methods, call order, `state_dict` and errors.
@@ -47,10 +56,16 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: what a growth multiplies the scale by.
         backoff_factor: what an overflow multiplies the scale by.
         growth_interval: clean steps in a row before the scale grows.
-        enabled: False makes every method a no-op and `step` a plain `optimizer.step`.
+        enabled: False makes every method a no-op and `step` a plain `optimizer.step`, clipped if asked.
         policy: any preamp policy or dialect, instead of the four settings above.
         on_step: called with a `Step` at the end of every `update` that ends a step. A `Trace` is such
-            a callable.
+            a callable. On an accelerator this costs one read a step.
+        process_group: the ranks that hold different gradients of one model (tensor, pipeline or fully
+            sharded parallel), so that all of them skip together. DDP needs none, and DTensors know theirs.
+        reduce: instead of a group, a function that sums a float64 tensor of shape [2] over ranks.
+        capturable: read nothing, ever: for `torch.compile(fullgraph=True)` and CUDA graphs. The state
+            stays on the device, `last_step` is read when it is asked for, and a step that must not happen
+            is taken back by a `where`, unless the optimizer is fused.
 
     Attributes:
         policy: the rule in force.
@@ -68,10 +83,10 @@ class GradScaler(torch.amp.GradScaler):
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
     >>> scaler = GradScaler("cpu", init_scale=8.0)
     >>> scaler.scale(2 * weight.sum()).backward()
-    >>> scaler.step(optimizer)
+    >>> scaler.step(optimizer, max_norm=1.0)
     >>> scaler.update()
-    >>> weight.item(), scaler.last_step.skipped, scaler.get_scale()
-    (0.0, False, 8.0)
+    >>> weight.item(), scaler.last_step.skipped, scaler.last_step.grad_norm, scaler.get_scale()
+    (0.5, False, 2.0, 8.0)
     """
 
     def __init__(
@@ -85,22 +100,129 @@ class GradScaler(torch.amp.GradScaler):
         *,
         policy: Policy[Any] | None = None,
         on_step: Callable[[Step], object] | None = None,
+        process_group: Any = None,
+        reduce: Callable[[Tensor], Tensor | None] | None = None,
+        capturable: bool = False,
     ) -> None:
         if on_step is not None and not callable(on_step):
             raise PolicyError(
                 f"on_step={on_step!r} cannot be called. Write on_step=Trace(), or any function."
             )
-        settings = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self.policy = _policy(policy, dict(zip(_SETTINGS, settings, strict=True))) if enabled else Dynamic()
-        self._state = self.policy.start()
-        self._owns_rule = policy is None
-        self._steps_seen = 0
+        self._device, self._enabled = device, enabled and _is_there(device)
+        values = (init_scale, growth_factor, backoff_factor, growth_interval)
+        self._settings = dict(zip(SETTINGS, values, strict=True))
+        self._loss_scale = LossScale(*((policy, self._settings) if self._enabled else (Dynamic(), {})))
+        self._readings = Readings(Agreement(process_group, reduce))
+        self._capturable = capturable
+        self._gives_up = gives_up(self._loss_scale.policy)
+        if capturable and (on_step is not None or self._gives_up):
+            reason = (
+                f"on_step={on_step!r}" if on_step is not None else f"policy={policy!r}, which may give up,"
+            )
+            raise PolicyError(
+                f"capturable=True reads nothing, but {reason} needs a read at every step. "
+                "Write only one of them; scaler.last_step is read when you ask for it."
+            )
+        super().__init__()
         self.on_step = on_step
-        self.last_step: Step | None = None
-        super().__init__(device, **{name: getattr(self, f"_{name}") for name in _SETTINGS}, enabled=enabled)
+        self._per_optimizer_states: defaultdict[int, Ledger] = defaultdict(fresh)
+        self._last: Callable[[], Step] | Step | None = None
+        self._last_of: dict[int, Callable[[], Step]] = {}
+        self._steps_seen: Any = 0  # a tensor if capturable
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale if that was not done yet, and step the optimizer unless a gradient is not finite.
+    @property
+    def policy(self) -> Policy[Any]:
+        """The rule in force."""
+        return self._loss_scale.policy
+
+    @property
+    def last_step(self) -> Step | None:
+        """The latest `Step`. If its numbers lie on a device, they are read now."""
+        if callable(self._last):
+            self._last = self._last()
+        return self._last
+
+    def last_step_of(self, optimizer: Any) -> Step | None:
+        """Return one optimizer's part of the latest step; None if it took none."""
+        ledger = self._per_optimizer_states.get(id(optimizer), {})
+        if "outcome" in ledger:
+            return step_of([ledger["outcome"]], self._steps_seen, None)
+        step = self._last_of.get(id(optimizer))
+        return step() if step else None
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply by the scale: a tensor, or all tensors in lists, tuples, dicts and other iterables.
+
+        Returns:
+            The same structure; tensors of the dtype that a product with a float32 scalar has, and
+            float32 for float16, so that a scaled loss does not overflow.
+
+        Raises:
+            ValueError: as PyTorch, for what holds something else.
+        """
+        return map_tensors(self._times_scale, outputs) if self._enabled else outputs
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite.
+
+        Gradients of any float or complex dtype, sparse or not; one that two parameters or two
+        optimizers share is divided once. Only needed to look at gradients or change them: `step` does it
+        otherwise, and clips on the way if asked.
+
+        Raises:
+            AssertionError: as PyTorch, before the first `scale`.
+            RuntimeError: as PyTorch, for a second call before `update`.
+        """
+        if not self._enabled:
+            return
+        scale = self._require_scale("unscale_")
+        ledger = self._per_optimizer_states[id(optimizer)]
+        if ledger["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if ledger["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._loss_scale.adopt()
+        found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
+        flags = self._unscale_grads_(optimizer, self._inverse(scale), found_inf, True)
+        ledger["found_inf_per_device"], ledger["stage"] = flags, OptState.UNSCALED
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> Watch:
+        """Take each gradient's norm in backward, right when it is written; `step` then reads nothing.
+
+        Worth it with `max_norm` on a CPU. Call it once, after the optimizer has all its parameters.
+
+        Returns:
+            A handle whose `remove()` stops it.
+
+        Raises:
+            UsageError: where gradients are final only after communication (DDP, FSDP, DTensor).
+        """
+        return self._readings.watch(optimizer)
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step the optimizer unless a gradient is not finite; unscale and clip first.
+
+        One pass over the gradients gives their norm and tells whether all are finite; what they have to
+        be multiplied by reaches a fused optimizer as one number. Afterwards `.grad` holds what was applied
+        or, after a skipped step, the unscaled gradients.
+
+        Args:
+            optimizer: any optimizer, fused or not.
+            *args: for `optimizer.step`. A closure is evaluated with gradients that are unscaled and
+                checked each time; it has to call `scaler.scale(loss).backward()`.
+            max_norm: clip the unscaled gradients so that their global L2 norm is at most this.
+                `math.inf` only measures it.
+            max_value: clip every unscaled entry to [-max_value, max_value] before that.
+            **kwargs: for `optimizer.step`.
 
         Returns:
             What `optimizer.step` returns, None when it was skipped. `last_step.skipped` tells them apart.
@@ -108,21 +230,29 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             PolicyError: if other code wrote a scale of 0, inf or NaN. No parameter was changed.
             AssertionError: as PyTorch, when there is nothing to check.
-            RuntimeError: as PyTorch, for a second call before `update`, and for `closure=`.
+            RuntimeError: as PyTorch, for a second call before `update`.
+            UsageError: for a closure that does not scale its loss.
         """
+        clip = Clip(_limit("max_norm", max_norm), _limit("max_value", max_value))
         if not self._enabled:
-            return super().step(optimizer, *args, **kwargs)
-        self._adopt()
-        result = super().step(optimizer, *args, **kwargs)
-        finite = _all_finite(self._per_optimizer_states[id(optimizer)])
-        self.last_step = Step(self._steps_seen, self._state.scale, finite, skipped=not finite)
-        return result
+            return _step_disabled(optimizer, clip, args, kwargs)
+        self._require_scale("step")
+        ledger = self._per_optimizer_states[id(optimizer)]
+        if ledger["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if callable(args[0] if args else kwargs.get("closure")):
+            return self._step_with_closure(optimizer, ledger, clip, args, kwargs)
+        if is_fused(optimizer) and takes_scaler(type(optimizer)):  # type: ignore[arg-type]
+            return self._step_of_old_kind(optimizer, ledger, args, kwargs)
+        if self._stays_on_device(optimizer):
+            return self._step_on_device(optimizer, ledger, clip, args, kwargs)
+        return self._step_on_host(optimizer, ledger, clip, args, kwargs)
 
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None) -> None:
         """Advance the policy by what the optimizers of this iteration saw, or set a scale by hand.
 
         Args:
-            new_scale: the scale to go on with, as a float or a one-element tensor.
+            new_scale: the scale to go on with, as a number or a one-element tensor.
 
         Raises:
             AssertionError: as PyTorch, when no optimizer was unscaled or stepped.
@@ -131,23 +261,33 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
-        if new_scale is not None:
-            by_hand = self._by_hand(new_scale)
-            self._advance(all(map(_all_finite, checked)), bool(checked), lambda state, _: by_hand)
-            return
-        self._check_scale_growth_tracker("update")
-        if not checked:
+        self._require_scale("update")
+        ledgers = {key: one for key, one in self._per_optimizer_states.items() if one["found_inf_per_device"]}
+        if new_scale is None and not ledgers:
             raise AssertionError("No inf checks were recorded prior to update.")
-        self._adopt()
-        self._advance(all(map(_all_finite, checked)), True, self.policy.step)
+        outcomes = {key: one.get("outcome") or self._outcome_of_flags(one) for key, one in ledgers.items()}
+        if new_scale is None:
+            self._loss_scale.adopt()
+            self._advance(outcomes)
+        else:
+            self._loss_scale.set_scale(self._scale_by_hand(new_scale))
+            self._finish(outcomes)
+
+    def get_scale(self) -> float:
+        """Return the current scale, or 1.0 if scaling is disabled. Reads a device."""
+        return self._loss_scale.scale if self._enabled else 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return PyTorch's five entries and, where there is more to remember, one of ours."""
-        state = super().state_dict()
-        more = {name: value for name, value in self._state._asdict().items() if name not in ("scale", "good")}
-        if state and (self.on_step is not None or not self._five_entries_suffice()):
-            state["preamp_state"] = {**more, "steps": self._steps_seen}
+        if not self._enabled:
+            return {}
+        numbers = self._loss_scale.floats()._asdict()
+        state: dict[str, Any] = {"scale": self.get_scale()}
+        state |= {name: getattr(self, f"_{name}") for name in SETTINGS[1:]}
+        state["_growth_tracker"] = self._get_growth_tracker()
+        if self.on_step is not None or not self._loss_scale.five_numbers_suffice():
+            more = {name: value for name, value in numbers.items() if name not in ("scale", "good")}
+            state["preamp_state"] = {**more, "steps": int(self._steps_seen)}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -169,133 +309,168 @@ class GradScaler(torch.amp.GradScaler):
                 "from a disabled instance of GradScaler."
             )
         numbers = {"scale": state_dict["scale"]}
-        settings = {name: state_dict[name] for name in _SETTINGS[1:]}
+        settings = {name: state_dict[name] for name in SETTINGS[1:]}
         numbers |= {"good": state_dict["_growth_tracker"], **state_dict.get("preamp_state", {})}
-        state = self.policy.restore(numbers)
-        if self._owns_rule:
-            self.policy = _changed(self.policy, **settings)
-        self._state, self._steps_seen = state, int(numbers.get("steps", 0))
-        self._mirror()
+        self._loss_scale.restore(numbers, settings)
+        self._steps_seen = self._steps_seen * 0 + int(numbers.get("steps", 0))  # stays a tensor if it is one
 
-    def _by_hand(self, new_scale: float | torch.Tensor) -> Any:
-        """Return the state with a new scale, after PyTorch's own checks of it."""
-        if isinstance(new_scale, torch.Tensor):
-            scalar = new_scale.reshape(()) if new_scale.numel() == 1 else new_scale
-        else:
-            scalar = torch.tensor(float(new_scale), device=self._device)
-        scale = scalar.detach().item() if scalar.ndim == 0 else self._init_scale
-        self.policy.restore({"scale": scale})  # refuses what would ruin gradients
-        recorded = dict(self._per_optimizer_states)
-        super().update(scalar)  # refuses what is not a scalar of this device, and forgets the iteration
-        self._per_optimizer_states.update(recorded)
-        return self._state._replace(scale=to_float32(scale))
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
+        told: dict[str, Any] = {"_last": self.last_step, "_last_of": {}, "_order": None}
+        kept = {"_steps_seen": int(self._steps_seen), "_loss_scale": self._loss_scale.without_tensors()}
+        return {**self.__dict__, **told, **kept}
 
-    def _five_entries_suffice(self) -> bool:
-        policy = self.policy
-        return (
-            isinstance(policy, Dynamic)
-            and policy.hysteresis == 1
-            and policy.max_consecutive_overflows is None
-        )
+    # What PyTorch's class offers to those who look inside.
 
-    def _advance(self, finite: bool, is_step: bool, move: Callable[[Any, Reading], Any]) -> None:
-        before = after = self._state
-        try:
-            after = self._state = move(before, Reading(finite))
-        finally:  # a policy that gives up leaves a record too
-            self._mirror()
-            self._per_optimizer_states.clear()
-            if is_step:
-                self._record(Step(self._steps_seen, before.scale, finite, not finite, after.scale))
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        return self._require_scale(funcname), self._loss_scale.tracker  # type: ignore[return-value]
 
-    def _record(self, step: Step) -> None:
-        self.last_step = step
-        self._steps_seen += 1
-        if self.on_step is not None:
-            self.on_step(step)
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._loss_scale.place(dev)
+        if self._capturable:
+            self._loss_scale.to_device()
+            self._steps_seen = torch.full((), int(self._steps_seen), device=dev)
 
-    def _adopt(self) -> None:
-        """Take over what other code wrote into PyTorch's tensors: that scale was in the loss."""
-        if self._scale is not None and self._growth_tracker is not None:
-            scale, good = self._scale.item(), self._growth_tracker.item()
-            if (scale, good) != (self._init_scale, self._init_growth_tracker):
-                self.policy.restore({"scale": scale, "good": good})  # refuses what would ruin gradients
-                self._state = self._state._replace(scale=scale, good=float(good))
+    def _get_growth_tracker(self) -> int:
+        return self._loss_scale.good if self._enabled else 0
 
-    def _mirror(self) -> None:
-        if self._scale is not None and self._growth_tracker is not None:
-            self._scale.fill_(self._init_scale)
-            self._growth_tracker.fill_(self._init_growth_tracker)
+    @property
+    def _scale(self) -> Tensor | None:
+        return self._loss_scale.tensor
 
-    # PyTorch's own fields, as views of the policy and its state: the base class works on these.
+    @_scale.setter
+    def _scale(self, scale: Tensor | None) -> None:
+        self._loss_scale.tensor = scale
+
+    @property
+    def _growth_tracker(self) -> Tensor | None:
+        return self._loss_scale.tracker
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, tracker: Tensor | None) -> None:
+        self._loss_scale.tracker = tracker
 
     @property
     def _init_scale(self) -> float:
-        return float(self._state.scale)
+        return self._loss_scale.scale
 
     @_init_scale.setter
     def _init_scale(self, scale: float) -> None:
-        self._state = self._state._replace(scale=float(scale))
+        self._loss_scale.set_scale(scale)
 
     @property
     def _init_growth_tracker(self) -> int:
-        return int(self._state.good)
+        return self._loss_scale.good
 
     @_init_growth_tracker.setter
     def _init_growth_tracker(self, good: int) -> None:
-        self._state = self._state._replace(good=float(good))
+        self._loss_scale.set_good(good)
 
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
     _growth_interval = _setting("growth_interval")
 
+    # The rest is for this class alone.
+
     def _set(self, name: str, value: Any) -> None:
-        if value == getattr(self, f"_{name}"):
-            return
-        if not hasattr(self.policy, name):
-            raise PolicyError(f"{name}={value!r} cannot be set: {self.policy!r} has no {name}.")
-        self.policy = _changed(self.policy, **{name: value})
+        if self._enabled:
+            self._loss_scale.change(name, value)
+        self._settings[name] = value
 
+    def _times_scale(self, output: Tensor) -> Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(output.device)
+        if not torch.compiler.is_compiling():
+            self._scalings += 1
+            if self._order is None and output.grad_fn is not None:
+                self._order = backward_order(output.grad_fn)
+        wide = output.float() if output.dtype is torch.float16 else output
+        return wide * self._require_scale("scale").to(output.device, non_blocking=True)
 
-_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-
-
-def _policy(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]:
-    """Return the policy to use, for the arguments of a constructor."""
-    if policy is None:
-        if settings["growth_factor"] <= 1.0:
-            raise AssertionError("The growth factor must be > 1.0.")
-        if settings["backoff_factor"] >= 1.0:
-            raise AssertionError("The backoff factor must be < 1.0.")
-        return _torch_rule_with_bounds(settings)
-    if not isinstance(policy, Policy):
-        raise PolicyError(
-            f"policy={policy!r} is not a policy. Write policy=Dynamic() or policy=dialects.TORCH."
-        )
-    for name, value in settings.items():
-        if value != getattr(Dynamic, name):
-            raise PolicyError(
-                f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy."
+    def _require_scale(self, caller: str) -> Tensor:
+        scale = self._loss_scale.tensor
+        if scale is None:
+            raise AssertionError(
+                f"Attempted {caller} but _scale is None.  This may indicate your script did not use "
+                "scaler.scale(loss or outputs) earlier in the iteration."
             )
-    return policy.policy if isinstance(policy, Dialect) else policy
+        return scale
+
+    def _scale_by_hand(self, new_scale: float | Tensor) -> float:
+        """Return the number, after PyTorch's own checks of it."""
+        if isinstance(new_scale, Tensor):
+            here = new_scale.device.type == str(self._device).partition(":")[0]
+            if not here or new_scale.numel() != 1 or new_scale.requires_grad:
+                raise AssertionError(
+                    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                    "torch.FloatTensor with requires_grad=False."
+                )
+        return float(new_scale)
+
+    def _advance(self, outcomes: dict[int, Outcome]) -> None:
+        try:
+            self._loss_scale.advance(_all_true([outcome.finite for outcome in outcomes.values()]))
+        except Starved:
+            self._finish(outcomes)  # a policy that gives up leaves a record too
+            raise
+        self._finish(outcomes)
+
+    def _tell(self, outcome: Outcome) -> None:
+        self._last = partial(step_of, [outcome], self._steps_seen, None)
+
+    def _finish(self, outcomes: dict[int, Outcome]) -> None:
+        """Forget the iteration, and record it if it had a step."""
+        self._per_optimizer_states.clear()
+        self._already.forget()
+        if not outcomes:
+            return
+        index = self._steps_seen.clone() if self._capturable else self._steps_seen
+        self._steps_seen += 1
+        tell = partial(step_of, index=index, new_scale=self._loss_scale.state.scale)
+        self._last = partial(tell, list(outcomes.values()))
+        self._last_of = {key: partial(tell, [outcome]) for key, outcome in outcomes.items()}
+        if self.on_step is not None:
+            self.on_step(self.last_step)  # type: ignore[arg-type]  # there is one now
 
 
-def _torch_rule_with_bounds(settings: dict[str, Any]) -> Dynamic:
-    """Return PyTorch's rule between our default bounds, widened to hold the first scale."""
-    ours = Dynamic(**settings, bounds="moves", factor_dtype="float64")
-    low, high = ours.min_scale or 0.0, ours.max_scale or math.inf
-    bounds = {"min_scale": min(low, ours.init_scale), "max_scale": max(high, ours.init_scale)}
-    return _changed(ours, bounds="strict", **bounds)  # type: ignore[no-any-return]
+def _is_there(device: Any) -> bool:
+    """Warn as PyTorch does of a CUDA that is not there."""
+    if device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
+        warnings.warn(
+            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=3
+        )
+        return False
+    return True
 
 
-def _changed(policy: Any, **settings: Any) -> Any:
-    """Return the policy with other settings, without another warning of factors that round."""
-    if settings.get("backoff_factor", policy.backoff_factor) != policy.backoff_factor:
-        settings["backoff_divisor"] = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InexactScale)
-        return replace(policy, **settings)
+def _limit(name: str, value: Any) -> float | None:
+    """Refuse what nothing can be clipped to. inf clips nothing."""
+    if value is None:
+        return None
+    limit = float(value) if isinstance(value, Tensor) else value
+    if limit != math.inf and not (is_number(limit) and limit > 0.0):
+        raise PolicyError(f"{name}={value!r} is no number above 0. Write {name}=1.0, or None not to clip.")
+    return float(limit)
 
 
-def _all_finite(ledger: dict[str, Any]) -> bool:
-    return not any(flag.item() for flag in ledger["found_inf_per_device"].values())
+def _all_true(finite: list[bool | Tensor]) -> bool | Tensor:
+    tensors = [one for one in finite if isinstance(one, Tensor)]
+    if not tensors:
+        return all(finite)
+    together = tensors[0]
+    for one in finite:
+        together = together & (one.to(together.device) if isinstance(one, Tensor) else one)
+    return together
+
+
+def _step_disabled(optimizer: Any, clip: Clip, args: Any, kwargs: Any) -> Any:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]] if any(clip) else []
+    if clip.max_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, clip.max_value)
+    if clip.max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, clip.max_norm)
+    return optimizer.step(*args, **kwargs)

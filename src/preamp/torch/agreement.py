@@ -1,0 +1,81 @@
+"""What several ranks saw, agreed on before any of them decides.
+
+One sum over ranks carries two numbers: how many ranks found a gradient that is not finite, and their shares
+of the squared norm. This room refuses to know what is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from preamp.errors import PolicyError
+
+__all__ = ["WORLD", "Agreement"]
+
+WORLD = "world"
+
+
+class Agreement:
+    """How ranks agree.
+
+    Args:
+        process_group: the ranks that hold different gradients of one model, such as those of a tensor,
+            pipeline or fully sharded parallel group; `WORLD` for all. None: gradients are the same on all
+            ranks, as with DDP, or they are DTensors, which know their mesh.
+        reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm); sums it over
+            ranks in place, or returns the sum.
+
+    Raises:
+        PolicyError: if both are given, or `reduce` cannot be called.
+    """
+
+    def __init__(self, process_group: Any = None, reduce: Callable[[Tensor], Tensor | None] | None = None):
+        if reduce is not None and not callable(reduce):
+            raise PolicyError(
+                f"reduce={reduce!r} cannot be called. Write reduce=torch.distributed.all_reduce."
+            )
+        if reduce is not None and process_group is not None:
+            raise PolicyError("process_group= and reduce= are both given. Write only one of them.")
+        self.process_group = process_group
+        self.reduce = reduce
+
+    def needed(self, meshes: Sequence[Any]) -> bool:
+        """Return whether other ranks have to be asked, for gradients on these meshes."""
+        return bool(self.reduce or self.process_group is not None or meshes)
+
+    def __call__(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
+        """Return the sum over ranks of a float64 tensor of shape [2]. Every rank has to call."""
+        if self.reduce is not None:
+            returned = self.reduce(readings)
+            return returned if isinstance(returned, Tensor) else readings
+        if self.process_group is not None:
+            dist.all_reduce(readings, group=None if self.process_group == WORLD else self.process_group)
+            return readings
+        return self._over_meshes(readings, meshes)
+
+    def _over_meshes(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
+        """Sum over every dimension of the meshes that the DTensors lie on.
+
+        Of several meshes the flag is right, the norm is not: see `refuse_norm`.
+        """
+        for mesh in meshes:
+            readings = readings.to(mesh.device_type)
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(readings, group=mesh.get_group(dimension))
+        return readings
+
+    def refuse_norm(self, meshes: Sequence[Any]) -> None:
+        """Refuse to clip where the ranks to sum over cannot be told.
+
+        Raises:
+            PolicyError: for gradients on several meshes without `process_group` or `reduce`.
+        """
+        if len(meshes) > 1 and self.reduce is None and self.process_group is None:
+            raise PolicyError(
+                f"max_norm needs one norm, but the gradients lie on {len(meshes)} meshes, and over which "
+                "ranks to sum cannot be told. Write GradScaler(process_group=...) or GradScaler(reduce=...)."
+            )

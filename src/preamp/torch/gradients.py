@@ -1,0 +1,248 @@
+"""The arithmetic on many gradients at once: collect, check, measure, multiply.
+
+This room reads and multiplies tensors, each of them once. It refuses to know scales and policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+__all__ = ["Gradients", "gather", "multiply_", "squared_norm", "unscale_"]
+
+# On a CPU torch.dot reads at memory speed; the norm of one large tensor takes half as long again.
+DOT_FROM = 2**15
+DOT_DTYPES = (torch.float32, torch.float64)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)  # bfloat16 only on a CPU
+
+
+@dataclass(slots=True)
+class Gradients:
+    """The gradients of one optimizer.
+
+    Attributes:
+        parameters: those that have a gradient, in the optimizer's order.
+        tensors: where the numbers of each gradient lie: dense, real, on this rank, every one once.
+        shares: which part of each squared norm is this rank's to count; None counts all of each.
+        meshes: the device meshes that DTensors among the gradients lie on.
+        aliased: True when several parameters have the same gradient.
+    """
+
+    parameters: list[Tensor]
+    tensors: list[Tensor]
+    shares: list[float] | None = None
+    meshes: list[Any] = field(default_factory=list)
+    aliased: bool = False
+
+    def squared_norm(self) -> float:
+        """Return the squared L2 norm of this rank's share; inf or NaN if that is not finite.
+
+        It can overflow on finite gradients: float32 squares do above 1.8e19. See `exact_squared_norm`.
+        """
+        if self.shares is None:
+            return squared_norm(self.tensors)
+        return sum(share * squared_norm([t]) for share, t in zip(self.shares, self.tensors, strict=True))
+
+    def are_finite(self) -> bool:
+        """Return whether every entry on this rank is finite; less work than the norm."""
+        small = [t for t in self.tensors if t.is_cpu and not _suits_dot(t)]
+        if small:  # PyTorch's kernel reads many small tensors fast, and multiplies them by 1
+            flag = torch.zeros(())
+            unscale_(small, torch.ones(()), flag)
+            if flag.item():
+                return False
+        others = [t for t in self.tensors if not t.is_cpu or _suits_dot(t)] if small else self.tensors
+        return not others or math.isfinite(squared_norm(others)) or math.isfinite(self.exact_squared_norm())
+
+    def exact_squared_norm(self) -> float:
+        """Return the squared norm without overflow on the way; inf if an entry is not finite."""
+        peak = max(self.peaks(), default=0.0, key=lambda p: math.inf if math.isnan(p) else p)
+        if not math.isfinite(peak):
+            return math.inf
+        if peak == 0.0:
+            return 0.0
+        shares = self.shares or [1.0] * len(self.tensors)
+        parts = (squared_norm([t.double() / peak]) for t in self.tensors)
+        return sum(share * part for share, part in zip(shares, parts, strict=True)) * peak * peak
+
+    def peaks(self) -> list[float]:
+        """Return the largest magnitude in each gradient; NaN where it holds one."""
+        pairs = [torch.stack(torch.aminmax(t.detach())) for t in self.tensors if t.numel()]
+        found = iter(torch.stack([pair.abs().amax().double().to(pairs[0].device) for pair in pairs]).tolist())
+        return [next(found) if t.numel() else 0.0 for t in self.tensors]
+
+    def norms(self) -> Tensor:
+        """Return the L2 norm of each gradient on this rank, of shape [gradients], unread."""
+        first = self.tensors[0].device
+        dtype = torch.float64 if any(t.dtype is torch.float64 for t in self.tensors) else torch.float32
+        norms: dict[int, Tensor] = {}
+        for indices in _alike(self.tensors).values():
+            group = [self.tensors[i] for i in indices]
+            norms.update(zip(indices, torch._foreach_norm(group, 2.0, dtype=_wide(group[0])), strict=True))
+        return torch.stack([norms[i].to(first, dtype) for i in range(len(self.tensors))])
+
+    def fits(self, divisor: float) -> bool:
+        """Return whether every gradient stays finite when it is divided by a number below 1."""
+        limits = (torch.finfo(t.dtype).max for t in self.tensors)
+        return all(peak / divisor <= limit for peak, limit in zip(self.peaks(), limits, strict=True))
+
+
+def gather(optimizer: Any) -> Gradients:
+    """Return the gradients that an optimizer's parameters have at this moment.
+
+    A sparse gradient that is not coalesced is replaced by a coalesced one.
+
+    Raises:
+        AssertionError: as PyTorch, for a parameter that is not a tensor.
+    """
+    parameters: list[Tensor] = []
+    tensors: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not isinstance(parameter, Tensor):
+                kind = type(parameter).__name__
+                raise AssertionError(f"expected param to be torch.Tensor, got {kind}")
+            gradient = parameter.grad
+            if gradient is not None:
+                parameters.append(parameter)
+                tensors.append(gradient)
+    usual = {type(t) for t in tensors} <= {Tensor}
+    if not usual or any([t.is_sparse or t.is_complex() for t in tensors]):
+        return _gather_unusual(parameters)
+    return _once(Gradients(parameters, tensors))
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> float:
+    """Return the squared L2 norm of dense tensors, read to the host: one read per device and dtype."""
+    dots = [t.view(-1) for t in tensors if _suits_dot(t)]
+    others = [t for t in tensors if not _suits_dot(t)] if dots else tensors
+    total = sum(
+        torch.stack([torch.dot(t, t) for t in group]).sum(dtype=torch.float64).item()
+        for group in ([t for t in dots if t.dtype is dtype] for dtype in DOT_DTYPES)
+        if group
+    )
+    for indices in _alike(others).values():
+        group = [others[i] for i in indices]
+        norms = torch.stack(torch._foreach_norm(group, 2.0, dtype=_wide(group[0])))
+        total += torch.linalg.vector_norm(norms).item() ** 2
+    return float(total)
+
+
+def square(tensor: Tensor) -> Tensor:
+    """Return the squared L2 norm of one dense tensor, 0-dim, unread."""
+    if _suits_dot(tensor):
+        flat = tensor.view(-1)
+        return torch.dot(flat, flat)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=_wide(tensor))
+    return norm.square()
+
+
+def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply in place; a tensor `factor` may lie on another device."""
+    for indices in _alike(tensors).values():
+        group = [tensors[i] for i in indices]
+        on_device = factor.to(group[0].device) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_(group, on_device)
+
+
+def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+    """Multiply by `inv_scale` in place and check what was there: PyTorch's own kernel, where it has one.
+
+    Returns:
+        For each device a 0-dim float32 tensor, above 0 if a gradient there was not finite.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    for (device, dtype), indices in _alike(tensors).items():
+        flag = flags.setdefault(device, found_inf if device == found_inf.device else found_inf.to(device))
+        group, inverse = [tensors[i] for i in indices], inv_scale.to(device)
+        if dtype in KERNEL_DTYPES or device.type == "cpu":
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
+        else:
+            peaks = torch.stack(torch._foreach_norm(group, math.inf))
+            flag.copy_(torch.maximum(flag, peaks.isfinite().all().logical_not().to(flag.dtype)))
+            torch._foreach_mul_(group, inverse)
+    return flags
+
+
+def clamp_(tensors: Iterable[Tensor], bound: float | Tensor) -> None:
+    """Clip every entry to [-bound, bound] in place."""
+    for tensor in tensors:
+        limit = bound.to(tensor.device, tensor.dtype) if isinstance(bound, Tensor) else bound
+        tensor.clamp_(-limit, limit)  # type: ignore[arg-type]
+
+
+def _gather_unusual(parameters: list[Tensor]) -> Gradients:
+    """Return gradients of which some are sparse, complex or distributed."""
+    tensors, shares, meshes = [], [], []
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if hasattr(gradient, "device_mesh"):
+            shares.append(_share(gradient))
+            meshes.append(gradient.device_mesh)
+            gradient = gradient._local_tensor
+        else:
+            shares.append(0.0)  # set below: a plain gradient among DTensors is a copy on every rank
+        tensors.append(_dense(parameter, gradient))
+    meshes = list({id(mesh): mesh for mesh in meshes}.values())
+    copies = max((mesh.size() for mesh in meshes), default=1)
+    counted = [share or 1.0 / copies for share in shares] if meshes else None
+    return _once(Gradients(parameters, tensors, counted, meshes))
+
+
+def _share(gradient: Any) -> float:
+    """Return which part of a DTensor's squared local norm a rank counts: 1 / the ranks with a copy."""
+    placed = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+    copies = math.prod(size for placement, size in placed if placement.is_replicate())
+    return 1.0 / float(copies)
+
+
+def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.layout is torch.sparse_coo:
+        if not gradient.is_coalesced():  # the sum of two entries can overflow, and has another norm
+            parameter.grad = gradient = gradient.coalesce()
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _once(gradients: Gradients) -> Gradients:
+    """Drop the tensors that lie in the memory of an earlier one."""
+    tensors = gradients.tensors
+    if torch.compiler.is_compiling() or len({t.data_ptr() for t in tensors}) == len(tensors):
+        return gradients
+    places = {(t.data_ptr() or id(t), t.numel()): i for i, t in reversed(list(enumerate(tensors)))}
+    if len(places) == len(tensors):
+        return gradients
+    kept = sorted(places.values())
+    shares = gradients.shares and [gradients.shares[i] for i in kept]
+    parameters, once = [gradients.parameters[i] for i in kept], [tensors[i] for i in kept]
+    return Gradients(parameters, once, shares, gradients.meshes, aliased=True)
+
+
+def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Return the positions of the tensors of each device and dtype."""
+    if torch.compiler.is_compiling():
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for index, tensor in enumerate(tensors):
+            groups[tensor.device, tensor.dtype].append(index)
+        return groups
+    grouped = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    return {key: indices for key, (_, indices) in grouped.items()}
+
+
+def _suits_dot(tensor: Tensor) -> bool:
+    return (
+        tensor.numel() >= DOT_FROM and tensor.is_cpu and tensor.dtype in DOT_DTYPES and tensor.is_contiguous()
+    )
+
+
+def _wide(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype to sum squares in: a half type's own would overflow at 256 squared."""
+    return torch.float32 if tensor.dtype in HALF_DTYPES else None

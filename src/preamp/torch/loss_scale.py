@@ -1,0 +1,283 @@
+"""Where the policy's state lives: on the host as floats, or on a device as tensors.
+
+On a CPU, and where a flag is read at every step anyway, the policy advances on Python floats; that takes two
+microseconds. Where nothing is read, its state is tensors and it advances there. PyTorch's two tensors,
+`_scale` and `_growth_tracker`, are kept equal to it, and what other code writes into them is taken over.
+
+This room refuses to know gradients and optimizers.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preamp.checks import to_float32
+from preamp.dialects import Dialect
+from preamp.errors import InexactScale, PolicyError
+from preamp.policy import Dynamic, Policy, Reading
+
+__all__ = ["SETTINGS", "LossScale", "gives_up"]
+
+SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+class LossScale:
+    """A policy and its state.
+
+    Args:
+        policy: a policy or dialect; None for PyTorch's rule between our default bounds.
+        settings: PyTorch's four settings by name.
+
+    Attributes:
+        policy: the rule in force.
+        state: the policy's state, as floats or as 0-dim float32 tensors.
+        on_device: True when `state` is tensors.
+        tensor: the scale as a 0-dim float32 tensor; None until `place`.
+    """
+
+    def __init__(self, policy: Policy[Any] | None, settings: dict[str, Any]) -> None:
+        self.owns_rule = policy is None
+        self.policy = _chosen(policy, settings)
+        self.state: Any = self.policy.start()
+        self.on_device = False
+        self.tensor: Tensor | None = None
+        self._tracker: Tensor | None = None
+        self._seen: tuple[Any, ...] = ()
+
+    def place(self, device: torch.device) -> None:
+        """Make the tensor that the loss is multiplied by."""
+        self.tensor = torch.full((), float(self.state.scale), dtype=torch.float32, device=device)
+        self._remember()
+
+    @property
+    def tracker(self) -> Tensor | None:
+        """PyTorch's growth tracker, 0-dim int32; made when it is first asked for."""
+        if self._tracker is None and self.tensor is not None:
+            self._tracker = torch.full((), self.good, dtype=torch.int32, device=self.tensor.device)
+            self._remember()
+        return self._tracker
+
+    @tracker.setter
+    def tracker(self, tracker: Tensor | None) -> None:
+        self._tracker = tracker
+
+    @property
+    def scale(self) -> float:
+        """The scale in force, as PyTorch's `_init_scale` or `_scale` gives it. Reads a device."""
+        if self.tensor is not None and (self.on_device or self.tensor.is_cpu or self._touched()):
+            return float(self.tensor.item())
+        return float(self.state.scale)
+
+    @property
+    def good(self) -> int:
+        """Clean steps since the last overflow or growth. Reads a device."""
+        if self._tracker is not None and self._touched():
+            return int(self._tracker.item())
+        return int(self.state.good)
+
+    def floats(self) -> Any:
+        """Return the state as floats, with one read if it lives on a device."""
+        if not self.on_device:
+            return self.state
+        return type(self.state)(*torch.stack(list(self.state)).tolist())
+
+    def to_host(self) -> None:
+        """Move the state to the host."""
+        if self.on_device:
+            self.adopt()
+            self.state, self.on_device = self.floats(), False
+            self._mirror()
+
+    def to_device(self) -> None:
+        """Move the state to where the scale's tensor lies. Nothing is read."""
+        if self.on_device or self.tensor is None:
+            return
+        device = self.tensor.device
+        tensors = (torch.full((), value, dtype=torch.float32, device=device) for value in self.state)
+        self.state = type(self.state)(*tensors)._replace(scale=self.tensor)
+        self.on_device = True
+
+    def adopt(self) -> None:
+        """Take over what other code wrote into PyTorch's tensors: that scale was in the loss.
+
+        Raises:
+            PolicyError: for a scale that would turn gradients into 0, inf or NaN.
+        """
+        if self.tensor is None or not (self.tensor.is_cpu or self._touched()):
+            return
+        if self.on_device:
+            self._adopt_on_device()
+            return
+        scale = self.tensor.item()
+        good = self.state.good if self._tracker is None else float(self._tracker.item())
+        if (scale, good) != (self.state.scale, self.state.good):
+            self.policy.restore({"scale": scale, "good": good})  # refuses what would ruin gradients
+            self.state = self.state._replace(scale=scale, good=good)
+        self._remember()
+
+    def advance(self, finite: bool | Tensor) -> None:
+        """Move on by one step, on the device if the state or the flag is there.
+
+        Raises:
+            Starved: if the policy gives up; on the host only. The state is as it was.
+        """
+        if isinstance(finite, Tensor):
+            self.to_device()
+        if not self.on_device:
+            self.state = self.policy.step(self.state, Reading(finite))
+            self._mirror()
+            return
+        flag = finite if isinstance(finite, Tensor) else torch.full((), finite, device=self._device())
+        after = self.policy.advance(self.state, Reading(flag.to(self._device())), torch.where)
+        for old, new in zip(self.state, after, strict=True):
+            old.copy_(new)
+        self._mirror()
+
+    def set_scale(self, scale: float) -> None:
+        """Go on with another scale.
+
+        Raises:
+            PolicyError: for a scale that would turn gradients into 0, inf or NaN.
+        """
+        self.policy.restore({"scale": scale})
+        self._set(scale=to_float32(scale))
+
+    def set_good(self, good: int) -> None:
+        """Go on with another count of clean steps."""
+        self._set(good=float(good))
+
+    def restore(self, numbers: dict[str, Any], settings: dict[str, Any]) -> None:
+        """Go on from a checkpoint; all of it or, if a number cannot work, nothing.
+
+        Args:
+            numbers: fields of the state by name.
+            settings: those of the policy; a policy that was given stays as it is.
+        """
+        state = self.policy.restore(numbers)
+        if self.owns_rule:
+            self.policy = _changed(self.policy, **settings)
+        self.state, on_device, self.on_device = state, self.on_device, False
+        self._mirror()
+        if on_device:
+            self.to_device()
+
+    def setting(self, name: str) -> Any:
+        """Return a setting of the policy; of a policy without it the usual value."""
+        return getattr(self.policy, name, getattr(Dynamic, name))
+
+    def change(self, name: str, value: Any) -> None:
+        """Change a setting of the policy.
+
+        Raises:
+            PolicyError: for a value that cannot work, or a policy without that setting.
+        """
+        if value == self.setting(name):
+            return
+        if not hasattr(self.policy, name):
+            raise PolicyError(f"{name}={value!r} cannot be set: {self.policy!r} has no {name}.")
+        self.policy = _changed(self.policy, **{name: value})
+
+    def five_numbers_suffice(self) -> bool:
+        """Return whether PyTorch's checkpoint holds all that the state remembers."""
+        rule = self.policy
+        return isinstance(rule, Dynamic) and rule.hysteresis == 1 and rule.max_consecutive_overflows is None
+
+    def without_tensors(self) -> LossScale:
+        """Return a copy with the state on the host and no tensors, for pickling."""
+        twin = object.__new__(LossScale)
+        state = self.floats()._replace(scale=self.scale, good=float(self.good))
+        twin.__dict__ = {**self.__dict__, "state": state, "on_device": False}
+        twin.tensor = twin._tracker = None
+        return twin
+
+    def _device(self) -> torch.device:
+        assert self.tensor is not None  # a state is on a device only where the tensor is
+        return self.tensor.device
+
+    def _set(self, **numbers: float) -> None:
+        if self.on_device:
+            for name, number in numbers.items():
+                getattr(self.state, name).fill_(number)
+        else:
+            self.state = self.state._replace(**numbers)
+        self._mirror()
+
+    def _adopt_on_device(self) -> None:
+        if self.tensor is not None and self.tensor is not self.state.scale:
+            self.state.scale.copy_(self.tensor)
+            self.tensor = self.state.scale
+        if self._tracker is not None and self._touched():
+            self.state.good.copy_(self._tracker)
+        self._remember()
+
+    def _mirror(self) -> None:
+        """Make PyTorch's tensors equal to the state."""
+        if self.tensor is not None:
+            if self.on_device:
+                self.tensor = self.state.scale
+            elif self._seen[:1] != (self.state.scale,) or self._touched():
+                self.tensor.fill_(self.state.scale)
+        if self._tracker is not None:
+            good = self.state.good
+            self._tracker.copy_(good) if self.on_device else self._tracker.fill_(int(good))
+        self._remember()
+
+    def _remember(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._seen = (None if self.on_device else self.state.scale, *self._versions())
+
+    def _touched(self) -> bool:
+        return not torch.compiler.is_compiling() and self._seen[1:] != self._versions()
+
+    def _versions(self) -> tuple[Any, ...]:
+        tensors = (self.tensor, self._tracker)
+        return tuple((id(tensor), None if tensor is None else tensor._version) for tensor in tensors)
+
+
+def gives_up(policy: Policy[Any]) -> bool:
+    """Return whether a policy may raise `Starved`; that takes a flag that is read."""
+    state = policy.start()
+    return policy.starved(state, state, Reading(False)) is not False
+
+
+def _chosen(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]:
+    """Return the policy to use, for the arguments of a constructor."""
+    if policy is None:
+        if settings["growth_factor"] <= 1.0:
+            raise AssertionError("The growth factor must be > 1.0.")
+        if settings["backoff_factor"] >= 1.0:
+            raise AssertionError("The backoff factor must be < 1.0.")
+        return _torch_rule_with_bounds(settings)
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            f"policy={policy!r} is not a policy. Write policy=Dynamic() or policy=dialects.TORCH."
+        )
+    for name, value in settings.items():
+        if value != getattr(Dynamic, name):
+            raise PolicyError(
+                f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy."
+            )
+    return policy.policy if isinstance(policy, Dialect) else policy
+
+
+def _torch_rule_with_bounds(settings: dict[str, Any]) -> Dynamic:
+    """Return PyTorch's rule between our default bounds, widened to hold the first scale."""
+    ours = Dynamic(**settings, bounds="moves", factor_dtype="float64")
+    low, high = ours.min_scale or 0.0, ours.max_scale or math.inf
+    bounds = {"min_scale": min(low, ours.init_scale), "max_scale": max(high, ours.init_scale)}
+    return _changed(ours, bounds="strict", **bounds)  # type: ignore[no-any-return]
+
+
+def _changed(policy: Any, **settings: Any) -> Any:
+    """Return the policy with other settings, without another warning of factors that round."""
+    if settings.get("backoff_factor", policy.backoff_factor) != policy.backoff_factor:
+        settings["backoff_divisor"] = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InexactScale)
+        return replace(policy, **settings)

@@ -1,0 +1,38 @@
+"""What a scaler has to know of an optimizer it has never seen."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+__all__ = ["evaluates_often", "is_fused", "is_of_torch", "preset", "takes_scaler"]
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Return whether `step` divides by `optimizer.grad_scale` and heeds `optimizer.found_inf`."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def preset(optimizer: Any) -> Any:
+    """Return what a user set as `grad_scale` of a fused optimizer, 1.0 without it."""
+    given = getattr(optimizer, "grad_scale", None) if is_fused(optimizer) else None
+    return 1.0 if given is None else given
+
+
+def is_of_torch(optimizer: Any) -> bool:
+    """Return whether the optimizer is PyTorch's own, not a subclass of it."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def evaluates_often(optimizer: Any) -> bool:
+    """Return whether `step` may move parameters and evaluate its closure again after that."""
+    return not is_of_torch(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
+
+
+@lru_cache
+def takes_scaler(kind: Any) -> bool:
+    """Return whether `step` is of the old kind that takes the scaler as an argument."""
+    return "grad_scaler" in inspect.signature(kind.step).parameters
