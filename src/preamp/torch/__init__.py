@@ -7,7 +7,8 @@ try:
 except ImportError as error:
     raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
 
+from preamp.torch.loss_scale_optimizer import LossScaleOptimizer
 from preamp.torch.scaler import GradScaler
 from preamp.torch.sharded import ShardedGradScaler
 
-__all__ = ["GradScaler", "ShardedGradScaler"]
+__all__ = ["GradScaler", "LossScaleOptimizer", "ShardedGradScaler"]

@@ -236,11 +236,13 @@ class GradScaler(Stepping):
         clip = Clip(_limit("max_norm", max_norm), _limit("max_value", max_value))
         if not self._enabled:
             return _step_disabled(optimizer, clip, args, kwargs)
-        self._require_scale("step")
+        evaluates = callable(args[0] if args else kwargs.get("closure"))
+        if not evaluates:  # a closure scales later
+            self._require_scale("step")
         ledger = self._per_optimizer_states[id(optimizer)]
         if ledger["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if callable(args[0] if args else kwargs.get("closure")):
+        if evaluates:
             return self._step_with_closure(optimizer, ledger, clip, args, kwargs)
         if is_fused(optimizer) and takes_scaler(type(optimizer)):  # type: ignore[arg-type]
             return self._step_of_old_kind(optimizer, ledger, args, kwargs)
@@ -389,7 +391,8 @@ class GradScaler(Stepping):
             if self._order is None and output.grad_fn is not None:
                 self._order = backward_order(output.grad_fn)
         wide = output.float() if output.dtype is torch.float16 else output
-        return wide * self._require_scale("scale").to(output.device, non_blocking=True)
+        scaled = wide * self._require_scale("scale").to(output.device, non_blocking=True)
+        return scaled if self._loss_factor == 1.0 else scaled * self._loss_factor
 
     def _require_scale(self, caller: str) -> Tensor:
         scale = self._loss_scale.tensor

@@ -56,6 +56,7 @@ class Stepping(torch.amp.GradScaler):
     _per_optimizer_states: defaultdict[int, Ledger]
 
     def __init__(self) -> None:  # not the one of PyTorch: our state lives elsewhere
+        self._loss_factor = 1.0  # a constant in every loss, besides the scale
         self._scalings = 0
         self._already = AlreadyUnscaled()
         self._order: dict[int, int] | None = None  # in which backward reaches parameters, by their id
@@ -103,7 +104,7 @@ class Stepping(torch.amp.GradScaler):
         ready = self._is_ready(optimizer, ledger, gradients)
 
         scale = self._loss_scale.state.scale
-        divisor = (scale if ready else 1.0) * float(preset(optimizer))
+        divisor = (scale * self._loss_factor if ready else 1.0) * float(preset(optimizer))
         finite, norm = True, None
         if not ready:
             finite = not any([flag.item() for flag in ledger["found_inf_per_device"].values()])
@@ -132,7 +133,7 @@ class Stepping(torch.amp.GradScaler):
         ready = self._is_ready(optimizer, ledger, gradients)
 
         scale = self._require_scale("step").clone()
-        divisor = (scale if ready else torch.ones_like(scale)) * preset(optimizer)
+        divisor = (scale * self._loss_factor if ready else torch.ones_like(scale)) * preset(optimizer)
         measure = partial(self._readings.on_device, norm=clip.max_norm is not None)
         finite, norm, sizes = measure(optimizer, gradients, divisor)
         if not ready:
@@ -234,7 +235,7 @@ class Stepping(torch.amp.GradScaler):
             pairs = zip(gradients.parameters, tensors, strict=True)
             tensors = [t for p, t in pairs if id(p) not in done]
         found = arithmetic.unscale_(tensors, inv_scale, found_inf)
-        below_one = not self._loss_scale.on_device and self._loss_scale.state.scale < 1.0
+        below_one = not self._loss_scale.on_device and self._loss_scale.state.scale * self._loss_factor < 1.0
         if done or below_one:  # neither looked at here, nor dividing by less than 1, which can overflow
             on_device = self._loss_scale.on_device
             overflow = ~gradients.norms().isfinite().all() if on_device else not gradients.fits(1.0)
@@ -257,8 +258,8 @@ class Stepping(torch.amp.GradScaler):
     def _inverse(self, scale: Tensor) -> Tensor:
         if self._loss_scale.on_device:
             wide = scale if scale.device.type == "mps" else scale.double()
-            return wide.reciprocal().float()
-        return torch.full((), 1.0 / self._loss_scale.state.scale, device=scale.device)
+            return (wide * self._loss_factor).reciprocal().float()
+        return torch.full((), 1.0 / (self._loss_scale.state.scale * self._loss_factor), device=scale.device)
 
     def _device_of_scale(self) -> torch.device:
         return self._require_scale("step").device

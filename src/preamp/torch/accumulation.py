@@ -1,0 +1,57 @@
+"""The sum of several micro-steps' gradients, of which some may have been dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from preamp.torch.masters import HALF
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """Sums of unscaled gradients.
+
+    Attributes:
+        sums: for each parameter a sum, float32 for half-precision gradients, or None.
+        calls: micro-steps since the last update, dropped ones included.
+        summed: micro-steps in the sums.
+    """
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor | None] = []
+        self.calls, self.summed = 0, 0
+
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Add the parameters' gradients and take them away."""
+        self.sums += [None] * (len(parameters) - len(self.sums))
+        for index, parameter in enumerate(parameters):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            total = self.sums[index]
+            if total is None:
+                self.sums[index] = gradient.float() if gradient.dtype in HALF else gradient
+            else:
+                total.add_(gradient)
+        self.summed += 1
+
+    def mean_to(self, parameters: Sequence[Tensor]) -> None:
+        """Make the mean of what was summed the parameters' gradients, and begin anew."""
+        for parameter, total in zip(parameters, self.sums, strict=False):
+            parameter.grad = None if total is None else total.div_(self.summed).to(parameter.dtype)
+        self.sums, self.calls, self.summed = [], 0, 0
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold."""
+        sums = [None if total is None else total.clone() for total in self.sums]
+        return {"sums": sums, "calls": self.calls, "summed": self.summed}
+
+    def load(self, saved: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint; one without sums begins anew."""
+        saved = saved or {"sums": [], "calls": 0, "summed": 0}
+        self.sums = [None if total is None else total.clone() for total in saved["sums"]]
+        self.calls, self.summed = saved["calls"], saved["summed"]

@@ -1,0 +1,50 @@
+"""The exponential moving average of weights, on multi-tensor operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["Averages"]
+
+
+class Averages:
+    """Averages of some parameters; the first update copies them.
+
+    Args:
+        momentum: how much of the old average stays: new = momentum * old + (1 - momentum) * value.
+
+    Attributes:
+        values: the averages, empty before the first update.
+    """
+
+    def __init__(self, momentum: float) -> None:
+        self.momentum = momentum
+        self.values: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, parameters: Sequence[Tensor]) -> None:
+        """Take the present values in."""
+        for late in parameters[len(self.values) :]:
+            self.values.append(late.detach().clone())
+        torch._foreach_lerp_(self.values, list(parameters), 1.0 - self.momentum)
+
+    @torch.no_grad()
+    def overwrite(self, parameters: Sequence[Tensor]) -> None:
+        """Write the averages into the parameters."""
+        if self.values:
+            torch._foreach_copy_(list(parameters)[: len(self.values)], self.values)
+
+    @contextmanager
+    def swapped_in(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Put the averages in the parameters' place, and the parameters back at the end."""
+        before = [parameter.detach().clone() for parameter in parameters]
+        self.overwrite(parameters)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(list(parameters), before)

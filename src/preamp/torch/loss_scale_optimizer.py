@@ -1,0 +1,402 @@
+"""Keras's LossScaleOptimizer for any PyTorch optimizer: one object to scale, clip, accumulate and average.
+
+This room owns that idiom. It refuses to know how gradients are unscaled and when a scale moves: it has a
+`GradScaler` for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preamp.checks import is_number, positive, whole
+from preamp.errors import PolicyError
+from preamp.policy import Policy
+from preamp.torch.accumulation import Accumulation
+from preamp.torch.averages import Averages
+from preamp.torch.gradients import gather, multiply_
+from preamp.torch.masters import MasterWeights
+from preamp.torch.scaler import GradScaler
+from preamp.trace import Step
+
+__all__ = ["LossScaleOptimizer"]
+
+OURS = "loss_scale_optimizer"
+
+
+class LossScaleOptimizer(torch.optim.Optimizer):
+    """An optimizer that scales the loss, skips the steps that overflow and moves the scale.
+
+    It is a `torch.optim.Optimizer`: learning-rate schedulers, hooks and `state_dict` work as on the inner
+    one, whose parameter groups it shares. The arguments are those of `keras.optimizers.LossScaleOptimizer`.
+
+    Args:
+        inner_optimizer: the optimizer to wrap.
+        initial_scale: the scale of the first step.
+        dynamic_growth_steps: finite steps in a row after which the scale is doubled.
+        policy: any preamp policy or dialect instead of these two.
+        name: what to call it; nothing depends on it.
+        weight_decay: decoupled: before an update every weight loses this share, times the learning rate.
+        clipnorm: each parameter's gradient is clipped to this L2 norm.
+        clipvalue: each entry of a gradient is clipped to [-clipvalue, clipvalue].
+        global_clipnorm: all gradients together are clipped to this L2 norm. One of the three at most.
+        use_ema: keep an exponential moving average of the weights.
+        ema_momentum: new average = ema_momentum * old average + (1 - ema_momentum) * weight.
+        ema_overwrite_frequency: overwrite the weights with their averages every so many updates. None:
+            call `finalize_variable_values` at the end.
+        loss_scale_factor: a constant the loss is multiplied by as well, and gradients divided by.
+        gradient_accumulation_steps: update once in so many calls of `step`, with the mean of their
+            gradients. A call whose gradients overflow is dropped; the mean is over the others.
+        master_weights: keep float32 copies of float16 and bfloat16 parameters and update those. The
+            parameter groups then hold the copies.
+        on_step: called with a `Step` after every call of `step`; a `Trace` is such a callable.
+        process_group: as for `GradScaler`.
+        reduce: as for `GradScaler`.
+
+    Attributes:
+        inner_optimizer: the wrapped optimizer.
+        scaler: the `GradScaler` at work.
+        iterations: updates made.
+
+    Raises:
+        PolicyError: for arguments that cannot work, alone or together.
+
+    >>> import torch
+    >>> from preamp.torch import LossScaleOptimizer
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5), global_clipnorm=1.0)
+    >>> optimizer.backward(2 * weight.sum())
+    >>> optimizer.step()
+    >>> weight.item(), optimizer.last_step.skipped, optimizer.loss_scale
+    (0.5, False, 32768.0)
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: torch.optim.Optimizer,
+        initial_scale: float = 2.0**15,
+        dynamic_growth_steps: int = 2000,
+        *,
+        policy: Policy[Any] | None = None,
+        name: str | None = None,
+        weight_decay: float | None = None,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
+        loss_scale_factor: float | None = None,
+        gradient_accumulation_steps: int | None = None,
+        master_weights: bool = False,
+        on_step: Callable[[Step], object] | None = None,
+        process_group: Any = None,
+        reduce: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> None:
+        _check_inner(inner_optimizer, weight_decay)
+        _check_numbers(
+            clipnorm=clipnorm,
+            clipvalue=clipvalue,
+            global_clipnorm=global_clipnorm,
+            weight_decay=weight_decay,
+            loss_scale_factor=loss_scale_factor,
+        )
+        _check_counts(ema_overwrite_frequency, gradient_accumulation_steps)
+        if not (is_number(ema_momentum) and 0.0 <= ema_momentum <= 1.0):
+            raise PolicyError(f"ema_momentum={ema_momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
+        self.inner_optimizer, self.name = inner_optimizer, name
+        self.scaler = _scaler(
+            inner_optimizer, initial_scale, dynamic_growth_steps, policy, process_group, reduce
+        )
+        self.scaler._loss_factor = 1.0 if loss_scale_factor is None else float(loss_scale_factor)
+        self.on_step = on_step
+        self.scaler.on_step = self._heard
+        self.weight_decay, self.clipnorm = weight_decay, clipnorm
+        self.clipvalue, self.global_clipnorm = clipvalue, global_clipnorm
+        self.ema_overwrite_frequency = ema_overwrite_frequency
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.iterations = 0
+        self._averages = Averages(ema_momentum) if use_ema else None
+        self._accumulation = Accumulation() if gradient_accumulation_steps else None
+        self._masters = MasterWeights() if master_weights else None
+        if self._masters is not None:
+            for group in inner_optimizer.param_groups:
+                self._masters.replace(inner_optimizer, group)
+        super().__init__(inner_optimizer.param_groups, inner_optimizer.defaults)
+        self._share()
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by, `loss_scale_factor` apart."""
+        return self.scaler.get_scale()
+
+    @property
+    def last_step(self) -> Step | None:
+        """What the latest `step` came to. None before."""
+        return self.scaler.last_step
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss, to call `backward` on."""
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Scale a loss and compute its gradients.
+
+        Args:
+            loss: 0-dim, or with `gradient=` in the options.
+            **options: for `Tensor.backward`.
+        """
+        torch.autograd.backward(self.scale_loss(loss), **_renamed(options))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, unless a gradient is not finite, and move the scale.
+
+        Args:
+            closure: evaluates the loss, calling `backward` of this optimizer; returns it.
+
+        Returns:
+            The closure's loss, if there is one and the step was taken.
+
+        Raises:
+            AssertionError: if nothing was scaled, or no parameter has a gradient.
+            Starved: if the policy was told to give up. The parameters are as they were.
+        """
+        if self._accumulation is not None or self._masters is not None:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if self._masters is not None:
+                self._masters.take_gradients()
+            if self._accumulation is not None:
+                self._micro_step(self._accumulation)
+            else:
+                self._full_step()
+            return loss
+        return self._full_step(*([] if closure is None else [closure]))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. Sums of accumulated micro-steps stay."""
+        self.inner_optimizer.zero_grad(set_to_none)
+        if self._masters is not None:
+            self._masters.zero_grad(set_to_none)
+
+    def finalize_variable_values(self) -> None:
+        """Overwrite the weights with their moving averages, if there are any."""
+        if self._averages is not None:
+            self._averages.overwrite(self._parameters())
+            self._write_back()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the moving averages in the weights' place for a `with` block, such as an evaluation.
+
+        Raises:
+            PolicyError: without `use_ema`.
+        """
+        if self._averages is None:
+            raise PolicyError("there are no averages. Write LossScaleOptimizer(..., use_ema=True).")
+        with self._averages.swapped_in(self._parameters()):
+            self._write_back()
+            yield
+        self._write_back()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        if "param_groups" in self.__dict__ and self.param_groups is self.inner_optimizer.param_groups:
+            self.inner_optimizer.add_param_group(param_group)
+            if self._masters is not None:
+                self._masters.replace(self.inner_optimizer, self.param_groups[-1])
+        else:
+            super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state dict, with one more entry."""
+        state = super().state_dict()
+        accumulation, averages, masters = self._accumulation, self._averages, self._masters
+        state[OURS] = {
+            "scaler": self.scaler.state_dict(),
+            "iterations": self.iterations,
+            "averages": [] if averages is None else [value.clone() for value in averages.values],
+            "accumulation": None if accumulation is None else accumulation.saved(),
+            "masters": [] if masters is None else masters.saved(),
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer, or one of the inner optimizer alone.
+
+        Raises:
+            ValueError: as PyTorch, for other parameter groups.
+            PolicyError: for other master weights.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        ours = state_dict.get(OURS)
+        if self._masters is not None and ours is not None:
+            self._masters.check(ours["masters"])
+        self.inner_optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != OURS})
+        self._share()
+        if ours is not None:
+            self._load(ours)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _full_step(self, *closure: Callable[[], Any]) -> Any:
+        if self.clipnorm is not None:
+            self.scaler.unscale_(self.inner_optimizer)
+            self._clip_each()
+        limits = {"max_norm": self.global_clipnorm, "max_value": self.clipvalue}
+        result = self.scaler.step(self.inner_optimizer, *closure, **limits)
+        self.scaler.update()
+        if self.last_step is not None and not self.last_step.skipped:
+            self._updated()
+        return result
+
+    def _micro_step(self, accumulation: Accumulation) -> None:
+        """Sum the gradients up or drop them; with enough of them, update."""
+        self.scaler.unscale_(self.inner_optimizer)
+        self.scaler.update()
+        accumulation.calls += 1
+        if self.last_step is not None and not self.last_step.skipped:
+            accumulation.add(self._parameters())
+        else:
+            self.inner_optimizer.zero_grad()
+        if accumulation.calls == self.gradient_accumulation_steps:
+            self._update_with_mean(accumulation)
+
+    def _update_with_mean(self, accumulation: Accumulation) -> None:
+        if not accumulation.summed:
+            accumulation.calls = 0
+            return
+        parameters = self._parameters()
+        accumulation.mean_to(parameters)
+        if self.clipnorm is not None:
+            self._clip_each()
+        if self.clipvalue is not None:
+            torch.nn.utils.clip_grad_value_(parameters, self.clipvalue)
+        if self.global_clipnorm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.global_clipnorm)
+        if gather(self.inner_optimizer).are_finite():  # a sum of finite numbers need not be
+            self.inner_optimizer.step()
+            self._updated()
+
+    def _clip_each(self) -> None:
+        """Clip each parameter's gradient to the norm `clipnorm`."""
+        assert self.clipnorm is not None  # the caller asked
+        gradients = gather(self.inner_optimizer)
+        if gradients.tensors:
+            factors = self.clipnorm / gradients.norms().clamp(min=self.clipnorm)
+            for tensor, factor in zip(gradients.tensors, factors.unbind(), strict=True):
+                multiply_([tensor], factor.to(tensor.dtype))
+
+    def _decay(self, *_: Any) -> None:
+        """Shrink the weights; called just before the inner optimizer steps."""
+        for group in self.param_groups if self.weight_decay else ():
+            weights = [p.detach() for p in group["params"] if p.grad is not None]
+            if weights:
+                multiply_(weights, 1.0 - float(group["lr"]) * float(self.weight_decay or 0.0))
+
+    def _updated(self) -> None:
+        """Average, overwrite and round what an update made."""
+        self.iterations += 1
+        parameters, every = self._parameters(), self.ema_overwrite_frequency
+        if self._averages is not None:
+            self._averages.update(parameters)
+            if every and self.iterations % every == 0:
+                self._averages.overwrite(parameters)
+        self._write_back()
+
+    def _write_back(self) -> None:
+        if self._masters is not None:
+            self._masters.write_back()
+
+    def _load(self, ours: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(ours["scaler"])
+        if self._masters is not None:
+            self._masters.load(ours["masters"])
+        self.iterations = ours["iterations"]
+        if self._averages is not None:
+            self._averages.values = [value.clone() for value in ours["averages"]]
+        if self._accumulation is not None:
+            self._accumulation.load(ours["accumulation"])
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _share(self) -> None:
+        """Have the inner optimizer's groups and state, and be asked before it steps."""
+        self.param_groups, self.state = self.inner_optimizer.param_groups, self.inner_optimizer.state
+        if self._decay not in self.inner_optimizer._optimizer_step_pre_hooks.values():
+            self.inner_optimizer.register_step_pre_hook(self._decay)
+
+    def _heard(self, step: Step) -> None:
+        if self.on_step is not None:
+            self.on_step(step)
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `Tensor.backward` as `torch.autograd.backward` calls them."""
+    return {"grad_tensors" if name == "gradient" else name: value for name, value in options.items()}
+
+
+def _scaler(
+    inner: Any, scale: float, steps: int, policy: Policy[Any] | None, group: Any, reduce: Any
+) -> GradScaler:
+    device = inner.param_groups[0]["params"][0].device.type
+    agree = {"process_group": group, "reduce": reduce}
+    if policy is None:
+        return GradScaler(device, init_scale=scale, growth_interval=steps, **agree)
+    if (scale, steps) != (2.0**15, 2000):
+        raise PolicyError(
+            f"policy={policy!r} is given together with initial_scale={scale!r} or dynamic_growth_steps="
+            f"{steps!r}. Write these in the policy."
+        )
+    return GradScaler(device, policy=policy, **agree)
+
+
+def _check_inner(inner: Any, weight_decay: float | None) -> None:
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise PolicyError(
+            f"inner_optimizer={inner!r} is no torch.optim.Optimizer. "
+            "Write LossScaleOptimizer(torch.optim.AdamW(model.parameters()))."
+        )
+    if isinstance(inner, LossScaleOptimizer):
+        raise PolicyError("inner_optimizer scales the loss already. Write LossScaleOptimizer(SGD(...)).")
+    decays = [group["weight_decay"] for group in inner.param_groups if group.get("weight_decay")]
+    if weight_decay and decays:
+        raise PolicyError(
+            f"weight_decay={weight_decay!r} would come on top of the {decays[0]!r} that "
+            f"{type(inner).__name__} applies. Write it in one place, and 0 in the other."
+        )
+
+
+def _check_numbers(**limits: float | None) -> None:
+    for name, value in limits.items():
+        if value is not None and not (name == "weight_decay" and value == 0):
+            positive(name, value, f"{name}=1.0, or None")
+    clips = {name: limits[name] for name in ("clipnorm", "clipvalue", "global_clipnorm")}
+    given = [f"{name}={value!r}" for name, value in clips.items() if value is not None]
+    if len(given) > 1:
+        raise PolicyError(f"{' and '.join(given)} are both given. Write only one of them.")
+
+
+def _check_counts(overwrite: int | None, accumulate: int | None) -> None:
+    for name, value in (
+        ("ema_overwrite_frequency", overwrite),
+        ("gradient_accumulation_steps", accumulate),
+    ):
+        if value is not None:
+            whole(name, value, least=1, instead=f"{name}=None")
