@@ -23,28 +23,30 @@ class Outcome:
     Attributes:
         scale: the scale that was in the loss.
         finite: whether all gradients on all ranks were finite.
-        grad_norm: global L2 norm of the unscaled gradients before clipping, where it was taken.
+        norm: global L2 norm of the gradients before clipping, where it was taken, times `divisor`.
+        divisor: what the gradients were multiplied by when the norm was taken.
         culprits: names the parameters whose gradients on this rank are not finite.
     """
 
     scale: float | Tensor
     finite: bool | Tensor
-    grad_norm: float | Tensor | None = None
+    norm: float | Tensor | None = None
+    divisor: float | Tensor = 1.0
     culprits: Callable[[], tuple[str, ...]] = tuple
 
     def read(self) -> Outcome:
         """Return the same with every number read to the host."""
         finite = bool(self.finite)
-        norm = None if self.grad_norm is None or not finite else float(self.grad_norm)
+        norm = None if self.norm is None or not finite else float(self.norm) / float(self.divisor)
         named = () if finite else self.culprits()
-        return Outcome(float(self.scale), finite, norm, lambda: named)
+        return Outcome(float(self.scale), finite, norm, 1.0, lambda: named)
 
 
 def step_of(outcomes: Sequence[Outcome], index: int | Tensor, new_scale: float | Tensor | None) -> Step:
     """Return the `Step` of one or several optimizers. Reads what lies on a device."""
     read = [outcome.read() for outcome in outcomes]
     finite = all(outcome.finite for outcome in read)
-    norms = [outcome.grad_norm for outcome in read if isinstance(outcome.grad_norm, float)]
+    norms = [outcome.norm for outcome in read if isinstance(outcome.norm, float)]
     return Step(
         int(index),
         float(read[0].scale),

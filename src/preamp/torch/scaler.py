@@ -461,13 +461,10 @@ def _limit(name: str, value: Any) -> float | None:
 
 
 def _all_true(finite: list[bool | Tensor]) -> bool | Tensor:
-    tensors = [one for one in finite if isinstance(one, Tensor)]
-    if not tensors:
-        return all(finite)
-    together = tensors[0]
-    for one in finite:
-        together = together & (one.to(together.device) if isinstance(one, Tensor) else one)
-    return together
+    first, *others = sorted(finite, key=lambda one: not isinstance(one, Tensor))  # tensors first
+    for one in others:
+        first = first & (one.to(first.device) if isinstance(one, Tensor) else one)  # type: ignore[union-attr]
+    return first
 
 
 def _step_disabled(optimizer: Any, clip: Clip, args: Any, kwargs: Any) -> Any:

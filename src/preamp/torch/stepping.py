@@ -114,9 +114,9 @@ class Stepping(torch.amp.GradScaler):
             finite, norm = measure(optimizer, gradients, divisor, finite=finite)
         if not finite:
             named = self._culprits(optimizer, gradients if together else gather(optimizer))
-            ledger["outcome"] = Outcome(scale, False, None, lambda: named)
+            ledger["outcome"] = Outcome(scale, False, culprits=lambda: named)
             return gradients, divisor
-        ledger["outcome"] = Outcome(scale, True, None if norm is None else norm / divisor)
+        ledger["outcome"] = Outcome(scale, True, norm, divisor)
         if clip.max_value is not None:
             arithmetic.clamp_(gradients.tensors, clip.max_value * divisor)
             if clip.max_norm is not None:
@@ -133,13 +133,16 @@ class Stepping(torch.amp.GradScaler):
         ready = self._is_ready(optimizer, ledger, gradients)
 
         scale = self._require_scale("step").clone()
-        divisor = (scale * self._loss_factor if ready else torch.ones_like(scale)) * preset(optimizer)
+        constant = preset(optimizer) * (self._loss_factor if ready else 1.0)
+        divisor = scale if ready else torch.ones_like(scale)
+        if isinstance(constant, Tensor) or constant != 1.0:
+            divisor = divisor * constant
         measure = partial(self._readings.on_device, norm=clip.max_norm is not None)
         finite, norm, sizes = measure(optimizer, gradients, divisor)
         if not ready:
             finite = finite & no_flag(ledger, scale.device)
         name = partial(self._culprits, optimizer, gradients, sizes)
-        ledger["outcome"] = Outcome(scale, finite, norm / divisor, name)
+        ledger["outcome"] = Outcome(scale, finite, norm, divisor, name)
         if clip.max_value is not None:
             arithmetic.clamp_(gradients.tensors, divisor * clip.max_value)
             if clip.max_norm is not None:
@@ -147,9 +150,11 @@ class Stepping(torch.amp.GradScaler):
         if clip.max_norm is not None:
             divisor = torch.maximum(divisor, norm / clip.max_norm)
 
+        found_inf = finite.logical_not().to(scale.dtype)
+        ledger["found_inf_per_device"] = {scale.device: found_inf}
         try:
             if is_fused(optimizer):
-                optimizer.grad_scale, optimizer.found_inf = divisor, finite.logical_not().to(scale.dtype)
+                optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
                 return optimizer.step(*args, **kwargs)
             prime(optimizer)
             arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
@@ -214,12 +219,10 @@ class Stepping(torch.amp.GradScaler):
             if is_fused(optimizer) and hasattr(optimizer, name):
                 delattr(optimizer, name)
         outcome: Outcome = ledger["outcome"]
-        finite = outcome.finite
-        where = self._device_of_scale()
-        if isinstance(finite, Tensor):
-            ledger["found_inf_per_device"] = {where: finite.logical_not().float()}
-        else:
-            ledger["found_inf_per_device"] = {where: torch.full((), float(not finite), device=where)}
+        if not isinstance(outcome.finite, Tensor):
+            where = self._device_of_scale()
+            flag = torch.full((), float(not outcome.finite), device=where)
+            ledger["found_inf_per_device"] = {where: flag}
         ledger["stage"] = OptState.STEPPED
         self._tell(outcome)
         self._already.mark(optimizer)
