@@ -32,6 +32,7 @@ pytest: .venv/test.stamp
 # Reports, asserts nothing. Not part of test.
 bench: .venv/train.stamp
 	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/torch_scaler.py
 
 format: .venv/test.stamp
 	$(BIN)/ruff check --fix .

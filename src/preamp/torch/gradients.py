@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-__all__ = ["Gradients", "gather", "multiply_", "squared_norm", "unscale_"]
+__all__ = ["Gradients", "clamp_", "gather", "multiply_", "square", "squared_norm", "unscale_"]
 
 # On a CPU torch.dot reads at memory speed; the norm of one large tensor takes half as long again.
 DOT_FROM = 2**15
