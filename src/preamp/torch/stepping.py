@@ -29,7 +29,7 @@ from preamp.torch.readings import Readings
 from preamp.torch.shared import AlreadyUnscaled
 from preamp.trace import Step
 
-__all__ = ["Clip", "Ledger", "Stepping", "fresh"]
+__all__ = ["Clip", "Ledger", "Stepping", "fresh", "no_flag"]
 
 Ledger: TypeAlias = dict[str, Any]  # PyTorch's: "stage" and "found_inf_per_device"; ours: "outcome"
 
@@ -113,7 +113,8 @@ class Stepping(torch.amp.GradScaler):
             measure = partial(self._readings.on_host, norm=watched or clip.max_norm is not None)
             finite, norm = measure(optimizer, gradients, divisor, finite=finite)
         if not finite:
-            named = self._culprits(optimizer, gradients if together else gather(optimizer))
+            seen = gradients if together else gather(optimizer)
+            named = self._culprits(optimizer, seen.parameters, seen.peaks())
             ledger["outcome"] = Outcome(scale, False, culprits=lambda: named)
             return gradients, divisor
         ledger["outcome"] = Outcome(scale, True, norm, divisor)
@@ -141,7 +142,7 @@ class Stepping(torch.amp.GradScaler):
         finite, norm, sizes = measure(optimizer, gradients, divisor)
         if not ready:
             finite = finite & no_flag(ledger, scale.device)
-        name = partial(self._culprits, optimizer, gradients, sizes)
+        name = partial(self._culprits, optimizer, gradients.parameters, sizes)  # keeps no gradient alive
         ledger["outcome"] = Outcome(scale, finite, norm, divisor, name)
         if clip.max_value is not None:
             arithmetic.clamp_(gradients.tensors, divisor * clip.max_value)
@@ -285,10 +286,12 @@ class Stepping(torch.amp.GradScaler):
             raise AssertionError(_no_gradients(optimizer))
         return ledger["stage"] is OptState.READY
 
-    def _culprits(self, optimizer: Any, gradients: Gradients, sizes: Tensor | None = None) -> tuple[str, ...]:
-        listed = gradients.peaks() if sizes is None else sizes.tolist()
+    def _culprits(
+        self, optimizer: Any, parameters: list[Tensor], sizes: list[float] | Tensor
+    ) -> tuple[str, ...]:
+        listed = sizes.tolist() if isinstance(sizes, Tensor) else sizes
         order, self._order = self._order or {}, None  # a graph that changes is learnt again
-        return culprits(optimizer, gradients.parameters, listed, order)
+        return culprits(optimizer, parameters, listed, order)
 
     def _outcome_of_flags(self, ledger: Ledger) -> Outcome:
         """Return what is known of an optimizer that was unscaled and has not stepped."""
