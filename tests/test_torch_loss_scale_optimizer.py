@@ -9,6 +9,8 @@ import torch
 from preamp import Dynamic, PolicyError, Starved, Static, Trace, dialects
 from preamp.torch import LossScaleOptimizer
 
+from .originals import keras_worker
+
 INF = float("inf")
 INNER = [
     lambda p: torch.optim.SGD(p, lr=0.1),
@@ -145,6 +147,42 @@ def test_the_average_is_the_one_of_the_formula():
     assert torch.equal(run.values(), weights)
     run.optimizer.finalize_variable_values()
     assert close(run.values(), average)
+
+
+ARGUMENTS = [
+    {},
+    {"weight_decay": 0.05},
+    {"clipnorm": 0.5},
+    {"clipvalue": 0.3},
+    {"global_clipnorm": 0.7},
+    {"use_ema": True, "ema_momentum": 0.8},
+    {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 3},
+    {"gradient_accumulation_steps": 2},
+    {"gradient_accumulation_steps": 2, "global_clipnorm": 0.7, "weight_decay": 0.05},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_every_argument_does_what_it_does_in_keras(momentum, arguments):
+    """There on the optimizer inside: Keras's own LossScaleOptimizer refuses or ignores them.
+
+    Accumulation with averages is left out: Keras averages at every micro-step, and overwrites before the
+    update it counts; here both go by updates.
+    """
+    numbers = torch.randn(8, 5, generator=torch.Generator().manual_seed(3)).tolist()
+    gradients = [[row[:2], row[2:]] for row in numbers]
+    expected = keras_worker("torch")("trained", "SGD", {"momentum": momentum, **arguments}, gradients)
+    weights = [torch.nn.Parameter(torch.ones(n)) for n in (2, 3)]
+    optimizer = LossScaleOptimizer(torch.optim.SGD(weights, lr=0.1, momentum=momentum), **arguments)
+    for step, after in zip(gradients, expected, strict=False):
+        optimizer.zero_grad()
+        products = (w @ torch.tensor(g) for w, g in zip(weights, step, strict=True))
+        optimizer.backward(sum(products))
+        optimizer.step()
+        assert torch.cat([w.detach() for w in weights]).tolist() == pytest.approx(after, rel=1e-5)
+    optimizer.finalize_variable_values()
+    assert torch.cat([w.detach() for w in weights]).tolist() == pytest.approx(expected[-1], rel=1e-5)
 
 
 def test_an_error_inside_averaged_puts_the_weights_back():

@@ -46,8 +46,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         global_clipnorm: all gradients together are clipped to this L2 norm. One of the three at most.
         use_ema: keep an exponential moving average of the weights.
         ema_momentum: new average = ema_momentum * old average + (1 - ema_momentum) * weight.
-        ema_overwrite_frequency: overwrite the weights with their averages every so many updates. None:
-            call `finalize_variable_values` at the end.
+        ema_overwrite_frequency: overwrite the weights with their averages every so many updates,
+            accumulated micro-steps not counted. None: call `finalize_variable_values` at the end.
         loss_scale_factor: a constant the loss is multiplied by as well, and gradients divided by.
         gradient_accumulation_steps: update once in so many calls of `step`, with the mean of their
             gradients. A call whose gradients overflow is dropped; the mean is over the others.
