@@ -14,9 +14,14 @@ from torch import Tensor
 
 from preamp.errors import PolicyError
 
-__all__ = ["WORLD", "Agreement"]
+__all__ = ["WORLD", "Agreement", "number_of_ranks"]
 
 WORLD = "world"
+
+
+def number_of_ranks() -> int:
+    """Return how many processes train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class Agreement:
@@ -26,8 +31,8 @@ class Agreement:
         process_group: the ranks that hold different gradients of one model, such as those of a tensor,
             pipeline or fully sharded parallel group; `WORLD` for all. None: gradients are the same on all
             ranks, as with DDP, or they are DTensors, which know their mesh.
-        reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm); sums it over
-            ranks in place, or returns the sum.
+        reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm of unscaled
+            gradients); sums it over ranks in place, or returns the sum.
 
     Raises:
         PolicyError: if both are given, or `reduce` cannot be called.
@@ -55,10 +60,10 @@ class Agreement:
         if self.process_group is not None:
             dist.all_reduce(readings, group=None if self.process_group == WORLD else self.process_group)
             return readings
-        return self._over_meshes(readings, meshes)
+        return self.over_meshes(readings, meshes)
 
-    def _over_meshes(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
-        """Sum over every dimension of the meshes that the DTensors lie on.
+    def over_meshes(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
+        """Return the sum of a tensor over every dimension of the meshes that the DTensors lie on.
 
         Of several meshes the flag is right, the norm is not: see `refuse_norm`.
         """
@@ -69,13 +74,14 @@ class Agreement:
         return readings
 
     def refuse_norm(self, meshes: Sequence[Any]) -> None:
-        """Refuse to clip where the ranks to sum over cannot be told.
+        """Refuse to clip where it cannot be told which gradients are copies.
 
         Raises:
-            PolicyError: for gradients on several meshes without `process_group` or `reduce`.
+            PolicyError: for gradients on several meshes.
         """
-        if len(meshes) > 1 and self.reduce is None and self.process_group is None:
+        if len(meshes) > 1:
             raise PolicyError(
-                f"max_norm needs one norm, but the gradients lie on {len(meshes)} meshes, and over which "
-                "ranks to sum cannot be told. Write GradScaler(process_group=...) or GradScaler(reduce=...)."
+                f"max_norm needs one norm, but the gradients lie on {len(meshes)} meshes of which none has "
+                "the ranks of all, so which of them are copies cannot be told. Write "
+                "distribute_tensor(parameter, mesh, placements) with one mesh for all; Replicate() copies."
             )

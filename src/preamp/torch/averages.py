@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +31,13 @@ class Averages:
         """Take the present values in."""
         for late in parameters[len(self.values) :]:
             self.values.append(late.detach().clone())
-        torch._foreach_lerp_(self.values, list(parameters), 1.0 - self.momentum)
+        torch._foreach_lerp_(_here(self.values), _here(parameters), 1.0 - self.momentum)
 
     @torch.no_grad()
     def overwrite(self, parameters: Sequence[Tensor]) -> None:
         """Write the averages into the parameters."""
         if self.values:
-            torch._foreach_copy_(list(parameters)[: len(self.values)], self.values)
+            torch._foreach_copy_(_here(parameters[: len(self.values)]), _here(self.values))
 
     @contextmanager
     def swapped_in(self, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -47,4 +48,9 @@ class Averages:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(list(parameters), before)
+                torch._foreach_copy_(_here(parameters), _here(before))
+
+
+def _here(tensors: Sequence[Any]) -> list[Tensor]:
+    """Return what this rank has of some tensors: PyTorch copies many DTensors only one by one."""
+    return [t.to_local() if hasattr(t, "device_mesh") else t for t in tensors]

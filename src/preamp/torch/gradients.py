@@ -15,13 +15,23 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-__all__ = ["Gradients", "clamp_", "gather", "multiply_", "square", "squared_norm", "unscale_"]
+__all__ = [
+    "Gradients",
+    "clamp_",
+    "gather",
+    "multiply_",
+    "note_writing",
+    "square",
+    "squared_norm",
+    "unscale_",
+]
 
 # On a CPU torch.dot reads at memory speed; the norm of one large tensor takes half as long again.
 DOT_FROM = 2**15
 DOT_DTYPES = (torch.float32, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)  # bfloat16 only on a CPU
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(slots=True)
@@ -32,7 +42,8 @@ class Gradients:
         parameters: those that have a gradient, in the optimizer's order.
         tensors: where the numbers of each gradient lie: dense, real, on this rank, every one once.
         shares: which part of each squared norm is this rank's to count; None counts all of each.
-        meshes: the device meshes that DTensors among the gradients lie on.
+        meshes: where DTensors are among the gradients, the mesh that has the ranks of all of them; without
+            one, all their meshes.
         aliased: True when several parameters have the same gradient.
     """
 
@@ -55,12 +66,12 @@ class Gradients:
         """Return whether every entry on this rank is finite; less work than the norm."""
         small = [t for t in self.tensors if t.is_cpu and not _suits_dot(t)]
         if small:  # PyTorch's kernel reads many small tensors fast, and multiplies them by 1
-            flag = torch.zeros(())
-            unscale_(small, torch.ones(()), flag)
+            flag = torch.zeros((), dtype=torch.float32, device="cpu")  # whatever the user's defaults are
+            unscale_(small, torch.ones_like(flag), flag)
             if flag.item():
                 return False
         others = [t for t in self.tensors if not t.is_cpu or _suits_dot(t)] if small else self.tensors
-        return not others or math.isfinite(squared_norm(others)) or math.isfinite(self.exact_squared_norm())
+        return not others or math.isfinite(squared_norm(others)) or all(map(math.isfinite, self.peaks()))
 
     def exact_squared_norm(self) -> float:
         """Return the squared norm without overflow on the way; inf if an entry is not finite."""
@@ -76,6 +87,8 @@ class Gradients:
     def peaks(self) -> list[float]:
         """Return the largest magnitude in each gradient; NaN where it holds one."""
         pairs = [torch.stack(torch.aminmax(t.detach())) for t in self.tensors if t.numel()]
+        if not pairs:
+            return [0.0] * len(self.tensors)
         found = iter(torch.stack([pair.abs().amax().double().to(pairs[0].device) for pair in pairs]).tolist())
         return [next(found) if t.numel() else 0.0 for t in self.tensors]
 
@@ -90,15 +103,20 @@ class Gradients:
         return torch.stack([norms[i].to(first, dtype) for i in range(len(self.tensors))])
 
     def fits(self, divisor: float) -> bool:
-        """Return whether every gradient stays finite when it is divided by a number below 1."""
+        """Return whether every gradient stays finite when it is divided by a number up to 1.
+
+        Division is multiplication by `1 / divisor`, so that has to be finite too.
+        """
         limits = (torch.finfo(t.dtype).max for t in self.tensors)
-        return all(peak / divisor <= limit for peak, limit in zip(self.peaks(), limits, strict=True))
+        fit = (peak / divisor <= limit for peak, limit in zip(self.peaks(), limits, strict=True))
+        return 1.0 / divisor <= FLOAT32_MAX and all(fit)
 
 
 def gather(optimizer: Any) -> Gradients:
     """Return the gradients that an optimizer's parameters have at this moment.
 
-    A sparse gradient that is not coalesced is replaced by a coalesced one.
+    A sparse gradient that is not coalesced is replaced by a coalesced one, and a DTensor that is still a sum
+    over ranks by the sum.
 
     Raises:
         AssertionError: as PyTorch, for a parameter that is not a tensor.
@@ -145,12 +163,15 @@ def square(tensor: Tensor) -> Tensor:
     return norm.square()
 
 
+@torch.no_grad()
 def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; a tensor `factor` may lie on another device."""
-    for indices in _alike(tensors).values():
-        group = [tensors[i] for i in indices]
-        on_device = factor.to(group[0].device) if isinstance(factor, Tensor) else factor
-        torch._foreach_mul_(group, on_device)
+    for (device, dtype), indices in _alike(tensors).items():
+        number: Any = factor
+        if not isinstance(factor, Tensor) and dtype in HALF_DTYPES:  # or it is rounded to the half type
+            number = torch.full((), factor, dtype=torch.float32, device=device)
+        on_device = number.to(device) if isinstance(number, Tensor) else number
+        torch._foreach_mul_([tensors[i] for i in indices], on_device)
 
 
 def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
@@ -172,36 +193,70 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
     return flags
 
 
+def note_writing(tensors: Sequence[Tensor]) -> None:
+    """Let autograd, and all who compare versions, know what PyTorch's kernels wrote without saying so."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
+@torch.no_grad()
 def clamp_(tensors: Iterable[Tensor], bound: float | Tensor) -> None:
     """Clip every entry to [-bound, bound] in place."""
     for tensor in tensors:
-        limit = bound.to(tensor.device, tensor.dtype) if isinstance(bound, Tensor) else bound
-        tensor.clamp_(-limit, limit)  # type: ignore[arg-type]
+        if isinstance(bound, Tensor):
+            limit: Any = bound.to(tensor.device, tensor.dtype)
+        else:
+            limit = min(bound, torch.finfo(tensor.dtype).max)
+        tensor.clamp_(-limit, limit)
 
 
 def _gather_unusual(parameters: list[Tensor]) -> Gradients:
     """Return gradients of which some are sparse, complex or distributed."""
-    tensors, shares, meshes = [], [], []
+    tensors, pieces, meshes = [], [], []
     for parameter in parameters:
         gradient: Any = parameter.grad
         if hasattr(gradient, "device_mesh"):
-            shares.append(_share(gradient))
+            gradient = _summed(parameter, gradient)
+            pieces.append(_pieces(gradient))
             meshes.append(gradient.device_mesh)
-            gradient = gradient._local_tensor
+            with torch.no_grad():  # so that it waits for communication
+                gradient = gradient.to_local()
         else:
-            shares.append(0.0)  # set below: a plain gradient among DTensors is a copy on every rank
+            pieces.append(1)
         tensors.append(_dense(parameter, gradient))
-    meshes = list({id(mesh): mesh for mesh in meshes}.values())
-    copies = max((mesh.size() for mesh in meshes), default=1)
-    counted = [share or 1.0 / copies for share in shares] if meshes else None
-    return _once(Gradients(parameters, tensors, counted, meshes))
+    meshes = _outermost(meshes)
+    ranks = max((mesh.size() for mesh in meshes), default=1)  # those without a piece of their own have copies
+    return _once(Gradients(parameters, tensors, [n / ranks for n in pieces] if meshes else None, meshes))
 
 
-def _share(gradient: Any) -> float:
-    """Return which part of a DTensor's squared local norm a rank counts: 1 / the ranks with a copy."""
+def _outermost(meshes: list[Any]) -> list[Any]:
+    """Return the mesh whose ranks are those of all the others and more; without one, all that differ.
+
+    Many have the same ranks: FSDP2 makes a mesh for every module it shards.
+    """
+    different = list(dict.fromkeys(meshes))
+    if len(different) < 2:
+        return different
+    widest = max(different, key=lambda mesh: mesh.size())
+    ranks = set(widest.mesh.flatten().tolist())
+    nested = all(ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in different)
+    return [widest] if nested else different
+
+
+@torch.no_grad()
+def _summed(parameter: Any, gradient: Any) -> Any:
+    """Return a DTensor whose local numbers are entries of the gradient, not terms of a sum over ranks."""
+    if any(placement.is_partial() for placement in gradient.placements):
+        pairs = zip(gradient.placements, parameter.placements, strict=True)
+        placements = [wanted if found.is_partial() else found for found, wanted in pairs]
+        parameter.grad = gradient = gradient.redistribute(placements=placements)
+    return gradient
+
+
+def _pieces(gradient: Any) -> int:
+    """Return into how many pieces a DTensor is cut."""
     placed = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-    copies = math.prod(size for placement, size in placed if placement.is_replicate())
-    return 1.0 / float(copies)
+    return math.prod(size for placement, size in placed if not placement.is_replicate())
 
 
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -228,7 +283,7 @@ def _once(gradients: Gradients) -> Gradients:
 
 def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
     """Return the positions of the tensors of each device and dtype."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not tensors:
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for index, tensor in enumerate(tensors):
             groups[tensor.device, tensor.dtype].append(index)

@@ -21,7 +21,7 @@ __all__ = ["Snapshot", "prime", "step_where"]
 
 # What the state that an optimizer makes at its first step starts from; everything else starts as it is.
 FIRST = {"step": 0.0, "mu_product": 1.0}
-PRIMED = "_preamp_primed"
+STATELESS = "_preamp_stateless"  # on an optimizer: the numbers of the groups that make no state
 
 
 class Snapshot:
@@ -57,28 +57,52 @@ def step_where(optimizer: Any, finite: Tensor, *args: Any, **kwargs: Any) -> Any
 
 @torch.no_grad()
 def prime(optimizer: Any) -> None:
-    """Let an optimizer make its state, by a step on zeros that moves nothing.
+    """Let an optimizer make the state that it lacks, by a step on zeros that moves nothing.
 
     Raises:
-        UsageError: inside `torch.compile`, where this is too late.
+        UsageError: inside `torch.compile`, where this is too late, and for an optimizer whose first step is
+            of another kind than the others.
     """
-    if getattr(optimizer, PRIMED, False) or any(optimizer.state.values()):
+    late = _without_state(optimizer)
+    if not late:
         return
     if torch.compiler.is_compiling():
         raise UsageError("this optimizer has not made its state yet. Take one step before torch.compile.")
-    saved = [(p, p.detach().clone(), p.grad) for p in _parameters(optimizer)]
-    for parameter, _, gradient in saved:
+    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
+        raise UsageError(
+            "SGD's first step takes no dampening, and which step that is depends on a flag that is not read. "
+            "Write dampening=0, or GradScaler(...) without capturable."
+        )
+    gradients = [(p, p.grad) for p in _parameters(optimizer)]
+    before = {p: p.detach().clone() for p in late}
+    for parameter, gradient in gradients:
+        parameter.grad = torch.zeros_like(gradient) if gradient is not None and parameter in late else None
+    for parameter in late:
         parameter.zero_()
-        parameter.grad = None if gradient is None else torch.zeros_like(gradient)
-    _plain_step(optimizer)()
-    for parameter, before, gradient in saved:
-        parameter.copy_(before)
+    _inner_step(optimizer)()
+    for parameter, gradient in gradients:
         parameter.grad = gradient
-    for state in optimizer.state.values():
-        for name, first in FIRST.items():
+    for parameter, group in late.items():
+        parameter.copy_(before[parameter])
+        state = optimizer.state.get(parameter, {})
+        for name, first in {**FIRST, "eta": group["lr"]}.items():
             if isinstance(state.get(name), Tensor):
                 state[name].fill_(first)
-    setattr(optimizer, PRIMED, True)  # plain SGD has no state to tell it by
+    rest = _without_state(optimizer).values()  # plain SGD makes none
+    groups = enumerate(optimizer.param_groups)
+    setattr(optimizer, STATELESS, [n for n, group in groups if any(group is one for one in rest)])
+
+
+def _without_state(optimizer: Any) -> dict[Tensor, Any]:
+    """Return the parameters that have a gradient and lack a state, each with its group."""
+    stateless = getattr(optimizer, STATELESS, ())
+    return {
+        parameter: group
+        for number, group in enumerate(optimizer.param_groups)
+        if number not in stateless
+        for parameter in group["params"]
+        if parameter.grad is not None and not optimizer.state.get(parameter)
+    }
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
@@ -89,10 +113,15 @@ def _state_tensors(optimizer: Any, device: torch.device) -> list[Tensor]:
     tensors = []
     for parameter in _parameters(optimizer):
         for name, value in optimizer.state.get(parameter, {}).items():
+            kind = type(optimizer).__name__
+            if isinstance(value, (int, float)):
+                raise UsageError(
+                    f"{kind} keeps {name!r} as a Python number, which cannot depend on gradients unless they "
+                    "are read. Write GradScaler(...) without capturable."
+                )
             if not isinstance(value, Tensor):
                 continue
             if value.device != device:
-                kind = type(optimizer).__name__
                 raise UsageError(
                     f"{kind} keeps {name!r} on {value.device}, where nothing can depend on gradients on "
                     f"{device} unless they are read. Write {kind}(..., capturable=True) or fused=True."
@@ -103,7 +132,9 @@ def _state_tensors(optimizer: Any, device: torch.device) -> list[Tensor]:
 
 def _plain_step(optimizer: Any) -> Callable[[], Any]:
     """Return the step to call: inside `torch.compile` without the wrapper that breaks its graph."""
-    if not torch.compiler.is_compiling():
-        return optimizer.step  # type: ignore[no-any-return]
-    inner = inspect.unwrap(type(optimizer).step)
-    return partial(inner, optimizer)
+    return _inner_step(optimizer) if torch.compiler.is_compiling() else optimizer.step
+
+
+def _inner_step(optimizer: Any) -> Callable[[], Any]:
+    """Return the step without what is wrapped around it: hooks, profiling, a graph break."""
+    return partial(inspect.unwrap(type(optimizer).step), optimizer)

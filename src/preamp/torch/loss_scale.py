@@ -60,7 +60,10 @@ class LossScale:
     def tracker(self) -> Tensor | None:
         """PyTorch's growth tracker, 0-dim int32; made when it is first asked for."""
         if self._tracker is None and self.tensor is not None:
-            self._tracker = torch.full((), self.good, dtype=torch.int32, device=self.tensor.device)
+            if self.on_device:  # unread
+                self._tracker = self.state.good.to(torch.int32)
+            else:
+                self._tracker = torch.full((), self.good, dtype=torch.int32, device=self.tensor.device)
             self._remember()
         return self._tracker
 
@@ -263,7 +266,7 @@ class LossScale:
 def gives_up(policy: Policy[Any]) -> bool:
     """Return whether a policy may raise `Starved`; that takes a flag that is read."""
     state = policy.start()
-    return policy.starved(state, state, Reading(False)) is not False
+    return policy.starved(state, state, Reading(False), lambda *_: True) is not False
 
 
 def _kernel_knows(policy: Policy[Any], state: Any) -> bool:

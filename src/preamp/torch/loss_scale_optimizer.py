@@ -21,6 +21,7 @@ from preamp.torch.averages import Averages
 from preamp.torch.gradients import gather, multiply_
 from preamp.torch.masters import MasterWeights
 from preamp.torch.scaler import GradScaler
+from preamp.torch.stepping import Clip
 from preamp.trace import Step
 
 __all__ = ["LossScaleOptimizer"]
@@ -285,11 +286,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         accumulation.mean_to(parameters)
         if self.clipnorm is not None:
             self._clip_each()
-        if self.clipvalue is not None:
-            torch.nn.utils.clip_grad_value_(parameters, self.clipvalue)
-        if self.global_clipnorm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.global_clipnorm)
-        if gather(self.inner_optimizer).are_finite():  # a sum of finite numbers need not be
+        limits = Clip(self.global_clipnorm, self.clipvalue)
+        if self.scaler._clip_unscaled(self.inner_optimizer, limits):  # a sum of finite numbers need not be
             self.inner_optimizer.step()
             self._updated()
 
@@ -298,7 +296,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         assert self.clipnorm is not None  # the caller asked
         gradients = gather(self.inner_optimizer)
         if gradients.tensors:
-            factors = self.clipnorm / gradients.norms().clamp(min=self.clipnorm)
+            norms = self.scaler._readings.of_each(gradients)
+            factors = self.clipnorm / norms.clamp(min=self.clipnorm)
             for tensor, factor in zip(gradients.tensors, factors.unbind(), strict=True):
                 multiply_([tensor], factor.to(tensor.dtype))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["evaluates_often", "is_fused", "is_of_torch", "preset", "takes_scaler"]
+__all__ = ["begins_with_garbage", "evaluates_often", "is_fused", "is_of_torch", "preset", "takes_scaler"]
 
 
 def is_fused(optimizer: Any) -> bool:
@@ -25,6 +25,18 @@ def preset(optimizer: Any) -> Any:
 def is_of_torch(optimizer: Any) -> bool:
     """Return whether the optimizer is PyTorch's own, not a subclass of it."""
     return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def begins_with_garbage(optimizer: Any) -> bool:
+    """Return whether a step that `found_inf` stops would leave memory that nobody wrote in the state.
+
+    The fused SGD's first step with momentum does: its kernel is to fill the new buffers, and does not.
+    """
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] != 0
+        and all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def evaluates_often(optimizer: Any) -> bool:

@@ -47,7 +47,14 @@ class Readings:
         return id(optimizer) in self._watches and self._watches[id(optimizer)].sees(optimizer)
 
     def on_host(
-        self, optimizer: Any, gradients: Gradients, divisor: float, *, finite: bool = True, norm: bool
+        self,
+        optimizer: Any,
+        gradients: Gradients,
+        divisor: float,
+        device: torch.device,
+        *,
+        finite: bool = True,
+        norm: bool,
     ) -> tuple[bool, float | None]:
         """Read whether all gradients are finite, and stay so when divided, and their global L2 norm.
 
@@ -55,6 +62,7 @@ class Readings:
             optimizer: the owner of the gradients.
             gradients: as they are, scaled or not.
             divisor: what they will be divided by.
+            device: where other ranks expect what this one has seen, wherever its gradients are.
             finite: what is known of this rank before.
             norm: whether the norm is wanted.
 
@@ -71,17 +79,20 @@ class Readings:
             finite = gradients.are_finite()
         finite = finite and (divisor >= 1.0 or gradients.fits(divisor))
         if self.agreement.needed(gradients.meshes):
-            mine = torch.tensor([not finite, squared if finite else 0.0], dtype=torch.float64)
+            unit = divisor * divisor  # other ranks' gradients may be unscaled already
+            seen = [not finite, squared / unit if finite else 0.0]
+            mine = torch.tensor(seen, dtype=torch.float64, device=device)
             overflows, squared = self._agreed(mine, gradients, norm).tolist()
-            finite = overflows == 0.0
+            finite, squared = overflows == 0.0, squared * unit
         return finite, math.sqrt(squared) if finite and norm else None
 
     def on_device(
-        self, optimizer: Any, gradients: Gradients, divisor: Tensor, *, norm: bool
+        self, optimizer: Any, gradients: Gradients, divisor: Tensor, *, norm: bool, agree: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same as 0-dim tensors, unread, and the norm of each gradient on this rank.
 
-        Here a float32 norm that overflows counts as gradients that are not finite.
+        Without `agree` all of this is of this rank alone. Here a float32 norm that overflows counts as
+        gradients that are not finite.
         """
         if self.watches(optimizer):
             sizes = self._watches[id(optimizer)].squares(gradients).sqrt()
@@ -92,20 +103,31 @@ class Readings:
             shared = sizes * torch.tensor(gradients.shares, device=sizes.device).sqrt()
         total = torch.linalg.vector_norm(shared).to(divisor.device)
         finite = total / divisor <= FLOAT32_MAX
-        if self.agreement.needed(gradients.meshes):
-            squared = torch.where(finite, total.double().square(), 0.0)
+        if agree and self.agreement.needed(gradients.meshes):
+            squared = torch.where(finite, (total.double() / divisor).square(), 0.0)
             mine = torch.stack([finite.logical_not().double(), squared])
             overflows, squared = self._agreed(mine, gradients, norm)
-            finite, total = overflows == 0.0, squared.sqrt().to(divisor.dtype)
+            finite, total = overflows == 0.0, (squared.sqrt() * divisor).to(divisor.dtype)
         return finite, total, sizes
 
-    def flags(self, found: dict[torch.device, Tensor], meshes: list[Any]) -> dict[torch.device, Tensor]:
-        """Return found_inf flags that all ranks agree on, unread."""
+    def flags(
+        self, found: dict[torch.device, Tensor], meshes: list[Any], device: torch.device
+    ) -> dict[torch.device, Tensor]:
+        """Return found_inf flags that all ranks agree on, unread; they meet on a device."""
         if not self.agreement.needed(meshes):
             return found
-        flag = torch.stack([one.double().to(next(iter(found))) for one in found.values()]).sum()
+        flag = torch.stack([one.double().to(device) for one in found.values()]).sum()
         overflows = self.agreement(torch.stack([flag, torch.zeros_like(flag)]), meshes)[0]
-        return {device: (overflows > 0.0).to(device, torch.float32) for device in found}
+        return {place: (overflows > 0.0).to(place, torch.float32) for place in found}
+
+    def of_each(self, gradients: Gradients) -> Tensor:
+        """Return the L2 norm of each gradient, unread; of a DTensor that of the whole."""
+        norms = gradients.norms()
+        if gradients.shares is None:
+            return norms
+        self.agreement.refuse_norm(gradients.meshes)
+        squares = norms.double().square() * torch.tensor(gradients.shares, device=norms.device)
+        return self.agreement.over_meshes(squares, gradients.meshes).sqrt().to(norms)
 
     def _squared_norm(self, optimizer: Any, gradients: Gradients) -> float:
         if not self.watches(optimizer) or not gradients.tensors:
@@ -115,5 +137,4 @@ class Readings:
     def _agreed(self, mine: Tensor, gradients: Gradients, norm: bool) -> Tensor:
         if norm:
             self.agreement.refuse_norm(gradients.meshes)
-        device = gradients.tensors[0].device if gradients.tensors else mine.device
-        return self.agreement(mine.to(device), gradients.meshes)
+        return self.agreement(mine, gradients.meshes)

@@ -23,6 +23,7 @@ from preamp.errors import PolicyError, Starved
 from preamp.policy import Dynamic, Policy
 from preamp.torch.agreement import Agreement
 from preamp.torch.culprits import backward_order
+from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale, gives_up
 from preamp.torch.optimizers import is_fused, takes_scaler
 from preamp.torch.outcome import Outcome, step_of
@@ -175,7 +176,7 @@ class GradScaler(Stepping):
         """
         if not self._enabled:
             return
-        scale = self._require_scale("unscale_")
+        self._require_scale("unscale_")
         ledger = self._per_optimizer_states[id(optimizer)]
         if ledger["stage"] is OptState.UNSCALED:
             raise RuntimeError(
@@ -183,10 +184,7 @@ class GradScaler(Stepping):
             )
         if ledger["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._loss_scale.adopt()
-        found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
-        flags = self._unscale_grads_(optimizer, self._inverse(scale), found_inf, True)
-        ledger["found_inf_per_device"], ledger["stage"] = flags, OptState.UNSCALED
+        self._unscale(optimizer, ledger)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> Watch:
         """Take each gradient's norm in backward, right when it is written; `step` then reads nothing.
@@ -213,7 +211,8 @@ class GradScaler(Stepping):
 
         One pass over the gradients gives their norm and tells whether all are finite; what they have to
         be multiplied by reaches a fused optimizer as one number. Afterwards `.grad` holds what was applied
-        or, after a skipped step, the unscaled gradients.
+        or, after a skipped step, the unscaled gradients; scaled ones where nothing is read and a fused
+        optimizer skipped, as in PyTorch.
 
         Args:
             optimizer: any optimizer, fused or not.
@@ -235,7 +234,8 @@ class GradScaler(Stepping):
         """
         clip = Clip(_limit("max_norm", max_norm), _limit("max_value", max_value))
         if not self._enabled:
-            return _step_disabled(optimizer, clip, args, kwargs)
+            clips = None if clip == Clip() else partial(self._clip, optimizer, clip)
+            return _step_disabled(optimizer, clips, args, kwargs)
         evaluates = callable(args[0] if args else kwargs.get("closure"))
         if not evaluates:  # a closure scales later
             self._require_scale("step")
@@ -395,6 +395,8 @@ class GradScaler(Stepping):
         return scaled if self._loss_factor == 1.0 else scaled * self._loss_factor
 
     def _require_scale(self, caller: str) -> Tensor:
+        if self._loss_scale.tensor is None and self._loss_is_elsewhere():
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
         scale = self._loss_scale.tensor
         if scale is None:
             raise AssertionError(
@@ -402,6 +404,10 @@ class GradScaler(Stepping):
                 "scaler.scale(loss or outputs) earlier in the iteration."
             )
         return scale
+
+    def _loss_is_elsewhere(self) -> bool:
+        """Return whether other ranks may be those that scale, as for a pipeline's first stages."""
+        return self._readings.agreement.needed(())
 
     def _scale_by_hand(self, new_scale: float | Tensor) -> float:
         """Return the number, after PyTorch's own checks of it."""
@@ -422,6 +428,17 @@ class GradScaler(Stepping):
             raise
         self._finish(outcomes)
 
+    def _clip(self, optimizer: Any, clip: Clip) -> None:
+        """Clip where there is no scale: as PyTorch, unless other ranks have parts of the norm."""
+        if self._readings.agreement.needed(gather(optimizer).meshes):
+            self._clip_unscaled(optimizer, clip)
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if clip.max_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, clip.max_value)
+        if clip.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip.max_norm)
+
     def _tell(self, outcome: Outcome) -> None:
         self._last = partial(step_of, [outcome], self._steps_seen, None)
 
@@ -433,7 +450,9 @@ class GradScaler(Stepping):
             return
         index = self._steps_seen.clone() if self._capturable else self._steps_seen
         self._steps_seen += 1
-        tell = partial(step_of, index=index, new_scale=self._loss_scale.state.scale)
+        scale = self._loss_scale.state.scale
+        new_scale = scale.clone() if isinstance(scale, Tensor) else scale  # the tensor moves on
+        tell = partial(step_of, index=index, new_scale=new_scale)
         self._last = partial(tell, list(outcomes.values()))
         self._last_of = {key: partial(tell, [outcome]) for key, outcome in outcomes.items()}
         if self.on_step is not None:
@@ -467,10 +486,18 @@ def _all_true(finite: list[bool | Tensor]) -> bool | Tensor:
     return first
 
 
-def _step_disabled(optimizer: Any, clip: Clip, args: Any, kwargs: Any) -> Any:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]] if any(clip) else []
-    if clip.max_value is not None:
-        torch.nn.utils.clip_grad_value_(parameters, clip.max_value)
-    if clip.max_norm is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, clip.max_norm)
-    return optimizer.step(*args, **kwargs)
+def _step_disabled(optimizer: Any, clip: Callable[[], None] | None, args: Any, kwargs: Any) -> Any:
+    closure = args[0] if args else kwargs.get("closure")
+    if clip is None:
+        return optimizer.step(*args, **kwargs)
+    if not callable(closure):
+        clip()
+        return optimizer.step(*args, **kwargs)
+
+    def evaluate() -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        clip()
+        return loss
+
+    return optimizer.step(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})

@@ -50,3 +50,6 @@ class ShardedGradScaler(GradScaler):
             process_group=group,
             **options,
         )
+
+    def _loss_is_elsewhere(self) -> bool:
+        return False  # every rank has the whole model, and scales its own loss

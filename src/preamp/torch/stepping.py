@@ -6,6 +6,7 @@ the scale, and when a user may call what: that is `scaler`'s.
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import abstractmethod
 from collections import defaultdict
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from preamp.checks import to_float32
 from preamp.errors import UsageError
 from preamp.torch import gradients as arithmetic
+from preamp.torch.agreement import number_of_ranks
 from preamp.torch.culprits import culprits
 from preamp.torch.gradients import Gradients, gather
 from preamp.torch.guarded import Snapshot, prime, step_where
 from preamp.torch.loss_scale import LossScale
-from preamp.torch.optimizers import evaluates_often, is_fused, is_of_torch, preset
+from preamp.torch.optimizers import begins_with_garbage, evaluates_often, is_fused, is_of_torch, preset
 from preamp.torch.outcome import Outcome
 from preamp.torch.readings import Readings
 from preamp.torch.shared import AlreadyUnscaled
@@ -32,6 +35,7 @@ from preamp.trace import Step
 __all__ = ["Clip", "Ledger", "Stepping", "fresh", "no_flag"]
 
 Ledger: TypeAlias = dict[str, Any]  # PyTorch's: "stage" and "found_inf_per_device"; ours: "outcome"
+LARGE = 2.0**100
 
 
 class Clip(NamedTuple):
@@ -75,15 +79,17 @@ class Stepping(torch.amp.GradScaler):
         gradients, divisor = self._settle(optimizer, ledger, clip, together=fused)
         if ledger["outcome"].finite and fused:
             where = self._device_of_scale()
-            optimizer.grad_scale = None if divisor == 1.0 else torch.full((), divisor, device=where)
-            optimizer.found_inf = None if is_of_torch(optimizer) else torch.zeros((), device=where)
+            optimizer.grad_scale = None if divisor == 1.0 else _number(divisor, where)
+            optimizer.found_inf = None if is_of_torch(optimizer) else _number(0.0, where)
         elif divisor != 1.0:
             arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
         try:
             return self._maybe_opt_step(optimizer, ledger, *args, **kwargs)
         finally:
+            arithmetic.note_writing(gradients.tensors if fused else ())
             self._stepped(optimizer, ledger)
 
+    @torch.no_grad()
     def _settle(
         self, optimizer: Any, ledger: Ledger, clip: Clip, *, together: bool
     ) -> tuple[Gradients, float]:
@@ -101,7 +107,7 @@ class Stepping(torch.amp.GradScaler):
         if ledger["stage"] is OptState.READY and not together:
             self.unscale_(optimizer)
         gradients = gather(optimizer) if together else Gradients([], [])
-        ready = self._is_ready(optimizer, ledger, gradients)
+        ready = self._is_ready(optimizer, ledger, gradients, clip)
 
         scale = self._loss_scale.state.scale
         divisor = (scale * self._loss_factor if ready else 1.0) * float(preset(optimizer))
@@ -110,9 +116,12 @@ class Stepping(torch.amp.GradScaler):
             finite = not any([flag.item() for flag in ledger["found_inf_per_device"].values()])
         if ready or clip.max_norm is not None:
             watched = self._readings.watches(optimizer)
-            measure = partial(self._readings.on_host, norm=watched or clip.max_norm is not None)
+            wants_norm, where = watched or clip.max_norm is not None, self._device_of_scale()
+            measure = partial(self._readings.on_host, device=where, norm=wants_norm)
             finite, norm = measure(optimizer, gradients, divisor, finite=finite)
         if not finite:
+            if None not in clip and self._readings.agreement.needed(gradients.meshes):
+                measure(None, gradients, divisor)  # in company with ranks that read nothing
             seen = gradients if together else gather(optimizer)
             named = self._culprits(optimizer, seen.parameters, seen.peaks())
             ledger["outcome"] = Outcome(scale, False, culprits=lambda: named)
@@ -124,14 +133,18 @@ class Stepping(torch.amp.GradScaler):
                 norm = measure(None, gradients, divisor)[1]
         if clip.max_norm is not None and norm is not None:
             divisor = max(divisor, norm / clip.max_norm)
+        if divisor > LARGE:  # in float32 its reciprocal loses digits, or is 0
+            arithmetic.multiply_(gradients.tensors, 1.0 / LARGE)
+            divisor /= LARGE
         return gradients, divisor
 
+    @torch.no_grad()
     def _step_on_device(self, optimizer: Any, ledger: Ledger, clip: Clip, args: Any, kwargs: Any) -> Any:
         """Read nothing: what is seen goes to the optimizer and to the policy on the device."""
         self._loss_scale.to_device()
         self._loss_scale.adopt()
         gradients = gather(optimizer)
-        ready = self._is_ready(optimizer, ledger, gradients)
+        ready = self._is_ready(optimizer, ledger, gradients, clip)
 
         scale = self._require_scale("step").clone()
         constant = preset(optimizer) * (self._loss_factor if ready else 1.0)
@@ -139,28 +152,36 @@ class Stepping(torch.amp.GradScaler):
         if isinstance(constant, Tensor) or constant != 1.0:
             divisor = divisor * constant
         measure = partial(self._readings.on_device, norm=clip.max_norm is not None)
-        finite, norm, sizes = measure(optimizer, gradients, divisor)
+        alone = not self._readings.agreement.needed(gradients.meshes)
+        agreed = not ready and clip.max_norm is None and not alone  # when they were unscaled
+        finite, norm, sizes = measure(optimizer, gradients, divisor, agree=not agreed)
         if not ready:
-            finite = finite & no_flag(ledger, scale.device)
+            unscaled = no_flag(ledger, scale.device)
+            finite = unscaled if agreed else finite & unscaled
         name = partial(self._culprits, optimizer, gradients.parameters, sizes)  # keeps no gradient alive
-        ledger["outcome"] = Outcome(scale, finite, norm, divisor, name)
+        told = norm if alone or clip.max_norm is not None else None  # other ranks may have told none
+        ledger["outcome"] = Outcome(scale, finite, told, divisor, name)
         if clip.max_value is not None:
-            arithmetic.clamp_(gradients.tensors, divisor * clip.max_value)
+            limit = torch.where(finite, divisor * clip.max_value, math.inf)  # a skipped step clips nothing
+            arithmetic.clamp_(gradients.tensors, limit)
             if clip.max_norm is not None:
                 norm = measure(None, gradients, divisor)[1]
         if clip.max_norm is not None:
-            divisor = torch.maximum(divisor, norm / clip.max_norm)
+            clipping = torch.maximum(divisor, (norm / clip.max_norm).to(divisor.dtype))
+            divisor = torch.where(finite, clipping, divisor)
 
         found_inf = finite.logical_not().to(scale.dtype)
         ledger["found_inf_per_device"] = {scale.device: found_inf}
+        if self._capturable:
+            prime(optimizer)
         try:
             if is_fused(optimizer):
                 optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
                 return optimizer.step(*args, **kwargs)
-            prime(optimizer)
             arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
             return step_where(optimizer, finite, *args, **kwargs)
         finally:
+            arithmetic.note_writing(gradients.tensors)
             self._stepped(optimizer, ledger)
 
     def _step_with_closure(self, optimizer: Any, ledger: Ledger, clip: Clip, args: Any, kwargs: Any) -> Any:
@@ -172,17 +193,18 @@ class Stepping(torch.amp.GradScaler):
 
         def evaluate() -> Any:
             scalings = self._scalings
+            ledger.update(fresh())  # before the closure, which may call unscale_ itself
             with torch.enable_grad():
                 loss = closure()
             if self._scalings == scalings:
                 raise UsageError(
                     "the closure did not scale its loss. Write scaler.scale(loss).backward() in it."
                 )
-            ledger.update(fresh())
             gradients, divisor = self._settle(optimizer, ledger, clip, together=True)
-            arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
             if not ledger["outcome"].finite:
+                arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
                 raise _Overflow
+            arithmetic.multiply_(gradients.tensors, float(preset(optimizer)) / divisor)
             if not before and evaluates_often(optimizer):
                 before.append(Snapshot(optimizer))  # nothing has moved before the first evaluation
             return loss
@@ -196,6 +218,19 @@ class Stepping(torch.amp.GradScaler):
         finally:
             if "outcome" in ledger:
                 self._stepped(optimizer, ledger)
+
+    def _clip_unscaled(self, optimizer: Any, clip: Clip) -> bool:
+        """Clip gradients that are not scaled, and return whether they are finite on all ranks."""
+        gradients = gather(optimizer)
+        where = gradients.tensors[0].device if gradients.tensors else torch.device(self._device)
+        where = where if self._loss_scale.tensor is None else self._loss_scale.tensor.device
+        if clip.max_value is not None:
+            arithmetic.clamp_(gradients.tensors, clip.max_value)
+        norm_wanted = clip.max_norm is not None
+        finite, norm = self._readings.on_host(None, gradients, 1.0, where, norm=norm_wanted)
+        if clip.max_norm is not None and norm is not None and norm > clip.max_norm:
+            arithmetic.multiply_(gradients.tensors, clip.max_norm / norm)
+        return finite
 
     def _step_of_old_kind(self, optimizer: Any, ledger: Ledger, args: Any, kwargs: Any) -> Any:
         """Step an optimizer whose `step` takes the scaler and does all of this itself."""
@@ -222,14 +257,28 @@ class Stepping(torch.amp.GradScaler):
         outcome: Outcome = ledger["outcome"]
         if not isinstance(outcome.finite, Tensor):
             where = self._device_of_scale()
-            flag = torch.full((), float(not outcome.finite), device=where)
-            ledger["found_inf_per_device"] = {where: flag}
+            ledger["found_inf_per_device"] = {where: _number(float(not outcome.finite), where)}
         ledger["stage"] = OptState.STEPPED
         self._tell(outcome)
-        self._already.mark(optimizer)
+        decides = is_fused(optimizer) and isinstance(outcome.finite, Tensor)
+        self._already.mark(optimizer, outcome if decides else None)
 
+    def _unscale(self, optimizer: Any, ledger: Ledger, *, agree: bool = True) -> None:
+        """Unscale an optimizer's gradients and note what was found, on this rank or on all."""
+        self._loss_scale.adopt()
+        scale = self._require_scale("unscale_")
+        found_inf = _number(0.0, scale.device)
+        flags = self._unscale_grads_(optimizer, self._inverse(scale), found_inf, True, agree)
+        ledger["found_inf_per_device"], ledger["stage"] = flags, OptState.UNSCALED
+
+    @torch.no_grad()
     def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+        self,
+        optimizer: Any,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool = True,
+        agree: bool = True,
     ) -> dict[torch.device, Tensor]:
         """Multiply an optimizer's gradients and return a flag per device. float16 is always allowed."""
         gradients = gather(optimizer)
@@ -237,8 +286,9 @@ class Stepping(torch.amp.GradScaler):
         tensors = gradients.tensors
         if done:
             pairs = zip(gradients.parameters, tensors, strict=True)
-            tensors = [t for p, t in pairs if id(p) not in done]
+            tensors = [t for p, t in pairs if not self._already.unscale_rest_(p, t)]
         found = arithmetic.unscale_(tensors, inv_scale, found_inf)
+        arithmetic.note_writing(gradients.tensors)
         below_one = not self._loss_scale.on_device and self._loss_scale.state.scale * self._loss_factor < 1.0
         if done or below_one:  # neither looked at here, nor dividing by less than 1, which can overflow
             on_device = self._loss_scale.on_device
@@ -248,14 +298,15 @@ class Stepping(torch.amp.GradScaler):
         self._already.mark(optimizer)
         if not found and self._readings.agreement.needed(gradients.meshes):
             found = {found_inf.device: found_inf}  # this rank has nothing, and still has to take part
-        return self._readings.flags(found, gradients.meshes)
+        return self._readings.flags(found, gradients.meshes, found_inf.device) if agree else found
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
         """Note whether an optimizer's gradients are finite, and leave them as they are."""
         scale = self._require_scale("_check_inf_per_device")
         gradients = gather(optimizer)
         finite, _, _ = self._readings.on_device(optimizer, gradients, torch.ones_like(scale), norm=False)
-        found = {scale.device: finite.logical_not().float()} if gradients.tensors else {}
+        seen = gradients.tensors or self._readings.agreement.needed(gradients.meshes)
+        found = {scale.device: finite.logical_not().float()} if seen else {}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
@@ -263,28 +314,39 @@ class Stepping(torch.amp.GradScaler):
         if self._loss_scale.on_device:
             wide = scale if scale.device.type == "mps" else scale.double()
             return (wide * self._loss_factor).reciprocal().float()
-        return torch.full((), 1.0 / (self._loss_scale.state.scale * self._loss_factor), device=scale.device)
+        return _number(1.0 / (self._loss_scale.state.scale * self._loss_factor), scale.device)
 
     def _device_of_scale(self) -> torch.device:
         return self._require_scale("step").device
 
     def _stays_on_device(self, optimizer: Any) -> bool:
-        """Return whether nothing needs to be read on the host."""
+        """Return whether nothing needs to be read on the host.
+
+        One rank may listen and others not; for copies to stay equal to the bit, all go the same way.
+        """
         if self._capturable:
             return True
-        asked = self.on_step is not None or self._gives_up
-        return is_fused(optimizer) and not asked and not _reads_are_free(self._device_of_scale())
-
-    def _is_ready(self, optimizer: Any, ledger: Ledger, gradients: Gradients) -> bool:
-        """Return whether the gradients are still to be unscaled; those that others share are, here."""
-        shared = gradients.aliased or self._already.among(gradients)
-        if ledger["stage"] is OptState.READY and shared:
-            self.unscale_(optimizer)
-        if ledger["stage"] is not OptState.READY and ledger["found_inf_per_device"]:
+        listens = self.on_step is not None and number_of_ranks() == 1
+        asked = listens or self._gives_up or not is_fused(optimizer)
+        if asked or _reads_are_free(self._device_of_scale()):
             return False
-        if not gradients.tensors and not self._readings.agreement.needed(()):
+        return not begins_with_garbage(optimizer)
+
+    def _is_ready(self, optimizer: Any, ledger: Ledger, gradients: Gradients, clip: Clip) -> bool:
+        """Return whether the gradients are still to be unscaled; those that need it beforehand are, here.
+
+        Other ranks may not need it: all agree on a flag and a norm together, if there will be a norm.
+        """
+        early = gradients.aliased or bool(self._already.among(gradients))
+        if self._capturable and not is_fused(optimizer):  # float16 can overflow on the way, unseen
+            early = early or any(t.dtype is torch.float16 for t in gradients.tensors)
+        if ledger["stage"] is OptState.READY and early:
+            self._unscale(optimizer, ledger, agree=clip.max_norm is None)
+        ready = ledger["stage"] is OptState.READY
+        seen = gradients.tensors if ready else ledger["found_inf_per_device"]
+        if not seen and not self._readings.agreement.needed(()):
             raise AssertionError(_no_gradients(optimizer))
-        return ledger["stage"] is OptState.READY
+        return ready
 
     def _culprits(
         self, optimizer: Any, parameters: list[Tensor], sizes: list[float] | Tensor
@@ -300,6 +362,11 @@ class Stepping(torch.amp.GradScaler):
             return Outcome(scale.clone(), no_flag(ledger, scale.device))
         finite = not any([flag.item() for flag in ledger["found_inf_per_device"].values()])
         return Outcome(self._loss_scale.state.scale, finite)
+
+
+def _number(value: float, device: torch.device) -> Tensor:
+    """Return a float32, which kernels want, whatever the user's default dtype is; inf for a larger number."""
+    return torch.full((), to_float32(value), dtype=torch.float32, device=device)
 
 
 def _reads_are_free(device: torch.device) -> bool:
@@ -321,6 +388,11 @@ def _no_gradients(optimizer: Any) -> str:
     """Say which optimizer has nothing to step with, and why."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     frozen = sum(not p.requires_grad for p in parameters)
+    if any(p.grad is not None for p in parameters):
+        return (
+            "No inf checks were recorded for this optimizer. Its unscale_() came before backward(), when all "
+            "gradients were None. Write scaler.unscale_(optimizer) after backward()."
+        )
     return (
         "No inf checks were recorded for this optimizer. "
         f"All {len(parameters)} parameters of {type(optimizer).__name__} have grad None"

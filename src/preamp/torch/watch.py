@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from preamp.errors import UsageError
+from preamp.torch.agreement import number_of_ranks
 from preamp.torch.gradients import Gradients, square
 
 __all__ = ["Watch"]
@@ -77,8 +77,8 @@ def _refuse_what_comes_later(parameters: list[Tensor]) -> None:
         reason = "its parameters are DTensors"
     elif any(hasattr(p, "_is_flat_param") or hasattr(p, "_fsdp_flattened") for p in parameters):
         reason = "its parameters belong to FSDP"
-    elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        reason = f"{dist.get_world_size()} ranks train together"
+    elif number_of_ranks() > 1:
+        reason = f"{number_of_ranks()} ranks train together"
     if reason:
         raise UsageError(
             f"this optimizer cannot be watched: {reason}, and gradients are final only after communication. "
