@@ -333,6 +333,7 @@ def split(
     planted_on: int | None = -1,
     bare: int | None = None,
     twins: bool = False,
+    late: bool = False,
     capturable: list[bool] | None = None,
     **how: Any,
 ) -> Seen:
@@ -343,6 +344,7 @@ def split(
         planted_on: the rank whose gradient overflows, if one does.
         bare: a rank that has no gradients.
         twins: whether on the first rank, and only there, two parameters have one gradient.
+        late: whether it overflows in the last step, and only after it was unscaled.
         capturable: whether each rank's scaler is.
         how: for `Training`.
     """
@@ -369,7 +371,12 @@ def split(
         if "twin" in training.named:
             training.named["twin"].grad = training.named["into"].grad
 
-    return {**training.run(backward, _planter(training, planted_on)), "calls": calls}
+    plant = _planter(training, planted_on)
+    if late:
+        unscale = training.scaler.unscale_
+        training.scaler.unscale_ = lambda optimizer: (unscale(optimizer), len(calls) == STEPS and plant())
+        plant = _planter(training, None)
+    return {**training.run(backward, plant), "calls": calls}
 
 
 def pipeline(*, frozen: bool = False, **how: Any) -> Seen:

@@ -291,6 +291,12 @@ def test_a_rank_that_reads_agrees_with_one_that_does_not(two, how, clip, unscale
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
+def test_what_overflows_after_all_have_agreed_does_not_part_the_ranks(two, capturable):
+    seen = two("split", late=True, unscale=True, capturable=[capturable] * 2)
+    assert [one["skipped"] for one in seen] == [[False] * worker.STEPS] * 2  # as in PyTorch
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
 @pytest.mark.parametrize("clip", [{}, CLIP], ids=["", "clipped"])
 @pytest.mark.parametrize("how", [PLAIN_SGD, FUSED_SGD], ids=["SGD", "fused SGD"])
 def test_a_gradient_that_two_parameters_share_on_one_rank_does_not_part_the_ranks(two, how, clip, capturable):
@@ -422,9 +428,27 @@ def test_a_single_rank_can_watch_what_is_no_dtensor():
         GradScaler("cpu").watch(torch.optim.SGD([torch.nn.Parameter(sharded)]))
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-@pytest.mark.parametrize("gradient", [1.0, None], ids=["a gradient", "no gradient"])
-def test_other_ranks_hear_of_a_gradient_on_the_device_of_the_loss(gradient, fused):
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_scaler_wants_a_loss_on_every_rank():
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([weight])
+    with pytest.raises(AssertionError, match="_scale is None"):
+        ShardedGradScaler("cpu").step(optimizer)
+    GradScaler("cpu", process_group=dist.group.WORLD).step(optimizer)
+
+
+@pytest.mark.parametrize("others", [0.0, 1.0])
+def test_an_optimizer_that_asks_for_flags_hears_of_other_ranks(others):
+    scaler = GradScaler("cpu", reduce=lambda readings: readings + torch.tensor([others, 0.0]))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # has no gradient here
+    assert list(scaler._check_inf_per_device(optimizer).values()) == [torch.tensor(others)]
+    scaler.update()
+    assert scaler.get_scale() == 2.0**16 * 0.5**others
+
+
+@pytest.mark.parametrize("gradient", [torch.ones(1), None], ids=["a gradient", "no gradient"])
+def test_other_ranks_hear_of_a_gradient_on_the_device_of_the_loss(gradient):
     places = []
 
     def reduce(readings: torch.Tensor) -> torch.Tensor:
@@ -433,8 +457,12 @@ def test_other_ranks_hear_of_a_gradient_on_the_device_of_the_loss(gradient, fuse
 
     scaler = GradScaler("cpu", reduce=reduce)
     weight = torch.nn.Parameter(torch.ones(1))  # as one that is offloaded to the CPU
-    weight.grad = None if gradient is None else torch.tensor([gradient])
+    weight.grad = gradient
+    optimizer = torch.optim.SGD([weight])
     scaler.scale(torch.zeros((), device="meta"))
-    scaler.step(torch.optim.SGD([weight], lr=0.0, foreach=not fused), max_norm=1.0)
+    scaler.step(optimizer, max_norm=1.0)
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.unscale_(optimizer)
     Readings(Agreement(reduce=reduce)).flags({weight.device: torch.zeros(())}, [], torch.device("meta"))
-    assert places == ["meta", "meta"]
+    assert places == ["meta"] * 3

@@ -1,7 +1,9 @@
 """`LossScaleOptimizer` for PyTorch: every argument beside the same thing written out in plain PyTorch."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -401,7 +403,9 @@ def test_any_policy_works_and_may_give_up():
         ({"ema_overwrite_frequency": 0}, "ema_overwrite_frequency=0"),
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps=1.5"),
         ({"loss_scale_factor": 0.0}, "loss_scale_factor=0.0"),
-        ({"initial_scale": 0.0}, "init_scale=0.0"),
+        ({"initial_scale": 0.0}, "initial_scale=0.0"),
+        ({"dynamic_growth_steps": 0}, "dynamic_growth_steps=0"),
+        ({"on_step": 3}, "on_step=3"),
         ({"policy": Static(2.0), "initial_scale": 4.0}, "policy"),
         ({"policy": "keras"}, "not a policy"),
     ],
@@ -409,6 +413,92 @@ def test_any_policy_works_and_may_give_up():
 def test_arguments_that_cannot_work_are_refused(options, says):
     with pytest.raises(PolicyError, match=says):
         Run(**options)
+
+
+def test_weights_that_are_loaded_into_the_model_reach_the_masters_before_anything_else():
+    run = Run(dtype=torch.float16, master_weights=True, use_ema=True)
+    run.step(0)
+    loaded = {name: value + 1 for name, value in run.model.state_dict().items()}
+    run.model.load_state_dict(loaded)
+    with run.optimizer.averaged():
+        pass
+    assert torch.equal(run.model.weight, loaded["weight"])
+    saved = run.optimizer.state_dict()["loss_scale_optimizer"]["masters"]
+    assert torch.equal(saved[0].half(), loaded["weight"])
+
+
+def test_an_error_inside_averaged_puts_half_precision_weights_back_too():
+    run = Run(dtype=torch.float16, master_weights=True, use_ema=True, ema_momentum=0.5)
+    for number in range(3):
+        run.step(number)
+    weights = run.values()
+    with pytest.raises(KeyError), run.optimizer.averaged():
+        raise KeyError(torch.equal(run.values(), weights))
+    assert torch.equal(run.values(), weights)
+
+
+def test_a_mean_that_overflows_is_told():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = LossScaleOptimizer(
+        torch.optim.SGD([weight]), initial_scale=1.0, gradient_accumulation_steps=2, global_clipnorm=1.0
+    )
+    for skipped, factor in ((False, 3e38), (True, 3e38), (False, 3.0), (False, 3.0)):
+        optimizer.zero_grad()
+        optimizer.backward((weight * factor).sum())
+        optimizer.step()
+        assert optimizer.last_step.skipped == skipped
+    assert optimizer.last_step.grad_norm == pytest.approx(3.0)
+    assert optimizer.iterations == 1
+
+
+def test_parameters_with_one_gradient_each_get_its_mean():
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = LossScaleOptimizer(torch.optim.SGD(weights, lr=1.0), gradient_accumulation_steps=2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(weights[0].sum() * 0.5)
+        weights[1].grad = weights[0].grad
+        optimizer.step()
+    assert [w.item() for w in weights] == [0.5, 0.5]
+
+
+def test_on_step_hears_of_a_step_when_all_of_it_is_done():
+    heard = []
+    run = Run(dtype=torch.float16, master_weights=True, use_ema=True)
+    run.optimizer.on_step = lambda _: heard.append((run.optimizer.iterations, run.values()))
+    before = run.values()
+    run.step(0)
+    assert heard[0][0] == 1
+    assert not torch.equal(heard[0][1], before)
+
+
+def test_nothing_keeps_it_alive():
+    run = Run()
+    run.step(0)
+    gone = weakref.ref(run.optimizer)
+    inner = run.optimizer.inner_optimizer
+    gc.disable()
+    try:
+        del run.optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+    inner.step()  # its hook is silent
+
+
+def test_averages_that_would_be_lost_or_do_not_fit_are_refused():
+    run = Run(use_ema=True)
+    run.step(0)
+    saved = run.optimizer.state_dict()
+    plain = Run()
+    with pytest.raises(PolicyError, match="use_ema=True"):
+        plain.optimizer.load_state_dict(saved)
+    wrong = copy.deepcopy(saved)
+    wrong["loss_scale_optimizer"]["averages"][0] = torch.ones(7)
+    before = run.optimizer.loss_scale
+    with pytest.raises(PolicyError, match=r"shapes \[\(7,\)"):
+        run.optimizer.load_state_dict(wrong)
+    assert run.optimizer.loss_scale == before
 
 
 def test_inner_optimizers_that_cannot_work_are_refused():
@@ -419,3 +509,6 @@ def test_inner_optimizers_that_cannot_work_are_refused():
         LossScaleOptimizer(LossScaleOptimizer(torch.optim.SGD(parameters)))
     with pytest.raises(PolicyError, match="on top"):
         LossScaleOptimizer(torch.optim.AdamW(parameters), weight_decay=0.1)
+    for options in ({"gradient_accumulation_steps": 2}, {"master_weights": True}):
+        with pytest.raises(PolicyError, match="LBFGS evaluates its closure itself"):
+            LossScaleOptimizer(torch.optim.LBFGS(parameters), **options)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from preamp.torch.masters import HALF
+from preamp.torch.gradients import HALF_DTYPES
 
 __all__ = ["Accumulation"]
 
@@ -28,13 +28,17 @@ class Accumulation:
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Add the parameters' gradients and take them away."""
         self.sums += [None] * (len(parameters) - len(self.sums))
+        taken: set[int] = set()
         for index, parameter in enumerate(parameters):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 continue
+            if id(gradient) in taken:  # two parameters have one gradient; each needs a sum
+                gradient = gradient.clone()
+            taken.add(id(gradient))
             total = self.sums[index]
             if total is None:
-                self.sums[index] = gradient.float() if gradient.dtype in HALF else gradient
+                self.sums[index] = gradient.float() if gradient.dtype in HALF_DTYPES else gradient
             else:
                 total.add_(gradient)
         self.summed += 1
@@ -50,8 +54,9 @@ class Accumulation:
         sums = [None if total is None else total.clone() for total in self.sums]
         return {"sums": sums, "calls": self.calls, "summed": self.summed}
 
-    def load(self, saved: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint; one without sums begins anew."""
+    def load(self, saved: dict[str, Any] | None, parameters: Sequence[Tensor]) -> None:
+        """Go on from a checkpoint, on the parameters' devices; one without sums begins anew."""
         saved = saved or {"sums": [], "calls": 0, "summed": 0}
-        self.sums = [None if total is None else total.clone() for total in saved["sums"]]
+        pairs = zip(saved["sums"], parameters, strict=False)
+        self.sums = [None if total is None else total.to(p.device, copy=True) for total, p in pairs]
         self.calls, self.summed = saved["calls"], saved["summed"]

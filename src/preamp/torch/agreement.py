@@ -43,6 +43,11 @@ class Agreement:
             raise PolicyError(
                 f"reduce={reduce!r} cannot be called. Write reduce=torch.distributed.all_reduce."
             )
+        if process_group is not None and process_group != WORLD and not _is_group(process_group):
+            raise PolicyError(
+                f"process_group={process_group!r} is no ProcessGroup. "
+                "Write process_group=torch.distributed.group.WORLD, or mesh.get_group()."
+            )
         if reduce is not None and process_group is not None:
             raise PolicyError("process_group= and reduce= are both given. Write only one of them.")
         self.process_group = process_group
@@ -85,3 +90,7 @@ class Agreement:
                 "the ranks of all, so which of them are copies cannot be told. Write "
                 "distribute_tensor(parameter, mesh, placements) with one mesh for all; Replicate() copies."
             )
+
+
+def _is_group(group: Any) -> bool:
+    return dist.is_available() and isinstance(group, dist.ProcessGroup)

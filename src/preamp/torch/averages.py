@@ -26,6 +26,11 @@ class Averages:
         self.momentum = momentum
         self.values: list[Tensor] = []
 
+    def load(self, saved: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Go on from a checkpoint, on the parameters' devices."""
+        pairs = zip(saved, parameters, strict=False)
+        self.values = [value.to(parameter.device, copy=True) for value, parameter in pairs]
+
     @torch.no_grad()
     def update(self, parameters: Sequence[Tensor]) -> None:
         """Take the present values in."""

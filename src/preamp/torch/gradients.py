@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from preamp.checks import FLOAT32_MAX
+
 __all__ = [
+    "HALF_DTYPES",
     "Gradients",
     "clamp_",
     "gather",
@@ -31,7 +34,6 @@ DOT_FROM = 2**15
 DOT_DTYPES = (torch.float32, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)  # bfloat16 only on a CPU
-FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from preamp.errors import UsageError
+from preamp.torch.optimizers import is_fused, is_of_torch, parameters_of
 
 __all__ = ["Snapshot", "prime", "step_where"]
 
@@ -29,7 +30,7 @@ class Snapshot:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._parameters = [(p, p.detach().clone()) for p in _parameters(optimizer)]
+        self._parameters = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
         self._state = {p: copy.deepcopy(optimizer.state[p]) for p in optimizer.state}
 
     @torch.no_grad()
@@ -47,11 +48,15 @@ def step_where(optimizer: Any, finite: Tensor, *args: Any, **kwargs: Any) -> Any
 
     The step is taken and, where it should not have been, every tensor gets its old value back.
     """
-    tensors = [*_parameters(optimizer), *_state_tensors(optimizer, finite.device)]
+    tensors = [*parameters_of(optimizer), *_state_tensors(optimizer, finite.device)]
     before = [tensor.detach().clone() for tensor in tensors]
-    result = _plain_step(optimizer)(*args, **kwargs)
-    for tensor, old in zip(tensors, before, strict=True):
-        tensor.copy_(torch.where(finite, tensor, old))
+    stepped = False
+    try:
+        result = _plain_step(optimizer)(*args, **kwargs)
+        stepped = True
+    finally:
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.where(finite, tensor, old) if stepped else old)
     return result
 
 
@@ -68,22 +73,31 @@ def prime(optimizer: Any) -> None:
         return
     if torch.compiler.is_compiling():
         raise UsageError("this optimizer has not made its state yet. Take one step before torch.compile.")
+    if not is_of_torch(optimizer) and not is_fused(optimizer):
+        kind = type(optimizer).__name__
+        raise UsageError(
+            f"what the state of {kind} begins with is not known, so that its first step cannot be taken back "
+            "unless a flag is read. Write GradScaler(...) without capturable."
+        )
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         raise UsageError(
             "SGD's first step takes no dampening, and which step that is depends on a flag that is not read. "
             "Write dampening=0, or GradScaler(...) without capturable."
         )
-    gradients = [(p, p.grad) for p in _parameters(optimizer)]
+    gradients = [(p, p.grad) for p in parameters_of(optimizer)]
     before = {p: p.detach().clone() for p in late}
     for parameter, gradient in gradients:
         parameter.grad = torch.zeros_like(gradient) if gradient is not None and parameter in late else None
     for parameter in late:
         parameter.zero_()
-    _inner_step(optimizer)()
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
+    try:
+        _inner_step(optimizer)()
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for parameter in late:
+            parameter.copy_(before[parameter])
     for parameter, group in late.items():
-        parameter.copy_(before[parameter])
         state = optimizer.state.get(parameter, {})
         for name, first in {**FIRST, "eta": group["lr"]}.items():
             if isinstance(state.get(name), Tensor):
@@ -105,13 +119,9 @@ def _without_state(optimizer: Any) -> dict[Tensor, Any]:
     }
 
 
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _state_tensors(optimizer: Any, device: torch.device) -> list[Tensor]:
     tensors = []
-    for parameter in _parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         for name, value in optimizer.state.get(parameter, {}).items():
             kind = type(optimizer).__name__
             if isinstance(value, (int, float)):

@@ -114,6 +114,8 @@ class LossScale:
         Raises:
             PolicyError: for a scale that would turn gradients into 0, inf or NaN.
         """
+        if not self.on_device and not 0.0 < self.state.scale < math.inf:
+            self.policy.restore({"scale": self.state.scale})  # refuses it: the policy has let it fall to 0
         if self.tensor is None or not (self.tensor.is_cpu or self._touched()):
             return
         if self.on_device:

@@ -6,6 +6,7 @@ This room owns that idiom. It refuses to know how gradients are unscaled and whe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from preamp.torch.accumulation import Accumulation
 from preamp.torch.averages import Averages
 from preamp.torch.gradients import gather, multiply_
 from preamp.torch.masters import MasterWeights
+from preamp.torch.optimizers import parameters_of
 from preamp.torch.scaler import GradScaler
 from preamp.torch.stepping import Clip
 from preamp.trace import Step
@@ -62,6 +64,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         inner_optimizer: the wrapped optimizer.
         scaler: the `GradScaler` at work.
         iterations: updates made.
+        last_step: what the latest call of `step` came to. None before.
 
     Raises:
         PolicyError: for arguments that cannot work, alone or together.
@@ -98,7 +101,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         reduce: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
-        _check_inner(inner_optimizer, weight_decay)
+        _check_inner(inner_optimizer, weight_decay, bool(gradient_accumulation_steps or master_weights))
         _check_numbers(
             clipnorm=clipnorm,
             clipvalue=clipvalue,
@@ -106,6 +109,10 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             weight_decay=weight_decay,
             loss_scale_factor=loss_scale_factor,
         )
+        if on_step is not None and not callable(on_step):
+            raise PolicyError(
+                f"on_step={on_step!r} cannot be called. Write on_step=Trace(), or any function."
+            )
         _check_counts(ema_overwrite_frequency, gradient_accumulation_steps)
         if not (is_number(ema_momentum) and 0.0 <= ema_momentum <= 1.0):
             raise PolicyError(f"ema_momentum={ema_momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
@@ -114,8 +121,9 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             inner_optimizer, initial_scale, dynamic_growth_steps, policy, process_group, reduce
         )
         self.scaler._loss_factor = 1.0 if loss_scale_factor is None else float(loss_scale_factor)
+        self.scaler._always_reads = True  # whether a step was taken decides what follows here
         self.on_step = on_step
-        self.scaler.on_step = self._heard
+        self.last_step: Step | None = None
         self.weight_decay, self.clipnorm = weight_decay, clipnorm
         self.clipvalue, self.global_clipnorm = clipvalue, global_clipnorm
         self.ema_overwrite_frequency = ema_overwrite_frequency
@@ -134,11 +142,6 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by, `loss_scale_factor` apart."""
         return self.scaler.get_scale()
-
-    @property
-    def last_step(self) -> Step | None:
-        """What the latest `step` came to. None before."""
-        return self.scaler.last_step
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, to call `backward` on."""
@@ -161,25 +164,26 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             closure: evaluates the loss, calling `backward` of this optimizer; returns it.
 
         Returns:
-            The closure's loss, if there is one and the step was taken.
+            The closure's loss; None without a closure, and from an inner optimizer that was not called.
 
         Raises:
             AssertionError: if nothing was scaled, or no parameter has a gradient.
             Starved: if the policy was told to give up. The parameters are as they were.
         """
-        if self._accumulation is not None or self._masters is not None:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+        if self._accumulation is None and self._masters is None:
+            result = self._full_step(*([] if closure is None else [closure]))
+        else:
+            with torch.enable_grad():
+                result = None if closure is None else closure()
             if self._masters is not None:
                 self._masters.take_gradients()
-            if self._accumulation is not None:
-                self._micro_step(self._accumulation)
-            else:
+            if self._accumulation is None:
                 self._full_step()
-            return loss
-        return self._full_step(*([] if closure is None else [closure]))
+            else:
+                self._micro_step(self._accumulation)
+        if self.on_step is not None:
+            self.on_step(self.last_step)  # type: ignore[arg-type]  # there is one now
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Sums of accumulated micro-steps stay."""
@@ -190,7 +194,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def finalize_variable_values(self) -> None:
         """Overwrite the weights with their moving averages, if there are any."""
         if self._averages is not None:
-            self._averages.overwrite(self._parameters())
+            self._follow_model()
+            self._averages.overwrite(parameters_of(self))
             self._write_back()
 
     @contextmanager
@@ -202,10 +207,13 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         """
         if self._averages is None:
             raise PolicyError("there are no averages. Write LossScaleOptimizer(..., use_ema=True).")
-        with self._averages.swapped_in(self._parameters()):
+        self._follow_model()
+        try:
+            with self._averages.swapped_in(parameters_of(self)):
+                self._write_back()
+                yield
+        finally:
             self._write_back()
-            yield
-        self._write_back()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""
@@ -218,6 +226,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state dict, with one more entry."""
+        self._follow_model()
         state = super().state_dict()
         accumulation, averages, masters = self._accumulation, self._averages, self._masters
         state[OURS] = {
@@ -234,13 +243,13 @@ class LossScaleOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: as PyTorch, for other parameter groups.
-            PolicyError: for other master weights.
+            PolicyError: for other master weights or averages. Nothing was changed.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         ours = state_dict.get(OURS)
-        if self._masters is not None and ours is not None:
-            self._masters.check(ours["masters"])
+        if ours is not None:
+            self._check_saved(ours)
         self.inner_optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != OURS})
         self._share()
         if ours is not None:
@@ -261,18 +270,24 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             self._clip_each()
         limits = {"max_norm": self.global_clipnorm, "max_value": self.clipvalue}
         result = self.scaler.step(self.inner_optimizer, *closure, **limits)
-        self.scaler.update()
-        if self.last_step is not None and not self.last_step.skipped:
+        if self._update_scale():
             self._updated()
         return result
+
+    def _update_scale(self) -> bool:
+        """Move the scale; return whether the gradients were finite."""
+        try:
+            self.scaler.update()
+        finally:
+            self.last_step = self.scaler.last_step
+        return self.last_step is not None and not self.last_step.skipped
 
     def _micro_step(self, accumulation: Accumulation) -> None:
         """Sum the gradients up or drop them; with enough of them, update."""
         self.scaler.unscale_(self.inner_optimizer)
-        self.scaler.update()
         accumulation.calls += 1
-        if self.last_step is not None and not self.last_step.skipped:
-            accumulation.add(self._parameters())
+        if self._update_scale():
+            accumulation.add(parameters_of(self))
         else:
             self.inner_optimizer.zero_grad()
         if accumulation.calls == self.gradient_accumulation_steps:
@@ -282,14 +297,18 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         if not accumulation.summed:
             accumulation.calls = 0
             return
-        parameters = self._parameters()
-        accumulation.mean_to(parameters)
+        accumulation.mean_to(parameters_of(self))
         if self.clipnorm is not None:
             self._clip_each()
         limits = Clip(self.global_clipnorm, self.clipvalue)
-        if self.scaler._clip_unscaled(self.inner_optimizer, limits):  # a sum of finite numbers need not be
+        finite, norm = self.scaler._clip_unscaled(self.inner_optimizer, limits)
+        if finite:
             self.inner_optimizer.step()
             self._updated()
+        if self.last_step is not None:
+            self.last_step = self.last_step._replace(grad_norm=norm)
+            if not finite:  # a sum of finite numbers need not be
+                self.last_step = self.last_step._replace(finite=False, skipped=True)
 
     def _clip_each(self) -> None:
         """Clip each parameter's gradient to the norm `clipnorm`."""
@@ -301,7 +320,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             for tensor, factor in zip(gradients.tensors, factors.unbind(), strict=True):
                 multiply_([tensor], factor.to(tensor.dtype))
 
-    def _decay(self, *_: Any) -> None:
+    def _decay(self) -> None:
         """Shrink the weights; called just before the inner optimizer steps."""
         for group in self.param_groups if self.weight_decay else ():
             weights = [p.detach() for p in group["params"] if p.grad is not None]
@@ -311,7 +330,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def _updated(self) -> None:
         """Average, overwrite and round what an update made."""
         self.iterations += 1
-        parameters, every = self._parameters(), self.ema_overwrite_frequency
+        parameters, every = parameters_of(self), self.ema_overwrite_frequency
         if self._averages is not None:
             self._averages.update(parameters)
             if every and self.iterations % every == 0:
@@ -322,28 +341,55 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         if self._masters is not None:
             self._masters.write_back()
 
+    def _follow_model(self) -> None:
+        """Take over what was loaded into the model since the last step."""
+        if self._masters is not None:
+            self._masters.follow()
+
+    def _check_saved(self, ours: dict[str, Any]) -> None:
+        """Refuse what another optimizer saved."""
+        if self._masters is not None:
+            self._masters.check(ours["masters"])
+        if ours["averages"] and self._averages is None:
+            raise PolicyError(
+                "the checkpoint has averages of the weights, which would be lost. "
+                f"Write use_ema=True, or state_dict[{OURS!r}]['averages'] = [] to drop them."
+            )
+        theirs, weights = [value.shape for value in ours["averages"]], [p.shape for p in parameters_of(self)]
+        if theirs != weights[: len(theirs)]:
+            raise PolicyError(
+                f"the checkpoint has averages of shapes {list(map(tuple, theirs))}, the optimizer weights of "
+                f"{list(map(tuple, weights))}. Make the optimizer as it was when the checkpoint was written."
+            )
+
     def _load(self, ours: dict[str, Any]) -> None:
         self.scaler.load_state_dict(ours["scaler"])
         if self._masters is not None:
             self._masters.load(ours["masters"])
         self.iterations = ours["iterations"]
         if self._averages is not None:
-            self._averages.values = [value.clone() for value in ours["averages"]]
+            self._averages.load(ours["averages"], parameters_of(self))
         if self._accumulation is not None:
-            self._accumulation.load(ours["accumulation"])
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+            self._accumulation.load(ours["accumulation"], parameters_of(self))
 
     def _share(self) -> None:
         """Have the inner optimizer's groups and state, and be asked before it steps."""
         self.param_groups, self.state = self.inner_optimizer.param_groups, self.inner_optimizer.state
-        if self._decay not in self.inner_optimizer._optimizer_step_pre_hooks.values():
-            self.inner_optimizer.register_step_pre_hook(self._decay)
+        hooks = self.inner_optimizer._optimizer_step_pre_hooks
+        if not any(isinstance(hook, _Decay) and hook.owner() is self for hook in hooks.values()):
+            self.inner_optimizer.register_step_pre_hook(_Decay(self))
 
-    def _heard(self, step: Step) -> None:
-        if self.on_step is not None:
-            self.on_step(step)
+
+class _Decay:
+    """What the inner optimizer calls before it steps; keeps nobody alive."""
+
+    def __init__(self, owner: LossScaleOptimizer) -> None:
+        self.owner = weakref.ref(owner)
+
+    def __call__(self, *_: Any) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner._decay()
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
@@ -354,7 +400,9 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 def _scaler(
     inner: Any, scale: float, steps: int, policy: Policy[Any] | None, group: Any, reduce: Any
 ) -> GradScaler:
-    device = inner.param_groups[0]["params"][0].device.type
+    device = next((p.device.type for p in parameters_of(inner)), "cpu")
+    positive("initial_scale", scale, "initial_scale=2.0**15")
+    whole("dynamic_growth_steps", steps, least=1, instead="dynamic_growth_steps=2000")
     agree = {"process_group": group, "reduce": reduce}
     if policy is None:
         return GradScaler(device, init_scale=scale, growth_interval=steps, **agree)
@@ -366,7 +414,7 @@ def _scaler(
     return GradScaler(device, policy=policy, **agree)
 
 
-def _check_inner(inner: Any, weight_decay: float | None) -> None:
+def _check_inner(inner: Any, weight_decay: float | None, steps_apart: bool) -> None:
     if not isinstance(inner, torch.optim.Optimizer):
         raise PolicyError(
             f"inner_optimizer={inner!r} is no torch.optim.Optimizer. "
@@ -374,6 +422,11 @@ def _check_inner(inner: Any, weight_decay: float | None) -> None:
         )
     if isinstance(inner, LossScaleOptimizer):
         raise PolicyError("inner_optimizer scales the loss already. Write LossScaleOptimizer(SGD(...)).")
+    if steps_apart and isinstance(inner, torch.optim.LBFGS):
+        raise PolicyError(
+            "LBFGS evaluates its closure itself: its gradients cannot be accumulated or copied to masters. "
+            "Leave out gradient_accumulation_steps and master_weights."
+        )
     decays = [group["weight_decay"] for group in inner.param_groups if group.get("weight_decay")]
     if weight_decay and decays:
         raise PolicyError(

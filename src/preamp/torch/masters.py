@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from preamp.errors import PolicyError
+from preamp.torch.gradients import HALF_DTYPES
 
 __all__ = ["MasterWeights"]
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class MasterWeights:
@@ -32,7 +31,7 @@ class MasterWeights:
     def replace(self, optimizer: Any, group: dict[str, Any]) -> None:
         """Replace the half-precision parameters of a group; state they have goes over to the masters."""
         for index, parameter in enumerate(group["params"]):
-            if parameter.dtype in HALF:
+            if parameter.dtype in HALF_DTYPES:
                 master = torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
                 group["params"][index] = master
                 if parameter in optimizer.state:
@@ -42,7 +41,7 @@ class MasterWeights:
 
     def take_gradients(self) -> None:
         """Move each gradient from a parameter to its master, in float32, still scaled."""
-        self._follow()
+        self.follow()
         for parameter, master in self.weights:
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
@@ -87,7 +86,7 @@ class MasterWeights:
         self.write_back()
 
     @torch.no_grad()
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Take over weights that others wrote into the model, such as a checkpoint that was loaded."""
         for index, (parameter, master) in enumerate(self.weights):
             if parameter._version != self._versions[index]:
@@ -97,4 +96,5 @@ class MasterWeights:
 
 
 def _widened(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: v.float() if isinstance(v, Tensor) and v.dtype in HALF else v for name, v in state.items()}
+    half = {name for name, value in state.items() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES}
+    return {name: value.float() if name in half else value for name, value in state.items()}

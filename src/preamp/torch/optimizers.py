@@ -8,12 +8,29 @@ from typing import Any
 
 import torch
 
-__all__ = ["begins_with_garbage", "evaluates_often", "is_fused", "is_of_torch", "preset", "takes_scaler"]
+__all__ = [
+    "begins_with_garbage",
+    "evaluates_often",
+    "is_fused",
+    "is_of_torch",
+    "parameters_of",
+    "preset",
+    "takes_scaler",
+]
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_fused(optimizer: Any) -> bool:
-    """Return whether `step` divides by `optimizer.grad_scale` and heeds `optimizer.found_inf`."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Return whether `step` divides by `optimizer.grad_scale` and heeds `optimizer.found_inf`.
+
+    What only wraps such an optimizer does not count: it would keep these attributes to itself.
+    """
+    supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return supports and isinstance(optimizer, torch.optim.Optimizer)
 
 
 def preset(optimizer: Any) -> Any:
@@ -24,7 +41,7 @@ def preset(optimizer: Any) -> Any:
 
 def is_of_torch(optimizer: Any) -> bool:
     """Return whether the optimizer is PyTorch's own, not a subclass of it."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def begins_with_garbage(optimizer: Any) -> bool:

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preamp.checks import FLOAT32_MAX
 from preamp.torch.agreement import Agreement
 from preamp.torch.gradients import Gradients
 from preamp.torch.watch import Watch
 
 __all__ = ["Readings"]
-
-FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Readings:

@@ -25,7 +25,7 @@ from preamp.torch.agreement import Agreement
 from preamp.torch.culprits import backward_order
 from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale, gives_up
-from preamp.torch.optimizers import is_fused, takes_scaler
+from preamp.torch.optimizers import is_fused, parameters_of, takes_scaler
 from preamp.torch.outcome import Outcome, step_of
 from preamp.torch.readings import Readings
 from preamp.torch.stepping import Clip, Ledger, Stepping, fresh
@@ -70,7 +70,8 @@ class GradScaler(Stepping):
 
     Attributes:
         policy: the rule in force.
-        last_step: the latest `Step`: available after `step`, complete after `update`. None before.
+        last_step: the latest `Step`: available after `step`, complete after `update`. None before. A
+            disabled scaler looks at nothing and takes gradients to be finite.
 
     Raises:
         AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.
@@ -112,7 +113,10 @@ class GradScaler(Stepping):
         self._device, self._enabled = device, enabled and _is_there(device)
         values = (init_scale, growth_factor, backoff_factor, growth_interval)
         self._settings = dict(zip(SETTINGS, values, strict=True))
-        self._loss_scale = LossScale(*((policy, self._settings) if self._enabled else (Dynamic(), {})))
+        if self._enabled:
+            self._loss_scale = LossScale(policy, self._settings)
+        else:
+            self._loss_scale = LossScale(Dynamic(), {})
         self._readings = Readings(Agreement(process_group, reduce))
         self._capturable = capturable
         self._gives_up = gives_up(self._loss_scale.policy)
@@ -189,7 +193,8 @@ class GradScaler(Stepping):
     def watch(self, optimizer: torch.optim.Optimizer) -> Watch:
         """Take each gradient's norm in backward, right when it is written; `step` then reads nothing.
 
-        Worth it with `max_norm` on a CPU. Call it once, after the optimizer has all its parameters.
+        For `max_norm`. Call it once, after the optimizer has all its parameters. A gradient that is written
+        to afterwards is measured again; only writes through `.data` or NumPy go unnoticed.
 
         Returns:
             A handle whose `remove()` stops it.
@@ -235,7 +240,9 @@ class GradScaler(Stepping):
         clip = Clip(_limit("max_norm", max_norm), _limit("max_value", max_value))
         if not self._enabled:
             clips = None if clip == Clip() else partial(self._clip, optimizer, clip)
-            return _step_disabled(optimizer, clips, args, kwargs)
+            result = _step_disabled(optimizer, clips, args, kwargs)
+            self._last = Step(self._steps_seen, 1.0, finite=True, skipped=False, new_scale=1.0)
+            return result
         evaluates = callable(args[0] if args else kwargs.get("closure"))
         if not evaluates:  # a closure scales later
             self._require_scale("step")
@@ -262,6 +269,7 @@ class GradScaler(Stepping):
             Starved: if the policy was told to give up at its floor. The scaler can be used further.
         """
         if not self._enabled:
+            self._steps_seen += 1
             return
         self._require_scale("update")
         ledgers = {key: one for key, one in self._per_optimizer_states.items() if one["found_inf_per_device"]}
@@ -433,7 +441,7 @@ class GradScaler(Stepping):
         if self._readings.agreement.needed(gather(optimizer).meshes):
             self._clip_unscaled(optimizer, clip)
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         if clip.max_value is not None:
             torch.nn.utils.clip_grad_value_(parameters, clip.max_value)
         if clip.max_norm is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from preamp.torch.gradients import Gradients, multiply_
+from preamp.torch.optimizers import parameters_of
 from preamp.torch.outcome import Outcome
 
 __all__ = ["AlreadyUnscaled"]
@@ -17,7 +18,8 @@ __all__ = ["AlreadyUnscaled"]
 class AlreadyUnscaled:
     """Which gradients were unscaled in this iteration and not written to since.
 
-    A scaler that knows only one optimizer remembers nothing.
+    A scaler that knows only one optimizer remembers nothing. Autograd's version counter tells who wrote;
+    writes through `.data` escape it.
     """
 
     def __init__(self) -> None:
@@ -39,10 +41,9 @@ class AlreadyUnscaled:
         if torch.compiler.is_compiling() or alone:
             return
         self._optimizers.add(id(optimizer))
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._seen[id(p)] = (weakref.ref(p.grad), p.grad._version, decided)
+        for p in parameters_of(optimizer):
+            if p.grad is not None:
+                self._seen[id(p)] = (weakref.ref(p.grad), p.grad._version, decided)
 
     def among(self, gradients: Gradients) -> set[int]:
         """Return the ids of the parameters whose gradients need no unscaling any more."""

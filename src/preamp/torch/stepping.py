@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,14 @@ from preamp.torch.culprits import culprits
 from preamp.torch.gradients import Gradients, gather
 from preamp.torch.guarded import Snapshot, prime, step_where
 from preamp.torch.loss_scale import LossScale
-from preamp.torch.optimizers import begins_with_garbage, evaluates_often, is_fused, is_of_torch, preset
+from preamp.torch.optimizers import (
+    begins_with_garbage,
+    evaluates_often,
+    is_fused,
+    is_of_torch,
+    parameters_of,
+    preset,
+)
 from preamp.torch.outcome import Outcome
 from preamp.torch.readings import Readings
 from preamp.torch.shared import AlreadyUnscaled
@@ -35,7 +41,7 @@ from preamp.trace import Step
 __all__ = ["Clip", "Ledger", "Stepping", "fresh", "no_flag"]
 
 Ledger: TypeAlias = dict[str, Any]  # PyTorch's: "stage" and "found_inf_per_device"; ours: "outcome"
-LARGE = 2.0**100
+LARGE = 2.0**100  # the reciprocal of a larger number loses digits in float32, or is 0
 
 
 class Clip(NamedTuple):
@@ -50,8 +56,10 @@ class _Overflow(Exception):  # a signal, not an error: it leaves a closure and g
 
 
 class Stepping(torch.amp.GradScaler):
-    """What a scaler does with one optimizer."""
+    """The half of `GradScaler` that deals with one optimizer; below is what the other half gives it."""
 
+    _require_scale: Callable[[str], Tensor]
+    _tell: Callable[[Outcome], None]
     _loss_scale: LossScale
     _readings: Readings
     _capturable: bool
@@ -61,17 +69,10 @@ class Stepping(torch.amp.GradScaler):
 
     def __init__(self) -> None:  # not the one of PyTorch: our state lives elsewhere
         self._loss_factor = 1.0  # a constant in every loss, besides the scale
+        self._always_reads = False
         self._scalings = 0
         self._already = AlreadyUnscaled()
         self._order: dict[int, int] | None = None  # in which backward reaches parameters, by their id
-
-    @abstractmethod
-    def _require_scale(self, caller: str) -> Tensor:
-        """Return the scale as a tensor, or raise PyTorch's error."""
-
-    @abstractmethod
-    def _tell(self, outcome: Outcome) -> None:
-        """Make an optimizer's outcome the latest step."""
 
     def _step_on_host(self, optimizer: Any, ledger: Ledger, clip: Clip, args: Any, kwargs: Any) -> Any:
         """Read one flag and decide here: on a CPU, and wherever no fused optimizer decides by itself."""
@@ -83,11 +84,13 @@ class Stepping(torch.amp.GradScaler):
             optimizer.found_inf = None if is_of_torch(optimizer) else _number(0.0, where)
         elif divisor != 1.0:
             arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
-        try:
-            return self._maybe_opt_step(optimizer, ledger, *args, **kwargs)
-        finally:
-            arithmetic.note_writing(gradients.tensors if fused else ())
-            self._stepped(optimizer, ledger)
+        self._note_flag(ledger)  # subclasses decide by it in _maybe_opt_step
+        result = self._let(
+            optimizer, ledger, partial(self._maybe_opt_step, optimizer, ledger, *args, **kwargs)
+        )
+        arithmetic.note_writing(gradients.tensors if fused else ())
+        self._stepped(optimizer, ledger)
+        return result
 
     @torch.no_grad()
     def _settle(
@@ -111,16 +114,15 @@ class Stepping(torch.amp.GradScaler):
 
         scale = self._loss_scale.state.scale
         divisor = (scale * self._loss_factor if ready else 1.0) * float(preset(optimizer))
-        finite, norm = True, None
-        if not ready:
-            finite = not any([flag.item() for flag in ledger["found_inf_per_device"].values()])
-        if ready or clip.max_norm is not None:
-            watched = self._readings.watches(optimizer)
-            wants_norm, where = watched or clip.max_norm is not None, self._device_of_scale()
-            measure = partial(self._readings.on_host, device=where, norm=wants_norm)
+        clips_norm = clip.max_norm is not None
+        wants_norm = clips_norm or self._readings.watches(optimizer)
+        measure = partial(self._readings.on_host, device=self._device_of_scale(), norm=wants_norm)
+        finite, norm = ready or _flags_are_clear(ledger), None
+        if ready or clips_norm:
             finite, norm = measure(optimizer, gradients, divisor, finite=finite)
         if not finite:
-            if None not in clip and self._readings.agreement.needed(gradients.meshes):
+            twice = clips_norm and clip.max_value is not None
+            if twice and self._readings.agreement.needed(gradients.meshes):
                 measure(None, gradients, divisor)  # in company with ranks that read nothing
             seen = gradients if together else gather(optimizer)
             named = self._culprits(optimizer, seen.parameters, seen.peaks())
@@ -129,11 +131,11 @@ class Stepping(torch.amp.GradScaler):
         ledger["outcome"] = Outcome(scale, True, norm, divisor)
         if clip.max_value is not None:
             arithmetic.clamp_(gradients.tensors, clip.max_value * divisor)
-            if clip.max_norm is not None:
+            if clips_norm:
                 norm = measure(None, gradients, divisor)[1]
         if clip.max_norm is not None and norm is not None:
             divisor = max(divisor, norm / clip.max_norm)
-        if divisor > LARGE:  # in float32 its reciprocal loses digits, or is 0
+        if divisor > LARGE:
             arithmetic.multiply_(gradients.tensors, 1.0 / LARGE)
             divisor /= LARGE
         return gradients, divisor
@@ -174,15 +176,32 @@ class Stepping(torch.amp.GradScaler):
         ledger["found_inf_per_device"] = {scale.device: found_inf}
         if self._capturable:
             prime(optimizer)
-        try:
-            if is_fused(optimizer):
-                optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
-                return optimizer.step(*args, **kwargs)
+        if is_fused(optimizer):
+            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
+            step = partial(optimizer.step, *args, **kwargs)
+        else:
             arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
-            return step_where(optimizer, finite, *args, **kwargs)
+            step = partial(step_where, optimizer, finite, *args, **kwargs)
+        result = self._let(optimizer, ledger, step)
+        arithmetic.note_writing(gradients.tensors)
+        self._stepped(optimizer, ledger)
+        return result
+
+    def _let(self, optimizer: Any, ledger: Ledger, step: Callable[[], Any]) -> Any:
+        """Let an optimizer step. If it raises, the step may be tried again."""
+        try:
+            return step()
+        except BaseException:
+            if is_fused(optimizer) and ledger["stage"] is OptState.READY:
+                ledger.clear()
+                ledger.update(fresh())
+            else:
+                ledger["stage"] = OptState.UNSCALED
+            raise
         finally:
-            arithmetic.note_writing(gradients.tensors)
-            self._stepped(optimizer, ledger)
+            for name in ("grad_scale", "found_inf"):
+                if is_fused(optimizer) and hasattr(optimizer, name):
+                    delattr(optimizer, name)
 
     def _step_with_closure(self, optimizer: Any, ledger: Ledger, clip: Clip, args: Any, kwargs: Any) -> Any:
         """Let the optimizer evaluate the loss as often as it likes; take all back if one overflows."""
@@ -209,18 +228,25 @@ class Stepping(torch.amp.GradScaler):
                 before.append(Snapshot(optimizer))  # nothing has moved before the first evaluation
             return loss
 
+        result = None
         try:
-            return optimizer.step(evaluate, *args[1:], **kwargs)
-        except _Overflow:
+            result = optimizer.step(evaluate, *args[1:], **kwargs)
+        except BaseException as reason:
             for snapshot in before:
                 snapshot.restore()
-            return None
-        finally:
-            if "outcome" in ledger:
-                self._stepped(optimizer, ledger)
+            if not isinstance(reason, _Overflow):
+                ledger.clear()
+                ledger.update(fresh())
+                raise
+        if is_fused(optimizer) and hasattr(optimizer, "grad_scale"):
+            del optimizer.grad_scale
+        if "outcome" in ledger:
+            self._note_flag(ledger)
+            self._stepped(optimizer, ledger)
+        return result
 
-    def _clip_unscaled(self, optimizer: Any, clip: Clip) -> bool:
-        """Clip gradients that are not scaled, and return whether they are finite on all ranks."""
+    def _clip_unscaled(self, optimizer: Any, clip: Clip) -> tuple[bool, float | None]:
+        """Clip gradients that are not scaled; return whether they are finite on all ranks, and their norm."""
         gradients = gather(optimizer)
         where = gradients.tensors[0].device if gradients.tensors else torch.device(self._device)
         where = where if self._loss_scale.tensor is None else self._loss_scale.tensor.device
@@ -230,7 +256,7 @@ class Stepping(torch.amp.GradScaler):
         finite, norm = self._readings.on_host(None, gradients, 1.0, where, norm=norm_wanted)
         if clip.max_norm is not None and norm is not None and norm > clip.max_norm:
             arithmetic.multiply_(gradients.tensors, clip.max_norm / norm)
-        return finite
+        return finite, norm
 
     def _step_of_old_kind(self, optimizer: Any, ledger: Ledger, args: Any, kwargs: Any) -> Any:
         """Step an optimizer whose `step` takes the scaler and does all of this itself."""
@@ -251,37 +277,41 @@ class Stepping(torch.amp.GradScaler):
 
     def _stepped(self, optimizer: Any, ledger: Ledger) -> None:
         """Note that an optimizer has had its step, taken or not."""
-        for name in ("grad_scale", "found_inf"):
-            if is_fused(optimizer) and hasattr(optimizer, name):
-                delattr(optimizer, name)
         outcome: Outcome = ledger["outcome"]
-        if not isinstance(outcome.finite, Tensor):
-            where = self._device_of_scale()
-            ledger["found_inf_per_device"] = {where: _number(float(not outcome.finite), where)}
         ledger["stage"] = OptState.STEPPED
         self._tell(outcome)
         decides = is_fused(optimizer) and isinstance(outcome.finite, Tensor)
         self._already.mark(optimizer, outcome if decides else None)
+
+    def _note_flag(self, ledger: Ledger) -> None:
+        """Give a decision made on the host the form that PyTorch keeps it in."""
+        where = self._device_of_scale()
+        ledger["found_inf_per_device"] = {where: _number(float(not ledger["outcome"].finite), where)}
 
     def _unscale(self, optimizer: Any, ledger: Ledger, *, agree: bool = True) -> None:
         """Unscale an optimizer's gradients and note what was found, on this rank or on all."""
         self._loss_scale.adopt()
         scale = self._require_scale("unscale_")
         found_inf = _number(0.0, scale.device)
-        flags = self._unscale_grads_(optimizer, self._inverse(scale), found_inf, True, agree)
+        flags = self._unscale_grads_(optimizer, self._inverse(scale), found_inf, True)
+        meshes = ledger.pop("meshes", [])
+        if not flags and self._readings.agreement.needed(meshes):
+            flags = {found_inf.device: found_inf}  # this rank has nothing, and still has to take part
+        if agree:
+            flags = self._readings.flags(flags, meshes, found_inf.device)
         ledger["found_inf_per_device"], ledger["stage"] = flags, OptState.UNSCALED
 
     @torch.no_grad()
     def _unscale_grads_(
-        self,
-        optimizer: Any,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool = True,
-        agree: bool = True,
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        """Multiply an optimizer's gradients and return a flag per device. float16 is always allowed."""
+        """Multiply an optimizer's gradients; return a flag per device of this rank.
+
+        float16 is always allowed. Subclasses may override this, as they do PyTorch's.
+        """
         gradients = gather(optimizer)
+        if gradients.meshes:
+            self._per_optimizer_states[id(optimizer)]["meshes"] = gradients.meshes
         done = self._already.among(gradients)
         tensors = gradients.tensors
         if done:
@@ -296,9 +326,7 @@ class Stepping(torch.amp.GradScaler):
             found_inf.add_(overflow)
             found.setdefault(found_inf.device, found_inf)
         self._already.mark(optimizer)
-        if not found and self._readings.agreement.needed(gradients.meshes):
-            found = {found_inf.device: found_inf}  # this rank has nothing, and still has to take part
-        return self._readings.flags(found, gradients.meshes, found_inf.device) if agree else found
+        return found
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
         """Note whether an optimizer's gradients are finite, and leave them as they are."""
@@ -327,7 +355,7 @@ class Stepping(torch.amp.GradScaler):
         if self._capturable:
             return True
         listens = self.on_step is not None and number_of_ranks() == 1
-        asked = listens or self._gives_up or not is_fused(optimizer)
+        asked = listens or self._gives_up or self._always_reads or not is_fused(optimizer)
         if asked or _reads_are_free(self._device_of_scale()):
             return False
         return not begins_with_garbage(optimizer)
@@ -337,7 +365,7 @@ class Stepping(torch.amp.GradScaler):
 
         Other ranks may not need it: all agree on a flag and a norm together, if there will be a norm.
         """
-        early = gradients.aliased or bool(self._already.among(gradients))
+        early = gradients.aliased or bool(self._already.among(gradients)) or self._is_overridden()
         if self._capturable and not is_fused(optimizer):  # float16 can overflow on the way, unseen
             early = early or any(t.dtype is torch.float16 for t in gradients.tensors)
         if ledger["stage"] is OptState.READY and early:
@@ -360,8 +388,13 @@ class Stepping(torch.amp.GradScaler):
         if self._loss_scale.on_device:
             scale = self._require_scale("step")
             return Outcome(scale.clone(), no_flag(ledger, scale.device))
-        finite = not any([flag.item() for flag in ledger["found_inf_per_device"].values()])
-        return Outcome(self._loss_scale.state.scale, finite)
+        return Outcome(self._loss_scale.state.scale, _flags_are_clear(ledger))
+
+    def _is_overridden(self) -> bool:
+        """Return whether a subclass, or someone from outside, unscales in another way."""
+        if torch.compiler.is_compiling():
+            return False
+        return getattr(self._unscale_grads_, "__func__", None) is not Stepping._unscale_grads_
 
 
 def _number(value: float, device: torch.device) -> Tensor:
@@ -378,6 +411,10 @@ def fresh() -> Ledger:
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
+def _flags_are_clear(ledger: Ledger) -> bool:
+    return not any([flag.item() for flag in ledger["found_inf_per_device"].values()])
+
+
 def no_flag(ledger: Ledger, device: torch.device) -> Tensor:
     """Return whether no flag of an optimizer is set, as a 0-dim tensor."""
     flags = torch.stack([flag.to(device) for flag in ledger["found_inf_per_device"].values()])
@@ -386,7 +423,7 @@ def no_flag(ledger: Ledger, device: torch.device) -> Tensor:
 
 def _no_gradients(optimizer: Any) -> str:
     """Say which optimizer has nothing to step with, and why."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     frozen = sum(not p.requires_grad for p in parameters)
     if any(p.grad is not None for p in parameters):
         return (

@@ -1,7 +1,7 @@
 """Each gradient's norm, taken when autograd has just written it and it still lies in the cache.
 
-A gradient that anyone touched afterwards is measured again at the step, so the result is that of measuring
-them all. This room refuses to watch gradients that are final only after communication.
+A gradient that anyone wrote to afterwards is measured again at the step; autograd's version counter tells,
+which writes through `.data` escape. This room refuses to watch gradients that are final only after communication.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from preamp.errors import UsageError
 from preamp.torch.agreement import number_of_ranks
 from preamp.torch.gradients import Gradients, square
+from preamp.torch.optimizers import parameters_of
 
 __all__ = ["Watch"]
 
@@ -34,7 +35,7 @@ class Watch:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        parameters: list[Any] = [p for p in parameters_of(optimizer) if p.requires_grad]
         _refuse_what_comes_later(parameters)
         self._optimizer = weakref.ref(optimizer)
         self._seen: dict[int, _Seen] = {}

@@ -1,0 +1,178 @@
+"""What training scripts put around PyTorch's scaler and optimizers, and steps that raise."""
+
+import sys
+
+import pytest
+import torch
+
+from preamp import PolicyError, UsageError, dialects
+from preamp.torch import GradScaler
+
+INF = float("inf")
+STEPS = pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}])
+KINDS = pytest.mark.parametrize("options", [{}, {"fused": True}])
+
+
+def give(scaler, weight: torch.Tensor, factor: float) -> None:
+    weight.grad = None
+    scaler.scale((weight * factor).sum()).backward()
+
+
+def optimizer_of(weight: torch.Tensor, **options) -> torch.optim.Optimizer:
+    return torch.optim.SGD([weight], lr=1.0, **options)
+
+
+@pytest.fixture
+def weight() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(2))
+
+
+class DecidesItself(GradScaler):
+    """As PyTorch's own method reads, which subclasses copy."""
+
+    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+        if not sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values()):
+            return optimizer.step(*args, **kwargs)
+        return None
+
+
+class AsksOtherRanks(GradScaler):
+    """As scalers for model parallelism do: some other rank overflowed."""
+
+    def _unscale_grads_(self, optimizer, *args):
+        found = super()._unscale_grads_(optimizer, *args)
+        return {device: torch.ones_like(flag) for device, flag in found.items()}
+
+
+@KINDS
+@STEPS
+def test_a_subclass_may_decide_by_the_flags(weight, options, limits):
+    scaler, optimizer = DecidesItself("cpu", init_scale=4.0), optimizer_of(weight, **options)
+    give(scaler, weight, INF)
+    scaler.step(optimizer, **limits)
+    scaler.update()
+    assert weight.tolist() == [1.0, 1.0]
+    give(scaler, weight, 0.5)
+    scaler.step(optimizer, **limits)
+    assert weight.tolist() == [0.5, 0.5]
+
+
+@KINDS
+@STEPS
+def test_a_subclass_may_ask_other_ranks(weight, options, limits):
+    scaler, optimizer = AsksOtherRanks("cpu", init_scale=4.0), optimizer_of(weight, **options)
+    give(scaler, weight, 0.5)
+    scaler.step(optimizer, **limits)
+    scaler.update()
+    assert scaler.last_step.skipped
+    assert weight.tolist() == [1.0, 1.0]
+    assert scaler.get_scale() == 2.0
+
+
+def test_unscaling_may_be_replaced_from_outside(weight):
+    """The usual way to make PyTorch's scaler accept float16 gradients."""
+    scaler, optimizer = GradScaler("cpu"), optimizer_of(weight)
+    original = scaler._unscale_grads_
+    scaler._unscale_grads_ = lambda optimizer, inv_scale, found_inf, allow_fp16: original(
+        optimizer, inv_scale, found_inf, True
+    )
+    give(scaler, weight, 0.5)
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.5, 0.5]
+
+
+class Wraps:
+    """Passes everything on, and keeps what is set to itself."""
+
+    def __init__(self, optimizer) -> None:
+        self.inner = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@STEPS
+def test_a_wrapper_of_a_fused_optimizer_steps_on_unscaled_gradients(weight, limits):
+    scaler, optimizer = GradScaler("cpu"), Wraps(optimizer_of(weight, fused=True))
+    give(scaler, weight, 0.5)
+    scaler.step(optimizer, **limits)
+    scaler.update()
+    assert weight.tolist() == [0.5, 0.5]
+
+
+@KINDS
+@pytest.mark.parametrize("capturable", [False, True])
+@STEPS
+def test_a_step_that_raised_can_be_tried_again(weight, options, capturable, limits, monkeypatch):
+    scaler, optimizer = GradScaler("cpu", capturable=capturable), optimizer_of(weight, **options)
+    give(scaler, weight, 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    give(scaler, weight, 0.25)
+    with monkeypatch.context() as patch:
+        for name in ("_single_tensor_sgd", "_fused_sgd"):
+            patch.setattr(sys.modules["torch.optim.sgd"], name, lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scaler.step(optimizer, **limits)
+    assert not hasattr(optimizer, "grad_scale")
+    scaler.step(optimizer, **limits)
+    scaler.update()
+    assert weight.tolist() == [0.25, 0.25]
+    assert not scaler.last_step.skipped
+
+
+def test_a_closure_that_raises_leaves_everything_as_it_was(weight):
+    scaler, optimizer = GradScaler("cpu"), torch.optim.LBFGS([weight], lr=0.1, max_iter=5)
+    calls = []
+
+    def closure():
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyError
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    with pytest.raises(KeyError):
+        scaler.step(optimizer, closure)
+    assert weight.tolist() == [1.0, 1.0]
+    scaler.step(optimizer, closure)
+    scaler.update()
+    assert weight.abs().max() < 1.0
+
+
+@KINDS
+@STEPS
+def test_a_scale_that_the_rule_let_fall_to_zero_is_told(weight, options, limits):
+    scaler, optimizer = GradScaler("cpu", policy=dialects.TORCH), optimizer_of(weight, **options)
+    while scaler.get_scale():
+        give(scaler, weight, INF)
+        scaler.step(optimizer, **limits)
+        scaler.update()
+    give(scaler, weight, 1.0)
+    with pytest.raises(PolicyError, match=r"scale=0\.0 .* Write scale="):
+        scaler.step(optimizer, **limits)
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_capturable_refuses_a_first_step_of_an_optimizer_it_does_not_know(weight):
+    class Slow(torch.optim.SGD):
+        """Its state begins with the weights."""
+
+    scaler = GradScaler("cpu", capturable=True)
+    give(scaler, weight, 0.5)
+    with pytest.raises(UsageError, match="state of Slow begins with"):
+        scaler.step(Slow([weight]))
+    assert weight.tolist() == [1.0, 1.0]
+
+
+@STEPS
+def test_the_same_loop_runs_with_a_disabled_scaler(weight, limits):
+    scaler, optimizer = GradScaler("cpu", enabled=False), optimizer_of(weight)
+    for index in range(2):
+        give(scaler, weight, 0.25)
+        scaler.step(optimizer, **limits)
+        scaler.update()
+        assert scaler.last_step[:4] == (index, 1.0, True, False)
+    assert weight.tolist() == [0.5, 0.5]
