@@ -371,12 +371,16 @@ def split(
         if "twin" in training.named:
             training.named["twin"].grad = training.named["into"].grad
 
-    plant = _planter(training, planted_on)
+    plant, unscale = _planter(training, planted_on), training.scaler.unscale_
+
+    def unscale_and_plant(optimizer: torch.optim.Optimizer) -> None:
+        unscale(optimizer)
+        if len(calls) == STEPS:
+            plant()
+
     if late:
-        unscale = training.scaler.unscale_
-        training.scaler.unscale_ = lambda optimizer: (unscale(optimizer), len(calls) == STEPS and plant())
-        plant = _planter(training, None)
-    return {**training.run(backward, plant), "calls": calls}
+        training.scaler.unscale_ = unscale_and_plant
+    return {**training.run(backward, _planter(training, None) if late else plant), "calls": calls}
 
 
 def pipeline(*, frozen: bool = False, **how: Any) -> Seen:

@@ -130,6 +130,21 @@ def test_what_is_changed_midway_is_in_force(script, options):
         assert a.scaler.last_step[:5] == b.scaler.last_step[:5]
 
 
+@pytest.mark.parametrize(("start", "factor"), [(2.0**-13, INF), (2.0**31, 1.0)])
+def test_the_scale_stays_within_bounds(start, factor):
+    training = Training("SGD", GradScaler("cpu", init_scale=start, growth_interval=1, capturable=True))
+    for _ in range(4):
+        training.step(0, factor)
+    assert training.scaler.get_scale() == (2.0**-14 if factor == INF else 2.0**32)
+
+
+def test_a_count_that_was_restored_beyond_its_interval_still_grows():
+    training = Training("SGD", ours(capturable=True))
+    training.scaler.load_state_dict({**training.scaler.state_dict(), "_growth_tracker": 7})
+    training.step(0)
+    assert training.scaler.get_scale() == 2048.0
+
+
 @kinds
 @pytest.mark.parametrize("factor", [INF, NAN])
 def test_an_overflow_on_the_very_first_step_leaves_the_state_of_a_beginner(kind, factor):
@@ -177,6 +192,11 @@ def test_what_cannot_be_told_apart_later_is_refused():
     give(scaler, weight, 1024.0)
     with pytest.raises(UsageError, match="what the state of Counting begins with"):
         scaler.step(Counting([weight]))
+
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    scaler.scale(table(torch.tensor([0, 2])).sum()).backward()
+    with pytest.raises(UsageError, match="SparseAdam keeps 'step' as a Python number"):
+        scaler.step(torch.optim.SparseAdam(table.parameters()))
 
 
 @pytest.mark.parametrize(

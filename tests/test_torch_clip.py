@@ -54,16 +54,9 @@ def gradients_for(parameters, seed, strength):
     return [torch.empty_like(p).copy_(one) for p, one in zip(parameters, made, strict=True)]
 
 
-def clipped_by_torch(gradients, max_norm=None, max_value=None):
-    """Return what the gradients are clipped to, in float64."""
-    holders = [torch.nn.Parameter(g.double()) for g in gradients]
-    for holder in holders:
-        holder.grad = holder.detach().clone()
-    if max_value is not None:
-        clip_grad_value_(holders, max_value)
-    if max_norm is not None:
-        clip_grad_norm_(holders, max_norm)
-    return [holder.grad for holder in holders]
+def exactly_clipped(gradient, max_norm=math.inf, max_value=math.inf):
+    clamped = gradient.clamp(-max_value, max_value)
+    return clamped * min(1.0, max_norm / clamped.norm().item())
 
 
 @settings(max_examples=60, deadline=None)
@@ -127,21 +120,24 @@ def test_scales_parameters_and_gradients_are_those_of_the_three_calls(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["SGD", "SGD fused", "AdamW fused"])
 @pytest.mark.parametrize(
-    "limits", [{"max_norm": 0.7}, {"max_value": 0.3}, {"max_norm": 3.3, "max_value": 2.0}]
+    "shares", [{"max_norm": 0.3}, {"max_value": 0.3}, {"max_norm": 0.2, "max_value": 0.5}]
 )
 @pytest.mark.parametrize("scale", [2.0**-3, 1.0, 2.0**16, 2.0**28])
 @pytest.mark.parametrize("capturable", [False, True])
-def test_half_gradients_are_clipped_to_the_last_digit(dtype, kind, limits, scale, capturable):
+def test_half_gradients_are_clipped_to_the_last_digit(dtype, kind, shares, scale, capturable):
     """A factor far below 1 is no half number, and must not be rounded to one."""
     (weight,) = weights(dtype=dtype, size=50)
     scaler, optimizer = ours(init_scale=scale, capturable=capturable), optimizer_of(kind, [weight])
     scaled = (torch.randn(50, generator=torch.Generator().manual_seed(1)) * min(scale, 2.0**11)).to(dtype)
+    plain = scaled.double() / scale
+    largest = {"max_norm": plain.norm().item(), "max_value": plain.abs().max().item()}
+    limits = {name: share * largest[name] for name, share in shares.items()}
     give(scaler, weight, scaled.clone())
-    (exact,) = clipped_by_torch([scaled.double() / scale], **limits)
     scaler.step(optimizer, **limits)
     assert not scaler.last_step.skipped
-    digits = torch.finfo(dtype)
-    assert torch.allclose(weight.grad.double(), exact, rtol=digits.eps * 1.1, atol=digits.smallest_normal)
+    exact, digits = exactly_clipped(plain, **limits), torch.finfo(dtype)
+    spacing = digits.smallest_normal * digits.eps
+    assert torch.allclose(weight.grad.double(), exact, rtol=1.5 * digits.eps, atol=spacing)
 
 
 @kinds
@@ -161,6 +157,27 @@ def test_a_norm_whose_squares_overflow_is_taken_again_exactly(kind, entries, sca
     assert not scaler.last_step.skipped
     assert scaler.last_step.grad_norm == pytest.approx(exact.norm().item(), rel=1e-6)
     assert torch.allclose(weight.grad.double(), exact / exact.norm() * max_norm, rtol=1e-5, atol=1e-30)
+
+
+@kinds
+@pytest.mark.parametrize(("entry", "dtype"), [(1e30, torch.float32), (1e200, torch.float64)])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_large_gradients_are_finite_although_their_squares_are_not(kind, entry, dtype, size):
+    (weight,) = weights(size=size, dtype=dtype)
+    scaler, optimizer = ours(), optimizer_of(kind, [weight])
+    give(scaler, weight, entry)
+    scaler.step(optimizer)
+    assert not scaler.last_step.skipped
+
+
+@kinds
+@pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_value": 1.0}])
+def test_a_gradient_without_numbers_is_no_obstacle(kind, limits):
+    (weight,) = weights(size=0)
+    scaler, optimizer = ours(init_scale=0.25), optimizer_of(kind, [weight])
+    give(scaler, weight, torch.zeros(0))
+    scaler.step(optimizer, **limits)
+    assert not scaler.last_step.skipped
 
 
 @kinds
@@ -264,7 +281,8 @@ class Network:
         if deed == "by hand":
             gradient.mul_(5.0)
         elif deed == "replaced":
-            self.first.grad = gradient * 5.0
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                parameter.grad = parameter.grad * 5.0
         elif deed == "dropped":
             self.first.grad = None
         elif deed == "poisoned":

@@ -152,3 +152,16 @@ def test_separate_backward_passes_are_what_they_are_in_the_original(mix, set_to_
             scaler.update()
         values.append((pair.values(), scaler.get_scale()))
     assert values[0] == values[1]
+
+
+def test_a_gradient_that_was_replaced_is_unscaled_anew():
+    """Also if it was written to as often as the one it replaces."""
+    pair = Shared(ours())
+    pair.backward(2.0)
+    pair.scaler.step(pair.a)
+    replacement = torch.full((3,), 4.0 * 1024.0)
+    while replacement._version < pair.common.grad._version:
+        replacement.mul_(1.0)
+    pair.common.grad = replacement
+    pair.scaler.step(pair.b)
+    assert pair.values() == [-6.0, -1.0, -1.0]

@@ -1,7 +1,7 @@
 """Each gradient's norm, taken when autograd has just written it and it still lies in the cache.
 
 A gradient that anyone wrote to afterwards is measured again at the step; autograd's version counter tells,
-which writes through `.data` escape. This room refuses to watch gradients that are final only after communication.
+which writes through `.data` escape. It refuses to watch gradients that are final only after communication.
 """
 
 from __future__ import annotations
