@@ -282,7 +282,8 @@ class Network:
             gradient.mul_(5.0)
         elif deed == "replaced":
             for parameter in self.optimizer.param_groups[0]["params"]:
-                parameter.grad = parameter.grad * 5.0
+                if parameter.grad is not None:  # frozen before
+                    parameter.grad = parameter.grad * 5.0
         elif deed == "dropped":
             self.first.grad = None
         elif deed == "poisoned":
