@@ -71,6 +71,7 @@ class Training:
         scaler: one of `SCALERS`.
         unscale: whether to call `unscale_`.
         closure: whether the optimizer evaluates a closure.
+        compiled: whether to compile the end of an iteration, after the first.
         clip: for our `step`; PyTorch's scaler gets clipped by PyTorch's functions.
         more: for the scaler.
     """
@@ -84,6 +85,7 @@ class Training:
         scaler: str = "ours",
         unscale: bool = False,
         closure: bool = False,
+        compiled: bool = False,
         clip: dict[str, float] | None = None,
         **more: Any,
     ) -> None:
@@ -92,6 +94,8 @@ class Training:
         self.optimizer = getattr(torch.optim, optimizer)(self.named.items(), lr=0.1, **(options or {}))
         self.ours = scaler.startswith("ours")
         self.scaler = SCALERS[scaler]("cpu", **SETTINGS, **more)
+        self.finish: Callable[..., None] = self._finish
+        self.compiled = compiled
 
     def run(self, backward: Callable[[int], object], plant: Callable[[], object] = lambda: None) -> Seen:
         """Train; return a list for each of the things seen, and how it ended."""
@@ -120,8 +124,9 @@ class Training:
             self.scaler.unscale_(self.optimizer)
         if not self.ours:
             norm = self._clip_as_torch_does()
-        self.scaler.step(self.optimizer, *closure, **(self.clip if self.ours else {}))
-        self.scaler.update()
+        self.finish(*closure)
+        if self.compiled:
+            self.finish = torch.compile(self._finish, fullgraph=True, backend="eager")
         last = self.scaler.last_step if self.ours else None
         return {
             "scales": self.scaler.get_scale(),
@@ -130,6 +135,10 @@ class Training:
             "norms": last.grad_norm if last else norm,
             "culprits": last.culprits if last else (),
         }
+
+    def _finish(self, *closure: Callable[[], None]) -> None:
+        self.scaler.step(self.optimizer, *closure, **(self.clip if self.ours else {}))
+        self.scaler.update()
 
     def _clip_as_torch_does(self) -> float | None:
         norm = None
@@ -208,8 +217,10 @@ def ddp(*, first_listens: bool = False, **how: Any) -> Seen:
         overflows = rank == ranks - 1 and step == OVERFLOW
         _backward(training, step, rank, ranks, factor=math.inf if overflows else 1.0)
 
+    steps: list[int] = []
+    training.optimizer.register_step_post_hook(lambda *_: steps.append(1))
     with mock.patch.object(stepping, "_reads_are_free", return_value=not first_listens):
-        return training.run(backward)
+        return {**training.run(backward), "stepped": len(steps)}
 
 
 def fsdp2(
@@ -514,6 +525,7 @@ def serve(rank: int, ranks: int, rendezvous: str, requests: Iterable[str], answe
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated", DeprecationWarning)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stdout
     serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.stdin, answers)

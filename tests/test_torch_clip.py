@@ -283,7 +283,7 @@ class Network:
         elif deed == "replaced":
             for parameter in self.optimizer.param_groups[0]["params"]:
                 if parameter.grad is not None:  # frozen before
-                    parameter.grad = parameter.grad * 5.0
+                    parameter.grad = parameter.grad * 5.0 if parameter.grad is not None else None
         elif deed == "dropped":
             self.first.grad = None
         elif deed == "poisoned":

@@ -162,6 +162,7 @@ def test_copies_stay_equal_to_the_bit_where_one_rank_listens(two, clip):
     seen = two("ddp", first_listens=True, clip=clip, **FUSED_ADAMW)
     seen[0]["state"].pop("preamp_state")  # it counts the steps for whom it tells of them
     agreed(seen, "parameters")
+    assert [one["stepped"] for one in seen] == [worker.STEPS - 1, worker.STEPS]  # the listener can tell
 
 
 # DTensors.
@@ -267,6 +268,15 @@ def test_a_disabled_scaler_clips_by_the_norm_of_all_ranks(two, clip):
     parameters = {name: seen[0]["parameters"][name] + seen[1]["parameters"][name] for name in ("into", "out")}
     reference = alone(worker.Split(), planted=False, **how)
     assert_trained_as({**seen[0], "parameters": parameters}, reference, norms=False)
+
+
+@pytest.mark.parametrize("clip", [{}, CLIP], ids=["", "clipped"])
+def test_ranks_agree_in_a_compiled_graph(two, clip):
+    how = {"clip": clip, "compiled": True, **SGD}
+    assert_trained_as(
+        joined(two("split", capturable=[True] * 2, **how)), alone(worker.Split(), clip=clip, **SGD)
+    )
+    assert_trained_as(agreed(two("fsdp2", capturable=True, **how), "parameters"), alone(clip=clip, **SGD))
 
 
 def test_four_ranks_agree_as_two_do(four):

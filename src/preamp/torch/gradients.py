@@ -227,7 +227,7 @@ def _gather_unusual(parameters: list[Tensor]) -> Gradients:
             pieces.append(1)
         tensors.append(_dense(parameter, gradient))
     meshes = _outermost(meshes)
-    ranks = max((mesh.size() for mesh in meshes), default=1)  # those without a piece of their own have copies
+    ranks = max([mesh.size() for mesh in meshes], default=1)  # those without a piece of their own have copies
     return _once(Gradients(parameters, tensors, [n / ranks for n in pieces] if meshes else None, meshes))
 
 
@@ -248,7 +248,7 @@ def _outermost(meshes: list[Any]) -> list[Any]:
 @torch.no_grad()
 def _summed(parameter: Any, gradient: Any) -> Any:
     """Return a DTensor whose local numbers are entries of the gradient, not terms of a sum over ranks."""
-    if any(placement.is_partial() for placement in gradient.placements):
+    if any([placement.is_partial() for placement in gradient.placements]):
         pairs = zip(gradient.placements, parameter.placements, strict=True)
         placements = [wanted if found.is_partial() else found for found, wanted in pairs]
         parameter.grad = gradient = gradient.redistribute(placements=placements)
@@ -258,7 +258,7 @@ def _summed(parameter: Any, gradient: Any) -> Any:
 def _pieces(gradient: Any) -> int:
     """Return into how many pieces a DTensor is cut."""
     placed = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in placed if not placement.is_replicate())
+    return math.prod([size for placement, size in placed if not placement.is_replicate()])
 
 
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:

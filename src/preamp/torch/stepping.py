@@ -178,7 +178,9 @@ class Stepping(torch.amp.GradScaler):
             prime(optimizer)
         if is_fused(optimizer):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
-            step = partial(optimizer.step, *args, **kwargs)
+            reads = self.on_step is not None and not self._capturable
+            skips = reads and not finite.item()  # who listens can tell a skipped step by no call
+            step = (lambda: None) if skips else partial(optimizer.step, *args, **kwargs)
         else:
             arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
             step = partial(step_where, optimizer, finite, *args, **kwargs)
