@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -249,6 +250,11 @@ def report_small(device: str, rounds: int) -> None:
                 f" {counts[0].calls - own:13} / {counts[1].calls - own}"
                 f" {counts[0].reads - counts[2].reads:5} / {counts[1].reads - counts[2].reads}"
             )
+    it = Iteration(small(), device, "AdamW(fused)")
+    with patch("preamp.torch.stepping._reads_are_free", lambda _: False):
+        it.ours_clip()
+        ours, own = count(it.ours_clip), count(it.bare)
+    print(f"AdamW(fused), clip, as on an accelerator: {ours.calls - own.calls} calls, {ours.reads} reads")
     torch.set_num_threads(threads)
 
 

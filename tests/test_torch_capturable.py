@@ -101,8 +101,9 @@ CHANGES = {
     "scale by hand": lambda scaler: scaler.update(64.0),
     "scale beyond the bounds": lambda scaler: scaler.update(2.0**40),
     "scale by other code": lambda scaler: scaler._scale.fill_(2.0**7),
+    "scale beyond the bounds by other code": lambda scaler: scaler._scale.fill_(2.0**40),
     "another scale tensor": lambda scaler: setattr(scaler, "_scale", torch.tensor(2.0**9)),
-    "tracker by other code": lambda scaler: scaler._growth_tracker.fill_(2),
+    "tracker by other code": lambda scaler: scaler._growth_tracker.fill_(5),
     "interval": lambda scaler: scaler.set_growth_interval(1 + scaler.get_growth_interval() % 3),
     "growth": lambda scaler: scaler.set_growth_factor(4.0),
     "backoff": lambda scaler: scaler.set_backoff_factor(0.25),
@@ -163,6 +164,21 @@ def test_an_overflow_on_the_very_first_step_leaves_the_state_of_a_beginner(kind,
         training.step(2, late=late)
     assert a.values() == b.values()
     assert state_of(a.optimizer) == state_of(b.optimizer)
+
+
+def test_groups_may_differ_in_whether_they_have_a_state():
+    states = []
+    for capturable in (True, False):
+        early, late, other = weights(3)
+        groups = [{"params": [early, late], "momentum": 0.9}, {"params": [other]}]
+        optimizer, scaler = torch.optim.SGD(groups, lr=0.5), ours(capturable=capturable)
+        for factor, loss in ((1.0, early + other), (INF, late), (1.0, early + late + other)):
+            optimizer.zero_grad()
+            scaler.scale(loss.sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        states.append((contents([early.detach(), late.detach(), other.detach()]), state_of(optimizer)))
+    assert states[0] == states[1]
 
 
 def test_priming_runs_no_hook_and_keeps_gradients_and_parameters():

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -347,6 +348,15 @@ def test_norms_taken_in_backward_are_used(monkeypatch, kind, zero):
         assert len(calls) == 3 * (number + 1)
     network.step(3, backwards=1, zero=zero, deed="by hand", max_norm=1.0)
     assert len(calls) == 13  # the one that was touched, again
+
+
+def test_a_watched_scaler_can_be_pickled_and_watches_no_more():
+    network = Network("SGD", ours(), watch=True)
+    network.step(0, backwards=1, zero=True, deed="none", max_norm=None)
+    assert network.scaler.last_step.grad_norm is not None
+    network.scaler = pickle.loads(pickle.dumps(network.scaler))
+    network.step(1, backwards=1, zero=True, deed="none", max_norm=None)
+    assert network.scaler.last_step.grad_norm is None
 
 
 class Calls(TorchDispatchMode):

@@ -177,18 +177,19 @@ class Wired(torch.nn.Module):
         return sum(value.sum() for value in values[-2:])
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    wiring=st.lists(
-        st.tuples(
-            st.integers(0, 5), st.integers(0, 9), st.integers(0, 9), st.sampled_from(["add", "mul", "tanh"])
-        ),
-        min_size=1,
-        max_size=10,
+wirings = st.lists(
+    st.tuples(
+        st.integers(0, 5), st.integers(0, 9), st.integers(0, 9), st.sampled_from(["add", "mul", "tanh"])
     ),
-    seed=st.integers(0, 99),
+    min_size=1,
+    max_size=10,
 )
-def test_culprits_come_in_the_order_in_which_backward_reaches_them(wiring, seed):
+
+
+@settings(max_examples=150, deadline=None)
+@given(wiring=wirings, another=wirings, seed=st.integers(0, 99))
+def test_culprits_come_in_the_order_in_which_backward_reaches_them(wiring, another, seed):
+    """Also when the graph is another one after an overflow."""
     model, reached = Wired(wiring), []
     order = list(enumerate(model.weights))
     random.Random(seed).shuffle(order)
@@ -197,10 +198,13 @@ def test_culprits_come_in_the_order_in_which_backward_reaches_them(wiring, seed)
         weight.register_hook(lambda gradient: gradient * INF)
         weight.register_post_accumulate_grad_hook(lambda _, name=str(index): reached.append(name))
     scaler = ours()
-    scaler.scale(model(torch.ones(2, 2))).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert list(scaler.last_step.culprits) == reached
+    for model.wiring in (wiring, another):
+        reached.clear()
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 2))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert list(scaler.last_step.culprits) == reached
 
 
 def test_of_several_optimizers_each_has_its_own_part_of_the_step():
