@@ -318,7 +318,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             norms = self.scaler._readings.of_each(gradients)
             factors = self.clipnorm / norms.clamp(min=self.clipnorm)
             for tensor, factor in zip(gradients.tensors, factors.unbind(), strict=True):
-                multiply_([tensor], factor.to(tensor.dtype))
+                multiply_([tensor], factor)
 
     def _decay(self) -> None:
         """Shrink the weights; called just before the inner optimizer steps."""

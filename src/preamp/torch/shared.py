@@ -18,7 +18,8 @@ __all__ = ["AlreadyUnscaled"]
 class AlreadyUnscaled:
     """Which gradients were unscaled in this iteration and not written to since.
 
-    A scaler that knows only one optimizer remembers nothing. Autograd's version counter tells who wrote;
+    A scaler that knows only one optimizer remembers nothing, to save time; one that joins in a later iteration
+    and shares parameters takes its first step as with PyTorch's scaler. Autograd's version counter tells who wrote;
     writes through `.data` escape it.
     """
 
