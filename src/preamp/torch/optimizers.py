@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "is_of_torch",
     "parameters_of",
     "preset",
+    "step_after",
     "takes_scaler",
 ]
 
@@ -65,3 +67,21 @@ def evaluates_often(optimizer: Any) -> bool:
 def takes_scaler(kind: Any) -> bool:
     """Return whether `step` is of the old kind that takes the scaler as an argument."""
     return "grad_scaler" in inspect.signature(kind.step).parameters
+
+
+def step_after(optimizer: Any, clip: Callable[[], None] | None, args: Any, kwargs: Any) -> Any:
+    """Clip and step an optimizer; with a closure, clip after each evaluation."""
+    closure = args[0] if args else kwargs.get("closure")
+    if clip is None:
+        return optimizer.step(*args, **kwargs)
+    if not callable(closure):
+        clip()
+        return optimizer.step(*args, **kwargs)
+
+    def evaluate() -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        clip()
+        return loss
+
+    return optimizer.step(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})

@@ -25,7 +25,7 @@ from preamp.torch.agreement import Agreement
 from preamp.torch.culprits import backward_order
 from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale, gives_up
-from preamp.torch.optimizers import is_fused, parameters_of, takes_scaler
+from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes_scaler
 from preamp.torch.outcome import Outcome, step_of
 from preamp.torch.readings import Readings
 from preamp.torch.stepping import Clip, Ledger, Stepping, fresh
@@ -240,7 +240,7 @@ class GradScaler(Stepping):
         clip = Clip(_limit("max_norm", max_norm), _limit("max_value", max_value))
         if not self._enabled:
             clips = None if clip == Clip() else partial(self._clip, optimizer, clip)
-            result = _step_disabled(optimizer, clips, args, kwargs)
+            result = step_after(optimizer, clips, args, kwargs)
             self._last = Step(self._steps_seen, 1.0, finite=True, skipped=False, new_scale=1.0)
             return result
         evaluates = callable(args[0] if args else kwargs.get("closure"))
@@ -492,20 +492,3 @@ def _all_true(finite: list[bool | Tensor]) -> bool | Tensor:
     for one in others:
         first = first & (one.to(first.device) if isinstance(one, Tensor) else one)  # type: ignore[union-attr]
     return first
-
-
-def _step_disabled(optimizer: Any, clip: Callable[[], None] | None, args: Any, kwargs: Any) -> Any:
-    closure = args[0] if args else kwargs.get("closure")
-    if clip is None:
-        return optimizer.step(*args, **kwargs)
-    if not callable(closure):
-        clip()
-        return optimizer.step(*args, **kwargs)
-
-    def evaluate() -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        clip()
-        return loss
-
-    return optimizer.step(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})

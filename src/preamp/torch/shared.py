@@ -18,9 +18,9 @@ __all__ = ["AlreadyUnscaled"]
 class AlreadyUnscaled:
     """Which gradients were unscaled in this iteration and not written to since.
 
-    A scaler that knows only one optimizer remembers nothing, to save time; one that joins in a later iteration
-    and shares parameters takes its first step as with PyTorch's scaler. Autograd's version counter tells who wrote;
-    writes through `.data` escape it.
+    A scaler that knows only one optimizer remembers nothing, to save time. One that joins later and shares
+    parameters takes its first step as in PyTorch. Autograd's version counter tells who wrote; writes
+    through `.data` escape it.
     """
 
     def __init__(self) -> None:
