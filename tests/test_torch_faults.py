@@ -239,7 +239,8 @@ def test_of_several_optimizers_each_has_its_own_part_of_the_step():
 
 
 def digits():
-    datasets = pytest.importorskip("sklearn.datasets")
+    from sklearn import datasets
+
     images, labels = datasets.load_digits(return_X_y=True)
     return torch.tensor(images, dtype=torch.float32) / 16.0, torch.tensor(labels)
 

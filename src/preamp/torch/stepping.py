@@ -250,12 +250,14 @@ class Stepping(torch.amp.GradScaler):
     def _clip_unscaled(self, optimizer: Any, clip: Clip) -> tuple[bool, float | None]:
         """Clip gradients that are not scaled; return whether they are finite on all ranks, and their norm."""
         gradients = gather(optimizer)
-        where = gradients.tensors[0].device if gradients.tensors else torch.device(self._device)
-        where = where if self._loss_scale.tensor is None else self._loss_scale.tensor.device
+        scale = self._loss_scale.tensor
+        where = torch.device(self._device) if scale is None else scale.device
+        measure = partial(self._readings.on_host, None, gradients, 1.0, where)
+        finite = True
         if clip.max_value is not None:
+            finite, _ = measure(norm=False)  # clamping hides an inf
             arithmetic.clamp_(gradients.tensors, clip.max_value)
-        norm_wanted = clip.max_norm is not None
-        finite, norm = self._readings.on_host(None, gradients, 1.0, where, norm=norm_wanted)
+        finite, norm = measure(finite=finite, norm=clip.max_norm is not None)
         if clip.max_norm is not None and norm is not None and norm > clip.max_norm:
             arithmetic.multiply_(gradients.tensors, clip.max_norm / norm)
         return finite, norm
