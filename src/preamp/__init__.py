@@ -3,8 +3,9 @@
 The names here need no framework. The adapters are modules: `from preamp.torch import GradScaler`.
 """
 
-from preamp import dialects
+from preamp import casting, dialects
 from preamp.errors import (
+    CastingError,
     DataError,
     InexactScale,
     MissingExtra,
@@ -19,6 +20,7 @@ from preamp.simulate import simulate
 from preamp.trace import Step, Summary, Trace
 
 __all__ = [
+    "CastingError",
     "DataError",
     "Dynamic",
     "InexactScale",
@@ -39,6 +41,7 @@ __all__ = [
     "TraceError",
     "UsageError",
     "__version__",
+    "casting",
     "dialects",
     "simulate",
 ]

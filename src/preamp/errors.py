@@ -3,6 +3,7 @@
 ```
 PreampError
 ├── PolicyError    (ValueError)    a policy setting that cannot work
+├── CastingError   (ValueError)    an operator table that cannot work
 ├── Starved        (RuntimeError)  the scale is at its floor and the gradients still overflow
 ├── UsageError     (RuntimeError)  a call that cannot work at this place
 ├── TraceError     (ValueError)    a trace file that cannot be read, with the line
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 
 __all__ = [
+    "CastingError",
     "DataError",
     "InexactScale",
     "MissingExtra",
@@ -36,6 +38,10 @@ class PreampError(Exception):
 
 class PolicyError(PreampError, ValueError):
     """A policy setting that cannot work."""
+
+
+class CastingError(PreampError, ValueError):
+    """An operator table that cannot work."""
 
 
 class Starved(PreampError, RuntimeError):

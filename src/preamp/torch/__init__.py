@@ -1,4 +1,4 @@
-"""preamp for PyTorch: `from preamp.torch import GradScaler` is the only line to change."""
+"""preamp for PyTorch: `from preamp.torch import GradScaler, autocast` is the only line to change."""
 
 from preamp.errors import MissingExtra
 
@@ -7,8 +7,21 @@ try:
 except ImportError as error:
     raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
 
+from preamp.torch import amp, cpu, cuda
+from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
+from preamp.torch.autocasting.region import autocast
 from preamp.torch.loss_scale_optimizer import LossScaleOptimizer
 from preamp.torch.scaler import GradScaler
 from preamp.torch.sharded import ShardedGradScaler
 
-__all__ = ["GradScaler", "LossScaleOptimizer", "ShardedGradScaler"]
+__all__ = [
+    "GradScaler",
+    "LossScaleOptimizer",
+    "ShardedGradScaler",
+    "amp",
+    "autocast",
+    "cpu",
+    "cuda",
+    "custom_bwd",
+    "custom_fwd",
+]

@@ -1,0 +1,7 @@
+"""The names of `torch.amp`: `from preamp.torch import amp` in place of `from torch import amp`."""
+
+from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
+from preamp.torch.autocasting.region import autocast
+from preamp.torch.scaler import GradScaler
+
+__all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]

@@ -1,0 +1,132 @@
+"""Custom autograd functions: forward with its inputs cast, backward in the precision of forward.
+
+As PyTorch's decorators of the same names, and beyond them: a structure of inputs keeps its type, dataclasses are cast
+too, and backward restores an edited table or emulation along with the precision, in whichever thread it runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from preamp.errors import UsageError
+from preamp.torch.autocasting.region import autocast
+from preamp.torch.autocasting.thread import thread
+
+__all__ = ["custom_bwd", "custom_fwd"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str,
+    cast_inputs: torch.dtype | None = None,
+) -> Any:
+    """Decorate the `forward` of an autograd function for use in autocast regions.
+
+    Args:
+        fwd: the static method `forward(ctx, ...)`; None returns a decorator.
+        device_type: "cpu", "cuda", ...
+        cast_inputs: inside a region, floating-point tensors of the device type, float64 excepted, are cast to this
+            dtype, also in lists, tuples, mappings and dataclasses, and forward runs with autocast off. None leaves the
+            inputs and the region as they are. Outside of regions it has no effect.
+
+    Raises:
+        ValueError: when `device_type` is not a string.
+    """
+    _check(device_type)
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    @functools.wraps(fwd)
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = torch.is_autocast_enabled(device_type)
+        ctx._dtype = torch.get_autocast_dtype(device_type)
+        ctx._fwd_used_autocast = inside and cast_inputs is None
+        ctx._edited_region = _edited_region(device_type)
+        if not inside or cast_inputs is None:
+            return fwd(ctx, *args, **kwargs)
+        with autocast(device_type, enabled=False):
+            return fwd(ctx, *_cast(args, device_type, cast_inputs), **_cast(kwargs, device_type, cast_inputs))
+
+    return forward
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:
+    """Decorate the `backward` of an autograd function: it runs in the autocast state that forward ran in.
+
+    Args:
+        bwd: the static method `backward(ctx, ...)`; None returns a decorator.
+        device_type: "cpu", "cuda", ...
+
+    Raises:
+        ValueError: when `device_type` is not a string.
+        UsageError: in backward, when forward was not decorated.
+    """
+    _check(device_type)
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(ctx, "_fwd_used_autocast"):
+            raise UsageError(
+                "custom_bwd does not know the autocast state of forward. "
+                f"Put @custom_fwd(device_type={device_type!r}) on forward."
+            )
+        region = autocast(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast)
+        with getattr(ctx, "_edited_region", None) or nullcontext(), region:
+            return bwd(ctx, *args, **kwargs)
+
+    return backward
+
+
+def _check(device_type: Any) -> None:
+    if not isinstance(device_type, str):
+        raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
+
+
+def _edited_region(device_type: str) -> autocast | None:
+    """Return the region whose edits are in force, if any."""
+    if not thread.rules:
+        return None
+    edited = (f.region for f in reversed(thread.frames) if f.rules is not None and f.region.device == device_type)
+    return next(edited, None)
+
+
+def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """Return a structure with every eligible tensor cast, and everything else as it was."""
+    if isinstance(value, Tensor):
+        eligible = value.is_floating_point() and value.device.type == device_type and value.dtype is not torch.float64
+        return value.to(dtype) if eligible else value
+    if isinstance(value, Mapping):
+        items = {key: _cast(item, device_type, dtype) for key, item in value.items()}
+        return items if type(value) is dict else _refilled(value, items)
+    if isinstance(value, (list, tuple)):
+        cast = [_cast(item, device_type, dtype) for item in value]
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(changed, field.name, _cast(getattr(value, field.name), device_type, dtype))
+        return changed
+    return value
+
+
+def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type with other values, or a dict where the type has no place for them."""
+    if not hasattr(mapping, "__setitem__"):
+        return items
+    copied: Any = copy.copy(mapping)
+    for key, item in items.items():
+        copied[key] = item
+    return copied

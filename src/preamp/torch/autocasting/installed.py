@@ -1,0 +1,101 @@
+"""Which kernels stand in the dispatcher before the framework's own, and for how long.
+
+A kernel is there for the whole process while any thread is in a region that edits its operator. It asks its own
+thread what to do: without an edit it calls what was there before. When the last such region is left, it is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+
+from preamp.torch.autocasting import operators
+from preamp.torch.autocasting.thread import Run, thread
+
+__all__ = ["before", "hold", "let_go", "rule_key"]
+
+
+class _Holding:
+    """A set of kernels in the dispatcher, and how many regions need it."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self.library, self.regions = library, 0
+
+
+_lock = threading.Lock()
+_held: dict[tuple[str, frozenset[str]], _Holding] = {}
+
+
+def rule_key(device_type: str, name: str) -> str:
+    """Return under which name a thread keeps what an operator does."""
+    return f"{device_type} {name}"
+
+
+def hold(device_type: str, names: frozenset[str]) -> None:
+    """Put kernels for some operators in the dispatcher, unless they are there."""
+    if not names:
+        return
+    with _lock:
+        if (device_type, names) not in _held:
+            _held[device_type, names] = _Holding(_register(device_type, names))
+        _held[device_type, names].regions += 1
+
+
+def let_go(device_type: str, names: frozenset[str]) -> None:
+    """Take the kernels away when no region needs them any more."""
+    if not names:
+        return
+    with _lock:
+        holding = _held[device_type, names]
+        holding.regions -= 1
+        if not holding.regions:
+            del _held[device_type, names]
+            holding.library._destroy()
+
+
+def _register(device_type: str, names: frozenset[str]) -> torch.library.Library:
+    _silence()
+    library = torch.library.Library("aten", "IMPL")
+    key = operators.dispatch_key(device_type)
+    for name in names:
+        library.impl(name, _kernel(device_type, name), key, with_keyset=True, allow_override=True)
+    return library
+
+
+@cache
+def _silence() -> None:
+    """Hear PyTorch's only warning of a kernel that stands before another, so that users need not."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings(action="ignore"):
+        library.impl("mm", torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+    library._destroy()
+
+
+@cache
+def _kernel(device_type: str, name: str) -> Run:
+    key, otherwise = rule_key(device_type, name), before(device_type, name)
+
+    @operators.untraced
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        run = thread.rules.get(key)
+        if run is None:
+            return otherwise(keyset, *args, **kwargs)
+        return run(keyset, *args, **kwargs)
+
+    return kernel
+
+
+@cache
+def before(device_type: str, name: str) -> Run:
+    """Return what the dispatcher does without our kernel: the framework's cast, or nothing."""
+    if name in operators.listed(device_type):
+        kernel = torch.library.get_kernel(f"aten::{name}", operators.dispatch_key(device_type))
+        return kernel.call_boxed  # type: ignore[no-any-return]
+    if not operators.is_composite(name):
+        return operators.alone(name, device_type)  # type: ignore[no-any-return]
+    operator, below = operators.find(name), operators.keys_below(device_type)
+    return lambda keyset, *args, **kwargs: operator.redispatch(keyset & below, *args, **kwargs)

@@ -1,0 +1,157 @@
+"""What an edited operator does with its inputs: one function for each rule, and one for emulation.
+
+Each runs the operator with autocast off, so that what the operator calls keeps to the same rule. The dispatcher gives
+them the set of keys of the call first, which those that run the operator anew have no use for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from preamp.casting import Rule
+from preamp.errors import UsageError
+from preamp.torch.autocasting import operators
+from preamp.torch.autocasting.thread import Run
+
+__all__ = ["cast", "emulate", "make"]
+
+# A tenth of the time of Tensor.to, which parses its arguments.
+CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float32: Tensor.float,
+}
+ELIGIBLE = frozenset(
+    [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    + [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+)
+INSTEAD = {
+    "binary_cross_entropy": "binary_cross_entropy_with_logits on what the sigmoid was applied to: it is safe in low "
+    "precision",
+}
+Values: TypeAlias = "list[Any] | tuple[Any, ...]"
+
+
+def make(rule: Rule, name: str, device_type: str) -> Run:
+    """Return what an operator does under a rule.
+
+    Args:
+        rule: of the operator.
+        name: the operator, such as "mm" or "softmax.int".
+        device_type: whose tensors are cast.
+    """
+    if rule == "untouched":
+        return operators.alone(name, device_type)
+    if rule == "refuse":
+        return _refuse(name)
+    if rule == "widest":
+        return _cast_to(lambda values: _widest(values, device_type), name, device_type)
+    if rule == "float32":
+        run = _cast_to(lambda _: torch.float32, name, device_type)
+    else:
+        run = _cast_to(lambda _: torch.get_autocast_dtype(device_type), name, device_type)
+    return _unless_told(run, name, device_type)
+
+
+def cast(values: Iterable[Any], dtype: torch.dtype, device_type: str) -> list[Any]:
+    """Return values with every eligible tensor cast, those in lists too.
+
+    Eligible are floating-point tensors of the device type, except float64.
+    """
+    return [
+        (to(value) if (to := CASTS.get(dtype)) else value.to(dtype))
+        if isinstance(value, Tensor)
+        and value.dtype is not dtype
+        and value.dtype in ELIGIBLE
+        and value.device.type == device_type
+        else cast(value, dtype, device_type)
+        if isinstance(value, (list, tuple))
+        else value
+        for value in values
+    ]
+
+
+def emulate(name: str, device_type: str) -> Run:
+    """Return an operator that rounds its inputs and its result, and computes in float32 in between.
+
+    Casting down and up again is what autograd sees, so gradients are rounded at the same places: what a tensor core
+    does that sums in float32.
+    """
+    operator = operators.call(name)
+
+    def emulated(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        kwargs = dict(zip(kwargs, _rounded(kwargs.values(), dtype, device_type), strict=True))
+        result = operator(*_rounded(args, dtype, device_type), **kwargs)
+        return _rounded([result], dtype, device_type)[0]
+
+    return operators.with_autocast_off(emulated, device_type)  # type: ignore[no-any-return]
+
+
+def _cast_to(choose: Callable[[Values], torch.dtype], name: str, device_type: str) -> Run:
+    operator = operators.call(name)
+
+    def cast_first(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs:
+            return operator(*cast(args, choose(args), device_type))
+        values = [*args, *kwargs.values()]
+        values = cast(values, choose(values), device_type)
+        named = dict(zip(kwargs, values[len(args) :], strict=True))
+        return operator(*values[: len(args)], **named)
+
+    return operators.with_autocast_off(cast_first, device_type)  # type: ignore[no-any-return]
+
+
+def _widest(values: Values, device_type: str) -> torch.dtype:
+    dtypes = set(_dtypes(values, device_type))
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _refuse(name: str) -> Run:
+    base = name.partition(".")[0]
+    instead = INSTEAD.get(base, f"an operator that works in low precision, or call {base} in autocast(enabled=False)")
+    message = f"{base} is refused in this autocast region. Write {instead}."
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise UsageError(message)
+
+    return refused
+
+
+def _unless_told(run: Run, name: str, device_type: str) -> Run:
+    """Return an operator that casts nothing where `dtype=` is given."""
+    arguments = [argument.name for argument in operators.find(name)._schema.arguments]
+    if "dtype" not in arguments:
+        return run
+    place, alone = arguments.index("dtype"), operators.alone(name, device_type)
+
+    def told(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args[place] if len(args) > place else kwargs.get("dtype")
+        return (run if given is None else alone)(keyset, *args, **kwargs)
+
+    return told
+
+
+def _rounded(values: Iterable[Any], dtype: torch.dtype, device_type: str) -> Any:
+    """Return values with every eligible tensor rounded to a low precision, in float32."""
+    to = CASTS.get(dtype)
+    return [
+        (to(value) if to else value.to(dtype)).float()
+        if isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type
+        else type(value)(_rounded(value, dtype, device_type))
+        if isinstance(value, (list, tuple))
+        else value
+        for value in values
+    ]
+
+
+def _dtypes(values: Iterable[Any], device_type: str) -> Iterable[torch.dtype]:
+    for value in values:
+        if isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type:
+            yield value.dtype
+        elif isinstance(value, (list, tuple)):
+            yield from _dtypes(value, device_type)

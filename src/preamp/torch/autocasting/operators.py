@@ -1,0 +1,222 @@
+"""Which operators of the dispatcher a name stands for.
+
+The only room that reads the dispatcher's lists and keys, most of which PyTorch calls private.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from preamp import casting
+from preamp.casting import Casting, Rule
+from preamp.errors import CastingError
+
+__all__ = [
+    "USER_NAMES",
+    "alone",
+    "call",
+    "dispatch_key",
+    "find",
+    "in_place_names",
+    "is_composite",
+    "keys_below",
+    "listed",
+    "overloads",
+    "resolve",
+    "untraced",
+    "with_autocast_off",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What users write, where it is not the name of one operator.
+USER_NAMES: dict[str, str] = {
+    "GRU": "gru",
+    "GRUCell": "gru_cell _thnn_fused_gru_cell",
+    "LSTM": "lstm mkldnn_rnn_layer",
+    "LSTMCell": "lstm_cell _thnn_fused_lstm_cell",
+    "MultiheadAttention": "_native_multi_head_attention scaled_dot_product_attention",
+    "RNN": "rnn_tanh rnn_relu",
+    "RNNCell": "rnn_tanh_cell rnn_relu_cell",
+    "__matmul__": "matmul",
+    "__pow__": "pow",
+    "__rdiv__": "reciprocal",
+    "__rpow__": "pow",
+    "__rtruediv__": "reciprocal",
+    "cross_entropy": "cross_entropy_loss",
+    "grid_sample": "grid_sampler grid_sampler_2d grid_sampler_3d",
+    "group_norm": "group_norm native_group_norm",
+    "interpolate": """
+        upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+        upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    """,
+    "layer_norm": "layer_norm native_layer_norm",
+    "log_softmax": "log_softmax _log_softmax",
+    "multi_dot": "linalg_multi_dot",
+    "nll_loss": "nll_loss nll_loss2d nll_loss_nd",
+    "norm": "norm linalg_vector_norm linalg_matrix_norm frobenius_norm nuclear_norm",
+    "normalize": "linalg_vector_norm",
+    "rms_norm": "rms_norm _fused_rms_norm",
+    "softmax": "softmax _softmax",
+    "softmin": "softmax _softmax",
+    "upsample": "interpolate",
+}
+TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
+NEAREST = 3
+
+
+def dispatch_key(device_type: str) -> str:
+    """Return the name of the dispatch key of a device type's autocast."""
+    names = {"privateuseone": "PrivateUse1", torch._C._get_privateuse1_backend_name(): "PrivateUse1"}
+    return "Autocast" + names.get(device_type, device_type.upper())
+
+
+@cache
+def keys_below(device_type: str) -> Any:
+    """Return the set of dispatch keys that come after a device type's autocast."""
+    return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, dispatch_key(device_type)))
+
+
+@cache
+def _names() -> dict[str, list[str]]:
+    """Return the names of aten's operators, overloads by operator."""
+    names: dict[str, list[str]] = {}
+    for full in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, name = full.partition("::")
+        if namespace == "aten":
+            names.setdefault(name.partition(".")[0], []).append(name)
+    return names
+
+
+@cache
+def find(name: str) -> Any:
+    """Return the operator of a name such as "mm" or "softmax.int"."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def call(name: str) -> Any:
+    """Return what calls an operator: PyTorch's own object in between takes half as long again."""
+    return find(name)._op
+
+
+def in_place_names() -> Iterator[str]:
+    """Yield the names of the operators that write to their first argument and do so themselves."""
+    for base, names in _names().items():
+        if base.endswith("_") and not base.startswith("__"):
+            for name in names:
+                arguments = find(name)._schema.arguments
+                writes = arguments and arguments[0].alias_info and arguments[0].alias_info.is_write
+                if writes and not is_composite(name):
+                    yield name
+
+
+def is_composite(name: str) -> bool:
+    """Return whether an operator is made of others, which the dispatcher sees in turn."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd")
+
+
+def untraced(function: F) -> F:
+    """Return a function of the dispatcher that the compiler never takes for a frame of the user's program."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP  # type: ignore[attr-defined]
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    return function
+
+
+@cache
+def alone(name: str, device_type: str) -> Any:
+    """Return an operator that runs, with all that it calls, as if autocast were off; it takes the keys of the call."""
+    return with_autocast_off(call(name), device_type)
+
+
+def with_autocast_off(function: Callable[..., Any], device_type: str) -> Any:
+    """Return a function that runs as if autocast were off; it takes the keys of the call before its arguments."""
+    switch = torch.set_autocast_enabled
+
+    @untraced
+    def run(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+        switch(device_type, False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            switch(device_type, True)
+
+    return run
+
+
+@cache
+def overloads(name: str) -> tuple[str, ...]:
+    """Return the operators that a name stands for: those that autocast can be asked about.
+
+    In-place variants, those with `out=` and those that are told their dtype never are.
+
+    Raises:
+        CastingError: for a name that stands for none, with the nearest ones.
+    """
+    known = _names()
+    if name in USER_NAMES:
+        bases = [base for base in USER_NAMES[name].split() if base in known or base in USER_NAMES]
+        return tuple(
+            dict.fromkeys(full for base in bases for full in (_eligible(base) if base in known else overloads(base)))
+        )
+    base = name.partition(".")[0]
+    eligible = [full for full in _eligible(base) if name in (base, full)] if base in known else []
+    if not eligible:
+        raise CastingError(_unknown(name))
+    return tuple(eligible)
+
+
+def _eligible(base: str) -> list[str]:
+    return [name for name in _names()[base] if _is_eligible(find(name)._schema)]
+
+
+def _is_eligible(schema: Any) -> bool:
+    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    told_dtype = any(str(a.type) == "int" and a.name.endswith("dtype") for a in schema.arguments)
+    return takes_tensors and not schema.is_mutable and not told_dtype
+
+
+def _unknown(name: str) -> str:
+    if name.partition(".")[0] in _names():
+        return (
+            f"{name!r} never goes through autocast: it works in place, is told its dtype or takes no tensors. "
+            f"Write the name of an operator that returns a new tensor."
+        )
+    everything = {*USER_NAMES, *(base for base in _names() if not base.endswith(("_", "_backward")))}
+    near = difflib.get_close_matches(name, sorted(everything), n=NEAREST, cutoff=0.5)
+    hint = f"Write {' or '.join(map(repr, near))}" if near else "Write a name that is in dir(torch.ops.aten)"
+    return f"{name!r} is no operator of PyTorch {torch.__version__}. {hint}."
+
+
+@cache
+def resolve(table: Casting) -> dict[str, Rule]:
+    """Return a table by operators: overload to rule.
+
+    Raises:
+        CastingError: for a name that stands for no operator.
+    """
+    return {overload: rule for name, rule in table.rules.items() for overload in overloads(name)}
+
+
+@cache
+def listed(device_type: str) -> dict[str, Rule]:
+    """Return what the installed release does by itself: overload to rule.
+
+    Rules are those of the tables in `preamp.casting`; on device types without one, None is known of them.
+    """
+    prefix = "aten::"
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(dispatch_key(device_type))
+    rules = TABLES.get(device_type, casting.CUDA).rules
+    known = {name.removeprefix(prefix) for name in names}
+    return {
+        name: rules.get(name) or rules[name.partition(".")[0]]
+        for name in sorted(known)
+        if name in rules or name.partition(".")[0] in rules
+    }

@@ -1,0 +1,204 @@
+"""Where autocast is on: regions, entered and left in any order, in any number of threads.
+
+A region that edits nothing stands on the framework's own dispatcher and costs what the framework's region costs. This
+room decides what is restored when a region is left; which operators are cast, the framework does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import (
+    autocast_decrement_nesting,
+    autocast_increment_nesting,
+    clear_autocast_cache,
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    set_autocast_cache_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
+
+from preamp.casting import Casting
+from preamp.errors import UsageError
+from preamp.torch.autocasting import weights
+from preamp.torch.autocasting.stepwise import wrap
+from preamp.torch.autocasting.thread import Frame, thread
+
+if TYPE_CHECKING:
+    from preamp.torch.autocasting.census import CastReport
+
+__all__ = ["NOT_COMPILED", "autocast"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+NOT_COMPILED = (
+    "An autocast region with casting=, report= or emulate= cannot be compiled: compiled code would keep its edits outside "
+    "of the region too. Put @torch.compiler.disable on the function that enters it."
+)
+CASTABLE = (torch.float16, torch.bfloat16)
+
+
+class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
+    """A region, or a decorated function, in which each operator runs in a precision of its own.
+
+    A drop-in for `torch.autocast`: the same arguments, lists of operators, warnings and errors, compiled by
+    `torch.compile` in the same way. Beyond it:
+
+    - `casting=` edits the table of operators for the region and the thread;
+    - `report=True` counts what is cast, and `report()` tells;
+    - `emulate=True` rehearses low precision in float32: listed operators round their inputs and results;
+    - an instance can be entered twice, by a recursive function too, and regions can be left in any order, as
+      coroutines do; a decorated generator or coroutine is in the region only while it runs;
+    - a weight that is written to inside the region is cast anew, regions of different precision do not share casts,
+      threads do not clear each other's, and layers that were replaced are not kept alive.
+
+    >>> import torch
+    >>> from preamp import casting
+    >>> x = torch.ones(2, 2)
+    >>> with autocast("cpu", dtype=torch.bfloat16, casting=casting.DEFAULT.float32("mm")):
+    ...     torch.mm(x, x).dtype, (x @ x).dtype
+    (torch.float32, torch.bfloat16)
+
+    Args:
+        device_type: "cpu", "cuda", ...: whose tensors are cast.
+        dtype: the low precision; None takes the surrounding region's, else the default of the device type: bfloat16
+            on CPUs, float16 on CUDA. Emulation takes float8_e4m3fn and float8_e5m2 as well.
+        enabled: False switches autocast off inside.
+        cache_enabled: whether the cast of a weight is kept until the outermost region ends; None takes the
+            surrounding region's choice, else True.
+        casting: an edited table of operators. None takes the surrounding region's, else the framework's;
+            `casting.DEFAULT` goes back to the framework's.
+        report: whether to count. It slows the region down many times.
+        emulate: whether to round instead of casting.
+
+    Raises:
+        ValueError: when `device_type` is not a string.
+        RuntimeError: for a device type without autocast.
+        CastingError: when a table names an operator that does not exist, with the nearest names.
+    """
+
+    def __new__(
+        cls,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        casting: Casting | None = None,
+        report: bool = False,
+        emulate: bool = False,
+    ) -> autocast:
+        """Return a region: PyTorch's own while PyTorch traces, which knows how to compile it."""
+        if casting is not None or report or emulate:
+            from preamp.torch.autocasting.edited import EditedRegion
+
+            return object.__new__(EditedRegion)
+        if torch.compiler.is_compiling():
+            return torch.autocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[return-value]
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        casting: Casting | None = None,
+        report: bool = False,
+        emulate: bool = False,
+    ) -> None:
+        if dtype is None and thread.rules and get_autocast_dtype(device_type) not in CASTABLE:
+            super().__init__(device_type, torch.float16, enabled, cache_enabled)
+            self.fast_dtype = get_autocast_dtype(device_type)  # float8, which the surrounding region emulates
+        else:
+            torch.autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+
+    def __enter__(self) -> autocast:
+        device = self.device
+        before = Frame(
+            self, is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
+        )
+        cached = self._cache_enabled and weights.claim(device)
+        if cached and before.dtype is not self.fast_dtype:
+            clear_autocast_cache()
+        thread.frames.append(before)
+        autocast_increment_nesting()
+        set_autocast_enabled(device, self._enabled)
+        set_autocast_dtype(device, self.fast_dtype)
+        set_autocast_cache_enabled(cached)
+        return self
+
+    def __exit__(self, *error: object) -> bool:
+        frames, device = thread.frames, self.device
+        if frames and frames[-1].region is self:
+            before = frames.pop()
+            set_autocast_enabled(device, before.enabled)
+            set_autocast_dtype(device, before.dtype)
+            set_autocast_cache_enabled(before.cache)
+            if before.rules is not None:
+                thread.rules = before.rules
+        else:
+            before = self._leave_early(frames)
+        autocast_decrement_nesting()
+        if thread.owns_cache:
+            if not frames:
+                weights.release()
+            elif before.dtype is not self.fast_dtype or not self._enabled:
+                clear_autocast_cache()
+        return False
+
+    def __call__(self, function: F) -> F:
+        """Return a function that runs in the region.
+
+        Generators, coroutines and asynchronous generators are in it while they run, and outside while they wait.
+
+        Raises:
+            TypeError: for what cannot be called.
+        """
+        if not callable(function):
+            raise TypeError("expected callable, got: {}".format(type(function)))
+        return wrap(self, function)
+
+    def report(self) -> CastReport:
+        """Return what was cast in the region.
+
+        Raises:
+            UsageError: when the region does not count.
+        """
+        raise UsageError("This region was made without a report. Write autocast(..., report=True).")
+
+    def context_fn(self) -> tuple[Any, Any]:
+        """Return the contexts of a checkpointed function: nothing in forward, this region when it is recomputed.
+
+        PyTorch's checkpoint restores a region by itself, except for what is edited:
+        `checkpoint(function, x, use_reentrant=False, context_fn=region.context_fn)`.
+        """
+        from contextlib import nullcontext
+
+        return nullcontext(), self
+
+    def _leave_early(self, frames: list[Frame]) -> Frame:
+        """Take out an entry that is not the innermost: those inside it will restore what it would have."""
+        place = next((n for n in reversed(range(len(frames))) if frames[n].region is self), None)
+        if place is None:
+            raise UsageError("This autocast region was not entered in this thread. Enter and leave it in one thread.")
+        frame = frames.pop(place)
+        inner = frames[place:]
+        same_device = next((other for other in inner if other.region.device == self.device), None)
+        if same_device:
+            same_device.enabled, same_device.dtype = frame.enabled, frame.dtype
+        else:
+            set_autocast_enabled(self.device, frame.enabled)
+            set_autocast_dtype(self.device, frame.dtype)
+        inner[0].cache = frame.cache
+        if frame.rules is not None:
+            edited = next((other for other in inner if other.rules is not None), None)
+            if edited:
+                edited.rules = frame.rules
+            else:
+                thread.rules = frame.rules
+        return frame

@@ -1,0 +1,39 @@
+"""The names of `torch.cuda.amp`, with its order of arguments: the device type is "cuda"."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from preamp.torch import amp
+
+__all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
+
+custom_fwd = functools.partial(amp.custom_fwd, device_type="cuda")
+custom_bwd = functools.partial(amp.custom_bwd, device_type="cuda")
+
+
+def autocast(
+    enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True, **beyond: Any
+) -> amp.autocast:
+    """Return `preamp.torch.autocast("cuda", ...)`; `beyond` are its arguments that PyTorch does not have."""
+    return amp.autocast("cuda", dtype, enabled, cache_enabled, **beyond)
+
+
+class GradScaler(amp.GradScaler):
+    """`preamp.torch.GradScaler("cuda", ...)`; `beyond` are its arguments that PyTorch does not have."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        **beyond: Any,
+    ) -> None:
+        super().__init__(
+            "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled, **beyond
+        )
