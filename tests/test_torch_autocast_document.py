@@ -3,14 +3,16 @@
 What the document shows on CUDA runs here on both device types.
 """
 
-import threading
+import functools
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +29,12 @@ from preamp import casting
 from preamp.errors import UsageError
 from preamp.torch import autocast, custom_bwd, custom_fwd
 
-HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+HALF, BRAIN, FULL, DOUBLE, LONG = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
+no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_cuda)])
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
-devices = pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))],
-)
+edits = pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT}, {"report": True}], ids=str)
+mismatch = pytest.raises(RuntimeError, match=r"(?i)same dtype|expected .* type")
 
 
 def numbers(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
@@ -44,35 +46,59 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
 
 
-def state(device: str = "cpu") -> tuple[bool, torch.dtype, bool]:
+def state() -> tuple[bool, torch.dtype, bool]:
     return (
-        torch.is_autocast_enabled(device),
-        torch.get_autocast_dtype(device),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
     )
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
     """Return what a function returns in a new thread."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
+def all_same(a: list[Any], b: list[Any]) -> bool:
+    return all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def heard(make: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, ...]:
+    """Return the type and message of an error, and the warnings with the files they point to."""
+    error: tuple[Any, ...] = (None, "")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            make(*arguments, **options)
+        except Exception as raised:
+            error = type(raised), str(raised)
+    return *error, [(w.category, str(w.message), w.filename) for w in caught]
+
+
+@contextmanager
+def switched_on(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Switch autocast on by hand: the original's region refuses to for CUDA where there is none."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    yield
+    torch.set_autocast_enabled(device, before[0])
+    torch.set_autocast_dtype(device, before[1])
+
+
 # The examples
 
 
 def trained(region: Any, device: str, **options: Any) -> list[torch.Tensor]:
-    """Return all outputs, losses, gradients and weights of a short training."""
-    model, seen = network().to(device), []
+    """Return the losses of a short training, then its outputs, gradients and weights."""
+    model, losses, seen = network().to(device), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(3):
+    for _ in range(3):
         for batch in range(2):
             x, target = numbers(5, 2, 6, seed=batch, device=device), torch.arange(5, device=device) % 3
             optimizer.zero_grad()
@@ -81,44 +107,39 @@ def trained(region: Any, device: str, **options: Any) -> list[torch.Tensor]:
                 loss = F.cross_entropy(output, target)
             loss.backward()
             optimizer.step()
+            losses.append(loss)
+            seen += [output, *(p.grad.clone() for p in model.parameters())]
             assert (output.dtype, loss.dtype) == (
                 options.get("dtype", torch.get_autocast_dtype(device)),
                 FULL,
             )
-            seen += [output, loss, *(p.grad.clone() for p in model.parameters())]
-            assert all(p.grad.dtype == FULL for p in model.parameters()), epoch
-    return [*seen, *model.parameters()]
+            assert all(p.grad.dtype == FULL for p in model.parameters())
+    return [*losses, *seen, *model.parameters()]
 
 
 @devices
 @pytest.mark.parametrize("options", [{}, {"dtype": BRAIN}, {"dtype": HALF}])
 def test_training_with_the_loss_inside_and_backward_outside(device, options):
     mine, original = trained(autocast, device, **options), trained(torch.autocast, device, **options)
-    assert all(same(a, b) for a, b in zip(mine, original, strict=True))
-    assert mine[1 + 5 * 6] < mine[1]  # the loss of the first batch, three epochs later: 2 + 4 tensors a step
+    assert all_same(mine, original)
+    assert mine[4] < mine[2] < mine[0]  # the same batch, epoch by epoch
 
 
 @devices
 @makes
 def test_a_decorated_forward_is_a_region_and_what_is_around_it_is_not(region, device):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = network()
-
+    class Net(nn.Linear):
         @region(device_type=device)
         def forward(self, x):
             """Do it."""
-            assert torch.is_autocast_enabled(device)
-            return self.inner(x)
+            return super().forward(x)
 
-    model, x = Net().to(device), numbers(5, 2, 6, device=device)
+    model, x = Net(6, 3).to(device), numbers(5, 6, device=device)
     for _ in range(2):
-        output = model(x)
-        assert not torch.is_autocast_enabled(device)
+        output, plain = model(x), F.linear(x, model.weight, model.bias)
+        assert (plain.dtype, torch.is_autocast_enabled(device)) == (FULL, False)
         with torch.autocast(device):
-            assert same(output, model.inner(x))
-        assert not same(output, model.inner(x))
+            assert same(output, F.linear(x, model.weight, model.bias))
     assert (Net.forward.__name__, Net.forward.__doc__) == ("forward", "Do it.")
 
 
@@ -132,60 +153,9 @@ def test_mixed_inputs_need_no_casts_inside_and_need_them_outside(region, device)
     low = torch.get_autocast_dtype(device)
     assert same(e, a.to(low) @ b.to(low))
     assert same(f, d.to(low) @ e)
-    with pytest.raises(RuntimeError, match=r"(?i)same dtype|expected .* type"):
+    with mismatch:
         torch.mm(d, f)
     assert same(torch.mm(d, f.float()), d @ f.to(FULL))
-    assert d.float() is d
-
-
-@pytest.mark.parametrize("options", [{"dtype": BRAIN}, {"dtype": HALF}, {}])
-def test_inference_with_a_loop_inside(options):
-    model, data = network().eval(), [numbers(5, 2, 6, seed=n) for n in range(4)]
-    results = []
-    for region in (autocast, torch.autocast):
-        with region(device_type="cpu", **options), torch.no_grad():
-            results.append([model(x) for x in data])
-    assert all(same(a, b) for a, b in zip(*results, strict=True))
-    assert {r.dtype for r in results[0]} == {options.get("dtype", BRAIN)}
-
-
-@pytest.fixture
-def no_jit_pass() -> Iterator[None]:
-    """Switch off TorchScript's own autocast, as the document advises."""
-    before = torch._C._jit_set_autocast_mode(False)
-    yield
-    torch._C._jit_set_autocast_mode(before)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.usefixtures("no_jit_pass")
-@pytest.mark.parametrize("options", [{}, {"dtype": HALF}])
-def test_a_model_traced_in_a_region_and_frozen_keeps_its_casts(options):
-    class Classifier(nn.Module):
-        def __init__(self, inputs, classes):
-            super().__init__()
-            self.layer = nn.Linear(inputs, classes)
-
-        def forward(self, x):
-            return self.layer(x)
-
-    model, frozen = Classifier(2, 3).eval(), []
-    low = options.get("dtype", BRAIN)
-    for region in (
-        preamp.torch.cpu.amp.autocast(cache_enabled=False, **options),
-        torch.autocast("cpu", low, cache_enabled=False),
-    ):
-        with region:
-            traced = torch.jit.trace(model, numbers(1, 2))
-        frozen.append(torch.jit.freeze(traced))
-    casts = [[node.kind() for node in one.graph.nodes()] for one in frozen]
-    assert casts[0] == casts[1]
-    for seed in range(3):
-        x = numbers(4, 2, seed=seed)
-        mine, original = (one(x) for one in frozen)
-        assert mine.dtype == low
-        assert same(mine, original)
-    assert model(x).dtype == FULL
 
 
 @devices
@@ -196,40 +166,63 @@ def test_a_disabled_region_inside_gives_control_and_hands_it_back(region, device
     with region(device_type=device):
         e = torch.mm(a, b)
         with region(device_type=device, enabled=False):
-            with pytest.raises(RuntimeError, match=r"(?i)same dtype|expected .* type"):
+            with mismatch:
                 torch.mm(c, e)
             f = torch.mm(c, e.float())
-            assert torch.mm(c.half(), c.half()).dtype == HALF
+            assert torch.mm(c.double(), c.double()).dtype == DOUBLE
         g = torch.mm(d, f)
     assert (e.dtype, f.dtype, g.dtype) == (low, FULL, low)
     assert same(f, c @ e.float())
     assert same(g, d.to(low) @ f.to(low))
 
 
+@pytest.mark.parametrize("options", [{"dtype": BRAIN}, {"dtype": HALF}, {}])
+def test_inference_with_the_loop_inside(options):
+    model, data, results = network().eval(), [numbers(5, 2, 6, seed=n) for n in range(4)], []
+    for region in (autocast, torch.autocast):
+        with region(device_type="cpu", **options), torch.no_grad():
+            results.append([model(x) for x in data])
+    assert all_same(*results)
+    assert {r.dtype for r in results[0]} == {options.get("dtype", BRAIN)}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("low", [HALF, BRAIN])
+def test_a_model_traced_in_a_region_and_frozen_keeps_its_casts(request, low):
+    before = torch._C._jit_set_autocast_mode(False)  # TorchScript's own autocast, as the document advises
+    request.addfinalizer(lambda: torch._C._jit_set_autocast_mode(before))
+    model, frozen = nn.Sequential(nn.Linear(2, 3)).eval(), []
+    mine = preamp.torch.cpu.amp.autocast(cache_enabled=False, **({} if low == BRAIN else {"dtype": low}))
+    for region in (mine, torch.autocast("cpu", low, cache_enabled=False)):
+        with region:
+            traced = torch.jit.trace(model, numbers(1, 2))
+        frozen.append(torch.jit.freeze(traced))
+    casts = [[node.kind() for node in one.graph.nodes()] for one in frozen]
+    assert casts[0] == casts[1]
+    for seed in range(3):
+        x = numbers(4, 2, seed=seed)
+        assert all_same(*[[one(x)] for one in frozen])
+        assert (frozen[0](x).dtype, model(x).dtype) == (low, FULL)
+
+
 # State: nesting, threads, what is inherited
 
-OPTIONS = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from([None, None, HALF, BRAIN]),
-        "enabled": st.sampled_from([True, True, False]),
-        "cache_enabled": st.sampled_from([None, True, False]),
-    }
-)
+DTYPES, ENABLED = st.sampled_from([None, None, HALF, BRAIN]), st.sampled_from([True, True, False])
+LEVEL = st.tuples(DTYPES, ENABLED, st.sampled_from([None, True, False]), st.booleans())
 
 
 @settings(max_examples=150, deadline=None)
-@given(script=st.lists(st.tuples(OPTIONS, st.booleans()), min_size=1, max_size=5))
+@given(script=st.lists(LEVEL, min_size=1, max_size=5))
 def test_regions_inherit_nest_and_restore_as_the_originals_do(script):
     """`None` takes what is in force where the region is made, which may be before the others are entered."""
     a, histories = numbers(2, 2), []
     for region in (autocast, torch.autocast):
         history, before = [], state()
-        early = [region("cpu", **options) if is_early else None for options, is_early in script]
+        early = [region("cpu", *options) if is_early else None for *options, is_early in script]
         with ExitStack() as stack:
-            for made, (options, _) in zip(early, script, strict=True):
-                history.append(state())
+            for made, (*options, _) in zip(early, script, strict=True):
                 stack.callback(lambda history=history: history.append((*state(), torch.mm(a, a).dtype)))
-                stack.enter_context(made or region("cpu", **options))
+                stack.enter_context(made or region("cpu", *options))
                 history.append((*state(), torch.mm(a, a).dtype))
         assert state() == before
         histories.append(history)
@@ -239,16 +232,13 @@ def test_regions_inherit_nest_and_restore_as_the_originals_do(script):
 @makes
 def test_a_new_thread_starts_without_autocast_and_has_its_own(region):
     a = numbers(4, 4)
+    decorated = region("cpu", dtype=HALF)(torch.mm)
 
     def work():
         before = state(), torch.mm(a, a).dtype
         with region("cpu", dtype=BRAIN):
             inside = torch.mm(a, a).dtype
-        return before, inside, decorated().dtype, torch.mm(a, a).dtype
-
-    @region("cpu", dtype=HALF)
-    def decorated():
-        return torch.mm(a, a)
+        return before, inside, decorated(a, a).dtype, torch.mm(a, a).dtype
 
     with region("cpu", dtype=HALF, cache_enabled=False):
         here = state()
@@ -257,100 +247,64 @@ def test_a_new_thread_starts_without_autocast_and_has_its_own(region):
         assert torch.mm(a, a).dtype == HALF
 
 
-@makes
-def test_an_error_inside_leaves_the_region(region):
-    before = state()
-    with pytest.raises(ZeroDivisionError), region("cpu", dtype=HALF, cache_enabled=False):
-        _ = 1 / 0
-    assert state() == before
-
-
 # Names of each device type
 
-
-def settings_of(made: torch.autocast) -> tuple[Any, ...]:
-    return made.device, made.fast_dtype, made._enabled, made._cache_enabled
+settings_of = attrgetter("device", "fast_dtype", "_enabled", "_cache_enabled")
+ARGUMENTS = [(), (False,), (True, BRAIN), (True, HALF), (True, HALF, False), (False, BRAIN, True)]
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
 @pytest.mark.parametrize("surrounding", [None, HALF, BRAIN])
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ((), {}),
-        ((False,), {}),
-        ((True, BRAIN), {}),
-        ((True, HALF, False), {}),
-        ((), {"dtype": HALF}),
-        ((True,), {"cache_enabled": False, "dtype": BRAIN}),
-        ((), {"enabled": False}),
-    ],
-)
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 @pytest.mark.parametrize(("device", "default"), [("cpu", BRAIN), ("cuda", HALF)])
-def test_the_names_of_a_device_type_take_their_own_order_of_arguments(
-    device, default, arguments, options, surrounding
-):
-    def values(enabled=True, dtype=default, cache_enabled=True):
-        return {"enabled": enabled, "dtype": dtype, "cache_enabled": cache_enabled}
-
+def test_the_names_of_a_device_type_take_their_own_order(device, default, arguments, surrounding):
+    enabled, dtype, cache_enabled = (*arguments, *(True, default, True)[len(arguments) :])
+    keywords = dict(zip(("enabled", "dtype", "cache_enabled"), arguments, strict=False))
+    named = getattr(preamp.torch, device).amp.autocast
     with autocast("cpu", dtype=surrounding, cache_enabled=False) if surrounding else nullcontext():
-        named = getattr(preamp.torch, device).amp.autocast(*arguments, **options)
+        plain = autocast(device, dtype, enabled, cache_enabled)
         with pytest.warns(FutureWarning, match="deprecated"):
-            original = getattr(torch, device).amp.autocast(*arguments, **options)
-        plain = autocast(device, **values(*arguments, **options))
-        assert isinstance(named, autocast)
-        assert settings_of(named) == settings_of(plain) == settings_of(original)
+            original = getattr(torch, device).amp.autocast(*arguments)
+        assert settings_of(named(*arguments)) == settings_of(plain) == settings_of(original)
+        assert settings_of(named(**keywords)) == settings_of(original)
+        assert isinstance(named(), autocast)
 
 
-@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning")
-@pytest.mark.parametrize("arguments", [(), (8.0, 3.0, 0.25, 7), (8.0, 3.0, 0.25, 7, False)])
+@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available:UserWarning")
+@pytest.mark.parametrize("arguments", [(), (8.0, 4.0, 0.25, 7), (8.0, 4.0, 0.25, 7, False)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_scaler_of_a_device_type_takes_the_documented_arguments(device, arguments):
     named = getattr(preamp.torch, device).amp.GradScaler(*arguments)
     original = torch.amp.GradScaler(device, *arguments)
     assert isinstance(named, preamp.torch.GradScaler)
-    assert named.is_enabled() == original.is_enabled()
+    assert (named.is_enabled(), named._device) == (original.is_enabled(), original._device)
     assert named.state_dict() == original.state_dict()
-    assert named._device == original._device
 
 
 @pytest.mark.parametrize("name", ["autocast", "GradScaler", "custom_fwd", "custom_bwd"])
-def test_amp_has_the_same_names_as_the_package(name):
-    assert getattr(preamp.torch.amp, name) is getattr(preamp.torch, name)
-    assert hasattr(torch.amp, name)
+def test_amp_has_the_names_of_the_original(name):
+    assert getattr(preamp.torch.amp, name) is getattr(preamp.torch, name) is not getattr(torch.amp, name)
 
 
-def test_cuda_names_of_the_decorators_are_for_cuda_tensors():
-    """Without a GPU autocast of fake CUDA tensors can still be switched on by hand."""
-    seen = []
-    for decorate in (
-        preamp.torch.cuda.amp.custom_fwd,
-        lambda **o: torch.amp.custom_fwd(device_type="cuda", **o),
-    ):
+def test_cudas_decorators_are_for_cuda_tensors():
+    seen, original = [], functools.partial(torch.amp.custom_fwd, device_type="cuda")
+    for decorate in (preamp.torch.cuda.amp.custom_fwd, original):
         with FakeTensorMode(), switched_on("cuda", HALF):
-            kept, cast = (
-                decorate(**options)(lambda ctx, a, b: (a.dtype, b.dtype, torch.mm(a, a).dtype, ctx.__dict__))
-                for options in ({}, {"cast_inputs": BRAIN})
-            )
             a, b = torch.empty(4, 4, device="cuda"), torch.empty(4, 4)
-            seen.append([f(SimpleNamespace(), a, b)[:3] for f in (kept, cast)])
-    assert seen[0] == seen[1] == [(FULL, FULL, HALF), (BRAIN, FULL, BRAIN)]
-    backward = preamp.torch.cuda.amp.custom_bwd(lambda ctx, a: torch.is_autocast_enabled("cuda"))
+            for options in ({}, {"cast_inputs": BRAIN}):
+                forward = decorate(**options)(lambda ctx, a, b: (a.dtype, b.dtype, torch.mm(a, a).dtype))
+                seen.append(forward(SimpleNamespace(), a, b))
+    assert seen == [(FULL, FULL, HALF), (BRAIN, FULL, BRAIN)] * 2
+    backward = preamp.torch.cuda.amp.custom_bwd(lambda ctx: torch.is_autocast_enabled("cuda"))
     with switched_on("cuda", HALF):
-        assert backward(SimpleNamespace(_dtype=HALF, _fwd_used_autocast=False), None) is False
-
-
-@contextmanager
-def switched_on(device: str, dtype: torch.dtype) -> Iterator[None]:
-    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    torch.set_autocast_enabled(device, True)
-    torch.set_autocast_dtype(device, dtype)
-    yield
-    torch.set_autocast_enabled(device, before[0])
-    torch.set_autocast_dtype(device, before[1])
+        assert backward(SimpleNamespace(_dtype=HALF, _fwd_used_autocast=False)) is False
 
 
 # Custom autograd functions
+
+STATES = {"outside": {"enabled": False}, "a bfloat16 region": {"dtype": BRAIN}}
+STATES["a float16 region"] = {"dtype": HALF}
+PLACES = ["inside", *STATES, *(f"another thread, {place}" for place in STATES)]
 
 
 def product(fwd: Any, bwd: Any, cast_inputs: torch.dtype | None, log: list[Any]) -> type[Function]:
@@ -359,10 +313,10 @@ def product(fwd: Any, bwd: Any, cast_inputs: torch.dtype | None, log: list[Any])
     class Product(Function):
         @staticmethod
         @fwd(device_type="cpu", cast_inputs=cast_inputs)
-        def forward(ctx, a, b, scale, count):
+        def forward(ctx, a, b, double, count):
             ctx.save_for_backward(a, b)
             result = torch.mm(a, b)
-            log.append(("forward", *state()[:2], a.dtype, b.dtype, scale.dtype, count.dtype, result.dtype))
+            log.append((*state()[:2], [x.dtype for x in (a, b, double, count, result)]))
             return result
 
         @staticmethod
@@ -370,31 +324,24 @@ def product(fwd: Any, bwd: Any, cast_inputs: torch.dtype | None, log: list[Any])
         def backward(ctx, gradient):
             a, b = ctx.saved_tensors
             results = torch.mm(gradient, b.t()), torch.mm(a.t(), gradient)
-            log.append(("backward", *state()[:2], gradient.dtype, *(r.dtype for r in results)))
+            log.append((*state()[:2], [x.dtype for x in (gradient, *results)]))
             return *results, None, None
 
     return Product
 
 
-def run_product(
-    region: Any, fwd: Any, bwd: Any, cast_inputs: Any, options: dict[str, Any] | None, place: str
-) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return the log, and the result and gradients, with forward in a region and backward in some place."""
+def used(region: Any, fwd: Any, bwd: Any, cast_inputs: Any, options: Any, place: str) -> tuple[Any, Any]:
+    """Return the log, and result and gradients, of forward in a region and backward in some place."""
     log: list[Any] = []
     a, b = (numbers(4, 4, seed=n).requires_grad_() for n in range(2))
-    places = {
-        "outside": nullcontext,
-        "a region": lambda: region("cpu", dtype=HALF),
-        "a disabled region": lambda: region("cpu", enabled=False),
-    }
 
     def backward() -> None:
-        with places[place.removeprefix("a thread in ")]():
+        with nullcontext() if "outside" in place else region("cpu", **STATES[place.rpartition(", ")[2]]):
             result.sum().backward()
 
-    with region("cpu", **options) if options is not None else nullcontext():
-        scale, count = torch.ones((), dtype=DOUBLE), torch.ones((), dtype=torch.int64)
-        result = product(fwd, bwd, cast_inputs, log).apply(a, b, scale, count)
+    with region("cpu", **options):
+        double, count = torch.ones((), dtype=DOUBLE), torch.ones((), dtype=LONG)
+        result = product(fwd, bwd, cast_inputs, log).apply(a, b, double, count)
         if place == "inside":
             result.sum().backward()
     if place != "inside":
@@ -402,51 +349,33 @@ def run_product(
     return log, [result, a.grad, b.grad]
 
 
-PLACES = ["inside", "outside", "a region", "a disabled region"]
-PLACES += [f"a thread in {place}" for place in PLACES[1:]]
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cast_inputs", [None, FULL, HALF, BRAIN])
-@pytest.mark.parametrize("options", [None, {"enabled": False}, {"dtype": BRAIN}, {"dtype": HALF}, {}])
+@pytest.mark.parametrize("options", [{"enabled": False}, {"dtype": BRAIN}, {"dtype": HALF}, {}])
 def test_custom_functions_run_in_the_documented_state(options, cast_inputs, place):
-    log, values = run_product(autocast, custom_fwd, custom_bwd, cast_inputs, options, place)
-    original = torch.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd
-    expected_log, expected = run_product(*original, cast_inputs, options, place)
-    assert log == expected_log
-    assert all(same(a, b) for a, b in zip(values, expected, strict=True))
-    inside = options not in (None, {"enabled": False})
-    low = options.get("dtype", BRAIN) if inside else BRAIN
-    taken = (cast_inputs or FULL) if inside else FULL
-    runs_on = inside and cast_inputs is None
-    results = low if runs_on else taken
-    (_, on, dtype, *kinds), (_, on_in_backward, _, gradient, *gradients) = log
-    assert (on, kinds) == (runs_on, [taken, taken, DOUBLE, torch.int64, results])
-    assert (on_in_backward, gradient, gradients) == (runs_on, results, [results, results])
-    assert dtype == low or not inside
-    assert [v.dtype for v in values[1:]] == [FULL, FULL]
+    log, values = used(autocast, custom_fwd, custom_bwd, cast_inputs, options, place)
+    original = used(torch.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd, cast_inputs, options, place)
+    assert log == original[0]
+    assert all_same(values, original[1])
+    inside = options.get("enabled", True)
+    taken = (inside and cast_inputs) or FULL
+    is_on = inside and cast_inputs is None
+    gives = options.get("dtype", BRAIN) if is_on else taken
+    assert [log[0][0], log[1][0]] == [is_on, is_on]
+    assert [log[0][2], log[1][2]] == [[taken, taken, DOUBLE, LONG, gives], [gives] * 3]
+    assert [v.dtype for v in values] == [gives, FULL, FULL]
 
 
 @pytest.mark.parametrize("place", PLACES[1:])
-@pytest.mark.parametrize(
-    ("edit", "expected"),
-    [
-        ({"casting": casting.DEFAULT.float32("mm")}, FULL),
-        ({"casting": casting.DEFAULT.float32("mm"), "dtype": HALF}, FULL),
-        ({"emulate": True}, FULL),
-        ({}, BRAIN),
-    ],
-)
-def test_backward_has_the_edits_of_forward_wherever_it_runs(edit, expected, place):
-    log, values = run_product(autocast, custom_fwd, custom_bwd, None, edit, place)
-    assert (log[0][-1], log[1][-1], values[0].dtype) == (expected, expected, expected)
-    if "emulate" in edit:
-        assert all(same(v, v.to(BRAIN).float()) for v in values)
+@pytest.mark.parametrize("edit", [{"casting": casting.DEFAULT.float32("mm")}, {"emulate": True}], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_backward_has_the_edits_of_forward_wherever_it_runs(dtype, edit, place):
+    log, values = used(autocast, custom_fwd, custom_bwd, None, {**edit, "dtype": dtype}, place)
+    assert log == [(True, dtype, [FULL, FULL, DOUBLE, LONG, FULL]), (True, dtype, [FULL] * 3)]
+    assert [same(v, v.to(dtype).float()) for v in values] == ["emulate" in edit] * 3
 
 
-class Pair(NamedTuple):
-    first: Any
-    second: Any
+Pair = namedtuple("Pair", ["first", "second"])
 
 
 @dataclass(frozen=True)
@@ -466,143 +395,76 @@ STRUCTURES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def leaves(value: Any) -> list[Any]:
-    """Return what stands in a structure, with the type of each container before it."""
-    if isinstance(value, Batch):
-        return [Batch, *leaves(value.inputs), *leaves(value.rest)]
-    if isinstance(value, dict):
-        return [type(value), *(leaf for key, item in value.items() for leaf in (key, *leaves(item)))]
-    if isinstance(value, (list, tuple)):
-        return [type(value), *(leaf for item in value for leaf in leaves(item))]
-    return [value]
-
-
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", list(STRUCTURES))
 def test_a_structure_of_inputs_is_cast_as_deep_as_it_goes_and_keeps_its_type(name, inside):
     a, b = numbers(2), numbers(3).half()
-    kept = [
-        torch.ones(2, dtype=DOUBLE),
-        torch.ones(2, dtype=torch.int64),
-        torch.ones(2, dtype=torch.complex64),
-    ]
+    kept = [torch.ones(2, dtype=dtype) for dtype in (DOUBLE, LONG, torch.complex64)]
     kept += ["text", np.ones(2, np.float32), None, 1.5]
-    given_, before = (STRUCTURES[name]([a, *kept], [b, *kept]) for _ in range(2))
-    taken = custom_fwd(lambda ctx, value: value, device_type="cpu", cast_inputs=BRAIN)
-    with autocast("cpu") if inside else nullcontext():
-        result = taken(SimpleNamespace(), given_)
-    assert list(map(id, leaves(given_))) == list(map(id, leaves(before)))  # the caller's stays as it was
-    assert len(leaves(result)) == len(leaves(before))
-    for had, has in zip(leaves(before), leaves(result), strict=True):
-        if inside and (had is a or had is b):
-            assert same(has, had.to(BRAIN))
-        else:
-            assert has is had
-
-
-@pytest.mark.parametrize("decorator", ["custom_fwd", "custom_bwd"])
-def test_the_decorators_refuse_a_device_that_is_no_string_as_the_originals_do(decorator):
-    errors = [
-        heard(getattr(o, decorator), device_type=torch.device("cpu")) for o in (preamp.torch, torch.amp)
-    ]
-    assert errors[0] == errors[1]
-    assert errors[0][0] is ValueError
+    given_, untouched = (STRUCTURES[name]([a, *kept], [b, *kept]) for _ in range(2))
+    forward = custom_fwd(lambda ctx, value: value, device_type="cpu", cast_inputs=BRAIN)
+    with autocast("cpu", enabled=inside):
+        result = forward(SimpleNamespace(), given_)
+    expected = STRUCTURES[name]([a.to(BRAIN), *kept], [b.to(BRAIN), *kept]) if inside else untouched
+    assert (repr(result), repr(given_)) == (repr(expected), repr(untouched))  # types, dtypes and values
+    assert (result is given_) == (not inside)
 
 
 def test_backward_of_an_undecorated_forward_says_what_is_missing():
-    class Half(Function):
-        @staticmethod
-        def forward(ctx, a):
-            return a / 2
-
-        @staticmethod
-        @custom_bwd(device_type="cpu")
-        def backward(ctx, gradient):
-            return gradient / 2
-
     with pytest.raises(UsageError, match=r"@custom_fwd\(device_type='cpu'\)"):
-        Half.apply(torch.ones(1, requires_grad=True)).backward()
+        custom_bwd(lambda ctx: None, device_type="cpu")(SimpleNamespace())
 
 
 # What is refused, and what is warned of
 
+ERRORS: dict[Callable[[Any], Any], type[Exception]] = {
+    lambda amp: amp.autocast(1): ValueError,
+    lambda amp: amp.autocast(torch.device("cpu")): ValueError,
+    lambda amp: amp.autocast("nonsense"): RuntimeError,
+    lambda amp: amp.autocast(""): RuntimeError,
+    lambda amp: amp.autocast("meta"): RuntimeError,
+    lambda amp: amp.autocast("cpu")(torch.ones(1)): TypeError,
+    lambda amp: amp.autocast("cpu")("forward"): TypeError,
+    lambda amp: amp.custom_fwd(device_type=torch.device("cpu")): ValueError,
+    lambda amp: amp.custom_bwd(device_type=None): ValueError,
+}
 
-def heard(make: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, ...]:
-    """Return the type and message of an error, and the warnings, with the files they point to."""
-    error: tuple[Any, ...] = (None, "")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            make(*arguments, **options)
-        except Exception as raised:
-            error = type(raised), str(raised)
-    return *error, [(w.category, str(w.message), w.filename) for w in caught]
+
+@pytest.mark.parametrize(("misuse", "error"), ERRORS.items())
+def test_what_cannot_work_raises_what_the_original_raises(misuse, error):
+    mine = heard(misuse, preamp.torch.amp)
+    assert mine == heard(misuse, torch.amp)
+    assert mine[0] is error
 
 
-BAD = [(1,), (None,), (torch.device("cpu"),), ("nonsense",), ("",), ("meta",)]
 DOUBTFUL = [("cpu", FULL), ("cpu", DOUBLE), ("cpu", torch.int8), ("cpu", torch.float8_e5m2), ("xpu", FULL)]
-edits = pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT}, {"report": True}], ids=str)
 
 
 @edits
-@pytest.mark.parametrize("arguments", BAD, ids=str)
-def test_the_constructor_raises_what_the_original_raises(arguments, edit):
-    mine, original = heard(autocast, *arguments, **edit), heard(torch.autocast, *arguments)
-    assert mine == original
-    assert mine[0] in (ValueError, RuntimeError)
-
-
-@edits
-@pytest.mark.parametrize("arguments", DOUBTFUL, ids=str)
-def test_a_dtype_that_is_not_supported_is_warned_of_and_switches_the_region_off(arguments, edit):
-    mine, original = heard(autocast, *arguments, **edit), heard(torch.autocast, *arguments)
-    assert mine == original
-    assert [w[0] for w in mine[2]] == [UserWarning]
-    with pytest.warns(UserWarning, match="Disabling autocast"):
-        region = autocast(*arguments, **edit)
-    with region:
-        assert not torch.is_autocast_enabled(region.device)
-        assert torch.mm(numbers(2, 2), numbers(2, 2)).dtype == FULL
-    quiet = heard(autocast, *arguments, enabled=False, **edit)
-    assert quiet == heard(torch.autocast, *arguments, enabled=False) == (None, "", [])
-
-
-@edits
-@pytest.mark.parametrize("dtype", [None, HALF, BRAIN])
-def test_cuda_without_cuda_is_warned_of_and_switches_the_region_off(monkeypatch, dtype, edit):
+@pytest.mark.parametrize("arguments", [*DOUBTFUL, ("cuda",), ("cuda", HALF), ("cuda", BRAIN)], ids=str)
+def test_what_is_not_supported_is_warned_of_and_switched_off(monkeypatch, arguments, edit):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    mine, original = heard(autocast, "cuda", dtype, **edit), heard(torch.autocast, "cuda", dtype)
-    assert mine == original
-    assert [w[0] for w in mine[2]] == [UserWarning]
-    with pytest.warns(UserWarning, match="CUDA is not available"):
-        region = autocast("cuda", dtype, **edit)
-    with region:
-        assert not torch.is_autocast_enabled("cuda")
+    made: list[Any] = []
+    mine = heard(lambda: made.append(autocast(*arguments, **edit)))
+    assert mine == heard(lambda: torch.autocast(*arguments))
+    assert [(category, place) for category, _, place in mine[2]] == [(UserWarning, __file__)]
+    with made[0]:
+        assert not torch.is_autocast_enabled(made[0].device)
+        assert torch.mm(numbers(2, 2), numbers(2, 2)).dtype == FULL
+    assert heard(autocast, *arguments, enabled=False, **edit) == (None, "", [])
 
 
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("mm")}, {"emulate": True}], ids=str)
 @makes
 def test_a_device_with_an_index_is_a_device(region, edit):
-    """The original takes `str(tensor.device)` for what it means, although it is not documented."""
-    a = numbers(2, 2)
-    with region("cpu:0", **(edit if region is autocast else {})):
-        assert torch.mm(a, a).dtype == (FULL if edit and region is autocast else BRAIN)
+    """The original takes `str(tensor.device)` for what it means, although that is not documented."""
+    edit, a = edit if region is autocast else {}, numbers(2, 2)
+    with region("cpu:0", **edit):
+        assert torch.mm(a, a).dtype == (FULL if edit else BRAIN)
     assert torch.mm(a, a).dtype == FULL
 
 
-@pytest.mark.parametrize("value", [1, "forward", None, torch.ones(1)])
-def test_what_cannot_be_called_cannot_be_decorated(value):
-    mine, original = heard(autocast("cpu"), value), heard(torch.autocast("cpu"), value)
-    assert mine == original
-    assert mine[0] is TypeError
-
-
-# binary_cross_entropy
-
-
-entropies = pytest.mark.parametrize(
-    "entropy", [F.binary_cross_entropy, nn.BCELoss()], ids=["function", "module"]
-)
+entropies = pytest.mark.parametrize("entropy", [F.binary_cross_entropy, nn.BCELoss()])
 
 
 @entropies
@@ -620,14 +482,14 @@ def test_binary_cross_entropy_runs_in_float32_on_cpus(low, region, entropy):
 @entropies
 @pytest.mark.parametrize("dtype", [FULL, BRAIN])
 def test_binary_cross_entropy_is_refused_by_cudas_table_with_what_to_write_instead(entropy, dtype):
-    p = torch.full((4,), 0.5, dtype=dtype)
+    p, instead = torch.full((4,), 0.5, dtype=dtype), "binary_cross_entropy_with_logits"
     with FakeTensorMode(), switched_on("cuda", HALF):
         fake = torch.empty(4, dtype=dtype, device="cuda")
-        _, original, _ = heard(entropy, fake, fake)
+        with pytest.raises(RuntimeError, match=instead):
+            entropy(fake, fake)
         assert F.binary_cross_entropy_with_logits(fake, fake).dtype == FULL
-    assert "binary_cross_entropy_with_logits" in original
     with autocast("cpu", casting=casting.CUDA):
-        with pytest.raises(UsageError, match=r"^binary_cross_entropy .*binary_cross_entropy_with_logits"):
+        with pytest.raises(UsageError, match=rf"^binary_cross_entropy .*{instead}"):
             entropy(p, p)
         assert F.binary_cross_entropy_with_logits(p, p).dtype == FULL
         with autocast("cpu", enabled=False):

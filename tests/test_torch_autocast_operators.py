@@ -9,20 +9,20 @@ import json
 import logging
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
-from itertools import count, cycle
+from functools import cache, partial
+from itertools import count, cycle, product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -30,24 +30,48 @@ from preamp import UsageError, casting
 from preamp.casting import RULES, Casting
 from preamp.torch import autocast
 
-from .torch_operators import CALLS, DIFFERENCES, DOCUMENT, REGISTERED_AS, Call, Input, aten, p, x
+from . import torch_operators as data
+from .torch_operators import CALLS, DIFFERENCES, Call, Input, aten
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*deprecated:UserWarning")
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
-MAKERS = {"theirs": torch.autocast, "ours": autocast}
+MAKERS: dict[str, Callable[..., Any]] = {
+    "theirs": torch.autocast,
+    "ours": autocast,
+    "by table": lambda device, low: autocast(device, low, casting=TABLES[device]),
+}
 FLOAT, HALVES = torch.float32, [torch.float16, torch.bfloat16]
-WITHOUT_FAKE = ["cudnn_convolution", "cudnn_convolution_transpose", "_thnn_fused_gru_cell", "grid_sampler_2d"]
+CASTS = ["lower", "float32", "untouched", "widest"]
+PROMOTE_BY_THEMSELVES = set("addcdiv addcmul atan2 cat stack".split())
+NOT_FAKED = "cudnn_convolution cudnn_convolution_transpose _thnn_fused_gru_cell grid_sampler_2d".split()
+KERNELS = {getattr(aten, name).default for name in NOT_FAKED}
+NOT_ON = {
+    "cpu": {"_scaled_dot_product_flash_attention", "_thnn_fused_lstm_cell", *NOT_FAKED[:3]},
+    "cuda": set(
+        "_grid_sampler_2d_cpu_fallback ctc_loss fake_quantize_per_tensor_affine geqrf linalg_lstsq".split()
+    ),
+}
 devices = pytest.mark.parametrize("device", TABLES)
-makers = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-halves = pytest.mark.parametrize("low", HALVES)
-each_call = pytest.mark.parametrize("call", CALLS, ids=repr)
+
+
+def each(wanted: Callable[[str, Call], bool]) -> pytest.MarkDecorator:
+    """Return a parametrization by device and call."""
+    cases = [(device, call) for device in TABLES for call in CALLS if wanted(device, call)]
+    return pytest.mark.parametrize(("device", "call"), cases, ids=str)
+
+
+def every_mix() -> Iterator[tuple[torch.dtype, tuple[torch.dtype, ...]]]:
+    """Yield regions' precisions, each with the precisions of inputs: alike or in turns."""
+    for low in HALVES:
+        for dtypes in [(FLOAT,), (low,), (low, FLOAT), (FLOAT, low)]:
+            yield low, dtypes
 
 
 class Kernels(TorchDispatchMode):
-    """Stands in for kernels that have no fake: one tensor like the first, where all have the same dtype."""
+    """Stands in for kernels that have no fake: tensors like the first, where all have the same dtype."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function not in [getattr(aten, name).default for name in WITHOUT_FAKE]:
+        if function not in KERNELS:
             return function(*args, **(kwargs or {}))
         if len({value.dtype for value in args if isinstance(value, Tensor)}) > 1:
             raise RuntimeError("The kernel takes one dtype.")
@@ -60,13 +84,13 @@ def machine(device: str) -> Iterator[None]:
     """Be a machine with a device: for CUDA, one of fake tensors."""
     with ExitStack() as stack:
         if device == "cuda":
-            stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+            amp, log = torch.cuda.amp.common, logging.getLogger("torch._subclasses.fake_tensor")
+            stack.enter_context(patch.object(amp, "amp_definitely_not_available", lambda: False))
+            stack.enter_context(patch.object(torch.cuda, "is_bf16_supported", lambda: True))
+            stack.enter_context(patch.object(log, "disabled", True))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(FakeTensorMode())
             stack.enter_context(Kernels())
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            available = "amp_definitely_not_available"
-            stack.enter_context(patch.object(torch.cuda.amp.common, available, lambda: False))
-            stack.enter_context(patch.object(torch.cuda, "is_bf16_supported", lambda: True))
         yield
 
 
@@ -83,24 +107,28 @@ def given(call: Call, device: str, *dtypes: torch.dtype, requires_grad: bool = F
         if isinstance(value, Tensor):
             return value
         made = value.make(next(seeds))
-        exact = made if dtype.is_floating_point or dtype.is_complex else (4 * made).round()
-        return exact.to(dtype).requires_grad_(requires_grad)
+        return (made if dtype is not torch.int64 else 4 * made).to(dtype).requires_grad_(requires_grad)
 
     return tree_map(tensor, (call.arguments, call.options), is_leaf=lambda value: isinstance(value, Input))
 
 
-def contents(result: Any) -> Any:
-    """Return dtype, shape and bits of each tensor of a result; fake ones have no bits."""
-    found = [value.detach() for value in tree_leaves(result) if isinstance(value, Tensor)]
-    bits = [None if t.is_cuda else t.resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist() for t in found]
-    return [(str(t.dtype), tuple(t.shape), some) for t, some in zip(found, bits, strict=True)]
+def tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def contents(tensor: Tensor) -> Any:
+    """Return a tensor's dtype, shape and bits; a fake one has no bits."""
+    bits = None
+    if not tensor.is_cuda:
+        bits = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return str(tensor.dtype), tuple(tensor.shape), bits
 
 
 def outcome(function: Callable[..., Any], values: Any) -> Any:
     """Return what a call gives, as plain data: its tensors, or its error."""
     arguments, options = values
     try:
-        return contents(function(*arguments, **options))
+        return list(map(contents, tensors(function(*arguments, **options))))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -111,42 +139,399 @@ def is_eligible(value: Any) -> bool:
 
 def cast(values: Any, rule: str, low: torch.dtype) -> Any:
     """Return values as a rule has them."""
-    dtypes = [value.dtype for value in tree_leaves(values) if is_eligible(value)]
+    dtypes = [value.dtype for value in tensors(values) if is_eligible(value)]
     widest = FLOAT if FLOAT in dtypes or not dtypes else dtypes[0]
     to = {"lower": low, "float32": FLOAT, "widest": widest}.get(rule)
     return tree_map(lambda value: value.to(to) if to and is_eligible(value) else value, values)
 
 
-def rule_of(device: str, name: str) -> str:
-    """Return the rule of a call in the device's table."""
-    rules = TABLES[device].rules
-    return rules.get(name) or rules.get(REGISTERED_AS.get(name, ""), "untouched")
-
-
-def mixes(low: torch.dtype) -> list[tuple[torch.dtype, ...]]:
-    return [(FLOAT,), (low,), (low, FLOAT), (FLOAT, low)]
+def predictions(function: Callable[..., Any], values: Any, low: torch.dtype) -> dict[str, Any]:
+    """Return what each rule says of a call: what it gives without autocast on inputs that were cast by hand."""
+    by_dtypes: dict[Any, Any] = {}
+    said = {}
+    for rule in CASTS:
+        by_hand = cast(values, rule, low)
+        dtypes = tuple(value.dtype for value in tensors(by_hand))
+        if dtypes not in by_dtypes:
+            by_dtypes[dtypes] = outcome(function, by_hand)
+        said[rule] = by_dtypes[dtypes]
+    return said
 
 
 @cache
-def fitting(make: Any, device: str, call: Call) -> set[str]:
-    """Return the rules that tell what autocast does with a call, in all precisions and mixtures of them."""
-    rules = set(RULES)
+def fitting(device: str, call: Call) -> dict[str, set[str]]:
+    """Return for each autocast the rules that tell what it does with a call, whatever the precision of its inputs."""
+    rules = {name: set(RULES) for name in MAKERS}
     with machine(device):
-        for low in HALVES:
-            for dtypes in mixes(low):
-                values = given(call, device, *dtypes)
+        for low, dtypes in every_mix():
+            values = given(call, device, *dtypes)
+            said = predictions(call.function, values, low)
+            for name, make in MAKERS.items():
                 with make(device, low):
                     got = outcome(call.function, values)
-                rules &= {rule for rule in RULES if got == predicted(call, rule, values, low)} | (
-                    {"refuse"} if isinstance(got, str) and got.startswith("RuntimeError") else set()
-                )
+                refused = {"refuse"} if isinstance(got, str) and "Error: " in got else set()
+                rules[name] &= {rule for rule in CASTS if said[rule] == got} | refused
     return rules
 
 
-def predicted(call: Call, rule: str, values: Any, low: torch.dtype) -> Any:
-    """Return what a call gives under a rule: what it gives without autocast on inputs that were cast by hand."""
-    return None if rule == "refuse" else outcome(call.function, cast(values, rule, low))
+# The tables and the release.
 
 
-if __name__ == "__main__":
-    pass
+def registered_as(name: str) -> str:
+    return data.REGISTERED_AS.get(name, name)
+
+
+def base(name: str) -> str:
+    """Return an operator's name without its overload, or without the parentheses that tell which calls are meant."""
+    return name.partition(".")[0].partition("(")[0]
+
+
+def rule_of(device: str, name: str) -> str:
+    """Return the rule of a call in the device's table."""
+    rules = TABLES[device].rules
+    return rules.get(name) or rules.get(registered_as(name), "untouched")
+
+
+@cache
+def registered(device: str) -> frozenset[str]:
+    """Return what PyTorch registers by itself: read in a new process, because our regions register more."""
+    read = "torch._C._dispatch_get_registrations_for_dispatch_key('Autocast' + sys.argv[1])"
+    code = f"import json, sys, torch; print(json.dumps({read}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, device.upper()], capture_output=True, text=True, check=True
+    )
+    names = {name.removeprefix("aten::") for name in json.loads(done.stdout)}
+    return frozenset(names - {"_cudnn_rnn"})  # which builds for CUDA alone register
+
+
+def mistakes(table: Casting, names: frozenset[str]) -> set[str]:
+    """Return the operators that a table lacks, and what it names though no operator is called so."""
+    lacks = {name for name in names if name not in table and base(name) not in table}
+    return lacks | {name for name in table.rules if name not in names and name not in map(base, names)}
+
+
+@devices
+def test_a_table_names_exactly_the_operators_that_the_release_registers(device):
+    assert mistakes(TABLES[device], registered(device)) == set()
+
+
+@devices
+def test_a_changed_table_is_noticed(device):
+    table, names = TABLES[device], registered(device)
+    for name in table.rules:
+        rest = Casting({other: rule for other, rule in table.rules.items() if other != name})
+        assert mistakes(rest, names) == {one for one in names if name in (one, base(one))} != set()
+    assert mistakes(table.lower("relu"), names) == {"relu"}
+    assert mistakes(table, names | {"relu", "gelu.out"}) == {"relu", "gelu.out"}
+
+
+@cache
+def reached(device: str) -> dict[Call, set[str]]:
+    """Return the operators that each call goes through, those inside others too."""
+    with (
+        machine(device),
+        profile(experimental_config=_ExperimentalConfig(capture_overload_names=True)) as seen,
+    ):
+        for number, call in enumerate(CALLS):
+            values = given(call, device, FLOAT)
+            with record_function(f"call {number}"):
+                outcome(call.function, values)
+    found: dict[Call, set[str]] = {call: set() for call in CALLS}
+    names: set[str] = set()
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name().startswith("call "):
+            names = found[CALLS[int(event.name().split()[1])]]
+        names.add(f"{event.name()}.{event.overload_name()}".removeprefix("aten::").removesuffix("."))
+    return found
+
+
+@devices
+def test_every_registered_operator_is_called_here_by_its_name(device):
+    found = reached(device).items()
+    named = {
+        name for call, names in found for name in names if registered_as(call.name) in (name, base(name))
+    }
+    assert registered(device) - named == set()
+
+
+@devices
+def test_every_call_runs_on_the_device_but_for_operators_of_the_other_one(device):
+    with machine(device):
+        failed = {
+            call.name for call in CALLS if isinstance(outcome(call.function, given(call, device, FLOAT)), str)
+        }
+    assert failed == NOT_ON[device]
+
+
+# What the operators do.
+
+
+@each(lambda device, call: rule_of(device, call.name) != "untouched")
+def test_its_rule_tells_what_an_operator_does_and_no_other_rule_does(device, call):
+    rule = rule_of(device, call.name)
+    as_well = {"untouched"} if rule == "widest" and call.name in PROMOTE_BY_THEMSELVES else set()
+    assert fitting(device, call) == {name: {rule} | as_well for name in MAKERS}
+
+
+@each(lambda device, call: rule_of(device, call.name) == "untouched" and call.name not in NOT_ON[device])
+def test_an_operator_that_reaches_no_listed_one_runs_in_what_it_is_given(device, call):
+    for rules in fitting(device, call).values():
+        assert "untouched" in rules <= {"untouched", "widest"} or reached(device)[call] & registered(device)
+
+
+# What the document says.
+
+
+def document(device: str) -> dict[str, str]:
+    return {name: rule for rule, names in data.DOCUMENT[device].items() for name in names.split()}
+
+
+def differences(device: str) -> list[tuple[str, str, str]]:
+    """Return what differs: names, each with the document's and the release's rule."""
+    rows = [one for one in DIFFERENCES if one.device == device]
+    return sorted((name, one.document, one.release) for one in rows for name in one.names.split())
+
+
+def release_of(device: str, name: str) -> str:
+    operators = map(base, torch._C._dispatch_get_all_op_names())
+    exists = f"aten::{base(registered_as(name))}" in operators
+    return rule_of(device, name).replace("untouched", "unlisted") if exists else "gone"
+
+
+def fits(device: str, name: str) -> list[set[str]]:
+    return [rules for call in CALLS if call.name == name for rules in fitting(device, call).values()]
+
+
+@devices
+def test_the_differences_are_those_between_the_document_and_the_release(device):
+    said = document(device)
+    listed = {base(registered_as(name)) for name in said}
+    said |= {
+        call.name: said[base(call.name)] for call in CALLS if "(" in call.name and base(call.name) in said
+    }
+    said |= dict.fromkeys(set(map(base, registered(device))) - listed, "unlisted")
+    found = {(name, rule, release_of(device, name)) for name, rule in said.items()}
+    assert sorted(row for row in found if row[1] != row[2]) == differences(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [(device, name) for device in TABLES for name in document(device)]
+)
+def test_what_the_document_lists_runs_as_it_says_but_for_the_differences(device, name):
+    rule = document(device)[name]
+    if (name, rule, "gone") in differences(device):
+        with pytest.raises(RuntimeError, match="removed"):
+            getattr(torch, name)(torch.eye(2), torch.eye(2))
+    else:
+        same = name not in [row[0] for row in differences(device)]
+        assert [rule in rules for rules in fits(device, name)] == [same] * len(fits(device, name)) != []
+
+
+@pytest.mark.parametrize(
+    ("device", "row"), [(device, row) for device in TABLES for row in differences(device)]
+)
+def test_a_difference_is_one_of_behaviour(device, row):
+    name, said, release = (rule.replace("unlisted", "untouched") for rule in row)
+    assert all(release in rules and said not in rules for rules in fits(device, name))
+    assert fits(device, name) or release == "gone"
+
+
+@devices
+@pytest.mark.parametrize("name", data.SPELLINGS)
+def test_functions_methods_modules_and_other_namespaces_are_cast_alike(device, name):
+    inputs, functions = data.SPELLINGS[name]
+    with machine(device):
+        for (low, dtypes), function in product(every_mix(), functions):
+            values = given(Call(name, function, *inputs), device, *dtypes)
+            said = predictions(function, values, low)[rule_of(device, name)]
+            for make in MAKERS.values():
+                with make(device, low):
+                    assert outcome(function, values) == said
+
+
+# What never goes through autocast, by the framework's table or an edited one.
+
+
+def edited(device: str, low: torch.dtype, rule: str, name: str) -> autocast:
+    """Return a region in which an operator has another rule."""
+    return autocast(device, low, casting=getattr(casting.DEFAULT, rule)(base(name)))
+
+
+REGIONS: dict[str, Callable[..., Any]] = {
+    **{name: lambda device, low, _, make=make: make(device, low) for name, make in MAKERS.items()},
+    **{rule: lambda device, low, name, rule=rule: edited(device, low, rule, name) for rule in CASTS},
+}
+FEWER = {"theirs", "ours", "lower"}  # fake tensors are slow
+
+
+def casts(device: str, call: Call, function: Any, dtypes: Any, low: torch.dtype) -> tuple[Any, set[str]]:
+    """Return what a function gives outside of regions, and the regions in which it gives something else."""
+    found = {}
+    with machine(device):
+        outside = outcome(function, given(call, device, *dtypes))
+        for name in REGIONS if device == "cpu" else FEWER:
+            values = given(call, device, *dtypes)
+            with REGIONS[name](device, low, call.name):
+                found[name] = outcome(function, values)
+    return outside, {name for name, inside in found.items() if inside != outside}
+
+
+def test_no_registered_operator_writes_to_its_arguments():
+    for name in registered("cpu") | registered("cuda"):
+        operator = getattr(getattr(aten, base(name)), name.partition(".")[2] or "default")
+        assert not operator._schema.is_mutable
+
+
+@each(lambda _, call: hasattr(Tensor, f"{call.name}_") and isinstance(call.arguments[0], Input))
+def test_an_operator_that_works_in_place_is_not_cast(device, call):
+    for low, dtypes in every_mix():
+        outside, cast_in = casts(device, call, getattr(Tensor, f"{call.name}_"), dtypes, low)
+        assert cast_in == set()
+        assert isinstance(outside, list) or dtypes != (FLOAT,)
+
+
+def into(call: Call, device: str, dtype: torch.dtype) -> Callable[..., Any] | None:
+    """Return a call's function with `out=` tensors of the right precisions, or None where it takes none."""
+
+    def out_like(result: Any) -> Any:
+        return tree_map(lambda value: torch.empty(value.shape, dtype=value.dtype, device=device), result)
+
+    with warnings.catch_warnings(action="ignore"), machine(device):
+        arguments, options = given(call, device, dtype)
+        try:
+            result = call.function(*arguments, **options)
+            call.function(*arguments, **options, out=out_like(result))
+        except Exception:
+            return None
+    return lambda *args, **kwargs: call.function(*args, **kwargs, out=out_like(result))
+
+
+TAKES_OUT = {(device, call) for device in TABLES for call in CALLS if into(call, device, FLOAT)}
+# With `out=`, these call themselves without it, which an edit of their rule reaches.
+CALL_THEMSELVES = """
+    cholesky cholesky_solve dot linalg_cond linalg_matrix_norm linalg_tensorinv linalg_tensorsolve norm(p='nuc')
+    normalize vdot
+""".split()
+
+
+@devices
+def test_half_of_the_operators_take_out(device):
+    assert sum(device == one for one, _ in TAKES_OUT) > len(CALLS) / 2
+
+
+@each(lambda device, call: (device, call) in TAKES_OUT)
+def test_an_operator_that_is_given_out_is_not_cast(device, call):
+    cast_in: set[str] = set()
+    for low, dtype in [(low, dtype) for low in HALVES for dtype in (FLOAT, low)]:
+        if function := into(call, device, dtype):
+            outside, more = casts(device, call, function, [dtype], low)
+            assert isinstance(outside, list)
+            cast_in |= more
+    if call.name in data.CAST_INSIDE_OUT[device]:
+        assert {"theirs", "ours"} <= cast_in
+    else:
+        assert cast_in == set() or (call.name in CALL_THEMSELVES and not cast_in & set(MAKERS))
+
+
+@each(
+    lambda _, call: (
+        call.name in "cumprod cumsum log_softmax prod softmax softmin sum linalg_vector_norm".split()
+    )
+)
+def test_an_operator_that_is_told_its_dtype_gives_it(device, call):
+    for told, (low, dtypes) in product([*HALVES, FLOAT, torch.float64], every_mix()):
+        outside, cast_in = casts(device, call, partial(call.function, dtype=told), dtypes, low)
+        assert cast_in == set()
+        assert outside[0][0] == str(told) or (call.name == "linalg_vector_norm" and "narrowing" in outside)
+
+
+@each(lambda device, call: call.name not in NOT_ON[device] and rule_of(device, call.name) != "refuse")
+def test_other_numbers_are_left_alone(device, call):
+    for dtype in (torch.float64, torch.int64, torch.complex64):
+        if (device, call.name, dtype) != ("cuda", "conv1d", torch.complex64):  # which has no fake
+            assert casts(device, call, call.function, [dtype], torch.bfloat16)[1] == set()
+
+
+# Edited tables.
+
+on_cpu = pytest.mark.parametrize("call", [call for call in CALLS if call.name not in NOT_ON["cpu"]], ids=str)
+
+
+def with_gradients(
+    function: Callable[..., Any], region: Callable[[], Any], before: Callable[..., Any]
+) -> Any:
+    """Return a function that gives results, made in a region, and gradients, made outside of it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves = [value for value in tensors((args, kwargs)) if value.requires_grad]
+        args, kwargs = before((args, kwargs))
+        with region():
+            result = function(*args, **kwargs)
+        ends = [value for value in tensors(result) if value.requires_grad]
+        if not ends:
+            return result
+        gradients = torch.autograd.grad(
+            sum(end.abs().float().sum() for end in ends), leaves, allow_unused=True
+        )
+        assert all(
+            one is None or one.dtype is leaf.dtype for one, leaf in zip(gradients, leaves, strict=True)
+        )
+        return result, gradients
+
+    return run
+
+
+@on_cpu
+def test_an_edited_rule_casts_results_and_gradients_as_one_would_by_hand(call):
+    for rule, (low, dtypes) in product(CASTS, every_mix()):
+        values = given(call, "cpu", *dtypes, requires_grad=True)
+        region, by_hand = partial(edited, "cpu", low, rule, call.name), partial(cast, rule=rule, low=low)
+        got = outcome(with_gradients(call.function, region, lambda values: values), values)
+        said = outcome(with_gradients(call.function, nullcontext, by_hand), values)
+        if call.name != "normalize":  # whose division is Python's
+            assert got == said
+
+
+@on_cpu
+def test_results_of_an_edited_rule_are_close_to_those_in_float32(call):
+    arguments, options = given(call, "cpu", FLOAT)
+    reference = tensors(call.function(*arguments, **options))
+    for rule, low in product(CASTS, HALVES):
+        try:
+            with edited("cpu", low, rule, call.name):
+                got = tensors(call.function(*arguments, **options))
+        except (NotImplementedError, RuntimeError):
+            assert rule == "lower"  # which not all kernels can
+            continue
+        tolerance = 4 * torch.finfo(low if rule == "lower" else FLOAT).eps
+        for one, other in zip(got, reference, strict=True):
+            if call.name != "fractional_max_pool3d":  # which takes other windows
+                assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+@on_cpu
+def test_a_refused_operator_raises(call):
+    arguments, options = given(call, "cpu", FLOAT)
+    with edited("cpu", torch.bfloat16, "refuse", call.name), pytest.raises(UsageError, match="is refused"):
+        call.function(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "call", [call for call in CALLS if rule_of("cuda", call.name) != "untouched"], ids=str
+)
+def test_cuda_can_be_rehearsed_on_cpu_tensors(call):
+    for low, dtypes in every_mix():
+        with machine("cuda"):
+            values = given(call, "cuda", *dtypes)
+            with torch.autocast("cuda", low):
+                on_cuda = outcome(call.function, values)
+        values = given(call, "cpu", *dtypes)
+        with autocast("cpu", low, casting=casting.CUDA):
+            rehearsed = outcome(call.function, values)
+        if call.name in NOT_ON["cpu"]:
+            assert rehearsed.startswith("NotImplementedError")
+        elif rule_of("cuda", call.name) == "refuse":
+            assert rehearsed.startswith("UsageError")
+            assert on_cuda.startswith("RuntimeError")
+        else:
+            assert [dtype for dtype, *_ in rehearsed] == [dtype for dtype, *_ in on_cuda]

@@ -6,6 +6,7 @@ the operators that a name stands for and do the casting.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -20,8 +21,9 @@ RULES: tuple[Rule, ...] = get_args(Rule)
 class Casting:
     """An operator table: what autocast does to the inputs of the operators it names.
 
-    A table is immutable; each method returns a new one in which the named operators have another rule. What a table
-    does not name keeps the rule that the framework has for the device.
+    A table is immutable: each method returns a new one in which the named operators have another rule. What a
+    table does not name keeps the rule that the framework has for the device. Where two names stand for the
+    same operator, the later edit counts.
 
     >>> table = DEFAULT.lower("softmax").float32("bmm", "matmul").untouched("layer_norm")
     >>> table
@@ -30,8 +32,8 @@ class Casting:
     'float32'
 
     Names are the framework's operator names. A name without an overload stands for all overloads; a name that
-    users write (`norm`, `cross_entropy`, `LSTMCell`) stands for all operators it calls. Names are looked up where the
-    table is used, because only the framework knows its operators.
+    users write (`norm`, `cross_entropy`, `LSTMCell`) stands for all operators it calls. Names are looked up
+    where the table is used, because only the framework knows its operators.
     """
 
     def __init__(self, rules: Mapping[str, Rule] | None = None) -> None:
@@ -43,7 +45,7 @@ class Casting:
                 )
 
     def lower(self, *names: str) -> Casting:
-        """Run these operators in the region's low precision: their float inputs are cast down, float64 excepted."""
+        """Run these operators in the region's low precision: float inputs except float64 are cast down."""
         return self._edited("lower", names)
 
     def float32(self, *names: str) -> Casting:
@@ -74,21 +76,21 @@ class Casting:
         return name in self._rules
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Casting) and self._rules == other._rules
+        return isinstance(other, Casting) and list(self._rules.items()) == list(other._rules.items())
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._rules.items()))
+        return hash(tuple(self._rules.items()))
 
     def __repr__(self) -> str:
-        by_rule = {rule: [name for name, has in self._rules.items() if has == rule] for rule in RULES}
-        calls = (f".{rule}({', '.join(map(repr, names))})" for rule, names in by_rule.items() if names)
+        edits = itertools.groupby(self._rules.items(), key=lambda item: item[1])
+        calls = (f".{rule}({', '.join(repr(name) for name, _ in items)})" for rule, items in edits)
         return "casting.DEFAULT" + "".join(calls)
 
     def _edited(self, rule: Rule, names: tuple[Any, ...]) -> Casting:
         for name in names:
             if not isinstance(name, str) or not name:
                 raise CastingError(
-                    f"{name!r} is not the name of an operator. Write it as a string, such as .{rule}('softmax')."
+                    f"{name!r} is not the name of an operator. Write a string, such as .{rule}('softmax')."
                 )
         kept = {name: has for name, has in self._rules.items() if name not in names}
         return Casting({**kept, **dict.fromkeys(names, rule)})
@@ -103,20 +105,21 @@ DEFAULT = Casting()
 
 CPU = _table(
     lower="""
-    _addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm bmm conv1d conv2d
-    conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear matmul mkldnn_rnn_layer mm
-    prelu scaled_dot_product_attention
+    _addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm bmm conv1d
+    conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear matmul
+    mkldnn_rnn_layer mm prelu scaled_dot_product_attention
     """,
     float32="""
-    _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d binary_cross_entropy
-    binary_cross_entropy_with_logits cdist cholesky cholesky_inverse cholesky_solve cosine_embedding_loss
-    cross_entropy_loss ctc_loss fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2
-    fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d
-    fractional_max_pool3d geqrf grid_sampler grid_sampler_2d grid_sampler_3d hinge_embedding_loss huber_loss inverse
-    kl_div l1_loss linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
-    linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve
-    linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d max_unpool2d
-    max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile nll_loss
+    _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d
+    binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky cholesky_inverse cholesky_solve
+    cosine_embedding_loss cross_entropy_loss ctc_loss fake_quantize_per_tensor_affine fft_fft fft_fft2
+    fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft
+    fft_rfft2 fft_rfftn fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler grid_sampler_2d
+    grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss linalg_cholesky linalg_cholesky_ex
+    linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
+    linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve linalg_svd linalg_svdvals
+    linalg_tensorinv linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d max_unpool2d max_unpool3d
+    mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile nll_loss
     nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod qr quantile reflection_pad1d reflection_pad2d
     replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft svd trace
     triangular_solve triplet_margin_loss view_as_complex
@@ -127,20 +130,22 @@ CPU = _table(
 
 CUDA = _table(
     lower="""
-    _convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr
-    baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
-    convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear
-    lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+    _convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm
+    addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
+    conv_transpose3d convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell
+    linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
+    scaled_dot_product_attention
     """,
     float32="""
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
     _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
-    cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss
-    kl_div l1_loss layer_norm linalg_matrix_norm linalg_vector_norm log log10 log1p log2 log_softmax logsumexp
-    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d norm
-    nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss
-    softmax softplus sum tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+    cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss
+    huber_loss kl_div l1_loss layer_norm linalg_matrix_norm linalg_vector_norm log log10 log1p log2
+    log_softmax logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
+    native_layer_norm nll_loss nll_loss2d norm nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm
+    rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan triplet_margin_loss
+    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d upsample_trilinear3d
     """,
     widest="""
     addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot

@@ -1,4 +1,4 @@
-"""The command line: train, simulate, report, dialects.
+"""The command line: train, simulate, report, inspect, dialects.
 
 This room turns flags into calls and results into tables. It decides nothing about scales. The flags of
 the policies are made from their dataclasses.
@@ -12,9 +12,10 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
@@ -39,7 +40,17 @@ if TYPE_CHECKING:
     from preamp.lab.runs import Loop, Plan, Run
     from preamp.report import Curve
 
-__all__ = ["ShortDynamic", "ShortTolerant", "app", "dialects", "report", "run", "simulate", "train"]
+__all__ = [
+    "ShortDynamic",
+    "ShortTolerant",
+    "app",
+    "dialects",
+    "inspect",
+    "report",
+    "run",
+    "simulate",
+    "train",
+]
 
 
 # In a run of a few thousand steps the usual interval would hardly see the scale move.
@@ -64,6 +75,7 @@ Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_0
 Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 Row: TypeAlias = dict[str, str]
+LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 RULE = Parameter(
     group=Group(
@@ -76,6 +88,10 @@ BAD_INPUT, INTERRUPTED = 2, 130
 INVENTED_STEPS, INVENTED_RATE = 20_000, 0.0005
 NARROWEST = 80  # below, the terminal folds lines: cutting cells would show wrong numbers
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
+ARITHMETIC = {
+    True: "rehearsed as on a tensor core: products store what goes in and out in it and sum in float32",
+    False: "the CPU's own",
+}
 COLORS = {  # by precision and whether the loss was scaled
     ("float32", False): "#b0b0b0",
     ("float16", False): "#d55e00",
@@ -127,6 +143,7 @@ def train(
     data: Path | None = None,
     framework: str = "torch",
     precision: tuple[Precision | Literal["all"], ...] = ("float32", "float16"),
+    emulate: Annotated[bool, Parameter(negative="--native")] = True,
     policy: Annotated[ShortDynamic | ShortTolerant | Static | None, RULE] = None,
     dialect: str | None = None,
     seed: Seed = 0,
@@ -141,6 +158,7 @@ def train(
         data: a CSV file of numbers whose last column is a label, instead of handwritten digits.
         framework: whose training loop to use.
         precision: float16 runs twice, without and with loss scaling. Can be given several times.
+        emulate: compute in float32 and round where a GPU stores low precision; --native computes in it.
         policy: the rule for the scale.
         dialect: use another system's rule; see preamp dialects.
         seed: of the first run.
@@ -153,7 +171,7 @@ def train(
     from preamp.lab.results import grouped, row
     from preamp.lab.runs import TASKS, find_loop, plans, write_summary
 
-    make_loop = find_loop(framework)
+    make_loop = partial(find_loop(framework), emulate=emulate)
     rule = _one_rule(policy, dialect)
     table = tables.read_csv(data) if data else tables.digits()
     problem = TASKS[task or ("classify" if data else "autoencoder")](table, epochs)
@@ -168,7 +186,7 @@ def train(
     with _until_done():
         rows = [row(group) for group in grouped(runs)]
         write_summary(out_dir / "summary.json", problem, framework, runs)
-        _write_training_report(out_dir / "report.html", problem, runs, rows)
+        _write_training_report(out_dir / "report.html", problem, runs, rows, emulate)
     _print_table(rows)
     if seeds > 1:
         out.print(f"Median and range of {seeds} seeds; steps, skipped steps and seconds are sums.")
@@ -259,6 +277,43 @@ def report(
         footer=_footer(map(str, traces)),
     )
     _print_table(rows)
+    _print_open(out_file)
+    return 0
+
+
+@app.command
+def inspect(
+    target: str,
+    /,
+    *,
+    device: str = "cpu",
+    dtype: LowPrecision | None = None,
+    emulate: bool = False,
+    out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/inspect.html"),
+) -> int:
+    """Run a function under autocast and show which operator ran in which precision, and what was cast.
+
+    Args:
+        target: MODULE:FUNCTION, such as train.py:step; it is called without arguments.
+        device: the device type whose tensors are cast.
+        dtype: the low precision. Default: bfloat16 on CPUs, float16 on GPUs.
+        emulate: round in float32 instead of casting.
+        out_file: the report with all rows.
+    """
+    from preamp.lab.inspected import inspect_function
+    from preamp.report import write_report
+
+    found = inspect_function(target, device, dtype, emulate=emulate)
+    out_file.parent.mkdir(parents=True, exist_ok=True)
+    write_report(
+        out_file,
+        title=f"What autocast did in {target}",
+        lead=[found.summary(), *found.warnings],
+        curves=[],
+        table=found.table(),
+        footer=_footer([f"{device}, {dtype or 'default precision'}"]),
+    )
+    print(found)
     _print_open(out_file)
     return 0
 
@@ -359,7 +414,12 @@ def _train_all(
 
 
 def _train_one(
-    problem: Problem, plan: Plan, make_loop: type[Loop], framework: str, folder: Path, progress: Progress
+    problem: Problem,
+    plan: Plan,
+    make_loop: Callable[..., Loop],
+    framework: str,
+    folder: Path,
+    progress: Progress,
 ) -> Run:
     from preamp.lab.runs import train as carry_out
 
@@ -394,7 +454,9 @@ def _until_done() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _write_training_report(path: Path, problem: Problem, runs: list[Run], rows: list[Row]) -> None:
+def _write_training_report(
+    path: Path, problem: Problem, runs: list[Run], rows: list[Row], emulate: bool
+) -> None:
     from preamp.lab.results import grouped, sentence
     from preamp.report import Strip, write_report
 
@@ -408,8 +470,8 @@ def _write_training_report(path: Path, problem: Problem, runs: list[Run], rows: 
         path,
         title=f"{TITLES[problem.task].format(problem.table.name)} in each precision",
         lead=[
-            "The same network, first weights and batches in every run. Low precision means what it does on "
-            "a tensor core: values and gradients are stored in it, sums are made in float32.",
+            "The same network, first weights and batches in every run. "
+            f"Low precision is {ARITHMETIC[emulate]}.",
             *map(sentence, grouped(runs)),
         ],
         strips=strips,

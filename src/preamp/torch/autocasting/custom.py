@@ -1,7 +1,8 @@
 """Custom autograd functions: forward with its inputs cast, backward in the precision of forward.
 
-As PyTorch's decorators of the same names, and beyond them: a structure of inputs keeps its type, dataclasses are cast
-too, and backward restores an edited table or emulation along with the precision, in whichever thread it runs.
+As PyTorch's decorators of the same names, and beyond them: a structure of inputs keeps its type, dataclasses
+are cast too, and backward restores an edited table or emulation along with the precision, in whichever thread
+it runs.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ def custom_fwd(
     Args:
         fwd: the static method `forward(ctx, ...)`; None returns a decorator.
         device_type: "cpu", "cuda", ...
-        cast_inputs: inside a region, floating-point tensors of the device type, float64 excepted, are cast to this
-            dtype, also in lists, tuples, mappings and dataclasses, and forward runs with autocast off. None leaves the
-            inputs and the region as they are. Outside of regions it has no effect.
+        cast_inputs: inside a region, floating-point tensors of the device type, float64 excepted, are cast to
+        this
+            dtype, also in lists, tuples, mappings and dataclasses, and forward runs with autocast off. None
+            leaves the inputs and the region as they are. Outside of regions it has no effect.
 
     Raises:
         ValueError: when `device_type` is not a string.
@@ -83,8 +85,8 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
                 "custom_bwd does not know the autocast state of forward. "
                 f"Put @custom_fwd(device_type={device_type!r}) on forward."
             )
-        region = autocast(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast)
-        with getattr(ctx, "_edited_region", None) or nullcontext(), region:
+        inner = autocast(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast)
+        with getattr(ctx, "_edited_region", None) or nullcontext(), inner:
             return bwd(ctx, *args, **kwargs)
 
     return backward
@@ -99,14 +101,20 @@ def _edited_region(device_type: str) -> autocast | None:
     """Return the region whose edits are in force, if any."""
     if not thread.rules:
         return None
-    edited = (f.region for f in reversed(thread.frames) if f.rules is not None and f.region.device == device_type)
+    edited = (
+        f.region for f in reversed(thread.frames) if f.rules is not None and f.region.device == device_type
+    )
     return next(edited, None)
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     """Return a structure with every eligible tensor cast, and everything else as it was."""
     if isinstance(value, Tensor):
-        eligible = value.is_floating_point() and value.device.type == device_type and value.dtype is not torch.float64
+        eligible = (
+            value.is_floating_point()
+            and value.device.type == device_type
+            and value.dtype is not torch.float64
+        )
         return value.to(dtype) if eligible else value
     if isinstance(value, Mapping):
         items = {key: _cast(item, device_type, dtype) for key, item in value.items()}

@@ -1,16 +1,17 @@
 """Regions that change what operators do: another table, emulation, a report.
 
-They put kernels in the dispatcher while they are open. The compiler leaves them alone, and compiled functions run
-eagerly inside, because compiled code would not know of the edits.
+They put kernels in the dispatcher while they are open. The compiler leaves them alone, and compiled functions
+run eagerly inside, because compiled code would not know of the edits.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch.amp.autocast_mode import _UnmanagedAutocast
@@ -23,19 +24,35 @@ from preamp.torch.autocasting.stepwise import is_stepwise
 from preamp.torch.autocasting.thread import Run, thread
 
 if TYPE_CHECKING:
-    from preamp.torch.autocasting.census import CastReport, Census
+    from preamp.casts import CastReport
+    from preamp.torch.autocasting.census import Census
 
-__all__ = ["EditedRegion"]
+__all__ = ["EditedRegion", "Edits"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-EMULATED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+KEEP_FROM = 2  # an instance that is entered again keeps its kernels for as long as it lives
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Edits(NamedTuple):
+    """What operators of a device type do, beyond what the framework does.
+
+    Attributes:
+        table: the rules that replace the framework's.
+        emulate: whether operators of the rule "lower" round instead of being cast.
+        dtype: what they round to; None for the low precision of the region they run in.
+    """
+
+    table: Casting = DEFAULT
+    emulate: bool = False
+    dtype: torch.dtype | None = None
 
 
 # PyTorch's compiler takes any autocast for its own and would drop the edits, unless it is "unmanaged".
 class EditedRegion(autocast, _UnmanagedAutocast):
     """A region with a table, emulation or a report: what `autocast` returns when asked for one of them."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __init__(
         self,
         device_type: str,
@@ -47,75 +64,113 @@ class EditedRegion(autocast, _UnmanagedAutocast):
         report: bool = False,
         emulate: bool = False,
     ) -> None:
-        if casting is not None and not isinstance(casting, Casting):
-            raise CastingError(
-                f"casting={casting!r} is not a table. Write casting=casting.DEFAULT.float32('softmax') "
-                "after `from preamp import casting`."
-            )
-        if emulate and dtype not in (None, *EMULATED):
-            names = ", ".join(map(str, EMULATED))
-            raise CastingError(f"dtype={dtype} cannot be emulated. Write one of {names}.")
-        is_float8 = dtype in EMULATED[2:] and emulate
-        super().__init__(device_type, torch.float16 if is_float8 else dtype, enabled, cache_enabled)
-        self.fast_dtype = dtype if is_float8 and dtype else self.fast_dtype
-        replaces = (casting is not None or emulate) and self._enabled
-        self._rules = _rules(device_type, casting or DEFAULT, emulate) if replaces else None
-        self._names = frozenset(name for _, name in map(str.split, self._rules or ()))
+        _check(casting, dtype, emulate)
+        self._asked = (device_type, dtype, enabled, cache_enabled, casting, report, emulate)
+        # PyTorch casts to float8 nowhere, and warns of it
+        self._float8 = dtype if emulate and dtype in FLOAT8 else None
+        torch.autocast.__init__(
+            self, device_type, torch.float16 if self._float8 else dtype, enabled, cache_enabled
+        )
+        self._casting, self._emulate, self._entries = casting, emulate, 0
         self._census: Census | None = None
         if report:
             from preamp.torch.autocasting.census import Census
 
             self._census = Census(device_type)
-            self._names |= frozenset(operators.listed(device_type))
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __enter__(self) -> autocast:
-        _compiled_code_waits()
-        installed.hold(self.device, self._names)
-        super().__enter__()
-        thread.frames[-1].rules = before = thread.rules
-        if self._rules is not None:
-            others = {key: run for key, run in before.items() if not key.startswith(self.device + " ")}
-            thread.rules = {**others, **self._rules}
+        edits = self._edits(_edits_in_force(self.device))
+        rules = _rules(self.device, edits)
+        names = frozenset(key.split()[1] for key in rules)
         if self._census:
-            thread.rules = self._census.watched(thread.rules)
+            names |= frozenset(operators.listed(self.device))
+        _compiled_code_waits()
+        installed.hold(self.device, names)
+        self._entries += 1
+        if self._entries == KEEP_FROM:
+            installed.hold(self.device, names)
+            weakref.finalize(self, installed.let_go, self.device, names)
+        super().__enter__()
+        frame = thread.frames[-1]
+        frame.rules, frame.edits, frame.names = thread.rules, edits, names
+        others = {key: run for key, run in frame.rules.items() if not key.startswith(self.device + " ")}
+        thread.rules = {**others, **rules}
+        if self._census:
+            thread.rules = self._census.watched(thread.rules, edits)
             self._census.__enter__()
         return self
 
-    @torch.compiler.disable
-    def __exit__(self, *error: Any) -> bool:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __exit__(self, *error: Any) -> Literal[False]:
         if self._census:
             self._census.__exit__(*error)
+        names = next((frame.names for frame in reversed(thread.frames) if frame.region is self), frozenset())
         super().__exit__(*error)
         _compiled_code_runs()
-        installed.let_go(self.device, self._names)
+        installed.let_go(self.device, names)
         return False
 
     def __call__(self, function: F) -> F:
         inside = super().__call__(function)
         if is_stepwise(function):
             return inside
-        eager = torch.compiler.disable(inside)
+        eager = torch.compiler.disable(inside)  # type: ignore[no-untyped-call]
 
-        @functools.wraps(function)  # for the compiler looks through `disable` when it is asked to compile the result
-        def run(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:  # `disable` alone is undone by `torch.compile(result)`
             return eager(*args, **kwargs)
 
         return cast(F, run)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, self._asked
+
     def report(self) -> CastReport:
         return self._census.report() if self._census else super().report()
 
+    def _edits(self, around: Edits) -> Edits:
+        """Return the edits inside this region, in a region that has others."""
+        return Edits(
+            around.table if self._casting is None else self._casting,
+            around.emulate or self._emulate,
+            self._float8 or (None if self._emulate else around.dtype),
+        )
+
+
+def _again(*asked: Any) -> autocast:
+    """Return a region like another, for copies and pickles."""
+    *arguments, casting, report, emulate = asked
+    return autocast(*arguments, casting=casting, report=report, emulate=emulate)
+
+
+def _check(casting: Any, dtype: torch.dtype | None, emulate: bool) -> None:
+    if casting is not None and not isinstance(casting, Casting):
+        raise CastingError(
+            f"casting={casting!r} is not a table. Write casting=casting.DEFAULT.float32('softmax') "
+            "after `from preamp import casting`."
+        )
+    operators.resolve(casting or DEFAULT)
+    emulated = (None, torch.float16, torch.bfloat16, *FLOAT8)
+    if emulate and dtype not in emulated:
+        names = ", ".join(map(str, emulated[1:]))
+        raise CastingError(f"dtype={dtype} cannot be emulated. Write one of {names}.")
+
+
+def _edits_in_force(device_type: str) -> Edits:
+    edited = (f.edits for f in reversed(thread.frames) if f.edits and f.region.device == device_type)
+    return next(edited, None) or Edits()
+
 
 @cache
-def _rules(device_type: str, table: Casting, emulate: bool) -> dict[str, Run]:
+def _rules(device_type: str, edits: Edits) -> dict[str, Run]:
     """Return what each operator does that does not do what the framework does by itself."""
-    listed, edits = operators.listed(device_type), operators.resolve(table)
-    changed = {name: rule for name, rule in edits.items() if rule != listed.get(name, "untouched")}
+    listed, edited = operators.listed(device_type), operators.resolve(edits.table)
+    changed = {name: rule for name, rule in edited.items() if rule != listed.get(name)}
     rules = {name: kernels.make(rule, name, device_type) for name, rule in changed.items()}
-    if emulate:
-        lower = (name for name, rule in {**listed, **edits}.items() if rule == "lower")
-        rules |= {name: kernels.emulate(name, device_type) for name in lower}
+    if edits.emulate:
+        lower = (name for name, rule in {**listed, **edited}.items() if rule == "lower")
+        rules |= {name: kernels.emulate(name, device_type, edits.dtype) for name in lower}
     return {installed.rule_key(device_type, name): run for name, run in rules.items()}
 
 

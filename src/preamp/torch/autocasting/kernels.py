@@ -1,7 +1,8 @@
 """What an edited operator does with its inputs: one function for each rule, and one for emulation.
 
-Each runs the operator with autocast off, so that what the operator calls keeps to the same rule. The dispatcher gives
-them the set of keys of the call first, which those that run the operator anew have no use for.
+Each runs the operator with autocast off, so that what the operator calls keeps to the same rule. The
+dispatcher gives them the set of keys of the call first, which those that run the operator anew have no use
+for.
 """
 
 from __future__ import annotations
@@ -25,14 +26,9 @@ CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.bfloat16: Tensor.bfloat16,
     torch.float32: Tensor.float,
 }
-ELIGIBLE = frozenset(
-    [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-    + [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-)
-INSTEAD = {
-    "binary_cross_entropy": "binary_cross_entropy_with_logits on what the sigmoid was applied to: it is safe in low "
-    "precision",
-}
+ELIGIBLE = {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+ELIGIBLE |= {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+INSTEAD = {"binary_cross_entropy": "binary_cross_entropy_with_logits on what the sigmoid was applied to"}
 Values: TypeAlias = "list[Any] | tuple[Any, ...]"
 
 
@@ -45,7 +41,7 @@ def make(rule: Rule, name: str, device_type: str) -> Run:
         device_type: whose tensors are cast.
     """
     if rule == "untouched":
-        return operators.alone(name, device_type)
+        return operators.alone(name, device_type)  # type: ignore[no-any-return]
     if rule == "refuse":
         return _refuse(name)
     if rule == "widest":
@@ -62,11 +58,12 @@ def cast(values: Iterable[Any], dtype: torch.dtype, device_type: str) -> list[An
 
     Eligible are floating-point tensors of the device type, except float64.
     """
+    to = CASTS[dtype] if dtype in CASTS else lambda tensor: tensor.to(dtype)
     return [
-        (to(value) if (to := CASTS.get(dtype)) else value.to(dtype))
+        to(value)
         if isinstance(value, Tensor)
-        and value.dtype is not dtype
-        and value.dtype in ELIGIBLE
+        and (has := value.dtype) is not dtype
+        and has in ELIGIBLE
         and value.device.type == device_type
         else cast(value, dtype, device_type)
         if isinstance(value, (list, tuple))
@@ -75,35 +72,52 @@ def cast(values: Iterable[Any], dtype: torch.dtype, device_type: str) -> list[An
     ]
 
 
-def emulate(name: str, device_type: str) -> Run:
+def emulate(name: str, device_type: str, dtype: torch.dtype | None) -> Run:
     """Return an operator that rounds its inputs and its result, and computes in float32 in between.
 
-    Casting down and up again is what autograd sees, so gradients are rounded at the same places: what a tensor core
-    does that sums in float32.
+    Casting down and up again is what autograd sees, so gradients are rounded at the same places: what a
+    tensor core does that sums in float32.
+
+    Args:
+        name: the operator.
+        device_type: whose tensors are rounded.
+        dtype: what they are rounded to; None for the low precision of the region.
     """
-    operator = operators.call(name)
+    operator, switch = operators.call(name), torch.set_autocast_enabled
 
-    def emulated(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device_type)
-        kwargs = dict(zip(kwargs, _rounded(kwargs.values(), dtype, device_type), strict=True))
-        result = operator(*_rounded(args, dtype, device_type), **kwargs)
-        return _rounded([result], dtype, device_type)[0]
+    @operators.untraced
+    def emulated(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+        low = dtype or torch.get_autocast_dtype(device_type)
+        to = CASTS[low] if low in CASTS else lambda tensor: tensor.to(low)
+        switch(device_type, False)
+        try:
+            if kwargs:
+                kwargs = dict(zip(kwargs, _rounded(kwargs.values(), to, device_type), strict=True))
+            result = operator(*_rounded(args, to, device_type), **kwargs)
+            return _rounded([result], to, device_type)[0]
+        finally:
+            switch(device_type, True)
 
-    return operators.with_autocast_off(emulated, device_type)  # type: ignore[no-any-return]
+    return emulated
 
 
 def _cast_to(choose: Callable[[Values], torch.dtype], name: str, device_type: str) -> Run:
-    operator = operators.call(name)
+    operator, switch = operators.call(name), torch.set_autocast_enabled
 
-    def cast_first(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs:
-            return operator(*cast(args, choose(args), device_type))
-        values = [*args, *kwargs.values()]
-        values = cast(values, choose(values), device_type)
-        named = dict(zip(kwargs, values[len(args) :], strict=True))
-        return operator(*values[: len(args)], **named)
+    @operators.untraced
+    def cast_first(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+        switch(device_type, False)  # written out, not called: this is what an edit costs
+        try:
+            if not kwargs:
+                return operator(*cast(args, choose(args), device_type))
+            values = [*args, *kwargs.values()]
+            values = cast(values, choose(values), device_type)
+            named = dict(zip(kwargs, values[len(args) :], strict=True))
+            return operator(*values[: len(args)], **named)
+        finally:
+            switch(device_type, True)
 
-    return operators.with_autocast_off(cast_first, device_type)  # type: ignore[no-any-return]
+    return cast_first
 
 
 def _widest(values: Values, device_type: str) -> torch.dtype:
@@ -113,7 +127,9 @@ def _widest(values: Values, device_type: str) -> torch.dtype:
 
 def _refuse(name: str) -> Run:
     base = name.partition(".")[0]
-    instead = INSTEAD.get(base, f"an operator that works in low precision, or call {base} in autocast(enabled=False)")
+    instead = INSTEAD.get(
+        base, f"an operator that works in low precision, or call {base} in autocast(enabled=False)"
+    )
     message = f"{base} is refused in this autocast region. Write {instead}."
 
     def refused(*args: Any, **kwargs: Any) -> Any:
@@ -136,13 +152,12 @@ def _unless_told(run: Run, name: str, device_type: str) -> Run:
     return told
 
 
-def _rounded(values: Iterable[Any], dtype: torch.dtype, device_type: str) -> Any:
+def _rounded(values: Iterable[Any], to: Callable[[Tensor], Tensor], device_type: str) -> list[Any]:
     """Return values with every eligible tensor rounded to a low precision, in float32."""
-    to = CASTS.get(dtype)
     return [
-        (to(value) if to else value.to(dtype)).float()
+        to(value).float()
         if isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type
-        else type(value)(_rounded(value, dtype, device_type))
+        else type(value)(_rounded(value, to, device_type))
         if isinstance(value, (list, tuple))
         else value
         for value in values

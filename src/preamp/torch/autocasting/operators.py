@@ -21,6 +21,7 @@ __all__ = [
     "alone",
     "call",
     "dispatch_key",
+    "empty_library",
     "find",
     "in_place_names",
     "is_composite",
@@ -94,6 +95,11 @@ def _names() -> dict[str, list[str]]:
     return names
 
 
+def empty_library() -> Any:
+    """Return what kernels are put into the dispatcher with, and taken out of it."""
+    return torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+
 @cache
 def find(name: str) -> Any:
     """Return the operator of a name such as "mm" or "softmax.int"."""
@@ -125,19 +131,20 @@ def is_composite(name: str) -> bool:
 def untraced(function: F) -> F:
     """Return a function of the dispatcher that the compiler never takes for a frame of the user's program."""
     frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP  # type: ignore[attr-defined]
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    skip = frames._FrameAction.SKIP
+    never = frames._FrameExecStrategy(skip, skip)
+    frames.set_code_exec_strategy(function.__code__, never)
     return function
 
 
 @cache
 def alone(name: str, device_type: str) -> Any:
-    """Return an operator that runs, with all that it calls, as if autocast were off; it takes the keys of the call."""
+    """Return an operator that runs, with all that it calls, as if autocast were off."""
     return with_autocast_off(call(name), device_type)
 
 
 def with_autocast_off(function: Callable[..., Any], device_type: str) -> Any:
-    """Return a function that runs as if autocast were off; it takes the keys of the call before its arguments."""
+    """Return a function that runs as if autocast were off; the keys of the call go before its arguments."""
     switch = torch.set_autocast_enabled
 
     @untraced
@@ -164,7 +171,9 @@ def overloads(name: str) -> tuple[str, ...]:
     if name in USER_NAMES:
         bases = [base for base in USER_NAMES[name].split() if base in known or base in USER_NAMES]
         return tuple(
-            dict.fromkeys(full for base in bases for full in (_eligible(base) if base in known else overloads(base)))
+            dict.fromkeys(
+                full for base in bases for full in (_eligible(base) if base in known else overloads(base))
+            )
         )
     base = name.partition(".")[0]
     eligible = [full for full in _eligible(base) if name in (base, full)] if base in known else []
@@ -186,8 +195,8 @@ def _is_eligible(schema: Any) -> bool:
 def _unknown(name: str) -> str:
     if name.partition(".")[0] in _names():
         return (
-            f"{name!r} never goes through autocast: it works in place, is told its dtype or takes no tensors. "
-            f"Write the name of an operator that returns a new tensor."
+            f"{name!r} never goes through autocast: it works in place, is told its dtype or takes no "
+            "tensors. Write the name of an operator that returns a new tensor."
         )
     everything = {*USER_NAMES, *(base for base in _names() if not base.endswith(("_", "_backward")))}
     near = difflib.get_close_matches(name, sorted(everything), n=NEAREST, cutoff=0.5)

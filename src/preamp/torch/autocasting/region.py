@@ -1,13 +1,13 @@
 """Where autocast is on: regions, entered and left in any order, in any number of threads.
 
-A region that edits nothing stands on the framework's own dispatcher and costs what the framework's region costs. This
-room decides what is restored when a region is left; which operators are cast, the framework does.
+A region that edits nothing stands on the framework's own dispatcher and costs what the framework's region
+costs. This room decides what is restored when a region is left; which operators are cast, the framework does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import (
@@ -29,19 +29,18 @@ from preamp.torch.autocasting.stepwise import wrap
 from preamp.torch.autocasting.thread import Frame, thread
 
 if TYPE_CHECKING:
-    from preamp.torch.autocasting.census import CastReport
+    from preamp.casts import CastReport
 
 __all__ = ["NOT_COMPILED", "autocast"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 NOT_COMPILED = (
-    "An autocast region with casting=, report= or emulate= cannot be compiled: compiled code would keep its edits outside "
-    "of the region too. Put @torch.compiler.disable on the function that enters it."
+    "An autocast region with casting=, report= or emulate= cannot be entered inside compiled code. "
+    "Put @torch.compiler.disable on the function that enters it."
 )
-CASTABLE = (torch.float16, torch.bfloat16)
 
 
-class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
+class autocast(torch.autocast):  # PyTorch's name
     """A region, or a decorated function, in which each operator runs in a precision of its own.
 
     A drop-in for `torch.autocast`: the same arguments, lists of operators, warnings and errors, compiled by
@@ -52,8 +51,8 @@ class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
     - `emulate=True` rehearses low precision in float32: listed operators round their inputs and results;
     - an instance can be entered twice, by a recursive function too, and regions can be left in any order, as
       coroutines do; a decorated generator or coroutine is in the region only while it runs;
-    - a weight that is written to inside the region is cast anew, regions of different precision do not share casts,
-      threads do not clear each other's, and layers that were replaced are not kept alive.
+    - a weight that is written to inside the region is cast anew, regions of different precision do not share
+      casts, threads do not clear each other's, and layers that were replaced are not kept alive.
 
     >>> import torch
     >>> from preamp import casting
@@ -64,7 +63,8 @@ class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
 
     Args:
         device_type: "cpu", "cuda", ...: whose tensors are cast.
-        dtype: the low precision; None takes the surrounding region's, else the default of the device type: bfloat16
+        dtype: the low precision; None takes the surrounding region's, else the default of the device type:
+        bfloat16
             on CPUs, float16 on CUDA. Emulation takes float8_e4m3fn and float8_e5m2 as well.
         enabled: False switches autocast off inside.
         cache_enabled: whether the cast of a weight is kept until the outermost region ends; None takes the
@@ -81,23 +81,16 @@ class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
     """
 
     def __new__(
-        cls,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-        *,
-        casting: Casting | None = None,
-        report: bool = False,
-        emulate: bool = False,
-    ) -> autocast:
+        cls, *args: Any, casting: Any = None, report: bool = False, emulate: bool = False, **kwargs: Any
+    ) -> Any:
         """Return a region: PyTorch's own while PyTorch traces, which knows how to compile it."""
-        if casting is not None or report or emulate:
-            from preamp.torch.autocasting.edited import EditedRegion
+        if cls is autocast:
+            if casting is not None or report or emulate:
+                from preamp.torch.autocasting.edited import EditedRegion
 
-            return object.__new__(EditedRegion)
-        if torch.compiler.is_compiling():
-            return torch.autocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[return-value]
+                return object.__new__(EditedRegion)
+            if torch.compiler.is_compiling():
+                return torch.autocast(*args, **kwargs)
         return object.__new__(cls)
 
     def __init__(
@@ -111,11 +104,11 @@ class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
         report: bool = False,
         emulate: bool = False,
     ) -> None:
-        if dtype is None and thread.rules and get_autocast_dtype(device_type) not in CASTABLE:
-            super().__init__(device_type, torch.float16, enabled, cache_enabled)
-            self.fast_dtype = get_autocast_dtype(device_type)  # float8, which the surrounding region emulates
-        else:
-            torch.autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+        if casting is not None or report or emulate:
+            raise UsageError(
+                f"{type(self).__name__} is a subclass of autocast, and cannot edit. Write autocast(...)."
+            )
+        torch.autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
 
     def __enter__(self) -> autocast:
         device = self.device
@@ -132,7 +125,7 @@ class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
         set_autocast_cache_enabled(cached)
         return self
 
-    def __exit__(self, *error: object) -> bool:
+    def __exit__(self, *error: object) -> Literal[False]:
         frames, device = thread.frames, self.device
         if frames and frames[-1].region is self:
             before = frames.pop()
@@ -154,13 +147,14 @@ class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
     def __call__(self, function: F) -> F:
         """Return a function that runs in the region.
 
-        Generators, coroutines and asynchronous generators are in it while they run, and outside while they wait.
+        Generators, coroutines and asynchronous generators are in it while they run, and outside while they
+        wait.
 
         Raises:
             TypeError: for what cannot be called.
         """
         if not callable(function):
-            raise TypeError("expected callable, got: {}".format(type(function)))
+            raise TypeError(f"expected callable, got: {type(function)}")
         return wrap(self, function)
 
     def report(self) -> CastReport:
@@ -172,7 +166,7 @@ class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
         raise UsageError("This region was made without a report. Write autocast(..., report=True).")
 
     def context_fn(self) -> tuple[Any, Any]:
-        """Return the contexts of a checkpointed function: nothing in forward, this region when it is recomputed.
+        """Return the contexts of a checkpointed function: none in forward, this region when it is recomputed.
 
         PyTorch's checkpoint restores a region by itself, except for what is edited:
         `checkpoint(function, x, use_reentrant=False, context_fn=region.context_fn)`.
@@ -185,7 +179,9 @@ class autocast(torch.autocast):  # noqa: N801  # PyTorch's name
         """Take out an entry that is not the innermost: those inside it will restore what it would have."""
         place = next((n for n in reversed(range(len(frames))) if frames[n].region is self), None)
         if place is None:
-            raise UsageError("This autocast region was not entered in this thread. Enter and leave it in one thread.")
+            raise UsageError(
+                "This autocast region was not entered in this thread. Enter and leave it in one thread."
+            )
         frame = frames.pop(place)
         inner = frames[place:]
         same_device = next((other for other in inner if other.region.device == self.device), None)

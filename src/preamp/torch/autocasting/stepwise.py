@@ -95,6 +95,6 @@ class _Steps:
                     self.inner.close()
                 raise
             except BaseException as error:
-                step, value = self.inner.throw, error  # type: ignore[assignment]
+                step, value = self.inner.throw, error
 
     __await__ = __iter__

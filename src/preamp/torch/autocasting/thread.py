@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     import torch
 
+    from preamp.torch.autocasting.edited import Edits
     from preamp.torch.autocasting.region import autocast
 
 __all__ = ["Frame", "Run", "Thread", "thread"]
 
-# What an operator does, called as the dispatcher calls it: with the set of dispatch keys, then its own arguments.
+# What an operator does, called as the dispatcher calls it: with the set of dispatch keys, then its own
+# arguments.
 Run: TypeAlias = Callable[..., Any]
 
 
@@ -29,13 +31,17 @@ class Frame:
         dtype: the low precision of the device type.
         cache: whether casts of weights were kept.
         rules: what edited operators did; None for a region that leaves them as they are.
+        edits: what is edited inside.
+        names: the operators that have kernels for it.
     """
 
-    __slots__ = ("cache", "dtype", "enabled", "region", "rules")
+    __slots__ = ("cache", "dtype", "edits", "enabled", "names", "region", "rules")
 
     def __init__(self, region: autocast, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
         self.region, self.enabled, self.dtype, self.cache = region, enabled, dtype, cache
         self.rules: dict[str, Run] | None = None
+        self.edits: Edits | None = None
+        self.names: frozenset[str] = frozenset()
 
 
 class Thread(threading.local):

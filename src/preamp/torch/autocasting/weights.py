@@ -1,14 +1,15 @@
 """When the framework's cache of cast weights may be used, and when it must be emptied.
 
-The framework keeps the low-precision copy of a float32 leaf until the thread's outermost region ends. The copies of
-all threads lie in one map that knows only the weight: not its version, not the precision, not whose it is. So
+The framework keeps the low-precision copy of a float32 leaf until the thread's outermost region ends. The
+copies of all threads lie in one map that knows only the weight: not its version, not the precision, not whose
+it is. So
 
 - one thread at a time has the cache; others cast anew;
 - a region of another precision starts and ends with an empty cache;
 - what is written in place to a float32 leaf empties it, which also lets go of layers that new ones replaced.
 
-Writes are seen by kernels that stand before the in-place operators, at the dispatch key that is on only inside
-regions. They are put there by the first region that uses the cache, and stay.
+Writes are seen by kernels that stand before the in-place operators, at the dispatch key that is on only
+inside regions. They are put there by the first region that uses the cache, and stay.
 """
 
 from __future__ import annotations
@@ -27,15 +28,48 @@ __all__ = ["claim", "release", "watch_writes"]
 
 # In-place operators that nobody changes a weight with: they would pay for nothing.
 UNWATCHED = frozenset(
-    """
-    relu_ relu6_ leaky_relu_ rrelu_ rrelu_with_noise_ elu_ celu_ selu_ gelu_ silu_ mish_ hardtanh_ hardsigmoid_
-    hardswish_ sigmoid_ tanh_ threshold_ dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ detach_
-    requires_grad_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ eq_ ne_ lt_ le_ gt_ ge_
-    """.split()
+    [
+        "relu_",
+        "relu6_",
+        "leaky_relu_",
+        "rrelu_",
+        "rrelu_with_noise_",
+        "elu_",
+        "celu_",
+        "selu_",
+        "gelu_",
+        "silu_",
+        "mish_",
+        "hardtanh_",
+        "hardsigmoid_",
+        "hardswish_",
+        "sigmoid_",
+        "tanh_",
+        "threshold_",
+        "dropout_",
+        "alpha_dropout_",
+        "feature_dropout_",
+        "feature_alpha_dropout_",
+        "detach_",
+        "requires_grad_",
+        "squeeze_",
+        "unsqueeze_",
+        "t_",
+        "transpose_",
+        "swapaxes_",
+        "swapdims_",
+        "as_strided_",
+        "eq_",
+        "ne_",
+        "lt_",
+        "le_",
+        "gt_",
+        "ge_",
+    ]
 )
 
 _cache = threading.Lock()
-_watching: dict[str, torch.library.Library] = {}
+_watching: dict[str, Any] = {}
 _installing = threading.Lock()
 
 
@@ -60,7 +94,7 @@ def watch_writes(device_type: str) -> None:
     with _installing:
         if device_type in _watching:
             return
-        library = torch.library.Library("aten", "IMPL")
+        library = operators.empty_library()
         key = operators.dispatch_key(device_type)
         for name in operators.in_place_names():
             if name.partition(".")[0] not in UNWATCHED:

@@ -1,0 +1,153 @@
+"""What autocast did, as rows and sentences: which operator ran in which precision, where, and what was cast.
+
+This room holds counts and words them. It refuses to know how they were counted.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["CastReport", "CastRow", "size", "work"]
+
+WIDTH = 80
+NARROWEST = 12
+SHOWN = 20  # rows in a terminal
+SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+SHORT |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+PREFIXES = ("", "K", "M", "G", "T", "P")
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """The calls of one operator from one module with one set of precisions.
+
+    Attributes:
+        operator: the framework's name.
+        module: the path of the module that called it, from the outermost one; "-" outside of modules.
+        rule: what the table says of it; "unlisted" when it is not in the table.
+        calls: how many.
+        inputs: the floating-point dtypes it was given, such as "float32, bfloat16".
+        runs: the dtype of its result.
+        bytes_cast: the size of what was cast for it, before the cast.
+        bytes_moved: the size of its inputs and results, as it ran.
+        flops: floating-point operations of its products; 0 where they are not known.
+        overflows: how many of its results were not finite though its inputs were.
+    """
+
+    operator: str
+    module: str
+    rule: str
+    calls: int
+    inputs: str
+    runs: str
+    bytes_cast: int
+    bytes_moved: int
+    flops: int
+    overflows: int
+
+    def cells(self) -> dict[str, str]:
+        """Return the row as text, heading to cell."""
+        return {
+            "operator": self.operator,
+            "module": self.module,
+            "rule": self.rule,
+            "calls": f"{self.calls:,}",
+            "dtypes": _short(self.runs if self.inputs == self.runs else f"{self.inputs} → {self.runs}"),
+            "cast": size(self.bytes_cast) if self.bytes_cast else "-",
+        }
+
+
+@dataclass(frozen=True)
+class CastReport:
+    """What was cast in a region.
+
+    Attributes:
+        rows: costliest first.
+        warnings: sentences on what wastes time or loses numbers.
+    """
+
+    rows: Sequence[CastRow]
+    warnings: Sequence[str]
+
+    @property
+    def bytes_cast(self) -> int:
+        """The size of all that was cast, before the cast."""
+        return sum(row.bytes_cast for row in self.rows)
+
+    @property
+    def calls(self) -> int:
+        """The number of operators that ran."""
+        return sum(row.calls for row in self.rows)
+
+    def summary(self) -> str:
+        """Return how much ran in which precision, in a sentence."""
+        by_dtype: dict[str, int] = {}
+        for row in self.rows:
+            by_dtype[row.runs] = by_dtype.get(row.runs, 0) + row.calls
+        parts = [
+            f"{calls:,} in {dtype}" for dtype, calls in sorted(by_dtype.items(), key=lambda item: -item[1])
+        ]
+        return f"{self.calls:,} operators ran: {', '.join(parts)}. {size(self.bytes_cast)} were cast."
+
+    def table(self) -> list[dict[str, str]]:
+        """Return the rows as text, heading to cell."""
+        return [row.cells() for row in self.rows]
+
+    def __str__(self) -> str:
+        """Return the costliest rows, at most 80 columns wide, and the warnings."""
+        if not self.rows:
+            return "No operator ran."
+        table = [row.cells() for row in self.rows[:SHOWN]]
+        headings = [name for name in table[0] if name != "rule"]
+        widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in headings}
+        gaps = 2 * (len(headings) - 1)
+        for name in ("module", "operator"):  # what is cut, first one first
+            widths[name] = max(NARROWEST, widths[name] - max(0, sum(widths.values()) + gaps - WIDTH))
+        lines = [dict(zip(headings, headings, strict=True)), *table]
+        text = [
+            "  ".join(_cell(row[name], name, widths[name]) for name in headings).rstrip() for row in lines
+        ]
+        more = len(self.rows) - len(table)
+        rest = [f"... and {more} more rows in report().rows"] if more else []
+        paragraphs = [textwrap.fill(each, WIDTH) for each in (self.summary(), *self.warnings)]
+        return "\n".join([*text, *rest, "", *paragraphs])
+
+
+def size(count: int) -> str:
+    """Return a number of bytes as a person reads it.
+
+    >>> size(512), size(1536), size(3 * 2**20)
+    ('512 B', '1.5 KiB', '3.0 MiB')
+    """
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {UNITS[unit]}" if unit else f"{count} B"
+
+
+def work(flops: int) -> str:
+    """Return a number of floating-point operations as a person reads it.
+
+    >>> work(2_000_000), work(500)
+    ('2.0 MFLOP', '500 FLOP')
+    """
+    value, prefix = float(flops), 0
+    while value >= 1000 and prefix < len(PREFIXES) - 1:
+        value, prefix = value / 1000, prefix + 1
+    return f"{value:.1f} {PREFIXES[prefix]}FLOP" if prefix else f"{flops} FLOP"
+
+
+def _short(dtypes: str) -> str:
+    """Return names of dtypes as engineers write them in a hurry."""
+    return " ".join(
+        SHORT.get(word.rstrip(","), word.rstrip(",")) + word[len(word.rstrip(",")) :]
+        for word in dtypes.split()
+    )
+
+
+def _cell(text: str, name: str, width: int) -> str:
+    text = text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+    return text.rjust(width) if name in ("calls", "cast") else text.ljust(width)

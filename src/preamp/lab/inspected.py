@@ -1,0 +1,95 @@
+"""A user's function, found by its name and run under autocast with a report."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from preamp.casts import CastReport
+from preamp.errors import MissingExtra, PreampError
+
+__all__ = ["find_function", "inspect_function"]
+
+
+def inspect_function(target: str, device: str, dtype: str | None, *, emulate: bool) -> CastReport:
+    """Run a function in an autocast region and return what was cast.
+
+    Args:
+        target: "MODULE:FUNCTION", called without arguments; the module is a name or the path of a file.
+        device: the device type.
+        dtype: the name of the low precision, None for the device's default.
+        emulate: whether to round instead of casting.
+
+    Raises:
+        PreampError: for a target that is not there.
+        MissingExtra: without PyTorch.
+    """
+    try:
+        import torch
+
+        from preamp.torch import autocast
+    except ImportError as error:
+        raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
+    function = find_function(target)
+    with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
+        function()
+    return region.report()
+
+
+def find_function(target: str) -> Callable[[], Any]:
+    """Return what "MODULE:FUNCTION" names; modules of the working directory are found too.
+
+    Raises:
+        PreampError: when it is not there, or cannot be called.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise PreampError(
+            f"{target!r} does not name a function. Write MODULE:FUNCTION, such as train.py:step."
+        )
+    module = _load(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise PreampError(
+            f"{place} has no function {name!r}. Write one of those that it has: {_functions(module)}."
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _load(place: str) -> Any:
+    sys.path.insert(0, "")
+    if not place.endswith(".py"):
+        if _is_missing(place):
+            raise PreampError(
+                f"There is no module {place!r}. Write its name, or the path of its file: {place}.py"
+            )
+        return importlib.import_module(place)
+    path = Path(place)
+    if not path.is_file():
+        raise PreampError(
+            f"There is no file {place}. Write the path of a Python file, or the name of a module."
+        )
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise PreampError(f"{place} cannot be imported. Write the path of a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:
+        return True
+
+
+def _functions(module: Any) -> str:
+    own = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    return ", ".join(own) or "none"
