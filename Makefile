@@ -33,6 +33,7 @@ pytest: .venv/test.stamp
 bench: .venv/train.stamp
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/torch_scaler.py
+	$(BIN)/python benchmarks/torch_autocast.py
 
 format: .venv/test.stamp
 	$(BIN)/ruff check --fix .

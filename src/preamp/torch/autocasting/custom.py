@@ -101,9 +101,7 @@ def _edited_region(device_type: str) -> autocast | None:
     """Return the region whose edits are in force, if any."""
     if not thread.rules:
         return None
-    edited = (
-        f.region for f in reversed(thread.frames) if f.rules is not None and f.region.device == device_type
-    )
+    edited = (f.region for f in reversed(thread.frames) if f.change and f.region.device == device_type)
     return next(edited, None)
 
 

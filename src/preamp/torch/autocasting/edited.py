@@ -21,7 +21,7 @@ from preamp.errors import CastingError, UsageError
 from preamp.torch.autocasting import installed, kernels, operators
 from preamp.torch.autocasting.region import NOT_COMPILED, autocast
 from preamp.torch.autocasting.stepwise import is_stepwise
-from preamp.torch.autocasting.thread import Run, thread
+from preamp.torch.autocasting.thread import Change, Run, thread
 
 if TYPE_CHECKING:
     from preamp.casts import CastReport
@@ -92,9 +92,9 @@ class EditedRegion(autocast, _UnmanagedAutocast):
             installed.hold(self.device, names)
             weakref.finalize(self, installed.let_go, self.device, names)
         super().__enter__()
-        frame = thread.frames[-1]
-        frame.rules, frame.edits, frame.names = thread.rules, edits, names
-        others = {key: run for key, run in frame.rules.items() if not key.startswith(self.device + " ")}
+        before = thread.rules
+        thread.frames[-1].change = Change(before, edits, names)
+        others = {key: run for key, run in before.items() if not key.startswith(self.device + " ")}
         thread.rules = {**others, **rules}
         if self._census:
             thread.rules = self._census.watched(thread.rules, edits)
@@ -105,10 +105,11 @@ class EditedRegion(autocast, _UnmanagedAutocast):
     def __exit__(self, *error: Any) -> Literal[False]:
         if self._census:
             self._census.__exit__(*error)
-        names = next((frame.names for frame in reversed(thread.frames) if frame.region is self), frozenset())
+        frame = next((frame for frame in reversed(thread.frames) if frame.region is self), None)
         super().__exit__(*error)
         _compiled_code_runs()
-        installed.let_go(self.device, names)
+        if frame and frame.change:
+            installed.let_go(self.device, frame.change.names)
         return False
 
     def __call__(self, function: F) -> F:
@@ -158,8 +159,8 @@ def _check(casting: Any, dtype: torch.dtype | None, emulate: bool) -> None:
 
 
 def _edits_in_force(device_type: str) -> Edits:
-    edited = (f.edits for f in reversed(thread.frames) if f.edits and f.region.device == device_type)
-    return next(edited, None) or Edits()
+    frames = (frame for frame in reversed(thread.frames) if frame.region.device == device_type)
+    return next((frame.change.edits for frame in frames if frame.change), Edits())
 
 
 @cache

@@ -24,9 +24,9 @@ from torch import (
 
 from preamp.casting import Casting
 from preamp.errors import UsageError
-from preamp.torch.autocasting import weights
 from preamp.torch.autocasting.stepwise import wrap
 from preamp.torch.autocasting.thread import Frame, thread
+from preamp.torch.autocasting.weights import claim, release
 
 if TYPE_CHECKING:
     from preamp.casts import CastReport
@@ -81,7 +81,15 @@ class autocast(torch.autocast):  # PyTorch's name
     """
 
     def __new__(
-        cls, *args: Any, casting: Any = None, report: bool = False, emulate: bool = False, **kwargs: Any
+        cls,
+        device_type: Any = None,
+        dtype: Any = None,
+        enabled: Any = True,
+        cache_enabled: Any = None,
+        *,
+        casting: Any = None,
+        report: Any = False,
+        emulate: Any = False,
     ) -> Any:
         """Return a region: PyTorch's own while PyTorch traces, which knows how to compile it."""
         if cls is autocast:
@@ -90,7 +98,7 @@ class autocast(torch.autocast):  # PyTorch's name
 
                 return object.__new__(EditedRegion)
             if torch.compiler.is_compiling():
-                return torch.autocast(*args, **kwargs)
+                return torch.autocast(device_type, dtype, enabled, cache_enabled)
         return object.__new__(cls)
 
     def __init__(
@@ -115,7 +123,7 @@ class autocast(torch.autocast):  # PyTorch's name
         before = Frame(
             self, is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
         )
-        cached = self._cache_enabled and weights.claim(device)
+        cached = self._cache_enabled and claim(device)
         if cached and before.dtype is not self.fast_dtype:
             clear_autocast_cache()
         thread.frames.append(before)
@@ -132,14 +140,14 @@ class autocast(torch.autocast):  # PyTorch's name
             set_autocast_enabled(device, before.enabled)
             set_autocast_dtype(device, before.dtype)
             set_autocast_cache_enabled(before.cache)
-            if before.rules is not None:
-                thread.rules = before.rules
+            if before.change is not None:
+                thread.rules = before.change.before
         else:
             before = self._leave_early(frames)
         autocast_decrement_nesting()
         if thread.owns_cache:
             if not frames:
-                weights.release()
+                release()
             elif before.dtype is not self.fast_dtype or not self._enabled:
                 clear_autocast_cache()
         return False
@@ -191,10 +199,10 @@ class autocast(torch.autocast):  # PyTorch's name
             set_autocast_enabled(self.device, frame.enabled)
             set_autocast_dtype(self.device, frame.dtype)
         inner[0].cache = frame.cache
-        if frame.rules is not None:
-            edited = next((other for other in inner if other.rules is not None), None)
-            if edited:
-                edited.rules = frame.rules
+        if frame.change is not None:
+            edited = next((other for other in inner if other.change is not None), None)
+            if edited and edited.change:
+                edited.change = edited.change._replace(before=frame.change.before)
             else:
-                thread.rules = frame.rules
+                thread.rules = frame.change.before
         return frame

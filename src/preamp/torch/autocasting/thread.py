@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -15,11 +15,25 @@ if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
     from preamp.torch.autocasting.region import autocast
 
-__all__ = ["Frame", "Run", "Thread", "thread"]
+__all__ = ["Change", "Frame", "Run", "Thread", "thread"]
 
 # What an operator does, called as the dispatcher calls it: with the set of dispatch keys, then its own
 # arguments.
 Run: TypeAlias = Callable[..., Any]
+
+
+class Change(NamedTuple):
+    """What an entry into an edited region did.
+
+    Attributes:
+        before: what edited operators did outside of it.
+        edits: what is edited inside.
+        names: the operators that have kernels for it.
+    """
+
+    before: dict[str, Run]
+    edits: Edits
+    names: frozenset[str]
 
 
 class Frame:
@@ -30,18 +44,14 @@ class Frame:
         enabled: whether autocast was on for the region's device type.
         dtype: the low precision of the device type.
         cache: whether casts of weights were kept.
-        rules: what edited operators did; None for a region that leaves them as they are.
-        edits: what is edited inside.
-        names: the operators that have kernels for it.
+        change: what an edited region changes besides.
     """
 
-    __slots__ = ("cache", "dtype", "edits", "enabled", "names", "region", "rules")
+    __slots__ = ("cache", "change", "dtype", "enabled", "region")
 
     def __init__(self, region: autocast, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
         self.region, self.enabled, self.dtype, self.cache = region, enabled, dtype, cache
-        self.rules: dict[str, Run] | None = None
-        self.edits: Edits | None = None
-        self.names: frozenset[str] = frozenset()
+        self.change: Change | None = None
 
 
 class Thread(threading.local):
