@@ -125,7 +125,7 @@ def print_entering(rounds: int) -> None:
 
 
 def print_edits(rounds: int) -> None:
-    """Compare edited operators with what PyTorch's region does with them, and with casts by hand outside of it."""
+    """Compare edited operators with what PyTorch's region does with them, and with casts by hand."""
     x, low = {n: torch.randn(n, n) for n in (8, 256)}, {n: torch.randn(n, n).to(LOW) for n in (8, 256)}
     edits: tuple[tuple[str, casting.Casting, Callable[[int], object], Callable[[int], object]], ...] = (
         (
@@ -225,9 +225,8 @@ def steps(make: Callable[[], torch.nn.Module], region: AbstractContextManager[An
 
 
 def print_emulation(rounds: int) -> None:
-    print(
-        f"\n{'training step, emulated':<26}{'float32 ms':>12}{'float16':>10}{'bfloat16':>10}{'e4m3':>8}{'e5m2':>8}"
-    )
+    headings = f"{'float32 ms':>12}{'float16':>10}{'bfloat16':>10}{'e4m3':>8}{'e5m2':>8}"
+    print(f"\n{'training step, emulated':<26}{headings}")
     dtypes = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
     for name, make, count in (("digits autoencoder", Chain, 200), ("transformer", Transformer, 12)):
         plain: list[float] = []

@@ -54,14 +54,16 @@ def test_the_classifier_fails_the_same_way():
     assert run(problem, "float16", Dynamic(growth_interval=100)).test_accuracy > 0.4
 
 
-def test_emulated_storage_rounds_values_and_gradients_as_float16_does():
+def test_low_precision_is_rehearsed_unless_asked_for():
+    """Rehearsed, products are float32 numbers that float16 can hold; else they are float16."""
     problem = autoencoder(digits(), epochs=1)
-    loop = TorchLoop(problem, "float16", None, seed=0)
-    values = torch.tensor([1e-8, 1.0 + 1e-4, 70000.0], requires_grad=True)
-    stored = loop._store(values)
-    assert stored.tolist() == values.detach().half().float().tolist()
-    (stored * torch.tensor([1.0, 1e-8, 70000.0])).sum().backward()
-    assert values.grad.tolist() == [1.0, 0.0, float("inf")]
+    rows = torch.from_numpy(problem.table.train[:4])
+    for emulate, dtype in ((True, torch.float32), (False, torch.float16)):
+        loop = TorchLoop(problem, "float16", None, seed=0, emulate=emulate)
+        with loop.region:
+            product = torch.nn.functional.linear(rows, loop.weights[0], loop.biases[0])
+        assert product.dtype is dtype
+        assert torch.equal(product, product.half().to(dtype))
 
 
 def test_a_policy_that_gives_up_leaves_its_last_step_in_the_trace():

@@ -105,7 +105,8 @@ class CastReport:
         widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in headings}
         gaps = 2 * (len(headings) - 1)
         for name in ("module", "operator"):  # what is cut, first one first
-            widths[name] = max(NARROWEST, widths[name] - max(0, sum(widths.values()) + gaps - WIDTH))
+            excess = max(0, sum(widths.values()) + gaps - WIDTH)
+            widths[name] -= min(excess, max(0, widths[name] - NARROWEST))
         lines = [dict(zip(headings, headings, strict=True)), *table]
         text = [
             "  ".join(_cell(row[name], name, widths[name]) for name in headings).rstrip() for row in lines

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -91,5 +92,5 @@ def _is_missing(name: str) -> bool:
 
 
 def _functions(module: Any) -> str:
-    own = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    own = [name for name, value in vars(module).items() if isfunction(value) and name[0] != "_"]
     return ", ".join(own) or "none"

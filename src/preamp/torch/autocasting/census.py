@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Census"]
 
 CASTS = (torch.ops.aten._to_copy.default,)
-UNCOUNTED = frozenset(
-    ["empty_like", "new_empty", "new_empty_strided", "new_zeros", "_unsafe_view", "zeros_like"]
-)
+UNCOUNTED = frozenset(["new_empty", "new_empty_strided", "new_zeros", "_unsafe_view"])
 COSTLIEST = 3
 REPEATED = 2
 STAYED = {
@@ -142,7 +140,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see_cast(args[0], result.dtype)
             return
         name = func._schema.name.partition("::")[2]
-        if func.is_view or name in UNCOUNTED or not _floats([args, kwargs]):
+        if func.is_view or name in UNCOUNTED or name.endswith("_like") or not _floats([args, kwargs]):
             return
         call = self._current or self._call(name, (args, kwargs), rule="unlisted")
         call.bytes_moved += sum(map(_bytes, _floats([args, kwargs, result])))

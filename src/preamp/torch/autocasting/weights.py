@@ -86,7 +86,7 @@ def _watched(write: Callable[..., Any]) -> Run:
 
 
 def _may_be_a_weight(target: Any) -> bool:
-    """Return whether a write may change a float32 leaf: to one, a view, another tensor on its memory, a list."""
+    """Return whether a write may change a float32 leaf, itself or through another tensor on its memory."""
     if not isinstance(target, Tensor):
         return True
     if target.dtype is not torch.float32:

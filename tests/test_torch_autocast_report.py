@@ -1,0 +1,268 @@
+"""What a region counts, and how it is shown: by `report()`, by `preamp inspect`, in the HTML file."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional
+
+from preamp import UsageError, casting
+from preamp.casts import CastReport, CastRow, size, work
+from preamp.torch import autocast
+
+LOWS = [torch.float16, torch.bfloat16]
+
+
+class Net(torch.nn.Module):
+    """One of each: a weight used twice, a frozen one, a normalisation, a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        self.frozen = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.frozen(self.inner(x))
+        return functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.long))
+
+
+def counted(work, dtype=torch.bfloat16, **arguments) -> CastReport:
+    with autocast("cpu", dtype, report=True, **arguments) as region:
+        work()
+    return region.report()
+
+
+def rows_of(report: CastReport, operator: str) -> list[CastRow]:
+    return [row for row in report.rows if row.operator == operator]
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+def test_rows_tell_operator_module_count_dtypes_and_bytes(dtype):
+    low = str(dtype).removeprefix("torch.")
+    net, x = Net(), torch.randn(4, 8)
+    report = counted(lambda: net(x), dtype)
+    first, second = rows_of(report, "linear")[:2], rows_of(report, "linear")[2:]
+    by_module = {(row.module, row.inputs): row for row in [*first, *second]}
+    weight, bias, activation = 8 * 8 * 4, 8 * 4, 4 * 8
+    # the first call casts activation, weight and bias; the weight's cast is kept for the second
+    inner = [row for (module, _), row in by_module.items() if module == "Net.inner.0"]
+    assert sum(row.calls for row in inner) == 2
+    assert sum(row.bytes_cast for row in inner) == activation * 4 + weight + bias
+    frozen = [row for (module, _), row in by_module.items() if module == "Net.frozen"]
+    assert sum(row.bytes_cast for row in frozen) == 2 * weight  # normalisation keeps bfloat16 on a CPU
+    assert {row.runs for row in [*inner, *frozen]} == {low}
+    assert {row.rule for row in [*inner, *frozen]} == {"lower"}
+    assert sum(row.flops for row in inner) == 2 * (2 * 4 * 8 * 8)
+    (loss,) = rows_of(report, "cross_entropy_loss")
+    assert (loss.module, loss.inputs, loss.runs, loss.rule) == ("Net", low, "float32", "float32")
+    assert report.bytes_cast == sum(row.bytes_cast for row in report.rows)
+
+
+def test_what_runs_is_what_runs_without_a_report():
+    net, x = Net(), torch.randn(4, 8)
+    with autocast("cpu"):
+        expected = net(x)
+    with autocast("cpu", report=True):
+        seen = net(x)
+    assert torch.equal(expected, seen)
+    expected.backward()
+    gradients = [p.grad.clone() for p in net.parameters() if p.requires_grad]
+    net.zero_grad()
+    seen.backward()
+    assert all(map(torch.equal, gradients, [p.grad for p in net.parameters() if p.requires_grad]))
+
+
+def test_nothing_is_left_behind_and_nothing_is_counted_afterwards():
+    def registered():
+        return set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"))
+
+    with autocast("cpu"):  # puts the kernels that guard the weight cache in place
+        pass
+    before, net, x = registered(), Net(), torch.randn(4, 8)
+    with autocast("cpu", report=True) as region:
+        net(x)
+    calls = region.report().calls
+    net(x)
+    with autocast("cpu"):
+        net(x)
+    assert region.report().calls == calls
+    assert registered() == before
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_a_region_that_is_entered_again_adds_up_and_backward_is_not_counted():
+    net, x = Net(), torch.randn(4, 8)
+    region = autocast("cpu", report=True)
+    with region:
+        net(x)
+    once = region.report().calls
+    with region:
+        net(x).backward()
+    assert region.report().calls == 2 * once
+
+
+def test_a_region_without_a_report_says_how_to_get_one():
+    for region in (autocast("cpu"), autocast("cpu", emulate=True)):
+        with pytest.raises(UsageError, match="report=True"):
+            region.report()
+
+
+WEIGHT = torch.nn.Parameter(torch.randn(8, 8))
+REASONS = {
+    "the cache is off": (WEIGHT, {"cache_enabled": False}),
+    "it does not require gradients": (torch.nn.Parameter(torch.randn(8, 8), requires_grad=False), {}),
+    "it is not a leaf": (WEIGHT * 2, {}),
+    "it is no weight": (torch.randn(8, 8), {}),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_cast_that_is_repeated_is_reported_with_its_reason(reason):
+    tensor, arguments = REASONS[reason]
+    x = torch.randn(8, 8).bfloat16()
+    report = counted(lambda: [x @ tensor for _ in range(3)], **arguments)
+    (warning,) = [text for text in report.warnings if "cast 3 times" in text]
+    assert reason in warning
+    assert "256 B each" in warning
+    assert not [text for text in counted(lambda: x @ tensor, **arguments).warnings if "times" in text]
+
+
+def test_a_weight_written_to_in_between_is_reported():
+    weight, x = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8).bfloat16()
+
+    def use():
+        for _ in range(2):
+            x @ weight
+            with torch.no_grad():
+                weight.add_(1.0)
+
+    assert any("written to" in text for text in counted(use).warnings)
+
+
+def test_a_kept_cast_is_no_warning():
+    x = torch.randn(8, 8).bfloat16()
+    assert not [text for text in counted(lambda: [x @ WEIGHT for _ in range(3)]).warnings if "times" in text]
+
+
+def test_what_stayed_in_float32_is_reported_costliest_first():
+    images, kernel = torch.randn(1, 4, 8, 8), torch.randn(4, 4, 3, 3)
+
+    def use():
+        functional.conv2d(images, kernel)
+        torch.softmax(images, -1)
+
+    table = casting.DEFAULT.float32("conv2d")
+    stayed = [text for text in counted(use, casting=table).warnings if "stayed in float32" in text]
+    assert stayed[0].startswith("conv2d in - stayed in float32 (10.4 KFLOP")
+    assert "the table says so" in stayed[0]
+    assert "softmax" in stayed[1]
+    assert "does not name it" in stayed[1]
+    assert not any("conv2d" in text for text in counted(use).warnings)
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+def test_low_precision_that_overflowed_is_reported(dtype):
+    large = torch.full((4, 4), float(torch.finfo(dtype).max) ** 0.75)
+    for emulate in (False, True):
+        report = counted(lambda: large @ large, dtype, emulate=emulate)
+        assert any("overflowed" in text and "matmul" in text for text in report.warnings)
+    infinite = torch.full((4, 4), float("inf"))
+    assert not any("overflowed" in text for text in counted(lambda: infinite @ infinite, dtype).warnings)
+
+
+def test_emulation_names_the_precision_it_rehearses():
+    x = torch.randn(4, 4)
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        (row,) = rows_of(counted(lambda: x @ x, dtype, emulate=True), "matmul")
+        assert row.runs == f"{str(dtype).removeprefix('torch.')} emulated"
+        assert row.bytes_cast == 0
+
+
+def test_the_text_fits_80_columns_whatever_the_names():
+    rows = [
+        CastRow(
+            "scaled_dot_product_attention",
+            f"Model.{'block.' * n}attention",
+            "lower",
+            calls=10**n,
+            inputs="float32",
+            runs="float16",
+            bytes_cast=2**n,
+            bytes_moved=0,
+            flops=0,
+            overflows=0,
+        )
+        for n in range(1, 9)
+    ]
+    report = CastReport(
+        rows * 4, ["A warning that is a good deal longer than the eighty columns of a terminal. " * 2]
+    )
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("12 more rows" in line for line in lines)
+    assert str(CastReport([], [])) == "No operator ran."
+
+
+def test_sizes_and_work_are_rounded_to_units():
+    assert [size(n) for n in (0, 1023, 1024, 2**20, 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.0 MiB",
+        "1.0 TiB",
+    ]
+    assert [work(n) for n in (0, 999, 1000, 10**12)] == ["0 FLOP", "999 FLOP", "1.0 KFLOP", "1.0 TFLOP"]
+
+
+SCRIPT = """
+import torch
+
+model = torch.nn.Linear(4, 4)
+
+def step():
+    model(torch.ones(2, 4)).sum().backward()
+
+limit = 3
+"""
+
+
+def inspect(*arguments, cwd):
+    command = [sys.executable, "-m", "preamp", "inspect", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_inspect_shows_what_a_function_cast_and_writes_a_page(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for target in ("train.py:step", "train:step"):
+        done = inspect(target, "--dtype", "float16", "--out", "o/inspect.html", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert re.search("linear +Linear +1 +f32 → f16", done.stdout)
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        page = (tmp_path / "o/inspect.html").read_text()
+        assert '<td data-label="operator">linear</td>' in page
+        assert "f32 → f16" in page
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("train.py", "does not name a function"),
+        ("other.py:step", "no file other.py"),
+        ("other:step", "no module 'other'"),
+        ("train.py:stop", "Write one of those that it has: step"),
+        ("train.py:limit", "has no function 'limit'"),
+    ],
+)
+def test_inspect_says_what_is_wrong_with_a_target(target, problem, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = inspect(target, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert problem in done.stderr
+    assert done.stderr.startswith("preamp: ")
+    assert done.stderr.count("\n") == 1
