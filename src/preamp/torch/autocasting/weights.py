@@ -38,7 +38,7 @@ UNWATCHED = frozenset(
     """.split()  # noqa: SIM905  # a list of strings would be forty lines
 )
 
-# The dispatch key that counts writes. Operators that write to what they just made have it off.
+# The dispatch key that counts writes to a tensor. Operators that write to what they just made have it off.
 BY_A_USER = torch._C.DispatchKey.ADInplaceOrView
 
 _cache = threading.Lock()
@@ -78,22 +78,20 @@ def watch_writes(device_type: str) -> None:
 def _watched(write: Callable[..., Any]) -> Run:
     @operators.untraced
     def kernel(keyset: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if keyset.has(BY_A_USER) and _may_be_a_weight(target):
+        if not isinstance(target, Tensor) or (keyset.has(BY_A_USER) and _may_be_a_weight(target)):
             torch.clear_autocast_cache()
         return write(keyset, target, *args, **kwargs)
 
     return kernel
 
 
-def _may_be_a_weight(target: Any) -> bool:
+def _may_be_a_weight(target: Tensor) -> bool:
     """Return whether a write may change a float32 leaf, itself or through another tensor on its memory."""
-    if not isinstance(target, Tensor):
-        return True
     if target.dtype is not torch.float32:
         return False
     if target.requires_grad:
         return target.is_leaf or (target._base is not None and target._base.is_leaf)
-    return _owners_of_memory(target) > 1
+    return isinstance(target, torch.nn.Parameter) or _owners_of_memory(target) > 1
 
 
 def _owners_of_memory(tensor: Tensor) -> int:
