@@ -158,7 +158,7 @@ def test_what_stayed_in_float32_is_reported_costliest_first():
 
     table = casting.DEFAULT.float32("conv2d")
     stayed = [text for text in counted(use, casting=table).warnings if "stayed in float32" in text]
-    assert stayed[0].startswith("conv2d in - stayed in float32 (10.4 KFLOP")
+    assert stayed[0].startswith("conv2d outside of modules stayed in float32 (10.4 KFLOP")
     assert "the table says so" in stayed[0]
     assert "softmax" in stayed[1]
     assert "does not name it" in stayed[1]

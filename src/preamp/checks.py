@@ -23,6 +23,7 @@ __all__ = [
     "assign",
     "between",
     "is_number",
+    "level_of_caller",
     "one_of",
     "positive",
     "to_float32",
@@ -90,13 +91,18 @@ def warn_if_inexact(name: str, value: float | None) -> None:
             f"{name}={value:g} is not a power of two: scaling and unscaling then round every gradient. "
             f"Write {name}={2.0**nearest!r} unless you reproduce another system.",
             InexactScale,
-            stacklevel=_level_of_caller(),
+            stacklevel=level_of_caller(),
         )
 
 
-def _level_of_caller() -> int:
-    """Return the `stacklevel` of the line outside this library that chose the factor."""
+def level_of_caller(*through: str) -> int:
+    """Return the `stacklevel` of the line outside this library that a warning is about.
+
+    Args:
+        through: packages whose lines it is not, besides this one.
+    """
     frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("preamp", "dataclasses"):
+    inside = ("preamp", "dataclasses", *through)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in inside:
         frame, level = frame.f_back, level + 1
     return level

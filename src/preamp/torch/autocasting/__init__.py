@@ -11,4 +11,5 @@
 | `stepwise.py` | generators and coroutines that are in a region only while they run |
 | `custom.py` | custom autograd functions |
 | `census.py` | what was cast, where, and what it cost |
+| `thread.py` | nothing: it remembers the regions that are open in a thread |
 """

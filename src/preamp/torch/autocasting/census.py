@@ -31,6 +31,7 @@ __all__ = ["Census"]
 
 CASTS = (torch.ops.aten._to_copy.default,)
 UNCOUNTED = frozenset(["new_empty", "new_empty_strided", "new_zeros", "_unsafe_view"])
+OUTSIDE = "-"
 COSTLIEST = 3
 REPEATED = 2
 STAYED = {
@@ -205,7 +206,7 @@ class _Modules:
 
     @property
     def current(self) -> str:
-        return self._running[-1] if self._running else "-"
+        return self._running[-1] if self._running else OUTSIDE
 
     def follow(self) -> None:
         self._handles = [
@@ -253,7 +254,7 @@ def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
     for row in rows:
         if row.overflows:
             yield (
-                f"{row.operator} in {row.module} overflowed {row.runs} in {row.overflows:,} of {row.calls:,} "
+                f"{row.operator} {_place(row)} overflowed {row.runs} in {row.overflows:,} of {row.calls:,} "
                 "calls: its inputs were finite, its results were not."
             )
 
@@ -265,7 +266,11 @@ def _stayed(rows: Iterable[CastRow]) -> Iterator[str]:
     for row in stayed[:COSTLIEST]:
         cost = f"{work(row.flops)}, {size(row.bytes_moved)}" if row.flops else size(row.bytes_moved)
         why = STAYED.get(row.rule, "its inputs were")
-        yield f"{row.operator} in {row.module} stayed in float32 ({cost}): {why}."
+        yield f"{row.operator} {_place(row)} stayed in float32 ({cost}): {why}."
+
+
+def _place(row: CastRow) -> str:
+    return "outside of modules" if row.module == OUTSIDE else f"in {row.module}"
 
 
 def _why(source: Tensor) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -117,14 +118,18 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     if isinstance(value, Mapping):
         items = {key: _cast(item, device_type, dtype) for key, item in value.items()}
         return items if type(value) is dict else _refilled(value, items)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         cast = [_cast(item, device_type, dtype) for item in value]
         return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
     if is_dataclass(value) and not isinstance(value, type):
         changed = copy.copy(value)
         for field in fields(value):
-            object.__setattr__(changed, field.name, _cast(getattr(value, field.name), device_type, dtype))
+            if hasattr(value, field.name):
+                cast = _cast(getattr(value, field.name), device_type, dtype)
+                object.__setattr__(changed, field.name, cast)
         return changed
+    if isinstance(value, Iterator):
+        return (_cast(item, device_type, dtype) for item in value)
     return value
 
 

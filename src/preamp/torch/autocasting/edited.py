@@ -68,36 +68,28 @@ class EditedRegion(autocast, _UnmanagedAutocast):
         self._asked = (device_type, dtype, enabled, cache_enabled, casting, report, emulate)
         # PyTorch casts to float8 nowhere, and warns of it
         self._float8 = dtype if emulate and dtype in FLOAT8 else None
-        torch.autocast.__init__(
-            self, device_type, torch.float16 if self._float8 else dtype, enabled, cache_enabled
-        )
+        super().__init__(device_type, torch.float16 if self._float8 else dtype, enabled, cache_enabled)
+        self.device = device_type.partition(":")[0]
         self._casting, self._emulate, self._entries = casting, emulate, 0
         self._census: Census | None = None
         if report:
             from preamp.torch.autocasting.census import Census
 
-            self._census = Census(device_type)
+            self._census = Census(self.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __enter__(self) -> autocast:
-        edits = self._edits(_edits_in_force(self.device))
-        rules = _rules(self.device, edits)
-        names = frozenset(key.split()[1] for key in rules)
-        if self._census:
-            names |= frozenset(operators.listed(self.device))
+        change = self._change(thread.change_in_force(self.device))
         _compiled_code_waits()
-        installed.hold(self.device, names)
+        installed.hold(self.device, change.names)
         self._entries += 1
         if self._entries == KEEP_FROM:
-            installed.hold(self.device, names)
-            weakref.finalize(self, installed.let_go, self.device, names)
+            installed.hold(self.device, change.names)
+            weakref.finalize(self, installed.let_go, self.device, change.names)
         super().__enter__()
-        before = thread.rules
-        thread.frames[-1].change = Change(before, edits, names)
-        others = {key: run for key, run in before.items() if not key.startswith(self.device + " ")}
-        thread.rules = {**others, **rules}
+        thread.frames[-1].change = change
+        thread.follow_changes()
         if self._census:
-            thread.rules = self._census.watched(thread.rules, edits)
             self._census.__enter__()
         return self
 
@@ -130,13 +122,20 @@ class EditedRegion(autocast, _UnmanagedAutocast):
     def report(self) -> CastReport:
         return self._census.report() if self._census else super().report()
 
-    def _edits(self, around: Edits) -> Edits:
-        """Return the edits inside this region, in a region that has others."""
-        return Edits(
-            around.table if self._casting is None else self._casting,
-            around.emulate or self._emulate,
-            self._float8 or (None if self._emulate else around.dtype),
+    def _change(self, around: Change | None) -> Change:
+        """Return what an entry changes, in a region that changes something itself."""
+        outer = around.edits if around else Edits()
+        edits = Edits(
+            outer.table if self._casting is None else self._casting,
+            outer.emulate or self._emulate,
+            self._float8 or (None if self._emulate else outer.dtype),
         )
+        rules, names = _rules(self.device, edits)
+        census = self._census or (around.census if around else None)
+        if census:
+            rules = census.watched(rules, edits)
+            names |= frozenset(operators.listed(self.device))
+        return Change(rules, edits, names, census)
 
 
 def _again(*asked: Any) -> autocast:
@@ -158,21 +157,17 @@ def _check(casting: Any, dtype: torch.dtype | None, emulate: bool) -> None:
         raise CastingError(f"dtype={dtype} cannot be emulated. Write one of {names}.")
 
 
-def _edits_in_force(device_type: str) -> Edits:
-    frames = (frame for frame in reversed(thread.frames) if frame.region.device == device_type)
-    return next((frame.change.edits for frame in frames if frame.change), Edits())
-
-
 @cache
-def _rules(device_type: str, edits: Edits) -> dict[str, Run]:
-    """Return what each operator does that does not do what the framework does by itself."""
+def _rules(device_type: str, edits: Edits) -> tuple[dict[str, Run], frozenset[str]]:
+    """Return what each operator does that does not do what the framework does by itself, and their names."""
     listed, edited = operators.listed(device_type), operators.resolve(edits.table)
     changed = {name: rule for name, rule in edited.items() if rule != listed.get(name)}
     rules = {name: kernels.make(rule, name, device_type) for name, rule in changed.items()}
     if edits.emulate:
         lower = (name for name, rule in {**listed, **edited}.items() if rule == "lower")
         rules |= {name: kernels.emulate(name, device_type, edits.dtype) for name in lower}
-    return {installed.rule_key(device_type, name): run for name, run in rules.items()}
+    keyed = {installed.rule_key(device_type, name): run for name, run in rules.items()}
+    return keyed, frozenset(rules)
 
 
 _open_regions = 0

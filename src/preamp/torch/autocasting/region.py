@@ -6,6 +6,7 @@ costs. This room decides what is restored when a region is left; which operators
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,10 +24,10 @@ from torch import (
 )
 
 from preamp.casting import Casting
+from preamp.checks import level_of_caller
 from preamp.errors import UsageError
 from preamp.torch.autocasting.stepwise import wrap
 from preamp.torch.autocasting.thread import Frame, thread
-from preamp.torch.autocasting.weights import claim, release
 
 if TYPE_CHECKING:
     from preamp.casts import CastReport
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["NOT_COMPILED", "autocast"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+CASTABLE = (torch.float16, torch.bfloat16)
 NOT_COMPILED = (
     "An autocast region with casting=, report= or emulate= cannot be entered inside compiled code. "
     "Put @torch.compiler.disable on the function that enters it."
 )
+
+
+_working = {"cpu"}  # device types that PyTorch has no objection to
 
 
 class autocast(torch.autocast):  # PyTorch's name
@@ -116,14 +121,17 @@ class autocast(torch.autocast):  # PyTorch's name
             raise UsageError(
                 f"{type(self).__name__} is a subclass of autocast, and cannot edit. Write autocast(...)."
             )
-        torch.autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+        if device_type in _working and (dtype is None or dtype in CASTABLE):
+            torch.autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+        else:
+            self._prepare(device_type, dtype, enabled, cache_enabled)
 
     def __enter__(self) -> autocast:
         device = self.device
         before = Frame(
             self, is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
         )
-        cached = self._cache_enabled and claim(device)
+        cached = self._cache_enabled and thread.claim.take(device)
         if cached and before.dtype is not self.fast_dtype:
             clear_autocast_cache()
         thread.frames.append(before)
@@ -141,13 +149,14 @@ class autocast(torch.autocast):  # PyTorch's name
             set_autocast_dtype(device, before.dtype)
             set_autocast_cache_enabled(before.cache)
             if before.change is not None:
-                thread.rules = before.change.before
+                thread.follow_changes()
         else:
             before = self._leave_early(frames)
         autocast_decrement_nesting()
-        if thread.owns_cache:
+        claim = thread.claim
+        if claim.held:
             if not frames:
-                release()
+                claim.release()
             elif before.dtype is not self.fast_dtype or not self._enabled:
                 clear_autocast_cache()
         return False
@@ -162,7 +171,7 @@ class autocast(torch.autocast):  # PyTorch's name
             TypeError: for what cannot be called.
         """
         if not callable(function):
-            raise TypeError(f"expected callable, got: {type(function)}")
+            return super().__call__(function)  # raises what PyTorch raises
         return wrap(self, function)
 
     def report(self) -> CastReport:
@@ -183,6 +192,18 @@ class autocast(torch.autocast):  # PyTorch's name
 
         return nullcontext(), self
 
+    def _prepare(
+        self, device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None
+    ) -> None:
+        """Do as PyTorch does, and have its warnings name the line that asked for the region."""
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            torch.autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+        for warning in heard:
+            warnings.warn(warning.message, warning.category, stacklevel=level_of_caller("torch"))
+        if self._enabled and not heard:
+            _working.add(device_type)
+
     def _leave_early(self, frames: list[Frame]) -> Frame:
         """Take out an entry that is not the innermost: those inside it will restore what it would have."""
         place = next((n for n in reversed(range(len(frames))) if frames[n].region is self), None)
@@ -200,9 +221,5 @@ class autocast(torch.autocast):  # PyTorch's name
             set_autocast_dtype(self.device, frame.dtype)
         inner[0].cache = frame.cache
         if frame.change is not None:
-            edited = next((other for other in inner if other.change is not None), None)
-            if edited and edited.change:
-                edited.change = edited.change._replace(before=frame.change.before)
-            else:
-                thread.rules = frame.change.before
+            thread.follow_changes()
         return frame

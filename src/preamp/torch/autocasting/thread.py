@@ -9,9 +9,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from preamp.torch.autocasting.weights import Claim
+
 if TYPE_CHECKING:
     import torch
 
+    from preamp.torch.autocasting.census import Census
     from preamp.torch.autocasting.edited import Edits
     from preamp.torch.autocasting.region import autocast
 
@@ -23,17 +26,19 @@ Run: TypeAlias = Callable[..., Any]
 
 
 class Change(NamedTuple):
-    """What an entry into an edited region did.
+    """What an entry into an edited region does.
 
     Attributes:
-        before: what edited operators did outside of it.
-        edits: what is edited inside.
+        rules: what each operator does that does not do what the framework does by itself.
+        edits: where the rules are from.
         names: the operators that have kernels for it.
+        census: what counts inside.
     """
 
-    before: dict[str, Run]
+    rules: dict[str, Run]
     edits: Edits
     names: frozenset[str]
+    census: Census | None
 
 
 class Frame:
@@ -59,14 +64,24 @@ class Thread(threading.local):
 
     Attributes:
         frames: entries into regions that were not left yet, outermost first.
-        rules: by device type and operator, what an edited operator does. Never changed in place.
-        owns_cache: whether the framework's weight cache is this thread's.
+        rules: what edited operators do, by device type and name. Never changed in place.
+        claim: whether the framework's weight cache is this thread's.
     """
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.rules: dict[str, Run] = {}
-        self.owns_cache = False
+        self.claim = Claim()
+
+    def change_in_force(self, device_type: str) -> Change | None:
+        """Return what the innermost edited region of a device type changes."""
+        frames = (frame for frame in reversed(self.frames) if frame.region.device == device_type)
+        return next((frame.change for frame in frames if frame.change), None)
+
+    def follow_changes(self) -> None:
+        """Have edited operators do what the innermost edited region of each device type says."""
+        changes = {frame.region.device: frame.change for frame in self.frames if frame.change}
+        self.rules = {key: run for change in changes.values() for key, run in change.rules.items()}
 
 
 thread = Thread()

@@ -21,12 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, clear_autocast_cache
 
 from preamp.torch.autocasting import operators
-from preamp.torch.autocasting.thread import Run, thread
 
-__all__ = ["claim", "release", "watch_writes"]
+__all__ = ["Claim", "watch_writes"]
 
 # In-place operators that nobody changes a weight with: they would pay for nothing.
 UNWATCHED = frozenset(
@@ -46,40 +45,57 @@ _watching: dict[str, Any] = {}
 _installing = threading.Lock()
 
 
-def claim(device_type: str) -> bool:
-    """Take the cache for this thread, if no other thread has it; return whether it is this thread's."""
-    if device_type not in _watching:
-        watch_writes(device_type)
-    if not thread.owns_cache:
-        thread.owns_cache = _cache.acquire(blocking=False)
-    return thread.owns_cache
+class Claim:
+    """A thread's right to the cache, which goes with the thread.
 
+    Attributes:
+        held: whether the cache is this thread's.
+    """
 
-def release() -> None:
-    """Empty the cache and let another thread have it."""
-    torch.clear_autocast_cache()
-    thread.owns_cache = False
-    _cache.release()
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = False
+
+    def take(self, device_type: str) -> bool:
+        """Take the cache, if no other thread has it; return whether it is this thread's."""
+        if device_type not in _watching:
+            watch_writes(device_type)
+        if not self.held:
+            self.held = _cache.acquire(blocking=False)
+        return self.held
+
+    def release(self) -> None:
+        """Empty the cache and let another thread have it."""
+        clear_autocast_cache()
+        self.held = False
+        _cache.release()
+
+    def __del__(self) -> None:
+        if self.held:
+            self.release()
 
 
 def watch_writes(device_type: str) -> None:
     """Have writes to leaves of a device type empty the cache."""
     with _installing:
-        if device_type in _watching:
+        kind = device_type.partition(":")[0]
+        if kind in _watching:
+            _watching[device_type] = _watching[kind]
             return
         library = operators.empty_library()
-        key = operators.dispatch_key(device_type)
+        key = operators.dispatch_key(kind)
         for name in operators.in_place_names():
             if name.partition(".")[0] not in UNWATCHED:
-                library.impl(name, _watched(operators.alone(name, device_type)), key, with_keyset=True)
-        _watching[device_type] = library
+                library.impl(name, _watched(operators.alone(name, kind)), key, with_keyset=True)
+        _watching[device_type] = _watching[kind] = library
 
 
-def _watched(write: Callable[..., Any]) -> Run:
+def _watched(write: Callable[..., Any]) -> Callable[..., Any]:
     @operators.untraced
     def kernel(keyset: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(target, Tensor) or (keyset.has(BY_A_USER) and _may_be_a_weight(target)):
-            torch.clear_autocast_cache()
+            clear_autocast_cache()
         return write(keyset, target, *args, **kwargs)
 
     return kernel
