@@ -475,3 +475,16 @@ SPELLINGS: dict[str, tuple[list[Any], list[Callable[..., Any]]]] = {
     "sum": ([TABLE], [torch.sum, Tensor.sum, *along(1, torch.sum, Tensor.sum)]),
     "trace": ([x(3, 3)], [torch.trace, Tensor.trace]),
 }
+
+# Operators that there are no kernels of, or no fake ones for CUDA.
+NOT_ON = {
+    "cpu": {"_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell"}
+    | {"cudnn_convolution", "cudnn_convolution_transpose"},
+    "cuda": {"_grid_sampler_2d_cpu_fallback", "ctc_loss", "fake_quantize_per_tensor_affine"}
+    | {"geqrf", "linalg_lstsq"},
+}
+# These promote without autocast too.
+PROMOTE_BY_THEMSELVES = {"addcdiv", "addcmul", "atan2", "cat", "stack"}
+# With `out=`, these call themselves without it, which an edit of their rule reaches.
+CALL_THEMSELVES = {f"linalg_{name}" for name in ("cond", "matrix_norm", "tensorinv", "tensorsolve")}
+CALL_THEMSELVES |= {"cholesky", "cholesky_solve", "dot", "norm(p='nuc')", "normalize", "vdot"}
