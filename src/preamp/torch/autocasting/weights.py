@@ -107,11 +107,13 @@ def _may_be_a_weight(target: Tensor) -> bool:
         return False
     if target.requires_grad:
         return target.is_leaf or (target._base is not None and target._base.is_leaf)
-    return isinstance(target, torch.nn.Parameter) or _owners_of_memory(target) > 1
+    return isinstance(target, torch.nn.Parameter) or _shares_memory(target)
 
 
-def _owners_of_memory(tensor: Tensor) -> int:
-    """Return how many tensors lie on the memory of one."""
-    return (
-        torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
-    )  # without the storage object made here
+def _shares_memory(tensor: Tensor) -> bool:
+    """Return whether other tensors lie on the memory of one; True where that cannot be told."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, those inside torch.func
+        return True
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and the object that was just made
