@@ -35,7 +35,7 @@ OUTSIDE = "-"
 COSTLIEST = 3
 REPEATED = 2
 STAYED = {
-    "unlisted": "the table does not name it, and its inputs were",
+    "unlisted": "the table does not name it, and its inputs were float32",
     "float32": "the table says so",
     "untouched": "the table leaves it alone",
 }
@@ -265,7 +265,7 @@ def _stayed(rows: Iterable[CastRow]) -> Iterator[str]:
     ]
     for row in stayed[:COSTLIEST]:
         cost = f"{work(row.flops)}, {size(row.bytes_moved)}" if row.flops else size(row.bytes_moved)
-        why = STAYED.get(row.rule, "its inputs were")
+        why = STAYED.get(row.rule, "its inputs were float32")
         yield f"{row.operator} {_place(row)} stayed in float32 ({cost}): {why}."
 
 

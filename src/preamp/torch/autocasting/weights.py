@@ -114,6 +114,8 @@ def _shares_memory(tensor: Tensor) -> bool:
     """Return whether other tensors lie on the memory of one; True where that cannot be told."""
     try:
         storage = tensor.untyped_storage()
+        return (
+            torch._C._storage_Use_Count(storage._cdata) > 2
+        )  # the tensor, and the object that was just made
     except (NotImplementedError, RuntimeError):  # sparse tensors, those inside torch.func
         return True
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and the object that was just made
