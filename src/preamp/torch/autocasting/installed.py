@@ -71,9 +71,8 @@ def _sweep() -> None:
 def _register(device_type: str, names: frozenset[str]) -> Any:
     _silence()
     library = operators.empty_library()
-    key = operators.dispatch_key(device_type)
     for name in names:
-        library.impl(name, _kernel(device_type, name), key, with_keyset=True, allow_override=True)
+        operators.put(library, name, device_type, _kernel(device_type, name))
     return library
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "keys_below",
     "listed",
     "overloads",
+    "put",
     "resolve",
     "untraced",
     "with_autocast_off",
@@ -68,6 +69,7 @@ USER_NAMES: dict[str, str] = {
     "softmin": "softmax _softmax",
     "upsample": "interpolate",
 }
+TORCH_FUNC = "FuncTorchDynamicLayerFrontMode"  # the dispatch key of torch.func
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
 NEAREST = 3
 
@@ -98,6 +100,36 @@ def _names() -> dict[str, list[str]]:
 def empty_library() -> Any:
     """Return what kernels are put into the dispatcher with, and taken out of it."""
     return torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def put(library: Any, name: str, device_type: str, kernel: Callable[..., Any]) -> None:
+    """Put a kernel of an operator before the autocast of a device type."""
+    library.impl(name, kernel, dispatch_key(device_type), with_keyset=True, allow_override=True)
+    for_torch_func = _numbers_as_numbers(name)
+    if for_torch_func:
+        library.impl(name, for_torch_func, TORCH_FUNC, with_keyset=True, allow_override=True)
+
+
+@cache
+def _numbers_as_numbers(name: str) -> Callable[..., Any] | None:
+    """Return a kernel that has `torch.func` pass numbers to an operator as numbers; None where it does.
+
+    It makes them tensors of its own, as which no kernel in Python can be given them.
+    """
+    base, _, overload = name.partition(".")
+    packet, with_number = getattr(torch.ops.aten, base), overload.replace("Tensor", "Scalar")
+    if with_number == overload or with_number not in packet.overloads():
+        return None
+    as_scalar = getattr(packet, with_number)
+    as_tensor = torch.library.get_kernel(f"aten::{name}", TORCH_FUNC).call_boxed
+
+    @untraced
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(isinstance(value, torch.Tensor) for value in args):
+            return as_tensor(keyset, *args, **kwargs)
+        return as_scalar(*args, **kwargs)
+
+    return kernel
 
 
 @cache

@@ -80,15 +80,12 @@ def watch_writes(device_type: str) -> None:
     """Have writes to leaves of a device type empty the cache."""
     with _installing:
         kind = device_type.partition(":")[0]
-        if kind in _watching:
-            _watching[device_type] = _watching[kind]
-            return
-        library = operators.empty_library()
-        key = operators.dispatch_key(kind)
-        for name in operators.in_place_names():
-            if name.partition(".")[0] not in UNWATCHED:
-                library.impl(name, _watched(operators.alone(name, kind)), key, with_keyset=True)
-        _watching[device_type] = _watching[kind] = library
+        if kind not in _watching:
+            _watching[kind] = library = operators.empty_library()
+            for name in operators.in_place_names():
+                if name.partition(".")[0] not in UNWATCHED:
+                    operators.put(library, name, kind, _watched(operators.alone(name, kind)))
+        _watching[device_type] = _watching[kind]
 
 
 def _watched(write: Callable[..., Any]) -> Callable[..., Any]:
