@@ -118,14 +118,16 @@ def _numbers_as_numbers(name: str) -> Callable[..., Any] | None:
     """
     base, _, overload = name.partition(".")
     packet, with_number = getattr(torch.ops.aten, base), overload.replace("Tensor", "Scalar")
-    if with_number == overload or with_number not in packet.overloads():
+    if not overload.startswith("Tensor") or with_number not in packet.overloads():
         return None
     as_scalar = getattr(packet, with_number)
+    if [str(argument.type) for argument in as_scalar._schema.arguments[:2]] != ["Tensor", "number"]:
+        return None
     as_tensor = torch.library.get_kernel(f"aten::{name}", TORCH_FUNC).call_boxed
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if all(isinstance(value, torch.Tensor) for value in args):
+        if isinstance(args[1], torch.Tensor):
             return as_tensor(keyset, *args, **kwargs)
         return as_scalar(*args, **kwargs)
 
