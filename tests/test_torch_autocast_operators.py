@@ -110,19 +110,18 @@ def tensors(values: Any) -> list[Tensor]:
 
 def contents(tensor: Tensor) -> Any:
     """Return a tensor's dtype, shape and bits; a fake one has no bits."""
-    bits = None
-    if not tensor.is_cuda:
-        bits = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()
-    return str(tensor.dtype), tuple(tensor.shape), bits
+    flat = tensor if tensor.is_cuda else tensor.detach().resolve_conj().contiguous().reshape(-1)
+    return str(tensor.dtype), tuple(tensor.shape), flat.is_cuda or flat.view(torch.uint8).tolist()
 
 
 def outcome(function: Callable[..., Any], values: Any) -> Any:
     """Return what a call gives, as plain data: its tensors, or its error."""
     arguments, options = values
     try:
-        return list(map(contents, tensors(function(*arguments, **options))))
+        result = function(*arguments, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    return list(map(contents, tensors(result)))
 
 
 def cast(values: Any, rule: str, low: torch.dtype) -> Any:

@@ -4,9 +4,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from preamp import UsageError, casting
@@ -173,6 +175,89 @@ def test_low_precision_that_overflowed_is_reported(dtype):
         assert any("overflowed" in text and "matmul" in text for text in report.warnings)
     infinite = torch.full((4, 4), float("inf"))
     assert not any("overflowed" in text for text in counted(lambda: infinite @ infinite, dtype).warnings)
+
+
+def test_infinities_that_were_asked_for_are_no_overflow():
+    scores, mask = torch.ones(4, 4).half(), torch.eye(4).bool()
+
+    def use():
+        torch.softmax(scores.masked_fill(mask, float("-inf")), -1)
+        torch.log(torch.zeros(4).half())
+        scores / torch.zeros(4, 4).half()
+
+    assert not any("overflowed" in text for text in counted(use, torch.float16).warnings)
+
+
+def test_a_cast_that_overflows_is_reported():
+    report = counted(lambda: torch.full((4,), 1e6).half(), torch.float16)
+    assert any(text.startswith("to outside of modules overflowed float16") for text in report.warnings)
+
+
+def test_programs_that_run_run_with_a_report():
+    x = torch.randn(4, 4)
+
+    def use():
+        torch.sparse.mm(x.to_sparse(), x)
+        torch.func.grad(lambda x: torch.nn.functional.dropout(x @ x).sum())(x)
+        torch.vmap(lambda x: x @ x)(x[None])
+        torch.fft.rfft(x.bfloat16())
+        torch.empty(4, 4, device="meta") @ torch.empty(4, 4, device="meta")
+        with FakeTensorMode():
+            torch.empty(4, 4) @ torch.empty(4, 4)
+
+    report = counted(use)
+    assert rows_of(report, "fft_rfft")[0].runs == "complex64"
+
+
+def test_inference_mode_casts_are_counted():
+    linear, x = torch.nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    with torch.inference_mode():
+        (row,) = rows_of(counted(lambda: linear(x)), "linear")
+    assert row.bytes_cast == (8 * 8 + 4 * 8) * 4
+
+
+def test_regions_with_and_without_reports_nest():
+    x = torch.randn(4, 4)
+    with autocast("cpu", report=True) as outer:
+        x @ x
+        with (
+            outer,
+            autocast("cpu", report=True) as inner,
+            autocast("cpu", casting=casting.DEFAULT.lower("exp")),
+        ):
+            x @ x
+            torch.exp(x)
+    for region, products in ((outer, 2), (inner, 1)):
+        rows = {row.operator: row for row in region.report().rows}
+        assert rows["matmul"].calls == products
+        assert (rows["exp"].rule, rows["exp"].runs) == ("lower", "bfloat16")
+        assert rows.keys() == {"matmul", "exp"}
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_modules_of_other_threads_are_left_alone():
+    net, x, results = torch.nn.Linear(4, 4), torch.randn(4, 4), []
+    with autocast("cpu", report=True) as region:
+        thread = threading.Thread(target=lambda: results.append(net(x)))
+        thread.start()
+        thread.join()
+        x @ x
+    assert len(results) == 1
+    assert [row.module for row in region.report().rows] == ["-"]
+
+
+def test_where_autocast_is_off_the_report_says_so():
+    x = torch.randn(4, 4)
+    (warning,) = counted(lambda: x @ x, enabled=False).warnings
+    assert warning.endswith("stayed in float32 (128 FLOP, 192 B): autocast is off there.")
+
+
+def test_attention_has_its_work_counted():
+    q = torch.randn(1, 2, 16, 8)
+    (row,) = rows_of(
+        counted(lambda: functional.scaled_dot_product_attention(q, q, q)), "scaled_dot_product_attention"
+    )
+    assert row.flops == 2 * 2 * 2 * 16 * 16 * 8
 
 
 def test_emulation_names_the_precision_it_rehearses():

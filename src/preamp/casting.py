@@ -37,8 +37,11 @@ class Casting:
     """
 
     def __init__(self, rules: Mapping[str, Rule] | None = None) -> None:
+        if rules is not None and not isinstance(rules, Mapping):
+            raise CastingError(f"{rules!r} is not a table. Write casting.DEFAULT.float32('softmax').")
         self._rules: dict[str, Rule] = dict(rules or {})
         for name, rule in self._rules.items():
+            _check_name(name)
             if rule not in RULES:
                 raise CastingError(
                     f"{rule!r} is no rule for {name!r}. Write one of {', '.join(map(repr, RULES))}."
@@ -88,12 +91,14 @@ class Casting:
 
     def _edited(self, rule: Rule, names: tuple[Any, ...]) -> Casting:
         for name in names:
-            if not isinstance(name, str) or not name:
-                raise CastingError(
-                    f"{name!r} is not the name of an operator. Write a string, such as .{rule}('softmax')."
-                )
+            _check_name(name)
         kept = {name: has for name, has in self._rules.items() if name not in names}
         return Casting({**kept, **dict.fromkeys(names, rule)})
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise CastingError(f"{name!r} is not the name of an operator. Write a string, such as 'softmax'.")
 
 
 def _table(**rules: str) -> Casting:

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from inspect import isfunction
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,15 @@ def inspect_function(target: str, device: str, dtype: str | None, *, emulate: bo
     try:
         import torch
 
-        from preamp.torch import autocast
+        from preamp.torch.amp import autocast, is_autocast_available
     except ImportError as error:
         raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
+    if dtype and dtype.startswith("float8") and not emulate:
+        raise PreampError(f"--dtype {dtype} can only be rehearsed. Write --emulate as well.")
+    try:
+        is_autocast_available(device)
+    except RuntimeError as error:
+        raise PreampError(f"--device {device} is no device type. Write cpu or cuda.") from error
     function = find_function(target)
     with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
         function()
@@ -58,6 +64,12 @@ def find_function(target: str) -> Callable[[], Any]:
         raise PreampError(
             f"{place} has no function {name!r}. Write one of those that it has: {_functions(module)}."
         )
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        raise PreampError(
+            f"{target} cannot be called without arguments: {error}. Write a function that can."
+        ) from error
     return function  # type: ignore[no-any-return]
 
 

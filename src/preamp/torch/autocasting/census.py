@@ -6,6 +6,8 @@ it. Both slow a region down many times. Backward passes are not counted.
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,23 +24,39 @@ from preamp.casting import Rule
 from preamp.casts import CastReport, CastRow, size, work
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
-from preamp.torch.autocasting.thread import Run
+from preamp.torch.autocasting.thread import Run, thread
 
 if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
 
 __all__ = ["Census"]
 
-CASTS = (torch.ops.aten._to_copy.default,)
+aten = torch.ops.aten
+CASTS = (aten._to_copy, aten.to)  # under inference_mode the second is all that is seen
+SAME_WORK = {aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention}
 UNCOUNTED = frozenset(["new_empty", "new_empty_strided", "new_zeros", "_unsafe_view"])
+# Whose results are infinite for other reasons than the range of the dtype.
+INFINITE_BY_NATURE = frozenset(
+    ["div", "log", "log10", "log1p", "log2", "logit", "reciprocal", "rsqrt", "atanh"]
+)
 OUTSIDE = "-"
 COSTLIEST = 3
 REPEATED = 2
 STAYED = {
-    "unlisted": "the table does not name it, and its inputs were float32",
+    "unlisted": "the table does not name it",
     "float32": "the table says so",
     "untouched": "the table leaves it alone",
+    "off": "autocast is off there",
 }
+
+
+class _Probing(threading.local):
+    """Whether a census of this thread is looking at numbers, which no census counts."""
+
+    now = False
+
+
+_probing = _Probing()
 
 
 @dataclass
@@ -47,8 +65,9 @@ class _Call:
 
     operator: str
     rule: str
-    inputs: list[Tensor]
     module: str
+    tensors: list[Tensor]  # its inputs; let go when it is done
+    inputs: str
     runs: str = ""
     bytes_cast: int = 0
     bytes_moved: int = 0
@@ -70,7 +89,7 @@ class _Source:
 
 
 class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what runs while it is entered.
+    """Counts what runs while it is entered, in the thread that entered it.
 
     Args:
         device_type: whose operators are listed.
@@ -80,12 +99,10 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._rules: dict[str, Rule] = {}
-        self._emulated = False
-        self._float8: torch.dtype | None = None
+        self._emulated: torch.dtype | bool = False
         self._calls: list[_Call] = []
         self._sources: dict[tuple[int, torch.dtype], _Source] = {}
         self._current: _Call | None = None
-        self._looking = False
         self._modules = _Modules()
 
     def __enter__(self) -> Census:
@@ -99,12 +116,13 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def watched(self, rules: dict[str, Run], edits: Edits) -> dict[str, Run]:
         """Return what operators do, told to this census: those that are edited and those that are listed."""
-        self._rules = {**operators.listed(self._device_type), **operators.resolve(edits.table)}
-        self._emulated, self._float8 = edits.emulate, edits.dtype
-        listed = {
-            installed.rule_key(self._device_type, name): name for name in operators.listed(self._device_type)
+        listed = operators.listed(self._device_type)
+        self._rules = {**listed, **operators.resolve(edits.table)}
+        self._emulated = edits.emulate and (edits.dtype or True)
+        unedited = {
+            installed.rule_key(self._device_type, name): installed.before(self._device_type, name)
+            for name in listed
         }
-        unedited = {key: installed.before(self._device_type, name) for key, name in listed.items()}
         return {key: self._told(key.split()[1], run) for key, run in {**unedited, **rules}.items()}
 
     def report(self) -> CastReport:
@@ -116,14 +134,13 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def told(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if self._current is not None or _in_backward():
                 return run(keyset, *args, **kwargs)
-            self._current = call = self._call(name, (args, kwargs))
+            rule = str(self._rules.get(name, "unlisted"))
+            self._current = call = self._call(name.partition(".")[0], rule, (args, kwargs))
             try:
                 result = run(keyset, *args, **kwargs)
             finally:
                 self._current = None
-            self._looking = True
-            self._finish(call, result)
-            self._looking = False
+            self._finish(call, (args, kwargs), result)
             return result
 
         return told
@@ -131,110 +148,129 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._looking and not _in_backward():
+        if not _probing.now and not _in_backward():
             self._see(func, args, kwargs, result)
         return result
 
     def _see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if func in CASTS and result.dtype in ELIGIBLE and args[0].dtype in ELIGIBLE:
+        if func.overloadpacket in CASTS and {args[0].dtype, result.dtype} <= ELIGIBLE:
             if result.dtype is not args[0].dtype:
-                self._see_cast(args[0], result.dtype)
+                self._see_cast(args[0], result)
             return
         name = func._schema.name.partition("::")[2]
         if func.is_view or name in UNCOUNTED or name.endswith("_like") or not _floats([args, kwargs]):
             return
-        call = self._current or self._call(name, (args, kwargs), rule="unlisted")
+        call = self._current or self._call(name, self._unlisted(), (args, kwargs))
         call.bytes_moved += sum(map(_bytes, _floats([args, kwargs, result])))
-        if func.overloadpacket in flop_registry:
-            call.flops += int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
+        formula = flop_registry.get(SAME_WORK.get(func.overloadpacket, func.overloadpacket))
+        call.flops += int(formula(*args, **kwargs, out_val=result)) if formula else 0
         if call is not self._current:
-            self._finish(call, result)
+            self._finish(call, (args, kwargs), result)
 
-    def _see_cast(self, source: Tensor, dtype: torch.dtype) -> None:
+    def _see_cast(self, source: Tensor, result: Tensor) -> None:
         call = self._current
         if call is None:
-            call = self._call("to", [source], rule="unlisted")
-            call.runs = _name(dtype)
-            self._calls.append(call)
+            call = self._call("to", self._unlisted(), [source])
+            self._finish(call, [source], result)
         elif self._emulated:
             return
         call.bytes_cast += _bytes(source)
-        self._remember(source, dtype, call.module)
+        self._remember(source, result.dtype, call.module)
 
     def _remember(self, source: Tensor, dtype: torch.dtype, module: str) -> None:
-        key = (id(source), dtype)
+        key, version = (id(source), dtype), _version(source)
         known = self._sources.get(key)
         if known is None or known.tensor() is not source:
-            what = (
-                self._modules.names.get(id(source))
-                or f"A {_name(source.dtype)} tensor of shape {tuple(source.shape)}"
-            )
-            known = _Source(weakref.ref(source), what, _why(source), _bytes(source), source._version)
+            nameless = f"A {_name(source.dtype)} tensor of shape {tuple(source.shape)}"
+            what = self._modules.names.get(id(source), nameless)
+            known = _Source(weakref.ref(source), what, _why(source), _bytes(source), version)
             self._sources[key] = known
-        if known.version != source._version:
-            known.version, known.why = source._version, "it is written to in between"
+        if known.version != version:
+            known.version, known.why = version, "it is written to in between"
         known.times += 1
         known.modules[module] = None
 
-    def _call(self, name: str, values: Any, rule: str | None = None) -> _Call:
-        rule = rule or str(self._rules.get(name, "unlisted"))
-        return _Call(name.partition(".")[0], rule, _floats(values), self._modules.current)
+    def _unlisted(self) -> str:
+        """Return the rule of an operator that no kernel was told of."""
+        regions = (frame.region for frame in reversed(thread.frames))
+        innermost = next((region for region in regions if region.device == self._device_type), None)
+        return "unlisted" if innermost is None or innermost._enabled else "off"
 
-    def _finish(self, call: _Call, result: Any) -> None:
+    def _call(self, operator: str, rule: str, values: Any) -> _Call:
+        tensors = _floats(values)
+        inputs = ", ".join(dict.fromkeys(_name(tensor.dtype) for tensor in tensors))
+        return _Call(operator, rule, self._modules.current, tensors, inputs)
+
+    def _finish(self, call: _Call, values: Any, result: Any) -> None:
         results = _floats(result)
-        dtype = next((tensor.dtype for tensor in [*results, *call.inputs]), None)
+        numbers = [tensor for tensor in _tensors(result) if tensor.is_complex()]
+        dtype = next(
+            (tensor.dtype for tensor in [*results, *numbers, *call.tensors, *_tensors(result)]), None
+        )
         call.runs = _name(dtype) if dtype else "-"
+        call.inputs = call.inputs or call.runs
         if self._emulated and call.rule == "lower":
-            call.runs = _name(self._float8 or torch.get_autocast_dtype(self._device_type)) + " emulated"
-        call.overflowed = not all(map(_finite, results)) and all(map(_finite, call.inputs))
+            low = torch.get_autocast_dtype(self._device_type)
+            call.runs = _name(low if self._emulated is True else self._emulated) + " emulated"
+        call.overflowed = _overflows(call, values, results)
+        call.tensors = []
         self._calls.append(call)
 
     def _repeated(self) -> Iterator[str]:
         repeated = [source for source in self._sources.values() if source.times >= REPEATED]
         for source in sorted(repeated, key=lambda source: source.bytes * source.times, reverse=True):
             times = f"{source.times} times ({size(source.bytes)} each)"
-            yield f"{source.what} is cast {times}: {source.why}. In {', '.join(source.modules)}."
+            places = ", ".join(map(_place, source.modules))
+            yield f"{source.what} is cast {times} {places}: {source.why}."
 
 
 class _Modules:
-    """Which module is running, by its path from the outermost one."""
+    """Which module is running, by its path from the outermost one, in the thread that follows them."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         self._running: list[str] = []
         self._handles: list[Any] = []
+        self._depth, self._thread = 0, 0
 
     @property
     def current(self) -> str:
         return self._running[-1] if self._running else OUTSIDE
 
     def follow(self) -> None:
-        self._handles = [
-            register_module_forward_pre_hook(self._begin),
-            register_module_forward_hook(self._end, always_call=True),
-        ]
+        self._depth += 1
+        if self._depth == 1:
+            self._thread = threading.get_ident()
+            self._handles = [
+                register_module_forward_pre_hook(self._begin),
+                register_module_forward_hook(self._end, always_call=True),
+            ]
 
     def leave(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._running.clear()
+        self._depth -= 1
+        if not self._depth:
+            for handle in self._handles:
+                handle.remove()
+            self._running.clear()
 
     def _begin(self, module: torch.nn.Module, _: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if not self._running:
             root = type(module).__name__
-            named = [*module.named_modules(remove_duplicate=False), *module.named_parameters()]
-            self.names |= {id(part): f"{root}.{path}" if path else root for path, part in named}
+            for path, part in [*module.named_modules(), *module.named_parameters()]:
+                self.names[id(part)] = f"{root}.{path}" if path else root
         self._running.append(self.names.get(id(module), type(module).__name__))
 
     def _end(self, *_: Any) -> None:
-        self._running.pop()
+        if self._running and threading.get_ident() == self._thread:
+            self._running.pop()
 
 
 def _rows(calls: Iterable[_Call]) -> Iterator[CastRow]:
     groups: dict[tuple[str, ...], list[_Call]] = {}
     for call in calls:
-        inputs = ", ".join(dict.fromkeys(_name(tensor.dtype) for tensor in call.inputs)) or call.runs
-        groups.setdefault((call.operator, call.module, call.rule, inputs, call.runs), []).append(call)
+        groups.setdefault((call.operator, call.module, call.rule, call.inputs, call.runs), []).append(call)
     for (operator, module, rule, inputs, runs), group in groups.items():
         yield CastRow(
             operator=operator,
@@ -254,23 +290,21 @@ def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
     for row in rows:
         if row.overflows:
             yield (
-                f"{row.operator} {_place(row)} overflowed {row.runs} in {row.overflows:,} of {row.calls:,} "
-                "calls: its inputs were finite, its results were not."
+                f"{row.operator} {_place(row.module)} overflowed {row.runs} in {row.overflows:,} of "
+                f"{row.calls:,} calls: its inputs were finite, its results were not."
             )
 
 
 def _stayed(rows: Iterable[CastRow]) -> Iterator[str]:
-    stayed = [
-        row for row in rows if row.runs == "float32" and row.operator != "to" and row.operator[-1] != "_"
-    ]
+    stayed = [row for row in rows if row.inputs == row.runs == "float32" and row.operator[-1] != "_"]
     for row in stayed[:COSTLIEST]:
         cost = f"{work(row.flops)}, {size(row.bytes_moved)}" if row.flops else size(row.bytes_moved)
         why = STAYED.get(row.rule, "its inputs were float32")
-        yield f"{row.operator} {_place(row)} stayed in float32 ({cost}): {why}."
+        yield f"{row.operator} {_place(row.module)} stayed in float32 ({cost}): {why}."
 
 
-def _place(row: CastRow) -> str:
-    return "outside of modules" if row.module == OUTSIDE else f"in {row.module}"
+def _place(module: str) -> str:
+    return "outside of modules" if module == OUTSIDE else f"in {module}"
 
 
 def _why(source: Tensor) -> str:
@@ -286,16 +320,41 @@ def _why(source: Tensor) -> str:
     return "the cache was emptied in between"
 
 
-def _floats(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def _overflows(call: _Call, values: Any, results: list[Tensor]) -> bool:
+    """Return whether results are infinite because the dtype ends there, as far as can be told."""
+    if call.operator in INFINITE_BY_NATURE or any(_is_infinite(leaf) for leaf in tree_leaves(values)):
+        return False
+    _probing.now = True
+    try:
+        return not all(map(_finite, results)) and all(map(_finite, call.tensors))
+    except (NotImplementedError, RuntimeError):  # tensors without numbers: sparse, fake, those of torch.func
+        return False
+    finally:
+        _probing.now = False
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().float().isfinite().all())
 
 
+def _floats(values: Any) -> list[Tensor]:
+    return [tensor for tensor in _tensors(values) if tensor.is_floating_point()]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _name(dtype: torch.dtype) -> str:

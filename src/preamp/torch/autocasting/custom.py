@@ -120,6 +120,8 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         return items if type(value) is dict else _refilled(value, items)
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         cast = [_cast(item, device_type, dtype) for item in value]
+        if isinstance(value, deque):
+            return deque(cast, value.maxlen)
         return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
     if is_dataclass(value) and not isinstance(value, type):
         changed = copy.copy(value)

@@ -95,9 +95,9 @@ class EditedRegion(autocast, _UnmanagedAutocast):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __exit__(self, *error: Any) -> Literal[False]:
-        if self._census:
-            self._census.__exit__(*error)
         frame = next((frame for frame in reversed(thread.frames) if frame.region is self), None)
+        if frame and self._census:
+            self._census.__exit__(*error)
         super().__exit__(*error)
         _compiled_code_runs()
         if frame and frame.change:
@@ -116,6 +116,12 @@ class EditedRegion(autocast, _UnmanagedAutocast):
 
         return cast(F, run)
 
+    def __repr__(self) -> str:
+        names = ("device_type", "dtype", "enabled", "cache_enabled", "casting", "report", "emulate")
+        given = zip(names[1:], self._asked[1:], (None, True, None, None, False, False), strict=True)
+        said = [f"{name}={value!r}" for name, value, default in given if value is not default]
+        return f"autocast({', '.join([repr(self.device), *said])})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, self._asked
 
@@ -131,11 +137,11 @@ class EditedRegion(autocast, _UnmanagedAutocast):
             self._float8 or (None if self._emulate else outer.dtype),
         )
         rules, names = _rules(self.device, edits)
-        census = self._census or (around.census if around else None)
-        if census:
+        censuses = (*(around.censuses if around else ()), *([self._census] if self._census else ()))
+        for census in dict.fromkeys(censuses):
             rules = census.watched(rules, edits)
             names |= frozenset(operators.listed(self.device))
-        return Change(rules, edits, names, census)
+        return Change(rules, edits, names, censuses)
 
 
 def _again(*asked: Any) -> autocast:
@@ -154,7 +160,7 @@ def _check(casting: Any, dtype: torch.dtype | None, emulate: bool) -> None:
     emulated = (None, torch.float16, torch.bfloat16, *FLOAT8)
     if emulate and dtype not in emulated:
         names = ", ".join(map(str, emulated[1:]))
-        raise CastingError(f"dtype={dtype} cannot be emulated. Write one of {names}.")
+        raise CastingError(f"dtype={dtype!r} cannot be emulated. Write one of {names}.")
 
 
 @cache

@@ -87,7 +87,9 @@ def emulate(name: str, device_type: str, dtype: torch.dtype | None) -> Run:
 
     @operators.untraced
     def emulated(_: Any, /, *args: Any, **kwargs: Any) -> Any:
-        low = dtype or torch.get_autocast_dtype(device_type)
+        low = torch.get_autocast_dtype(device_type)
+        if dtype and low is torch.float16:  # which stands for float8: PyTorch has no regions of it
+            low = dtype
         to = CASTS[low] if low in CASTS else lambda tensor: tensor.to(low)
         switch(device_type, False)
         try:

@@ -201,7 +201,7 @@ def overloads(name: str) -> tuple[str, ...]:
     Raises:
         CastingError: for a name that stands for none, with the nearest ones.
     """
-    known = _names()
+    known, name = _names(), name.removeprefix("aten::")
     if name in USER_NAMES:
         bases = [base for base in USER_NAMES[name].split() if base in known or base in USER_NAMES]
         return tuple(
@@ -227,7 +227,11 @@ def _is_eligible(schema: Any) -> bool:
 
 
 def _unknown(name: str) -> str:
-    if name.partition(".")[0] in _names():
+    base, _, overload = name.partition(".")
+    if overload and base in _names() and name not in _names()[base]:
+        others = " or ".join(map(repr, _eligible(base)[:NEAREST])) or repr(base)
+        return f"{base!r} has no overload {overload!r} in PyTorch {torch.__version__}. Write {others}."
+    if base in _names():
         return (
             f"{name!r} never goes through autocast: it works in place, is told its dtype or takes no "
             "tensors. Write the name of an operator that returns a new tensor."

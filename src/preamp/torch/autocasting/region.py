@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["NOT_COMPILED", "autocast"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+PYTORCHS = torch.autocast  # now: users may put ours in its place
 CASTABLE = (torch.float16, torch.bfloat16)
 NOT_COMPILED = (
     "An autocast region with casting=, report= or emulate= cannot be entered inside compiled code. "
@@ -45,7 +46,7 @@ NOT_COMPILED = (
 _working = {"cpu"}  # device types that PyTorch has no objection to
 
 
-class autocast(torch.autocast):  # PyTorch's name
+class autocast(PYTORCHS):  # PyTorch's name
     """A region, or a decorated function, in which each operator runs in a precision of its own.
 
     A drop-in for `torch.autocast`: the same arguments, lists of operators, warnings and errors, compiled by
@@ -103,7 +104,7 @@ class autocast(torch.autocast):  # PyTorch's name
 
                 return object.__new__(EditedRegion)
             if torch.compiler.is_compiling():
-                return torch.autocast(device_type, dtype, enabled, cache_enabled)
+                return PYTORCHS(device_type, dtype, enabled, cache_enabled)
         return object.__new__(cls)
 
     def __init__(
@@ -122,17 +123,23 @@ class autocast(torch.autocast):  # PyTorch's name
                 f"{type(self).__name__} is a subclass of autocast, and cannot edit. Write autocast(...)."
             )
         if device_type in _working and (dtype is None or dtype in CASTABLE):
-            torch.autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+            PYTORCHS.__init__(self, device_type, dtype, enabled, cache_enabled)
         else:
             self._prepare(device_type, dtype, enabled, cache_enabled)
 
+    def __repr__(self) -> str:
+        return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
+
     def __enter__(self) -> autocast:
+        if torch.compiler.is_compiling():
+            return self._enter_traced()
         device = self.device
         before = Frame(
             self, is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
         )
-        cached = self._cache_enabled and thread.claim.take(device)
-        if cached and before.dtype is not self.fast_dtype:
+        claim = thread.claim
+        cached = self._cache_enabled and claim.take(device)
+        if claim.held and before.dtype is not self.fast_dtype:
             clear_autocast_cache()
         thread.frames.append(before)
         autocast_increment_nesting()
@@ -142,6 +149,8 @@ class autocast(torch.autocast):  # PyTorch's name
         return self
 
     def __exit__(self, *error: object) -> Literal[False]:
+        if torch.compiler.is_compiling():
+            return self._leave_traced()
         frames, device = thread.frames, self.device
         if frames and frames[-1].region is self:
             before = frames.pop()
@@ -198,11 +207,22 @@ class autocast(torch.autocast):  # PyTorch's name
         """Do as PyTorch does, and have its warnings name the line that asked for the region."""
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            torch.autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+            PYTORCHS.__init__(self, device_type, dtype, enabled, cache_enabled)
         for warning in heard:
             warnings.warn(warning.message, warning.category, stacklevel=level_of_caller("torch"))
         if self._enabled and not heard:
             _working.add(device_type)
+
+    def _enter_traced(self) -> autocast:
+        """Enter PyTorch's region, which `torch.export` writes down."""
+        region = PYTORCHS(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        thread.traced.append(region)
+        region.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def _leave_traced(self) -> Literal[False]:
+        thread.traced.pop().__exit__(None, None, None)
+        return False
 
     def _leave_early(self, frames: list[Frame]) -> Frame:
         """Take out an entry that is not the innermost: those inside it will restore what it would have."""

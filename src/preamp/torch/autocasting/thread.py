@@ -32,13 +32,13 @@ class Change(NamedTuple):
         rules: what each operator does that does not do what the framework does by itself.
         edits: where the rules are from.
         names: the operators that have kernels for it.
-        census: what counts inside.
+        censuses: what counts inside, outermost first.
     """
 
     rules: dict[str, Run]
     edits: Edits
     names: frozenset[str]
-    census: Census | None
+    censuses: tuple[Census, ...]
 
 
 class Frame:
@@ -66,12 +66,14 @@ class Thread(threading.local):
         frames: entries into regions that were not left yet, outermost first.
         rules: what edited operators do, by device type and name. Never changed in place.
         claim: whether the framework's weight cache is this thread's.
+        traced: the framework's regions that stand for ours while a program is traced.
     """
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.rules: dict[str, Run] = {}
         self.claim = Claim()
+        self.traced: list[torch.autocast] = []
 
     def change_in_force(self, device_type: str) -> Change | None:
         """Return what the innermost edited region of a device type changes."""
