@@ -79,6 +79,8 @@ class EditedRegion(autocast, _UnmanagedAutocast):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __enter__(self) -> autocast:
+        if torch.compiler.is_compiling():
+            raise UsageError(NOT_COMPILED)
         change = self._change(thread.change_in_force(self.device))
         _compiled_code_waits()
         installed.hold(self.device, change.names)

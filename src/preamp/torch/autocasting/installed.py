@@ -13,7 +13,6 @@ is gone, except that
 from __future__ import annotations
 
 import threading
-import warnings
 from functools import cache
 from typing import Any
 
@@ -69,21 +68,10 @@ def _sweep() -> None:
 
 
 def _register(device_type: str, names: frozenset[str]) -> Any:
-    _silence()
     library = operators.empty_library()
     for name in names:
         operators.put(library, name, device_type, _kernel(device_type, name))
     return library
-
-
-@cache
-def _silence() -> None:
-    """Hear PyTorch's only warning of a kernel that stands before another, so that users need not."""
-    library = torch.library.Library("preamp", "DEF")  # type: ignore[no-untyped-call]
-    library.define("hush() -> ()")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings(action="ignore"):
-        for _ in range(2):
-            library.impl("hush", lambda: None, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -6,6 +6,7 @@ The only room that reads the dispatcher's lists and keys, most of which PyTorch 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypeVar
@@ -104,10 +105,21 @@ def empty_library() -> Any:
 
 def put(library: Any, name: str, device_type: str, kernel: Callable[..., Any]) -> None:
     """Put a kernel of an operator before the autocast of a device type."""
+    _silence()
     library.impl(name, kernel, dispatch_key(device_type), with_keyset=True, allow_override=True)
     for_torch_func = _numbers_as_numbers(name)
     if for_torch_func:
         library.impl(name, for_torch_func, TORCH_FUNC, with_keyset=True, allow_override=True)
+
+
+@cache
+def _silence() -> None:
+    """Hear PyTorch's only warning of a kernel that stands before another, so that users need not."""
+    library = torch.library.Library("preamp", "DEF")  # type: ignore[no-untyped-call]
+    library.define("hush() -> ()")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(2):
+            library.impl("hush", lambda: None, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -149,8 +149,9 @@ class autocast(PYTORCHS):  # PyTorch's name
         return self
 
     def __exit__(self, *error: object) -> Literal[False]:
-        if torch.compiler.is_compiling():
-            return self._leave_traced()
+        if thread.traced and thread.traced[-1][0] is self:
+            thread.traced.pop()[1].__exit__(None, None, None)
+            return False
         frames, device = thread.frames, self.device
         if frames and frames[-1].region is self:
             before = frames.pop()
@@ -216,13 +217,9 @@ class autocast(PYTORCHS):  # PyTorch's name
     def _enter_traced(self) -> autocast:
         """Enter PyTorch's region, which `torch.export` writes down."""
         region = PYTORCHS(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
-        thread.traced.append(region)
+        thread.traced.append((self, region))
         region.__enter__()  # type: ignore[no-untyped-call]
         return self
-
-    def _leave_traced(self) -> Literal[False]:
-        thread.traced.pop().__exit__(None, None, None)
-        return False
 
     def _leave_early(self, frames: list[Frame]) -> Frame:
         """Take out an entry that is not the innermost: those inside it will restore what it would have."""

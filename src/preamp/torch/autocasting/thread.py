@@ -73,7 +73,7 @@ class Thread(threading.local):
         self.frames: list[Frame] = []
         self.rules: dict[str, Run] = {}
         self.claim = Claim()
-        self.traced: list[torch.autocast] = []
+        self.traced: list[tuple[autocast, torch.autocast]] = []
 
     def change_in_force(self, device_type: str) -> Change | None:
         """Return what the innermost edited region of a device type changes."""
