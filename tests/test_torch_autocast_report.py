@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from preamp import UsageError, casting
-from preamp.casts import CastReport, CastRow, size, work
+from preamp.casts import CastReport, CastRow, format_bytes, format_flops
 from preamp.torch import autocast
 
 LOWS = [torch.float16, torch.bfloat16]
@@ -144,6 +144,35 @@ def test_a_weight_written_to_in_between_is_reported():
                 weight.add_(1.0)
 
     assert any("written to" in text for text in counted(use).warnings)
+
+
+def test_one_cast_at_every_entry_is_no_warning():
+    region, x = autocast("cpu", report=True), torch.randn(8, 8).bfloat16()
+    for _ in range(3):
+        with region:
+            x @ WEIGHT
+    assert not [text for text in region.report().warnings if "times" in text]
+    for _ in range(2):
+        with region:
+            x @ WEIGHT.detach()
+            x @ WEIGHT.detach()
+    assert not [text for text in region.report().warnings if "4 times" in text]
+
+
+def test_a_region_counts_one_thread():
+    region, problems = autocast("cpu", report=True), []
+
+    def enter():
+        with pytest.raises(UsageError, match="in each thread") as problem, region:
+            pass
+        problems.append(problem)
+
+    with region:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        assert torch.is_autocast_enabled("cpu")
+    assert len(problems) == 1
 
 
 def test_a_kept_cast_is_no_warning():
@@ -294,14 +323,19 @@ def test_the_text_fits_80_columns_whatever_the_names():
 
 
 def test_sizes_and_work_are_rounded_to_units():
-    assert [size(n) for n in (0, 1023, 1024, 2**20, 2**40)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1024, 2**20, 2**40)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",
         "1.0 MiB",
         "1.0 TiB",
     ]
-    assert [work(n) for n in (0, 999, 1000, 10**12)] == ["0 FLOP", "999 FLOP", "1.0 KFLOP", "1.0 TFLOP"]
+    assert [format_flops(n) for n in (0, 999, 1000, 10**12)] == [
+        "0 FLOP",
+        "999 FLOP",
+        "1.0 KFLOP",
+        "1.0 TFLOP",
+    ]
 
 
 SCRIPT = """

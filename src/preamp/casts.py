@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CastReport", "CastRow", "size", "work"]
+__all__ = ["CastReport", "CastRow", "format_bytes", "format_flops"]
 
 WIDTH = 80
 NARROWEST = 12
@@ -27,10 +27,10 @@ class CastRow:
     Attributes:
         operator: the framework's name.
         module: the path of the module that called it, from the outermost one; "-" outside of modules.
-        rule: what the table says of it; "unlisted" when it is not in the table.
-        calls: how many.
+        rule: what the table says of it; "unlisted" when it is not in the table, "off" where autocast is.
         inputs: the floating-point dtypes it was given, such as "float32, bfloat16".
         runs: the dtype of its result.
+        calls: how many.
         bytes_cast: the size of what was cast for it, before the cast.
         bytes_moved: the size of its inputs and results, as it ran.
         flops: floating-point operations of its products; 0 where they are not known.
@@ -40,9 +40,9 @@ class CastRow:
     operator: str
     module: str
     rule: str
-    calls: int
     inputs: str
     runs: str
+    calls: int
     bytes_cast: int
     bytes_moved: int
     flops: int
@@ -56,7 +56,7 @@ class CastRow:
             "rule": self.rule,
             "calls": f"{self.calls:,}",
             "dtypes": _short(self.runs if self.inputs == self.runs else f"{self.inputs} → {self.runs}"),
-            "cast": size(self.bytes_cast) if self.bytes_cast else "-",
+            "cast": format_bytes(self.bytes_cast) if self.bytes_cast else "-",
         }
 
 
@@ -90,7 +90,8 @@ class CastReport:
         parts = [
             f"{calls:,} in {dtype}" for dtype, calls in sorted(by_dtype.items(), key=lambda item: -item[1])
         ]
-        return f"{self.calls:,} operators ran: {', '.join(parts)}. {size(self.bytes_cast)} were cast."
+        ran = "operator" if self.calls == 1 else "operators"
+        return f"{self.calls:,} {ran} ran: {', '.join(parts)}. {format_bytes(self.bytes_cast)} were cast."
 
     def table(self) -> list[dict[str, str]]:
         """Return the rows as text, heading to cell."""
@@ -117,10 +118,10 @@ class CastReport:
         return "\n".join([*text, *rest, "", *paragraphs])
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a number of bytes as a person reads it.
 
-    >>> size(512), size(1536), size(3 * 2**20)
+    >>> format_bytes(512), format_bytes(1536), format_bytes(3 * 2**20)
     ('512 B', '1.5 KiB', '3.0 MiB')
     """
     value, unit = float(count), 0
@@ -129,10 +130,10 @@ def size(count: int) -> str:
     return f"{value:.1f} {UNITS[unit]}" if unit else f"{count} B"
 
 
-def work(flops: int) -> str:
+def format_flops(flops: int) -> str:
     """Return a number of floating-point operations as a person reads it.
 
-    >>> work(2_000_000), work(500)
+    >>> format_flops(2_000_000), format_flops(500)
     ('2.0 MFLOP', '500 FLOP')
     """
     value, prefix = float(flops), 0

@@ -91,7 +91,7 @@ def _load(place: str) -> Any:
     if spec is None or spec.loader is None:
         raise PreampError(f"{place} cannot be imported. Write the path of a Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     return module
 

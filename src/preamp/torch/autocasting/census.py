@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from preamp.casting import Rule
-from preamp.casts import CastReport, CastRow, size, work
+from preamp.casts import CastReport, CastRow, format_bytes, format_flops
+from preamp.errors import UsageError
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
-from preamp.torch.autocasting.thread import Run, thread
+from preamp.torch.autocasting.thread import Kernel, thread
 
 if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
@@ -66,13 +67,31 @@ class _Call:
     operator: str
     rule: str
     module: str
-    tensors: list[Tensor]  # its inputs; let go when it is done
+    tensors: list[Tensor]
     inputs: str
     runs: str = ""
     bytes_cast: int = 0
     bytes_moved: int = 0
     flops: int = 0
     overflowed: bool = False
+
+
+@dataclass
+class _Tally:
+    """The calls of one row so far."""
+
+    calls: int = 0
+    bytes_cast: int = 0
+    bytes_moved: int = 0
+    flops: int = 0
+    overflows: int = 0
+
+    def add(self, call: _Call) -> None:
+        self.calls += 1
+        self.bytes_cast += call.bytes_cast
+        self.bytes_moved += call.bytes_moved
+        self.flops += call.flops
+        self.overflows += call.overflowed
 
 
 @dataclass
@@ -100,13 +119,16 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._rules: dict[str, Rule] = {}
         self._emulated: torch.dtype | bool = False
-        self._calls: list[_Call] = []
+        self._tallies: dict[tuple[str, ...], _Tally] = {}
+        self._repeats: list[_Source] = []
         self._sources: dict[tuple[int, torch.dtype], _Source] = {}
         self._current: _Call | None = None
         self._modules = _Modules()
 
     def __enter__(self) -> Census:
-        self._modules.follow()
+        if self._modules.follow():
+            self._repeats += self._repeated_now()
+            self._sources.clear()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -114,7 +136,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._modules.leave()
 
-    def watched(self, rules: dict[str, Run], edits: Edits) -> dict[str, Run]:
+    def watched(self, rules: dict[str, Kernel], edits: Edits) -> dict[str, Kernel]:
         """Return what operators do, told to this census: those that are edited and those that are listed."""
         listed = operators.listed(self._device_type)
         self._rules = {**listed, **operators.resolve(edits.table)}
@@ -125,12 +147,21 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         return {key: self._told(key.split()[1], run) for key, run in {**unedited, **rules}.items()}
 
+    def check_thread(self) -> None:
+        """Refuse to count in a second thread.
+
+        Raises:
+            UsageError: when another thread is being counted.
+        """
+        self._modules.check_thread()
+
     def report(self) -> CastReport:
         """Return the counts so far."""
-        rows = sorted(_rows(self._calls), key=lambda row: (row.flops, row.bytes_moved), reverse=True)
+        rows = [CastRow(*names, **vars(tally)) for names, tally in self._tallies.items()]  # type: ignore[arg-type]
+        rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         return CastReport(rows, [*_overflowed(rows), *self._repeated(), *_stayed(rows)])
 
-    def _told(self, name: str, run: Run) -> Run:
+    def _told(self, name: str, run: Kernel) -> Kernel:
         def told(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if self._current is not None or _in_backward():
                 return run(keyset, *args, **kwargs)
@@ -171,10 +202,12 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = self._current
         if call is None:
             call = self._call("to", self._unlisted(), [source])
+            call.bytes_cast = _bytes(source)
             self._finish(call, [source], result)
         elif self._emulated:
             return
-        call.bytes_cast += _bytes(source)
+        else:
+            call.bytes_cast += _bytes(source)
         self._remember(source, result.dtype, call.module)
 
     def _remember(self, source: Tensor, dtype: torch.dtype, module: str) -> None:
@@ -213,13 +246,20 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
             low = torch.get_autocast_dtype(self._device_type)
             call.runs = _name(low if self._emulated is True else self._emulated) + " emulated"
         call.overflowed = _overflows(call, values, results)
-        call.tensors = []
-        self._calls.append(call)
+        names = (call.operator, call.module, call.rule, call.inputs, call.runs)
+        self._tallies.setdefault(names, _Tally()).add(call)
+
+    def _repeated_now(self) -> list[_Source]:
+        return [source for source in self._sources.values() if source.times >= REPEATED]
 
     def _repeated(self) -> Iterator[str]:
-        repeated = [source for source in self._sources.values() if source.times >= REPEATED]
-        for source in sorted(repeated, key=lambda source: source.bytes * source.times, reverse=True):
-            times = f"{source.times} times ({size(source.bytes)} each)"
+        """Yield what was cast more than once between entering the region and leaving it, costliest first."""
+        costliest: dict[str, _Source] = {}
+        for source in [*self._repeats, *self._repeated_now()]:
+            known = costliest.setdefault(source.what + source.why, source)
+            known.times = max(known.times, source.times)
+        for source in sorted(costliest.values(), key=lambda one: one.bytes * one.times, reverse=True):
+            times = f"{source.times} times ({format_bytes(source.bytes)} each)"
             places = ", ".join(map(_place, source.modules))
             yield f"{source.what} is cast {times} {places}: {source.why}."
 
@@ -237,14 +277,24 @@ class _Modules:
     def current(self) -> str:
         return self._running[-1] if self._running else OUTSIDE
 
-    def follow(self) -> None:
+    def check_thread(self) -> None:
+        if self._depth and threading.get_ident() != self._thread:
+            raise UsageError(
+                "A region with a report counts in one thread, and another thread is inside. "
+                "Write autocast(..., report=True) in each thread."
+            )
+
+    def follow(self) -> bool:
+        """Follow modules; return whether they were not followed already."""
         self._depth += 1
-        if self._depth == 1:
-            self._thread = threading.get_ident()
-            self._handles = [
-                register_module_forward_pre_hook(self._begin),
-                register_module_forward_hook(self._end, always_call=True),
-            ]
+        if self._depth > 1:
+            return False
+        self._thread = threading.get_ident()
+        self._handles = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+        return True
 
     def leave(self) -> None:
         self._depth -= 1
@@ -267,25 +317,6 @@ class _Modules:
             self._running.pop()
 
 
-def _rows(calls: Iterable[_Call]) -> Iterator[CastRow]:
-    groups: dict[tuple[str, ...], list[_Call]] = {}
-    for call in calls:
-        groups.setdefault((call.operator, call.module, call.rule, call.inputs, call.runs), []).append(call)
-    for (operator, module, rule, inputs, runs), group in groups.items():
-        yield CastRow(
-            operator=operator,
-            module=module,
-            rule=rule,
-            calls=len(group),
-            inputs=inputs,
-            runs=runs,
-            bytes_cast=sum(call.bytes_cast for call in group),
-            bytes_moved=sum(call.bytes_moved for call in group),
-            flops=sum(call.flops for call in group),
-            overflows=sum(call.overflowed for call in group),
-        )
-
-
 def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
     for row in rows:
         if row.overflows:
@@ -298,7 +329,11 @@ def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
 def _stayed(rows: Iterable[CastRow]) -> Iterator[str]:
     stayed = [row for row in rows if row.inputs == row.runs == "float32" and row.operator[-1] != "_"]
     for row in stayed[:COSTLIEST]:
-        cost = f"{work(row.flops)}, {size(row.bytes_moved)}" if row.flops else size(row.bytes_moved)
+        cost = (
+            f"{format_flops(row.flops)}, {format_bytes(row.bytes_moved)}"
+            if row.flops
+            else format_bytes(row.bytes_moved)
+        )
         why = STAYED.get(row.rule, "its inputs were float32")
         yield f"{row.operator} {_place(row.module)} stayed in float32 ({cost}): {why}."
 
@@ -309,6 +344,8 @@ def _place(module: str) -> str:
 
 def _why(source: Tensor) -> str:
     """Return why a cast of a tensor is not kept."""
+    if torch.is_inference_mode_enabled():
+        return "inference mode keeps no casts"
     if not torch.is_autocast_cache_enabled():
         return "the cache is off"
     if not isinstance(source, torch.nn.Parameter) and not source.requires_grad:

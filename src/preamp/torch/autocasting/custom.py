@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from preamp.errors import UsageError
+from preamp.torch.autocasting.kernels import is_eligible
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.autocasting.thread import thread
 
@@ -39,9 +40,8 @@ def custom_fwd(
         fwd: the static method `forward(ctx, ...)`; None returns a decorator.
         device_type: "cpu", "cuda", ...
         cast_inputs: inside a region, floating-point tensors of the device type, float64 excepted, are cast to
-        this
-            dtype, also in lists, tuples, mappings and dataclasses, and forward runs with autocast off. None
-            leaves the inputs and the region as they are. Outside of regions it has no effect.
+            this dtype, also in lists, tuples, mappings and dataclasses, and forward runs with autocast off.
+            None leaves the inputs and the region as they are. Outside of regions it has no effect.
 
     Raises:
         ValueError: when `device_type` is not a string.
@@ -109,12 +109,7 @@ def _edited_region(device_type: str) -> autocast | None:
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     """Return a structure with every eligible tensor cast, and everything else as it was."""
     if isinstance(value, Tensor):
-        eligible = (
-            value.is_floating_point()
-            and value.device.type == device_type
-            and value.dtype is not torch.float64
-        )
-        return value.to(dtype) if eligible else value
+        return value.to(dtype) if is_eligible(value, device_type) else value
     if isinstance(value, Mapping):
         items = {key: _cast(item, device_type, dtype) for key, item in value.items()}
         return items if type(value) is dict else _refilled(value, items)

@@ -21,7 +21,7 @@ from preamp.errors import CastingError, UsageError
 from preamp.torch.autocasting import installed, kernels, operators
 from preamp.torch.autocasting.region import NOT_COMPILED, autocast
 from preamp.torch.autocasting.stepwise import is_stepwise
-from preamp.torch.autocasting.thread import Change, Run, thread
+from preamp.torch.autocasting.thread import Change, Kernel, thread
 
 if TYPE_CHECKING:
     from preamp.casts import CastReport
@@ -81,6 +81,8 @@ class EditedRegion(autocast, _UnmanagedAutocast):
     def __enter__(self) -> autocast:
         if torch.compiler.is_compiling():
             raise UsageError(NOT_COMPILED)
+        if self._census:
+            self._census.check_thread()
         change = self._change(thread.change_in_force(self.device))
         _compiled_code_waits()
         installed.hold(self.device, change.names)
@@ -152,7 +154,11 @@ def _again(*asked: Any) -> autocast:
     return autocast(*arguments, casting=casting, report=report, emulate=emulate)
 
 
-def _check(casting: Any, dtype: torch.dtype | None, emulate: bool) -> None:
+def _check(casting: Any, dtype: Any, emulate: Any) -> None:
+    if not isinstance(emulate, bool):
+        raise CastingError(
+            f"emulate={emulate!r} is not True or False. Write dtype=torch.float16, emulate=True."
+        )
     if casting is not None and not isinstance(casting, Casting):
         raise CastingError(
             f"casting={casting!r} is not a table. Write casting=casting.DEFAULT.float32('softmax') "
@@ -166,7 +172,7 @@ def _check(casting: Any, dtype: torch.dtype | None, emulate: bool) -> None:
 
 
 @cache
-def _rules(device_type: str, edits: Edits) -> tuple[dict[str, Run], frozenset[str]]:
+def _rules(device_type: str, edits: Edits) -> tuple[dict[str, Kernel], frozenset[str]]:
     """Return what each operator does that does not do what the framework does by itself, and their names."""
     listed, edited = operators.listed(device_type), operators.resolve(edits.table)
     changed = {name: rule for name, rule in edited.items() if rule != listed.get(name)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from preamp.torch.autocasting import operators
-from preamp.torch.autocasting.thread import Run, thread
+from preamp.torch.autocasting.thread import Kernel, thread
 
 __all__ = ["before", "hold", "let_go", "rule_key"]
 
@@ -75,7 +75,7 @@ def _register(device_type: str, names: frozenset[str]) -> Any:
 
 
 @cache
-def _kernel(device_type: str, name: str) -> Run:
+def _kernel(device_type: str, name: str) -> Kernel:
     key, otherwise = rule_key(device_type, name), before(device_type, name)
 
     @operators.untraced
@@ -89,12 +89,12 @@ def _kernel(device_type: str, name: str) -> Run:
 
 
 @cache
-def before(device_type: str, name: str) -> Run:
+def before(device_type: str, name: str) -> Kernel:
     """Return what the dispatcher does without our kernel: the framework's cast, or nothing."""
     if name in operators.listed(device_type):
         kernel = torch.library.get_kernel(f"aten::{name}", operators.dispatch_key(device_type))
         return kernel.call_boxed
     if not operators.is_composite(name):
-        return operators.alone(name, device_type)  # type: ignore[no-any-return]
+        return operators.without_autocast(name, device_type)  # type: ignore[no-any-return]
     operator, below = operators.find(name), operators.keys_below(device_type)
     return lambda keyset, *args, **kwargs: operator.redispatch(keyset & below, *args, **kwargs)

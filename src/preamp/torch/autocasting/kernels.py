@@ -16,9 +16,9 @@ from torch import Tensor
 from preamp.casting import Rule
 from preamp.errors import UsageError
 from preamp.torch.autocasting import operators
-from preamp.torch.autocasting.thread import Run
+from preamp.torch.autocasting.thread import Kernel
 
-__all__ = ["cast", "emulate", "make"]
+__all__ = ["cast", "emulate", "is_eligible", "make"]
 
 # A tenth of the time of Tensor.to, which parses its arguments.
 CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
@@ -32,7 +32,7 @@ INSTEAD = {"binary_cross_entropy": "binary_cross_entropy_with_logits on what the
 Values: TypeAlias = "list[Any] | tuple[Any, ...]"
 
 
-def make(rule: Rule, name: str, device_type: str) -> Run:
+def make(rule: Rule, name: str, device_type: str) -> Kernel:
     """Return what an operator does under a rule.
 
     Args:
@@ -41,7 +41,7 @@ def make(rule: Rule, name: str, device_type: str) -> Run:
         device_type: whose tensors are cast.
     """
     if rule == "untouched":
-        return operators.alone(name, device_type)  # type: ignore[no-any-return]
+        return operators.without_autocast(name, device_type)  # type: ignore[no-any-return]
     if rule == "refuse":
         return _refuse(name)
     if rule == "widest":
@@ -72,7 +72,12 @@ def cast(values: Iterable[Any], dtype: torch.dtype, device_type: str) -> list[An
     ]
 
 
-def emulate(name: str, device_type: str, dtype: torch.dtype | None) -> Run:
+def is_eligible(value: Any, device_type: str) -> bool:
+    """Return whether autocast casts a value: a floating-point tensor of the device type, float64 excepted."""
+    return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type
+
+
+def emulate(name: str, device_type: str, dtype: torch.dtype | None) -> Kernel:
     """Return an operator that rounds its inputs and its result, and computes in float32 in between.
 
     Casting down and up again is what autograd sees, so gradients are rounded at the same places: what a
@@ -103,7 +108,7 @@ def emulate(name: str, device_type: str, dtype: torch.dtype | None) -> Run:
     return emulated
 
 
-def _cast_to(choose: Callable[[Values], torch.dtype], name: str, device_type: str) -> Run:
+def _cast_to(choose: Callable[[Values], torch.dtype], name: str, device_type: str) -> Kernel:
     operator, switch = operators.call(name), torch.set_autocast_enabled
 
     @operators.untraced
@@ -127,10 +132,10 @@ def _widest(values: Values, device_type: str) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-def _refuse(name: str) -> Run:
+def _refuse(name: str) -> Kernel:
     base = name.partition(".")[0]
     instead = INSTEAD.get(
-        base, f"an operator that works in low precision, or call {base} in autocast(enabled=False)"
+        base, f"`with autocast(device_type, enabled=False)` around {base} of float32 tensors"
     )
     message = f"{base} is refused in this autocast region. Write {instead}."
 
@@ -140,12 +145,12 @@ def _refuse(name: str) -> Run:
     return refused
 
 
-def _unless_told(run: Run, name: str, device_type: str) -> Run:
+def _unless_told(run: Kernel, name: str, device_type: str) -> Kernel:
     """Return an operator that casts nothing where `dtype=` is given."""
     arguments = [argument.name for argument in operators.find(name)._schema.arguments]
     if "dtype" not in arguments:
         return run
-    place, alone = arguments.index("dtype"), operators.alone(name, device_type)
+    place, alone = arguments.index("dtype"), operators.without_autocast(name, device_type)
 
     def told(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[place] if len(args) > place else kwargs.get("dtype")
@@ -158,7 +163,7 @@ def _rounded(values: Iterable[Any], to: Callable[[Tensor], Tensor], device_type:
     """Return values with every eligible tensor rounded to a low precision, in float32."""
     return [
         to(value).float()
-        if isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type
+        if is_eligible(value, device_type)
         else type(value)(_rounded(value, to, device_type))
         if isinstance(value, (list, tuple))
         else value
@@ -168,7 +173,7 @@ def _rounded(values: Iterable[Any], to: Callable[[Tensor], Tensor], device_type:
 
 def _dtypes(values: Iterable[Any], device_type: str) -> Iterable[torch.dtype]:
     for value in values:
-        if isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type:
+        if is_eligible(value, device_type):
             yield value.dtype
         elif isinstance(value, (list, tuple)):
             yield from _dtypes(value, device_type)

@@ -19,7 +19,6 @@ from preamp.errors import CastingError
 
 __all__ = [
     "USER_NAMES",
-    "alone",
     "call",
     "dispatch_key",
     "empty_library",
@@ -33,6 +32,7 @@ __all__ = [
     "resolve",
     "untraced",
     "with_autocast_off",
+    "without_autocast",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,7 +43,6 @@ USER_NAMES: dict[str, str] = {
     "GRUCell": "gru_cell _thnn_fused_gru_cell",
     "LSTM": "lstm mkldnn_rnn_layer",
     "LSTMCell": "lstm_cell _thnn_fused_lstm_cell",
-    "MultiheadAttention": "_native_multi_head_attention scaled_dot_product_attention",
     "RNN": "rnn_tanh rnn_relu",
     "RNNCell": "rnn_tanh_cell rnn_relu_cell",
     "__matmul__": "matmul",
@@ -114,7 +113,7 @@ def put(library: Any, name: str, device_type: str, kernel: Callable[..., Any]) -
 
 @cache
 def _silence() -> None:
-    """Hear PyTorch's only warning of a kernel that stands before another, so that users need not."""
+    """Trigger PyTorch's once-only warning of a kernel that replaces another while warnings are ignored."""
     library = torch.library.Library("preamp", "DEF")  # type: ignore[no-untyped-call]
     library.define("hush() -> ()")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings(action="ignore"):
@@ -184,7 +183,7 @@ def untraced(function: F) -> F:
 
 
 @cache
-def alone(name: str, device_type: str) -> Any:
+def without_autocast(name: str, device_type: str) -> Any:
     """Return an operator that runs, with all that it calls, as if autocast were off."""
     return with_autocast_off(call(name), device_type)
 
@@ -213,7 +212,7 @@ def overloads(name: str) -> tuple[str, ...]:
     Raises:
         CastingError: for a name that stands for none, with the nearest ones.
     """
-    known, name = _names(), name.removeprefix("aten::")
+    known, name = _names(), name.removeprefix("aten::").removeprefix("aten.").removeprefix("torch.")
     if name in USER_NAMES:
         bases = [base for base in USER_NAMES[name].split() if base in known or base in USER_NAMES]
         return tuple(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["NOT_COMPILED", "autocast"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-PYTORCHS = torch.autocast  # now: users may put ours in its place
+TorchAutocast = torch.autocast  # now: users may put ours in its place
 CASTABLE = (torch.float16, torch.bfloat16)
 NOT_COMPILED = (
     "An autocast region with casting=, report= or emulate= cannot be entered inside compiled code. "
@@ -46,7 +46,7 @@ NOT_COMPILED = (
 _working = {"cpu"}  # device types that PyTorch has no objection to
 
 
-class autocast(PYTORCHS):  # PyTorch's name
+class autocast(TorchAutocast):  # PyTorch's name
     """A region, or a decorated function, in which each operator runs in a precision of its own.
 
     A drop-in for `torch.autocast`: the same arguments, lists of operators, warnings and errors, compiled by
@@ -69,9 +69,8 @@ class autocast(PYTORCHS):  # PyTorch's name
 
     Args:
         device_type: "cpu", "cuda", ...: whose tensors are cast.
-        dtype: the low precision; None takes the surrounding region's, else the default of the device type:
-        bfloat16
-            on CPUs, float16 on CUDA. Emulation takes float8_e4m3fn and float8_e5m2 as well.
+        dtype: the low precision; None takes the surrounding region's, else the default of the device type,
+            bfloat16 on CPUs and float16 on CUDA. Emulation takes float8_e4m3fn and float8_e5m2 as well.
         enabled: False switches autocast off inside.
         cache_enabled: whether the cast of a weight is kept until the outermost region ends; None takes the
             surrounding region's choice, else True.
@@ -83,7 +82,9 @@ class autocast(PYTORCHS):  # PyTorch's name
     Raises:
         ValueError: when `device_type` is not a string.
         RuntimeError: for a device type without autocast.
-        CastingError: when a table names an operator that does not exist, with the nearest names.
+        CastingError: when a table names an operator that does not exist, with the nearest names, or a dtype
+            cannot be emulated.
+        UsageError: when a subclass is given `casting`, `report` or `emulate`.
     """
 
     def __new__(
@@ -104,7 +105,7 @@ class autocast(PYTORCHS):  # PyTorch's name
 
                 return object.__new__(EditedRegion)
             if torch.compiler.is_compiling():
-                return PYTORCHS(device_type, dtype, enabled, cache_enabled)
+                return TorchAutocast(device_type, dtype, enabled, cache_enabled)
         return object.__new__(cls)
 
     def __init__(
@@ -123,7 +124,7 @@ class autocast(PYTORCHS):  # PyTorch's name
                 f"{type(self).__name__} is a subclass of autocast, and cannot edit. Write autocast(...)."
             )
         if device_type in _working and (dtype is None or dtype in CASTABLE):
-            PYTORCHS.__init__(self, device_type, dtype, enabled, cache_enabled)
+            TorchAutocast.__init__(self, device_type, dtype, enabled, cache_enabled)
         else:
             self._prepare(device_type, dtype, enabled, cache_enabled)
 
@@ -208,7 +209,7 @@ class autocast(PYTORCHS):  # PyTorch's name
         """Do as PyTorch does, and have its warnings name the line that asked for the region."""
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            PYTORCHS.__init__(self, device_type, dtype, enabled, cache_enabled)
+            TorchAutocast.__init__(self, device_type, dtype, enabled, cache_enabled)
         for warning in heard:
             warnings.warn(warning.message, warning.category, stacklevel=level_of_caller("torch"))
         if self._enabled and not heard:
@@ -216,7 +217,7 @@ class autocast(PYTORCHS):  # PyTorch's name
 
     def _enter_traced(self) -> autocast:
         """Enter PyTorch's region, which `torch.export` writes down."""
-        region = PYTORCHS(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        region = TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
         thread.traced.append((self, region))
         region.__enter__()  # type: ignore[no-untyped-call]
         return self

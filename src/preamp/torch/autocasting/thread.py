@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
     from preamp.torch.autocasting.region import autocast
 
-__all__ = ["Change", "Frame", "Run", "Thread", "thread"]
+__all__ = ["Change", "Frame", "Kernel", "Thread", "thread"]
 
 # What an operator does, called as the dispatcher calls it: with the set of dispatch keys, then its own
 # arguments.
-Run: TypeAlias = Callable[..., Any]
+Kernel: TypeAlias = Callable[..., Any]
 
 
 class Change(NamedTuple):
@@ -35,7 +35,7 @@ class Change(NamedTuple):
         censuses: what counts inside, outermost first.
     """
 
-    rules: dict[str, Run]
+    rules: dict[str, Kernel]
     edits: Edits
     names: frozenset[str]
     censuses: tuple[Census, ...]
@@ -71,7 +71,7 @@ class Thread(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.rules: dict[str, Run] = {}
+        self.rules: dict[str, Kernel] = {}
         self.claim = Claim()
         self.traced: list[tuple[autocast, torch.autocast]] = []
 

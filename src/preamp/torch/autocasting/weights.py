@@ -84,7 +84,7 @@ def watch_writes(device_type: str) -> None:
             _watching[kind] = library = operators.empty_library()
             for name in operators.in_place_names():
                 if name.partition(".")[0] not in UNWATCHED:
-                    operators.put(library, name, kind, _watched(operators.alone(name, kind)))
+                    operators.put(library, name, kind, _watched(operators.without_autocast(name, kind)))
         _watching[device_type] = _watching[kind]
 
 
@@ -102,17 +102,17 @@ def _may_be_a_weight(target: Tensor) -> bool:
     """Return whether a write may change a float32 leaf, itself or through another tensor on its memory."""
     if target.dtype is not torch.float32:
         return False
-    if target.requires_grad:
-        return target.is_leaf or (target._base is not None and target._base.is_leaf)
-    return isinstance(target, torch.nn.Parameter) or _shares_memory(target)
+    base = target if target._base is None else target._base
+    if base.requires_grad:
+        return base.is_leaf
+    return isinstance(base, torch.nn.Parameter) or _is_shared(target)
 
 
-def _shares_memory(tensor: Tensor) -> bool:
-    """Return whether other tensors lie on the memory of one; True where that cannot be told."""
+def _is_shared(tensor: Tensor) -> bool:
+    """Return whether tensors lie on the memory of one besides its base; True where that cannot be told."""
     try:
         storage = tensor.untyped_storage()
-        return (
-            torch._C._storage_Use_Count(storage._cdata) > 2
-        )  # the tensor, and the object that was just made
+        owners = torch._C._storage_Use_Count(storage._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors, those inside torch.func
         return True
+    return owners > (2 if tensor._base is None else 3)  # itself, its base, and the object that was just made
