@@ -168,8 +168,8 @@ class autocast(TorchAutocast):  # PyTorch's name
         if claim.held:
             if not frames:
                 claim.release()
-            elif before.dtype is not self.fast_dtype or not self._enabled:
-                clear_autocast_cache()
+            elif before.dtype is not self.fast_dtype or not (self._enabled and before.enabled):
+                clear_autocast_cache()  # writes are seen where autocast is on
         return False
 
     def __call__(self, function: F) -> F:

@@ -1,0 +1,195 @@
+"""Where an edited table is in force: in its region and its thread, and nowhere afterwards."""
+
+import gc
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from preamp import casting
+from preamp.casting import RULES
+from preamp.errors import UsageError
+from preamp.torch import autocast
+
+from .torch_regions import BRAIN, FULL, HALF, all_same, behaviour, in_step, in_thread, kernels, numbers, same
+
+EDIT = casting.DEFAULT
+A = numbers(4, 4)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Be the only thread, as far as our kernels know: those of the test runner never run an operator."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    gc.collect()
+    with autocast("cpu", casting=EDIT.float32("exp")):
+        pass
+
+
+def test_regions_inherit_a_table_replace_it_or_go_back_to_the_builtin():
+    one, other = EDIT.float32("mm").lower("softmax"), EDIT.untouched("matmul")
+    with autocast("cpu", HALF, casting=one):
+        assert behaviour() == (FULL, HALF, HALF)
+        with autocast("cpu", BRAIN):
+            assert behaviour() == (FULL, BRAIN, BRAIN)
+            with autocast("cpu", casting=other):
+                assert behaviour() == (BRAIN, FULL, FULL)
+            assert behaviour() == (FULL, BRAIN, BRAIN)
+        with torch.autocast("cpu", BRAIN):
+            assert behaviour() == (FULL, BRAIN, BRAIN)
+        with autocast("cpu", casting=casting.DEFAULT):
+            assert behaviour() == (HALF, FULL, HALF)
+            with autocast("cpu"):
+                assert behaviour() == (HALF, FULL, HALF)
+        with autocast("cpu", enabled=False):
+            assert behaviour() == (FULL, FULL, FULL)
+            with autocast("cpu", BRAIN):
+                assert behaviour() == (FULL, BRAIN, BRAIN)
+        with torch.autocast("cpu", enabled=False):
+            assert behaviour() == (FULL, FULL, FULL)
+        with autocast("cpu", enabled=False, casting=other):
+            assert behaviour() == (FULL, FULL, FULL)
+        assert behaviour() == (FULL, HALF, HALF)
+    with torch.autocast("cpu", HALF):
+        with autocast("cpu", casting=one):
+            assert behaviour() == (FULL, HALF, HALF)
+        assert behaviour() == (HALF, FULL, HALF)
+    assert behaviour() == (FULL, FULL, FULL)
+
+
+def rounded(*tensors, low=HALF):
+    return [tensor.to(low).float() for tensor in tensors]
+
+
+def test_emulation_is_inherited_as_tables_are():
+    plain, (emulated,) = A @ A, rounded(torch.mm(*rounded(A, A)))
+    assert not same(plain, emulated)
+    with autocast("cpu", HALF, casting=EDIT.float32("matmul")), autocast("cpu", emulate=True):
+        assert all_same([torch.mm(A, A), A @ A], [emulated, plain])
+        with autocast("cpu"), torch.autocast("cpu"):
+            assert all_same([torch.mm(A, A), A @ A], [emulated, plain])
+        with autocast("cpu", casting=EDIT.float32("mm")):
+            assert all_same([torch.mm(A, A), A @ A], [plain, emulated])
+        with autocast("cpu", casting=casting.DEFAULT):
+            assert all_same([torch.mm(A, A), A @ A], [emulated, emulated])
+        with autocast("cpu", enabled=False):
+            assert all_same([torch.mm(A, A), A @ A], [plain, plain])
+    assert all_same([torch.mm(A, A), A @ A], [plain, plain])
+
+
+def test_edits_are_those_of_one_thread():
+    """While others are in no region, in PyTorch's own, or in one with another table."""
+    regions = [
+        (autocast("cpu", HALF, casting=EDIT.float32("mm").lower("softmax")), (FULL, HALF, HALF)),
+        (autocast("cpu", HALF, casting=EDIT.untouched("matmul")), (HALF, FULL, FULL)),
+        (torch.autocast("cpu", BRAIN), (BRAIN, FULL, BRAIN)),
+        (autocast("cpu", BRAIN), (BRAIN, FULL, BRAIN)),
+        (autocast("cpu", enabled=False), (FULL, FULL, FULL)),
+        (autocast("cpu", BRAIN, casting=EDIT.refuse("exp")), (BRAIN, FULL, BRAIN)),
+    ]
+
+    def work(region, expected):
+        def run(others):
+            seen = []
+            for _ in range(3):
+                others()
+                assert behaviour() == (FULL, FULL, FULL)
+                with region:
+                    for _ in range(3):
+                        others()
+                        seen.append(behaviour())
+                    others()
+            return set(seen) == {expected}
+
+        return run
+
+    assert in_step(*[work(*one) for one in regions]) == [True] * len(regions)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_after_the_last_region_the_dispatcher_is_as_it_was(alone, rule):
+    before = kernels()
+    names = ("mm", "softmax", "matmul", "exp", "cat")
+    one, other = (autocast("cpu", casting=getattr(EDIT, rule)(*some)) for some in (names[:3], names))
+    with one:
+        assert kernels() != before
+        with pytest.raises(KeyError), other:
+            raise KeyError
+    assert kernels() == before
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(one)
+        second.enter_context(other)
+        first.close()
+        assert kernels() != before
+    del one, other  # entered twice, they keep their kernels
+    gc.collect()
+    assert kernels() == before
+    assert behaviour() == (FULL, FULL, FULL)
+    with torch.autocast("cpu", HALF):
+        assert behaviour() == (HALF, FULL, HALF)
+
+
+def test_a_refused_operator_leaves_nothing_behind(alone):
+    before = kernels()
+    for _ in range(2):
+        with autocast("cpu", HALF, casting=EDIT.refuse("mm")), pytest.raises(UsageError):
+            torch.mm(A, A)
+    assert kernels() == before
+    assert torch.mm(A, A).dtype == FULL
+
+
+def test_an_instance_that_is_entered_again_keeps_its_kernels_until_it_is_deleted(alone):
+    before, region = kernels(), autocast("cpu", HALF, casting=EDIT.float32("mm"))
+    with region:
+        inside = kernels()
+    assert kernels() == before
+    for _ in range(3):
+        with region:
+            assert (kernels(), behaviour()) == (inside, (FULL, FULL, HALF))
+        assert behaviour() == (FULL, FULL, FULL)
+        with torch.autocast("cpu", BRAIN):
+            assert behaviour() == (BRAIN, FULL, BRAIN)
+    assert kernels() == inside
+    del region
+    gc.collect()
+    with autocast("cpu", casting=EDIT.float32("exp")):
+        pass
+    assert kernels() == before
+
+
+def test_regions_that_overlap_in_threads_leave_the_dispatcher_as_it_was(alone, monkeypatch):
+    monkeypatch.undo()
+    before = kernels()
+
+    def work(others):
+        for _ in range(20):
+            with autocast("cpu", HALF, casting=EDIT.float32("mm").lower("softmax")):
+                assert behaviour() == (FULL, HALF, HALF)
+            with torch.autocast("cpu", HALF):
+                assert behaviour() == (HALF, FULL, HALF)
+        others()
+
+    in_step(*[work] * 4)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    with autocast("cpu", casting=EDIT.float32("exp")):
+        pass
+    assert kernels() == before
+
+
+def test_kernels_stay_while_another_thread_may_be_about_to_call_one(alone, monkeypatch):
+    before = kernels()
+    monkeypatch.undo()
+
+    def work():
+        with autocast("cpu", casting=EDIT.float32("mm")):
+            inside = kernels()
+        assert kernels() == inside != before
+
+    in_thread(work)
+    with torch.autocast("cpu", HALF):
+        assert behaviour() == (HALF, FULL, HALF)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    with autocast("cpu", casting=EDIT.float32("exp")):
+        pass
+    assert kernels() == before

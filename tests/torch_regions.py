@@ -1,0 +1,100 @@
+"""What the tests of regions share: numbers, states, threads in step, and counts of casts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+PATIENCE = 60  # seconds until a thread that waits for the others gives up
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(*shape: int, seed: int = 1) -> torch.nn.Parameter:
+    return torch.nn.Parameter(numbers(*(shape or (3, 4)), seed=seed))
+
+
+def state(device: str = "cpu") -> tuple[bool, torch.dtype, bool]:
+    """Return what the framework knows of a device type's autocast in this thread."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return enabled, dtype, torch.is_autocast_cache_enabled()
+
+
+def by_hand(x: Tensor, w: Tensor, dtype: torch.dtype = BRAIN) -> Tensor:
+    return F.linear(x.to(dtype), w.to(dtype))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def flat(result: Any) -> list[Tensor]:
+    """Return the tensors of a nested result."""
+    return [result] if isinstance(result, Tensor) else [one for part in result for one in flat(part)]
+
+
+def all_same(a: Any, b: Any) -> bool:
+    """Return whether two results, which may be nested, are made of the same tensors."""
+    a, b = flat(a), flat(b)
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often a tensor is cast."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.count = tensor, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._to_copy.default and args[0] is self.tensor:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Return what a function returns in a new thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def in_step(*works: Callable[[Callable[[], Any]], Any]) -> list[Any]:
+    """Run functions in a thread each; they wait for all others where they call what they are given."""
+    barrier = threading.Barrier(len(works))
+
+    def run(work: Callable[[Callable[[], Any]], Any]) -> Any:
+        try:
+            return work(lambda: barrier.wait(PATIENCE))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(run, work) for work in works]
+    errors = [future.exception() for future in futures]
+    first = next((e for e in errors if e and not isinstance(e, threading.BrokenBarrierError)), None)
+    if first:
+        raise first
+    return [future.result() for future in futures]
+
+
+def behaviour() -> tuple[torch.dtype, ...]:
+    """Return what three operators do: one that is listed, one that is not, and one that calls the first."""
+    a = torch.ones(2, 2)
+    return torch.mm(a, a).dtype, F.softmax(a, -1).dtype, torch.matmul(a, a).dtype
+
+
+def kernels() -> list[str]:
+    """Return all that the dispatcher knows of some operators."""
+    names = "mm", "softmax.int", "matmul", "exp", "cat"
+    return [torch._C._dispatch_dump(f"aten::{name}") for name in names]
