@@ -393,10 +393,10 @@ def model(entries, regions):
     return [(*states[device], cache) for device in DEVICES], dtypes
 
 
-def walk(script, order):
+def walk(script, order, writes):
     """Enter and leave regions as the script says, then leave what is still open in a given order."""
     regions = [autocast(device, **options) for device, options in OPTIONS]
-    before, entries = everything(), []
+    before, entries, w = everything(), [], weight()
     try:
         for place, enters in script:
             if enters:
@@ -409,6 +409,10 @@ def walk(script, order):
                 with pytest.raises(UsageError, match="not entered"):
                     regions[place].__exit__(None, None, None)
             assert everything() == model(entries, regions)
+            enabled, low, _ = state()
+            assert same(F.linear(X, w), by_hand(X, w, low if enabled else FULL))
+            if writes:
+                w.data.add_(1)
     finally:
         for place in sorted(entries, key=order.index):
             regions[place].__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""`preamp.torch.GradScaler` in the place of PyTorch's in Lightning, Accelerate and transformers, unmodified.
+"""`preamp.torch`'s GradScaler and autocast in the place of PyTorch's in Lightning, Accelerate, transformers.
 
 Every library trains the same small net on the same batches, some of which overflow, for two epochs, and
 writes a checkpoint of its own after the first. They are imported where they are used: that takes seconds.
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 
 from preamp import Trace
-from preamp.torch import GradScaler
+from preamp.torch import GradScaler, autocast
 
 LR, CLIP, DECAY = 0.5, 0.01, 0.9
 FAINT = 2.0**-10  # such a gradient is clipped only if it was not unscaled
@@ -244,6 +244,21 @@ def test_training_equals_the_one_with_the_original(train, tmp_path):
     assert a == b
     assert [row.scale for row in a] == SCALES
     assert [step.skipped for step in trace] == SKIPPED
+
+
+@pytest.mark.parametrize("train", LIBRARIES)
+def test_training_equals_the_one_with_the_original_autocast(train, tmp_path, monkeypatch):
+    original, entered = train(Job(ours(), tmp_path / "original", sgd)), []
+
+    class Counted(autocast):
+        def __enter__(self) -> autocast:
+            entered.append(self)
+            return super().__enter__()
+
+    for place in (torch, torch.amp, torch.amp.autocast_mode):
+        monkeypatch.setattr(place, "autocast", Counted)
+    assert train(Job(ours(), tmp_path / "ours", sgd)) == original
+    assert len(entered) >= len(original)
 
 
 @pytest.mark.parametrize("train", LIBRARIES)
