@@ -10,11 +10,10 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from preamp import casting
 from preamp.torch import autocast, custom_bwd, custom_fwd
 
-from .torch_regions import BRAIN, FULL, HALF, all_same, in_thread, numbers, state
+from .torch_regions import BASE, BRAIN, FULL, HALF, all_same, in_thread, numbers, state
 
 EDIT = casting.DEFAULT
 A, X = numbers(4, 4), numbers(5, 4)
-BASE = state()
 
 # The rules
 

@@ -13,14 +13,26 @@ from preamp import casting
 from preamp.errors import UsageError
 from preamp.torch import autocast
 
-from .torch_regions import BRAIN, FULL, HALF, all_same, flat, in_step, in_thread, numbers, same, state, weight
+from .torch_regions import (
+    BASE,
+    BRAIN,
+    FULL,
+    HALF,
+    all_same,
+    flat,
+    in_step,
+    in_thread,
+    numbers,
+    same,
+    state,
+    weight,
+)
 
 EDITS = {
     "table": {"casting": casting.DEFAULT.float32("mm", "matmul", "bmm", "linear").lower("softmax")},
     "emulated": {"emulate": True},
 }
 X, W = numbers(5, 4), weight(4, 4)
-BASE = (False, BRAIN, True)
 pytestmark = [  # what PyTorch says of itself
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preamp.torch import autocast
 from preamp.torch.autocasting import weights
 
-from .torch_regions import BRAIN, FULL, HALF, Casts, by_hand, in_thread, numbers, same, state, weight
+from .torch_regions import BASE, BRAIN, FULL, HALF, Casts, by_hand, in_thread, numbers, same, state, weight
 
-BASE = (False, BRAIN, True)
 X, ONES = numbers(5, 4), torch.ones(3, 4)
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
 lows = pytest.mark.parametrize("low", [HALF, BRAIN])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+BASE = (False, BRAIN, True)  # the state of a thread outside of all regions
 PATIENCE = 60  # seconds until a thread that waits for the others gives up
 
 
