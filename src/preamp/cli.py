@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import difflib
 import random
-import shutil
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -21,10 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from preamp import __version__
 from preamp.dialects import ALL, Dialect
@@ -32,12 +26,13 @@ from preamp.errors import PreampError
 from preamp.lab import Precision, Task
 from preamp.policy import Dynamic, Policy, Static, Tolerant
 from preamp.simulate import simulate as play
+from preamp.terminal import Row, out, print_lines, print_open, print_table, train_all, until_done
 from preamp.trace import Trace
 from preamp.words import power, sparkline
 
 if TYPE_CHECKING:
     from preamp.lab.problem import Problem
-    from preamp.lab.runs import Loop, Plan, Run
+    from preamp.lab.runs import Run
     from preamp.report import Curve
 
 __all__ = [
@@ -74,7 +69,6 @@ class ShortTolerant(Tolerant):
 Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))]
 Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
-Row: TypeAlias = dict[str, str]
 LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 RULE = Parameter(
@@ -86,7 +80,6 @@ RULE = Parameter(
 
 BAD_INPUT, INTERRUPTED = 2, 130
 INVENTED_STEPS, INVENTED_RATE = 20_000, 0.0005
-NARROWEST = 80  # below, the terminal folds lines: cutting cells would show wrong numbers
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
 ARITHMETIC = {
     True: "rehearsed as on a tensor core: products store what goes in and out in it and sum in float32",
@@ -105,9 +98,6 @@ app = App(
     version=f"preamp {__version__}",
     result_action="return_value",
     default_parameter=Parameter(negative=()),
-)
-out = Console(
-    highlight=False, markup=False, emoji=False, width=max(NARROWEST, shutil.get_terminal_size().columns)
 )
 
 
@@ -178,20 +168,20 @@ def train(
     todo = plans(_precisions(precision), rule, seeds, seed)
 
     out_dir.mkdir(parents=True, exist_ok=True)
-    runs = _train_all(problem, todo, make_loop, framework, out_dir)
+    runs = train_all(problem, todo, make_loop, framework, out_dir)
     interrupted = len(runs) < len(todo) or runs[-1].interrupted
     if not runs:
         out.print("Interrupted before the first step. Nothing was written.")
         return INTERRUPTED
-    with _until_done():
+    with until_done():
         rows = [row(group) for group in grouped(runs)]
         write_summary(out_dir / "summary.json", problem, framework, runs)
         _write_training_report(out_dir / "report.html", problem, runs, rows, emulate)
-    _print_table(rows)
+    print_table(rows)
     if seeds > 1:
         out.print(f"Median and range of {seeds} seeds; steps, skipped steps and seconds are sums.")
-    _print_lines(_stops((f"{run.plan.name}, seed {run.plan.seed}", run.trace) for run in runs))
-    _print_open(out_dir / "report.html")
+    print_lines(_stops((f"{run.plan.name}, seed {run.plan.seed}", run.trace) for run in runs))
+    print_open(out_dir / "report.html")
     return INTERRUPTED if interrupted else 0
 
 
@@ -234,8 +224,8 @@ def simulate(
     rows = [_scale_row(name, one) for name, one in traces.items()]
     trends = [{"trend": sparkline(one)} for one in traces.values()]
     stops = _stops(traces.items())
-    _print_table([row | trend for row, trend in zip(rows, trends, strict=True)])
-    _print_lines(stops)
+    print_table([row | trend for row, trend in zip(rows, trends, strict=True)])
+    print_lines(stops)
     out_file.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         out_file,
@@ -245,7 +235,7 @@ def simulate(
         table=rows,
         footer=_footer(f"{name}: {rule!r}" for name, rule in rules.items()),
     )
-    _print_open(out_file)
+    print_open(out_file)
     return 0
 
 
@@ -276,8 +266,8 @@ def report(
         table=rows,
         footer=_footer(map(str, traces)),
     )
-    _print_table(rows)
-    _print_open(out_file)
+    print_table(rows)
+    print_open(out_file)
     return 0
 
 
@@ -314,14 +304,14 @@ def inspect(
         footer=_footer([f"{device}, {dtype or 'default precision'}"]),
     )
     print(found)
-    _print_open(out_file)
+    print_open(out_file)
     return 0
 
 
 @app.command
 def dialects() -> int:
     """Show the systems whose rules preamp reproduces, and what is odd about each."""
-    _print_table([{"dialect": name.lower(), "system": d.system, "oddity": d.odd} for name, d in ALL.items()])
+    print_table([{"dialect": name.lower(), "system": d.system, "oddity": d.odd} for name, d in ALL.items()])
     return 0
 
 
@@ -390,70 +380,6 @@ def _named(paths: Sequence[Path], traces: Sequence[Trace]) -> dict[str, Trace]:
     return dict(zip(unique, traces, strict=True))
 
 
-def _train_all(
-    problem: Problem, todo: Sequence[Plan], make_loop: Any, framework: str, folder: Path
-) -> list[Run]:
-    """Carry out the plans until they are done or Ctrl-C is pressed."""
-    runs: list[Run] = []
-    columns = (
-        TextColumn("{task.description:24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[seen]:24}"),
-        TimeRemainingColumn(),
-    )
-    with (
-        suppress(KeyboardInterrupt),
-        Progress(*columns, console=out, disable=not out.is_terminal) as progress,
-    ):
-        for plan in todo:
-            runs.append(_train_one(problem, plan, make_loop, framework, folder, progress))
-            if runs[-1].interrupted:
-                break
-    return runs
-
-
-def _train_one(
-    problem: Problem,
-    plan: Plan,
-    make_loop: Callable[..., Loop],
-    framework: str,
-    folder: Path,
-    progress: Progress,
-) -> Run:
-    from preamp.lab.runs import train as carry_out
-
-    bar = progress.add_task(f"{plan.name}, {plan.seed}", total=problem.steps, seen="")
-
-    def show(step: Any) -> None:
-        if step.index % 20 == 19 or step.index == problem.steps - 1:
-            seen = f"loss {step.loss:.4f} scale {power(step.scale)}"
-            progress.update(bar, completed=step.index + 1, seen=seen)
-
-    path = folder / plan.file_name / "trace.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    about: dict[str, Any] = {
-        "name": plan.name,
-        "task": problem.task,
-        "framework": framework,
-        "precision": plan.precision,
-        "seed": plan.seed,
-        "policy": repr(plan.policy) if plan.policy else None,
-    }
-    with Trace(path=path, mode="replace", **about) as trace:
-        return carry_out(problem, plan, make_loop=make_loop, trace=trace, on_step=show)
-
-
-@contextmanager
-def _until_done() -> Iterator[None]:
-    """Keep Ctrl-C from leaving half of the results behind."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _write_training_report(
     path: Path, problem: Problem, runs: list[Run], rows: list[Row], emulate: bool
 ) -> None:
@@ -510,26 +436,3 @@ def _footer(lines: Iterable[str]) -> str:
 
 def _stops(traces: Iterable[tuple[str, Trace]]) -> list[str]:
     return [f"{name} stopped: {trace.stopped}" for name, trace in traces if trace.stopped]
-
-
-def _print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        out.print(line)
-
-
-def _print_open(path: Path) -> None:
-    out.print(f"Open {path} in a browser.", soft_wrap=True)
-
-
-def _print_table(rows: Sequence[Row]) -> None:
-    if not rows:
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in rows[0]:
-        justify: Literal["left", "right"] = (
-            "left" if name in ("run", "dialect", "system", "oddity") else "right"
-        )
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("system", "oddity"))
-    for row in rows:
-        table.add_row(*row.values())
-    out.print(table)
