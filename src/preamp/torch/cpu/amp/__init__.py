@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from preamp.torch import amp
+from preamp.torch.amp.by_device import DeviceGradScaler
 
 __all__ = ["GradScaler", "autocast"]
 
@@ -18,16 +19,7 @@ def autocast(
     return amp.autocast("cpu", dtype, enabled, cache_enabled, **beyond)
 
 
-class GradScaler(amp.GradScaler):
-    """`preamp.torch.GradScaler("cpu", ...)`; `beyond` are its arguments that PyTorch does not have."""
+class GradScaler(DeviceGradScaler):
+    """`preamp.torch.GradScaler("cpu", ...)`."""
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        **beyond: Any,
-    ) -> None:
-        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled, **beyond)
+    device_type = "cpu"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from preamp.torch import amp
+from preamp.torch.amp.by_device import DeviceGradScaler
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
@@ -22,18 +23,7 @@ def autocast(
     return amp.autocast("cuda", dtype, enabled, cache_enabled, **beyond)
 
 
-class GradScaler(amp.GradScaler):
-    """`preamp.torch.GradScaler("cuda", ...)`; `beyond` are its arguments that PyTorch does not have."""
+class GradScaler(DeviceGradScaler):
+    """`preamp.torch.GradScaler("cuda", ...)`."""
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        **beyond: Any,
-    ) -> None:
-        super().__init__(
-            "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled, **beyond
-        )
+    device_type = "cuda"
