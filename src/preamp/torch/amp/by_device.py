@@ -1,4 +1,4 @@
-"""The scaler of one device type, with the order of arguments that `torch.cuda.amp` and `torch.cpu.amp` have."""
+"""The scaler of one device type, with the order of arguments of `torch.cuda.amp` and `torch.cpu.amp`."""
 
 from __future__ import annotations
 
