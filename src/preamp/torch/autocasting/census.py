@@ -120,14 +120,14 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rules: dict[str, Rule] = {}
         self._emulated: torch.dtype | bool = False
         self._tallies: dict[tuple[str, ...], _Tally] = {}
-        self._repeats: list[_Source] = []
+        self._repeats: dict[str, _Source] = {}
         self._sources: dict[tuple[int, torch.dtype], _Source] = {}
         self._current: _Call | None = None
         self._modules = _Modules()
 
     def __enter__(self) -> Census:
         if self._modules.follow():
-            self._repeats += self._repeated_now()
+            self._keep_repeats()
             self._sources.clear()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -249,16 +249,17 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = (call.operator, call.module, call.rule, call.inputs, call.runs)
         self._tallies.setdefault(names, _Tally()).add(call)
 
-    def _repeated_now(self) -> list[_Source]:
-        return [source for source in self._sources.values() if source.times >= REPEATED]
+    def _keep_repeats(self) -> None:
+        """Keep of each tensor what was cast most often between entering the region and leaving it."""
+        for source in self._sources.values():
+            if source.times >= REPEATED:
+                known = self._repeats.setdefault(source.what + source.why, source)
+                known.times = max(known.times, source.times)
 
     def _repeated(self) -> Iterator[str]:
-        """Yield what was cast more than once between entering the region and leaving it, costliest first."""
-        costliest: dict[str, _Source] = {}
-        for source in [*self._repeats, *self._repeated_now()]:
-            known = costliest.setdefault(source.what + source.why, source)
-            known.times = max(known.times, source.times)
-        for source in sorted(costliest.values(), key=lambda one: one.bytes * one.times, reverse=True):
+        """Yield what was cast more than once in one entry, costliest first."""
+        self._keep_repeats()
+        for source in sorted(self._repeats.values(), key=lambda one: one.bytes * one.times, reverse=True):
             times = f"{source.times} times ({format_bytes(source.bytes)} each)"
             places = ", ".join(map(_place, source.modules))
             yield f"{source.what} is cast {times} {places}: {source.why}."
