@@ -47,6 +47,21 @@ def test_train_writes_traces_a_summary_and_a_report(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+def test_low_precision_is_rehearsed_or_the_cpus_own(tmp_path):
+    errors = {}
+    for flag in ("--emulate", "--native"):
+        done = preamp(
+            "train", "--epochs", "1", "--precision", "float16", "--out", flag[2:], flag, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        runs = json.loads((tmp_path / flag[2:] / "summary.json").read_text())["runs"]
+        errors[flag] = [run["test_error"] for run in runs]
+    assert "on a tensor core" in (tmp_path / "emulate/report.html").read_text()
+    assert "the CPU&#x27;s own" in (tmp_path / "native/report.html").read_text()
+    assert errors["--emulate"] != errors["--native"]
+    assert errors["--emulate"] == pytest.approx(errors["--native"], rel=0.05)
+
+
 def test_train_classifies_a_table_of_ones_own(tmp_path):
     rows = [f"{x / 60},{(x * 7 % 60) / 60},{'high' if x > 30 else 'low'}" for x in range(60)]
     (tmp_path / "table.csv").write_text("\n".join(["width,height,kind", *rows]))
