@@ -255,7 +255,6 @@ UNSEEN = {
     "relu_": under_no_grad(lambda w: F.relu(w, inplace=True)),
     "tanh_": under_no_grad(torch.tanh_),
     "another thread": lambda w: in_thread(lambda: ADD(w)),
-    "compiled code": torch.compile(ADD, backend="aot_eager"),
     "a disabled region of PyTorch": torch.autocast("cpu", enabled=False)(ADD),
 }
 

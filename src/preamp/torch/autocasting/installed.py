@@ -70,7 +70,7 @@ def _sweep() -> None:
 def _register(device_type: str, names: frozenset[str]) -> Any:
     library = operators.empty_library()
     for name in names:
-        operators.put(library, name, device_type, _kernel(device_type, name))
+        operators.put(library, name, operators.dispatch_key(device_type), _kernel(device_type, name))
     return library
 
 

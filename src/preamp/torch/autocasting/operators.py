@@ -23,8 +23,10 @@ __all__ = [
     "dispatch_key",
     "empty_library",
     "find",
+    "framework_kernel",
     "in_place_names",
     "is_composite",
+    "is_only_for_operators",
     "keys_below",
     "listed",
     "overloads",
@@ -32,6 +34,7 @@ __all__ = [
     "resolve",
     "untraced",
     "with_autocast_off",
+    "with_number",
     "without_autocast",
 ]
 
@@ -102,13 +105,52 @@ def empty_library() -> Any:
     return torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
-def put(library: Any, name: str, device_type: str, kernel: Callable[..., Any]) -> None:
-    """Put a kernel of an operator before the autocast of a device type."""
+def put(library: Any, name: str, key: str, kernel: Callable[..., Any]) -> None:
+    """Put a kernel of an operator in the dispatcher, at a dispatch key.
+
+    `torch.func` makes tensors of its own of numbers, which no kernel in Python can be given: where there is
+    an overload for numbers, that is called.
+    """
     _silence()
-    library.impl(name, kernel, dispatch_key(device_type), with_keyset=True, allow_override=True)
-    for_torch_func = _numbers_as_numbers(name)
-    if for_torch_func:
-        library.impl(name, for_torch_func, TORCH_FUNC, with_keyset=True, allow_override=True)
+    library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    if with_number(name):
+        library.impl(
+            name, _numbers_apart(name, TORCH_FUNC), TORCH_FUNC, with_keyset=True, allow_override=True
+        )
+
+
+def framework_kernel(name: str, key: str) -> Callable[..., Any]:
+    """Return what PyTorch has for an operator at a dispatch key; numbers are given as numbers."""
+    return _numbers_apart(name, key) if with_number(name) else _kernel_at(name, key)
+
+
+@cache
+def with_number(name: str) -> Any:
+    """Return the overload for a number of an operator that Python gives numbers as tensors; else None."""
+    base, _, overload = name.partition(".")
+    packet, sibling = getattr(torch.ops.aten, base), overload.replace("Tensor", "Scalar")
+    if not overload.startswith("Tensor") or sibling not in packet.overloads():
+        return None
+    types = [str(argument.type) for argument in getattr(packet, sibling)._schema.arguments[:2]]
+    return getattr(packet, sibling) if types == ["Tensor", "number"] else None
+
+
+@cache
+def _kernel_at(name: str, key: str) -> Callable[..., Any]:
+    return torch.library.get_kernel(f"aten::{name}", key).call_boxed
+
+
+@cache
+def _numbers_apart(name: str, key: str) -> Callable[..., Any]:
+    as_number, as_tensor = with_number(name), _kernel_at(name, key)
+
+    @untraced
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[1], torch.Tensor):
+            return as_tensor(keyset, *args, **kwargs)
+        return as_number(*args, **kwargs)
+
+    return kernel
 
 
 @cache
@@ -119,30 +161,6 @@ def _silence() -> None:
     with warnings.catch_warnings(action="ignore"):
         for _ in range(2):
             library.impl("hush", lambda: None, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
-
-
-@cache
-def _numbers_as_numbers(name: str) -> Callable[..., Any] | None:
-    """Return a kernel that has `torch.func` pass numbers to an operator as numbers; None where it does.
-
-    It makes them tensors of its own, as which no kernel in Python can be given them.
-    """
-    base, _, overload = name.partition(".")
-    packet, with_number = getattr(torch.ops.aten, base), overload.replace("Tensor", "Scalar")
-    if not overload.startswith("Tensor") or with_number not in packet.overloads():
-        return None
-    as_scalar = getattr(packet, with_number)
-    if [str(argument.type) for argument in as_scalar._schema.arguments[:2]] != ["Tensor", "number"]:
-        return None
-    as_tensor = torch.library.get_kernel(f"aten::{name}", TORCH_FUNC).call_boxed
-
-    @untraced
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(args[1], torch.Tensor):
-            return as_tensor(keyset, *args, **kwargs)
-        return as_scalar(*args, **kwargs)
-
-    return kernel
 
 
 @cache
@@ -166,6 +184,13 @@ def in_place_names() -> Iterator[str]:
                 writes = arguments and arguments[0].alias_info and arguments[0].alias_info.is_write
                 if writes and not is_composite(name):
                     yield name
+
+
+def is_only_for_operators(name: str) -> bool:
+    """Return whether an in-place operator is one that Python does not call: it passes numbers as tensors."""
+    base, _, overload = name.partition(".")
+    sibling = f"{base}.{overload.replace('Scalar', 'Tensor')}"
+    return overload.startswith("Scalar") and sibling in _names()[base] and bool(with_number(sibling))
 
 
 def is_composite(name: str) -> bool:

@@ -9,9 +9,9 @@ it is. So
 - what is written in place to a float32 leaf empties it, which also lets go of layers that new ones replaced.
 
 Writes are seen by kernels that stand before the in-place operators, at the dispatch key that is on only
-inside regions. They are put there by the first region that uses the cache, and stay; in-place operators, and
-operators that copy, take 2 us longer in any region from then on. What no in-place operator of the thread does
-is not seen: another thread, `out=`, a new `.data`, NumPy, compiled code.
+inside regions; before those few that other operators are made of, at a key that is off inside of operators.
+They are put there by the first region that uses the cache, and stay. What no in-place operator of the thread
+does is not seen: another thread, `out=`, a new `.data`, NumPy, compiled code.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from preamp.torch.autocasting import operators
 
 __all__ = ["Claim", "watch_writes"]
 
-# In-place operators that nobody changes a weight with: they would pay for nothing.
+# In-place operators that nobody changes a weight with, and clamp_min_, which relu_ is made of.
 UNWATCHED = frozenset(
     """
-    relu_ relu6_ leaky_relu_ rrelu_ rrelu_with_noise_ elu_ celu_ selu_ gelu_ silu_ mish_ hardtanh_ hardswish_
-    hardsigmoid_ sigmoid_ tanh_ threshold_ dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_
-    detach_ requires_grad_ squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_ as_strided_ eq_ ne_ lt_ le_
-    gt_ ge_
+    relu_ clamp_min_ relu6_ leaky_relu_ rrelu_ rrelu_with_noise_ elu_ celu_ selu_ gelu_ silu_ mish_ hardtanh_
+    hardswish_ hardsigmoid_ sigmoid_ tanh_ threshold_ dropout_ alpha_dropout_ feature_dropout_
+    feature_alpha_dropout_ bernoulli_ detach_ requires_grad_ resize_ squeeze_ unsqueeze_ t_ transpose_
+    swapaxes_ swapdims_ as_strided_ eq_ ne_ lt_ le_ gt_ ge_
     """.split()  # noqa: SIM905  # a list of strings would be forty lines
 )
-
-# The dispatch key that counts writes to a tensor. Operators that write to what they just made have it off.
-BY_A_USER = torch._C.DispatchKey.ADInplaceOrView
+# What operators write their results with. Watched where only what users write arrives.
+USED_BY_OPERATORS = frozenset(
+    "copy_ div_.Tensor fill_.Scalar fill_.Tensor masked_fill_.Scalar normal_ uniform_ zero_".split()  # noqa: SIM905
+)
+BY_A_USER = "ADInplaceOrView"  # the dispatch key that counts writes; off inside of operators
 
 _cache = threading.Lock()
 _watching: dict[str, Any] = {}
@@ -80,18 +82,28 @@ def watch_writes(device_type: str) -> None:
     """Have writes to leaves of a device type empty the cache."""
     with _installing:
         kind = device_type.partition(":")[0]
+        if BY_A_USER not in _watching:
+            _watching[BY_A_USER] = library = operators.empty_library()
+            for name in USED_BY_OPERATORS:
+                operators.put(library, name, BY_A_USER, _watched(operators.framework_kernel(name, BY_A_USER)))
         if kind not in _watching:
             _watching[kind] = library = operators.empty_library()
-            for name in operators.in_place_names():
-                if name.partition(".")[0] not in UNWATCHED:
-                    operators.put(library, name, kind, _watched(operators.without_autocast(name, kind)))
+            key = operators.dispatch_key(kind)
+            for name in filter(_is_a_users, operators.in_place_names()):
+                operators.put(library, name, key, _watched(operators.without_autocast(name, kind)))
         _watching[device_type] = _watching[kind]
+
+
+def _is_a_users(name: str) -> bool:
+    """Return whether an operator writes what users want written, and hardly what other operators do."""
+    unwatched = name.partition(".")[0] in UNWATCHED or operators.is_only_for_operators(name)
+    return not unwatched and name not in USED_BY_OPERATORS
 
 
 def _watched(write: Callable[..., Any]) -> Callable[..., Any]:
     @operators.untraced
     def kernel(keyset: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(target, Tensor) or (keyset.has(BY_A_USER) and _may_be_a_weight(target)):
+        if _cache.locked() and (not isinstance(target, Tensor) or _may_be_a_weight(target)):
             clear_autocast_cache()
         return write(keyset, target, *args, **kwargs)
 
