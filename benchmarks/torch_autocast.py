@@ -70,6 +70,8 @@ def operators(rows: int) -> dict[str, Work]:
         "cat": lambda: torch.cat((x, low)),
         "add, unlisted": lambda: x + x,
         "softmax, unlisted": lambda: torch.softmax(x, -1),
+        "mean, unlisted": x.mean,
+        "dropout, unlisted": lambda: functional.dropout(x, 0.5),
         "to float32": low.float,
         "add_, in place": lambda: x.add_(0.0),
         "relu_, in place": lambda: functional.relu(x, inplace=True),

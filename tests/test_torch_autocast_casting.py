@@ -61,6 +61,7 @@ CALLS = [
     ("norm", lambda t: torch.linalg.norm(t(X), "fro")),
     ("norm", lambda t: torch.linalg.vector_norm(t(X))),
     ("norm", lambda t: torch.linalg.matrix_norm(t(X))),
+    ("cov", lambda t: torch.cov(t(X), aweights=t(POSITIVE[0]))),
     ("layer_norm", lambda t: F.layer_norm(t(X), (6,))),
     ("layer_norm", lambda t: F.layer_norm(t(X), (6,), t(V), t(V))),
     ("layer_norm", lambda t: t(nn.LayerNorm(6))(t(X3))),
@@ -154,6 +155,16 @@ def test_a_name_covers_all_that_it_stands_for_under_every_rule(name, call, low):
     assert all_same(inside("widest", low), lower)
     with pytest.raises(UsageError, match=r"is refused in this autocast region\. Write"):
         inside("refuse", FULL)
+
+
+@pytest.mark.parametrize("norm", [torch.norm, torch.linalg.norm, torch.linalg.matrix_norm])
+def test_norms_that_half_numbers_do_not_have_can_be_taken_in_float32(norm):
+    half = X.half()
+    with pytest.raises(RuntimeError, match="Half"):
+        norm(half, "nuc")
+    with autocast("cpu", casting=EDIT.float32("norm")):
+        result = norm(half, "nuc")
+    assert same(result, norm(half.float(), "nuc"))
 
 
 MIXED = [

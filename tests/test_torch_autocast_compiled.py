@@ -205,6 +205,32 @@ def test_a_graph_break_inside_a_region_resumes_in_it():
     assert state() == BASE
 
 
+def frames_of_training(region):
+    """Return how many frames are compiled of steps whose backward and optimizer leave the graph."""
+    w, counter = weight(4, 4), CompileCounterWithBackend("aot_eager")
+    optimizer = torch.optim.SGD([w], lr=0.1)
+
+    @torch.compile(backend=counter)
+    def step(x):
+        torch._dynamo.graph_break()
+        loss = F.softmax(torch.mm(x, w), -1).float().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(4):
+        with region:
+            step(X)
+    return counter.frame_count, dict(counters["frames"])
+
+
+def test_what_sees_writes_is_no_frame_to_compile():
+    with_region, without = frames_of_training(autocast("cpu")), frames_of_training(nullcontext())
+    assert with_region == without
+
+
 # Edited regions are not compiled
 
 

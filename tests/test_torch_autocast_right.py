@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -245,6 +245,8 @@ PLACE = st.integers(0, len(OPTIONS) - 1)
     order=st.permutations(range(len(OPTIONS))),
     writes=st.booleans(),
 )
+@example([(0, True), (1, True), (0, True), (3, True), (0, False), (3, False)], range(9), True)
+@example([(0, True), (5, True), (8, True), (5, False)], range(9), False)
 def test_regions_can_be_entered_and_left_in_any_order(script, order, writes):
     in_thread(lambda: walk(script, order, writes))
 

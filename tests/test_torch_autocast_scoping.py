@@ -78,6 +78,39 @@ def test_emulation_is_inherited_as_tables_are():
     assert all_same([torch.mm(A, A), A @ A], [plain, plain])
 
 
+LOWS = [HALF, BRAIN, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("around", LOWS)
+def test_emulation_rounds_to_the_precision_of_the_innermost_region(around, low):
+    outer, inner = (rounded(torch.mm(*rounded(A, A, low=one)), low=one)[0] for one in (around, low))
+    with autocast("cpu", around, emulate=True):
+        with autocast("cpu", low, emulate=True):
+            assert same(torch.mm(A, A), inner)
+            with autocast("cpu", casting=EDIT.lower("add")), autocast("cpu"):
+                assert same(torch.mm(A, A), inner)
+        assert same(torch.mm(A, A), outer)
+        if low in (HALF, BRAIN):
+            with autocast("cpu", low):
+                assert same(torch.mm(A, A), inner)
+
+
+def test_emulation_rounds_what_is_given_by_name():
+    shares = A[0].softmax(0)
+    expected = rounded(torch.cov(*rounded(A), aweights=rounded(shares)[0]))[0]
+    with autocast("cpu", HALF, emulate=True, casting=EDIT.lower("cov")):
+        assert same(torch.cov(A, aweights=shares), expected)
+
+
+def test_a_region_of_another_device_type_is_not_inherited_from():
+    emulated, low = rounded(torch.mm(*rounded(A, A)))[0], torch.mm(A.half(), A.half())
+    with autocast("xpu", casting=EDIT.float32("mm")), autocast("cpu", HALF, emulate=True):
+        assert same(torch.mm(A, A), emulated)
+    with autocast("xpu", emulate=True), autocast("cpu", HALF, casting=EDIT.float32("exp")):
+        assert same(torch.mm(A, A), low)
+
+
 def test_edits_are_those_of_one_thread():
     """While others are in no region, in PyTorch's own, or in one with another table."""
     regions = [

@@ -343,6 +343,7 @@ def test_training_inside_one_region_learns_what_it_learns_without_a_cache(optimi
 # What is not written to is cast once
 
 RNN = nn.LSTM(4, 4)
+LOW = nn.Parameter(X.bfloat16())
 EVENTS = {
     "nothing": lambda: None,
     "dropout": lambda: F.dropout(X),
@@ -366,7 +367,8 @@ EVENTS = {
     ],
     "an LSTM": lambda: RNN(X),
     "activations": lambda: [F.linear(X, ONES).add_(1), F.relu(X.clone(), inplace=True), X.half().mul_(2)],
-    "indices": lambda: torch.arange(3).add_(1),
+    "views of activations": lambda: [(X * 2)[0].add_(1), (X * 2).view(-1).zero_()],
+    "other numbers": lambda: [torch.arange(3).add_(1), LOW.data.add_(1), LOW.data[0].zero_()],
     "a nested region": lambda: autocast("cpu")(torch.mm)(X.t(), X),
     "a nested region of PyTorch": lambda: torch.autocast("cpu")(torch.mm)(X.t(), X),
     "a nested region without cache": lambda: autocast("cpu", cache_enabled=False)(torch.mm)(X.t(), X),
