@@ -35,6 +35,7 @@ EDITS = {
 X, W = numbers(5, 4), weight(4, 4)
 pytestmark = [  # what PyTorch says of itself
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
 lows = pytest.mark.parametrize("low", [HALF, BRAIN])
@@ -435,10 +436,43 @@ def test_transforms_run_in_a_region_that_is_around(transform, edit, low):
         assert all_same(results, flat(torch.autocast("cpu", low)(transform(rows))(X)))
 
 
+IN_PLACE = {
+    "add_": lambda y, x: y.add_(x).add_(1),
+    "mul_": lambda y, x: y.mul_(x).mul_(2.5),
+    "sub_": lambda y, x: y.sub_(0.5).sub_(x, alpha=2),
+    "div_": lambda y, x: y.div_(x.exp()).div_(3),
+    "copy_": lambda y, x: y.copy_(x).copy_(x.half()),
+    "fill_": lambda y, x: y.fill_(2).add_(x),
+    "zero_": lambda y, x: y.zero_().add_(x),
+    "clamp_": lambda y, x: y.clamp_(-0.5, 0.5),
+    "lerp_": lambda y, x: y.lerp_(x.exp(), 0.3),
+    "addcmul_": lambda y, x: y.addcmul_(x, x, value=2),
+    "index": lambda y, x: y.index_fill_(0, torch.tensor([1]), 7.0).view_as(y),
+    "[0]": lambda y, x: (y.__setitem__(0, 1.0), y)[1],
+    "view": lambda y, x: (y.view(-1).mul_(2), y)[1],
+}
+
+
+@pytest.mark.parametrize("write", IN_PLACE.values(), ids=list(IN_PLACE))
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=list(TRANSFORMS))
-def test_transforms_of_what_works_in_place(transform):
-    function = transform(lambda x: x.clone().mul_(2).add_(x).sub_(0.5))
-    assert all_same(flat(autocast("cpu")(function)(X)), flat(function(X)))
+def test_transforms_of_what_works_in_place(transform, write):
+    function = transform(lambda x: write(x.clone(), x) * x)
+    expected = flat(function(X))
+    assert all_same(flat(autocast("cpu")(function)(X)), expected)
+    assert all_same(flat(torch.autocast("cpu")(function)(X)), expected)
+
+
+@pytest.mark.parametrize("write", IN_PLACE.values(), ids=list(IN_PLACE))
+def test_what_works_in_place_is_compiled_as_in_pytorchs_region(write):
+    def run(x):
+        return torch.mm(write(x.clone(), x), x.t())
+
+    results = []
+    for region in (autocast, torch.autocast):
+        compiled, counter = counted(region("cpu")(run))
+        results += [compiled(X), compiled(X), region("cpu")(run)(X)]
+        assert counter.frame_count == 1
+    assert all(same(one, results[0]) for one in results)
 
 
 @pytest.mark.parametrize("rule", ["lower", "float32", "widest"])

@@ -91,9 +91,10 @@ def test_emulation_rounds_to_the_precision_of_the_innermost_region(around, low):
             with autocast("cpu", casting=EDIT.lower("add")), autocast("cpu"):
                 assert same(torch.mm(A, A), inner)
         assert same(torch.mm(A, A), outer)
-        if low in (HALF, BRAIN):
+        if low in (HALF, BRAIN):  # in a region that rehearses float8, float16 stands for it
+            stands_for = outer if low is HALF and around not in (HALF, BRAIN) else inner
             with autocast("cpu", low):
-                assert same(torch.mm(A, A), inner)
+                assert same(torch.mm(A, A), stands_for)
 
 
 def test_emulation_rounds_what_is_given_by_name():
