@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -157,6 +157,21 @@ def test_a_name_covers_all_that_it_stands_for_under_every_rule(name, call, low):
         inside("refuse", FULL)
 
 
+@pytest.mark.parametrize(("name", "call"), CALLS, ids=[f"{n}-{name}" for n, (name, _) in enumerate(CALLS)])
+def test_kernels_that_stay_change_nothing_where_nothing_is_edited(name, call):
+    """An instance that is entered again keeps its kernels, and other threads may have some there."""
+
+    def results():
+        with torch.autocast("cpu", HALF):
+            return [call(cast(FULL)), call(cast(HALF))]
+
+    before, region = results(), autocast("cpu", casting=EDIT.refuse(name))
+    for _ in range(2):
+        with region, pytest.raises(UsageError):
+            call(cast(FULL))
+    assert all_same(results(), before)
+
+
 @pytest.mark.parametrize("norm", [torch.norm, torch.linalg.norm, torch.linalg.matrix_norm])
 def test_norms_that_half_numbers_do_not_have_can_be_taken_in_float32(norm):
     half = X.half()
@@ -283,6 +298,11 @@ def edited(steps):
 
 @settings(max_examples=200, deadline=None)
 @given(steps=STEPS, others=STEPS)
+@example([("lower", ["norm"]), ("float32", ["mm"])], [("float32", ["mm"]), ("lower", ["norm"])])
+@example(
+    [("float32", ["softmax.int"]), ("lower", ["softmax"])],
+    [("lower", ["softmax"]), ("float32", ["softmax.int"])],
+)
 def test_the_last_edit_of_an_operator_counts_and_equal_tables_do_the_same(steps, others):
     table, replayed = edited(steps), {}
     before = repr(table)

@@ -94,7 +94,7 @@ OFF, HALVES = (("cpu", HALF, on, None) for on in (False, True))
 @given(script=st.lists(NESTED, min_size=1, max_size=3), writes=st.lists(st.booleans(), max_size=20))
 @example([(OFF, [HALVES, HALVES])], [False, False, True])
 @example([(("xpu", HALF, True, None), [HALVES, HALVES])], [False, False, True])
-@example([(("cpu", BRAIN, True, None), [(("cpu", HALF, True, False), [HALVES])])], [])
+@example([(("cpu", BRAIN, True, None), [(("cpu", HALF, True, False), [("cpu", HALF, True, True)])])], [])
 def test_wherever_a_weight_is_used_its_cast_is_that_of_the_region_and_of_the_moment(script, writes):
     used_everywhere(script, writes)
     assert state() == BASE
