@@ -44,10 +44,11 @@ def hold(device_type: str, names: frozenset[str]) -> None:
     """Put kernels for some operators in the dispatcher, unless they are there."""
     if not names:
         return
+    key = device_type, names
     with _lock:
-        if (device_type, names) not in _held:
-            _held[device_type, names] = _Holding(_register(device_type, names))
-        _held[device_type, names].regions += 1
+        holding = _held.get(key) or _Holding(_register(device_type, names))
+        holding.regions += 1  # before anyone can find it and sweep it away
+        _held[key] = holding
         _sweep()
 
 
