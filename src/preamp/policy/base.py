@@ -87,17 +87,30 @@ class Policy(ABC, Generic[S]):
         """
         after = self.advance(state, reading)
         if self.starved(state, after, reading):
-            overflows = int(state.bad) + 1
-            raise Starved(
-                f"the gradients overflowed at a loss scale of {state.scale:g} "
-                f"({overflows} overflow{'s' if overflows > 1 else ''} counted) and {self!r} gives up. "
-                "The step was skipped; no parameter was changed. Look for NaN or inf in the data and the "
-                "loss, and for the first layer to overflow; a learning rate that is too high does this too. "
-                f"To go on, write {self._way_on()}, or train in bfloat16, which needs no loss scale.",
-                scale=state.scale,
-                overflows=overflows,
-            )
+            raise self.starvation(state.scale, int(state.bad) + 1)
         return after
+
+    def starvation(self, scale: float, overflows: int) -> Starved:
+        """Return the error that says why training cannot go on.
+
+        Args:
+            scale: the loss scale at which the gradients overflowed.
+            overflows: how many were counted, the last one included.
+        """
+        return Starved(
+            f"the gradients overflowed at a loss scale of {scale:g} "
+            f"({overflows} overflow{'s' if overflows > 1 else ''} counted) and {self!r} gives up. "
+            "The step was skipped; no parameter was changed. Look for NaN or inf in the data and the "
+            "loss, and for the first layer to overflow; a learning rate that is too high does this too. "
+            f"To go on, write {self._way_on()}, or train in bfloat16, which needs no loss scale.",
+            scale=scale,
+            overflows=overflows,
+        )
+
+    def gives_up(self) -> bool:
+        """Return whether `starved` can be true, so that somebody has to look."""
+        state = self.start()
+        return self.starved(state, state, Reading(False), lambda *_: True) is not False
 
     def restore(self, saved: Mapping[str, Any]) -> S:
         """Return the state that saved numbers describe. What they lack starts afresh.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from preamp.checks import ROUND, assign, between, one_of, positive, to_float32, warn_if_inexact, whole
-from preamp.errors import PolicyError
+from preamp.errors import InexactScale, PolicyError
 from preamp.policy.base import Policy, Reading, State, Where, choose
 
 __all__ = ["Dynamic", "Moving"]
@@ -195,6 +196,19 @@ class Dynamic(Moving[State]):
     hysteresis: int = 1
     hysteresis_reset: tuple[Event, ...] = ("clean",)
     max_consecutive_overflows: int | None = None
+
+    @classmethod
+    def holding(cls, init_scale: float, **settings: Any) -> Self:
+        """Return the rule with our default bounds, widened to hold a first scale outside them."""
+        narrow = cls(init_scale=init_scale, bounds="moves", **settings)
+        low, high = narrow.min_scale or 0.0, narrow.max_scale or math.inf
+        with warnings.catch_warnings(action="ignore", category=InexactScale):  # said already
+            return replace(
+                narrow,
+                min_scale=min(low, narrow.init_scale),
+                max_scale=max(high, narrow.init_scale),
+                bounds="strict",
+            )
 
     def start(self) -> State:
         return State(self.init_scale, 0.0, 0.0)

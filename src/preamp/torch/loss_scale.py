@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from preamp.checks import FLOAT32_MAX, to_float32
-from preamp.dialects import Dialect
 from preamp.errors import InexactScale, PolicyError
+from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
 
-__all__ = ["SETTINGS", "LossScale", "gives_up"]
+__all__ = ["SETTINGS", "LossScale"]
 
 SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
@@ -265,15 +265,9 @@ class LossScale:
         return tuple((id(tensor), None if tensor is None else tensor._version) for tensor in tensors)
 
 
-def gives_up(policy: Policy[Any]) -> bool:
-    """Return whether a policy may raise `Starved`; that takes a flag that is read."""
-    state = policy.start()
-    return policy.starved(state, state, Reading(False), lambda *_: True) is not False
-
-
 def _kernel_knows(policy: Policy[Any], state: Any) -> bool:
     """Return whether PyTorch's kernel and a clamp after it move as a policy does from a state on the host."""
-    if type(policy) is not Dynamic or policy.hysteresis != 1 or policy.growth_delay or gives_up(policy):
+    if type(policy) is not Dynamic or policy.hysteresis != 1 or policy.growth_delay or policy.gives_up():
         return False
     clamps = policy.at_ceiling == "clamp" or policy.max_scale == FLOAT32_MAX
     inside = (policy.min_scale or 0.0) <= state.scale <= (policy.max_scale or 0.0)
@@ -288,25 +282,8 @@ def _chosen(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]
             raise AssertionError("The growth factor must be > 1.0.")
         if settings["backoff_factor"] >= 1.0:
             raise AssertionError("The backoff factor must be < 1.0.")
-        return _torch_rule_with_bounds(settings)
-    if not isinstance(policy, Policy):
-        raise PolicyError(
-            f"policy={policy!r} is not a policy. Write policy=Dynamic() or policy=dialects.TORCH."
-        )
-    for name, value in settings.items():
-        if value != getattr(Dynamic, name):
-            raise PolicyError(
-                f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy."
-            )
-    return policy.policy if isinstance(policy, Dialect) else policy
-
-
-def _torch_rule_with_bounds(settings: dict[str, Any]) -> Dynamic:
-    """Return PyTorch's rule between our default bounds, widened to hold the first scale."""
-    ours = Dynamic(**settings, bounds="moves", factor_dtype="float64")
-    low, high = ours.min_scale or 0.0, ours.max_scale or math.inf
-    bounds = {"min_scale": min(low, ours.init_scale), "max_scale": max(high, ours.init_scale)}
-    return _changed(ours, bounds="strict", **bounds)  # type: ignore[no-any-return]
+        return Dynamic.holding(**settings, factor_dtype="float64")
+    return given_policy(policy, {name: (value, getattr(Dynamic, name)) for name, value in settings.items()})
 
 
 def _changed(policy: Any, **settings: Any) -> Any:

@@ -14,8 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preamp.checks import is_number, positive, whole
 from preamp.errors import PolicyError
+from preamp.loss_scale_arguments import (
+    INITIAL_SCALE,
+    INTERVAL,
+    check_averaging,
+    check_limits,
+    check_scale,
+    given_policy,
+)
 from preamp.policy import Policy
 from preamp.torch.accumulation import Accumulation
 from preamp.torch.averages import Averages
@@ -82,8 +89,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         inner_optimizer: torch.optim.Optimizer,
-        initial_scale: float = 2.0**15,
-        dynamic_growth_steps: int = 2000,
+        initial_scale: float = INITIAL_SCALE,
+        dynamic_growth_steps: int = INTERVAL,
         *,
         policy: Policy[Any] | None = None,
         name: str | None = None,
@@ -102,7 +109,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         reduce: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
         _check_inner(inner_optimizer, weight_decay, bool(gradient_accumulation_steps or master_weights))
-        _check_numbers(
+        check_limits(
             clipnorm=clipnorm,
             clipvalue=clipvalue,
             global_clipnorm=global_clipnorm,
@@ -113,9 +120,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             raise PolicyError(
                 f"on_step={on_step!r} cannot be called. Write on_step=Trace(), or any function."
             )
-        _check_counts(ema_overwrite_frequency, gradient_accumulation_steps)
-        if not (is_number(ema_momentum) and 0.0 <= ema_momentum <= 1.0):
-            raise PolicyError(f"ema_momentum={ema_momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
+        check_averaging(ema_momentum, ema_overwrite_frequency, gradient_accumulation_steps)
         self.inner_optimizer, self.name = inner_optimizer, name
         self.scaler = _scaler(
             inner_optimizer, initial_scale, dynamic_growth_steps, policy, process_group, reduce
@@ -401,17 +406,12 @@ def _scaler(
     inner: Any, scale: float, steps: int, policy: Policy[Any] | None, group: Any, reduce: Any
 ) -> GradScaler:
     device = next((p.device.type for p in parameters_of(inner)), "cpu")
-    positive("initial_scale", scale, "initial_scale=2.0**15")
-    whole("dynamic_growth_steps", steps, least=1, instead="dynamic_growth_steps=2000")
+    check_scale(scale, steps)
     agree = {"process_group": group, "reduce": reduce}
     if policy is None:
         return GradScaler(device, init_scale=scale, growth_interval=steps, **agree)
-    if (scale, steps) != (2.0**15, 2000):
-        raise PolicyError(
-            f"policy={policy!r} is given together with initial_scale={scale!r} or dynamic_growth_steps="
-            f"{steps!r}. Write these in the policy."
-        )
-    return GradScaler(device, policy=policy, **agree)
+    rule = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
+    return GradScaler(device, policy=given_policy(policy, rule), **agree)
 
 
 def _check_inner(inner: Any, weight_decay: float | None, steps_apart: bool) -> None:
@@ -433,22 +433,3 @@ def _check_inner(inner: Any, weight_decay: float | None, steps_apart: bool) -> N
             f"weight_decay={weight_decay!r} would come on top of the {decays[0]!r} that "
             f"{type(inner).__name__} applies. Write it in one place, and 0 in the other."
         )
-
-
-def _check_numbers(**limits: float | None) -> None:
-    for name, value in limits.items():
-        if value is not None and not (name == "weight_decay" and value == 0):
-            positive(name, value, f"{name}=1.0, or None")
-    clips = {name: limits[name] for name in ("clipnorm", "clipvalue", "global_clipnorm")}
-    given = [f"{name}={value!r}" for name, value in clips.items() if value is not None]
-    if len(given) > 1:
-        raise PolicyError(f"{' and '.join(given)} are both given. Write only one of them.")
-
-
-def _check_counts(overwrite: int | None, accumulate: int | None) -> None:
-    for name, value in (
-        ("ema_overwrite_frequency", overwrite),
-        ("gradient_accumulation_steps", accumulate),
-    ):
-        if value is not None:
-            whole(name, value, least=1, instead=f"{name}=None")

@@ -24,7 +24,7 @@ from preamp.policy import Dynamic, Policy
 from preamp.torch.agreement import Agreement
 from preamp.torch.culprits import backward_order
 from preamp.torch.gradients import gather
-from preamp.torch.loss_scale import SETTINGS, LossScale, gives_up
+from preamp.torch.loss_scale import SETTINGS, LossScale
 from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes_scaler
 from preamp.torch.outcome import Outcome, step_of
 from preamp.torch.readings import Readings
@@ -119,7 +119,7 @@ class GradScaler(Stepping):
             self._loss_scale = LossScale(Dynamic(), {})
         self._readings = Readings(Agreement(process_group, reduce))
         self._capturable = capturable
-        self._gives_up = gives_up(self._loss_scale.policy)
+        self._gives_up = self._loss_scale.policy.gives_up()
         if capturable and (on_step is not None or self._gives_up):
             reason = (
                 f"on_step={on_step!r}" if on_step is not None else f"policy={policy!r}, which may give up,"

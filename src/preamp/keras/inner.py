@@ -1,0 +1,132 @@
+"""What a wrapper hands to the optimizer inside, and what it may not.
+
+This room knows which of Keras's arguments an optimizer already implements. It refuses to implement them
+again: accumulating, clipping, decaying and averaging is the inner optimizer's work.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import keras
+
+from preamp.errors import PolicyError, UsageError
+from preamp.loss_scale_arguments import check_averaging, check_limits
+
+__all__ = ["DEFAULTS", "Handed", "adopt", "check_inner", "hand_over", "is_hyperparameter"]
+
+# The arguments that every Keras optimizer implements, with the values that mean "not given".
+DEFAULTS: dict[str, Any] = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "gradient_accumulation_steps": None,
+}
+LIMITS = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")
+NEED_VARIABLES = ("use_ema", "gradient_accumulation_steps")
+
+_wrappers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+class Handed:
+    """An attribute of the wrapper that is the inner optimizer's."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+        return self if wrapper is None else getattr(wrapper.inner_optimizer, self.name)
+
+    def __set__(self, wrapper: Any, value: Any) -> None:
+        inner = wrapper.__dict__.get("inner_optimizer")
+        if inner is None:  # Keras's constructor sets defaults before there is anybody to hand them to
+            return
+        if self.name in DEFAULTS:
+            _check(inner, {self.name: value})
+        setattr(inner, self.name, value)
+
+
+def check_inner(inner: Any) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        PolicyError: for what is no optimizer of Keras, scales the loss already, or is wrapped already.
+    """
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise PolicyError(
+            f"inner_optimizer={inner!r} is no keras.optimizers.Optimizer. "
+            "Write LossScaleOptimizer(keras.optimizers.Adam())."
+        )
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise PolicyError(
+            f"inner_optimizer={inner.name!r} scales the loss already; gradients would be unscaled twice. "
+            "Write LossScaleOptimizer(keras.optimizers.Adam())."
+        )
+    earlier = _wrappers.get(inner)
+    if earlier is not None and earlier() is not None:
+        raise PolicyError(
+            f"inner_optimizer={inner.name!r} is wrapped by another LossScaleOptimizer already: two scales "
+            "would move on one optimizer's steps. Write a new keras.optimizers.Adam() for this one."
+        )
+
+
+def adopt(wrapper: Any, inner: Any) -> None:
+    """Note who wraps an optimizer, for as long as it does."""
+    _wrappers[inner] = weakref.ref(wrapper)
+
+
+def hand_over(inner: Any, given: dict[str, Any]) -> None:
+    """Set what the wrapper was given on the inner optimizer.
+
+    Args:
+        inner: the optimizer.
+        given: values by name, as in `DEFAULTS`; defaults are not handed over.
+
+    Raises:
+        PolicyError: for values that cannot work, or that the inner optimizer has set otherwise. Nothing was
+            set.
+        UsageError: for what needs variables that an optimizer in use did not make.
+    """
+    new = {name: value for name, value in given.items() if value != DEFAULTS[name]}
+    for name, value in new.items():
+        theirs = getattr(inner, name)
+        if theirs != DEFAULTS[name] and theirs != value:
+            raise PolicyError(
+                f"{name}={value!r} contradicts {type(inner).__name__}({name}={theirs!r}). "
+                f"Write {name} in one place, or the same value in both."
+            )
+    _check(inner, new)
+    for name, value in new.items():
+        setattr(inner, name, value)
+
+
+def is_hyperparameter(inner: Any, name: str) -> bool:
+    """Return whether a name is a public setting of an optimizer, such as `beta_1` or `momentum`."""
+    settings = vars(inner)
+    return not name.startswith("_") and name in settings and not callable(settings[name])
+
+
+def _check(inner: Any, new: dict[str, Any]) -> None:
+    """Refuse what cannot work beside what the optimizer has."""
+    after = {name: new.get(name, getattr(inner, name)) for name in DEFAULTS}
+    limits = {name: after[name] for name in LIMITS if name in new or after[name]}
+    check_limits(**limits)
+    check_averaging(
+        after["ema_momentum"],
+        after["ema_overwrite_frequency"],
+        after["gradient_accumulation_steps"],
+        fewest=2,
+    )
+    if not isinstance(after["use_ema"], bool):
+        raise PolicyError(f"use_ema={after['use_ema']!r} is neither True nor False. Write use_ema=True.")
+    late = [name for name in NEED_VARIABLES if name in new and new[name] != getattr(inner, name)]
+    if late and inner.built:
+        raise UsageError(
+            f"{late[0]}={new[late[0]]!r} comes too late: {inner.name!r} has made its variables. "
+            f"Write keras.optimizers.{type(inner).__name__}(..., {late[0]}={new[late[0]]!r})."
+        )

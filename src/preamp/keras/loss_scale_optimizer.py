@@ -1,0 +1,486 @@
+"""Keras 3's LossScaleOptimizer with every documented argument at work, on JAX, PyTorch and TensorFlow.
+
+This room knows what a user of Keras calls. It refuses to know when a scale moves (`preamp.policy`), what the
+inner optimizer does with a gradient (Keras), and how a framework computes (`on_jax`, `on_torch`,
+`on_tensorflow`, which have the same functions).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, cast
+
+import keras
+
+from preamp.checks import level_of_caller, positive
+from preamp.errors import PolicyError, UsageError
+from preamp.keras.inner import DEFAULTS, Handed, adopt, check_inner, hand_over, is_hyperparameter
+from preamp.keras.ledger import Ledger
+from preamp.keras.policies import from_json, to_json
+from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale, given_policy
+from preamp.policy import Dynamic, Policy, Static
+from preamp.trace import Step
+
+__all__ = ["LossScaleOptimizer"]
+
+framework: Any = import_module(f"preamp.keras.on_{keras.backend.backend()}")
+
+
+@keras.saving.register_keras_serializable(package="preamp")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """An optimizer that scales the loss, skips the steps that overflow and moves the scale.
+
+    It is a `keras.optimizers.LossScaleOptimizer`, so `Model.compile` takes it as it is. The arguments are
+    those of the document of Keras 3.6, and all of them work, on unscaled gradients: the inner optimizer
+    accumulates, clips, decays, updates, averages and constrains, in this order.
+
+    Args:
+        inner_optimizer: the `keras.optimizers.Optimizer` to wrap.
+        initial_scale: the scale of the first step.
+        dynamic_growth_steps: finite steps in a row after which the scale is doubled.
+        name: what to call it, and its variables.
+        policy: any preamp policy or dialect instead of these two. The rule without it is Keras's, between a
+            floor of 2**-14 and a ceiling of 2**32.
+        weight_decay: decoupled: before an update every weight loses this share, times the learning rate.
+        clipnorm: each variable's gradient is clipped to this L2 norm.
+        clipvalue: each entry of a gradient is clipped to [-clipvalue, clipvalue].
+        global_clipnorm: all gradients together are clipped to this L2 norm. One of the three at most.
+        use_ema: keep an exponential moving average of the weights.
+        ema_momentum: new average = ema_momentum * old average + (1 - ema_momentum) * weight.
+        ema_overwrite_frequency: overwrite the weights with their averages every so many updates. None: at the
+            end, which `fit` does.
+        loss_scale_factor: a fixed scale instead of one that moves. Steps that overflow are still skipped.
+        gradient_accumulation_steps: update once in so many steps, at least 2, with the mean of their
+            gradients. A step whose gradients overflow is dropped and not counted.
+        dynamic: True. A fixed scale is `loss_scale_factor`.
+
+    Attributes:
+        inner_optimizer: the wrapped optimizer. Its hyperparameters can be read and set on the wrapper.
+        policy: the rule in force.
+        dynamic_scale: a float32 variable: what the next loss is multiplied by.
+        step_counter: a float32 variable: finite steps since the scale moved.
+
+    Raises:
+        PolicyError: for arguments that cannot work, alone or together; it is a `ValueError`.
+        UsageError: for arguments that an inner optimizer in use cannot take any more.
+        InexactScale: a warning, for a scale that is not a power of two.
+
+    >>> import keras
+    >>> from preamp.keras import LossScaleOptimizer
+    >>> weight = keras.Variable([1.0])
+    >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), global_clipnorm=1.0)
+    >>> scaled = optimizer.scale_loss(2.0)
+    >>> optimizer.apply([keras.ops.array([float(scaled)])], [weight])
+    >>> float(weight[0]), optimizer.last_step.skipped, optimizer.loss_scale
+    (0.5, False, 32768.0)
+    """
+
+    weight_decay = Handed()
+    clipnorm = Handed()
+    clipvalue = Handed()
+    global_clipnorm = Handed()
+    use_ema = Handed()
+    ema_momentum = Handed()
+    ema_overwrite_frequency = Handed()
+    gradient_accumulation_steps = Handed()
+    _trainable_variables = Handed()
+    _trainable_variables_indices = Handed()
+
+    built: bool
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        initial_scale: float | None = INITIAL_SCALE,
+        dynamic_growth_steps: int | None = INTERVAL,
+        name: str | None = None,
+        *,
+        policy: Policy[Any] | None = None,
+        weight_decay: float | None = None,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        use_ema: bool | None = False,
+        ema_momentum: float | None = 0.99,
+        ema_overwrite_frequency: int | None = None,
+        loss_scale_factor: float | None = None,
+        gradient_accumulation_steps: int | None = None,
+        dynamic: bool = True,
+    ) -> None:
+        given = {
+            "weight_decay": weight_decay,
+            "clipnorm": clipnorm,
+            "clipvalue": clipvalue,
+            "global_clipnorm": global_clipnorm,
+            "use_ema": use_ema,
+            "ema_momentum": ema_momentum,
+            "ema_overwrite_frequency": ema_overwrite_frequency,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+        }
+        if not dynamic:
+            raise PolicyError("dynamic=False needs the fixed scale. Write loss_scale_factor=2.0**15 instead.")
+        check_inner(inner_optimizer)
+        rule = _rule(inner_optimizer, initial_scale, dynamic_growth_steps, policy, loss_scale_factor)
+        hand_over(inner_optimizer, {n: DEFAULTS[n] if value is None else value for n, value in given.items()})
+        inner_optimizer.loss_scale_factor = None  # the wrapper has it now; gradients are divided once
+        # Not the constructor of Keras's own: it takes these arguments only to refuse them.
+        super(keras.optimizers.LossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
+        self._ledger = Ledger(rule, self._scalar)
+        self.dynamic_scale, self.step_counter = self._ledger.state.scale, self._ledger.state.good
+        self._was_scaled = False
+        self.inner_optimizer = inner_optimizer
+        adopt(self, inner_optimizer)
+
+    @property
+    def policy(self) -> Policy[Any]:
+        """The rule in force."""
+        return self._ledger.policy
+
+    @property
+    def initial_scale(self) -> float:
+        """The scale of the first step."""
+        return float(self.policy.start().scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps in a row after which the scale grows; None if it never does."""
+        return getattr(self.policy, "growth_interval", None)
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, value: int) -> None:
+        if self.dynamic_growth_steps is None:
+            raise PolicyError(f"dynamic_growth_steps={value!r}, but {self.policy!r} never grows.")
+        check_scale(INITIAL_SCALE, value)
+        self._ledger.policy = replace(cast(Any, self.policy), growth_interval=value)
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """The fixed scale; None if it moves."""
+        return self.policy.scale if isinstance(self.policy, Static) else None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: float | None) -> None:
+        if "inner_optimizer" in self.__dict__ and value != self.loss_scale_factor:
+            raise PolicyError(
+                f"loss_scale_factor={value!r} comes too late: whether the scale moves is decided when the "
+                f"optimizer is made. Write LossScaleOptimizer(..., loss_scale_factor={value!r})."
+            )
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by. Reads it to the host."""
+        return float(framework.read([self.dynamic_scale.value])[0])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped so far. Reads the number to the host."""
+        return int(framework.read([self._ledger.skipped.value])[0])
+
+    @property
+    def last_step(self) -> Step | None:
+        """What the last step came to. Reads it to the host; None before the first."""
+        return self._ledger.step(self._numbers())
+
+    def check_starved(self) -> None:
+        """Raise what a compiled step could not.
+
+        Raises:
+            Starved: if the policy was told to give up and has.
+        """
+        self._ledger.raise_if_starved(self._numbers())
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Make the inner optimizer's variables."""
+        halves = [variable for variable in var_list if _dtype(variable) == "float16"]
+        if halves and not self.built:
+            warnings.warn(
+                f"{getattr(halves[0], 'path', halves[0].name)} is a float16 variable: Keras's optimizers "
+                "round an unscaled gradient to it, and what the scale saved below 6e-8 is lost. "
+                'Write dtype="mixed_float16", which keeps variables in float32.',
+                stacklevel=level_of_caller("keras"),
+            )
+        self.inner_optimizer.build(var_list)
+        self.built = True
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss times the scale, in float32 or wider.
+
+        Raises:
+            UsageError: on JAX under `jit`, where the scale of this moment would be compiled in.
+        """
+        self._was_scaled = True
+        if not isinstance(self.policy, Static) and framework.bakes(self.dynamic_scale.value):
+            raise UsageError(
+                "scale_loss inside jit would compile the scale of this moment in, and never follow it. Write "
+                "optimizer.stateless_scale_loss(optimizer_variables, loss), with optimizer_variables an "
+                "argument of the function that is compiled."
+            )
+        return keras.ops.multiply(loss, self.dynamic_scale)
+
+    def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
+        """Return the loss times the scale among the optimizer's variables: `scale_loss` for `jax.jit`.
+
+        Args:
+            optimizer_variables: the current values of `variables`, as for `stateless_apply`.
+            loss: a scalar.
+        """
+        pairs = list(zip(self.variables, self._counted(optimizer_variables), strict=True))
+        with keras.StatelessScope(state_mapping=pairs):
+            return self.scale_loss(loss)
+
+    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+        """Unscale gradients and update the variables, unless a gradient is not finite; move the scale.
+
+        Args:
+            grads: scaled gradients, one for each variable; None for one without.
+            trainable_variables: the variables. None: those it was built with.
+
+        Raises:
+            ValueError: as Keras, without variables, for unknown ones and if all gradients are None.
+            UsageError: for gradients and variables that do not match, and on JAX under `jit`.
+            Starved: if the policy was told to give up. The variables are as they were.
+        """
+        gradients = list(grads)
+        if not gradients:
+            return
+        if trainable_variables is not None:
+            variables = list(trainable_variables)
+            if not self.built:
+                self.build(variables)
+        elif self.built:
+            variables = list(self._trainable_variables)
+        else:
+            raise UsageError("the optimizer has no variables yet. Write apply(grads, trainable_variables).")
+        if len(gradients) != len(variables):
+            raise UsageError(
+                f"{len(gradients)} gradients came for {len(variables)} variables. Write None for a variable "
+                "without a gradient."
+            )
+        self._warn_if_never_scaled()
+        framework.apply(self, _step_on_host, gradients, variables)
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
+        """Do what `apply` does with pairs of gradients and variables; return `iterations`."""
+        pairs = list(grads_and_vars)
+        self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+        return self.iterations
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return new values of the variables and of the optimizer's: `apply` for `jax.jit`.
+
+        Args:
+            optimizer_variables: the current values of `variables`.
+            grads: scaled gradients, one for each variable; None for one without.
+            trainable_variables: the current values of the variables it was built with.
+
+        Raises:
+            ValueError: as Keras, before `build`, for lists of other lengths, and on TensorFlow.
+        """
+        if self.built and len(grads) != len(self._trainable_variables):
+            raise UsageError(
+                f"{len(grads)} gradients came for {len(self._trainable_variables)} variables. Write None for "
+                "a variable without a gradient."
+            )
+        return super(keras.optimizers.LossScaleOptimizer, self).stateless_apply(  # type: ignore[no-any-return]
+            framework.stateless_inputs(optimizer_variables),
+            list(grads),
+            framework.stateless_inputs(trainable_variables),
+        )
+
+    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
+        """Exclude variables from the inner optimizer's weight decay, before it is built."""
+        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set the values of `variables`, all of them.
+
+        Raises:
+            UsageError: for another number of values, or before `build`.
+        """
+        if not self.built:
+            raise UsageError(
+                "there are no variables to set yet. Write optimizer.build(model.trainable_variables)."
+            )
+        for variable, value in zip(self.variables, self._counted(weights), strict=True):
+            variable.assign(value)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write what is the wrapper's; Keras writes the inner optimizer beside it, once."""
+        for variable in self._ledger.variables:
+            store[variable.name] = keras.ops.convert_to_numpy(variable.value)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read what `save_own_variables` wrote, or Keras's own LossScaleOptimizer."""
+        if "dynamic_scale" in store.keys():  # noqa: SIM118  # a store of HDF5 has keys and is no mapping
+            saved = {variable.name: store[variable.name] for variable in self._ledger.variables}
+        else:  # Keras numbers them: iteration, learning rate, counter, scale, then the inner optimizer's
+            saved = {"step_counter": store["2"], "dynamic_scale": store["3"]}
+        for variable in self._ledger.variables:
+            if variable.name in saved:
+                variable.assign(saved[variable.name])
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes this optimizer anew, in plain JSON."""
+        rule: dict[str, Any]
+        if isinstance(self.policy, Static):
+            rule = {"loss_scale_factor": self.policy.scale}
+        elif self.policy == Dynamic.holding(self.initial_scale, growth_interval=self.dynamic_growth_steps):
+            rule = {
+                "initial_scale": self.initial_scale,
+                "dynamic_growth_steps": self.dynamic_growth_steps,
+            }
+        else:
+            rule = {"policy": to_json(self.policy)}
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"name": self.name, "inner_optimizer": inner, **rule}
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> LossScaleOptimizer:
+        """Return the optimizer that a configuration describes; one of Keras's own will do."""
+        settings = dict(config)
+        inner = keras.saving.deserialize_keras_object(settings.pop("inner_optimizer"), custom_objects)
+        if settings.get("policy") is not None:
+            settings["policy"] = from_json(settings["policy"], custom_objects)
+        return cls(inner, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a hyperparameter of the inner optimizer, such as `beta_1`."""
+        inner = self.__dict__.get("inner_optimizer")
+        if inner is not None and is_hyperparameter(inner, name):
+            return getattr(inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("inner_optimizer")
+        owned = name in self.__dict__ or hasattr(type(self), name)
+        if inner is not None and not owned and is_hyperparameter(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _scalar(self, name: str, value: float, dtype: str) -> Any:
+        """Return a new variable of the optimizer; replicas have the same values in it."""
+        return self.add_variable(
+            shape=(),
+            initializer=keras.initializers.Constant(value),
+            dtype=dtype,
+            aggregation="only_first_replica",
+            name=name,
+        )
+
+    def _numbers(self) -> list[float]:
+        """Read all of the ledger to the host."""
+        return list(framework.read([variable.value for variable in self._ledger.variables]))
+
+    def _counted(self, values: Sequence[Any]) -> Sequence[Any]:
+        if len(values) != len(self.variables):
+            raise UsageError(
+                f"{len(values)} values came for the optimizer's {len(self.variables)} variables. "
+                "Write one for each of optimizer.variables."
+            )
+        return values
+
+    def _warn_if_never_scaled(self) -> None:
+        if not self._was_scaled:
+            self._was_scaled = True
+            warnings.warn(
+                f"gradients come to {self.name!r}, which divides them by the loss scale, but no loss was "
+                "scaled. Write optimizer.scale_loss(loss) before the gradients are computed.",
+                stacklevel=level_of_caller("keras"),
+            )
+
+    def _unscaled(
+        self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any
+    ) -> tuple[list[Any], Any]:
+        """Return unscaled gradients, and whether all are finite.
+
+        A variable that Keras overwrites with its gradient, as float8 statistics are, gets it as it is.
+        """
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        kept = [i for i in present if getattr(variables[i], "overwrite_with_gradient", False)]
+        divided = [i for i in present if i not in kept]
+        result, finite = list(gradients), None
+        if divided:
+            new, finite = framework.unscale(
+                [gradients[i] for i in divided], [variables[i] for i in divided], scale
+            )
+            for i, gradient in zip(divided, new, strict=True):
+                result[i] = gradient
+        if kept:
+            are = framework.are_finite([gradients[i] for i in kept])
+            finite = are if finite is None else finite & are
+        if finite is None:
+            raise ValueError(
+                "all gradients are None. Compute the loss from these variables, where gradients are recorded."
+            )
+        return result, finite
+
+
+def _step_on_host(optimizer: LossScaleOptimizer, gradients: list[Any], variables: list[Any]) -> None:
+    """Take a step where numbers can be read: one read, then Python decides."""
+    ledger = optimizer._ledger
+    unscaled, finite = optimizer._unscaled(gradients, variables, ledger.state.scale.value)
+    was_finite, *before = framework.read([finite, *[variable.value for variable in ledger.floats]])
+    if was_finite:
+        optimizer.inner_optimizer.apply(unscaled, variables)
+    before[-1] = 0.0  # what was starved and goes on may starve again
+    after = ledger.after(before, bool(was_finite), lambda condition, yes, no: yes if condition else no)
+    for variable, old, new in zip(ledger.floats, before, after, strict=True):
+        if new != old:
+            framework.write(variable, new)
+    ledger.steps.assign_add(1)
+    if not was_finite:
+        ledger.skipped.assign_add(1)
+    if after[-1]:
+        optimizer.check_starved()
+
+
+def _rule(
+    inner: Any,
+    initial_scale: float | None,
+    steps: int | None,
+    policy: Policy[Any] | None,
+    factor: float | None,
+) -> Policy[Any]:
+    """Return the policy that the arguments describe."""
+    theirs = inner.loss_scale_factor
+    if None not in (factor, theirs) and factor != theirs:
+        raise PolicyError(
+            f"loss_scale_factor={factor!r} contradicts {type(inner).__name__}(loss_scale_factor={theirs!r}). "
+            "Write it in one place."
+        )
+    factor = theirs if factor is None else factor
+    scale = INITIAL_SCALE if initial_scale is None else initial_scale
+    steps = INTERVAL if steps is None else steps
+    check_scale(scale, steps)
+    instead: dict[str, tuple[Any, Any]] = {
+        "initial_scale": (scale, INITIAL_SCALE),
+        "dynamic_growth_steps": (steps, INTERVAL),
+    }
+    if factor is not None:
+        positive("loss_scale_factor", factor, "loss_scale_factor=2.0**15, or None for a scale that moves")
+        fixed = Static(factor)
+        if policy is not None:
+            instead = {**instead, "loss_scale_factor": (factor, None)}
+            return given_policy(policy, instead)
+        for name, (value, default) in instead.items():
+            if value != default:
+                raise PolicyError(
+                    f"loss_scale_factor={factor!r} fixes the scale, and {name}={value!r} moves it. "
+                    "Write only one of them."
+                )
+        return fixed
+    if policy is not None:
+        return given_policy(policy, instead)
+    return Dynamic.holding(scale, growth_interval=steps)
+
+
+def _dtype(variable: Any) -> str:
+    return str(keras.backend.standardize_dtype(variable.dtype))

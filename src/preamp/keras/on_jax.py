@@ -1,0 +1,100 @@
+"""Keras on JAX: under `jit` one conditional around the update, elsewhere a decision on the host.
+
+This room multiplies and reads arrays. It refuses to know policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from preamp.errors import UsageError
+from preamp.keras.ledger import Ledger
+
+__all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
+
+
+def apply(optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: Any) -> None:
+    """Update the variables or skip.
+
+    Raises:
+        UsageError: under `jit` outside a `StatelessScope`, where variables would be left with tracers.
+    """
+    if not _is_compiled():
+        step_on_host(optimizer, gradients, variables)
+        return
+    ledger: Ledger = optimizer._ledger
+    if bakes(ledger.state.scale.value):
+        raise UsageError(
+            "apply inside jit would leave tracers in the optimizer's variables, and its scale would be a "
+            "constant. Write stateless_apply(optimizer_variables, grads, trainable_variables), with "
+            "optimizer_variables an argument and a result of the function that is compiled."
+        )
+    _apply_traced(optimizer, ledger, gradients, variables)
+
+
+def _apply_traced(optimizer: Any, ledger: Ledger, gradients: list[Any], variables: list[Any]) -> None:
+    """Update in one branch of a `cond`, nothing in the other; XLA fuses unscaling with what comes after."""
+    inner, scale = optimizer.inner_optimizer, ledger.state.scale.value
+    mutable = [*inner._trainable_variables, *inner.variables]
+    before = [variable.value for variable in mutable]
+
+    def update() -> list[Any]:
+        unscaled, _ = optimizer._unscaled(gradients, variables, scale)
+        with keras.StatelessScope(state_mapping=list(zip(mutable, before, strict=True))) as scope:
+            inner.apply(unscaled, variables)
+        return [scope.get_current_value(variable) for variable in mutable]
+
+    _, finite = optimizer._unscaled(gradients, variables, scale)
+    after = jax.lax.cond(finite, update, lambda: before)
+    for variable, value in zip(mutable, after, strict=True):
+        variable.assign(value)
+    ledger.advance(finite, jnp.where)
+
+
+def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
+    """Return gradients divided by the scale, half types as float32, and whether all are finite."""
+    unscaled = [
+        gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) / scale for gradient in gradients
+    ]
+    return unscaled, are_finite(unscaled)
+
+
+def are_finite(tensors: Sequence[Any]) -> Any:
+    """Return whether all arrays are finite: zero times anything else is NaN, and sums of it stay NaN.
+
+    XLA computes this in one pass over each array; of `isfinite` it would store the booleans.
+    """
+    return jnp.stack([jnp.sum(tensor * 0.0, dtype=jnp.float32) for tensor in tensors]).sum() == 0.0
+
+
+def read(scalars: Sequence[Any]) -> list[float]:
+    """Read scalars, all of them at once."""
+    return [float(value) for value in jax.device_get(list(scalars))]
+
+
+def write(variable: Any, value: float) -> None:
+    """Set a scalar variable to a number."""
+    variable.assign(value)
+
+
+def bakes(value: Any) -> bool:
+    """Return whether a value read now would be a constant of a compiled program."""
+    return not isinstance(value, jax.core.Tracer) and _is_compiled()
+
+
+def stateless_inputs(tensors: Sequence[Any]) -> list[Any]:
+    """Return what may be handed to Keras: arrays are never written to."""
+    return list(tensors)
+
+
+def _is_compiled() -> bool:
+    """Return whether what is computed now becomes part of a compiled program.
+
+    Under `jit` even a sum of constants is traced; under `grad` and `vmap` alone it is computed.
+    """
+    return isinstance(jnp.zeros(()) + 0.0, jax.core.Tracer)

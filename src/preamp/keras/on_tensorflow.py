@@ -1,0 +1,110 @@
+"""Keras on TensorFlow: in a graph one `cond` around the update, eagerly a decision on the host.
+
+This room multiplies and reads tensors, and has replicas agree. It refuses to know policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
+
+
+def apply(optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: Any) -> None:
+    """Update the variables or skip, on all replicas alike.
+
+    Raises:
+        ValueError: outside a replica context, where there are no gradients of one replica.
+    """
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "apply must be called in a replica context, where the gradients are one replica's. "
+            "Write strategy.run(train_step, args=(batch,)) and call apply in train_step."
+        )
+    replica = tf.distribute.get_replica_context()
+    if tf.executing_eagerly() and replica.num_replicas_in_sync == 1:
+        step_on_host(optimizer, gradients, variables)
+        return
+    unscaled, finite = optimizer._unscaled(gradients, variables, optimizer._ledger.state.scale.value)
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        _update_and_advance(optimizer, finite, lambda: _update(optimizer, unscaled, variables))
+    else:
+        replica.merge_call(_in_cross_replica_context, args=(optimizer, finite, unscaled, variables))
+
+
+def _in_cross_replica_context(
+    strategy: Any, optimizer: Any, finite: Any, gradients: Any, variables: Any
+) -> None:
+    """Decide once for all replicas: TensorFlow allows no collective inside a replica's `cond`."""
+    agreed = strategy.experimental_local_results(finite)[0]
+
+    def update() -> Any:
+        strategy.extended.call_for_each_replica(_update, args=(optimizer, gradients, variables))
+        return tf.constant(True)
+
+    _update_and_advance(optimizer, agreed, update)
+
+
+def _update(optimizer: Any, gradients: list[Any], variables: Any) -> Any:
+    optimizer.inner_optimizer.apply(gradients, variables)
+    return tf.constant(True)
+
+
+def _update_and_advance(optimizer: Any, finite: Any, update: Callable[[], Any]) -> None:
+    tf.cond(finite, update, lambda: tf.constant(False))
+    optimizer._ledger.advance(finite, tf.where)
+
+
+def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
+    """Return gradients divided by the scale, and whether they are finite and so is the sum of all replicas'.
+
+    Half types become float32. `IndexedSlices` keep their indices.
+    """
+    unscaled = [_divided(gradient, tf.convert_to_tensor(scale)) for gradient in gradients]
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    if replicas == 1:
+        return unscaled, are_finite(unscaled)
+    mine = are_finite([_values(gradient) * float(replicas) for gradient in unscaled])
+    overflows = tf.distribute.get_replica_context().all_reduce(
+        tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(mine), tf.float32)
+    )
+    return unscaled, tf.equal(overflows, 0.0)
+
+
+def are_finite(tensors: Sequence[Any]) -> Any:
+    """Return whether all tensors are finite."""
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(_values(tensor))) for tensor in tensors])
+
+
+def read(scalars: Sequence[Any]) -> list[float]:
+    """Read scalars, all of them at once."""
+    return [float(x) for x in tf.stack([tf.cast(scalar, tf.float32) for scalar in scalars]).numpy()]
+
+
+def write(variable: Any, value: float) -> None:
+    """Set a scalar variable to a number."""
+    variable.assign(value)
+
+
+def bakes(value: Any) -> bool:
+    """Return whether a value read now would be a constant of a compiled program: graphs read variables."""
+    return False
+
+
+def stateless_inputs(tensors: Sequence[Any]) -> list[Any]:
+    """Return what may be handed to Keras."""
+    return list(tensors)
+
+
+def _divided(gradient: Any, scale: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_divided(gradient.values, scale), gradient.indices, gradient.dense_shape)
+    wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
+    return tf.cast(gradient, wide) / tf.cast(scale, wide)
+
+
+def _values(tensor: Any) -> Any:
+    return tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor

@@ -1,0 +1,86 @@
+"""Keras on PyTorch: unscale and check in one pass, read once, decide on the host.
+
+This room multiplies and reads tensors. It refuses to know policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preamp.torch.gradients import HALF_DTYPES, note_writing, unscale_
+
+__all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads a flag and then decides
+@torch.no_grad()
+def apply(optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: Any) -> None:
+    """Update the variables or skip."""
+    step_on_host(optimizer, gradients, variables)
+
+
+def unscale(gradients: Sequence[Tensor], variables: Sequence[Any], scale: Tensor) -> tuple[list[Tensor], Any]:
+    """Return gradients divided by the scale, and whether all of them are finite, as a 0-dim tensor.
+
+    A gradient that is its parameter's `.grad` is unscaled in place, as PyTorch's GradScaler does. What else
+    was given stays as it was. Half-precision gradients become float32.
+    """
+    tensors = _writable(gradients, variables)
+    found = torch.zeros((), dtype=torch.float32, device=scale.device)
+    flags = unscale_(tensors, scale.reciprocal(), found)
+    note_writing(tensors)
+    if len(flags) > 1:
+        found = torch.stack([flag.to(scale.device) for flag in flags.values()]).sum()
+    else:
+        found = next(iter(flags.values()), found)
+    return tensors, found == 0.0
+
+
+def are_finite(tensors: Sequence[Tensor]) -> Any:
+    """Return whether all tensors are finite, as a 0-dim tensor."""
+    return torch.stack([t.isfinite().all() for t in tensors]).all()
+
+
+def read(scalars: Sequence[Tensor]) -> list[float]:
+    """Read 0-dim tensors, all of them at once."""
+    first = scalars[-1].device
+    return torch.stack([s.detach().to(first, torch.float32) for s in scalars]).tolist()
+
+
+def write(variable: Any, value: float) -> None:
+    """Set a scalar variable to a number."""
+    with torch.no_grad():
+        variable.value.fill_(value)
+
+
+def bakes(value: Any) -> bool:
+    """Return whether a value read now would be a constant of a compiled program: no, steps read tensors."""
+    return False
+
+
+def stateless_inputs(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies: Keras's optimizers for PyTorch write in place."""
+    return [torch.as_tensor(tensor).detach().clone() for tensor in tensors]
+
+
+def _writable(gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Tensor]:
+    """Return tensors that may be written: `.grad` itself, or a copy, no two in the same memory."""
+    seen: set[int] = set()
+    tensors = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        place = gradient.data_ptr()
+        owned = _tensor_of(variable).grad is gradient and place not in seen
+        seen.add(place)
+        if gradient.dtype in HALF_DTYPES:
+            tensors.append(gradient.float())
+        else:
+            tensors.append(gradient if owned else gradient.detach().clone())
+    return tensors
+
+
+def _tensor_of(variable: Any) -> Any:
+    return getattr(variable, "value", variable)

@@ -1,0 +1,90 @@
+"""A Keras callback that records what loss scaling did, step by step.
+
+This room listens to `fit`. It refuses to know how a step is taken: it reads what the optimizer remembers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+
+from preamp.errors import UsageError
+from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, framework
+from preamp.trace import Trace
+
+__all__ = ["TraceCallback"]
+
+
+class TraceCallback(keras.callbacks.Callback):
+    """Records a `Step` after every training batch, and adds `loss_scale` and `skipped_steps` to the logs.
+
+    Put it before callbacks that show logs, such as `keras.callbacks.TensorBoard`. Recording reads a few
+    scalars to the host after every batch. With `steps_per_execution=n` it sees every n-th step;
+    `skipped_steps` counts all.
+
+    Args:
+        path: the file to write, or a `Trace`, or None to keep the trace in memory.
+        mode: for a file that is there: "new" refuses, "append" goes on, "replace" forgets it.
+        **about: anything JSON can hold that describes the run.
+
+    Attributes:
+        trace: the record. A step's `loss` is what Keras logs: the mean over the epoch so far.
+
+    Raises:
+        TraceError: for a file that cannot be gone on with.
+        UsageError: from `fit`, for a model whose optimizer is no `preamp.keras.LossScaleOptimizer`.
+        Starved: from `fit`, if the policy was told to give up and has.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Trace | None = None,
+        *,
+        mode: Literal["new", "append", "replace"] = "new",
+        **about: Any,
+    ) -> None:
+        super().__init__()
+        self.trace = path if isinstance(path, Trace) else Trace(path=path, mode=mode, **about)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Look at the optimizer."""
+        if not isinstance(self.model.optimizer, LossScaleOptimizer):
+            raise UsageError(
+                f"the model's optimizer is {self.model.optimizer!r}, which keeps no record. "
+                "Write compile(optimizer=preamp.keras.LossScaleOptimizer(keras.optimizers.Adam()))."
+            )
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Record the step, and say what the scale is now."""
+        optimizer = self.model.optimizer
+        numbers = framework.read(self._values())
+        step = optimizer._ledger.step(numbers)
+        if step is None:
+            return
+        loss = None if logs is None else logs.get("loss")
+        self.trace(step._replace(loss=None if loss is None else float(loss)))
+        if logs is not None:
+            logs["loss_scale"], logs["skipped_steps"] = step.new_scale, int(numbers[-1])
+        optimizer._ledger.raise_if_starved(numbers)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Say what the scale is now, for the history and for what shows logs."""
+        if logs is not None:
+            logs["loss_scale"] = self.model.optimizer.loss_scale
+            logs["skipped_steps"] = self.model.optimizer.skipped_steps
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Close the file."""
+        self.trace.close()
+
+    def _values(self) -> list[Any]:
+        """Return the values of the ledger's variables; during `fit` on JAX the trainer has them."""
+        optimizer = self.model.optimizer
+        state = getattr(self.model, "_jax_state", None)
+        if state and not self.model._jax_state_synced:
+            by_variable = zip(optimizer.variables, state["optimizer_variables"], strict=True)
+            values = {id(variable): value for variable, value in by_variable}
+            return [values[id(variable)] for variable in optimizer._ledger.variables]
+        return [variable.value for variable in optimizer._ledger.variables]

@@ -1,0 +1,83 @@
+"""What a LossScaleOptimizer is told, refused alike in every framework where it cannot work.
+
+This room knows Keras's arguments. It refuses to know what an optimizer is and how it applies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from preamp.checks import is_number, positive, whole
+from preamp.dialects import Dialect
+from preamp.errors import PolicyError
+from preamp.policy import Policy
+
+__all__ = ["INITIAL_SCALE", "INTERVAL", "check_averaging", "check_limits", "check_scale", "given_policy"]
+
+INITIAL_SCALE = 2.0**15
+INTERVAL = 2000
+
+
+def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) -> Policy[Any]:
+    """Return the policy that was given; a dialect's own.
+
+    Args:
+        policy: what the user gave.
+        instead: the arguments that describe a rule as well, each with its default.
+
+    Raises:
+        PolicyError: for what is no policy, or one together with such an argument.
+    """
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            f"policy={policy!r} is not a policy. Write policy=Dynamic() or policy=dialects.TORCH."
+        )
+    for name, (value, default) in instead.items():
+        if value != default:
+            raise PolicyError(
+                f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy."
+            )
+    return policy.policy if isinstance(policy, Dialect) else policy
+
+
+def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
+    """Refuse a first scale and an interval that cannot work."""
+    positive("initial_scale", initial_scale, "initial_scale=2.0**15")
+    whole("dynamic_growth_steps", dynamic_growth_steps, least=1, instead="dynamic_growth_steps=2000")
+
+
+def check_limits(**limits: float | None) -> None:
+    """Refuse limits, decays and factors that cannot work, and two ways to clip at once.
+
+    Args:
+        limits: by name: `weight_decay`, `loss_scale_factor`, `clipnorm`, `clipvalue`, `global_clipnorm`.
+    """
+    for name, value in limits.items():
+        if value is not None and not (name == "weight_decay" and is_number(value) and value == 0):
+            positive(name, value, f"{name}=1.0, or None")
+    clips = {name: value for name, value in limits.items() if name.startswith(("clip", "global_clip"))}
+    given = [f"{name}={value!r}" for name, value in clips.items() if value is not None]
+    if len(given) > 1:
+        raise PolicyError(f"{' and '.join(given)} are both given. Write only one of them.")
+
+
+def check_averaging(
+    ema_momentum: Any, ema_overwrite_frequency: Any, gradient_accumulation_steps: Any, *, fewest: int = 1
+) -> None:
+    """Refuse a momentum outside 0 to 1, and counts that are not whole numbers above 0.
+
+    Args:
+        ema_momentum: of the moving average.
+        ema_overwrite_frequency: updates between overwriting weights, or None.
+        gradient_accumulation_steps: micro-steps per update, or None.
+        fewest: micro-steps that the framework accepts at least.
+    """
+    if not (is_number(ema_momentum) and 0.0 <= ema_momentum <= 1.0):
+        raise PolicyError(f"ema_momentum={ema_momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
+    for name, value, least in (
+        ("ema_overwrite_frequency", ema_overwrite_frequency, 1),
+        ("gradient_accumulation_steps", gradient_accumulation_steps, fewest),
+    ):
+        if value is not None:
+            whole(name, value, least=least, instead=f"{name}=None")
