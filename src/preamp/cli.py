@@ -23,7 +23,7 @@ from cyclopts.validators import Number
 from preamp import __version__
 from preamp.dialects import ALL, Dialect
 from preamp.errors import PreampError
-from preamp.lab import Precision, Task
+from preamp.lab import Framework, Precision, Task
 from preamp.policy import Dynamic, Policy, Static, Tolerant
 from preamp.simulate import simulate as play
 from preamp.terminal import Row, out, print_lines, print_open, print_table, train_all, until_done
@@ -131,7 +131,7 @@ def train(
     *,
     task: Task | None = None,
     data: Path | None = None,
-    framework: str = "torch",
+    framework: Framework = "torch",
     precision: tuple[Precision | Literal["all"], ...] = ("float32", "float16"),
     emulate: Annotated[bool, Parameter(negative="--native")] = True,
     policy: Annotated[ShortDynamic | ShortTolerant | Static | None, RULE] = None,
@@ -146,7 +146,7 @@ def train(
     Args:
         task: what to learn; autoencoder for the digits, classify for a table of your own.
         data: a CSV file of numbers whose last column is a label, instead of handwritten digits.
-        framework: whose training loop to use.
+        framework: whose training loop to use; KERAS_BACKEND says what Keras runs on.
         precision: float16 runs twice, without and with loss scaling. Can be given several times.
         emulate: compute in float32 and round where a GPU stores low precision; --native computes in it.
         policy: the rule for the scale.

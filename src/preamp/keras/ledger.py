@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from preamp.policy import Policy, Reading, Where
+from preamp.policy import Policy, Reading, Where, choose
 from preamp.trace import Step
 
 __all__ = ["Ledger"]
@@ -49,37 +49,60 @@ class Ledger:
         self.skipped = make("skipped_steps", 0, "int")
 
     @property
-    def floats(self) -> list[Any]:
-        """The variables that `after` moves."""
-        return [*self.state, self.used, self.finite, self.starved]
+    def moving(self) -> list[Any]:
+        """The variables that `after` moves, float32."""
+        return [*self.state, self.used, self.finite]
 
     @property
     def variables(self) -> list[Any]:
         """All variables."""
-        return [*self.floats, self.steps, self.skipped]
+        return [*self.moving, self.starved, self.steps, self.skipped]
 
-    def after(self, values: Sequence[Any], finite: Any, where: Where) -> list[Any]:
-        """Return the values of `floats` after a step.
+    def after(self, values: Sequence[Any], finite: Any, where: Where) -> tuple[list[Any], Any]:
+        """Return the values of `moving` after a step, and whether the policy gives up.
 
         Args:
             values: those before it: numbers, or scalars of a framework.
             finite: whether the step's gradients were.
             where: ``where(condition, yes, no)`` for such values.
         """
-        count = len(self.state)
-        state, starved = type(self.state)(*values[:count]), values[-1]
+        state = type(self.state)(*values[: len(self.state)])
         reading = Reading(finite)
         after = self.policy.advance(state, reading, where)
-        gives_up = self.policy.starved(state, after, reading, where)
-        return [*after, state.scale, where(finite, 1.0, 0.0), where(gives_up, 1.0, starved)]
+        gives_up: Any = False
+        if self.policy.gives_up():
+            gives_up = self.policy.starved(state, after, reading, where)
+            after = type(state)(*[where(gives_up, a, b) for a, b in zip(state, after, strict=True)])
+        return [*after, state.scale, where(finite, 1.0, 0.0)], gives_up
 
     def advance(self, finite: Any, where: Where) -> None:
         """Move all variables on, in a program that is being compiled."""
-        values = self.after([variable.value + 0.0 for variable in self.floats], finite, where)
-        for variable, value in zip(self.floats, values, strict=True):
+        values, gives_up = self.after([variable.value + 0.0 for variable in self.moving], finite, where)
+        for variable, value in zip(self.moving, values, strict=True):
             variable.assign(value)
+        if gives_up is not False:
+            self.starved.assign(where(gives_up, 1.0, self.starved.value + 0.0))
         self.steps.assign(self.steps.value + 1)
-        self.skipped.assign(where(finite, self.skipped.value, self.skipped.value + 1))
+        if finite is not True:
+            self.skipped.assign(where(finite, self.skipped.value + 0, self.skipped.value + 1))
+
+    def advance_on_host(
+        self, numbers: Sequence[float], finite: bool, write: Callable[[Any, float], None]
+    ) -> None:
+        """Move all variables on, for the numbers that `moving` had.
+
+        Raises:
+            Starved: if the policy was told to give up and does.
+        """
+        after, gives_up = self.after(numbers, finite, choose)
+        for variable, old, new in zip(self.moving, numbers, after, strict=True):
+            if new != old:
+                write(variable, new)
+        self.steps.assign_add(1)
+        if not finite:
+            self.skipped.assign_add(1)
+        if gives_up:
+            raise self._starvation(after)
 
     def raise_if_starved(self, numbers: Sequence[float]) -> None:
         """Raise what a compiled step could not, for the values of `variables`.
@@ -87,16 +110,12 @@ class Ledger:
         Raises:
             Starved: if the policy was told to give up and has.
         """
-        count = len(self.state)
-        used, _, starved = numbers[count : count + 3]
-        if starved:
-            overflows = int(numbers[self.state._fields.index("bad")])
-            raise self.policy.starvation(used, max(1, overflows))
+        if numbers[len(self.moving)]:
+            raise self._starvation(numbers)
 
     def step(self, numbers: Sequence[float]) -> Step | None:
         """Return the step that the values of `variables` describe, None before the first."""
-        count = len(self.state)
-        used, finite, _, steps, _ = numbers[count:]
+        used, finite, _, steps, _ = numbers[len(self.state) :]
         if not steps:
             return None
         return Step(
@@ -106,3 +125,7 @@ class Ledger:
             skipped=not finite,
             new_scale=numbers[self.state._fields.index("scale")],
         )
+
+    def _starvation(self, numbers: Sequence[float]) -> Exception:
+        overflows = int(numbers[self.state._fields.index("bad")]) + 1
+        return self.policy.starvation(numbers[len(self.state)], overflows)

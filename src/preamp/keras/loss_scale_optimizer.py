@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -19,9 +20,9 @@ from preamp.checks import level_of_caller, positive
 from preamp.errors import PolicyError, UsageError
 from preamp.keras.inner import DEFAULTS, Handed, adopt, check_inner, hand_over, is_hyperparameter
 from preamp.keras.ledger import Ledger
-from preamp.keras.policies import from_json, to_json
 from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale, given_policy
 from preamp.policy import Dynamic, Policy, Static
+from preamp.policy.saved import from_json, to_json
 from preamp.trace import Step
 
 __all__ = ["LossScaleOptimizer"]
@@ -74,8 +75,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), global_clipnorm=1.0)
     >>> scaled = optimizer.scale_loss(2.0)
     >>> optimizer.apply([keras.ops.array([float(scaled)])], [weight])
-    >>> float(weight[0]), optimizer.last_step.skipped, optimizer.loss_scale
-    (0.5, False, 32768.0)
+    >>> print(weight.numpy(), optimizer.last_step.skipped, optimizer.loss_scale)
+    [0.5] False 32768.0
     """
 
     weight_decay = Handed()
@@ -260,7 +261,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "without a gradient."
             )
         self._warn_if_never_scaled()
-        framework.apply(self, _step_on_host, gradients, variables)
+        framework.apply(self, _step_on_host, gradients, variables, self.dynamic_scale)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """Do what `apply` does with pairs of gradients and variables; return `iterations`."""
@@ -335,7 +336,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "dynamic_growth_steps": self.dynamic_growth_steps,
             }
         else:
-            rule = {"policy": to_json(self.policy)}
+            find, name_of = keras.saving.get_registered_object, keras.saving.get_registered_name
+            rule = {"policy": to_json(self.policy, name_of, find)}
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner, **rule}
 
@@ -347,23 +349,28 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         settings = dict(config)
         inner = keras.saving.deserialize_keras_object(settings.pop("inner_optimizer"), custom_objects)
         if settings.get("policy") is not None:
-            settings["policy"] = from_json(settings["policy"], custom_objects)
+            find = partial(keras.saving.get_registered_object, custom_objects=custom_objects)
+            settings["policy"] = from_json(settings["policy"], find)
         return cls(inner, **settings)
 
     def __getattr__(self, name: str) -> Any:
         """Return a hyperparameter of the inner optimizer, such as `beta_1`."""
         inner = self.__dict__.get("inner_optimizer")
-        if inner is not None and is_hyperparameter(inner, name):
+        if inner is not None and self._hands_over(inner, name):
             return getattr(inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("inner_optimizer")
         owned = name in self.__dict__ or hasattr(type(self), name)
-        if inner is not None and not owned and is_hyperparameter(inner, name):
+        if inner is not None and not owned and self._hands_over(inner, name):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
+
+    def _hands_over(self, inner: Any, name: str) -> bool:
+        """Return whether an attribute that the wrapper lacks is the inner optimizer's to have."""
+        return is_hyperparameter(inner, name)
 
     def _scalar(self, name: str, value: float, dtype: str) -> Any:
         """Return a new variable of the optimizer; replicas have the same values in it."""
@@ -423,23 +430,19 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return result, finite
 
 
-def _step_on_host(optimizer: LossScaleOptimizer, gradients: list[Any], variables: list[Any]) -> None:
+def _step_on_host(
+    optimizer: LossScaleOptimizer, gradients: list[Any], variables: list[Any], scale: Any
+) -> None:
     """Take a step where numbers can be read: one read, then Python decides."""
     ledger = optimizer._ledger
-    unscaled, finite = optimizer._unscaled(gradients, variables, ledger.state.scale.value)
-    was_finite, *before = framework.read([finite, *[variable.value for variable in ledger.floats]])
+    unscaled, finite = optimizer._unscaled(gradients, variables, scale)
+    was_finite, *before = framework.read([finite, *[variable.value for variable in ledger.moving]])
+    if was_finite and scale is not None and before[0] < 1.0:
+        present = [gradient for gradient in unscaled if gradient is not None]
+        (was_finite,) = framework.read([framework.are_finite(present)])  # dividing by it can overflow
     if was_finite:
         optimizer.inner_optimizer.apply(unscaled, variables)
-    before[-1] = 0.0  # what was starved and goes on may starve again
-    after = ledger.after(before, bool(was_finite), lambda condition, yes, no: yes if condition else no)
-    for variable, old, new in zip(ledger.floats, before, after, strict=True):
-        if new != old:
-            framework.write(variable, new)
-    ledger.steps.assign_add(1)
-    if not was_finite:
-        ledger.skipped.assign_add(1)
-    if after[-1]:
-        optimizer.check_starved()
+    ledger.advance_on_host(before, bool(was_finite), framework.write)
 
 
 def _rule(

@@ -13,33 +13,33 @@ import jax.numpy as jnp
 import keras
 
 from preamp.errors import UsageError
-from preamp.keras.ledger import Ledger
 
 __all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
 
 
-def apply(optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: Any) -> None:
+def apply(
+    optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: list[Any], scale: Any
+) -> None:
     """Update the variables or skip.
 
     Raises:
         UsageError: under `jit` outside a `StatelessScope`, where variables would be left with tracers.
     """
     if not _is_compiled():
-        step_on_host(optimizer, gradients, variables)
+        step_on_host(optimizer, gradients, variables, scale.value)
         return
-    ledger: Ledger = optimizer._ledger
-    if bakes(ledger.state.scale.value):
+    if bakes(scale.value):
         raise UsageError(
             "apply inside jit would leave tracers in the optimizer's variables, and its scale would be a "
             "constant. Write stateless_apply(optimizer_variables, grads, trainable_variables), with "
             "optimizer_variables an argument and a result of the function that is compiled."
         )
-    _apply_traced(optimizer, ledger, gradients, variables)
+    _apply_traced(optimizer, gradients, variables, scale.value)
 
 
-def _apply_traced(optimizer: Any, ledger: Ledger, gradients: list[Any], variables: list[Any]) -> None:
+def _apply_traced(optimizer: Any, gradients: list[Any], variables: list[Any], scale: Any) -> None:
     """Update in one branch of a `cond`, nothing in the other; XLA fuses unscaling with what comes after."""
-    inner, scale = optimizer.inner_optimizer, ledger.state.scale.value
+    inner = optimizer.inner_optimizer
     mutable = [*inner._trainable_variables, *inner.variables]
     before = [variable.value for variable in mutable]
 
@@ -53,7 +53,7 @@ def _apply_traced(optimizer: Any, ledger: Ledger, gradients: list[Any], variable
     after = jax.lax.cond(finite, update, lambda: before)
     for variable, value in zip(mutable, after, strict=True):
         variable.assign(value)
-    ledger.advance(finite, jnp.where)
+    optimizer._ledger.advance(finite, jnp.where)
 
 
 def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
@@ -61,15 +61,24 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> t
     unscaled = [
         gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) / scale for gradient in gradients
     ]
-    return unscaled, are_finite(unscaled)
+    totals = [_total(gradient, 1.0 / scale) for gradient in gradients]
+    return unscaled, jnp.isfinite(jnp.stack(totals).sum())
 
 
 def are_finite(tensors: Sequence[Any]) -> Any:
-    """Return whether all arrays are finite: zero times anything else is NaN, and sums of it stay NaN.
+    """Return whether all arrays are finite, and so are their sums: a sum keeps what is not."""
+    return jnp.isfinite(jnp.stack([_total(tensor, 1.0) for tensor in tensors]).sum())
 
-    XLA computes this in one pass over each array; of `isfinite` it would store the booleans.
+
+def _total(tensor: Any, factor: Any) -> Any:
+    """Return the sum of an array's entries times a factor.
+
+    As a product with a vector, which on a CPU XLA computes four times as fast as a sum.
     """
-    return jnp.stack([jnp.sum(tensor * 0.0, dtype=jnp.float32) for tensor in tensors]).sum() == 0.0
+    if not tensor.size:
+        return jnp.zeros(())
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1).astype(jnp.float32)
+    return jnp.dot(rows, jnp.full(rows.shape[1], factor, jnp.float32)).sum()
 
 
 def read(scalars: Sequence[Any]) -> list[float]:

@@ -13,8 +13,17 @@ import tensorflow as tf
 __all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
 
 
-def apply(optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: Any) -> None:
+def apply(
+    optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: list[Any], scale: Any
+) -> None:
     """Update the variables or skip, on all replicas alike.
+
+    Args:
+        optimizer: the wrapper.
+        step_on_host: takes a step where numbers can be read.
+        gradients: of the variables, or None.
+        variables: what to update.
+        scale: the variable that the gradients are to be divided by; None if they have been.
 
     Raises:
         ValueError: outside a replica context, where there are no gradients of one replica.
@@ -26,11 +35,11 @@ def apply(optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any
         )
     replica = tf.distribute.get_replica_context()
     if tf.executing_eagerly() and replica.num_replicas_in_sync == 1:
-        step_on_host(optimizer, gradients, variables)
+        step_on_host(optimizer, gradients, variables, scale)
         return
-    unscaled, finite = optimizer._unscaled(gradients, variables, optimizer._ledger.state.scale.value)
+    unscaled, finite = optimizer._unscaled(gradients, variables, scale)
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        _update_and_advance(optimizer, finite, lambda: _update(optimizer, unscaled, variables))
+        _update_or_skip(optimizer, finite, lambda: optimizer.inner_optimizer.apply(unscaled, variables))
     else:
         replica.merge_call(_in_cross_replica_context, args=(optimizer, finite, unscaled, variables))
 
@@ -40,22 +49,33 @@ def _in_cross_replica_context(
 ) -> None:
     """Decide once for all replicas: TensorFlow allows no collective inside a replica's `cond`."""
     agreed = strategy.experimental_local_results(finite)[0]
+    inner = optimizer.inner_optimizer
 
-    def update() -> Any:
-        strategy.extended.call_for_each_replica(_update, args=(optimizer, gradients, variables))
+    def update() -> None:
+        strategy.extended.call_for_each_replica(inner.apply, args=(gradients, variables))
+
+    _update_or_skip(optimizer, agreed, update)
+
+
+def _update_or_skip(optimizer: Any, finite: Any, update: Callable[[], None]) -> None:
+    """Do what a step of either kind does in a branch of its own: half of the policy then is known before."""
+
+    def take() -> Any:
+        update()
+        optimizer._ledger.advance(True, _where)
         return tf.constant(True)
 
-    _update_and_advance(optimizer, agreed, update)
+    def skip() -> Any:
+        optimizer._ledger.advance(False, _where)
+        return tf.constant(False)
+
+    tf.cond(finite, take, skip)
 
 
-def _update(optimizer: Any, gradients: list[Any], variables: Any) -> Any:
-    optimizer.inner_optimizer.apply(gradients, variables)
-    return tf.constant(True)
-
-
-def _update_and_advance(optimizer: Any, finite: Any, update: Callable[[], Any]) -> None:
-    tf.cond(finite, update, lambda: tf.constant(False))
-    optimizer._ledger.advance(finite, tf.where)
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(condition, bool):
+        return yes if condition else no
+    return tf.where(condition, yes, no)
 
 
 def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
@@ -63,11 +83,12 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> t
 
     Half types become float32. `IndexedSlices` keep their indices.
     """
-    unscaled = [_divided(gradient, tf.convert_to_tensor(scale)) for gradient in gradients]
+    divisor = None if scale is None else tf.convert_to_tensor(scale)
+    unscaled = [_divided(gradient, divisor) for gradient in gradients]
     replicas = tf.distribute.get_replica_context().num_replicas_in_sync
     if replicas == 1:
         return unscaled, are_finite(unscaled)
-    mine = are_finite([_values(gradient) * float(replicas) for gradient in unscaled])
+    mine = tf.math.is_finite(_total(unscaled) * float(replicas))
     overflows = tf.distribute.get_replica_context().all_reduce(
         tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(mine), tf.float32)
     )
@@ -75,8 +96,12 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> t
 
 
 def are_finite(tensors: Sequence[Any]) -> Any:
-    """Return whether all tensors are finite."""
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(_values(tensor))) for tensor in tensors])
+    """Return whether all tensors are finite, and so is their sum: a sum keeps what is not."""
+    return tf.math.is_finite(_total(tensors))
+
+
+def _total(tensors: Sequence[Any]) -> Any:
+    return tf.add_n([tf.cast(tf.reduce_sum(_values(tensor)), tf.float32) for tensor in tensors])
 
 
 def read(scalars: Sequence[Any]) -> list[float]:
@@ -103,7 +128,8 @@ def _divided(gradient: Any, scale: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_divided(gradient.values, scale), gradient.indices, gradient.dense_shape)
     wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
-    return tf.cast(gradient, wide) / tf.cast(scale, wide)
+    gradient = tf.cast(gradient, wide)
+    return gradient if scale is None else gradient / tf.cast(scale, wide)
 
 
 def _values(tensor: Any) -> Any:

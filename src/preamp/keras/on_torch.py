@@ -18,9 +18,11 @@ __all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale"
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads a flag and then decides
 @torch.no_grad()
-def apply(optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: Any) -> None:
+def apply(
+    optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: list[Any], scale: Any
+) -> None:
     """Update the variables or skip."""
-    step_on_host(optimizer, gradients, variables)
+    step_on_host(optimizer, gradients, variables, scale.value)
 
 
 def unscale(gradients: Sequence[Tensor], variables: Sequence[Any], scale: Tensor) -> tuple[list[Tensor], Any]:

@@ -1,12 +1,23 @@
 """Small real trainings: what the command line runs and the documentation shows.
 
-One problem per file (`autoencoder`, `classify`), one loop per framework (`torch_loop`); `runs` puts them
-together, `results` puts them in rows and words. This room refuses to know how they are drawn.
+One problem per file (`autoencoder`, `classify`), one loop per framework (`torch_loop`, `keras_loop`,
+`tensorflow_loop`); `runs` puts them together, `results` puts them in rows and words. This room refuses to
+know how they are drawn.
 """
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-__all__ = ["Precision", "Task"]
+__all__ = ["ADAM_EPSILON", "KERAS_BACKENDS", "ZEROS_EVERY", "Framework", "Precision", "Task"]
 
+Framework: TypeAlias = Literal["torch", "keras", "tensorflow"]
 Precision: TypeAlias = Literal["float32", "float16", "bfloat16"]
 Task: TypeAlias = Literal["autoencoder", "classify"]
+
+ADAM_EPSILON: Final = 1e-8
+"""PyTorch's. Keras's own is 1e-7, ten times what reaches the first layers."""
+
+KERAS_BACKENDS: Final = ("jax", "torch", "tensorflow")
+"""What Keras can train on. `KERAS_BACKEND` says which one it is, once in a process."""
+
+ZEROS_EVERY: Final = 10
+"""Steps from one count of the gradient entries that are zero to the next."""

@@ -6,7 +6,12 @@ This room runs loops and keeps their traces. It refuses to know how progress and
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preamp.errors import MissingExtra, PreampError, Starved
-from preamp.lab import Precision, Task
+from preamp.lab import KERAS_BACKENDS, Framework, Precision, Task
 from preamp.lab.autoencoder import autoencoder
 from preamp.lab.classify import classify
 from preamp.lab.problem import Problem
@@ -28,7 +33,13 @@ __all__ = ["FRAMEWORKS", "TASKS", "Loop", "Plan", "Run", "find_loop", "plans", "
 TASKS: dict[Task, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
 
 # A framework is one module of this room with one class that has the methods of `Loop`.
-FRAMEWORKS = {"torch": ("preamp.lab.torch_loop", "TorchLoop")}
+FRAMEWORKS: dict[Framework, tuple[str, str]] = {
+    "torch": ("preamp.lab.torch_loop", "TorchLoop"),
+    "keras": ("preamp.lab.keras_loop", "KerasLoop"),
+    "tensorflow": ("preamp.lab.tensorflow_loop", "TensorFlowLoop"),
+}
+
+CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::InitializeLog")
 
 
 class Loop(Protocol):
@@ -99,20 +110,52 @@ def plans(precisions: list[Precision], policy: Policy[Any], seeds: int, first_se
     ]
 
 
-def find_loop(framework: str) -> Callable[..., Loop]:
+def find_loop(framework: Framework) -> Callable[..., Loop]:
     """Return what makes a framework's loop of (problem, precision, policy, seed).
 
     Raises:
-        PreampError: for a framework without a loop.
+        PreampError: for a framework without a loop, or one that cannot work in this process.
         MissingExtra: for a framework that is not installed.
     """
     if framework not in FRAMEWORKS:
         raise PreampError(f"framework {framework!r} is unknown. Write one of {', '.join(FRAMEWORKS)}.")
     module, name = FRAMEWORKS[framework]
     try:
-        return getattr(import_module(module), name)  # type: ignore[no-any-return]
+        with _without_chatter():
+            return getattr(import_module(module), name)  # type: ignore[no-any-return]
+    except MissingExtra:
+        raise
     except ImportError as error:
-        raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[{framework}]'") from error
+        raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}.") from error
+
+
+def _remedy(package: str | None, framework: Framework) -> str:
+    if framework != "torch" and package in KERAS_BACKENDS and package != framework:
+        others = " or ".join(name for name in KERAS_BACKENDS if name != package)
+        return f"Keras is to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}"
+    return f"Run: pip install 'preamp[{framework}]'"
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Keep from stderr what TensorFlow's libraries say of themselves while they are loaded.
+
+    They write to the file itself, before anybody could tell them not to. Everything else is passed on.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # for what comes after
+    if sys.stderr is None:  # closed
+        yield
+        return
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as aside, os.fdopen(os.dup(2), "wb") as stderr:
+        os.dup2(aside.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr.fileno(), 2)
+            aside.seek(0)
+            stderr.writelines(line for line in aside if not CHATTER.match(line))
 
 
 def train(

@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy, linear, mse_loss
 
 from preamp.errors import Starved
-from preamp.lab import Precision
+from preamp.lab import ZEROS_EVERY, Precision
 from preamp.lab.problem import Problem
 from preamp.policy import Policy
 from preamp.torch import GradScaler, autocast
 from preamp.trace import Step
 
 __all__ = ["TorchLoop"]
-
-ZEROS_EVERY = 10
 
 
 class TorchLoop:

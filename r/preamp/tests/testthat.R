@@ -1,0 +1,4 @@
+library(testthat)
+library(preamp)
+
+test_check("preamp")

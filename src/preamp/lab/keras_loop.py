@@ -1,0 +1,221 @@
+"""The training loop in Keras 3, as a user of `preamp.keras` would write it on each of its backends.
+
+The network, the loss and the optimizer are the same on all three. The step is what differs: JAX jits a pure
+function, PyTorch runs backward, TensorFlow records a tape in a graph. `KERAS_BACKEND` says which one runs.
+
+Low precision is what a tensor core does: operands, results and their gradients are stored in float16 or
+bfloat16, products are summed in float32. Casting down and up again rehearses it; the gradients are rounded at
+the same places. Natively, Keras's own policies such as "mixed_float16" do the work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preamp.errors import PreampError, Starved
+from preamp.lab import ADAM_EPSILON, KERAS_BACKENDS, ZEROS_EVERY, Precision
+from preamp.lab.problem import Problem
+from preamp.policy import Policy
+from preamp.trace import Step
+
+try:
+    import keras
+except ValueError as error:  # a backend that Keras does not know
+    raise PreampError(f"{error}. Set KERAS_BACKEND to one of {', '.join(KERAS_BACKENDS)}.") from error
+else:
+    if keras.backend.backend() not in KERAS_BACKENDS:
+        raise PreampError(
+            f"Keras cannot train on {keras.backend.backend()}. "
+            f"Set KERAS_BACKEND to one of {', '.join(KERAS_BACKENDS)}."
+        )
+
+from preamp.keras import LossScaleOptimizer
+
+__all__ = ["KerasLoop", "LowPrecisionDense"]
+
+# Takes inputs and targets; returns the loss and the gradients of the scaled loss, kernels at even places.
+TrainStep: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], tuple[Any, list[Any]]]
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "squared": keras.losses.MeanSquaredError,
+    "cross_entropy": partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True),
+}
+
+
+class LowPrecisionDense(keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
+    """A dense layer that stores operands, products and their gradients in a low precision.
+
+    Args:
+        units: how many outputs it has.
+        stored: the precision, such as "float16".
+        **settings: those of `keras.layers.Dense`.
+    """
+
+    def __init__(self, units: int, stored: str, **settings: Any) -> None:
+        super().__init__(units, **settings)
+        self.stored = stored
+
+    def call(self, inputs: Any) -> Any:
+        """Return the activations, in float32."""
+        kernel, bias = self._rounded(self.kernel), self._rounded(self.bias)
+        products = keras.ops.matmul(self._rounded(inputs), kernel)
+        return self.activation(self._rounded(products + bias))
+
+    def _rounded(self, values: Any) -> Any:
+        return keras.ops.cast(keras.ops.cast(values, self.stored), "float32")
+
+
+class KerasLoop:
+    """One training of one problem.
+
+    Args:
+        problem: what to train.
+        precision: what values and gradients are stored in.
+        policy: the rule for the loss scale; None does not scale.
+        seed: of the first weights and of the order of the rows.
+        emulate: round float32 to the precision; False computes in it.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        precision: Precision,
+        policy: Policy[Any] | None,
+        seed: int,
+        *,
+        emulate: bool = True,
+    ) -> None:
+        self.problem, self.seed = problem, seed
+        self.scaled = policy is not None
+        with keras.device("cpu"):
+            self.model = _network(problem, precision, emulate)
+            self.model.set_weights(list(_first_weights(problem, seed)))
+            self.optimizer = keras.optimizers.Adam(problem.learning_rate, epsilon=ADAM_EPSILON)
+            if policy is not None:
+                self.optimizer = LossScaleOptimizer(self.optimizer, policy=policy)
+            self.optimizer.build(self.model.trainable_variables)
+        self.train_step = STEPS[keras.backend.backend()](self.model, self.optimizer, LOSSES[problem.loss]())
+
+    def steps(self) -> Iterator[Step]:
+        """Train, yielding one `Step` after each update."""
+        inputs = self.problem.table.train
+        targets = inputs if self.problem.loss == "squared" else self.problem.table.train_labels
+        for index, rows in enumerate(self.problem.batches(self.seed)):
+            start = time.perf_counter()
+            with keras.device("cpu"):
+                loss, gradients = self.train_step(inputs[rows], targets[rows])
+                zeros = _zeros(gradients[::2]) if index % ZEROS_EVERY == 0 else None
+            step = self.optimizer.last_step if self.scaled else None
+            step = step or Step(index, 1.0, finite=True, skipped=False)
+            yield step._replace(loss=float(loss), zeros=zeros, seconds=time.perf_counter() - start)
+            if step.skipped:
+                self.optimizer.check_starved()
+
+    def outputs(self) -> NDArray[np.float32]:
+        """Return what the network answers on the test rows, in the precision it was trained in."""
+        with keras.device("cpu"):
+            answers = self.model(self.problem.table.test, training=False)
+            return np.asarray(keras.ops.convert_to_numpy(answers), np.float32)
+
+
+def _network(problem: Problem, precision: Precision, emulate: bool) -> Any:
+    """Return the layers, all of whose arithmetic is in float32 or in the precision."""
+    make = partial(keras.layers.Dense, dtype="float32" if precision == "float32" else f"mixed_{precision}")
+    if emulate and precision != "float32":
+        make = partial(LowPrecisionDense, stored=precision, dtype="float32")
+    *hidden, last = problem.sizes[1:]
+    layers = [make(units, activation="sigmoid") for units in hidden]
+    answer = make(last, activation="sigmoid" if problem.loss == "squared" else None)
+    return keras.Sequential([keras.Input((problem.sizes[0],)), *layers, answer])
+
+
+def _first_weights(problem: Problem, seed: int) -> Iterator[NDArray[np.float32]]:
+    for weight in problem.initial_weights(seed):
+        yield weight.T
+        yield np.zeros(len(weight), np.float32)
+
+
+def _zeros(gradients: list[Any]) -> float:
+    """Return the share of entries that are exactly zero."""
+    arrays = [keras.ops.convert_to_numpy(gradient) for gradient in gradients]
+    return 1.0 - sum(int(np.count_nonzero(array)) for array in arrays) / sum(array.size for array in arrays)
+
+
+def _jax_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
+    """Return a step that is a pure function of all variables, compiled."""
+    import jax
+
+    def scaled_loss(weights: Any, rest: Any, state: Any, inputs: Any, targets: Any) -> Any:
+        answers, _ = model.stateless_call(weights, rest, inputs, training=True)
+        loss = loss_of(targets, answers)
+        if isinstance(optimizer, LossScaleOptimizer):
+            return optimizer.stateless_scale_loss(state, loss), loss
+        return loss, loss
+
+    # XLA may otherwise leave out the rounding between two operations
+    @partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    def update(weights: Any, rest: Any, state: Any, inputs: Any, targets: Any) -> Any:
+        differentiated = jax.value_and_grad(scaled_loss, has_aux=True)
+        (_, loss), gradients = differentiated(weights, rest, state, inputs, targets)
+        return *optimizer.stateless_apply(state, gradients, weights), loss, gradients
+
+    def step(inputs: Any, targets: Any) -> Any:
+        parts = model.trainable_variables, model.non_trainable_variables, optimizer.variables
+        values = [[variable.value for variable in part] for part in parts]
+        weights, state, loss, gradients = update(*values, inputs, targets)
+        for variable, value in zip([*parts[0], *parts[2]], [*weights, *state], strict=True):
+            variable.assign(value)
+        return loss, gradients
+
+    return step
+
+
+def _torch_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
+    """Return a step that runs backward and applies what it left at the weights."""
+    import torch
+
+    torch.set_num_threads(1)  # layers this small are slower on two
+    weights = model.trainable_variables
+
+    def step(inputs: Any, targets: Any) -> Any:
+        loss = loss_of(torch.from_numpy(targets), model(torch.from_numpy(inputs), training=True))
+        model.zero_grad()
+        optimizer.scale_loss(loss).backward()
+        gradients = [weight.value.grad for weight in weights]
+        with torch.no_grad(), suppress(Starved):  # to be raised once the step is recorded
+            optimizer.apply(gradients, weights)
+        return loss.detach(), gradients
+
+    return step
+
+
+def _tensorflow_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
+    """Return a step that records a tape, as a graph."""
+    import tensorflow as tf
+
+    weights = model.trainable_variables
+
+    def step(inputs: Any, targets: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_of(targets, model(inputs, training=True))
+            scaled_loss = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled_loss, weights)
+        optimizer.apply(gradients, weights)
+        return loss, gradients
+
+    graph = tf.function(step, reduce_retracing=True)  # the last batch of an epoch is shorter
+    return lambda inputs, targets: graph(tf.constant(inputs), tf.constant(targets))
+
+
+STEPS: dict[str, Callable[[Any, Any, Any], TrainStep]] = {
+    "jax": _jax_step,
+    "torch": _torch_step,
+    "tensorflow": _tensorflow_step,
+}

@@ -1,0 +1,18 @@
+"""preamp for TensorFlow: `from preamp.tensorflow import LossScaleOptimizer` is the only line to change."""
+
+import sys
+
+from preamp.errors import MissingExtra
+
+try:
+    import tensorflow as _  # noqa: F401  # only to say what is missing
+except ImportError as error:
+    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[tensorflow]'") from error
+
+from preamp.tensorflow.optimizer import LossScaleOptimizer
+
+if "tf_keras" in sys.modules:  # its older file formats find a class only when it is registered
+    import preamp.tensorflow.tf_keras_legacy
+    import preamp.tensorflow.tf_keras_optimizers  # noqa: F401
+
+__all__ = ["LossScaleOptimizer"]

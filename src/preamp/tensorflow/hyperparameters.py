@@ -1,0 +1,52 @@
+"""Which attributes of an optimizer inside can be read and set on the wrapper.
+
+tf.keras's legacy optimizers tell hyperparameters, such as `beta_1`, from what is set once, such as `epsilon`.
+Newer ones do not: this room draws the same line for them. It refuses to know the optimizers by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Hyperparameters", "is_hyperparameter"]
+
+# What every newer optimizer has, None or a bool where it is not used.
+COMMON = (
+    "weight_decay",
+    "clipnorm",
+    "clipvalue",
+    "global_clipnorm",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "gradient_accumulation_steps",
+)
+
+
+def is_hyperparameter(inner: Any, name: str) -> bool:
+    """Return whether a name is a hyperparameter of an optimizer: a public number, or one of `COMMON`.
+
+    Not one is what legacy optimizers keep to themselves: an `epsilon`, and what slots start from.
+    """
+    value = vars(inner).get(name, "")
+    if name in COMMON:
+        return name in vars(inner)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and not name.startswith(("_", "epsilon", "initial_"))
+
+
+class Hyperparameters:
+    """Reads and sets hyperparameters of `_optimizer`."""
+
+    def __getattr__(self, name: str) -> Any:
+        inner = vars(self).get("_optimizer")
+        if inner is not None and is_hyperparameter(inner, name):
+            return getattr(inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("_optimizer")
+        if inner is not None and name not in vars(self) and is_hyperparameter(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)

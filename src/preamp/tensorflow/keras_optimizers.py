@@ -1,0 +1,132 @@
+"""LossScaleOptimizer over Keras 3 optimizers, with TensorFlow as the backend.
+
+This room gives `preamp.keras.LossScaleOptimizer` the methods of tf.keras. It refuses to know how a step is
+taken: that is `preamp.keras`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from preamp.errors import PolicyError, UsageError
+from preamp.keras import on_tensorflow
+from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossScaleOptimizer
+from preamp.keras.loss_scale_optimizer import _step_on_host
+from preamp.policy import Policy
+from preamp.policy.saved import to_json
+from preamp.tensorflow.arguments import rule
+from preamp.tensorflow.arithmetic import as_stored
+from preamp.tensorflow.hyperparameters import is_hyperparameter
+from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
+
+__all__ = ["LossScaleOptimizer"]
+
+
+@keras.saving.register_keras_serializable("preamp.tensorflow")
+class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):  # type: ignore[override]  # read-only in tf.keras
+    """What `preamp.tensorflow.LossScaleOptimizer` makes of an optimizer of Keras 3.
+
+    `scale_loss` and `apply`, which `Model.fit` calls, do what they do in Keras.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        *,
+        policy: Policy[Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        made = rule(dynamic, initial_scale, dynamic_growth_steps, policy)
+        if inner_optimizer.loss_scale_factor is not None:
+            raise PolicyError(
+                f"inner_optimizer has loss_scale_factor={inner_optimizer.loss_scale_factor!r} already. Leave "
+                "it out. A fixed scale is LossScaleOptimizer(opt, dynamic=False, initial_scale=2.0**15)."
+            )
+        KerasLossScaleOptimizer.__init__(self, inner_optimizer, policy=made, name=name)
+        self._policy_was_given = policy is not None
+
+    @property
+    def loss_scale(self) -> Any:
+        return tf.convert_to_tensor(self.dynamic_scale.value)
+
+    @property
+    def dynamic_counter(self) -> Any:
+        return tf.cast(self.step_counter.value, tf.int64) if self.dynamic else None
+
+    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
+        """Scale the loss, compute gradients, unscale and apply them.
+
+        Args:
+            loss: a callable that returns the loss, or the loss itself, of `tape`.
+            var_list: a variable, several, or a callable that returns them.
+            tape: the tape that has watched a loss that is no callable.
+
+        Returns:
+            The steps that were taken.
+        """
+        return self.apply_gradients(self.compute_gradients(loss, var_list, tape))
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+        """Return unscaled gradients with their variables.
+
+        Args:
+            loss: as in `minimize`.
+            var_list: as in `minimize`.
+            tape: as in `minimize`.
+
+        Raises:
+            UsageError: for a loss that is no callable, without a tape.
+        """
+        if not callable(loss) and tape is None:
+            raise UsageError(
+                f"loss={loss!r} was computed without a tape. Write minimize(lambda: loss_of(model), "
+                "variables), or minimize(loss, variables, tape=tape)."
+            )
+        tape = tf.GradientTape() if tape is None else tape
+        with tape:
+            scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
+        variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
+        tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+        gradients = self.get_unscaled_gradients(tape.gradient(scaled, tensors))
+        return list(zip(gradients, variables, strict=True))
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *_: Any, **__: Any) -> Any:
+        """Update the variables, unless a gradient is not finite on any replica, and move the scale.
+
+        Args:
+            grads_and_vars: unscaled gradients with their variables. A gradient may be None.
+
+        Returns:
+            The steps that were taken.
+        """
+        self._warn_if_forgotten()
+        pairs = list(grads_and_vars)
+        # In the variables' dtype before they are checked: 1e6 becomes inf in float16.
+        gradients = [as_stored(gradient, variable) for gradient, variable in pairs]
+        variables = [variable for _, variable in pairs]
+        if not self.built:
+            self.build(variables)
+        on_tensorflow.apply(self, _step_on_host, gradients, variables, None)
+        return self.iterations
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes this optimizer anew, in plain JSON."""
+        config = {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+        }
+        if self._policy_was_given:
+            find, name_of = keras.saving.get_registered_object, keras.saving.get_registered_name
+            return {**config, "policy": to_json(self.policy, name_of, find)}
+        names = ("dynamic", "initial_scale", "dynamic_growth_steps")
+        return {**config, **{name: getattr(self, name) for name in names}}
+
+    def _hands_over(self, inner: Any, name: str) -> bool:
+        return is_hyperparameter(inner, name)

@@ -1,0 +1,196 @@
+"""tf.keras's LossScaleOptimizer: what it promises, whoever made the optimizer inside.
+
+This room owns that idiom: scale the loss, unscale the gradients, apply. It refuses to know how an optimizer
+updates and where the state of the scale is kept: there is one class for each kind of inner optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self
+
+from preamp.checks import level_of_caller
+from preamp.errors import UsageError
+from preamp.policy import Moving, Policy, Static
+from preamp.tensorflow.arguments import ArgumentTypeError
+from preamp.tensorflow.arithmetic import divided, multiplied
+from preamp.trace import Step
+
+__all__ = ["LossScaleOptimizer"]
+
+
+class LossScaleOptimizer:
+    """An optimizer that scales the loss, skips the steps that overflow and moves the scale.
+
+    DOCUMENT
+    """
+
+    _loss_has_been_scaled = False
+    _gradients_have_been_unscaled = False
+
+    def __new__(cls, inner_optimizer: Any = None, *_: Any, **__: Any) -> Self:
+        return object.__new__(_kind(inner_optimizer) if cls is LossScaleOptimizer else cls)
+
+    if TYPE_CHECKING:  # what each kind has in a way of its own
+
+        def __init__(
+            self,
+            inner_optimizer: Any,
+            dynamic: bool = True,
+            initial_scale: float | None = None,
+            dynamic_growth_steps: int | None = None,
+            *,
+            policy: Policy[Any] | None = None,
+        ) -> None: ...
+
+        @property
+        def policy(self) -> Policy[Any]: ...
+
+        @property
+        def inner_optimizer(self) -> Any: ...
+
+        @property
+        def loss_scale(self) -> Any: ...
+
+        @property
+        def dynamic_counter(self) -> Any: ...
+
+        @property
+        def last_step(self) -> Step | None: ...
+
+        @property
+        def skipped_steps(self) -> int: ...
+
+        def check_starved(self) -> None: ...
+
+        def minimize(self, loss: Any, var_list: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+        def apply_gradients(
+            self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any
+        ) -> Any: ...
+
+        def get_config(self) -> dict[str, Any]: ...
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def lr(self) -> Any:
+        """The inner optimizer's learning rate, by its old name."""
+        return self.learning_rate
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        self.learning_rate = value
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return not isinstance(self.policy, Static)
+
+    @property
+    def initial_scale(self) -> float:
+        """The scale of the first step."""
+        return float(self.policy.start().scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Steps with finite gradients in a row after which the scale grows. None if it never does."""
+        return self.policy.growth_interval if isinstance(self.policy, Moving) else None
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Return the loss times the scale, to compute gradients of.
+
+        Args:
+            loss: a tensor, or a callable that returns one: then so is the result. Of a half type, it
+                becomes float32: 2**17 is inf in float16.
+        """
+        self._loss_has_been_scaled = True
+        if callable(loss):
+            return lambda: multiplied(loss(), self.loss_scale)
+        return multiplied(loss, self.loss_scale)
+
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """Return the gradients divided by the scale.
+
+        Args:
+            grads: tensors or `tf.IndexedSlices`. None stays None. Those of a half type become float32:
+                1 / 2**25 is 0 in float16.
+        """
+        self._gradients_have_been_unscaled = True
+        return divided(grads, self.loss_scale)
+
+    def _warn_if_forgotten(self) -> None:
+        """Warn, once, of gradients that cannot be those of the loss."""
+        calls = {
+            "get_scaled_loss": self._loss_has_been_scaled,
+            "get_unscaled_gradients": self._gradients_have_been_unscaled,
+        }
+        forgotten = [name for name, called in calls.items() if not called]
+        if forgotten:
+            self._loss_has_been_scaled = self._gradients_have_been_unscaled = True
+            warnings.warn(
+                f"apply_gradients was called, but {' and '.join(forgotten)} never: the loss scale does not "
+                "protect these gradients, or is still in them. Write loss = opt.get_scaled_loss(loss) under "
+                "the tape and grads = opt.get_unscaled_gradients(tape.gradient(loss, variables)), or "
+                "opt.minimize(loss_fn, variables), which does both.",
+                UserWarning,
+                stacklevel=level_of_caller("tensorflow", "tf_keras", "keras"),
+            )
+
+
+def _kind(inner: Any) -> type[Any]:
+    """Return the class for an inner optimizer. What it was not made with is not imported."""
+    if isinstance(inner, LossScaleOptimizer):
+        raise _nested(inner)
+    if "tf_keras" in sys.modules:
+        import tf_keras
+
+        if isinstance(inner, tf_keras.mixed_precision.LossScaleOptimizer):
+            raise _nested(inner)
+        if isinstance(inner, tf_keras.optimizers.legacy.Optimizer):
+            from preamp.tensorflow import tf_keras_legacy
+
+            return tf_keras_legacy.LossScaleOptimizer
+        if isinstance(inner, tf_keras.optimizers.Optimizer):
+            from preamp.tensorflow import tf_keras_optimizers
+
+            return tf_keras_optimizers.LossScaleOptimizer
+    if "keras" in sys.modules:
+        import keras
+
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            raise _nested(inner)
+        if isinstance(inner, keras.optimizers.Optimizer):
+            _check_backend(keras.backend.backend())
+            from preamp.tensorflow import keras_optimizers
+
+            return keras_optimizers.LossScaleOptimizer
+    raise ArgumentTypeError(
+        '"inner_optimizer" must be an instance of `tf.keras.optimizers.Optimizer` or '
+        f"`tf.keras.optimizers.experimental.Optimizer`, but got: {inner}. "
+        "Write LossScaleOptimizer(tf.keras.optimizers.Adam())."
+    )
+
+
+def _check_backend(name: str) -> None:
+    if name != "tensorflow":
+        raise UsageError(
+            f"Keras computes with {name} here, and get_scaled_loss is for TensorFlow. Write from "
+            "preamp.keras import LossScaleOptimizer, or set KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+
+
+def _nested(inner: Any) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"LossScaleOptimizer cannot wrap another LossScaleOptimizer, but got: {inner}. "
+        "Write LossScaleOptimizer(tf.keras.optimizers.Adam()), around an optimizer that scales nothing."
+    )

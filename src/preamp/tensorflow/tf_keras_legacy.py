@@ -1,0 +1,18 @@
+"""LossScaleOptimizer over `tf_keras.optimizers.legacy`.
+
+This room is tf_keras's class for them on a preamp policy; hyperparameters are its `_hyper`, as documented.
+"""
+
+from __future__ import annotations
+
+import tf_keras
+
+from preamp.tensorflow.tf_keras_shared import OverTfKeras
+from preamp.tensorflow.tf_keras_state import theirs
+
+__all__ = ["LossScaleOptimizer"]
+
+
+@tf_keras.saving.register_keras_serializable("preamp", "LegacyLossScaleOptimizer")
+class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizer):
+    """What `preamp.tensorflow.LossScaleOptimizer` makes of a legacy optimizer."""

@@ -1,0 +1,115 @@
+"""What the wrappers of tf_keras's two kinds of optimizers share.
+
+This room hands tf_keras's own LossScaleOptimizers the state of `tf_keras_state`: they stay in charge of
+slots, tracking and replicas, so that `Model.compile` and checkpoints meet what they know. It refuses to know
+how an optimizer updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, Self
+
+import tensorflow as tf
+import tf_keras
+
+from preamp.policy import Policy
+from preamp.policy.saved import from_json, to_json
+from preamp.tensorflow.arguments import rule
+from preamp.tensorflow.arithmetic import as_stored
+from preamp.tensorflow.optimizer import LossScaleOptimizer
+from preamp.tensorflow.tf_keras_state import LossScaleState
+from preamp.trace import Step
+
+__all__ = ["OverTfKeras"]
+
+
+class OverTfKeras(LossScaleOptimizer):
+    """Stands before one of tf_keras's LossScaleOptimizers among the bases of a class."""
+
+    _loss_scale: LossScaleState
+    _optimizer: Any
+    _given_policy: Policy[Any] | None
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        *,
+        policy: Policy[Any] | None = None,
+    ) -> None:
+        made = rule(dynamic, initial_scale, dynamic_growth_steps, policy)
+        # With a fixed scale tf_keras checks the optimizer and makes no state of its own.
+        self._theirs().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)
+        own = vars(self)  # past `__setattr__`, which would track the state under this name as well
+        own["_loss_scale"] = LossScaleState(made)
+        own["_given_policy"] = None if policy is None else made
+        self._theirs()._track_trackable(self._loss_scale, "loss_scale")
+
+    @property
+    def policy(self) -> Policy[Any]:
+        return self._loss_scale.policy
+
+    @property
+    def inner_optimizer(self) -> Any:
+        return self._optimizer
+
+    @property
+    def loss_scale(self) -> Any:
+        return tf.convert_to_tensor(self._loss_scale.current_loss_scale)
+
+    @property
+    def dynamic_counter(self) -> Any:
+        return self._loss_scale.counter if self.dynamic else None
+
+    @property
+    def last_step(self) -> Step | None:
+        return self._loss_scale.step()
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._loss_scale.skipped()
+
+    def check_starved(self) -> None:
+        self._loss_scale.check_starved()
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
+        self._warn_if_forgotten()
+        # In the variables' dtype before they are checked: 1e6 becomes inf in float16.
+        pairs = [(as_stored(gradient, variable), variable) for gradient, variable in grads_and_vars]
+        return self._theirs().apply_gradients(pairs, *args, **kwargs)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes this optimizer anew, in plain JSON, and where its scale stands.
+
+        tf_keras's older file formats have no other place for the state of a scale.
+        """
+        config: dict[str, Any] = self._theirs().get_config()
+        if self._given_policy is not None:
+            saving = tf_keras.saving
+            saved = to_json(self._given_policy, saving.get_registered_name, saving.get_registered_object)
+            config = {"inner_optimizer": config["inner_optimizer"], "policy": saved}
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                config["state"] = self._loss_scale.numbers()
+        return config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
+        """Return the optimizer that a configuration describes; one of tf_keras's own will do."""
+        settings = dict(config)
+        state = settings.pop("state", None)
+        if "policy" in settings:
+            find = partial(tf_keras.saving.get_registered_object, custom_objects=custom_objects)
+            settings["policy"] = from_json(settings["policy"], find)
+        made: Self = super(LossScaleOptimizer, cls).from_config(settings, custom_objects)  # type: ignore[misc]
+        if state is not None:
+            made._loss_scale.restore(state)
+        return made
+
+    def _theirs(self) -> Any:
+        """Return this optimizer as tf_keras's own class sees it."""
+        return super(LossScaleOptimizer, self)

@@ -1,0 +1,160 @@
+"""`TraceCallback`: the trace is what happened."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+
+from preamp import Dynamic, Reading, Starved, Static, Step, Trace, TraceError, UsageError
+from preamp.keras import LossScaleOptimizer, TraceCallback
+
+from .driving import BACKEND
+from .test_training import BATCH, OVERFLOWING, ROWS, adam, data, fit, model_of
+
+STEPS = ROWS // BATCH
+POLICY = Dynamic(init_scale=64.0, growth_interval=2)
+
+jit = pytest.mark.parametrize("jit_compile", [False] if BACKEND == "torch" else [False, True])
+
+
+def expected(policy: Any, epochs: int) -> list[Step]:
+    """Return the steps that a policy takes in epochs of which one step overflows."""
+    state, steps = policy.start(), []
+    for index in range(epochs * STEPS):
+        finite = index % STEPS != OVERFLOWING
+        after = policy.step(state, Reading(finite))
+        steps.append(Step(index, state.scale, finite, not finite, after.scale))
+        state = after
+    return steps
+
+
+def without_losses(trace: Any) -> list[Step]:
+    return [step._replace(loss=None) for step in trace]
+
+
+@jit
+def test_the_trace_is_what_happened(jit_compile: bool) -> None:
+    model = model_of(LossScaleOptimizer(adam(), policy=POLICY), jit_compile=jit_compile)
+    callback = TraceCallback()
+    history = fit(model, 2, callbacks=[callback])
+    assert without_losses(callback.trace) == expected(POLICY, 2)
+    summary = callback.trace.summary()
+    assert history["skipped_steps"] == [1, 2]
+    assert history["loss_scale"] == [step.new_scale for step in expected(POLICY, 2)][STEPS - 1 :: STEPS]
+    assert summary.final_scale == model.optimizer.loss_scale
+    assert model.optimizer.last_step == expected(POLICY, 2)[-1]
+
+
+def test_the_losses_are_those_that_keras_logs() -> None:
+    logged: list[float] = []
+
+    class Logs(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            logged.append(float(logs["loss"]))
+
+    callback = TraceCallback()
+    fit(model_of(LossScaleOptimizer(adam())), 1, overflow=False, callbacks=[callback, Logs()])
+    assert [step.loss for step in callback.trace] == logged
+    assert all(math.isfinite(loss) for loss in logged)
+
+
+def test_batch_logs_have_the_scale_and_the_skipped_steps() -> None:
+    seen: list[tuple[float, int]] = []
+
+    class Logs(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append((logs["loss_scale"], logs["skipped_steps"]))
+
+    fit(model_of(LossScaleOptimizer(adam(), policy=POLICY)), 1, callbacks=[TraceCallback(), Logs()])
+    steps = expected(POLICY, 1)
+    assert seen == [(step.new_scale, sum(s.skipped for s in steps[: step.index + 1])) for step in steps]
+
+
+def test_a_file_is_written_line_by_line(tmp_path: Path) -> None:
+    path, lengths = tmp_path / "run.jsonl", []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            lengths.append(len(Trace.read(path)))
+
+    callback = TraceCallback(path, model="small")
+    fit(model_of(LossScaleOptimizer(adam())), 1, callbacks=[callback, Look()])
+    assert lengths == list(range(1, STEPS + 1))
+    assert Trace.read(path) == callback.trace
+    assert Trace.read(path).about == {"model": "small"}
+
+
+def test_a_file_that_is_there_is_refused_appended_to_or_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    model = model_of(LossScaleOptimizer(adam()))
+    fit(model, 1, callbacks=[TraceCallback(path)])
+    with pytest.raises(TraceError):
+        TraceCallback(path)
+    assert len(Trace.read(path)) == STEPS
+    fit(model, 1, callbacks=[TraceCallback(path, mode="append")])
+    assert [step.index for step in Trace.read(path)] == list(range(2 * STEPS))
+    fit(model, 1, callbacks=[TraceCallback(path, mode="replace")])
+    assert [step.index for step in Trace.read(path)] == list(range(2 * STEPS, 3 * STEPS))
+
+
+def test_a_trace_that_is_given_is_recorded_in() -> None:
+    trace = Trace(run=7)
+    callback = TraceCallback(trace)
+    fit(model_of(LossScaleOptimizer(adam())), 1, callbacks=[callback])
+    assert callback.trace is trace
+    assert len(trace) == STEPS
+
+
+def test_one_callback_records_two_fits(tmp_path: Path) -> None:
+    model = model_of(LossScaleOptimizer(adam(), policy=POLICY))
+    callback = TraceCallback(tmp_path / "run.jsonl")
+    for _ in range(2):
+        fit(model, 1, callbacks=[callback])
+    assert without_losses(callback.trace) == expected(POLICY, 2)
+    assert Trace.read(tmp_path / "run.jsonl") == callback.trace
+
+
+def test_tensorboard_shows_the_scale(tmp_path: Path) -> None:
+    model = model_of(LossScaleOptimizer(adam(), policy=POLICY))
+    board = keras.callbacks.TensorBoard(str(tmp_path), update_freq="epoch")
+    fit(model, 1, callbacks=[TraceCallback(), board])
+    files = [path for path in tmp_path.rglob("*tfevents*") if path.is_file()]
+    written = b"".join(path.read_bytes() for path in files)
+    assert b"loss_scale" in written
+    assert b"skipped_steps" in written
+
+
+GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise", growth_interval=100)
+
+
+@jit
+def test_a_policy_that_gives_up_ends_fit(jit_compile: bool, tmp_path: Path) -> None:
+    model = model_of(LossScaleOptimizer(adam(), policy=GIVES_UP), jit_compile=jit_compile)
+    callback = TraceCallback(tmp_path / "run.jsonl")
+    with pytest.raises(Starved) as starved:
+        fit(model, 3, callbacks=[callback])
+    assert starved.value.scale == 2.0
+    assert len(Trace.read(tmp_path / "run.jsonl")) == STEPS + OVERFLOWING + (BACKEND != "torch")
+    assert model.optimizer.loss_scale == 2.0
+
+
+def test_other_optimizers_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"preamp\.keras\.LossScaleOptimizer"):
+        fit(model_of(adam()), 1, callbacks=[TraceCallback()])
+
+
+def test_a_static_scale_is_traced_too() -> None:
+    callback = TraceCallback()
+    fit(model_of(LossScaleOptimizer(adam(), policy=Static(8.0))), 1, callbacks=[callback])
+    assert without_losses(callback.trace) == expected(Static(8.0), 1)
+
+
+def test_validation_is_not_recorded() -> None:
+    callback = TraceCallback()
+    model = model_of(LossScaleOptimizer(adam()))
+    fit(model, 1, callbacks=[callback], validation_data=data(False))
+    assert len(callback.trace) == STEPS

@@ -1,0 +1,278 @@
+"""What the document of `LossScaleOptimizer` says of each argument, beside the bare inner optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from preamp import PolicyError, Static
+from preamp.keras import LossScaleOptimizer
+
+from .driving import INF, WAYS, Run, Stock, array, close, same, walk_abreast
+
+SCRIPT = "00100010"
+STARTS = (np.ones((2, 3)), np.full(2, -0.5))
+
+INNERS: dict[str, Any] = {
+    "sgd": lambda **arguments: keras.optimizers.SGD(0.25, **arguments),
+    "momentum": lambda **arguments: keras.optimizers.SGD(0.25, momentum=0.5, **arguments),
+    "adam": lambda **arguments: keras.optimizers.Adam(0.125, **arguments),
+}
+ARGUMENTS: list[dict[str, Any]] = [
+    {"weight_decay": 0.125},
+    {"clipnorm": 0.5},
+    {"clipvalue": 0.25},
+    {"global_clipnorm": 0.5},
+    {"use_ema": True},
+    {"use_ema": True, "ema_momentum": 0.5},
+    {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+    {"gradient_accumulation_steps": 2},
+    {"gradient_accumulation_steps": 3, "global_clipnorm": 0.25, "weight_decay": 0.25, "use_ema": True},
+]
+DEFAULTS = {
+    "initial_scale": 2.0**15,
+    "dynamic_growth_steps": 2000,
+    "name": None,
+    "weight_decay": None,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+
+each_argument = pytest.mark.parametrize("arguments", ARGUMENTS, ids="-".join)
+each_inner = pytest.mark.parametrize("inner", INNERS)
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+def bare(inner: str, **arguments: Any) -> Run:
+    return Run(INNERS[inner](**arguments), *STARTS)
+
+
+def ours(inner: str, *, way: str = "eager", inside: dict[str, Any] | None = None, **arguments: Any) -> Run:
+    return Run(LossScaleOptimizer(INNERS[inner](**(inside or {})), **arguments), *STARTS, way=way)
+
+
+def test_the_signature_is_the_documented_one() -> None:
+    taken = inspect.signature(LossScaleOptimizer).parameters
+    assert {name: taken[name].default for name in DEFAULTS} == DEFAULTS
+    stock = [name for name, p in inspect.signature(Stock).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    assert list(taken)[: len(stock)] == stock
+
+
+@pytest.mark.parametrize(("inner", "way"), [("sgd", "eager"), ("momentum", "eager"), ("adam", "compiled")])
+@each_argument
+def test_each_argument_is_the_inner_optimizers(inner: str, way: str, arguments: dict[str, Any]) -> None:
+    run, plain, without = ours(inner, way=way, **arguments), bare(inner, **arguments), bare(inner)
+    walk_abreast(run, plain, SCRIPT)
+    without.walk("000000")
+    finalized = run.finalized()
+    assert close(finalized, plain.finalized())
+    assert not close(finalized, without.finalized())
+
+
+@each_argument
+def test_an_argument_of_the_inner_optimizer_stays(arguments: dict[str, Any]) -> None:
+    run, plain = ours("momentum", inside=arguments), bare("momentum", **arguments)
+    walk_abreast(run, plain, SCRIPT)
+    assert close(run.finalized(), plain.finalized())
+
+
+@each_argument
+def test_equal_values_in_both_places_are_one(arguments: dict[str, Any]) -> None:
+    run, plain = ours("sgd", inside=arguments, **arguments), bare("sgd", **arguments)
+    walk_abreast(run, plain, SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("argument", "outer", "inner"),
+    [
+        ("weight_decay", 0.1, 0.2),
+        ("clipnorm", 1.0, 2.0),
+        ("clipvalue", 1.0, 2.0),
+        ("global_clipnorm", 1.0, 2.0),
+        ("ema_momentum", 0.5, 0.75),
+        ("ema_overwrite_frequency", 2, 3),
+        ("loss_scale_factor", 8.0, 16.0),
+        ("gradient_accumulation_steps", 2, 3),
+    ],
+)
+def test_conflicting_values_are_refused(argument: str, outer: Any, inner: Any) -> None:
+    ema = {"use_ema": True} if argument.startswith("ema") else {}
+    optimizer = keras.optimizers.SGD(0.25, **{**ema, argument: inner})
+    before = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    with pytest.raises(PolicyError, match=argument) as refused:
+        LossScaleOptimizer(optimizer, **{**ema, argument: outer})
+    assert repr(outer) in str(refused.value)
+    assert repr(inner) in str(refused.value)
+    assert {name: value for name, value in vars(optimizer).items() if not name.startswith("_")} == before
+    LossScaleOptimizer(optimizer)  # nobody's yet
+
+
+@pytest.mark.parametrize("inside", [{"clipnorm": 1.0}, {"clipvalue": 1.0}, {"global_clipnorm": 1.0}])
+@pytest.mark.parametrize("outside", [{"clipnorm": 2.0}, {"clipvalue": 2.0}, {"global_clipnorm": 2.0}])
+def test_only_one_way_to_clip(inside: dict[str, float], outside: dict[str, float]) -> None:
+    with pytest.raises(PolicyError, match=next(iter(outside))):
+        LossScaleOptimizer(keras.optimizers.SGD(0.25, **inside), **outside)
+
+
+def test_none_is_every_arguments_default() -> None:
+    run = ours("adam", **dict.fromkeys(DEFAULTS))
+    assert run.scale == 2.0**15
+    walk_abreast(run, bare("adam"), SCRIPT)
+    for argument in list(DEFAULTS)[3:]:
+        expected = DEFAULTS[argument]
+        assert getattr(run.optimizer, argument) == expected, argument
+
+
+def test_clipping_acts_on_unscaled_gradients() -> None:
+    for argument, expected in (
+        ("clipnorm", [-0.6, -0.8]),
+        ("global_clipnorm", [-0.6, -0.8]),
+        ("clipvalue", [-1.0, -1.0]),
+    ):
+        run = Run(LossScaleOptimizer(keras.optimizers.SGD(1.0), **{argument: 1.0}), np.zeros(2))
+        run.step(np.array([3.0, 4.0]))
+        assert np.allclose(run.weights(), [expected], atol=1e-6)
+
+
+def test_accumulation_drops_what_overflows() -> None:
+    run = Run(LossScaleOptimizer(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2), np.zeros(1))
+    weights = []
+    for gradient in (1.0, INF, 3.0, 5.0, 7.0):
+        run.step([gradient])
+        weights += run.weights()[0].tolist()
+    assert weights == [0.0, 0.0, -2.0, -2.0, -8.0]
+
+
+def test_averages_overwrite_on_time() -> None:
+    arguments = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+    run = Run(LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments), np.zeros(1))
+    weights = []
+    for gradient in (1.0, INF, 1.0, 1.0, 1.0):
+        run.step([gradient])
+        weights += run.weights()[0].tolist()
+    assert weights == [-1.0, -1.0, -1.5, -2.5, -2.75]
+
+
+@each_way
+def test_the_scale_starts_halves_and_doubles_as_documented(way: str) -> None:
+    run = ours("sgd", way=way, initial_scale=8.0, dynamic_growth_steps=3)
+    seen = [(run.scale, run.counter, run.iterations) for _ in run.steps("0010000")]
+    assert seen == [(8, 1, 1), (8, 2, 2), (4, 0, 2), (4, 1, 3), (4, 2, 4), (8, 0, 5), (8, 1, 6)]
+    assert run.optimizer.loss_scale == 8.0
+    assert run.optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("scale", [0.125, 1.0, 2.0**40, 2.0**-40])
+def test_the_loss_is_multiplied_by_the_initial_scale(scale: float) -> None:
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25), initial_scale=scale)
+    for _ in range(2):
+        scaled = optimizer.scale_loss(keras.ops.convert_to_tensor(3.0))
+        assert keras.backend.standardize_dtype(scaled.dtype) == "float32"
+        assert array(scaled) == np.float32(3.0) * np.float32(scale)
+        optimizer.build([keras.Variable(np.ones(1, "float32"))])
+
+
+@pytest.mark.parametrize("place", ["wrapper", "inner", "both"])
+@each_way
+def test_loss_scale_factor_is_a_fixed_scale_that_still_checks(place: str, way: str) -> None:
+    factor = {"loss_scale_factor": 128.0}
+    inside, outside = factor if place != "wrapper" else {}, factor if place != "inner" else {}
+    run = ours("momentum", way=way, inside=inside, **outside)
+    assert array(run.optimizer.scale_loss(keras.ops.convert_to_tensor(2.0))) == 256.0
+    walk_abreast(run, bare("momentum"), "1110001")
+    assert run.scale == 128.0
+    assert run.optimizer.loss_scale_factor == 128.0
+    assert run.optimizer.inner_optimizer.loss_scale_factor is None
+
+
+def test_a_static_policy_and_a_factor_are_the_same() -> None:
+    runs = [ours("adam", policy=Static(64.0)), ours("adam", loss_scale_factor=64.0)]
+    assert same(*(run.walk("00100").everything() for run in runs))
+
+
+def test_a_name_names_the_optimizer_and_its_variables() -> None:
+    named = LossScaleOptimizer(keras.optimizers.SGD(0.25), name="scaled")
+    assert named.name == "scaled"
+    assert named.dynamic_scale.path == "scaled/dynamic_scale"
+    assert LossScaleOptimizer(keras.optimizers.SGD(0.25)).name.startswith("loss_scale_optimizer")
+
+
+HYPERPARAMETERS = [
+    ("sgd", "weight_decay", 0.25),
+    ("sgd", "clipnorm", 0.5),
+    ("sgd", "clipvalue", 0.25),
+    ("sgd", "global_clipnorm", 0.5),
+    ("adam", "learning_rate", 0.5),
+    ("adam", "beta_1", 0.5),
+    ("adam", "epsilon", 0.5),
+    ("momentum", "momentum", 0.75),
+    ("momentum", "nesterov", True),
+]
+
+
+@pytest.mark.parametrize(("inner", "hyperparameter", "value"), HYPERPARAMETERS)
+def test_what_is_set_on_the_wrapper_reaches_the_inner_optimizer(
+    inner: str, hyperparameter: str, value: Any
+) -> None:
+    run, plain, without = ours(inner), bare(inner), bare(inner)
+    for each in (run, plain):
+        each.walk("00")
+        setattr(each.optimizer, hyperparameter, value)
+        assert getattr(each.optimizer, hyperparameter) == value
+        each.walk("00")
+    assert getattr(run.optimizer.inner_optimizer, hyperparameter) == value
+    assert close(run.trained(), plain.trained())
+    assert not close(run.weights(), without.walk("00").walk("00").weights())
+
+
+@pytest.mark.parametrize(("inner", "hyperparameter", "value"), HYPERPARAMETERS)
+def test_what_is_set_on_the_inner_optimizer_shows_on_the_wrapper(
+    inner: str, hyperparameter: str, value: Any
+) -> None:
+    run = ours(inner)
+    setattr(run.optimizer.inner_optimizer, hyperparameter, value)
+    assert getattr(run.optimizer, hyperparameter) == value
+
+
+def test_what_neither_has_is_missing() -> None:
+    with pytest.raises(AttributeError, match="beta_1"):
+        _ = LossScaleOptimizer(keras.optimizers.SGD(0.25)).beta_1
+
+
+def test_excluding_from_weight_decay_reaches_the_inner_optimizer() -> None:
+    runs = [ours("sgd", weight_decay=0.5), bare("sgd", weight_decay=0.5)]
+    for run in runs:
+        run.optimizer.exclude_from_weight_decay(var_list=[run.variables[0]])
+        run.walk("00")
+    assert close(*(run.weights() for run in runs))
+    assert not close(runs[0].weights()[:1], bare("sgd", weight_decay=0.5).walk("00").weights()[:1])
+
+
+def test_constraints_wait_for_an_update() -> None:
+    run = ours("sgd")
+    run.variables[1].constraint = keras.constraints.NonNeg()
+    run.step(*run.gradients(0, overflow=True))
+    assert same(run.weights(), [np.asarray(start, "float32") for start in STARTS])
+    run.step(*run.gradients(0))
+    assert (run.weights()[1] >= 0.0).all()
+    assert run.weights()[1].min() == 0.0
+
+
+def test_schedules_see_updates_only() -> None:
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.25, 0.0625])
+    run = Run(LossScaleOptimizer(keras.optimizers.SGD(schedule)), np.zeros(1))
+    weights = []
+    for gradient in (1.0, INF, INF, 1.0, 1.0, 1.0):
+        run.step([gradient])
+        weights += run.weights()[0].tolist()
+    assert weights == [-0.25, -0.25, -0.25, -0.5, -0.75, -0.8125]

@@ -1,0 +1,253 @@
+"""What is saved comes back, once, and the next step is the same to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import pytest
+
+from preamp import Dynamic, Policy, Static, Tolerant, dialects
+from preamp.keras import LossScaleOptimizer
+
+from .driving import INF, Run, array, dtype_policy, same
+
+POLICIES: list[Policy[Any]] = [
+    Dynamic(init_scale=64.0, growth_interval=3, hysteresis=2, max_scale=None),
+    Tolerant(init_scale=64.0, tolerance=0.25, growth_interval=3),
+    Static(8.0),
+    dialects.TORCH,
+    dialects.DEEPSPEED(hysteresis=3, scale_window=2),
+    dialects.FAIRSEQ,
+    Dynamic(hysteresis_reset=("growth", "backoff"), hysteresis=2, growth_interval=2),
+]
+each_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
+
+
+def adam(**arguments: Any) -> LossScaleOptimizer:
+    return LossScaleOptimizer(keras.optimizers.Adam(0.125), **arguments)
+
+
+def model_of(optimizer: Any, **arguments: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+    model.compile(optimizer, "mse", **arguments)
+    return model
+
+
+def batch(number: int = 0, *, overflow: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(number)
+    x, y = draw.normal(size=(4, 3)).astype("float32"), draw.normal(size=(4, 2)).astype("float32")
+    if overflow:
+        y[0, 0] = INF
+    return x, y
+
+
+def train(model: Any, script: str) -> Any:
+    for number, mark in enumerate(script):
+        model.train_on_batch(*batch(number, overflow=mark == "1"))
+    return model
+
+
+def everything(model: Any) -> list[np.ndarray]:
+    return [array(v) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def saved(model: Any, path: Path) -> Any:
+    model.save(path / "model.keras")
+    return keras.models.load_model(path / "model.keras")
+
+
+@each_policy
+def test_a_model_goes_on_where_it_was_saved(policy: Policy[Any], tmp_path: Path) -> None:
+    model = train(model_of(adam(policy=policy)), "00100")
+    again = saved(model, tmp_path)
+    assert type(again.optimizer) is LossScaleOptimizer
+    assert again.optimizer.policy == model.optimizer.policy
+    assert again.optimizer.last_step == model.optimizer.last_step
+    for each in (model, again):
+        train(each, "01000")
+    assert same(everything(model), everything(again))
+    assert model.optimizer.last_step == again.optimizer.last_step
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"initial_scale": 2.0**-20, "dynamic_growth_steps": 3},
+    {"loss_scale_factor": 4.0},
+    {"weight_decay": 0.25, "clipnorm": 0.5},
+    {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+    {"gradient_accumulation_steps": 3},
+    {"name": "scaled"},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids="-".join)
+def test_every_argument_comes_back(arguments: dict[str, Any], tmp_path: Path) -> None:
+    model = train(model_of(adam(**arguments)), "0010")
+    again = saved(model, tmp_path)
+    for name, value in arguments.items():
+        assert getattr(again.optimizer, name) == value
+    for each in (model, again):
+        train(each, "001")
+        each.optimizer.finalize_variable_values(each.trainable_variables)
+    assert same(everything(model), everything(again))
+
+
+def test_what_was_set_later_comes_back(tmp_path: Path) -> None:
+    model = train(model_of(adam()), "0")
+    model.optimizer.learning_rate = 0.5
+    model.optimizer.clipnorm = 0.25
+    again = saved(model, tmp_path)
+    assert array(again.optimizer.learning_rate) == 0.5
+    assert again.optimizer.clipnorm == 0.25
+
+
+def test_the_state_is_in_the_file_once(tmp_path: Path) -> None:
+    model = train(model_of(adam()), "01")
+    model.save(tmp_path / "model.keras")
+    zipfile.ZipFile(tmp_path / "model.keras").extract("model.weights.h5", tmp_path)
+    sizes: list[int] = []
+
+    def measure(name: str, item: Any) -> None:
+        if name.startswith("optimizer") and isinstance(item, h5py.Dataset):
+            sizes.append(np.array(item).size)
+
+    with h5py.File(tmp_path / "model.weights.h5") as file:
+        file.visititems(measure)
+    assert sorted(sizes) == sorted(array(v).size for v in model.optimizer.variables)
+
+
+def test_own_state_is_saved_by_name() -> None:
+    optimizer = train(model_of(adam()), "01").optimizer
+    store: dict[str, Any] = {}
+    optimizer.save_own_variables(store)
+    assert store["dynamic_scale"] == 2.0**14
+    assert store["step_counter"] == 0
+
+
+def test_auto_scale_loss_false_is_no_obstacle(tmp_path: Path) -> None:
+    with dtype_policy("mixed_float16"):
+        model = train(model_of(adam(), auto_scale_loss=False), "0010")
+        again = saved(model, tmp_path)
+        for each in (model, again):
+            train(each, "001")
+    assert same(everything(model), everything(again))
+    assert again.optimizer.loss_scale == 2.0**13
+
+
+def test_a_file_can_be_loaded_twice(tmp_path: Path) -> None:
+    model = train(model_of(adam(policy=POLICIES[0])), "0010")
+    first, second = saved(model, tmp_path), keras.models.load_model(tmp_path / "model.keras")
+    train(first, "000")
+    assert same(everything(second), everything(model))
+
+
+def test_a_second_round_trip_changes_nothing(tmp_path: Path) -> None:
+    model = train(model_of(adam()), "0010")
+    again = saved(saved(model, tmp_path), tmp_path)
+    assert same(everything(model), everything(again))
+    assert again.optimizer.get_config() == model.optimizer.get_config()
+
+
+def test_a_file_of_stock_keras_can_be_read_as_ours(tmp_path: Path) -> None:
+    stock = train(model_of(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.125))), "0010")
+    stock.save(tmp_path / "stock.keras")
+    ours = keras.models.load_model(
+        tmp_path / "stock.keras", custom_objects={"LossScaleOptimizer": LossScaleOptimizer}
+    )
+    assert type(ours.optimizer) is LossScaleOptimizer
+    assert (ours.optimizer.loss_scale, array(ours.optimizer.step_counter)) == (2.0**14, 1)
+    for model in (stock, ours):
+        train(model, "001")
+    assert same(*([array(v) for v in m.variables] for m in (stock, ours)))
+    assert same(*([array(v) for v in m.optimizer.inner_optimizer.variables] for m in (stock, ours)))
+
+
+def remade(optimizer: Any, way: str) -> Any:
+    if way == "from_config":
+        return LossScaleOptimizer.from_config(optimizer.get_config())
+    if way == "registered":
+        config = keras.optimizers.serialize(optimizer)
+        assert config["registered_name"] == "preamp>LossScaleOptimizer"
+        return keras.optimizers.deserialize(config)
+    if way == "json":
+        return keras.saving.deserialize_keras_object(
+            json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
+        )
+    return copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("way", ["from_config", "registered", "json", "deepcopy"])
+@each_policy
+def test_configs_hold_the_policy(policy: Policy[Any], way: str) -> None:
+    optimizer = adam(policy=policy, clipnorm=0.5)
+    again = remade(optimizer, way)
+    assert type(again) is LossScaleOptimizer
+    assert again.policy == optimizer.policy
+    assert again.policy.start() == policy.start()
+    assert again.get_config() == optimizer.get_config()
+    runs = [Run(each, np.ones(2)).walk("0010") for each in (optimizer, again)]
+    assert same(*(run.trained() for run in runs))
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids="-".join)
+def test_configs_hold_every_argument(arguments: dict[str, Any]) -> None:
+    optimizer = adam(**arguments)
+    config = optimizer.get_config()
+    json.dumps(config)
+    before = copy.deepcopy(config)
+    again = LossScaleOptimizer.from_config(config)
+    assert config == before
+    assert again.get_config() == config
+    for name, value in arguments.items():
+        assert getattr(again, name) == value
+
+
+def test_a_config_of_stock_keras_makes_ours() -> None:
+    stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.5), 8.0, 7, name="scaled")
+    ours = LossScaleOptimizer.from_config(stock.get_config())
+    assert (ours.loss_scale, ours.name, ours.inner_optimizer.get_config()) == (
+        8.0,
+        "scaled",
+        stock.inner_optimizer.get_config(),
+    )
+    assert [Run(ours, np.ones(1)).walk("0000000").scale] == [16.0]
+
+
+def test_custom_inner_optimizers_are_found() -> None:
+    class Mine(keras.optimizers.SGD):
+        pass
+
+    config = LossScaleOptimizer(Mine(0.5)).get_config()
+    again = LossScaleOptimizer.from_config(config, custom_objects={"Mine": Mine})
+    assert type(again.inner_optimizer) is Mine
+
+
+def test_set_weights_restores_the_next_step() -> None:
+    make: Callable[[], Run] = lambda: Run(adam(use_ema=True), np.ones(3), np.ones((2, 2)))  # noqa: E731
+    run, other = make().walk("0010"), make().walk("1")
+    for variable, value in zip(other.variables, run.weights(), strict=True):
+        variable.assign(value)
+    other.optimizer.set_weights([array(v) for v in run.optimizer.variables])
+    for each in (run, other):
+        each.walk("0100")
+    assert same(run.everything(), other.everything())
+    assert run.optimizer.last_step == other.optimizer.last_step
+
+
+def test_variables_are_own_and_inner_ones_and_no_others() -> None:
+    run = Run(adam(), np.ones(3)).walk("0")
+    paths = [v.path for v in run.optimizer.variables]
+    assert len(set(map(id, run.optimizer.variables))) == len(paths)
+    for variable in run.optimizer.inner_optimizer.variables:
+        assert any(variable is v for v in run.optimizer.variables)
+    own = len(paths) - len(run.optimizer.inner_optimizer.variables)
+    assert {"dynamic_scale", "step_counter"} <= {path.rsplit("/")[-1] for path in paths[:own]}

@@ -1,0 +1,251 @@
+"""Training as users of Keras do it: `compile`, `fit`, `train_on_batch`, callbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from preamp.keras import LossScaleOptimizer, TraceCallback
+
+from .driving import BACKEND, INF, array, close, dtype_policy, same
+
+ROWS, BATCH = 24, 4
+# Step 3 of the six in an epoch overflows: its target is inf.
+OVERFLOWING = 2
+
+
+def data(overflow: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(ROWS, 3)).astype("float32"), draw.normal(size=(ROWS, 2)).astype("float32")
+    if overflow:
+        y[OVERFLOWING * BATCH] = INF
+    return x, y
+
+
+def model_of(optimizer: Any, **arguments: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(2, dtype="float32")]
+    )
+    model.compile(optimizer, "mse", **arguments)
+    return model
+
+
+def fit(model: Any, epochs: int = 2, *, overflow: bool = True, **arguments: Any) -> Any:
+    return model.fit(
+        *data(overflow), batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, **arguments
+    ).history
+
+
+def adam(**arguments: Any) -> Any:
+    return keras.optimizers.Adam(0.125, **arguments)
+
+
+def weights(model: Any) -> list[np.ndarray]:
+    return [array(v) for v in model.trainable_variables]
+
+
+jit = pytest.mark.parametrize("jit_compile", [False] if BACKEND == "torch" else [False, True])
+
+
+@jit
+def test_fit_skips_what_overflows_and_takes_the_rest(jit_compile: bool) -> None:
+    model = model_of(LossScaleOptimizer(adam()), jit_compile=jit_compile)
+    fit(model)
+    plain = model_of(adam(), jit_compile=jit_compile)
+    x, y = data()
+    for _ in range(2):
+        for at in range(0, ROWS, BATCH):
+            if np.isfinite(y[at : at + BATCH]).all():
+                plain.train_on_batch(x[at : at + BATCH], y[at : at + BATCH])
+    assert close(weights(model), weights(plain))
+    assert model.optimizer.skipped_steps == 2
+    assert model.optimizer.loss_scale == 2.0**13
+    assert array(model.optimizer.iterations) == 10
+
+
+@jit
+def test_compile_does_not_wrap_again(jit_compile: bool) -> None:
+    with dtype_policy("mixed_float16"):
+        optimizer = LossScaleOptimizer(adam(), dynamic_growth_steps=4)
+        model = model_of(optimizer, jit_compile=jit_compile)
+        assert model.optimizer is optimizer
+        before = fit(model, 1, overflow=False)["loss"][0]
+        assert fit(model, 3, overflow=False)["loss"][-1] < before
+    assert optimizer.loss_scale == 2.0**21  # 24 steps
+    assert optimizer.inner_optimizer.variables
+    assert all(np.isfinite(w).all() for w in weights(model))
+
+
+def test_mixed_float16_learns_what_float16_alone_loses() -> None:
+    """Gradients of some 1e-9 are 0 in float16; scaled they are not."""
+    moved = []
+    for optimizer in (LossScaleOptimizer(adam()), adam()):
+        with dtype_policy("mixed_float16"):
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
+            model.compile(optimizer, lambda y, p: keras.ops.mean(p * 1e-4) * 1e-4, auto_scale_loss=False)
+            before = weights(model)
+            fit(model, 1, overflow=False)
+            moved.append(not same(before, weights(model)))
+    assert moved == [True, False]
+
+
+def test_every_step_overflows_for_a_while() -> None:
+    model = model_of(LossScaleOptimizer(adam()))
+    before = weights(model)
+    x, y = data()
+    for _ in range(33):
+        model.train_on_batch(x, y)
+    assert same(weights(model), before)
+    assert model.optimizer.loss_scale == 2.0**-14
+    model.train_on_batch(*data(overflow=False))
+    assert array(model.optimizer.iterations) == 1
+    assert all(np.isfinite(w).all() for w in weights(model))
+
+
+def test_the_loss_that_is_reported_is_not_scaled() -> None:
+    ours, plain = (model_of(each) for each in (LossScaleOptimizer(adam()), adam()))
+    losses = [fit(model, overflow=False)["loss"] for model in (ours, plain)]
+    assert np.allclose(*losses, rtol=1e-5)
+    assert np.allclose(*(model.evaluate(*data(False), verbose=0) for model in (ours, plain)), rtol=1e-5)
+    assert np.allclose(*(model.predict(data(False)[0], verbose=0) for model in (ours, plain)), atol=1e-5)
+
+
+def test_evaluating_moves_nothing() -> None:
+    model = model_of(LossScaleOptimizer(adam()))
+    model.train_on_batch(*data())
+    before = [array(v) for v in model.optimizer.variables]
+    model.evaluate(*data(False), verbose=0)
+    model.predict(data(False)[0], verbose=0)
+    assert same(before, [array(v) for v in model.optimizer.variables])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"use_ema": True, "ema_momentum": 0.5},
+        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+        {"global_clipnorm": 0.5},
+    ],
+    ids="-".join,
+)
+@jit
+def test_fit_with_arguments_on_the_wrapper(arguments: dict[str, Any], jit_compile: bool) -> None:
+    ours = model_of(LossScaleOptimizer(adam(), **arguments), jit_compile=jit_compile)
+    plain = model_of(adam(**arguments), jit_compile=jit_compile)
+    for model in (ours, plain):
+        fit(model, overflow=False)
+    assert close(weights(ours), weights(plain))
+
+
+def test_learning_rate_scheduler_sets_the_rate_of_the_inner_optimizer() -> None:
+    ours, plain = (model_of(each) for each in (LossScaleOptimizer(adam()), adam()))
+    histories = [
+        fit(
+            model,
+            3,
+            overflow=False,
+            callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)],
+        )
+        for model in (ours, plain)
+    ]
+    assert histories[0]["learning_rate"] == histories[1]["learning_rate"] == [0.0625, 0.03125, 0.015625]
+    assert array(ours.optimizer.inner_optimizer.learning_rate) == 0.015625
+    assert close(weights(ours), weights(plain))
+
+
+def test_reduce_on_plateau_reaches_the_inner_optimizer() -> None:
+    model = model_of(LossScaleOptimizer(keras.optimizers.SGD(0.5)))
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=1e9)
+    fit(model, 3, overflow=False, callbacks=[plateau])
+    assert array(model.optimizer.inner_optimizer.learning_rate) == 0.125
+
+
+def test_averages_are_swapped_in_to_evaluate() -> None:
+    arguments = {"use_ema": True, "ema_momentum": 0.5}
+    ours = model_of(LossScaleOptimizer(adam(), **arguments))
+    plain = model_of(adam(**arguments))
+    histories = [
+        fit(
+            model,
+            2,
+            overflow=False,
+            validation_data=data(False),
+            callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=False)],
+        )
+        for model in (ours, plain)
+    ]
+    assert np.allclose(histories[0]["val_loss"], histories[1]["val_loss"], rtol=1e-4)
+    assert close(weights(ours), weights(plain))
+
+
+def test_a_checkpoint_of_each_epoch_goes_on_from_there(tmp_path: Path) -> None:
+    model = model_of(LossScaleOptimizer(adam(), dynamic_growth_steps=4))
+    fit(model, 2, callbacks=[keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))])
+    again = keras.models.load_model(tmp_path / "1.keras")
+    assert again.optimizer.skipped_steps == 1
+    fit(again, 1)
+    assert same(*([array(v) for v in [*m.variables, *m.optimizer.variables]] for m in (model, again)))
+
+
+def test_backup_and_restore_goes_on(tmp_path: Path) -> None:
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    def backup() -> Any:
+        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+
+    straight, broken, resumed = (model_of(LossScaleOptimizer(adam())) for _ in range(3))
+    fit(straight)
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, callbacks=[backup(), Interrupt()])
+    fit(resumed, callbacks=[backup()])
+    assert same(weights(straight), weights(resumed))
+    assert resumed.optimizer.skipped_steps == 2
+
+
+def test_two_models_with_optimizers_of_their_own() -> None:
+    one, two = (model_of(LossScaleOptimizer(adam(), initial_scale=scale)) for scale in (8.0, 64.0))
+    one.train_on_batch(*data())
+    two.train_on_batch(*data(overflow=False))
+    assert (one.optimizer.loss_scale, two.optimizer.loss_scale) == (4.0, 64.0)
+
+
+def test_compiling_again_goes_on() -> None:
+    optimizer = LossScaleOptimizer(adam())
+    model = model_of(optimizer)
+    fit(model, 1)
+    model.compile(optimizer, "mae")
+    fit(model, 1)
+    assert optimizer.skipped_steps == 2
+    assert array(optimizer.iterations) == 10
+
+
+def test_steps_per_execution() -> None:
+    one, three = (model_of(LossScaleOptimizer(adam()), steps_per_execution=n) for n in (1, 3))
+    for model in (one, three):
+        fit(model)
+    assert close(weights(one), weights(three))
+    assert three.optimizer.skipped_steps == 2
+
+
+def test_a_string_of_an_optimizer_under_mixed_float16_is_still_keras_own() -> None:
+    with dtype_policy("mixed_float16"):
+        assert type(model_of("sgd").optimizer) is keras.optimizers.LossScaleOptimizer
+
+
+def test_training_with_callback_and_everything(tmp_path: Path) -> None:
+    with dtype_policy("mixed_float16"):
+        model = model_of(LossScaleOptimizer(adam(), use_ema=True, clipnorm=1.0, dynamic_growth_steps=3))
+        callback = TraceCallback(tmp_path / "trace.jsonl")
+        history = fit(model, 2, validation_data=data(False), callbacks=[callback])
+    assert history["skipped_steps"] == [1, 2]
+    assert len(callback.trace) == 12

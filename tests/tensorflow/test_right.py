@@ -1,0 +1,233 @@
+"""What goes wrong elsewhere and not here. Where tf_keras has the fault, its own wrapper shows it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from preamp import Dynamic, Starved, UsageError
+
+from .kinds import Peer, each_kind, gradients, inner, numbers, of_tf_keras, play, step, wrapped
+
+HALVES = [tf.float16, tf.bfloat16]
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_loss_of_a_half_type_is_scaled_in_float32(kind: str, dtype: Any) -> None:
+    scaled = wrapped(kind, initial_scale=2.0**25).get_scaled_loss(tf.constant(3.0, dtype))
+    assert scaled.dtype == tf.float32
+    assert float(scaled) == 3.0 * 2.0**25
+
+
+@each_kind
+def test_gradients_of_float16_are_unscaled_in_float32(kind: str) -> None:
+    optimizer = wrapped(kind, initial_scale=2.0**25)
+    (unscaled,) = optimizer.get_unscaled_gradients([tf.constant([1.0, 3.0], tf.float16)])
+    assert unscaled.dtype == tf.float32
+    assert unscaled.numpy().tolist() == [2.0**-25, 3.0 * 2.0**-25]
+
+
+@of_tf_keras
+def test_tf_keras_loses_both(kind: str) -> None:
+    peer = Peer(inner(kind), initial_scale=2.0**25)
+    assert float(peer.get_scaled_loss(tf.constant(3.0, tf.float16))) == float("inf")
+    assert float(peer.get_unscaled_gradients([tf.constant(1.0, tf.float16)])[0]) == 0.0
+
+
+@each_kind
+def test_float64_stays_float64(kind: str) -> None:
+    optimizer = wrapped(kind, initial_scale=1024.0)
+    assert optimizer.get_scaled_loss(tf.constant(3.0, tf.float64)).dtype == tf.float64
+    (unscaled,) = optimizer.get_unscaled_gradients([tf.constant(3.0, tf.float64)])
+    assert unscaled.dtype == tf.float64
+    assert float(unscaled) == 3.0 / 1024.0
+
+
+@each_kind
+def test_a_scale_whose_reciprocal_is_subnormal_divides(kind: str) -> None:
+    optimizer = wrapped(kind, initial_scale=2.0**127)
+    assert float(optimizer.get_unscaled_gradients([tf.constant(2.0**127)])[0]) == 1.0
+
+
+@each_kind
+def test_a_callable_loss_gives_a_callable(kind: str) -> None:
+    variable = tf.Variable(3.0)
+    scaled = wrapped(kind, initial_scale=8.0).get_scaled_loss(lambda: variable * 2.0)
+    variable.assign(5.0)
+    assert float(scaled()) == 80.0
+
+
+@each_kind
+def test_none_and_sparse_gradients(kind: str) -> None:
+    optimizer = wrapped(kind, initial_scale=8.0)
+    sparse = tf.IndexedSlices(tf.constant([[8.0], [16.0]]), tf.constant([2, 0]), tf.constant([3, 1]))
+    slices, none = optimizer.get_unscaled_gradients([sparse, None])
+    assert none is None
+    assert slices.values.numpy().tolist() == [[1.0], [2.0]]
+    assert slices.indices.numpy().tolist() == [2, 0]
+    assert slices.dense_shape.numpy().tolist() == [3, 1]
+    table, other = tf.Variable([[1.0], [1.0], [1.0]]), tf.Variable(1.0)
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    with warnings.catch_warnings(action="ignore"):  # Keras warns of the None
+        optimizer.apply_gradients([(slices, table), (none, other)])
+    assert table.numpy().tolist() == [[0.0], [1.0], [0.5]]
+    assert float(other) == 1.0
+
+
+@each_kind
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_overflow_in_a_sparse_gradient_skips(kind: str, value: float) -> None:
+    optimizer, table = wrapped(kind, initial_scale=8.0), tf.Variable(tf.ones([3, 1]))
+    optimizer.minimize(lambda: tf.reduce_sum(tf.gather(table, [0, 2])) * value, [table])
+    assert table.numpy().tolist() == [[1.0]] * 3
+    assert numbers(optimizer) == (4.0, 0.0)
+
+
+@each_kind
+def test_all_gradients_none_is_an_error(kind: str) -> None:
+    optimizer = wrapped(kind)
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    with pytest.raises(ValueError, match=r"[Nn]o gradients|all gradients are None"):
+        optimizer.apply_gradients(
+            zip(optimizer.get_unscaled_gradients([None]), [tf.Variable(1.0)], strict=True)
+        )
+
+
+@each_kind
+def test_an_overflow_that_only_unscaling_makes_is_noticed(kind: str) -> None:
+    optimizer, variable = wrapped(kind, initial_scale=2.0**-20), tf.Variable(1.0)
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    optimizer.apply_gradients(
+        zip(optimizer.get_unscaled_gradients([tf.constant(1e35)]), [variable], strict=True)
+    )
+    assert float(variable) == 1.0
+    assert optimizer.skipped_steps == 1
+
+
+@each_kind
+@pytest.mark.filterwarnings("ignore:.*float16 variable")
+def test_a_float16_variable_takes_no_inf(kind: str) -> None:
+    optimizer, variable = wrapped(kind, initial_scale=1.0), tf.Variable(1.0, dtype=tf.float16)
+    for gradient in (1e6, 2.0):
+        optimizer.get_scaled_loss(tf.constant(1.0))
+        optimizer.get_unscaled_gradients([])
+        optimizer.apply_gradients([(tf.constant(gradient), variable)])
+    assert float(variable) == 0.0
+    assert optimizer.skipped_steps == 1
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_a_skipped_step_changes_nothing_else(kind: str, name: str) -> None:
+    from preamp.tensorflow import LossScaleOptimizer
+
+    settings = {} if name == "Adam" else {"momentum": 0.9}
+    optimizer, variable = LossScaleOptimizer(inner(kind, name, **settings)), tf.Variable([1.0, 2.0])
+    play(optimizer, "00", variable)
+    theirs = optimizer.inner_optimizer.variables
+    slots = [variable, *(theirs() if callable(theirs) else theirs)]
+    before = [slot.numpy().tolist() for slot in slots if slot.shape == variable.shape]
+    play(optimizer, "11", variable)
+    assert [slot.numpy().tolist() for slot in slots if slot.shape == variable.shape] == before
+    assert len(before) > 1
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("scales", "unscales", "named"),
+    [
+        (False, False, "get_scaled_loss and get_unscaled_gradients never"),
+        (False, True, "but get_scaled_loss never"),
+        (True, False, "but get_unscaled_gradients never"),
+    ],
+)
+def test_what_was_forgotten_is_said_once(kind: str, scales: bool, unscales: bool, named: str) -> None:
+    optimizer, variable = wrapped(kind), tf.Variable(1.0)
+    if scales:
+        optimizer.get_scaled_loss(tf.constant(1.0))
+    if unscales:
+        optimizer.get_unscaled_gradients([])
+    with pytest.warns(UserWarning, match=named) as said:
+        optimizer.apply_gradients([(tf.constant(1.0), variable)])
+    assert said[0].filename == __file__
+    optimizer.apply_gradients([(tf.constant(1.0), variable)])
+
+
+@each_kind
+def test_nothing_is_said_where_nothing_was_forgotten(kind: str) -> None:
+    optimizer, variable = wrapped(kind), tf.Variable([1.0, 1.0])
+    step(optimizer, [1.0, 1.0], variable)
+    optimizer.minimize(lambda: tf.reduce_sum(variable), [variable])
+
+
+@each_kind
+def test_the_last_step(kind: str) -> None:
+    optimizer, variable = wrapped(kind, initial_scale=8.0, dynamic_growth_steps=1), tf.Variable([1.0, 1.0])
+    assert optimizer.last_step is None
+    assert optimizer.skipped_steps == 0
+    steps = play(optimizer, "001", variable, lambda: optimizer.last_step)
+    assert [(s.index, s.scale, s.finite, s.skipped, s.new_scale) for s in steps] == [
+        (0, 8.0, True, False, 16.0),
+        (1, 16.0, True, False, 32.0),
+        (2, 32.0, False, True, 16.0),
+    ]
+    assert optimizer.skipped_steps == 1
+
+
+@of_tf_keras
+def test_the_last_step_cannot_be_read_in_a_graph(kind: str) -> None:
+    optimizer = wrapped(kind)
+
+    @tf.function(autograph=False)  # which would wrap the error
+    def read() -> None:
+        _ = optimizer.last_step
+
+    with pytest.raises(UsageError, match=r"outside tf\.function"):
+        read()
+
+
+GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
+
+
+@each_kind
+def test_a_policy_that_gives_up_raises_eagerly(kind: str) -> None:
+    optimizer, variable = wrapped(kind, policy=GIVES_UP), tf.Variable([1.0, 2.0])
+    play(optimizer, "1", variable)
+    for _ in range(2):
+        with pytest.raises(Starved, match="scale of 2"):
+            play(optimizer, "1", variable)
+    assert variable.numpy().tolist() == [1.0, 2.0]
+    play(optimizer, "0", variable)
+    optimizer.check_starved()
+    assert variable.numpy().tolist() == [0.5, 2.5]
+    assert optimizer.skipped_steps == 3
+
+
+@each_kind
+def test_a_policy_that_gives_up_in_a_graph_is_asked_afterwards(kind: str) -> None:
+    optimizer, variable = wrapped(kind, policy=GIVES_UP), tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def train(factor: Any) -> None:
+        optimizer.minimize(lambda: tf.reduce_sum(variable) * factor, [variable])
+
+    train(tf.constant(float("inf")))
+    optimizer.check_starved()
+    train(tf.constant(float("inf")))
+    train(tf.constant(1.0))
+    with pytest.raises(Starved, match="gives up"):
+        optimizer.check_starved()
+
+
+@each_kind
+def test_gradients_keep_the_scale_of_their_loss_when_it_grows(kind: str) -> None:
+    optimizer, variable = wrapped(kind, initial_scale=8.0, dynamic_growth_steps=1), tf.Variable([1.0, 1.0])
+    for _ in range(3):
+        (gradient,) = gradients(optimizer, [1.0, 2.0], variable)
+        assert gradient.numpy().tolist() == [1.0, 2.0]
+        optimizer.apply_gradients([(gradient, variable)])
+    assert numbers(optimizer)[0] == 64.0
