@@ -1,18 +1,19 @@
 # make train: train a real model in float16 and see what loss scaling did.
-# make test:  everything CI checks.
+# make test:  everything CI checks. make test-r has what needs R.
 # Both build .venv on the first call and go straight to work on every later one.
 
 PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+OF_KERAS := tests/keras src/preamp/keras docs/keras.md
 ARGS ?=
 
-.PHONY: train test lint typecheck imports check-code pytest bench format clean
+.PHONY: train test lint typecheck imports check-code pytest pytest-keras test-r bench format clean
 
 train: .venv/train.stamp
 	$(BIN)/preamp train $(ARGS)
 
-test: check-code pytest
+test: check-code pytest pytest-keras
 
 check-code: lint typecheck imports
 
@@ -29,11 +30,21 @@ imports: .venv/test.stamp
 pytest: .venv/test.stamp
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
+# Keras has one backend a process. pytest above has run with TensorFlow.
+pytest-keras: .venv/test.stamp
+	KERAS_BACKEND=jax $(BIN)/pytest -n 2 --dist loadfile $(OF_KERAS)
+	KERAS_BACKEND=torch $(BIN)/pytest -n 2 --dist loadfile $(OF_KERAS)
+
+# Needs R with reticulate and testthat.
+test-r: .venv/test.stamp
+	r/preamp/check $(CURDIR)/$(BIN)/python
+
 # Reports, asserts nothing. Not part of test.
-bench: .venv/train.stamp
+bench: .venv/test.stamp
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/torch_scaler.py
 	$(BIN)/python benchmarks/torch_autocast.py
+	$(BIN)/python benchmarks/keras_optimizer.py
 
 format: .venv/test.stamp
 	$(BIN)/ruff check --fix .

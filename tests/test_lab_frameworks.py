@@ -1,23 +1,17 @@
 """The same training in Keras on each backend and in TensorFlow: what PyTorch's loop does, they do.
 
-Each peer has a process of its own, which runs the command line and then looks into its loop.
+Each peer has a process of its own (`lab_worker.py`): it runs the command line, then looks into its loop.
 """
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
-from preamp import Dynamic, Trace
-from preamp.lab.autoencoder import autoencoder
-from preamp.lab.data import digits
-from preamp.lab.runs import FRAMEWORKS, Plan, find_loop, train
-from preamp.lab.torch_loop import TorchLoop
 
 PEERS = {
     "keras-jax": ("keras", "jax"),
@@ -25,29 +19,220 @@ PEERS = {
     "keras-tensorflow": ("keras", "tensorflow"),
     "tensorflow": ("tensorflow", "tensorflow"),
 }
-POLICY = Dynamic(init_scale=2.0**12, growth_interval=5)
-FLAGS = ["--policy.init-scale", "4096", "--policy.growth-interval", "5", "--epochs", "2"]
+SMALL = ["--data", "table.csv", "--epochs", "3", "--precision", "float16"]
+GIVES_UP = ["--policy.init-scale", str(2.0**32), "--policy.max-consecutive-overflows", "2"]
 
-# Beside halves of what float16 and bfloat16 can tell apart: least numbers, largest numbers.
-HARD = [0.0, 1e-9, 2.9e-8, 3e-8, 1e-7, 6.1e-5, 1.0004, 1.0005, 1.003, 1.004, 65519.0, 65521.0, 1e-38, 3e38]
+# How far the first gradients of a layer may be from PyTorch's, over its largest: sums in another order, then
+# rounded. The CPU's own float16 products may be summed in float16.
+ROUNDING = {
+    "float32": 8 * 2.0**-23,
+    "unscaled": 2.0**-9,
+    "scaled": 2.0**-9,
+    "bfloat16": 2.0**-6,
+    "native": 2.0**-5,
+}
+
+# Over PyTorch's loss at every step: Keras's Adam adds its epsilon to a root that is not corrected yet.
+LOSS = 1e-3
 
 
-def look(framework: str, path: Path) -> None:
-    """Write what the loop of a framework does to numbers, gradients and policies. Runs in the peer's process."""
-    problem = autoencoder(digits(), epochs=1)
-    gradients = {}
-    for precision in ("float32", "float16", "bfloat16"):
-        for scaled in (False, True):
-            loop = find_loop(framework)(problem, precision, Dynamic() if scaled else None, 0)
-            gradients[f"{precision} {scaled}"] = [g.tolist() for g in first_gradients(loop)]
-    path.write_text(json.dumps({"gradients": gradients, "rounded": rounded(framework)}))
+@dataclass
+class Peer:
+    """What a process of a framework printed and wrote."""
+
+    stdout: str
+    stderr: str
+    summary: dict
+    report: str
+    runs: dict
 
 
-def first_gradients(loop):
-    """Return the gradients of the weights at the first step."""
-    inputs, rows = loop.problem.table.train, next(loop.problem.batches(0))
-    if isinstance(loop, TorchLoop):
-        next(loop.steps())
-        return [weight.grad.numpy().T for weight in loop.weights]
-    _, gradients = loop.train_step(inputs[rows], loop.problem.table.train_labels[rows])
-    return gradients
+def environment(backend: str) -> dict[str, str]:
+    quick = "--xla_backend_optimization_level=0"  # to compile; rounds the same
+    return {
+        **os.environ,
+        "COLUMNS": "80",
+        "KERAS_BACKEND": backend,
+        "XLA_FLAGS": quick,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def start(framework: str, backend: str, folder: Path) -> Peer:
+    rows = [f"{x / 125},{(x * 7 % 125) / 125},{'high' if x > 62 else 'low'}" for x in range(125)]
+    (folder / "table.csv").write_text("\n".join(rows))
+    worker = str(Path(__file__).with_name("lab_worker.py"))
+    command = [sys.executable, worker, framework, str(folder), *SMALL, *GIVES_UP, "--out", "out"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(backend), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((folder / "out/summary.json").read_text())
+    report = (folder / "out/report.html").read_text()
+    return Peer(done.stdout, done.stderr, summary, report, json.loads((folder / "runs.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def torch_peer(tmp_path_factory):
+    return start("torch", "torch", tmp_path_factory.mktemp("torch"))
+
+
+@pytest.fixture(scope="module", params=PEERS)
+def peer(request, tmp_path_factory):
+    return start(*PEERS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def table(printed: str) -> list[list[str]]:
+    """Return the cells of the table, but for the seconds, and the lines under it."""
+    lines = [line.rstrip() for line in printed.splitlines() if line.strip()]
+    return [line.split()[:-1] if number < 4 else [line] for number, line in enumerate(lines)]
+
+
+def test_the_command_line_prints_what_it_does_for_torch(peer, torch_peer):
+    assert table(peer.stdout) == table(torch_peer.stdout)
+    assert max(map(len, peer.stdout.splitlines())) <= 80
+    assert peer.stderr == ""
+
+
+def test_the_summary_and_the_report_are_those_of_torch(peer, torch_peer):
+    def without_time(summary):
+        return [{k: v for k, v in run.items() if k != "seconds"} for run in summary["runs"]]
+
+    unscaled, scaled = without_time(peer.summary)
+    their_unscaled, their_scaled = without_time(torch_peer.summary)
+    assert scaled == their_scaled
+    assert (scaled["skipped"], "gives up" in scaled["stopped"]) == (3, True)
+    assert unscaled == {**their_unscaled, "test_error": unscaled["test_error"]}
+    assert peer.report.count("<svg") == torch_peer.report.count("<svg") == 3
+
+
+@pytest.mark.parametrize("run", ROUNDING)
+def test_the_first_gradients_are_those_of_torch(peer, torch_peer, run):
+    pairs = zip(peer.runs[run]["gradients"], torch_peer.runs[run]["gradients"], strict=True)
+    for mine, theirs in ((np.array(a), np.array(b)) for a, b in pairs):
+        finite = np.isfinite(theirs)
+        assert (np.isfinite(mine) == finite).all()
+        far = np.abs(mine[finite] - theirs[finite]).max(initial=0.0)
+        assert far <= ROUNDING[run] * np.abs(theirs[finite]).max(initial=0.0)
+
+
+def test_what_vanishes_without_scaling_is_the_gradient_of_the_same_layers(peer, torch_peer):
+    gone = {
+        run: [not np.any(layer) for layer in peer.runs[run]["gradients"]]
+        for run in ("unscaled", "scaled", "native")
+    }
+    assert gone == {"unscaled": [True] * 3 + [False] * 5, "scaled": [False] * 8, "native": [False] * 8}
+    for run in ROUNDING:
+        assert peer.runs[run]["zeros"] == pytest.approx(torch_peer.runs[run]["zeros"], abs=1e-3)
+
+
+@pytest.mark.parametrize(("run", "bits"), [("unscaled", 11), ("bfloat16", 8), ("float32", 24)])
+def test_rehearsed_gradients_have_the_bits_of_the_precision(peer, run, bits):
+    """A compiler may leave out a rounding between two operations; here none may be left out."""
+    mantissas, _ = np.frexp(np.concatenate([np.ravel(layer) for layer in peer.runs[run]["gradients"]]))
+    fits = lambda width: (mantissas * 2.0**width % 1.0 == 0.0).all()  # noqa: E731
+    assert fits(bits)
+    assert not fits(bits - 1)
+
+
+@pytest.mark.parametrize("run", ["scaled", "native"])
+def test_the_scale_moves_as_in_torch(peer, torch_peer, run):
+    assert peer.runs[run]["steps"] == torch_peer.runs[run]["steps"]
+    scales, _, skipped, new = zip(*peer.runs[run]["steps"], strict=True)
+    assert 0 < sum(skipped) < len(skipped)
+    assert any(after > before for before, after in zip(scales, new, strict=True))
+
+
+@pytest.mark.parametrize("run", ROUNDING)
+def test_losses_and_answers_are_those_of_torch(peer, torch_peer, run):
+    mine, theirs = peer.runs[run], torch_peer.runs[run]
+    assert mine["losses"] == pytest.approx(theirs["losses"], rel=LOSS)
+    assert theirs["losses"][-1] < 0.9 * theirs["losses"][0]
+    assert mine["test_error"] == pytest.approx(theirs["test_error"], rel=LOSS)
+    assert np.abs(np.subtract(mine["outputs"], theirs["outputs"])).max() < 0.01
+
+
+WITHOUT = """
+import sys
+from preamp.cli import run
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+sys.exit(run(sys.argv[2:]))
+"""
+
+
+def refusal(tmp_path: Path, framework: str, backend: str, absent: str = "") -> str:
+    """Return what the command says where a package is absent."""
+    arguments = ["train", "--framework", framework, "--epochs", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, absent, *arguments],
+        cwd=tmp_path,
+        env={**environment(backend), "KERAS_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("framework", "backend", "absent", "said"),
+    [
+        ("keras", "jax", "keras", "keras is missing. Run: pip install 'preamp[keras]'."),
+        ("tensorflow", "", "tensorflow", "tensorflow is missing. Run: pip install 'preamp[tensorflow]'."),
+        (
+            "keras",
+            "jax",
+            "jax",
+            "jax is missing. Keras is to run on it. Run: pip install jax, "
+            "or set KERAS_BACKEND to torch or tensorflow.",
+        ),
+        (
+            "keras",
+            "",
+            "tensorflow",
+            "tensorflow is missing. Keras is to run on it. Run: pip install tensorflow, "
+            "or set KERAS_BACKEND to jax or torch.",
+        ),
+        (
+            "keras",
+            "openvino",
+            "openvino",
+            "openvino is missing. This training cannot run on it anyway. "
+            "Set KERAS_BACKEND to jax or torch or tensorflow.",
+        ),
+        (
+            "tensorflow",
+            "jax",
+            "jax",
+            "jax is missing. This training cannot run on it anyway. Set KERAS_BACKEND to tensorflow.",
+        ),
+    ],
+)
+def test_a_missing_package_is_one_line_with_the_remedy(tmp_path, framework, backend, absent, said):
+    assert refusal(tmp_path, framework, backend, absent) == f"preamp: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("framework", "backend", "said"),
+    [
+        ("keras", "abacus", "abacus. Set KERAS_BACKEND to one of jax, torch, tensorflow."),
+        (
+            "keras",
+            "numpy",
+            "Keras cannot train on numpy. Set KERAS_BACKEND to one of jax, torch, tensorflow.",
+        ),
+        ("tensorflow", "jax", "KERAS_BACKEND=jax, and the optimizers of tf.keras are Keras's."),
+    ],
+)
+def test_a_backend_that_cannot_train_is_one_line(tmp_path, framework, backend, said):
+    printed = refusal(tmp_path, framework, backend)
+    assert said in printed
+    assert printed.startswith("preamp: ")
+    assert printed.count("\n") == 1

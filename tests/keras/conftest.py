@@ -1,4 +1,4 @@
-"""Which files concern the backend of this process, and two CPU devices for `tf.distribute`."""
+"""Which files concern the backend of this process, and two CPU devices for what is distributed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ HERE = Path(__file__).parent
 BACKEND = keras.backend.backend()
 collect_ignore = [f"test_only_{name}.py" for name in ("jax", "tensorflow", "torch") if name != BACKEND]
 
+# Before anything runs: devices cannot be divided later.
+if BACKEND == "jax":
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_disable_most_optimizations", True)  # programs that run once are compiled faster
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
-    # Before anything runs: devices cannot be divided later.
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
     )

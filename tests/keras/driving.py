@@ -1,6 +1,7 @@
 """How these tests step an optimizer: with true gradients, whatever the backend and whoever scales.
 
-This file knows how each backend calls an optimizer, eagerly and compiled. It refuses to know a rule of any scaler.
+This file knows how each backend calls an optimizer, eagerly and compiled. It refuses to know a rule of any
+scaler.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Run:
     Args:
         optimizer: ours, stock Keras' or a bare one.
         starts: the first values of the variables.
-        way: "eager" calls `apply`; "compiled" is `jax.jit`, `tf.function`, and on torch `stateless_apply`. Stock
-            Keras cannot be called eagerly on JAX: there it is always compiled.
+        way: "eager" calls `apply`; "compiled" is `jax.jit`, `tf.function`, and on torch `stateless_apply`.
+            Stock Keras cannot be called eagerly on JAX: there it is always compiled.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from preamp import InexactScale, Policy, Starved, Static, Tolerant, dialects
 from preamp.keras import LossScaleOptimizer
+from tests.strategies import dynamics, play, tolerants
 
-from ..strategies import dynamics, play, tolerants
 from .driving import BACKEND, INF, WAYS, Run, Stock, close, same
 
 # No scale of these is subnormal: XLA and TensorFlow flush subnormal numbers to 0.
@@ -64,7 +64,7 @@ def test_as_stock_keras_while_that_stays_in_bounds(way: str, growth: int, script
     assert same(run.inner(), stock.inner())
 
 
-@pytest.mark.parametrize("inner", ["Adam", "RMSprop", "Adagrad", "Lion", "Ftrl", "Nadam", "Adamax", "AdamW"])
+@pytest.mark.parametrize("inner", ["Adam", "RMSprop", "Adagrad", "Lion", "Ftrl", "Adamax", "AdamW"])
 def test_every_inner_optimizer_moves_as_under_stock_keras(inner: str) -> None:
     runs = [
         Run(make(getattr(keras.optimizers, inner)(0.125), 2.0**10, 2), np.ones((2, 2)), way="compiled")
@@ -89,8 +89,7 @@ def check(policy: Policy[Any], script: str, way: str = "eager") -> None:
     run = Run(LossScaleOptimizer(momentum(), policy=policy), np.ones(2), way=way)
     scales = [run.scale]
     try:
-        for _ in run.steps(script):
-            scales.append(run.scale)
+        scales.extend(run.scale for _ in run.steps(script))
     except Starved:
         assert gives_up
         assert run.scale == expected[-1] == scales[-1]

@@ -17,7 +17,7 @@ import pytest
 from preamp import PolicyError
 from preamp.keras import LossScaleOptimizer
 
-from .driving import BACKEND, INF, Run, Stock, array, dtype_policy, same, tensor
+from .driving import BACKEND, INF, WAYS, Run, Stock, array, dtype_policy, same, tensor, walk_abreast
 
 
 def sgd(**arguments: Any) -> Any:
@@ -206,6 +206,18 @@ def test_from_config_leaves_its_argument_alone() -> None:
         before = dict(config)
         make.from_config(config)
         assert (config == before) is alone
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nadams_product_is_kept_with_the_rest(way: str) -> None:
+    """Stock Keras builds the inner optimizer unseen, and Nadam's product is among no variables."""
+    stock, ours = (
+        Run(make(keras.optimizers.Nadam(0.25)), np.ones(2), way=way) for make in (Stock, LossScaleOptimizer)
+    )
+    for run, whole in ((stock, False), (ours, True)):
+        product = run.optimizer.inner_optimizer._u_product
+        assert any(variable is product for variable in run.optimizer.variables) is whole
+    walk_abreast(ours, Run(keras.optimizers.Nadam(0.25), np.ones(2)), "0010001")
 
 
 def test_what_is_set_on_the_wrapper_acts() -> None:

@@ -49,7 +49,9 @@ def weights(model: Any) -> list[np.ndarray]:
     return [array(v) for v in model.trainable_variables]
 
 
+# Without `jit_compile` a step is eager on JAX and on torch, and a `tf.function` on TensorFlow.
 jit = pytest.mark.parametrize("jit_compile", [False] if BACKEND == "torch" else [False, True])
+usual = pytest.mark.parametrize("jit_compile", [BACKEND == "jax"])
 
 
 @jit
@@ -68,15 +70,15 @@ def test_fit_skips_what_overflows_and_takes_the_rest(jit_compile: bool) -> None:
     assert array(model.optimizer.iterations) == 10
 
 
-@jit
+@usual
 def test_compile_does_not_wrap_again(jit_compile: bool) -> None:
     with dtype_policy("mixed_float16"):
-        optimizer = LossScaleOptimizer(adam(), dynamic_growth_steps=4)
+        optimizer = LossScaleOptimizer(adam(), 2.0**4, dynamic_growth_steps=4)
         model = model_of(optimizer, jit_compile=jit_compile)
         assert model.optimizer is optimizer
         before = fit(model, 1, overflow=False)["loss"][0]
         assert fit(model, 3, overflow=False)["loss"][-1] < before
-    assert optimizer.loss_scale == 2.0**21  # 24 steps
+    assert optimizer.loss_scale == 2.0**10  # 24 steps
     assert optimizer.inner_optimizer.variables
     assert all(np.isfinite(w).all() for w in weights(model))
 
@@ -135,7 +137,7 @@ def test_evaluating_moves_nothing() -> None:
     ],
     ids="-".join,
 )
-@jit
+@usual
 def test_fit_with_arguments_on_the_wrapper(arguments: dict[str, Any], jit_compile: bool) -> None:
     ours = model_of(LossScaleOptimizer(adam(), **arguments), jit_compile=jit_compile)
     plain = model_of(adam(**arguments), jit_compile=jit_compile)
@@ -223,18 +225,22 @@ def test_compiling_again_goes_on() -> None:
     optimizer = LossScaleOptimizer(adam())
     model = model_of(optimizer)
     fit(model, 1)
-    model.compile(optimizer, "mae")
+    model.compile(optimizer, keras.losses.MeanSquaredError(name="again"))
     fit(model, 1)
     assert optimizer.skipped_steps == 2
     assert array(optimizer.iterations) == 10
 
 
-def test_steps_per_execution() -> None:
-    one, three = (model_of(LossScaleOptimizer(adam()), steps_per_execution=n) for n in (1, 3))
-    for model in (one, three):
+@pytest.mark.parametrize("steps", [1] if BACKEND == "torch" else [2, 3])  # Keras allows 1 on torch
+def test_steps_per_execution(steps: int) -> None:
+    one, several = (
+        model_of(LossScaleOptimizer(adam())),
+        model_of(LossScaleOptimizer(adam()), steps_per_execution=steps),
+    )
+    for model in (one, several):
         fit(model)
-    assert close(weights(one), weights(three))
-    assert three.optimizer.skipped_steps == 2
+    assert close(weights(one), weights(several))
+    assert several.optimizer.skipped_steps == 2
 
 
 def test_a_string_of_an_optimizer_under_mixed_float16_is_still_keras_own() -> None:
@@ -244,7 +250,7 @@ def test_a_string_of_an_optimizer_under_mixed_float16_is_still_keras_own() -> No
 
 def test_training_with_callback_and_everything(tmp_path: Path) -> None:
     with dtype_policy("mixed_float16"):
-        model = model_of(LossScaleOptimizer(adam(), use_ema=True, clipnorm=1.0, dynamic_growth_steps=3))
+        model = model_of(LossScaleOptimizer(adam(), 16.0, 3, use_ema=True, clipnorm=1.0))
         callback = TraceCallback(tmp_path / "trace.jsonl")
         history = fit(model, 2, validation_data=data(False), callbacks=[callback])
     assert history["skipped_steps"] == [1, 2]

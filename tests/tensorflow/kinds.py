@@ -54,11 +54,11 @@ def play(optimizer: Any, script: str, variable: Any, each: Callable[[], Any] = l
 def numbers(optimizer: Any) -> tuple[float, float]:
     """Return scale and counter."""
     counter = optimizer.dynamic_counter
-    return float(optimizer.loss_scale), -1.0 if counter is None else float(counter)
+    return float(optimizer.loss_scale), -1.0 if counter is None else float(tf.convert_to_tensor(counter))
 
 
 def rules(policy: Policy[Any], script: str) -> list[tuple[float, float]]:
     """Return the scale and counter that a policy has after each step."""
-    from ..strategies import play as play_policy
+    from tests.strategies import play as play_policy
 
     return [(state.scale, state.good) for state in play_policy(policy, script)[1:]]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import Dynamic, Static, Tolerant, dialects
+from tests.strategies import quietly
 
-from ..strategies import quietly
 from .kinds import Peer, each_kind, inner, numbers, of_tf_keras, play, rules, wrapped
 
 few = settings(max_examples=12, deadline=None)

@@ -190,6 +190,27 @@ def test_the_last_step_cannot_be_read_in_a_graph(kind: str) -> None:
         read()
 
 
+@of_tf_keras
+@pytest.mark.parametrize("steps", [0, -1, 2.7])
+def test_tf_keras_takes_intervals_that_cannot_work(kind: str, steps: Any) -> None:
+    assert Peer(inner(kind), dynamic_growth_steps=steps).dynamic_growth_steps == int(steps)
+    with pytest.raises(ValueError, match="whole number"):
+        wrapped(kind, dynamic_growth_steps=steps)
+
+
+def test_tf_keras_delegates_no_hyperparameters_of_its_newer_optimizers() -> None:
+    for name in ("momentum", "clipnorm", "weight_decay"):
+        assert not hasattr(Peer(inner("tf_keras")), name)
+        assert hasattr(wrapped("tf_keras"), name)
+
+
+@of_tf_keras
+def test_tf_keras_only_logs_what_was_forgotten(kind: str) -> None:
+    Peer(inner(kind)).apply_gradients(
+        [(tf.constant(1.0), tf.Variable(1.0))]
+    )  # no warning, or it were an error
+
+
 GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
 
 

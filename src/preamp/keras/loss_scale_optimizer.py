@@ -25,9 +25,13 @@ from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.saved import from_json, to_json
 from preamp.trace import Step
 
-__all__ = ["LossScaleOptimizer"]
+__all__ = ["CountError", "LossScaleOptimizer"]
 
 framework: Any = import_module(f"preamp.keras.on_{keras.backend.backend()}")
+
+
+class CountError(UsageError, ValueError):
+    """Other numbers of values than variables, for which Keras raises `ValueError`."""
 
 
 @keras.saving.register_keras_serializable(package="preamp")
@@ -241,7 +245,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             ValueError: as Keras, without variables, for unknown ones and if all gradients are None.
-            UsageError: for gradients and variables that do not match, and on JAX under `jit`.
+            CountError: for gradients and variables that do not match in number.
+            UsageError: on JAX under `jit`.
             Starved: if the policy was told to give up. The variables are as they were.
         """
         gradients = list(grads)
@@ -256,12 +261,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         else:
             raise UsageError("the optimizer has no variables yet. Write apply(grads, trainable_variables).")
         if len(gradients) != len(variables):
-            raise UsageError(
+            raise CountError(
                 f"{len(gradients)} gradients came for {len(variables)} variables. Write None for a variable "
                 "without a gradient."
             )
         self._warn_if_never_scaled()
-        framework.apply(self, _step_on_host, gradients, variables, self.dynamic_scale)
+        framework.apply(self, gradients, variables, self.dynamic_scale)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """Do what `apply` does with pairs of gradients and variables; return `iterations`."""
@@ -283,7 +288,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             ValueError: as Keras, before `build`, for lists of other lengths, and on TensorFlow.
         """
         if self.built and len(grads) != len(self._trainable_variables):
-            raise UsageError(
+            raise CountError(
                 f"{len(grads)} gradients came for {len(self._trainable_variables)} variables. Write None for "
                 "a variable without a gradient."
             )
@@ -301,10 +306,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Set the values of `variables`, all of them.
 
         Raises:
-            UsageError: for another number of values, or before `build`.
+            CountError: for another number of values, or before `build`.
         """
         if not self.built:
-            raise UsageError(
+            raise CountError(
                 "there are no variables to set yet. Write optimizer.build(model.trainable_variables)."
             )
         for variable, value in zip(self.variables, self._counted(weights), strict=True):
@@ -316,11 +321,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
     def load_own_variables(self, store: Any) -> None:
-        """Read what `save_own_variables` wrote, or Keras's own LossScaleOptimizer."""
+        """Read what `save_own_variables` wrote, or Keras's own LossScaleOptimizer.
+
+        A scale that is fixed here stays.
+        """
         if "dynamic_scale" in store.keys():  # noqa: SIM118  # a store of HDF5 has keys and is no mapping
             saved = {variable.name: store[variable.name] for variable in self._ledger.variables}
         else:  # Keras numbers them: iteration, learning rate, counter, scale, then the inner optimizer's
             saved = {"step_counter": store["2"], "dynamic_scale": store["3"]}
+        if self.loss_scale_factor is not None:
+            saved["dynamic_scale"] = self.loss_scale_factor
         for variable in self._ledger.variables:
             if variable.name in saved:
                 variable.assign(saved[variable.name])
@@ -388,7 +398,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _counted(self, values: Sequence[Any]) -> Sequence[Any]:
         if len(values) != len(self.variables):
-            raise UsageError(
+            raise CountError(
                 f"{len(values)} values came for the optimizer's {len(self.variables)} variables. "
                 "Write one for each of optimizer.variables."
             )
@@ -402,6 +412,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "scaled. Write optimizer.scale_loss(loss) before the gradients are computed.",
                 stacklevel=level_of_caller("keras"),
             )
+
+    def _step_on_host(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
+        """Take a step where numbers can be read: one read, then Python decides."""
+        unscaled, finite = self._unscaled(gradients, variables, scale)
+        moving = [variable.value for variable in self._ledger.moving]
+        was_finite, *before = framework.read([finite, *moving])
+        if was_finite and scale is not None and before[0] < 1.0:  # dividing by it can overflow
+            present = [gradient for gradient in unscaled if gradient is not None]
+            (was_finite,) = framework.read([framework.are_finite(present)])
+        if was_finite:
+            self.inner_optimizer.apply(unscaled, variables)
+        self._ledger.advance_on_host(before, bool(was_finite), framework.write)
 
     def _unscaled(
         self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any
@@ -428,21 +450,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "all gradients are None. Compute the loss from these variables, where gradients are recorded."
             )
         return result, finite
-
-
-def _step_on_host(
-    optimizer: LossScaleOptimizer, gradients: list[Any], variables: list[Any], scale: Any
-) -> None:
-    """Take a step where numbers can be read: one read, then Python decides."""
-    ledger = optimizer._ledger
-    unscaled, finite = optimizer._unscaled(gradients, variables, scale)
-    was_finite, *before = framework.read([finite, *[variable.value for variable in ledger.moving]])
-    if was_finite and scale is not None and before[0] < 1.0:
-        present = [gradient for gradient in unscaled if gradient is not None]
-        (was_finite,) = framework.read([framework.are_finite(present)])  # dividing by it can overflow
-    if was_finite:
-        optimizer.inner_optimizer.apply(unscaled, variables)
-    ledger.advance_on_host(before, bool(was_finite), framework.write)
 
 
 def _rule(

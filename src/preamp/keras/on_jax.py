@@ -5,7 +5,7 @@ This room multiplies and reads arrays. It refuses to know policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,16 +17,14 @@ from preamp.errors import UsageError
 __all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
 
 
-def apply(
-    optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: list[Any], scale: Any
-) -> None:
+def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
     """Update the variables or skip.
 
     Raises:
         UsageError: under `jit` outside a `StatelessScope`, where variables would be left with tracers.
     """
     if not _is_compiled():
-        step_on_host(optimizer, gradients, variables, scale.value)
+        optimizer._step_on_host(gradients, variables, scale.value)
         return
     if bakes(scale.value):
         raise UsageError(
@@ -37,7 +35,7 @@ def apply(
     _apply_traced(optimizer, gradients, variables, scale.value)
 
 
-def _apply_traced(optimizer: Any, gradients: list[Any], variables: list[Any], scale: Any) -> None:
+def _apply_traced(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
     """Update in one branch of a `cond`, nothing in the other; XLA fuses unscaling with what comes after."""
     inner = optimizer.inner_optimizer
     mutable = [*inner._trainable_variables, *inner.variables]
@@ -53,7 +51,13 @@ def _apply_traced(optimizer: Any, gradients: list[Any], variables: list[Any], sc
     after = jax.lax.cond(finite, update, lambda: before)
     for variable, value in zip(mutable, after, strict=True):
         variable.assign(value)
-    optimizer._ledger.advance(finite, jnp.where)
+    optimizer._ledger.advance(finite, _where)
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    """Choose. Of two Python numbers not a weakly typed one, for which the next step would be compiled anew."""
+    chosen = jnp.where(condition, yes, no)
+    return chosen.astype(chosen.dtype)
 
 
 def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:

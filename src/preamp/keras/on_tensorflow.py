@@ -13,14 +13,12 @@ import tensorflow as tf
 __all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
 
 
-def apply(
-    optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: list[Any], scale: Any
-) -> None:
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
+def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
     """Update the variables or skip, on all replicas alike.
 
     Args:
         optimizer: the wrapper.
-        step_on_host: takes a step where numbers can be read.
         gradients: of the variables, or None.
         variables: what to update.
         scale: the variable that the gradients are to be divided by; None if they have been.
@@ -35,7 +33,7 @@ def apply(
         )
     replica = tf.distribute.get_replica_context()
     if tf.executing_eagerly() and replica.num_replicas_in_sync == 1:
-        step_on_host(optimizer, gradients, variables, scale)
+        optimizer._step_on_host(gradients, variables, scale)
         return
     unscaled, finite = optimizer._unscaled(gradients, variables, scale)
     if tf.__internal__.distribute.strategy_supports_no_merge_call():

@@ -5,7 +5,7 @@ This room multiplies and reads tensors. It refuses to know policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,9 @@ __all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale"
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads a flag and then decides
 @torch.no_grad()
-def apply(
-    optimizer: Any, step_on_host: Callable[..., None], gradients: list[Any], variables: list[Any], scale: Any
-) -> None:
+def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
     """Update the variables or skip."""
-    step_on_host(optimizer, gradients, variables, scale.value)
+    optimizer._step_on_host(gradients, variables, scale.value)
 
 
 def unscale(gradients: Sequence[Tensor], variables: Sequence[Any], scale: Tensor) -> tuple[list[Tensor], Any]:

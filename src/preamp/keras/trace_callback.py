@@ -5,12 +5,13 @@ This room listens to `fit`. It refuses to know how a step is taken: it reads wha
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 
 import keras
 
-from preamp.errors import UsageError
+from preamp.errors import Starved, UsageError
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, framework
 from preamp.trace import Trace
 
@@ -25,7 +26,8 @@ class TraceCallback(keras.callbacks.Callback):
     `skipped_steps` counts all.
 
     Args:
-        path: the file to write, or a `Trace`, or None to keep the trace in memory.
+        path: the file to write, which is closed after `fit` and gone on with in the next; or a `Trace`, which
+            stays open; or None to keep the trace in memory.
         mode: for a file that is there: "new" refuses, "append" goes on, "replace" forgets it.
         **about: anything JSON can hold that describes the run.
 
@@ -46,15 +48,18 @@ class TraceCallback(keras.callbacks.Callback):
         **about: Any,
     ) -> None:
         super().__init__()
-        self.trace = path if isinstance(path, Trace) else Trace(path=path, mode=mode, **about)
+        self._path = None if isinstance(path, Trace) else path
+        self.trace = path if isinstance(path, Trace) else self._opened(mode, **about)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Look at the optimizer."""
+        """Look at the optimizer, and open the file again that the last `fit` closed."""
         if not isinstance(self.model.optimizer, LossScaleOptimizer):
             raise UsageError(
                 f"the model's optimizer is {self.model.optimizer!r}, which keeps no record. "
                 "Write compile(optimizer=preamp.keras.LossScaleOptimizer(keras.optimizers.Adam()))."
             )
+        if self._path is not None and not self._close.alive:
+            self.trace = self._opened("append")
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Record the step, and say what the scale is now."""
@@ -67,7 +72,12 @@ class TraceCallback(keras.callbacks.Callback):
         self.trace(step._replace(loss=None if loss is None else float(loss)))
         if logs is not None:
             logs["loss_scale"], logs["skipped_steps"] = step.new_scale, int(numbers[-1])
-        optimizer._ledger.raise_if_starved(numbers)
+        try:
+            optimizer._ledger.raise_if_starved(numbers)
+        except Starved as reason:
+            self.trace.stop(str(reason))
+            self.on_train_end()
+            raise
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Say what the scale is now, for the history and for what shows logs."""
@@ -77,7 +87,14 @@ class TraceCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Close the file."""
-        self.trace.close()
+        if self._path is not None:
+            self._close()
+
+    def _opened(self, mode: Literal["new", "append", "replace"], **about: Any) -> Trace:
+        """Return a trace of the file, which is closed with this callback if `fit` does not come to its end."""
+        trace = Trace(path=self._path, mode=mode, **about)
+        self._close = weakref.finalize(self, trace.close)
+        return trace
 
     def _values(self) -> list[Any]:
         """Return the values of the ledger's variables; during `fit` on JAX the trainer has them."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -40,8 +39,9 @@ from preamp.keras import LossScaleOptimizer
 
 __all__ = ["KerasLoop", "LowPrecisionDense"]
 
-# Takes inputs and targets; returns the loss and the gradients of the scaled loss, kernels at even places.
-TrainStep: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], tuple[Any, list[Any]]]
+# Takes inputs and targets; returns the loss, the gradients, scaled or not, with kernels at even places, and
+# what there is to raise once the step is recorded.
+TrainStep: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], tuple[Any, list[Any], Starved | None]]
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "squared": keras.losses.MeanSquaredError,
@@ -110,19 +110,22 @@ class KerasLoop:
         for index, rows in enumerate(self.problem.batches(self.seed)):
             start = time.perf_counter()
             with keras.device("cpu"):
-                loss, gradients = self.train_step(inputs[rows], targets[rows])
+                loss, gradients, gives_up = self.train_step(inputs[rows], targets[rows])
                 zeros = _zeros(gradients[::2]) if index % ZEROS_EVERY == 0 else None
             step = self.optimizer.last_step if self.scaled else None
             step = step or Step(index, 1.0, finite=True, skipped=False)
             yield step._replace(loss=float(loss), zeros=zeros, seconds=time.perf_counter() - start)
+            if gives_up:
+                raise gives_up
             if step.skipped:
                 self.optimizer.check_starved()
 
     def outputs(self) -> NDArray[np.float32]:
         """Return what the network answers on the test rows, in the precision it was trained in."""
         with keras.device("cpu"):
-            answers = self.model(self.problem.table.test, training=False)
-            return np.asarray(keras.ops.convert_to_numpy(answers), np.float32)
+            rows = self.problem.table.test
+            answers = self.model.predict(rows, batch_size=len(rows), verbose=0)
+            return np.asarray(answers, np.float32)
 
 
 def _network(problem: Problem, precision: Precision, emulate: bool) -> Any:
@@ -130,6 +133,7 @@ def _network(problem: Problem, precision: Precision, emulate: bool) -> Any:
     make = partial(keras.layers.Dense, dtype="float32" if precision == "float32" else f"mixed_{precision}")
     if emulate and precision != "float32":
         make = partial(LowPrecisionDense, stored=precision, dtype="float32")
+    make = partial(make, kernel_initializer="zeros")  # to be set: drawing them takes JAX seconds
     *hidden, last = problem.sizes[1:]
     layers = [make(units, activation="sigmoid") for units in hidden]
     answer = make(last, activation="sigmoid" if problem.loss == "squared" else None)
@@ -145,7 +149,7 @@ def _first_weights(problem: Problem, seed: int) -> Iterator[NDArray[np.float32]]
 def _zeros(gradients: list[Any]) -> float:
     """Return the share of entries that are exactly zero."""
     arrays = [keras.ops.convert_to_numpy(gradient) for gradient in gradients]
-    return 1.0 - sum(int(np.count_nonzero(array)) for array in arrays) / sum(array.size for array in arrays)
+    return 1.0 - sum(int(np.count_nonzero(array)) for array in arrays) / sum(int(a.size) for a in arrays)
 
 
 def _jax_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
@@ -172,7 +176,7 @@ def _jax_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
         weights, state, loss, gradients = update(*values, inputs, targets)
         for variable, value in zip([*parts[0], *parts[2]], [*weights, *state], strict=True):
             variable.assign(value)
-        return loss, gradients
+        return loss, gradients, None
 
     return step
 
@@ -189,9 +193,11 @@ def _torch_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
         model.zero_grad()
         optimizer.scale_loss(loss).backward()
         gradients = [weight.value.grad for weight in weights]
-        with torch.no_grad(), suppress(Starved):  # to be raised once the step is recorded
+        try:
             optimizer.apply(gradients, weights)
-        return loss.detach(), gradients
+        except Starved as reason:
+            return loss.detach(), gradients, reason
+        return loss.detach(), gradients, None
 
     return step
 
@@ -210,8 +216,9 @@ def _tensorflow_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
         optimizer.apply(gradients, weights)
         return loss, gradients
 
-    graph = tf.function(step, reduce_retracing=True)  # the last batch of an epoch is shorter
-    return lambda inputs, targets: graph(tf.constant(inputs), tf.constant(targets))
+    # The last batch of an epoch is shorter. Nothing here is for AutoGraph, which takes seconds to see that.
+    graph = tf.function(step, reduce_retracing=True, autograph=False)
+    return lambda inputs, targets: (*graph(tf.constant(inputs), tf.constant(targets)), None)
 
 
 STEPS: dict[str, Callable[[Any, Any, Any], TrainStep]] = {

@@ -6,6 +6,7 @@ This room runs loops and keeps their traces. It refuses to know how progress and
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -123,16 +124,18 @@ def find_loop(framework: Framework) -> Callable[..., Loop]:
     try:
         with _without_chatter():
             return getattr(import_module(module), name)  # type: ignore[no-any-return]
-    except MissingExtra:
-        raise
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}.") from error
 
 
 def _remedy(package: str | None, framework: Framework) -> str:
-    if framework != "torch" and package in KERAS_BACKENDS and package != framework:
-        others = " or ".join(name for name in KERAS_BACKENDS if name != package)
+    """Say what to do about a package that is missing: to install it, or to have Keras run on another."""
+    usable = {"torch": (), "keras": KERAS_BACKENDS, "tensorflow": ("tensorflow",)}[framework]
+    others = " or ".join(name for name in usable if name != package)
+    if others and package in usable:
         return f"Keras is to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}"
+    if others and package == os.environ.get("KERAS_BACKEND"):
+        return f"This training cannot run on it anyway. Set KERAS_BACKEND to {others}"
     return f"Run: pip install 'preamp[{framework}]'"
 
 
@@ -143,6 +146,7 @@ def _without_chatter() -> Iterator[None]:
     They write to the file itself, before anybody could tell them not to. Everything else is passed on.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # for what comes after
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # each run traces anew: it advises against that
     if sys.stderr is None:  # closed
         yield
         return

@@ -13,23 +13,25 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from numpy.typing import NDArray
 
 from preamp.errors import PreampError
 from preamp.lab import ADAM_EPSILON, ZEROS_EVERY, Precision
 from preamp.lab.problem import Problem
 from preamp.policy import Policy
-from preamp.tensorflow import LossScaleOptimizer
 from preamp.trace import Step
 
-__all__ = ["TensorFlowLoop"]
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
 
-if keras.backend.backend() != "tensorflow":
+    from preamp.tensorflow import LossScaleOptimizer
+else:  # TensorFlow takes seconds to load
     raise PreampError(
         f"KERAS_BACKEND={keras.backend.backend()}, and the optimizers of tf.keras are Keras's. "
         "Set it to tensorflow, or not at all."
     )
+
+__all__ = ["TensorFlowLoop"]
 
 
 class TensorFlowLoop:
@@ -65,7 +67,8 @@ class TensorFlowLoop:
             self.optimizer.build([*self.weights, *self.biases])
         rows = tf.TensorSpec([None, problem.sizes[0]], tf.float32)  # the last batch of an epoch is shorter
         labels = tf.TensorSpec([None], tf.int64)
-        self.train_step = tf.function(self._train_step, input_signature=[rows, labels])
+        # Nothing here is for AutoGraph, which takes seconds to see that.
+        self.train_step = tf.function(self._train_step, input_signature=[rows, labels], autograph=False)
 
     def steps(self) -> Iterator[Step]:
         """Train, yielding one `Step` after each update."""

@@ -15,13 +15,13 @@ import tensorflow as tf
 from preamp.errors import PolicyError, UsageError
 from preamp.keras import on_tensorflow
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossScaleOptimizer
-from preamp.keras.loss_scale_optimizer import _step_on_host
 from preamp.policy import Policy
 from preamp.policy.saved import to_json
 from preamp.tensorflow.arguments import rule
 from preamp.tensorflow.arithmetic import as_stored
 from preamp.tensorflow.hyperparameters import is_hyperparameter
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
+from preamp.tensorflow.optimizer import check_tape
 
 __all__ = ["LossScaleOptimizer"]
 
@@ -30,8 +30,11 @@ __all__ = ["LossScaleOptimizer"]
 class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):  # type: ignore[override]  # read-only in tf.keras
     """What `preamp.tensorflow.LossScaleOptimizer` makes of an optimizer of Keras 3.
 
-    `scale_loss` and `apply`, which `Model.fit` calls, do what they do in Keras.
+    `scale_loss` and `apply`, which are Keras's own, do what they do in Keras. `Model.fit` calls `scale_loss`
+    and `apply_gradients`, which therefore remembers how the loss was last scaled.
     """
+
+    _gradients_are_scaled = False
 
     def __init__(
         self,
@@ -60,18 +63,15 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
     def dynamic_counter(self) -> Any:
         return tf.cast(self.step_counter.value, tf.int64) if self.dynamic else None
 
-    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
+    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> None:
         """Scale the loss, compute gradients, unscale and apply them.
 
         Args:
             loss: a callable that returns the loss, or the loss itself, of `tape`.
             var_list: a variable, several, or a callable that returns them.
             tape: the tape that has watched a loss that is no callable.
-
-        Returns:
-            The steps that were taken.
         """
-        return self.apply_gradients(self.compute_gradients(loss, var_list, tape))
+        self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
         """Return unscaled gradients with their variables.
@@ -84,11 +84,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         Raises:
             UsageError: for a loss that is no callable, without a tape.
         """
-        if not callable(loss) and tape is None:
-            raise UsageError(
-                f"loss={loss!r} was computed without a tape. Write minimize(lambda: loss_of(model), "
-                "variables), or minimize(loss, variables, tape=tape)."
-            )
+        check_tape(loss, tape)
         tape = tf.GradientTape() if tape is None else tape
         with tape:
             scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
@@ -97,15 +93,43 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         gradients = self.get_unscaled_gradients(tape.gradient(scaled, tensors))
         return list(zip(gradients, variables, strict=True))
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *_: Any, **__: Any) -> Any:
+    def scale_loss(self, loss: Any) -> Any:
+        """Return the loss times the scale, as Keras's `fit` does: it then applies gradients as they are."""
+        self._gradients_are_scaled = True
+        return super().scale_loss(loss)
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        self._gradients_are_scaled = False
+        return super().get_scaled_loss(loss)
+
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        self._gradients_are_scaled = False
+        return super().get_unscaled_gradients(grads)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        skip_gradients_aggregation: bool = False,
+        *,
+        experimental_aggregate_gradients: bool = True,
+        name: str | None = None,
+    ) -> None:
         """Update the variables, unless a gradient is not finite on any replica, and move the scale.
 
         Args:
-            grads_and_vars: unscaled gradients with their variables. A gradient may be None.
+            grads_and_vars: gradients with their variables, unscaled unless the loss was scaled by
+                `scale_loss`. A gradient may be None.
+            skip_gradients_aggregation: False. Keras sums the gradients of all replicas.
+            experimental_aggregate_gradients: True, the same the other way round.
+            name: ignored, as in tf_keras's newer optimizers.
 
-        Returns:
-            The steps that were taken.
+        Raises:
+            UsageError: on several replicas, for gradients that are not to be summed.
         """
+        _check_summed(skip_gradients_aggregation or not experimental_aggregate_gradients)
+        if self._gradients_are_scaled:
+            super().apply_gradients(grads_and_vars)
+            return
         self._warn_if_forgotten()
         pairs = list(grads_and_vars)
         # In the variables' dtype before they are checked: 1e6 becomes inf in float16.
@@ -113,8 +137,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         variables = [variable for _, variable in pairs]
         if not self.built:
             self.build(variables)
-        on_tensorflow.apply(self, _step_on_host, gradients, variables, None)
-        return self.iterations
+        on_tensorflow.apply(self, gradients, variables, None)
 
     def get_config(self) -> dict[str, Any]:
         """Return what makes this optimizer anew, in plain JSON."""
@@ -130,3 +153,12 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
 
     def _hands_over(self, inner: Any, name: str) -> bool:
         return is_hyperparameter(inner, name)
+
+
+def _check_summed(refused: bool) -> None:
+    """Refuse what Keras cannot do. With one replica there is nothing to sum."""
+    if refused and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        raise UsageError(
+            "skip_gradients_aggregation=True, but Keras's optimizers sum the gradients of all replicas. "
+            "Leave it out, and hand over each replica's own gradients."
+        )

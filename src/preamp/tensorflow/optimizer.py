@@ -18,13 +18,88 @@ from preamp.tensorflow.arguments import ArgumentTypeError
 from preamp.tensorflow.arithmetic import divided, multiplied
 from preamp.trace import Step
 
-__all__ = ["LossScaleOptimizer"]
+__all__ = ["LossScaleOptimizer", "check_tape"]
 
 
 class LossScaleOptimizer:
     """An optimizer that scales the loss, skips the steps that overflow and moves the scale.
 
-    DOCUMENT
+    It takes the place of `tf.keras.mixed_precision.LossScaleOptimizer`: arguments, attributes, errors and
+    checkpoints are its. What is made is an optimizer of the library that the inner one is of, so that
+    `Model.compile` takes it as it is.
+
+    Args:
+        inner_optimizer: the optimizer to wrap: of tf_keras, legacy or not, or of Keras 3 on TensorFlow.
+        dynamic: whether the scale moves. False: `initial_scale` stays, and steps that overflow are skipped
+            all the same.
+        initial_scale: the scale of the first step. None: 2**15 for a scale that moves.
+        dynamic_growth_steps: finite steps in a row after which the scale is doubled. None: 2000.
+        policy: any preamp policy or dialect instead of these three. The rule without it is tf_keras's, with a
+            floor of 1, or `initial_scale` where that is less.
+
+    Attributes:
+        dynamic: whether the scale moves.
+        dynamic_counter: an int64 scalar, finite steps since the scale moved. None for a fixed scale.
+        dynamic_growth_steps: steps that it takes to grow. None for a fixed scale.
+        initial_scale: the scale of the first step, a float.
+        inner_optimizer: the wrapped optimizer. Its hyperparameters can be read and set on the wrapper.
+        learning_rate: the inner optimizer's, as is `lr`.
+        loss_scale: the scale of the next step, a float32 scalar tensor.
+        policy: the rule in force.
+        last_step: what the last step came to, a `Step`; None before the first. Reads it from its device.
+        skipped_steps: how many steps were skipped. Reads it from its device.
+
+    Raises:
+        PolicyError: for arguments that cannot work, alone or together; it is a `ValueError`. Where tf_keras
+            raises `TypeError`, for a `dynamic` that is no bool and what is no optimizer, it is one as well.
+        InexactScale: a warning, for a scale that is not a power of two.
+
+    `minimize` scales the loss, unscales the gradients and moves the scale:
+
+    >>> import tensorflow as tf
+    >>> from preamp.tensorflow import LossScaleOptimizer
+    >>> opt = tf.keras.optimizers.SGD(0.25)
+    >>> opt = LossScaleOptimizer(opt)
+    >>> var = tf.Variable(1.)
+    >>> loss_fn = lambda: var ** 2
+    >>> opt.minimize(loss_fn, var_list=var)
+    >>> print(var.numpy())
+    0.5
+
+    With a tape, scale the loss and unscale the gradients:
+
+    >>> with tf.GradientTape() as tape:
+    ...     loss = loss_fn()
+    ...     scaled_loss = opt.get_scaled_loss(loss)
+    >>> scaled_grad = tape.gradient(scaled_loss, var)
+    >>> (grad,) = opt.get_unscaled_gradients([scaled_grad])
+    >>> opt.apply_gradients([(grad, var)])  # The scale moves here.
+    >>> print(var.numpy())
+    0.25
+
+    Hyperparameters are the inner optimizer's:
+
+    >>> opt = tf.keras.optimizers.Adam(beta_1=0.8, epsilon=1e-5)
+    >>> opt = LossScaleOptimizer(opt)
+    >>> opt.beta_1
+    0.8
+    >>> opt.beta_1 = 0.7
+    >>> opt.beta_1
+    0.7
+    >>> opt.inner_optimizer.beta_1
+    0.7
+
+    What legacy optimizers set once, such as `epsilon`, is none, whichever library the optimizer is of:
+
+    >>> opt.inner_optimizer.epsilon
+    1e-05
+    >>> opt.epsilon
+    Traceback (most recent call last):
+    ...
+    AttributeError: 'LossScaleOptimizer' object has no attribute 'epsilon'
+    >>> opt.epsilon = 1e-4  # Not that of the inner optimizer.
+    >>> opt.inner_optimizer.epsilon
+    1e-05
     """
 
     _loss_has_been_scaled = False
@@ -147,6 +222,15 @@ class LossScaleOptimizer:
             )
 
 
+def check_tape(loss: Any, tape: Any) -> None:
+    """Refuse a loss that was computed while nobody looked: it has no gradients."""
+    if not callable(loss) and tape is None:
+        raise UsageError(
+            f"loss={loss!r} was computed without a tape. Write minimize(lambda: loss_of(model), variables), "
+            "or minimize(loss, variables, tape=tape)."
+        )
+
+
 def _kind(inner: Any) -> type[Any]:
     """Return the class for an inner optimizer. What it was not made with is not imported."""
     if isinstance(inner, LossScaleOptimizer):
@@ -184,8 +268,9 @@ def _kind(inner: Any) -> type[Any]:
 def _check_backend(name: str) -> None:
     if name != "tensorflow":
         raise UsageError(
-            f"Keras computes with {name} here, and get_scaled_loss is for TensorFlow. Write from "
-            "preamp.keras import LossScaleOptimizer, or set KERAS_BACKEND=tensorflow before Keras is imported."
+            f"Keras computes with {name} here, and get_scaled_loss is for TensorFlow. "
+            "Write from preamp.keras import LossScaleOptimizer, or set KERAS_BACKEND=tensorflow before Keras "
+            "is imported."
         )
 
 

@@ -5,8 +5,11 @@ This room is tf_keras's class for them on a preamp policy; hyperparameters are i
 
 from __future__ import annotations
 
+from typing import Any
+
 import tf_keras
 
+from preamp.tensorflow.optimizer import check_tape
 from preamp.tensorflow.tf_keras_shared import OverTfKeras
 from preamp.tensorflow.tf_keras_state import theirs
 
@@ -16,3 +19,7 @@ __all__ = ["LossScaleOptimizer"]
 @tf_keras.saving.register_keras_serializable("preamp", "LegacyLossScaleOptimizer")
 class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizer):
     """What `preamp.tensorflow.LossScaleOptimizer` makes of a legacy optimizer."""
+
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Any:
+        check_tape(loss, tape)
+        return self._theirs()._compute_gradients(loss, var_list, grad_loss, tape)

@@ -12,6 +12,7 @@ import tensorflow as tf
 import tf_keras
 
 from preamp.tensorflow.hyperparameters import Hyperparameters
+from preamp.tensorflow.optimizer import check_tape
 from preamp.tensorflow.tf_keras_shared import OverTfKeras
 from preamp.tensorflow.tf_keras_state import theirs
 
@@ -29,7 +30,11 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
             loss: a callable that returns the loss, or the loss itself, of `tape`.
             var_list: a variable, several, or a callable that returns them.
             tape: the tape that has watched a loss that is no callable.
+
+        Raises:
+            UsageError: for a loss that is no callable, without a tape.
         """
+        check_tape(loss, tape)
         variables = var_list if callable(var_list) else tf.nest.flatten(var_list)
         pairs: list[tuple[Any, Any]] = self._theirs().compute_gradients(loss, variables, tape)
         return pairs

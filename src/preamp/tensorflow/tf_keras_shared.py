@@ -8,6 +8,7 @@ how an optimizer updates.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any, Self
 
@@ -100,7 +101,7 @@ class OverTfKeras(LossScaleOptimizer):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
         """Return the optimizer that a configuration describes; one of tf_keras's own will do."""
-        settings = dict(config)
+        settings = {name: _copied(value) for name, value in config.items()}
         state = settings.pop("state", None)
         if "policy" in settings:
             find = partial(tf_keras.saving.get_registered_object, custom_objects=custom_objects)
@@ -113,3 +114,8 @@ class OverTfKeras(LossScaleOptimizer):
     def _theirs(self) -> Any:
         """Return this optimizer as tf_keras's own class sees it."""
         return super(LossScaleOptimizer, self)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a dict, which tf_keras will write to, and anything else as it is."""
+    return deepcopy(value) if isinstance(value, dict) else value

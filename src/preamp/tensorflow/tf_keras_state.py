@@ -13,7 +13,7 @@ import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_keras exports only a facade
 
 from preamp.errors import UsageError
-from preamp.policy import Policy, Reading, Static
+from preamp.policy import Policy, Reading, Static, Where, choose
 from preamp.tensorflow.arithmetic import agreed
 from preamp.trace import Step
 
@@ -21,6 +21,15 @@ __all__ = ["LossScaleState", "theirs"]
 
 # tf_keras's names in checkpoints for what a policy's state holds.
 NAMES = {"scale": "current_loss_scale", "good": "good_steps"}
+
+# What a step leaves to be asked for, `overflows` being those at which the policy gave up.
+RECORD = {
+    "steps": tf.int64,
+    "skipped_steps": tf.int64,
+    "last_scale": tf.float32,
+    "last_finite": tf.bool,
+    "overflows": tf.float32,
+}
 
 
 class LossScaleState(theirs._DynamicLossScaleState):
@@ -40,9 +49,10 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self._weights: dict[Any, Any] = {}
         self._parts = {name: self._part(name, value) for name, value in policy.start()._asdict().items()}
         self._counter = self._parts["good"]
-        # Steps, skipped steps, the last step's scale, whether it was finite, and at how many overflows the
-        # policy gave up. One vector is one write; float64 counts far enough.
-        self._record = self._add_weight(name="record", dtype=tf.float64, initial_value=[0.0] * 5)
+        self._record = {
+            name: self._add_weight(name=name, dtype=dtype, initial_value=dtype.as_numpy_dtype(0))
+            for name, dtype in RECORD.items()
+        }
 
     def _part(self, name: str, value: float) -> Any:
         if name == "scale" and isinstance(self.policy, Static):
@@ -64,31 +74,40 @@ class LossScaleState(theirs._DynamicLossScaleState):
             grads: unscaled gradients, as in `agreed`.
 
         Returns:
-            The op that does it, and whether the gradients are finite, a scalar.
+            The op that does it, and whether the gradients are finite.
 
         Raises:
             Starved: eagerly, if the policy gives up.
         """
-        reading = Reading(agreed(tf.nest.flatten(grads)))
-        before = self._state()
-        after = self.policy.advance(before, reading, tf.where)
-        gives_up = self.policy.starved(before, after, reading, tf.where)
-        overflows = tf.where(gives_up, tf.maximum(after.bad, 1.0), 0.0)
-        written = tf.group(*self._write(after), self._note(reading.finite, before.scale, overflows))
-        if tf.executing_eagerly() and self.policy.gives_up():
+        finite, where = agreed(tf.nest.flatten(grads)), tf.where
+        if (
+            tf.executing_eagerly()
+        ):  # tf_keras reads it next, to decide; then the rest is for Python to compute
+            finite, where = bool(finite), choose
+        reading, before = Reading(finite), self._state()
+        after = self.policy.advance(before, reading, where)
+        written = self._note(finite, before.scale, where)
+        if self.policy.gives_up():
+            gives_up = self.policy.starved(before, after, reading, where)
+            after = type(before)(*[where(gives_up, a, b) for a, b in zip(before, after, strict=True)])
+            written.append(self._note_giving_up(where(gives_up, before.bad + 1.0, 0.0), where))
+        written += self._write(after)
+        if tf.executing_eagerly():
             self.check_starved()
-        return written, reading.finite
+        return tf.group(*written), finite
 
     def check_starved(self) -> None:
         """Raise `Starved` if the policy has given up."""
-        _, _, scale, _, overflows = self._read()
-        if overflows:
-            raise self.policy.starvation(scale, int(overflows))
+        if not self.policy.gives_up():
+            return
+        record = self._read()
+        if record["overflows"]:
+            raise self.policy.starvation(record["last_scale"], int(record["overflows"]))
 
     def numbers(self) -> dict[str, Any]:
         """Return the values of all variables, read from their device, for `restore`."""
-        numbers = {name: float(part) for name, part in self._parts.items() if part is not None}
-        return {**numbers, "record": self._read()}
+        parts = {name: part for name, part in self._parts.items() if part is not None}
+        return {**_values(parts), **self._read()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Set the variables to what `numbers` returned, maybe of another policy's.
@@ -97,43 +116,71 @@ class LossScaleState(theirs._DynamicLossScaleState):
             PolicyError: for numbers that are no state to go on from.
         """
         self._write(self.policy.restore(saved))
-        self._record.assign(saved["record"])
+        for name, variable in self._record.items():
+            variable.assign(variable.dtype.as_numpy_dtype(saved[name]))
 
     def step(self) -> Step | None:
         """Return what the last step came to, read from its device; None before the first."""
-        steps, _, scale, finite, _ = self._read()
-        if not steps:
+        record = self._read()
+        if not record["steps"]:
             return None
-        after = float(self.current_loss_scale)
-        return Step(int(steps) - 1, scale, finite=bool(finite), skipped=not finite, new_scale=after)
+        finite = record["last_finite"]
+        return Step(
+            index=record["steps"] - 1,
+            scale=record["last_scale"],
+            finite=finite,
+            skipped=not finite,
+            new_scale=float(tf.convert_to_tensor(self.current_loss_scale)),
+        )
 
     def skipped(self) -> int:
         """Return how many steps were skipped, read from their device."""
-        return int(self._read()[1])
+        return int(self._read()["skipped_steps"])
 
     def _state(self) -> Any:
         """Return the values of now: a variable itself would be read again after it was written."""
         parts = {**self._parts, "scale": self.current_loss_scale}
-        values = {name: tf.cast(tf.identity(part), tf.float32) for name, part in parts.items()}
+        if tf.executing_eagerly():
+            return type(self.policy.start())(**{name: float(value) for name, value in _values(parts).items()})
+        values = {name: tf.cast(tf.convert_to_tensor(part), tf.float32) for name, part in parts.items()}
         return type(self.policy.start())(**values)
 
     def _write(self, state: Any) -> list[Any]:
         pairs = zip(self._parts.values(), state, strict=True)
-        return [part.assign(tf.cast(value, part.dtype)) for part, value in pairs if part is not None]
+        return [part.assign(_cast(value, part.dtype)) for part, value in pairs if part is not None]
 
-    def _note(self, finite: Any, scale: Any, overflows: Any) -> Any:
-        """Write the record of a step. In a graph, that the policy gave up stays noted."""
-        steps, skipped, _, _, earlier = tf.unstack(self._record)
-        clean, scale, overflows = (tf.cast(x, tf.float64) for x in (finite, scale, overflows))
+    def _note(self, finite: Any, scale: Any, where: Where) -> list[Any]:
+        """Write the record of a step."""
+        record = self._record
+        return [
+            record["steps"].assign_add(1),
+            record["skipped_steps"].assign_add(_cast(where(finite, 0, 1), tf.int64)),
+            record["last_scale"].assign(scale),
+            record["last_finite"].assign(finite),
+        ]
+
+    def _note_giving_up(self, overflows: Any, where: Where) -> Any:
+        """Write at how many overflows the policy gave up, or 0. In a graph it stays noted."""
+        noted = self._record["overflows"]
         if not tf.executing_eagerly():
-            overflows = tf.where(earlier > 0.0, earlier, overflows)
-        return self._record.assign([steps + 1.0, skipped + 1.0 - clean, scale, clean, overflows])
+            earlier = tf.convert_to_tensor(noted)
+            overflows = where(earlier > 0.0, earlier, overflows)
+        return noted.assign(overflows)
 
-    def _read(self) -> list[float]:
+    def _read(self) -> dict[str, Any]:
         if not tf.executing_eagerly():
             raise UsageError(
                 "what a step came to is read from its device, which no graph can do while it is traced. "
                 "Ask for it outside tf.function, after the step."
             )
-        numbers: list[float] = self._record.numpy().tolist()
-        return numbers
+        return _values(self._record)
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    """Return a tensor or a number in a dtype."""
+    return tf.cast(value, dtype) if tf.is_tensor(value) else dtype.as_numpy_dtype(value)
+
+
+def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of scalar variables as plain numbers: those of one replica."""
+    return {name: tf.convert_to_tensor(variable).numpy().item() for name, variable in variables.items()}

@@ -1,0 +1,270 @@
+"""A process of its own for one framework: Keras has one backend for life.
+
+    python conformance_worker.py FRAMEWORK FILE
+
+drives every adapter of the framework through `SCRIPT` under every policy, and writes to FILE what each step
+came to. Gradients are the framework's own: the loss is a sum of weights times factors, one of which is not finite
+where the script says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from preamp import Dynamic, Starved, Static, Tolerant, dialects
+
+SCRIPT = "0010000110000000001" + "11111" + "0100010100" + "000"
+POLICIES: dict[str, Any] = {
+    "keras": dialects.KERAS(initial_scale=2.0**10, dynamic_growth_steps=3),
+    "torch": dialects.TORCH(init_scale=2.0**16, growth_interval=2, backoff_factor=0.25),
+    "tf_keras, at its floor": dialects.TF_KERAS(initial_scale=4.0, dynamic_growth_steps=2),
+    "tolerant": Tolerant(init_scale=2.0**10, growth_interval=3, tolerance=0.34),
+    "hysteresis": dialects.DEEPSPEED(init_scale=2.0**10, scale_window=3, raise_error_at_min_scale=False),
+    "fixed": Static(2.0**7),
+    "gives up": Dynamic(init_scale=2.0**10, growth_interval=3, max_consecutive_overflows=3),
+}
+STARTS = [np.array([1.0, -2.0, 3.0], "float32"), np.array([[0.5], [4.0]], "float32")]
+RATE = 0.25
+BACKEND = os.environ.get("KERAS_BACKEND")
+
+
+class Peer(NamedTuple):
+    """An optimizer, a way to take a step with it, and what only an update may change."""
+
+    optimizer: Any
+    step: Callable[[list[np.ndarray]], None]
+    weights: Callable[[], list[Any]]
+    state: Callable[[], list[Any]]
+
+
+def factors(number: int, overflow: bool) -> list[np.ndarray]:
+    """Return what the weights are multiplied by: eighths, none of them zero."""
+    drawn = [
+        np.random.default_rng(number).integers(1, 9, start.shape).astype("float32") / 8 for start in STARTS
+    ]
+    if overflow:
+        drawn[number % 2].flat[number % 2] = (np.inf, -np.inf, np.nan)[number % 3]
+    return drawn
+
+
+def weighted_sum(weights: list[Any], factors: list[Any], total: Callable[[Any], Any]) -> Any:
+    return sum(total(weight * factor) for weight, factor in zip(weights, factors, strict=True))
+
+
+# PyTorch
+
+
+def torch_peer(policy: Any, *, wrapper: bool, fused: bool = False) -> Peer:
+    import torch
+
+    from preamp.torch import GradScaler, LossScaleOptimizer
+
+    weights = [torch.nn.Parameter(torch.from_numpy(start.copy())) for start in STARTS]
+    inner = torch.optim.Adam(weights, lr=RATE, fused=fused)
+    optimizer = LossScaleOptimizer(inner, policy=policy) if wrapper else GradScaler("cpu", policy=policy)
+
+    def step(factors: list[np.ndarray]) -> None:
+        inner.zero_grad()
+        loss = weighted_sum(weights, [torch.from_numpy(factor) for factor in factors], torch.sum)
+        if wrapper:
+            optimizer.scale_loss(loss).backward()
+            optimizer.step()
+        else:
+            optimizer.scale(loss).backward()
+            optimizer.step(inner)
+            optimizer.update()
+
+    def state() -> list[Any]:
+        return [tensor.numpy() for slots in inner.state.values() for tensor in slots.values()]
+
+    return Peer(optimizer, step, lambda: [weight.detach().numpy() for weight in weights], state)
+
+
+# Keras on each backend
+
+
+def keras_peer(policy: Any, *, compiled: bool) -> Peer:
+    import keras
+
+    from preamp.keras import LossScaleOptimizer
+
+    variables = [keras.Variable(start) for start in STARTS]
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(RATE), policy=policy)
+    optimizer.build(variables)
+    make_step = {"jax": jax_step, "torch": keras_torch_step, "tensorflow": keras_tensorflow_step}[BACKEND]
+    step = make_step(optimizer, variables, compiled)
+
+    def arrays(variables: list[Any]) -> list[Any]:
+        return [keras.ops.convert_to_numpy(variable.value) for variable in variables]
+
+    inner = optimizer.inner_optimizer
+    return Peer(optimizer, step, lambda: arrays(variables), lambda: arrays(inner.variables))
+
+
+def jax_step(optimizer: Any, variables: list[Any], compiled: bool) -> Any:
+    import jax
+
+    def eager(factors: list[np.ndarray]) -> None:
+        def scaled(values: list[Any]) -> Any:
+            return optimizer.scale_loss(weighted_sum(values, factors, jax.numpy.sum))
+
+        optimizer.apply(jax.grad(scaled)([variable.value for variable in variables]), variables)
+
+    @jax.jit
+    def update(values: list[Any], state: list[Any], factors: list[Any]) -> Any:
+        def scaled(values: list[Any]) -> Any:
+            return optimizer.stateless_scale_loss(state, weighted_sum(values, factors, jax.numpy.sum))
+
+        return optimizer.stateless_apply(state, jax.grad(scaled)(values), values)
+
+    def stateless(factors: list[np.ndarray]) -> None:
+        parts = variables, optimizer.variables
+        after = update(*[[variable.value for variable in part] for part in parts], factors)
+        for part, values in zip(parts, after, strict=True):
+            for variable, value in zip(part, values, strict=True):
+                variable.assign(value)
+
+    return stateless if compiled else eager
+
+
+def keras_torch_step(optimizer: Any, variables: list[Any], compiled: bool) -> Any:
+    import torch
+
+    def step(factors: list[np.ndarray]) -> None:
+        values = [variable.value for variable in variables]
+        loss = weighted_sum(values, [torch.from_numpy(factor) for factor in factors], torch.sum)
+        for value in values:
+            value.grad = None
+        optimizer.scale_loss(loss).backward()
+        optimizer.apply([value.grad for value in values], variables)
+
+    return step
+
+
+def keras_tensorflow_step(optimizer: Any, variables: list[Any], compiled: bool) -> Any:
+    import tensorflow as tf
+
+    def step(factors: list[Any]) -> None:
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(weighted_sum([v.value for v in variables], factors, tf.reduce_sum))
+        optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
+
+    return in_graph(step) if compiled else on_tensors(step)
+
+
+# TensorFlow, over each kind of optimizer
+
+
+def tensorflow_peer(policy: Any, *, kind: str, compiled: bool) -> Peer:
+    import keras
+    import tensorflow as tf
+    import tf_keras
+
+    from preamp.tensorflow import LossScaleOptimizer
+
+    modules = {
+        "legacy": tf_keras.optimizers.legacy,
+        "tf_keras": tf_keras.optimizers,
+        "keras": keras.optimizers,
+    }
+    variables = [tf.Variable(start) for start in STARTS]
+    optimizer = LossScaleOptimizer(modules[kind].Adam(RATE), policy=policy)
+    inner = optimizer.inner_optimizer
+    if kind != "legacy":
+        inner.build(variables) if kind == "tf_keras" else optimizer.build(variables)
+
+    def step(factors: list[Any]) -> None:
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(weighted_sum(variables, factors, tf.reduce_sum))
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    def state() -> list[Any]:
+        """Return all but the steps of tf_keras's optimizers, which by its document count skipped ones."""
+        if kind == "keras":
+            return [variable.numpy() for variable in inner.variables]
+        return [variable.numpy() for variable in inner.variables() if variable is not inner.iterations]
+
+    return Peer(
+        optimizer,
+        in_graph(step) if compiled else on_tensors(step),
+        lambda: [variable.numpy() for variable in variables],
+        state,
+    )
+
+
+def on_tensors(step: Any) -> Any:
+    import tensorflow as tf
+
+    return lambda factors: step([tf.constant(factor) for factor in factors])
+
+
+def in_graph(step: Any) -> Any:
+    import tensorflow as tf
+
+    return on_tensors(tf.function(step, autograph=False))
+
+
+PEERS: dict[str, dict[str, Callable[[Any], Peer]]] = {
+    "torch": {
+        "GradScaler": lambda policy: torch_peer(policy, wrapper=False),
+        "GradScaler, fused": lambda policy: torch_peer(policy, wrapper=False, fused=True),
+        "LossScaleOptimizer": lambda policy: torch_peer(policy, wrapper=True),
+    },
+    "keras": {  # nothing compiles it on PyTorch
+        "eager": lambda policy: keras_peer(policy, compiled=False),
+        **({} if BACKEND == "torch" else {"compiled": lambda policy: keras_peer(policy, compiled=True)}),
+    },
+    "tensorflow": {
+        f"{kind}, {'compiled' if compiled else 'eager'}": (
+            lambda policy, kind=kind, compiled=compiled: tensorflow_peer(policy, kind=kind, compiled=compiled)
+        )
+        for kind in ("legacy", "tf_keras", "keras")
+        for compiled in (False, True)
+    },
+}
+
+
+def walk(peer: Peer) -> list[dict[str, Any]]:
+    """Return what each step of the script came to, and whether it changed a bit of weights and state."""
+    steps = []
+    for number, mark in enumerate(SCRIPT):
+        before = photograph(peer)
+        gave_up = False
+        try:
+            peer.step(factors(number, mark == "1"))
+            if hasattr(peer.optimizer, "check_starved"):
+                peer.optimizer.check_starved()
+        except Starved:
+            gave_up = True
+        weights, state = (now != then for now, then in zip(photograph(peer), before, strict=True))
+        step = peer.optimizer.last_step
+        steps.append(
+            {
+                "trace": None if gave_up else [step.scale, step.finite, step.skipped, step.new_scale],
+                "moved": {"weights": weights, "state": state},
+            }
+        )
+        if gave_up:
+            break
+    return steps
+
+
+def photograph(peer: Peer) -> list[list[bytes]]:
+    return [[np.asarray(array).tobytes() for array in part()] for part in (peer.weights, peer.state)]
+
+
+if __name__ == "__main__":
+    framework, file = sys.argv[1:]
+    found = {
+        name: {policy: walk(make(rule)) for policy, rule in POLICIES.items()}
+        for name, make in PEERS[framework].items()
+    }
+    Path(file).write_text(json.dumps(found))

@@ -1,0 +1,300 @@
+"""What concerns JAX alone: programs that are compiled once, tracers, and what XLA makes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax.errors import UnexpectedTracerError
+
+from preamp import Dynamic, Starved, UsageError
+from preamp.keras import LossScaleOptimizer
+
+from .driving import INF, Run, Stock, array, same
+from .test_training import BATCH, adam, data, fit, model_of, weights
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(1.0)
+
+
+def of(*starts: Any, make: Any = LossScaleOptimizer, **arguments: Any) -> tuple[Any, list[Any]]:
+    """Return an optimizer and the variables it is built with."""
+    optimizer = make(sgd(), **arguments)
+    variables = [keras.Variable(np.asarray(start, "float32")) for start in starts]
+    optimizer.build(variables)
+    return optimizer, variables
+
+
+def values(variables: list[Any]) -> list[Any]:
+    return [variable.value for variable in variables]
+
+
+def tracers(optimizer: Any, variables: list[Any]) -> int:
+    return sum(isinstance(v.value, jax.core.Tracer) for v in [*optimizer.variables, *variables])
+
+
+def test_eager_apply_leaves_no_tracers() -> None:
+    """Stock Keras's leaves them in the weights and in the scale."""
+    stock, theirs = of(np.ones(2), make=Stock)
+    with pytest.raises(UnexpectedTracerError):
+        stock.apply([jnp.ones(2)], theirs)
+    assert tracers(stock, theirs) > 0
+    with jax.checking_leaks():
+        ours, variables = of(np.ones(2))
+        for gradient in ([1.0, 2.0], [INF, 0.0], [0.0, 1.0]):
+            ours.apply([ours.scale_loss(jnp.asarray(gradient))], variables)
+    assert tracers(ours, variables) == 0
+    assert array(variables[0]).tolist() == [0.0, -2.0]
+    assert ours.loss_scale == 2.0**14
+
+
+def test_a_scale_that_jit_would_bake_in_is_refused() -> None:
+    """Under stock Keras the scaled loss stays what it was, and updates shrink step by step."""
+
+    def losses(optimizer: Any, scaled: Callable[..., Any]) -> Iterator[float]:
+        compiled = jax.jit(scaled)
+        state, weights = values(optimizer.variables), [jnp.ones(1)]
+        for _ in range(4):
+            yield float(compiled(state, 1.0))
+            weights, state = optimizer.stateless_apply(state, [jnp.ones(1)], weights)
+
+    stock, _ = of(np.ones(1), make=Stock, initial_scale=4.0, dynamic_growth_steps=1)
+    assert list(losses(stock, lambda state, loss: stock.scale_loss(loss))) == [4.0, 4.0, 4.0, 4.0]
+    ours, _ = of(np.ones(1), initial_scale=4.0, dynamic_growth_steps=1)
+    with pytest.raises(UsageError, match="stateless_scale_loss"):
+        next(losses(ours, lambda state, loss: ours.scale_loss(loss)))
+    assert list(losses(ours, ours.stateless_scale_loss)) == [4.0, 8.0, 16.0, 32.0]
+
+
+def test_a_fixed_scale_may_be_compiled_in() -> None:
+    ours, _ = of(np.ones(1), loss_scale_factor=8.0)
+    assert float(jax.jit(ours.scale_loss)(2.0)) == 16.0
+
+
+def test_apply_under_jit_is_refused_and_leaves_no_tracers() -> None:
+    ours, variables = of(np.ones(2))
+    before = [array(v) for v in [*ours.variables, *variables]]
+
+    @jax.jit
+    def step(gradient: Any) -> Any:
+        ours.apply([gradient], variables)
+        return gradient
+
+    ours.scale_loss(1.0)
+    with pytest.raises(UsageError, match="stateless_apply"):
+        step(jnp.ones(2))
+    assert tracers(ours, variables) == 0
+    assert same([array(v) for v in [*ours.variables, *variables]], before)
+
+
+def loop(optimizer: Any) -> Callable[..., Any]:
+    """Return a training step of a custom loop: minimize the mean of (weights x row - target) squared."""
+
+    def loss(weights: Any, state: Any, row: Any, target: Any) -> Any:
+        return optimizer.stateless_scale_loss(state, jnp.mean((weights[0] * row - target) ** 2))
+
+    def step(weights: Any, state: Any, row: Any, target: Any) -> Any:
+        return optimizer.stateless_apply(state, jax.grad(loss)(weights, state, row, target), weights)
+
+    return step
+
+
+def batches(script: str) -> Iterator[tuple[Any, Any]]:
+    for number, mark in enumerate(script):
+        row = jnp.arange(1.0, 4.0) + number
+        yield row, jnp.full(3, INF if mark == "1" else 0.5)
+
+
+def walked(step: Any, optimizer: Any, variables: list[Any], script: str) -> list[np.ndarray]:
+    weights, state = values(variables), values(optimizer.variables)
+    for row, target in batches(script):
+        weights, state = step(weights, state, row, target)
+    return [array(value) for value in [*weights, *state]]
+
+
+def test_a_custom_loop_is_compiled_once_and_is_the_eager_loop() -> None:
+    optimizer, variables = of(np.ones(3), initial_scale=4.0, dynamic_growth_steps=2)
+    traces = []
+
+    def step(*arguments: Any) -> Any:
+        traces.append(1)
+        return loop(optimizer)(*arguments)
+
+    program = jax.jit(step)
+    with jax.checking_leaks():
+        compiled = walked(program, optimizer, variables, "001000")
+    assert len(traces) == program._cache_size() == 1
+    assert tracers(optimizer, variables) == 0
+    assert optimizer.last_step is None  # nothing was written to its variables
+    eager = walked(loop(optimizer), optimizer, variables, "001000")
+    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(compiled, eager, strict=True))
+    scale = [v.path for v in [*variables, *optimizer.variables]].index(optimizer.dynamic_scale.path)
+    assert compiled[scale] == 8.0
+
+
+def test_many_steps_in_one_scan_are_the_steps_one_by_one() -> None:
+    optimizer, variables = of(np.ones(3), initial_scale=4.0, dynamic_growth_steps=2)
+    stacked = [jnp.stack(column) for column in zip(*batches("0110000"), strict=True)]
+
+    @jax.jit
+    def scan(carry: Any, rows: Any, targets: Any) -> Any:
+        step = loop(optimizer)
+        return jax.lax.scan(lambda c, xs: (tuple(step(*c, *xs)), None), carry, (rows, targets))[0]
+
+    weights, state = scan((values(variables), values(optimizer.variables)), *stacked)
+    one_by_one = walked(jax.jit(loop(optimizer)), optimizer, variables, "0110000")
+    assert all(np.allclose(a, b) for a, b in zip([*weights, *state], one_by_one, strict=True))
+
+
+def test_a_policy_that_gives_up_says_so_after_a_compiled_step() -> None:
+    policy = Dynamic(init_scale=2.0, min_scale=2.0, at_floor="raise")
+    run = Run(LossScaleOptimizer(sgd(), policy=policy), np.ones(2), way="compiled")
+    run.optimizer.check_starved()
+    run.walk("010")
+    with pytest.raises(Starved, match="gives up"):
+        run.optimizer.check_starved()
+    eager = Run(LossScaleOptimizer(sgd(), policy=policy), np.ones(2))
+    with pytest.raises(Starved, match="gives up"):
+        eager.walk("010")
+
+
+def test_grad_and_vmap_alone_read_the_scale_of_the_moment() -> None:
+    optimizer, _ = of(np.ones(1), initial_scale=4.0)
+    for scale in (4.0, 2.0):
+        optimizer.dynamic_scale.assign(scale)
+        assert float(jax.grad(lambda x: optimizer.scale_loss(x * x))(3.0)) == 6.0 * scale
+        assert jax.vmap(optimizer.scale_loss)(jnp.arange(3.0)).tolist() == [0.0, scale, 2.0 * scale]
+        rows = jax.vmap(jax.grad(lambda x: optimizer.scale_loss(x * x)))(jnp.arange(2.0))
+        assert rows.tolist() == [0.0, 2.0 * scale]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gradients_of_each_dtype_are_unscaled_in_float32(way: str, dtype: str) -> None:
+    """A gradient that float16 holds only scaled, 2**-30, moves a float32 weight."""
+    optimizer, variables = of(np.zeros(2), initial_scale=2.0**15)
+    optimizer.scale_loss(1.0)
+    gradients, state = [jnp.asarray([2.0**-15, -(2.0**-15)], dtype)], values(optimizer.variables)
+    if way == "eager":
+        optimizer.apply(gradients, variables)
+        moved = array(variables[0])
+    else:
+        moved = array(jax.jit(optimizer.stateless_apply)(state, gradients, values(variables))[0][0])
+    assert moved.dtype == np.float32
+    assert moved.tolist() == [-(2.0**-30), 2.0**-30]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
+def test_an_empty_gradient_is_finite(way: str, shape: tuple[int, ...]) -> None:
+    run = Run(LossScaleOptimizer(sgd()), np.zeros(shape), np.ones(2), way=way)
+    run.step(np.zeros(shape), [1.0, 0.0])
+    assert run.weights()[1].tolist() == [0.0, 1.0]
+    run.step(np.zeros(shape), [INF, 0.0])
+    assert run.weights()[1].tolist() == [0.0, 1.0]
+    assert run.scale == 2.0**14
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_only_empty_gradients_are_finite_too(way: str) -> None:
+    run = Run(LossScaleOptimizer(sgd()), np.zeros((2, 0)), way=way)
+    run.step(np.zeros((2, 0)))
+    assert run.optimizer.skipped_steps == 0
+
+
+def test_inputs_of_other_lengths_are_refused() -> None:
+    """Stock Keras drops what it lacks and trains on."""
+    stock, _ = of(np.ones(1), np.ones(1), make=Stock)
+    weights, gradients = [jnp.ones(1), jnp.ones(1)], [jnp.ones(1), jnp.ones(1)]
+    stock.stateless_apply(values(stock.variables), [*gradients, jnp.full(1, 7.0)], weights)
+    ours, _ = of(np.ones(1), np.ones(1))
+    state = values(ours.variables)
+    ours.scale_loss(1.0)
+    for arguments, names in [
+        ((state, gradients[:1], weights), "1 gradients came for 2 variables"),
+        ((state, [*gradients, jnp.ones(1)], weights), "3 gradients came"),
+        ((state[:-1], gradients, weights), "optimizer_variables"),
+        ((state, gradients, weights[:1]), "trainable_variables"),
+    ]:
+        with pytest.raises(ValueError, match=names):
+            ours.stateless_apply(*arguments)
+    for sequence in (list, tuple):  # stock Keras fails on tuples
+        new, _ = jax.jit(ours.stateless_apply)(sequence(state), sequence(gradients), sequence(weights))
+        assert [array(value).tolist() for value in new] == [[1.0 - 2.0**-15]] * 2
+
+
+def cost(make: Any, inner: str, width: int) -> tuple[int, float]:
+    """Return the conditionals in a training step as XLA compiles it, and the bytes that it accesses."""
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense
+    model = keras.Sequential([keras.Input((width,)), dense(2 * width, activation="relu"), dense(8)])
+    model.compile(make(getattr(keras.optimizers, inner)(0.125)), "mse")
+    rows, targets = np.ones((16, width), "float32"), np.ones((16, 8), "float32")
+    model.optimizer.build(model.trainable_variables)
+    kinds = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    state = model._get_jax_state(**dict.fromkeys(kinds, True))
+    compiled = jax.jit(model.train_step, donate_argnums=0).lower(state, (rows, targets)).compile()
+    accessed = compiled.cost_analysis()["bytes accessed"]
+    return compiled.as_text().count(" conditional("), accessed
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Let XLA do its best."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize(("inner", "width"), [("SGD", 64), ("Adam", 256)])
+def test_a_training_step_has_one_conditional_and_moves_no_more_than_stocks(inner: str, width: int) -> None:
+    ours, stock = (cost(make, inner, width) for make in (LossScaleOptimizer, Stock))
+    assert (ours[0], stock[0]) == (1, 2)
+    assert ours[1] <= stock[1]
+
+
+@pytest.mark.usefixtures("optimized")
+def test_what_the_record_adds_does_not_grow_with_the_model() -> None:
+    """Stock Keras remembers two numbers, ours eight; on a tiny model that is what there is to see."""
+    assert cost(LossScaleOptimizer, "Adam", 8)[1] - cost(Stock, "Adam", 8)[1] <= 1024
+
+
+@pytest.fixture
+def two_devices() -> Iterator[None]:
+    """Divide batches between two devices."""
+    devices = keras.distribution.list_devices()
+    assert len(devices) == 2
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+    yield
+    keras.distribution.set_distribution(None)
+
+
+@pytest.mark.parametrize("row", [0, BATCH - 1], ids=["first", "second"])
+def test_an_overflow_on_either_device_skips_the_step(row: int, two_devices: None) -> None:
+    x, y = data(overflow=False)
+    y[row] = INF
+    model = model_of(LossScaleOptimizer(adam(), 8.0), jit_compile=True)
+    before = weights(model)
+    model.train_on_batch(x[:BATCH], y[:BATCH])
+    assert same(weights(model), before)
+    assert model.optimizer.loss_scale == 4.0
+    model.train_on_batch(x[BATCH : 2 * BATCH], y[BATCH : 2 * BATCH])
+    assert not same(weights(model), before)
+
+
+def test_two_devices_train_as_one(two_devices: None) -> None:
+    two = model_of(LossScaleOptimizer(adam()), jit_compile=True)
+    fit(two)
+    assert len(two.trainable_variables[0].value.sharding.device_set) == 2
+    keras.distribution.set_distribution(None)
+    one = model_of(LossScaleOptimizer(adam()), jit_compile=True)
+    fit(one)
+    assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(weights(one), weights(two), strict=True))
+    assert (two.optimizer.skipped_steps, two.optimizer.loss_scale) == (2, 2.0**13)

@@ -1,0 +1,121 @@
+"""What a step costs where it is compiled: one trace, one branch, no more operations than tf_keras."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from preamp import Policy, Static, Tolerant, dialects
+from preamp.tensorflow import LossScaleOptimizer
+
+from .kinds import KINDS, Peer, each_kind, inner, numbers, of_tf_keras, rules, wrapped
+
+NAMES = ("Const", "NoOp", "Placeholder")  # which compute nothing
+BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile")
+POLICIES: list[Policy[Any]] = [dialects.TF_KERAS.policy, Static(8.0), Tolerant(init_scale=8.0)]
+
+
+def step_of(optimizer: Any, variables: list[Any]) -> Callable[[Any], None]:
+    def step(factor: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(tf.add_n([tf.reduce_sum(v * factor) for v in variables]))
+        unscaled = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+        optimizer.apply_gradients(zip(unscaled, variables, strict=True))
+
+    return step
+
+
+def build(optimizer: Any, variables: list[Any]) -> None:
+    """Make the inner optimizer's variables: a function that makes some is traced twice."""
+    if isinstance(optimizer, KINDS["legacy"].Optimizer):
+        optimizer._create_all_weights(variables)
+    else:
+        optimizer.build(variables)
+
+
+def operations(optimizer: Any, count: int = 4) -> Counter[str]:
+    """Return how many nodes of each operation a compiled step has, those of its branches included."""
+    step = tf.function(step_of(optimizer, [tf.Variable(tf.ones([3])) for _ in range(count)]))
+    graph = step.get_concrete_function(tf.TensorSpec([])).graph.as_graph_def()
+    nodes = [graph.node, *(function.node_def for function in graph.library.function)]
+    return Counter(node.op for each in nodes for node in each)
+
+
+def branches(found: Counter[str]) -> int:
+    return sum(found[name] for name in BRANCHES)
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_there_is_one_branch(kind: str, name: str, policy: Any) -> None:
+    found = operations(LossScaleOptimizer(inner(kind, name), policy=policy))
+    assert (found["If"], branches(found)) == (1, 1)
+
+
+@of_tf_keras
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_tf_keras_has_four_and_computes_no_less(kind: str, optimizer: str) -> None:
+    ours = operations(LossScaleOptimizer(inner(kind, optimizer)))
+    theirs = operations(Peer(inner(kind, optimizer)))
+    assert branches(theirs) == 4
+    for name in NAMES:
+        del ours[name], theirs[name]
+    assert ours.total() <= theirs.total()
+
+
+@each_kind
+def test_each_gradient_is_read_twice_divided_and_looked_at(kind: str) -> None:
+    """What a fifth to an eighth variable adds, beyond what the bare optimizer does with it."""
+    added = operations(wrapped(kind), 8) - operations(wrapped(kind), 4)
+    assert added["RealDiv"] == 4
+    assert added["IsFinite"] == (0 if kind == "keras" else 4)  # Keras's kind looks at one sum
+    assert added["Cast"] == 0
+
+
+@each_kind
+def test_many_steps_are_traced_once_and_follow_the_policy(kind: str) -> None:
+    arguments = {"initial_scale": 8.0, "dynamic_growth_steps": 2}
+    optimizer, variable, traces = wrapped(kind, **arguments), tf.Variable([1.0, 2.0]), []
+    build(optimizer, [variable])
+    step = step_of(optimizer, [variable])
+
+    @tf.function
+    def train(factor: Any) -> None:
+        traces.append(1)
+        step(factor)
+
+    seen = []
+    script = "0010001100"
+    for mark in script:
+        train(tf.constant(float("inf") if mark == "1" else 1.0))
+        seen.append(numbers(optimizer))
+    assert seen == rules(dialects.TF_KERAS(**arguments), script)
+    assert variable.numpy().tolist() == [1.0 - 7 * 0.5, 2.0 - 7 * 0.5]
+    assert len(traces) == train.experimental_get_tracing_count() == 1
+
+
+@each_kind
+def test_a_scale_read_in_a_graph_follows(kind: str) -> None:
+    optimizer = wrapped(kind, initial_scale=8.0, dynamic_growth_steps=1)
+    read = tf.function(lambda: optimizer.loss_scale)
+    scaled = tf.function(lambda: optimizer.get_scaled_loss(tf.constant(3.0)))
+    assert (float(read()), float(scaled())) == (8.0, 24.0)
+    step_of(optimizer, [tf.Variable(1.0)])(tf.constant(1.0))
+    assert (float(read()), float(scaled())) == (16.0, 48.0)
+
+
+@each_kind
+def test_jit_compiled(kind: str) -> None:
+    optimizer, variable = wrapped(kind, initial_scale=8.0, dynamic_growth_steps=2), tf.Variable([1.0, 2.0])
+    build(optimizer, [variable])
+    step = tf.function(step_of(optimizer, [variable]), jit_compile=True)
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        step(tf.constant(factor))
+    assert numbers(optimizer) == (8.0, 0.0)
+    assert variable.numpy().tolist() == [-0.5, 0.5]
+    assert optimizer.skipped_steps == 1

@@ -1,0 +1,78 @@
+"""What importing `preamp.tensorflow` loads, and the documents' examples in other processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from preamp.tensorflow import LossScaleOptimizer
+
+
+def python(code: str, **environment: str) -> str:
+    """Run code in a process of its own; return what it prints, errors last."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "KERAS_BACKEND": "tensorflow", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return run.stdout or run.stderr.strip().splitlines()[-1]
+
+
+def test_neither_keras_is_imported_for_the_other() -> None:
+    code = """
+import sys
+import preamp.tensorflow
+print("tf_keras" in sys.modules, "preamp.tensorflow.keras_optimizers" in sys.modules)
+import keras
+preamp.tensorflow.LossScaleOptimizer(keras.optimizers.SGD())
+print("tf_keras" in sys.modules)
+"""
+    assert python(code).split() == ["False", "False", "False"]
+
+
+@pytest.mark.parametrize("legacy", ["0", "1"], ids=["Keras 3", "tf_keras"])
+def test_the_examples_of_the_document_print_the_same_with_either_keras(legacy: str) -> None:
+    code = """
+import doctest, tensorflow as tf
+from preamp.tensorflow import optimizer
+print(tf.keras.optimizers.Adam.__module__.split(".")[0], *doctest.testmod(optimizer))
+"""
+    library = "tf_keras" if legacy == "1" else "keras"
+    examples = (LossScaleOptimizer.__doc__ or "").count(">>>")
+    assert examples > 20
+    assert python(code, TF_USE_LEGACY_KERAS=legacy).split() == [library, "0", str(examples)]
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_keras_has_to_compute_with_tensorflow(backend: str) -> None:
+    code = "import keras, preamp.tensorflow as p; p.LossScaleOptimizer(keras.optimizers.SGD())"
+    said = python(code, KERAS_BACKEND=backend)
+    assert f"UsageError: Keras computes with {backend} here" in said
+    assert "from preamp.keras import LossScaleOptimizer" in said
+
+
+def test_the_line_that_installs_what_is_missing() -> None:
+    code = "import sys; sys.modules['tensorflow'] = None; import preamp.tensorflow"
+    assert "MissingExtra" in python(code)
+    assert "pip install 'preamp[tensorflow]'" in python(code)
+
+
+def test_a_file_of_an_older_format_is_read_where_nothing_was_wrapped_yet(tmp_path: object) -> None:
+    make = f"""
+import tf_keras, preamp.tensorflow
+model = tf_keras.Sequential([tf_keras.layers.Input((3,)), tf_keras.layers.Dense(2)])
+inner = tf_keras.optimizers.SGD()
+model.compile(preamp.tensorflow.LossScaleOptimizer(inner, initial_scale=8.0), "mse")
+model.save("{tmp_path}/model.h5")
+"""
+    read = f"""
+import tf_keras, preamp.tensorflow
+print(float(tf_keras.models.load_model("{tmp_path}/model.h5").optimizer.loss_scale))
+"""
+    python(make + "print(1)")
+    assert python(read).split() == ["8.0"]

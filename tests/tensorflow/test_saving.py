@@ -1,0 +1,208 @@
+"""What is saved comes back: the scale and the counter in every format, and then the same next steps."""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from preamp import Dynamic, Policy, Tolerant, dialects
+from preamp.tensorflow import LossScaleOptimizer
+
+from .kinds import Peer, each_kind, inner, numbers, of_tf_keras, play
+
+LIBRARIES = {"legacy": tf_keras, "tf_keras": tf_keras, "keras": keras}
+ARGUMENTS = {"initial_scale": 64.0, "dynamic_growth_steps": 3}
+POLICIES: list[Policy[Any]] = [
+    Dynamic(init_scale=64.0, growth_interval=3, hysteresis=2, max_scale=None),
+    Tolerant(init_scale=64.0, tolerance=0.25, growth_interval=3),
+    dialects.TORCH.policy,
+    dialects.DEEPSPEED(hysteresis=3, scale_window=2),
+]
+INF = float("inf")
+
+
+def adam(kind: str, wrapper: Any = LossScaleOptimizer, **arguments: Any) -> Any:
+    return wrapper(inner(kind, "Adam", 0.125), **arguments)
+
+
+def model_of(kind: str, optimizer: Any) -> Any:
+    library = LIBRARIES[kind]
+    library.utils.set_random_seed(0)
+    model = library.Sequential([library.layers.Input((3,)), library.layers.Dense(4), library.layers.Dense(2)])
+    model.compile(optimizer, library.losses.MeanSquaredError())
+    return model
+
+
+def train(model: Any, script: str) -> Any:
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
+    for mark in script:
+        model.train_on_batch(x, np.full_like(y, INF) if mark == "1" else y)
+    return model
+
+
+def load(kind: str, path: Path) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # tf_keras says that its older formats are old
+        return LIBRARIES[kind].models.load_model(path)
+
+
+def save(model: Any, path: Path) -> Path:
+    with warnings.catch_warnings(action="ignore"):
+        model.save(path)
+    return path
+
+
+def where(optimizer: Any) -> Any:
+    return numbers(optimizer), optimizer.last_step, optimizer.skipped_steps
+
+
+def sizes(path: Path) -> list[int]:
+    """Return how many numbers each array in a `.keras` file has, sorted."""
+    found: list[int] = []
+    with zipfile.ZipFile(path) as archive, h5py.File(archive.open("model.weights.h5")) as file:
+        file.visititems(lambda _, it: found.append(it.size) if isinstance(it, h5py.Dataset) else None)
+    return sorted(found)
+
+
+def same_weights(first: Any, second: Any) -> bool:
+    pairs = zip(first.get_weights(), second.get_weights(), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def after_a_checkpoint(kind: str, path: Path, script: str, from_: Any, to: Any) -> Any:
+    """Return an optimizer with its variable, and those that they were restored into."""
+    was, variable = from_(), tf.Variable([1.0, 2.0])
+    play(was, script, variable)
+    saved = tf.train.Checkpoint(optimizer=was, variable=variable).save(path / "at")
+    again, other = to(), tf.Variable([0.0, 0.0])
+    status = tf.train.Checkpoint(optimizer=again, variable=other).restore(saved)
+    if kind == "keras":  # its slots cannot be restored before they are there
+        again.build([other])
+    return was, variable, again, other, status
+
+
+@each_kind
+@pytest.mark.parametrize("policy", [None, *POLICIES], ids=repr)
+def test_a_checkpoint_restores_everything(kind: str, policy: Any, tmp_path: Path) -> None:
+    arguments = ARGUMENTS if policy is None else {"policy": policy}
+    make = lambda: adam(kind, **arguments)  # noqa: E731
+    was, variable, again, other, status = after_a_checkpoint(kind, tmp_path, "00010", make, make)
+    assert where(again) == where(was)
+    for optimizer, trained in ((was, variable), (again, other)):
+        play(optimizer, "00100", trained)
+    status.assert_consumed()
+    assert where(again) == where(was)
+    assert variable.numpy().tolist() == other.numpy().tolist()
+    assert int(again.iterations) == int(was.iterations)
+
+
+@of_tf_keras
+@pytest.mark.parametrize("ours_to_theirs", [False, True])
+def test_checkpoints_go_from_tf_keras_to_preamp_and_back(
+    kind: str, ours_to_theirs: bool, tmp_path: Path
+) -> None:
+    ways = [lambda: adam(kind, Peer, **ARGUMENTS), lambda: adam(kind, **ARGUMENTS)]
+    from_, to = reversed(ways) if ours_to_theirs else ways
+    was, variable, again, other, status = after_a_checkpoint(kind, tmp_path, "00010", from_, to)
+    status.expect_partial()  # tf_keras keeps no record
+    assert numbers(again) == numbers(was) == (64.0, 1.0)
+    for optimizer, trained in ((was, variable), (again, other)):
+        play(optimizer, "001", trained)
+    assert numbers(again) == numbers(was) == (64.0, 0.0)
+    assert variable.numpy().tolist() == other.numpy().tolist()
+
+
+@of_tf_keras
+def test_a_fixed_scale_is_not_moved_by_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    make = lambda scale: lambda: adam(kind, dynamic=False, initial_scale=scale)  # noqa: E731
+    _, _, again, other, _ = after_a_checkpoint(kind, tmp_path, "01", make(64.0), make(8.0))
+    play(again, "0", other)
+    assert float(again.loss_scale) == 8.0
+
+
+@each_kind
+def test_a_counter_restored_past_the_interval_still_grows(kind: str, tmp_path: Path) -> None:
+    _, _, again, other, _ = after_a_checkpoint(
+        kind,
+        tmp_path,
+        "00000",
+        lambda: adam(kind, initial_scale=64.0, dynamic_growth_steps=10),
+        lambda: adam(kind, initial_scale=64.0, dynamic_growth_steps=2),
+    )
+    assert numbers(again) == (64.0, 5.0)
+    assert play(again, "0", other, lambda: numbers(again)[0]) == [128.0]
+
+
+@each_kind
+@pytest.mark.parametrize("policy", [None, *POLICIES], ids=repr)
+def test_keras_files_restore_the_scale_and_the_counter(kind: str, policy: Any, tmp_path: Path) -> None:
+    arguments = ARGUMENTS if policy is None else {"policy": policy}
+    model = train(model_of(kind, adam(kind, **arguments)), "00010")
+    again = load(kind, save(model, tmp_path / "model.keras"))
+    assert type(again.optimizer) is type(model.optimizer)
+    assert again.optimizer.policy == model.optimizer.policy
+    assert where(again.optimizer) == where(model.optimizer)
+    train(again, "0010"), train(model, "0010")
+    assert where(again.optimizer) == where(model.optimizer)
+    # tf_keras leaves what a legacy optimizer has learned out of these files, whoever wraps it.
+    assert same_weights(again, model) == (kind != "legacy")
+
+
+@pytest.mark.parametrize("kind", ["tf_keras", "keras"])
+def test_keras_files_hold_every_number_once(kind: str, tmp_path: Path) -> None:
+    wrapped, bare = (
+        sizes(save(train(model_of(kind, optimizer), "0"), tmp_path / "model.keras"))
+        for optimizer in (adam(kind), inner(kind, "Adam", 0.125))
+    )
+    assert [size for size in wrapped if size > 1] == [size for size in bare if size > 1]
+    assert len(wrapped) - len(bare) < 12  # the wrapper's own scalars
+
+
+@of_tf_keras
+@pytest.mark.parametrize("name", ["model.h5", "saved_model"])
+def test_the_older_formats_of_tf_keras_restore_them_too(kind: str, name: str, tmp_path: Path) -> None:
+    model = train(model_of(kind, adam(kind, **ARGUMENTS)), "00010")
+    again = load(kind, save(model, tmp_path / name))
+    assert type(again.optimizer) is type(model.optimizer)
+    assert where(again.optimizer) == where(model.optimizer)
+    train(again, "00"), train(model, "00")
+    assert numbers(again.optimizer) == numbers(model.optimizer) == (128.0, 0.0)
+    if name == "model.h5":  # a SavedModel loses what the optimizer learned, as with a bare one
+        assert same_weights(again, model)
+
+
+@of_tf_keras
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "saved_model"])
+def test_tf_keras_starts_again_with_all_of_them(kind: str, name: str, tmp_path: Path) -> None:
+    model = train(model_of(kind, adam(kind, Peer, **ARGUMENTS)), "001")
+    again = load(kind, save(model, tmp_path / name))
+    assert numbers(model.optimizer) == (32.0, 0.0)
+    assert numbers(again.optimizer) == (64.0, 0.0)
+
+
+@of_tf_keras
+def test_a_configuration_says_where_the_scale_stands(kind: str) -> None:
+    optimizer = adam(kind, **ARGUMENTS)
+    play(optimizer, "0010", tf.Variable([1.0, 2.0]))
+    config = json.loads(json.dumps(optimizer.get_config(), default=float))
+    again = type(optimizer).from_config(config)
+    assert where(again) == where(optimizer)
+    assert again.initial_scale == 64.0
+
+
+@of_tf_keras
+@pytest.mark.parametrize(("name", "value"), [("scale", 0.0), ("scale", INF), ("good", -1.0)])
+def test_a_state_that_is_none_is_refused(kind: str, name: str, value: float) -> None:
+    config = adam(kind, **ARGUMENTS).get_config()
+    config["state"][name] = value
+    with pytest.raises(ValueError, match=f"{name}={value!r} is no state to go on from"):
+        type(adam(kind)).from_config(config)

@@ -1,0 +1,101 @@
+"""One overflow script through every adapter: one trace, and skipped steps that leave no mark.
+
+Each framework runs in a process of its own (`conformance_worker.py`); the core plays the same script here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conformance_worker import POLICIES, SCRIPT
+from .strategies import play
+
+# Framework, backend of Keras, adapter.
+PEERS = [
+    ("torch", "torch", "GradScaler"),
+    ("torch", "torch", "GradScaler, fused"),
+    ("torch", "torch", "LossScaleOptimizer"),
+    ("keras", "jax", "eager"),
+    ("keras", "jax", "compiled"),
+    ("keras", "torch", "eager"),
+    ("keras", "tensorflow", "eager"),
+    ("keras", "tensorflow", "compiled"),
+    ("tensorflow", "tensorflow", "legacy, eager"),
+    ("tensorflow", "tensorflow", "legacy, compiled"),
+    ("tensorflow", "tensorflow", "tf_keras, eager"),
+    ("tensorflow", "tensorflow", "tf_keras, compiled"),
+    ("tensorflow", "tensorflow", "keras, eager"),
+    ("tensorflow", "tensorflow", "keras, compiled"),
+]
+each_peer = pytest.mark.parametrize("peer", PEERS, ids=" ".join)
+
+
+def trace_of_the_core(policy):
+    """Return (scale, finite, skipped, new_scale) of every step; None for the one at which it gives up."""
+    states = play(policy, SCRIPT)
+    moves = zip(states, states[1:], SCRIPT, strict=False)
+    trace = [[before.scale, mark == "0", mark == "1", after.scale] for before, after, mark in moves]
+    return trace if len(trace) == len(SCRIPT) else [*trace, None]
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory):
+    """Return what all adapters of a framework did under each policy; asks its process once."""
+    found = {}
+
+    def ask(framework, backend):
+        if (framework, backend) not in found:
+            file = tmp_path_factory.mktemp(framework) / "walks.json"
+            found[framework, backend] = run_worker(framework, backend, file)
+        return found[framework, backend]
+
+    return ask
+
+
+def run_worker(framework, backend, file):
+    worker = str(Path(__file__).with_name("conformance_worker.py"))
+    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", worker, framework, str(file)],
+        env={**os.environ, **quick, "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text())
+
+
+@each_peer
+def test_the_trace_is_the_cores(walks, peer):
+    framework, backend, adapter = peer
+    walked = walks(framework, backend)[adapter]
+    traces = {policy: [step["trace"] for step in steps] for policy, steps in walked.items()}
+    assert traces == {name: trace_of_the_core(policy) for name, policy in POLICIES.items()}
+
+
+@each_peer
+def test_a_skipped_step_leaves_every_bit_and_others_move_weights_and_state(walks, peer):
+    framework, backend, adapter = peer
+    for steps in walks(framework, backend)[adapter].values():
+        moved = [step["moved"] for step in steps]
+        assert moved == [{"weights": mark == "0", "state": mark == "0"} for mark in SCRIPT[: len(steps)]]
+
+
+def test_every_adapter_is_in_the_table(walks):
+    asked = {(framework, backend) for framework, backend, _ in PEERS}
+    assert set(PEERS) == {(*pair, adapter) for pair in asked for adapter in walks(*pair)}
+
+
+def test_the_script_tells_the_policies_apart():
+    traces = {name: trace_of_the_core(policy) for name, policy in POLICIES.items()}
+    assert len({str(trace) for trace in traces.values()}) == len(POLICIES)
+    for name in set(POLICIES) - {"fixed"}:
+        steps = [step for step in traces[name] if step]
+        assert any(new > old for old, _, _, new in steps), name
+        assert any(new < old for old, _, _, new in steps), name
+    assert [name for name, trace in traces.items() if trace[-1] is None] == ["gives up"]
