@@ -65,6 +65,8 @@ def setup(namespace: dict[str, Any]) -> None:
 def teardown(namespace: dict[str, Any]) -> None:
     os.chdir(namespace["home"])
     namespace["folder"].cleanup()
+    if "keras" in sys.modules:
+        sys.modules["keras"].config.set_dtype_policy("float32")
 
 
 pytest_collect_file = (

@@ -3,8 +3,8 @@
     python conformance_worker.py FRAMEWORK FILE
 
 drives every adapter of the framework through `SCRIPT` under every policy, and writes to FILE what each step
-came to. Gradients are the framework's own: the loss is a sum of weights times factors, one of which is not finite
-where the script says so.
+came to. Gradients are the framework's own: the loss is a sum of weights times factors, one of which is not
+finite where the script says so.
 """
 
 from __future__ import annotations

@@ -268,6 +268,23 @@ def test_constraints_wait_for_an_update() -> None:
     assert run.weights()[1].min() == 0.0
 
 
+def several(**arguments: Any) -> Any:
+    vectors, others = INNERS["momentum"](**arguments), INNERS["adam"](**arguments)
+    return keras.optimizers.MultiOptimizer(lambda variable: vectors if len(variable.shape) == 1 else others)
+
+
+@each_way
+def test_several_optimizers_in_one_keep_one_scale(way: str) -> None:
+    run, plain = Run(LossScaleOptimizer(several()), *STARTS, way=way), Run(several(), *STARTS)
+    walk_abreast(run, plain, "0010")
+    assert run.scale == 2.0**14
+    for argument in ({"clipnorm": 1.0}, {"weight_decay": 0.5}, {"use_ema": True}):
+        with pytest.raises(PolicyError, match=next(iter(argument))):
+            LossScaleOptimizer(several(), **argument)
+    with pytest.raises(PolicyError, match="clipvalue=0.5"):
+        run.optimizer.clipvalue = 0.5
+
+
 def test_schedules_see_updates_only() -> None:
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.25, 0.0625])
     run = Run(LossScaleOptimizer(keras.optimizers.SGD(schedule)), np.zeros(1))

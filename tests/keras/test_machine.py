@@ -16,7 +16,7 @@ from preamp import InexactScale, Policy, Starved, Static, Tolerant, dialects
 from preamp.keras import LossScaleOptimizer
 from tests.strategies import dynamics, play, tolerants
 
-from .driving import BACKEND, INF, WAYS, Run, Stock, close, same
+from .driving import BACKEND, INF, WAYS, Run, Stock, close, same, tensor
 
 # No scale of these is subnormal: XLA and TensorFlow flush subnormal numbers to 0.
 EXACT = {
@@ -201,3 +201,26 @@ def test_gradients_that_are_missing_are_left_out() -> None:
         runs[0].step(None, np.full(3, INF))
     assert same(runs[0].trained(), before)
     assert runs[0].optimizer.loss_scale == 2.0**14
+
+
+@each_way
+def test_a_variable_that_its_gradient_overwrites_gets_it_as_it_is(way: str) -> None:
+    """As the statistics of float8 layers are: not gradients at all, so not divided, but looked at."""
+    run = Run(LossScaleOptimizer(momentum()), np.ones(2), np.ones(()), way=way)
+    run.variables[1].overwrite_with_gradient = True
+    scaled = run.optimizer.scale_loss(tensor([4.0, 0.0]))
+    run.apply(scaled, 5.0)
+    assert [w.tolist() for w in run.weights()] == [[0.0, 1.0], 5.0]
+    run.apply(scaled, INF)
+    assert [w.tolist() for w in run.weights()] == [[0.0, 1.0], 5.0]
+    assert run.scale == 2.0**14
+
+
+@each_way
+def test_finite_gradients_near_the_largest_number_are_taken(way: str) -> None:
+    run = Run(LossScaleOptimizer(keras.optimizers.SGD(2.0**-100)), np.zeros(4), np.zeros(()), way=way)
+    run.optimizer.scale_loss(tensor(1.0))
+    largest = float(np.finfo("float32").max)
+    run.apply([largest, -largest, largest, largest], largest)
+    assert np.allclose(run.weights()[0], np.array([-1.0, 1.0, -1.0, -1.0]) * (largest / 2.0**115))
+    assert run.optimizer.skipped_steps == 0

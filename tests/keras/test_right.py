@@ -51,11 +51,14 @@ def test_growth_never_takes_the_scale_to_inf() -> None:
     assert ours.weights()[0].tolist() == [0.75, 0.5]
 
 
-def test_the_check_sees_what_is_written_to_the_weights() -> None:
-    stock, ours = both(2.0**-20)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("gradient", [[1e35, 0.0], [1e35, -1e35], [1e35, 1e35]], ids=str)
+def test_the_check_sees_what_is_written_to_the_weights(way: str, gradient: list[float]) -> None:
+    """Stock Keras checks scaled gradients; these are finite, and unscaled they are not."""
+    stock, ours = (Run(make(sgd(), 2.0**-20), np.ones(2), way=way) for make in (Stock, LossScaleOptimizer))
     for run in (stock, ours):
         run.optimizer.scale_loss(tensor(1.0))
-        run.apply([1e35, 0.0])  # finite; unscaled it is not
+        run.apply(gradient)
     assert np.isinf(stock.weights()).any()
     assert ours.weights()[0].tolist() == [1.0, 1.0]
     assert ours.optimizer.skipped_steps == 1
@@ -69,6 +72,16 @@ def test_a_counter_beyond_the_interval_still_grows() -> None:
     assert stock.scale == 2.0**15
     assert ours.scale == 2.0**16
     assert ours.counter == 0
+
+
+def test_an_interval_that_is_lowered_on_the_way_still_grows() -> None:
+    stock, ours = both(2.0**15, 100)
+    for run in (stock, ours):
+        run.walk("0" * 10)
+        run.optimizer.dynamic_growth_steps = 5
+        run.walk("0")
+    assert (stock.scale, stock.counter) == (2.0**15, 11)
+    assert (ours.scale, ours.counter) == (2.0**16, 0)
 
 
 @pytest.mark.parametrize("legacy", [(False, 1024.0), (True,), (True, 1024.0)])

@@ -122,6 +122,16 @@ def test_a_policy_that_gives_up_is_asked_after_the_step(kind: str, strategy: Any
         optimizer.check_starved()
 
 
+@each_kind
+def test_a_sum_that_overflows_skips(kind: str, strategy: Any) -> None:
+    with strategy.scope():
+        optimizer = LossScaleOptimizer(inner(kind), initial_scale=1.0)
+        variable = tf.Variable([1.0, 2.0])
+    trainer(strategy, optimizer, variable)(per_replica(strategy, [3e38, 3e38]))
+    assert optimizer.skipped_steps == 1
+    assert variable.numpy().tolist() == [1.0, 2.0]
+
+
 def model_of(kind: str, strategy: Any, optimizer: Any) -> Any:
     library = keras if kind == "keras" else tf_keras
     library.utils.set_random_seed(0)

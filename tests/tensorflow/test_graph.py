@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
-from preamp import Policy, Static, Tolerant, dialects
+from preamp import Dynamic, Policy, Static, Tolerant, dialects
+from preamp.policy import Reading, State, Where, choose
 from preamp.tensorflow import LossScaleOptimizer
 
 from .kinds import KINDS, Peer, each_kind, inner, numbers, of_tf_keras, rules, wrapped
@@ -97,6 +100,57 @@ def test_many_steps_are_traced_once_and_follow_the_policy(kind: str) -> None:
     assert seen == rules(dialects.TF_KERAS(**arguments), script)
     assert variable.numpy().tolist() == [1.0 - 7 * 0.5, 2.0 - 7 * 0.5]
     assert len(traces) == train.experimental_get_tracing_count() == 1
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Watching(Dynamic):
+    """Notes how many functions that AutoGraph has rewritten a step is in."""
+
+    seen: list[int] = field(default_factory=list)
+
+    def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
+        self.seen.append(sum("autograph_generated" in frame.filename for frame in inspect.stack(0)))
+        return super().advance(state, reading, where)
+
+
+@each_kind
+def test_autograph_rewrites_the_users_function_and_none_of_ours(kind: str) -> None:
+    policy = Watching(init_scale=8.0)
+    operations(wrapped(kind, policy=policy))
+    assert policy.seen
+    assert set(policy.seen) == {1}
+
+
+@each_kind
+def test_a_callable_loss_may_branch(kind: str) -> None:
+    """AutoGraph rewrites it, as it does when it is called from a function of the user's."""
+    optimizer, variable = wrapped(kind), tf.Variable(1.0)
+
+    def loss() -> Any:
+        return variable * 1.0 if variable > 0.75 else variable * -8.0
+
+    @tf.function
+    def train() -> Any:
+        scaled = optimizer.get_scaled_loss(loss)
+        with tf.GradientTape() as tape:
+            value = scaled()
+        (gradient,) = optimizer.get_unscaled_gradients([tape.gradient(value, variable)])
+        optimizer.apply_gradients([(gradient, variable)])
+
+    train()
+    assert float(variable) == 0.5
+    train()
+    assert float(variable) == 4.5
+
+
+def test_a_callable_loss_of_minimize_may_branch_with_keras() -> None:
+    """tf_keras calls it from functions that AutoGraph leaves alone."""
+    optimizer, variable = wrapped("keras"), tf.Variable(1.0)
+    loss = lambda: variable * 1.0 if variable > 0.75 else variable * -8.0  # noqa: E731
+    train = tf.function(lambda: optimizer.minimize(loss, [variable]))
+    train()
+    train()
+    assert float(variable) == 4.5
 
 
 @each_kind

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from preamp import Dynamic, Starved, UsageError
+from preamp import Dynamic, Reading, Starved, UsageError
 
 from .kinds import Peer, each_kind, gradients, inner, numbers, of_tf_keras, play, step, wrapped
 
@@ -214,13 +214,22 @@ def test_tf_keras_only_logs_what_was_forgotten(kind: str) -> None:
 GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
 
 
+def said_by_the_policy() -> Starved:
+    """Return what the policy says of two overflows on plain floats."""
+    state = GIVES_UP.step(GIVES_UP.start(), Reading(False))
+    with pytest.raises(Starved) as raised:
+        GIVES_UP.step(state, Reading(False))
+    return raised.value
+
+
 @each_kind
 def test_a_policy_that_gives_up_raises_eagerly(kind: str) -> None:
     optimizer, variable = wrapped(kind, policy=GIVES_UP), tf.Variable([1.0, 2.0])
     play(optimizer, "1", variable)
     for _ in range(2):
-        with pytest.raises(Starved, match="scale of 2"):
+        with pytest.raises(Starved, match="scale of 2") as raised:
             play(optimizer, "1", variable)
+        assert (raised.value.scale, raised.value.overflows) == (2.0, said_by_the_policy().overflows)
     assert variable.numpy().tolist() == [1.0, 2.0]
     play(optimizer, "0", variable)
     optimizer.check_starved()

@@ -113,6 +113,13 @@ def is_hyperparameter(inner: Any, name: str) -> bool:
 
 def _check(inner: Any, new: dict[str, Any]) -> None:
     """Refuse what cannot work beside what the optimizer has."""
+    several = getattr(keras.optimizers, "MultiOptimizer", ())
+    unused = [name for name in new if new[name] != DEFAULTS[name] and isinstance(inner, several)]
+    if unused:
+        raise PolicyError(
+            f"{unused[0]}={new[unused[0]]!r} would change nothing: {type(inner).__name__} leaves it to the "
+            f"optimizers inside. Write keras.optimizers.Adam({unused[0]}={new[unused[0]]!r}) there."
+        )
     after = {name: new.get(name, getattr(inner, name)) for name in DEFAULTS}
     limits = {name: after[name] for name in LIMITS if name in new or after[name]}
     check_limits(**limits)

@@ -285,7 +285,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             trainable_variables: the current values of the variables it was built with.
 
         Raises:
-            ValueError: as Keras, before `build`, for lists of other lengths, and on TensorFlow.
+            ValueError: as Keras, before `build`, for variables of another number, and on TensorFlow.
+            CountError: for gradients of another number.
         """
         if self.built and len(grads) != len(self._trainable_variables):
             raise CountError(

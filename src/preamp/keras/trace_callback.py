@@ -91,7 +91,7 @@ class TraceCallback(keras.callbacks.Callback):
             self._close()
 
     def _opened(self, mode: Literal["new", "append", "replace"], **about: Any) -> Trace:
-        """Return a trace of the file, which is closed with this callback if `fit` does not come to its end."""
+        """Return a trace of the file, which is closed with this callback if `fit` breaks off."""
         trace = Trace(path=self._path, mode=mode, **about)
         self._close = weakref.finalize(self, trace.close)
         return trace

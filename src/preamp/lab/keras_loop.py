@@ -163,8 +163,7 @@ def _jax_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
             return optimizer.stateless_scale_loss(state, loss), loss
         return loss, loss
 
-    # XLA may otherwise leave out the rounding between two operations
-    @partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    @jax.jit
     def update(weights: Any, rest: Any, state: Any, inputs: Any, targets: Any) -> Any:
         differentiated = jax.value_and_grad(scaled_loss, has_aux=True)
         (_, loss), gradients = differentiated(weights, rest, state, inputs, targets)

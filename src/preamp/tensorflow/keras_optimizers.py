@@ -93,19 +93,24 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         gradients = self.get_unscaled_gradients(tape.gradient(scaled, tensors))
         return list(zip(gradients, variables, strict=True))
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss times the scale, as Keras's `fit` does: it then applies gradients as they are."""
         self._gradients_are_scaled = True
         return super().scale_loss(loss)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
     def get_scaled_loss(self, loss: Any) -> Any:
         self._gradients_are_scaled = False
         return super().get_scaled_loss(loss)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         self._gradients_are_scaled = False
-        return super().get_unscaled_gradients(grads)
+        unscaled: list[Any] = super().get_unscaled_gradients(grads)
+        return unscaled
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

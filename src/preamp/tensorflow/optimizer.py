@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
+import tensorflow as tf
+
 from preamp.checks import level_of_caller
 from preamp.errors import UsageError
 from preamp.policy import Moving, Policy, Static
@@ -181,6 +183,7 @@ class LossScaleOptimizer:
         """Steps with finite gradients in a row after which the scale grows. None if it never does."""
         return self.policy.growth_interval if isinstance(self.policy, Moving) else None
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
     def get_scaled_loss(self, loss: Any) -> Any:
         """Return the loss times the scale, to compute gradients of.
 
@@ -193,6 +196,7 @@ class LossScaleOptimizer:
             return lambda: multiplied(loss(), self.loss_scale)
         return multiplied(loss, self.loss_scale)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Return the gradients divided by the scale.
 

@@ -77,6 +77,7 @@ class OverTfKeras(LossScaleOptimizer):
     def check_starved(self) -> None:
         self._loss_scale.check_starved()
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
         self._warn_if_forgotten()
         # In the variables' dtype before they are checked: 1e6 becomes inf in float16.

@@ -1,0 +1,318 @@
+"""What concerns TensorFlow alone: graphs, `IndexedSlices`, XLA, replicas, and `tf.train.Checkpoint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from preamp import Dynamic, Starved
+from preamp.keras import LossScaleOptimizer, TraceCallback
+
+from .driving import INF, Run, Stock, array, close, same
+from .test_training import BATCH, ROWS, adam, data, fit, model_of, weights
+
+CONDITIONALS = ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile")
+
+
+def sgd(**arguments: Any) -> Any:
+    return keras.optimizers.SGD(0.25, **arguments)
+
+
+def nodes(function: Any) -> list[str]:
+    """Return the operators of a graph and of every function that it calls."""
+    graph = function.graph.as_graph_def()
+    called = [node.op for inner in graph.library.function for node in inner.node_def]
+    return [*(node.op for node in graph.node), *called]
+
+
+def train_step(make: Any, inner: Any) -> Any:
+    """Return a training step of `fit` as a graph."""
+    model = model_of(make(inner))
+    model.optimizer.build(model.trainable_variables)
+    rows, targets = (tf.constant(part[:BATCH]) for part in data(overflow=False))
+    return tf.function(model.train_step).get_concrete_function((rows, targets))
+
+
+@pytest.mark.parametrize("inner", [sgd, adam])
+def test_a_training_step_has_one_conditional(inner: Any) -> None:
+    """Stock Keras has a second one, for the counter."""
+    makes = (lambda bare: bare, Stock, LossScaleOptimizer)
+    graphs = [nodes(train_step(make, inner())) for make in makes]
+    assert [sum(op in CONDITIONALS for op in graph) for graph in graphs] == [0, 2, 1]
+
+
+def test_a_step_is_traced_once_whatever_happens() -> None:
+    run = Run(LossScaleOptimizer(adam(), dynamic_growth_steps=2), np.ones(2), np.ones((2, 3)))
+    traces = []
+
+    @tf.function
+    def step(*gradients: Any) -> None:
+        traces.append(1)
+        run.optimizer.apply([run.optimizer.scale_loss(g) for g in gradients], run.variables)
+
+    before = run.everything()
+    for number, mark in enumerate("00100100"):
+        step(*(tf.constant(g) for g in run.gradients(number, mark == "1")))
+        run.optimizer.learning_rate = 0.5 ** (number + 1)
+    assert len(traces) == step.experimental_get_tracing_count() == 1
+    compiled = run.everything()
+
+    run.restore(before)
+    for number, mark in enumerate("00100100"):
+        run.step(*run.gradients(number, mark == "1"))
+        run.optimizer.learning_rate = 0.5 ** (number + 1)
+    assert close(compiled, run.everything())
+    assert run.optimizer.skipped_steps == 2
+
+
+def test_the_scale_in_a_graph_is_the_scale_of_the_moment() -> None:
+    optimizer = LossScaleOptimizer(sgd(), 4.0)
+    scaled = tf.function(optimizer.scale_loss)
+    assert scaled(tf.constant(1.0)).numpy() == 4.0
+    optimizer.dynamic_scale.assign(16.0)
+    assert scaled(tf.constant(1.0)).numpy() == 16.0
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("bad", [None, INF, float("nan")])
+def test_indexed_slices_are_unscaled_and_checked(compiled: bool, bad: float | None) -> None:
+    """The gradient of a lookup: rows and their numbers, of which one can come twice."""
+    ours, plain = ([tf.keras.Variable(np.ones((5, 2), "float32"))] for _ in range(2))
+    optimizer, bare = LossScaleOptimizer(sgd()), sgd()
+    for each, variables in ((optimizer, ours), (bare, plain)):
+        each.build(variables)
+
+    def step(each: Any, variables: Any, spoil: float) -> None:
+        with tf.GradientTape() as tape:
+            rows = tf.gather(variables[0].value, [1, 3, 1])
+            loss = each.scale_loss(tf.reduce_sum(rows * rows) * spoil)
+        gradients = tape.gradient(loss, variables)
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        each.apply(gradients, variables)
+
+    def take(*arguments: Any) -> None:
+        tf.function(lambda: step(*arguments))() if compiled else step(*arguments)
+
+    take(optimizer, ours, 1.0)
+    take(bare, plain, 1.0)
+    if bad is not None:
+        take(optimizer, ours, bad)
+    assert close([array(ours[0])], [array(plain[0])])
+    assert array(ours[0])[1].tolist() == [0.0, 0.0]
+    assert optimizer.skipped_steps == (bad is not None)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_an_embedding_trains_as_under_a_bare_optimizer(jit_compile: bool) -> None:
+    """XLA, `fit` and `IndexedSlices` together."""
+    x = np.random.default_rng(0).integers(0, 7, (ROWS, 3))
+    targets = np.ones((ROWS, 2), "float32")
+
+    def model(optimizer: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        embedding = keras.layers.Embedding(7, 4)
+        made = keras.Sequential([keras.Input((3,)), embedding, keras.layers.Flatten(), keras.layers.Dense(2)])
+        made.compile(optimizer, "mse", jit_compile=jit_compile)
+        return made
+
+    ours, plain = model(LossScaleOptimizer(adam())), model(adam())
+    for each in (ours, plain):
+        each.fit(x, targets, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    assert close(weights(ours), weights(plain))
+    before = weights(ours)
+    ours.train_on_batch(x[:BATCH], targets[:BATCH] * INF)
+    assert same(weights(ours), before)
+    assert ours.optimizer.skipped_steps == 1
+
+
+def test_a_step_that_xla_compiles_skips_and_moves_the_scale() -> None:
+    run = Run(LossScaleOptimizer(adam(), dynamic_growth_steps=2), np.ones(2), np.ones(()))
+    other = Run(LossScaleOptimizer(adam(), dynamic_growth_steps=2), np.ones(2), np.ones(()))
+    run._apply = tf.function(run._eager, jit_compile=True)
+    for each in (run, other):
+        each.walk("0010001")
+    assert close(run.everything(), other.everything())
+    assert run.optimizer.last_step == other.optimizer.last_step
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gradients_of_each_dtype_are_unscaled_in_float32(compiled: bool, dtype: str) -> None:
+    optimizer, variable = (
+        LossScaleOptimizer(keras.optimizers.SGD(1.0)),
+        keras.Variable(np.zeros(2, "float32")),
+    )
+    optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    apply = lambda gradient: optimizer.apply([gradient], [variable])  # noqa: E731
+    (tf.function(apply) if compiled else apply)(tf.constant([2.0**-15, -(2.0**-15)], dtype))
+    assert array(variable).tolist() == [-(2.0**-30), 2.0**-30]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_an_empty_gradient_is_finite(way: str, shape: tuple[int, ...]) -> None:
+    run = Run(LossScaleOptimizer(keras.optimizers.SGD(1.0)), np.zeros(shape), np.ones(2), way=way)
+    run.step(np.zeros(shape), [1.0, 0.0])
+    assert run.weights()[1].tolist() == [0.0, 1.0]
+    run.step(np.zeros(shape), [INF, 0.0])
+    assert run.optimizer.skipped_steps == 1
+
+
+def test_a_policy_that_gives_up_says_so_after_a_graph() -> None:
+    policy = Dynamic(init_scale=2.0, min_scale=2.0, at_floor="raise")
+    run = Run(LossScaleOptimizer(sgd(), policy=policy), np.ones(2), way="compiled")
+    run.optimizer.check_starved()
+    run.walk("010")
+    with pytest.raises(Starved, match="gives up"):
+        run.optimizer.check_starved()
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Any:
+    """Return a strategy of two replicas."""
+    mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+    assert mirrored.num_replicas_in_sync == 2
+    return mirrored
+
+
+class Replicas:
+    """One variable on two replicas, stepped with a gradient of each."""
+
+    def __init__(self, strategy: Any, make: Any, *, compiled: bool, **arguments: Any) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.variable = keras.Variable(np.ones(2, "float32"))
+            self.optimizer = make(keras.optimizers.SGD(0.25, momentum=0.5), **arguments)
+            self.optimizer.build([self.variable])
+        step = lambda gradient: strategy.run(self._step, args=(gradient,))  # noqa: E731
+        self._run = tf.function(step) if compiled else step
+
+    def _step(self, gradient: Any) -> None:
+        scaled = self.optimizer.scale_loss(gradient)
+        self.optimizer.apply([tf.fill([2], scaled)], [self.variable])
+
+    def step(self, first: float, second: float) -> list[list[float]]:
+        """Take a step; return the variable on each replica."""
+        values = [tf.constant(first), tf.constant(second)]
+        self._run(
+            self.strategy.experimental_distribute_values_from_function(
+                lambda context: values[context.replica_id_in_sync_group]
+            )
+        )
+        return [v.numpy().tolist() for v in self.strategy.experimental_local_results(self.variable.value)]
+
+
+each_replica = pytest.mark.parametrize("where", ["first", "second", "both"])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("bad", [INF, float("nan")])
+@each_replica
+def test_an_overflow_on_any_replica_skips_on_all(
+    strategy: Any, where: str, bad: float, compiled: bool
+) -> None:
+    """Stock Keras looks at the first replica alone, and writes inf or NaN into the weights."""
+    spoiled = {"first": (bad, 1.0), "second": (1.0, bad), "both": (bad, bad)}[where]
+    ours = Replicas(
+        strategy, LossScaleOptimizer, compiled=compiled, initial_scale=8.0, dynamic_growth_steps=2
+    )
+    assert ours.step(1.0, 3.0) == [[0.0, 0.0]] * 2  # 1 - 0.25 x (1 + 3): Keras sums over replicas
+    before = [array(v) for v in ours.optimizer.inner_optimizer.variables]
+    assert ours.step(*spoiled) == [[0.0, 0.0]] * 2
+    assert same([array(v) for v in ours.optimizer.inner_optimizer.variables], before)
+    assert (ours.optimizer.loss_scale, ours.optimizer.skipped_steps) == (4.0, 1)
+    assert ours.step(1.0, 1.0) == [[-1.0, -1.0]] * 2  # momentum 0.5: -0.5 - 0.5
+    ours.step(0.0, 0.0)
+    assert (ours.optimizer.loss_scale, array(ours.optimizer.iterations)) == (8.0, 3)
+    if where == "second" and compiled:
+        stock = Replicas(strategy, Stock, compiled=compiled, initial_scale=8.0)
+        assert not np.isfinite(stock.step(*spoiled)).any()
+
+
+def test_a_sum_that_overflows_is_no_step(strategy: Any) -> None:
+    """Finite on each replica, and not once they are summed."""
+    ours = Replicas(strategy, LossScaleOptimizer, compiled=True, loss_scale_factor=1.0)
+    assert ours.step(1.75e38, 1.75e38) == [[1.0, 1.0]] * 2
+    assert ours.optimizer.skipped_steps == 1
+    assert np.allclose(ours.step(2e37, 2e37), -1e37)
+
+
+def test_replicas_keep_one_record(strategy: Any) -> None:
+    ours = Replicas(strategy, LossScaleOptimizer, compiled=True, initial_scale=8.0)
+    for gradients in ((1.0, 1.0), (1.0, INF)):
+        ours.step(*gradients)
+    step = ours.optimizer.last_step
+    assert (step.index, step.scale, step.skipped, step.new_scale) == (1, 8.0, True, 4.0)
+    for variable in ours.optimizer._ledger.variables:
+        copies = {float(v) for v in strategy.experimental_local_results(variable.value)}
+        assert len(copies) == 1
+
+
+def test_apply_wants_the_context_of_a_replica(strategy: Any) -> None:
+    with strategy.scope():
+        ours = LossScaleOptimizer(sgd())
+        variable = keras.Variable([1.0])
+        ours.build([variable])
+        ours.scale_loss(1.0)
+        with pytest.raises(ValueError, match=r"strategy\.run"):
+            ours.apply([tf.constant([1.0])], [variable])
+
+
+@pytest.mark.parametrize("row", [0, BATCH - 1], ids=["first", "second"])
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_fit_skips_an_overflow_of_either_replica(strategy: Any, row: int, run_eagerly: bool) -> None:
+    x, y = data(overflow=False)
+    spoiled = y.copy()
+    spoiled[row] = INF
+    with strategy.scope():
+        model = model_of(LossScaleOptimizer(adam(), 8.0, 2), jit_compile=False, run_eagerly=run_eagerly)
+    before = weights(model)
+    model.fit(x[:BATCH], spoiled[:BATCH], batch_size=BATCH, verbose=0)
+    assert same(weights(model), before)
+    assert (model.optimizer.loss_scale, model.optimizer.skipped_steps) == (4.0, 1)
+    model.fit(x[: 2 * BATCH], y[: 2 * BATCH], batch_size=BATCH, verbose=0)
+    assert (model.optimizer.loss_scale, array(model.optimizer.iterations)) == (8.0, 2)
+    assert not same(weights(model), before)
+
+
+def test_two_replicas_train_and_are_traced_as_one(strategy: Any) -> None:
+    with strategy.scope():
+        two = model_of(LossScaleOptimizer(adam()), jit_compile=False)
+    one = model_of(LossScaleOptimizer(adam()), jit_compile=False)
+    traces = TraceCallback(), TraceCallback()
+    for model, trace in zip((one, two), traces, strict=True):
+        fit(model, callbacks=[trace])
+    assert all(np.allclose(a, b, atol=1e-4) for a, b in zip(weights(one), weights(two), strict=True))
+    steps = [[step._replace(loss=None) for step in callback.trace] for callback in traces]
+    assert steps[0] == steps[1]
+    assert len(steps[0]) == 2 * ROWS // BATCH
+
+
+@pytest.fixture
+def walked() -> Run:
+    return Run(LossScaleOptimizer(adam(), dynamic_growth_steps=3), np.ones(2)).walk("00100")
+
+
+def test_a_checkpoint_restores_scale_counter_and_the_next_step(walked: Run, tmp_path: Path) -> None:
+    saved = tf.train.Checkpoint(optimizer=walked.optimizer, variable=walked.variables[0])
+    path = saved.save(tmp_path / "at")
+    other = Run(LossScaleOptimizer(adam(), dynamic_growth_steps=3), np.zeros(2))
+    restored = tf.train.Checkpoint(optimizer=other.optimizer, variable=other.variables[0]).restore(path)
+    restored.assert_existing_objects_matched()
+    assert (other.scale, other.counter) == (2.0**14, 2)
+    for each in (walked, other):
+        each.walk("001")
+    assert same(walked.everything(), other.everything())
+    assert walked.optimizer.last_step == other.optimizer.last_step
+
+
+def test_stateless_apply_is_refused_as_by_keras(walked: Run) -> None:
+    state = [v.value for v in walked.optimizer.variables]
+    with pytest.raises(ValueError, match="stateless_apply"):
+        walked.optimizer.stateless_apply(state, [tf.ones(2)], [tf.ones(2)])

@@ -1,0 +1,151 @@
+"""What cannot work is refused where it is written: the value, the reason and the line to write instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from preamp import Dynamic, PolicyError, Static, UsageError, dialects
+from preamp.keras import LossScaleOptimizer
+
+from .driving import BACKEND, INF, Run, same, tensor
+
+NAN = float("nan")
+
+
+def sgd(**arguments: Any) -> Any:
+    return keras.optimizers.SGD(0.25, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(
+            ("initial_scale", value)
+            for value in (0, 0.0, -1.0, NAN, INF, True, False, "dynamic", 1e39, 1e-50)
+        ),
+        *(("dynamic_growth_steps", value) for value in (0, -1, 2.5, INF, True, "2")),
+        *(("loss_scale_factor", value) for value in (0.0, -2.0, NAN, INF, True, "8")),
+        *(("weight_decay", value) for value in (-0.5, NAN, "a")),
+        *(("clipnorm", value) for value in (0, -1.0, NAN, True)),
+        *(("clipvalue", value) for value in (0, -1.0, INF)),
+        *(("global_clipnorm", value) for value in (0, -1.0, "a")),
+        *(("use_ema", value) for value in (1, "yes")),
+        *(("ema_momentum", value) for value in (-0.5, 1.5, NAN, "a")),
+        *(("ema_overwrite_frequency", value) for value in (0, -1, 2.5)),
+        *(("gradient_accumulation_steps", value) for value in (0, 1, -2, 2.5, "2")),
+        *(("policy", value) for value in ("dynamic", 2.0**15, Dynamic)),
+        ("dynamic", False),
+    ],
+)
+def test_values_that_cannot_work(argument: str, value: Any) -> None:
+    inner = sgd()
+    with pytest.raises(PolicyError, match="Write") as refused:
+        LossScaleOptimizer(inner, **{argument: value})
+    assert argument in str(refused.value) or "scale" in argument  # a rounded scale is `init_scale`
+    LossScaleOptimizer(inner)  # nobody's yet
+
+
+@pytest.mark.parametrize("inner", ["sgd", None, 0.25, keras.optimizers.SGD], ids=str)
+def test_what_is_no_optimizer(inner: Any) -> None:
+    with pytest.raises(PolicyError, match=r"Write LossScaleOptimizer\(keras\.optimizers\.Adam\(\)\)"):
+        LossScaleOptimizer(inner)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"policy": Dynamic(), "initial_scale": 8.0}, "initial_scale=8.0"),
+        ({"policy": dialects.TORCH, "dynamic_growth_steps": 5}, "dynamic_growth_steps=5"),
+        ({"policy": Static(8.0), "loss_scale_factor": 8.0}, "loss_scale_factor=8.0"),
+        ({"loss_scale_factor": 8.0, "initial_scale": 4.0}, "initial_scale=4.0"),
+        ({"loss_scale_factor": 8.0, "dynamic_growth_steps": 5}, "dynamic_growth_steps=5"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_two_rules_at_once(arguments: dict[str, Any], names: str) -> None:
+    with pytest.raises(PolicyError, match=names):
+        LossScaleOptimizer(sgd(), **arguments)
+
+
+def test_arguments_that_nobody_knows() -> None:
+    with pytest.raises(TypeError, match="foo"):
+        LossScaleOptimizer(sgd(), foo=1)
+    with pytest.raises(TypeError, match="positional"):
+        LossScaleOptimizer(sgd(), 2.0**15, 2000, "name", None)
+
+
+@pytest.mark.parametrize("argument", [{"use_ema": True}, {"gradient_accumulation_steps": 2}])
+def test_what_needs_variables_comes_before_them(argument: dict[str, Any]) -> None:
+    ((name, value),) = argument.items()
+    used = sgd()
+    used.build([keras.Variable(np.ones(2, "float32"))])
+    with pytest.raises(UsageError, match=f"{name}={value}"):
+        LossScaleOptimizer(used, **argument)
+    run = Run(LossScaleOptimizer(sgd()), np.ones(2)).walk("0")
+    with pytest.raises(UsageError, match=f"{name}={value}"):
+        setattr(run.optimizer, name, value)
+    run.walk("0")
+
+
+def test_a_fixed_scale_is_decided_at_the_start() -> None:
+    moves, fixed = LossScaleOptimizer(sgd()), LossScaleOptimizer(sgd(), loss_scale_factor=8.0)
+    for optimizer in (moves, fixed):
+        with pytest.raises(PolicyError, match=r"loss_scale_factor=77\.0"):
+            optimizer.loss_scale_factor = 77.0
+    fixed.loss_scale_factor = 8.0  # as it is
+    with pytest.raises(PolicyError, match="never grows"):
+        fixed.dynamic_growth_steps = 5
+    with pytest.raises(PolicyError, match="dynamic_growth_steps=0"):
+        moves.dynamic_growth_steps = 0
+    assert (moves.dynamic_growth_steps, fixed.dynamic_growth_steps) == (2000, None)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, NAN])
+def test_hyperparameters_are_looked_at_when_they_are_set(value: float) -> None:
+    optimizer = LossScaleOptimizer(sgd(clipnorm=1.0))
+    with pytest.raises(PolicyError, match="clipnorm"):
+        optimizer.clipnorm = value
+    with pytest.raises(PolicyError, match="clipvalue"):
+        optimizer.clipvalue = 1.0  # the other one is set
+    assert (optimizer.clipnorm, optimizer.clipvalue) == (1.0, None)
+
+
+def test_gradients_that_do_not_match_the_variables() -> None:
+    run = Run(LossScaleOptimizer(sgd()), np.ones(2), np.ones(2))
+    run.optimizer.scale_loss(tensor(1.0))
+    before = run.everything()
+    for gradients in ([tensor([1.0, 1.0])], [tensor([1.0, 1.0])] * 3):
+        with pytest.raises(ValueError, match=f"{len(gradients)} gradients came for 2 variables"):
+            run.optimizer.apply(gradients, run.variables)
+    with pytest.raises(ValueError, match="all gradients are None"):
+        run.optimizer.apply([None, None], run.variables)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        run.optimizer.apply([tensor([1.0])], [keras.Variable([1.0])])
+    assert same(run.everything(), before)
+    run.optimizer.apply([], [])  # as Keras: nothing to do
+    assert run.optimizer.last_step is None
+
+
+def test_an_optimizer_without_variables() -> None:
+    optimizer = LossScaleOptimizer(sgd())
+    with pytest.raises(UsageError, match="trainable_variables"):
+        optimizer.apply([tensor([1.0])])
+    with pytest.raises(ValueError, match="not supported" if BACKEND == "tensorflow" else "must be built"):
+        optimizer.stateless_apply([], [tensor([1.0])], [tensor([1.0])])
+    with pytest.raises(UsageError, match="build"):
+        optimizer.set_weights([])
+
+
+def test_values_for_other_variables() -> None:
+    run = Run(LossScaleOptimizer(sgd()), np.ones(2)).walk("0")
+    values, before = [v.value for v in run.optimizer.variables], run.everything()
+    for wrong in (values[:-1], [*values, values[0]]):
+        with pytest.raises(ValueError, match=f"{len(wrong)} values came"):
+            run.optimizer.set_weights(wrong)
+        with pytest.raises(ValueError, match=f"{len(wrong)} values came"):
+            run.optimizer.stateless_scale_loss(wrong, tensor(1.0))
+    assert same(run.everything(), before)
