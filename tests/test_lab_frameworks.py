@@ -32,8 +32,8 @@ ROUNDING = {
     "native": 2.0**-5,
 }
 
-# Over PyTorch's loss at the first step. One rounding left out would show.
-FIRST_LOSS = {"float32": 1e-7, "unscaled": 1e-7, "scaled": 1e-7, "bfloat16": 1e-7, "native": 1e-7}
+# Over PyTorch's loss at the first step. Rounding moves it by 1e-5 in float16, by 1e-4 in bfloat16.
+FIRST_LOSS = {"float32": 1e-6, "unscaled": 1e-6, "scaled": 1e-6, "bfloat16": 1e-5, "native": 2e-4}
 
 # Over PyTorch's loss at every step: Keras's Adam adds its epsilon to a root that is not corrected yet.
 LOSS = 1e-3
@@ -154,6 +154,12 @@ def test_losses_and_answers_are_those_of_torch(peer, torch_peer, run):
     assert theirs["losses"][-1] < 0.9 * theirs["losses"][0]
     assert mine["test_error"] == pytest.approx(theirs["test_error"], rel=LOSS)
     assert np.abs(np.subtract(mine["outputs"], theirs["outputs"])).max() < 0.01
+
+
+def test_values_are_rounded_and_natively_in_a_way_of_their_own(peer):
+    first = {run: peer.runs[run]["losses"][0] for run in ROUNDING}
+    assert first["unscaled"] == first["scaled"]
+    assert len(set(first.values())) == 4
 
 
 WITHOUT = """

@@ -281,7 +281,7 @@ def test_several_optimizers_in_one_keep_one_scale(way: str) -> None:
     for argument in ({"clipnorm": 1.0}, {"weight_decay": 0.5}, {"use_ema": True}):
         with pytest.raises(PolicyError, match=next(iter(argument))):
             LossScaleOptimizer(several(), **argument)
-    with pytest.raises(PolicyError, match="clipvalue=0.5"):
+    with pytest.raises(PolicyError, match=r"clipvalue=0\.5"):
         run.optimizer.clipvalue = 0.5
 
 

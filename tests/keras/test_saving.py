@@ -268,3 +268,16 @@ def test_variables_are_own_and_inner_ones_and_no_others() -> None:
         assert any(variable is v for v in run.optimizer.variables)
     own = len(paths) - len(run.optimizer.inner_optimizer.variables)
     assert {"dynamic_scale", "step_counter"} <= {path.rsplit("/")[-1] for path in paths[:own]}
+
+
+@pytest.mark.parametrize("arguments", [{"loss_scale_factor": 8.0}, {"policy": POLICIES[1]}], ids="-".join)
+def test_weights_of_another_rule_bring_what_they_have(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """A fixed scale stays what was asked for; a rule that counts more starts its own count afresh."""
+    train(model_of(adam()), "0010").save(tmp_path / "model.keras")
+    other = model_of(adam(**arguments))
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "model.keras")
+    assert other.optimizer.loss_scale == (8.0 if "loss_scale_factor" in arguments else 2.0**14)
+    assert (other.optimizer.skipped_steps, array(other.optimizer.iterations)) == (1, 3)
+    train(other, "0")
+    assert other.optimizer.last_step.index == 4
