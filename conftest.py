@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two busy cores and spinning threads: a hundred times slower
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # one for the whole process; the Makefile has the others run
+os.environ.setdefault(
+    "KERAS_BACKEND", "tensorflow"
+)  # one for the whole process; the Makefile has the others run
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from sybil import Example, Sybil

@@ -233,7 +233,7 @@ def test_a_narrow_or_ascii_terminal_shows_whole_cells(tmp_path):
     [("matplotlib", "report"), ("sklearn", "lab"), ("numpy", "report"), ("torch", "torch"), ("rich", "cli")],
 )
 def test_a_missing_extra_is_named_before_any_work(tmp_path, package, extra):
-    (tmp_path / f"{package}.py").write_text(f"raise ImportError('absent', name={package!r})")
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('absent', name={package!r})")
     command = [sys.executable, "-m", "preamp", "train", "--epochs", "1"]
     done = subprocess.run(
         command,

@@ -194,8 +194,8 @@ def refusal(tmp_path: Path, framework: str, backend: str, absent: str = "") -> s
 @pytest.mark.parametrize(
     ("framework", "backend", "absent", "said"),
     [
-        ("keras", "jax", "keras", "keras is missing. Run: pip install 'preamp[keras]'."),
-        ("tensorflow", "", "tensorflow", "tensorflow is missing. Run: pip install 'preamp[tensorflow]'."),
+        ("keras", "jax", "keras", "keras is missing. Run: pip install 'preamp[keras]'"),
+        ("tensorflow", "", "tensorflow", "tensorflow is missing. Run: pip install 'preamp[tensorflow]'"),
         (
             "keras",
             "jax",

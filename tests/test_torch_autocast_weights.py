@@ -14,7 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preamp.torch import autocast
 from preamp.torch.autocasting import weights
 
-from .torch_regions import BASE, BRAIN, FULL, HALF, Casts, by_hand, in_thread, numbers, same, state, weight
+from .torch_regions import (
+    BASE,
+    BRAIN,
+    FULL,
+    HALF,
+    Casts,
+    attempt,
+    by_hand,
+    in_thread,
+    numbers,
+    same,
+    state,
+    weight,
+    without_onednn,
+)
 
 X, ONES = numbers(5, 4), torch.ones(3, 4)
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
@@ -365,7 +379,8 @@ EVENTS = {
         F.cross_entropy(X, torch.arange(5) % 4),
         F.softmax(X.half(), -1, dtype=FULL),
     ],
-    "an LSTM": lambda: RNN(X),
+    "an LSTM": lambda: attempt(RNN, X),
+    "an LSTM without oneDNN": lambda: without_onednn()(RNN)(X),
     "activations": lambda: [F.linear(X, ONES).add_(1), F.relu(X.clone(), inplace=True), X.half().mul_(2)],
     "views of activations": lambda: [(X * 2)[0].add_(1), (X * 2).view(-1).zero_()],
     "other numbers": lambda: [torch.arange(3).add_(1), LOW.data.add_(1), LOW.data[0].zero_()],

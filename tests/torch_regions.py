@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 BASE = (False, BRAIN, True)  # the state of a thread outside of all regions
 PATIENCE = 60  # seconds until a thread that waits for the others gives up
+NO_KERNEL = "could not create a primitive descriptor"  # oneDNN, where it has none for a precision and a CPU
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -35,17 +37,39 @@ def by_hand(x: Tensor, w: Tensor, dtype: torch.dtype = BRAIN) -> Tensor:
     return F.linear(x.to(dtype), w.to(dtype))
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def attempt(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function gives, or its error where this CPU has no kernel: LSTMs in low precision."""
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        if NO_KERNEL not in str(error):
+            raise
+        return str(error)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Have PyTorch's own kernels run, which every CPU has in all precisions."""
+    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
+def same(a: Tensor | str, b: Tensor | str) -> bool:
+    if isinstance(a, str) or isinstance(b, str):
+        return isinstance(a, str) and a == b
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def flat(result: Any) -> list[Tensor]:
-    """Return the tensors of a nested result."""
-    return [result] if isinstance(result, Tensor) else [one for part in result for one in flat(part)]
+def flat(result: Any) -> list[Tensor | str]:
+    """Return the tensors of a nested result, and the errors that stand for some."""
+    return [result] if isinstance(result, (Tensor, str)) else [one for part in result for one in flat(part)]
 
 
 def all_same(a: Any, b: Any) -> bool:
-    """Return whether two results, which may be nested, are made of the same tensors."""
+    """Return whether two results, which may be nested, are made of the same tensors and errors."""
     a, b = flat(a), flat(b)
     return len(a) == len(b) and all(map(same, a, b))
 

@@ -272,7 +272,7 @@ def test_variables_are_own_and_inner_ones_and_no_others() -> None:
 
 @pytest.mark.parametrize("arguments", [{"loss_scale_factor": 8.0}, {"policy": POLICIES[1]}], ids="-".join)
 def test_weights_of_another_rule_bring_what_they_have(arguments: dict[str, Any], tmp_path: Path) -> None:
-    """A fixed scale stays what was asked for; a rule that counts more starts its own count afresh."""
+    """A fixed scale stays what was asked for; a rule that counts more keeps its own count."""
     train(model_of(adam()), "0010").save(tmp_path / "model.keras")
     other = model_of(adam(**arguments))
     other.optimizer.build(other.trainable_variables)

@@ -324,11 +324,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def load_own_variables(self, store: Any) -> None:
         """Read what `save_own_variables` wrote, or Keras's own LossScaleOptimizer.
 
-        A scale that is fixed here stays. What another rule did not write starts afresh.
+        A scale that is fixed here stays, and what another rule did not write.
         """
         there = set(store.keys())  # a store of HDF5 has keys and is no mapping
         saved = {each.name: store[each.name] for each in self._ledger.variables if each.name in there}
-        if not saved:  # Keras numbers them: iteration, learning rate, counter, scale, then the inner optimizer's
+        if not saved:  # Keras numbers them: iteration, learning rate, counter, scale, then those inside
             saved = {"step_counter": store["2"], "dynamic_scale": store["3"]}
         if self.loss_scale_factor is not None:
             saved["dynamic_scale"] = self.loss_scale_factor

@@ -125,7 +125,7 @@ def find_loop(framework: Framework) -> Callable[..., Loop]:
         with _without_chatter():
             return getattr(import_module(module), name)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
-        raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}.") from error
+        raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}") from error
 
 
 def _remedy(package: str | None, framework: Framework) -> str:
@@ -133,9 +133,9 @@ def _remedy(package: str | None, framework: Framework) -> str:
     usable = {"torch": (), "keras": KERAS_BACKENDS, "tensorflow": ("tensorflow",)}[framework]
     others = " or ".join(name for name in usable if name != package)
     if others and package in usable:
-        return f"Keras is to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}"
+        return f"Keras is to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}."
     if others and package == os.environ.get("KERAS_BACKEND"):
-        return f"This training cannot run on it anyway. Set KERAS_BACKEND to {others}"
+        return f"This training cannot run on it anyway. Set KERAS_BACKEND to {others}."
     return f"Run: pip install 'preamp[{framework}]'"
 
 
