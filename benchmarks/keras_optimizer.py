@@ -3,8 +3,8 @@
 Run: python benchmarks/keras_optimizer.py [--rounds 41] [--backend torch]
 
 A 784-512-512-10 network, Adam, 128 rows. One process per backend; in it three training steps, compiled as
-Keras compiles them, take turns: bare (Adam alone), stock (Keras's LossScaleOptimizer around it) and ours. Times are
-medians over the rounds; what a wrapper adds is the median of the paired differences.
+Keras compiles them, take turns: bare (Adam alone), stock (Keras's LossScaleOptimizer around it) and ours.
+Times are medians over the rounds; what a wrapper adds is the median of the paired differences.
 """
 
 from __future__ import annotations

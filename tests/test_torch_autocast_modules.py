@@ -173,7 +173,7 @@ def real(run: Callable[..., Any], case: Any, dtype: torch.dtype, *others: Any) -
 
 def natively(case: Any) -> Any:
     """Return a call that oneDNN alone has as a call of what PyTorch has; what has a choice stays."""
-    if getattr(case, "function", None) is not ONEDNN_LSTM.function:
+    if case is not ONEDNN_LSTM:
         return case
 
     def lstm(x: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor, h: Tensor, s: Tensor, *_: Any) -> Any:

@@ -55,7 +55,7 @@ def _apply_traced(optimizer: Any, gradients: Sequence[Any], variables: Sequence[
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:
-    """Choose. Of two Python numbers not a weakly typed one, for which the next step would be compiled anew."""
+    """Choose. Of two Python numbers no weakly typed one: for it the next step would be compiled anew."""
     chosen = jnp.where(condition, yes, no)
     return chosen.astype(chosen.dtype)
 

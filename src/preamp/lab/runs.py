@@ -44,7 +44,15 @@ CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::Initi
 
 
 class Loop(Protocol):
-    """What a framework's loop can do. It is made from (problem, precision, policy, seed)."""
+    """What a framework's loop can do.
+
+    Args of its constructor:
+        problem: what to train.
+        precision: what values and gradients are stored in.
+        policy: the rule for the loss scale; None does not scale.
+        seed: of the first weights and of the order of the rows.
+        emulate: by keyword; round float32 to the precision; False computes in it.
+    """
 
     def steps(self) -> Iterator[Step]:
         """Train, yielding one `Step` after each update."""

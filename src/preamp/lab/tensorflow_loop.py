@@ -35,15 +35,7 @@ __all__ = ["TensorFlowLoop"]
 
 
 class TensorFlowLoop:
-    """One training of one problem.
-
-    Args:
-        problem: what to train.
-        precision: what values and gradients are stored in.
-        policy: the rule for the loss scale; None does not scale.
-        seed: of the first weights and of the order of the rows.
-        emulate: round float32 to the precision; False computes in it.
-    """
+    """One training of one problem. The arguments are those of `preamp.lab.runs.Loop`."""
 
     def __init__(
         self,
