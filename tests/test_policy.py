@@ -13,6 +13,7 @@ from decimal import Decimal
 from itertools import groupby, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -459,3 +460,10 @@ def test_a_state_starts_as_plain_floats(policy: Any) -> None:
     assert all(type(value) is float for value in state)
     assert state[1:] == (0.0,) * len(state[1:])
     assert isinstance(state, TolerantState) == isinstance(policy, Tolerant)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    with warnings.catch_warnings(action="error"):
+        assert Dynamic(init_scale=np.float32(8), growth_interval=np.int64(3)).start().scale == 8.0
+    with pytest.raises(PolicyError, match="init_scale"):
+        Dynamic(init_scale=10**400)

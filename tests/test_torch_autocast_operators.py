@@ -117,9 +117,8 @@ def contents(tensor: Tensor) -> Any:
 
 def outcome(function: Callable[..., Any], values: Any) -> Any:
     """Return what a call gives, as plain data: its tensors, or its error."""
-    arguments, options = values
     try:
-        result = function(*arguments, **options)
+        result = function(*values[0], **values[1])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return list(map(contents, tensors(result)))

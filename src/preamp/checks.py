@@ -55,7 +55,10 @@ def is_number(value: Any) -> bool:
     """Return whether a value is a real number that a float can hold; True and False are not."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
-    return bool(abs(value) <= sys.float_info.max)  # type: ignore[operator]  # Real numbers do compare
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an integer beyond any float
+        return False
 
 
 def positive(name: str, value: Any, instead: str) -> None:

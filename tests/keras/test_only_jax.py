@@ -298,3 +298,39 @@ def test_two_devices_train_as_one(two_devices: None) -> None:
     fit(one)
     assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(weights(one), weights(two), strict=True))
     assert (two.optimizer.skipped_steps, two.optimizer.loss_scale) == (2, 2.0**13)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["vmap", "jit"])
+def test_a_step_can_be_mapped(transform: Callable[..., Any]) -> None:
+    optimizer, variables = of([1.0, 2.0])
+
+    def step(state: Any, gradient: Any) -> Any:
+        scaled = optimizer.stateless_scale_loss(state, gradient)
+        return optimizer.stateless_apply(state, [scaled], values(variables))
+
+    gradients = jnp.asarray([[0.5, 1.0], [INF, 0.0]])
+    weights, state = transform(jax.vmap(step, in_axes=(None, 0)))(values(optimizer.variables), gradients)
+    assert np.array_equal(weights[0], [[0.5, 1.0], [1.0, 2.0]])
+    names = [variable.name for variable in optimizer.variables]
+    assert np.array_equal(state[names.index("dynamic_scale")], [2.0**15, 2.0**14])
+    assert not tracers(optimizer, variables)
+
+
+def test_apply_under_vmap_without_a_scope_is_refused() -> None:
+    optimizer, variables = of([1.0, 2.0])
+    optimizer.scale_loss(1.0)
+    with pytest.raises(UsageError, match="stateless_apply"):
+        jax.vmap(lambda gradient: optimizer.apply([gradient], variables))(jnp.ones((2, 2)))
+    assert not tracers(optimizer, variables)
+
+
+@pytest.mark.parametrize("name", ["loss_scale", "skipped_steps", "last_step"])
+def test_what_a_step_came_to_cannot_be_read_in_a_transformed_one(name: str) -> None:
+    optimizer, _ = of([1.0])
+
+    def read(state: Any) -> Any:
+        with keras.StatelessScope(state_mapping=list(zip(optimizer.variables, state, strict=True))):
+            return getattr(optimizer, name)
+
+    with pytest.raises(UsageError, match="outside, after the step"):
+        jax.jit(read)(values(optimizer.variables))

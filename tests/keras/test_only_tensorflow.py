@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from preamp import Dynamic, Starved
+from preamp import Dynamic, Starved, UsageError
 from preamp.keras import LossScaleOptimizer, TraceCallback
 
 from .driving import INF, Run, Stock, array, close, same
@@ -316,3 +316,10 @@ def test_stateless_apply_is_refused_as_by_keras(walked: Run) -> None:
     state = [v.value for v in walked.optimizer.variables]
     with pytest.raises(ValueError, match="stateless_apply"):
         walked.optimizer.stateless_apply(state, [tf.ones(2)], [tf.ones(2)])
+
+
+@pytest.mark.parametrize("name", ["loss_scale", "skipped_steps", "last_step"])
+def test_what_a_step_came_to_cannot_be_read_in_a_graph(name: str) -> None:
+    optimizer = LossScaleOptimizer(sgd())
+    with pytest.raises(UsageError, match=r"outside tf\.function, after the step"):
+        tf.function(lambda: getattr(optimizer, name), autograph=False)()

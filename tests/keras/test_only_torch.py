@@ -83,7 +83,7 @@ def cost(
     return Cost(operators.count - made, reads.count)
 
 
-ADDED = 16  # operators that ours adds to a clean step, however many variables there are
+ADDED = 10  # operators that ours adds to a clean step, however many variables there are
 
 
 @pytest.mark.parametrize("inner", ["SGD", "Adam"])

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import Dynamic, PolicyError, Static, UsageError, dialects
-from preamp.keras import LossScaleOptimizer
+from preamp import Dynamic, PolicyError, Static, Trace, UsageError, dialects
+from preamp.keras import LossScaleOptimizer, TraceCallback
 
 from .driving import BACKEND, INF, Run, same, tensor
 
@@ -149,3 +149,42 @@ def test_values_for_other_variables() -> None:
         with pytest.raises(ValueError, match=f"{len(wrong)} values came"):
             run.optimizer.stateless_scale_loss(wrong, tensor(1.0))
     assert same(run.everything(), before)
+
+
+def test_the_second_argument_of_tf_keras_is_named() -> None:
+    with pytest.raises(
+        PolicyError, match=r"initial_scale=False is no scale; in tf.keras .* loss_scale_factor="
+    ):
+        LossScaleOptimizer(sgd(), False, 1024.0)  # type: ignore[arg-type]
+
+
+def test_an_interval_beyond_what_the_counter_counts() -> None:
+    LossScaleOptimizer(sgd(), dynamic_growth_steps=2**24)
+    with pytest.raises(PolicyError, match=r"16777217 is more than 2\*\*24"):
+        LossScaleOptimizer(sgd(), dynamic_growth_steps=2**24 + 1)
+
+
+def test_the_inner_optimizer_stays() -> None:
+    optimizer = LossScaleOptimizer(sgd())
+    inner = optimizer.inner_optimizer
+    with pytest.raises(UsageError, match="comes too late"):
+        optimizer.inner_optimizer = sgd()
+    assert optimizer.inner_optimizer is inner
+
+
+@pytest.mark.parametrize("settings", [{"mode": "append"}, {"name": "x"}], ids=str)
+def test_settings_of_a_file_beside_a_trace(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(settings))}: this is for a file"):
+        TraceCallback(Trace(), **settings)
+
+
+def test_a_property_that_fails_says_why() -> None:
+    """And not that there is none: `__getattr__` is asked when a property raises AttributeError."""
+
+    class Odd(LossScaleOptimizer):
+        @property
+        def scale_of_tomorrow(self) -> float:
+            raise AttributeError("tomorrow is not known")
+
+    with pytest.raises(AttributeError, match="tomorrow is not known"):
+        _ = Odd(sgd()).scale_of_tomorrow

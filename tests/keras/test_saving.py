@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import Dynamic, Policy, Static, Tolerant, dialects
+from preamp import Dynamic, Policy, Starved, Static, Tolerant, dialects
 from preamp.keras import LossScaleOptimizer
 
 from .driving import INF, Run, Stock, array, dtype_policy, same
@@ -281,3 +283,65 @@ def test_weights_of_another_rule_bring_what_they_have(arguments: dict[str, Any],
     assert (other.optimizer.skipped_steps, array(other.optimizer.iterations)) == (1, 3)
     train(other, "0")
     assert other.optimizer.last_step.index == 4
+
+
+@pytest.mark.parametrize("scale", [0.0, np.inf, np.nan, -4.0])
+def test_a_scale_that_died_starts_anew_with_a_warning(scale: float, tmp_path: Path) -> None:
+    model = model_of(Stock(keras.optimizers.Adam(0.01)))
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.dynamic_scale.assign(scale)
+    model.save_weights(tmp_path / "dead.weights.h5")
+    again = model_of(LossScaleOptimizer(keras.optimizers.Adam(0.01), 64.0))
+    again.optimizer.build(again.trainable_variables)
+    with pytest.warns(UserWarning, match="starts anew, at 64.0"):
+        again.load_weights(tmp_path / "dead.weights.h5")
+    assert again.optimizer.loss_scale == 64.0
+
+
+def test_weights_saved_without_a_wrapper_load_with_the_optimizers_state(tmp_path: Path) -> None:
+    model = model_of(keras.optimizers.SGD(0.01, momentum=0.9))
+    train(model, "0")
+    model.save_weights(tmp_path / "bare.weights.h5")
+    again = model_of(LossScaleOptimizer(keras.optimizers.SGD(0.5, momentum=0.9)))
+    again.optimizer.build(again.trainable_variables)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of the inner optimizer, by Keras
+        again.load_weights(tmp_path / "bare.weights.h5")
+    inner = again.optimizer.inner_optimizer
+    assert again.optimizer.loss_scale == 2.0**15
+    assert same(*([array(v) for v in o.variables] for o in (inner, model.optimizer)))
+
+
+@keras.saving.register_keras_serializable(package="mine")
+class Cautious(Dynamic):
+    """A policy of one's own."""
+
+
+def test_a_registered_policy_of_ones_own_comes_back(tmp_path: Path) -> None:
+    model = model_of(LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=Cautious(init_scale=4.0)))
+    train(model, "0")
+    model.save(tmp_path / "model.keras")
+    assert keras.models.load_model(tmp_path / "model.keras").optimizer.policy == Cautious(init_scale=4.0)
+
+
+def test_a_policy_that_gave_up_is_asked_until_a_step_is_finite() -> None:
+    gives_up = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=gives_up)
+    run = Run(optimizer, np.ones(2))
+    with pytest.raises(Starved):
+        run.walk("111")
+    with pytest.raises(Starved, match="2 overflows"):
+        optimizer.check_starved()
+    run.walk("0")
+    optimizer.check_starved()
+
+
+def test_a_compiled_run_that_gave_up_goes_on_when_it_is_loaded(tmp_path: Path) -> None:
+    gives_up = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
+    model = model_of(adam(policy=gives_up))
+    with suppress(Starved):  # where steps are not compiled
+        train(model, "110")
+    with pytest.raises(Starved, match="2 overflows"):
+        model.optimizer.check_starved()
+    again = saved(model, tmp_path)
+    again.optimizer.check_starved()
+    assert again.optimizer.loss_scale == 2.0

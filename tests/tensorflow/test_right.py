@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from preamp import Dynamic, Reading, Starved, UsageError
+from preamp import Dynamic, InexactScale, Reading, Starved, UsageError
 
 from .kinds import Peer, each_kind, gradients, inner, numbers, of_tf_keras, play, step, wrapped
 
@@ -261,3 +261,28 @@ def test_gradients_keep_the_scale_of_their_loss_when_it_grows(kind: str) -> None
         assert gradient.numpy().tolist() == [1.0, 2.0]
         optimizer.apply_gradients([(gradient, variable)])
     assert numbers(optimizer)[0] == 64.0
+
+
+def test_gradients_are_not_divided_twice() -> None:
+    """Of Keras's two ways to hand over gradients, `apply` is for scaled ones."""
+    optimizer, variable = wrapped("keras"), tf.Variable([1.0, 2.0])
+    unscaled = gradients(optimizer, [1.0, 1.0], variable)
+    with pytest.raises(UsageError, match="apply_gradients"):
+        optimizer.apply(unscaled, [variable])
+    optimizer.apply_gradients(zip(unscaled, [variable], strict=True))
+    assert variable.numpy().tolist() == [0.5, 1.5]
+
+
+def test_scaled_gradients_can_be_applied() -> None:
+    optimizer, variable = wrapped("keras"), tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(tf.reduce_sum(variable))
+    with warnings.catch_warnings(action="error"):
+        optimizer.apply([tape.gradient(loss, variable)], [variable])
+    assert variable.numpy().tolist() == [0.5, 1.5]
+
+
+@each_kind
+def test_a_scale_that_is_no_power_of_two_warns(kind: str) -> None:
+    with pytest.warns(InexactScale, match="initial_scale=3"):
+        wrapped(kind, initial_scale=3.0)

@@ -6,13 +6,18 @@ to know how gradients are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from preamp.checks import level_of_caller
+from preamp.errors import PolicyError
 from preamp.policy import Policy, Reading, Where, choose
 from preamp.trace import Step
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "saved_state"]
 
 # Keras's names for what a policy's state holds.
 NAMES = {"scale": "dynamic_scale", "good": "step_counter", "bad": "overflow_counter", "age": "age_counter"}
@@ -30,7 +35,8 @@ class Ledger:
         state: the policy's state, float32 variables.
         used: float32; the scale that was in the last loss.
         finite: float32; 1.0 if the last gradients were finite.
-        starved: float32; 1.0 once the policy has given up in a compiled step.
+        starved: float32; at how many overflows the policy gave up, 0.0 if it has not. A compiled step, which
+            cannot raise, leaves it there.
         steps: integer; steps taken or skipped.
         skipped: integer; steps skipped.
     """
@@ -51,12 +57,12 @@ class Ledger:
     @property
     def moving(self) -> list[Any]:
         """The variables that `after` moves, float32."""
-        return [*self.state, self.used, self.finite]
+        return [*self.state, self.used, self.finite, self.starved]
 
     @property
     def variables(self) -> list[Any]:
         """All variables."""
-        return [*self.moving, self.starved, self.steps, self.skipped]
+        return [*self.moving, self.steps, self.skipped]
 
     def after(self, values: Sequence[Any], finite: Any, where: Where) -> tuple[list[Any], Any]:
         """Return the values of `moving` after a step, and whether the policy gives up.
@@ -69,19 +75,18 @@ class Ledger:
         state = type(self.state)(*values[: len(self.state)])
         reading = Reading(finite)
         after = self.policy.advance(state, reading, where)
-        gives_up: Any = False
+        starved, gives_up = values[-1], False
         if self.policy.gives_up():
             gives_up = self.policy.starved(state, after, reading, where)
             after = type(state)(*[where(gives_up, a, b) for a, b in zip(state, after, strict=True)])
-        return [*after, state.scale, where(finite, 1.0, 0.0)], gives_up
+            starved = where(gives_up, state.bad + 1.0, starved)
+        return [*after, state.scale, where(finite, 1.0, 0.0), starved], gives_up
 
     def advance(self, finite: Any, where: Where) -> None:
         """Move all variables on, in a program that is being compiled."""
-        values, gives_up = self.after([variable.value + 0.0 for variable in self.moving], finite, where)
-        for variable, value in zip(self.moving, values, strict=True):
+        before = [variable.value + 0.0 for variable in self.moving]  # a copy: they are about to be written
+        for variable, value in zip(self.moving, self.after(before, finite, where)[0], strict=True):
             variable.assign(value)
-        if gives_up is not False:
-            self.starved.assign(where(gives_up, 1.0, self.starved.value + 0.0))
         self.steps.assign(self.steps.value + 1)
         if finite is not True:
             self.skipped.assign(where(finite, self.skipped.value + 0, self.skipped.value + 1))
@@ -94,7 +99,7 @@ class Ledger:
         Raises:
             Starved: if the policy was told to give up and does.
         """
-        after, gives_up = self.after(numbers, finite, choose)
+        after, gives_up = self.after([*numbers[:-1], 0.0], finite, choose)
         for variable, old, new in zip(self.moving, numbers, after, strict=True):
             if new != old:
                 write(variable, new)
@@ -102,16 +107,46 @@ class Ledger:
         if not finite:
             self.skipped.assign_add(1)
         if gives_up:
-            raise self._starvation(after)
+            self.raise_if_starved(after)
 
     def raise_if_starved(self, numbers: Sequence[float]) -> None:
-        """Raise what a compiled step could not, for the values of `variables`.
+        """Raise what a compiled step could not, for the values of `moving` or `variables`.
 
         Raises:
             Starved: if the policy was told to give up and has.
         """
-        if numbers[len(self.moving)]:
-            raise self._starvation(numbers)
+        overflows = numbers[len(self.moving) - 1]
+        if overflows and self.policy.gives_up():
+            raise self.policy.starvation(numbers[len(self.state)], int(overflows))
+
+    def check(self, saved: Mapping[str, float]) -> Any:
+        """Return the policy's state for numbers by the names of the variables. What they lack starts afresh.
+
+        Raises:
+            PolicyError: for a scale or count that nobody could go on with.
+        """
+        pairs = zip(self.state._fields, self.state, strict=True)
+        return self.policy.restore({f: saved[v.name] for f, v in pairs if v.name in saved})
+
+    def load(self, saved: Mapping[str, float]) -> None:
+        """Set the variables to saved numbers, by name; warn of a state that nobody could go on with.
+
+        That a policy gave up is not gone on with.
+        """
+        try:
+            state = self.check(saved)
+        except PolicyError as problem:
+            state = self.policy.start()
+            warnings.warn(
+                f"the loss scale starts anew, at {state.scale}, and not where the file has it: {problem}",
+                stacklevel=level_of_caller("keras", "tensorflow"),
+            )
+        for variable, value in zip(self.state, state, strict=True):
+            variable.assign(value)
+        for variable in (self.used, self.finite, self.steps, self.skipped):
+            if variable.name in saved:
+                variable.assign(saved[variable.name])
+        self.starved.assign(0.0)
 
     def step(self, numbers: Sequence[float]) -> Step | None:
         """Return the step that the values of `variables` describe, None before the first."""
@@ -126,6 +161,20 @@ class Ledger:
             new_scale=numbers[self.state._fields.index("scale")],
         )
 
-    def _starvation(self, numbers: Sequence[float]) -> Exception:
-        overflows = int(numbers[self.state._fields.index("bad")]) + 1
-        return self.policy.starvation(numbers[len(self.state)], overflows)
+
+def saved_state(store: Any) -> dict[str, float] | None:
+    """Return what a file says of a loss scale, by the names of a ledger's variables; None if nothing.
+
+    Args:
+        store: the optimizer's own variables in a file: names or numbers to arrays.
+    """
+    names = set(store.keys())
+    if "dynamic_scale" in names:
+        return {name: float(np.asarray(store[name])) for name in names}
+    if not {"2", "3"} <= names:
+        return None
+    # Keras numbers them: iteration, learning rate, counter, scale, then the inner optimizer's.
+    counter, scale = np.asarray(store["2"]), np.asarray(store["3"])
+    if counter.shape or scale.shape or counter.dtype.kind not in "iu":
+        return None
+    return {"step_counter": float(counter), "dynamic_scale": float(scale)}

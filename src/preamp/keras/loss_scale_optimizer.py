@@ -16,11 +16,12 @@ from typing import Any, cast
 
 import keras
 
-from preamp.checks import level_of_caller, positive
+from preamp.checks import level_of_caller
 from preamp.errors import PolicyError, UsageError
+from preamp.keras.arguments import rule
 from preamp.keras.inner import DEFAULTS, Handed, adopt, check_inner, hand_over, is_hyperparameter
-from preamp.keras.ledger import Ledger
-from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale, given_policy
+from preamp.keras.ledger import Ledger, saved_state
+from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale
 from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.saved import from_json, to_json
 from preamp.trace import Step
@@ -128,12 +129,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not dynamic:
             raise PolicyError("dynamic=False needs the fixed scale. Write loss_scale_factor=2.0**15 instead.")
         check_inner(inner_optimizer)
-        rule = _rule(inner_optimizer, initial_scale, dynamic_growth_steps, policy, loss_scale_factor)
+        made = rule(inner_optimizer, initial_scale, dynamic_growth_steps, policy, loss_scale_factor)
         hand_over(inner_optimizer, {n: DEFAULTS[n] if value is None else value for n, value in given.items()})
         inner_optimizer.loss_scale_factor = None  # the wrapper has it now; gradients are divided once
         # Not the constructor of Keras's own: it takes these arguments only to refuse them.
         super(keras.optimizers.LossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
-        self._ledger = Ledger(rule, self._scalar)
+        self._ledger = Ledger(made, self._scalar)
         self.dynamic_scale, self.step_counter = self._ledger.state.scale, self._ledger.state.good
         self._was_scaled = False
         self.inner_optimizer = inner_optimizer
@@ -151,7 +152,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row after which the scale grows; None if it never does."""
+        """Finite steps in a row after which the scale grows; None if it never does.
+
+        What JAX and TensorFlow have compiled before it is set keeps the old number.
+        """
         return getattr(self.policy, "growth_interval", None)
 
     @dynamic_growth_steps.setter
@@ -205,7 +209,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"{getattr(halves[0], 'path', halves[0].name)} is a float16 variable: Keras's optimizers "
                 "round an unscaled gradient to it, and what the scale saved below 6e-8 is lost. "
                 'Write dtype="mixed_float16", which keeps variables in float32.',
-                stacklevel=level_of_caller("keras"),
+                stacklevel=level_of_caller("keras", "tensorflow"),
             )
         self.inner_optimizer.build(var_list)
         self.built = True
@@ -308,13 +312,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             CountError: for another number of values, or before `build`.
+            PolicyError: for a scale or count that nobody could go on with.
         """
         if not self.built:
             raise CountError(
                 "there are no variables to set yet. Write optimizer.build(model.trainable_variables)."
             )
-        for variable, value in zip(self.variables, self._counted(weights), strict=True):
-            variable.assign(value)
+        values = {id(v): value for v, value in zip(self.variables, self._counted(weights), strict=True)}
+        self._ledger.check({v.name: float(values[id(v)]) for v in self._ledger.state})
+        for variable in self.variables:
+            variable.assign(values[id(variable)])
 
     def save_own_variables(self, store: Any) -> None:
         """Write what is the wrapper's; Keras writes the inner optimizer beside it, once."""
@@ -322,35 +329,37 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
     def load_own_variables(self, store: Any) -> None:
-        """Read what `save_own_variables` wrote, or Keras's own LossScaleOptimizer.
+        """Read what this wrapper wrote, Keras's own, or an optimizer without one.
 
-        A scale that is fixed here stays, and what another rule did not write.
+        A scale that is fixed here stays; one that nobody could go on with starts anew. A warning says so.
         """
-        there = set(store.keys())  # a store of HDF5 has keys and is no mapping
-        saved = {each.name: store[each.name] for each in self._ledger.variables if each.name in there}
-        if not saved:  # Keras numbers them: iteration, learning rate, counter, scale, then those inside
-            saved = {"step_counter": store["2"], "dynamic_scale": store["3"]}
-        if self.loss_scale_factor is not None:
-            saved["dynamic_scale"] = self.loss_scale_factor
-        for variable in self._ledger.variables:
-            if variable.name in saved:
-                variable.assign(saved[variable.name])
+        inner, saved = self.inner_optimizer, saved_state(store)
+        if saved is not None:
+            self._ledger.load(saved)
+        elif len(store.keys()) == len(inner.variables):
+            inner.load_own_variables(store)
+        else:
+            warnings.warn(
+                f"{self.name!r} starts anew: the file holds neither a loss scale nor the "
+                f"{len(inner.variables)} variables of {inner.name!r}.",
+                stacklevel=level_of_caller("keras", "tensorflow"),
+            )
 
     def get_config(self) -> dict[str, Any]:
         """Return what makes this optimizer anew, in plain JSON."""
-        rule: dict[str, Any]
+        described: dict[str, Any]
         if isinstance(self.policy, Static):
-            rule = {"loss_scale_factor": self.policy.scale}
+            described = {"loss_scale_factor": self.policy.scale}
         elif self.policy == Dynamic.holding(self.initial_scale, growth_interval=self.dynamic_growth_steps):
-            rule = {
+            described = {
                 "initial_scale": self.initial_scale,
                 "dynamic_growth_steps": self.dynamic_growth_steps,
             }
         else:
             find, name_of = keras.saving.get_registered_object, keras.saving.get_registered_name
-            rule = {"policy": to_json(self.policy, name_of, find)}
+            described = {"policy": to_json(self.policy, name_of, find)}
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        return {"name": self.name, "inner_optimizer": inner, **rule}
+        return {"name": self.name, "inner_optimizer": inner, **described}
 
     @classmethod
     def from_config(
@@ -369,10 +378,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner = self.__dict__.get("inner_optimizer")
         if inner is not None and self._hands_over(inner, name):
             return getattr(inner, name)
+        if hasattr(type(self), name):  # a property that raised AttributeError: say what it said
+            return object.__getattribute__(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("inner_optimizer")
+        if inner is not None and name == "inner_optimizer" and value is not inner:
+            raise UsageError(
+                f"inner_optimizer={value!r} comes too late. Write LossScaleOptimizer(...) around it, and "
+                "compile the model with that."
+            )
         owned = name in self.__dict__ or hasattr(type(self), name)
         if inner is not None and not owned and self._hands_over(inner, name):
             setattr(inner, name, value)
@@ -411,7 +427,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             warnings.warn(
                 f"gradients come to {self.name!r}, which divides them by the loss scale, but no loss was "
                 "scaled. Write optimizer.scale_loss(loss) before the gradients are computed.",
-                stacklevel=level_of_caller("keras"),
+                stacklevel=level_of_caller("keras", "tensorflow"),
             )
 
     def _step_on_host(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
@@ -451,46 +467,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "all gradients are None. Compute the loss from these variables, where gradients are recorded."
             )
         return result, finite
-
-
-def _rule(
-    inner: Any,
-    initial_scale: float | None,
-    steps: int | None,
-    policy: Policy[Any] | None,
-    factor: float | None,
-) -> Policy[Any]:
-    """Return the policy that the arguments describe."""
-    theirs = inner.loss_scale_factor
-    if None not in (factor, theirs) and factor != theirs:
-        raise PolicyError(
-            f"loss_scale_factor={factor!r} contradicts {type(inner).__name__}(loss_scale_factor={theirs!r}). "
-            "Write it in one place."
-        )
-    factor = theirs if factor is None else factor
-    scale = INITIAL_SCALE if initial_scale is None else initial_scale
-    steps = INTERVAL if steps is None else steps
-    check_scale(scale, steps)
-    instead: dict[str, tuple[Any, Any]] = {
-        "initial_scale": (scale, INITIAL_SCALE),
-        "dynamic_growth_steps": (steps, INTERVAL),
-    }
-    if factor is not None:
-        positive("loss_scale_factor", factor, "loss_scale_factor=2.0**15, or None for a scale that moves")
-        fixed = Static(factor)
-        if policy is not None:
-            instead = {**instead, "loss_scale_factor": (factor, None)}
-            return given_policy(policy, instead)
-        for name, (value, default) in instead.items():
-            if value != default:
-                raise PolicyError(
-                    f"loss_scale_factor={factor!r} fixes the scale, and {name}={value!r} moves it. "
-                    "Write only one of them."
-                )
-        return fixed
-    if policy is not None:
-        return given_policy(policy, instead)
-    return Dynamic.holding(scale, growth_interval=steps)
 
 
 def _dtype(variable: Any) -> str:

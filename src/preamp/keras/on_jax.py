@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from keras.src.backend.common.stateless_scope import in_stateless_scope  # Keras exports the scope alone
 
 from preamp.errors import UsageError
 
@@ -23,13 +24,14 @@ def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], sc
     Raises:
         UsageError: under `jit` outside a `StatelessScope`, where variables would be left with tracers.
     """
-    if not _is_compiled():
+    mapped = any(isinstance(array, jax.core.Tracer) for array in [scale.value, *gradients])
+    if not mapped and not _is_compiled():
         optimizer._step_on_host(gradients, variables, scale.value)
         return
-    if bakes(scale.value):
+    if bakes(scale.value) or not in_stateless_scope():
         raise UsageError(
-            "apply inside jit would leave tracers in the optimizer's variables, and its scale would be a "
-            "constant. Write stateless_apply(optimizer_variables, grads, trainable_variables), with "
+            "apply inside jit or vmap would leave tracers in the optimizer's variables, and its scale would "
+            "be a constant. Write stateless_apply(optimizer_variables, grads, trainable_variables), with "
             "optimizer_variables an argument and a result of the function that is compiled."
         )
     _apply_traced(optimizer, gradients, variables, scale.value)
@@ -86,7 +88,16 @@ def _total(tensor: Any, factor: Any) -> Any:
 
 
 def read(scalars: Sequence[Any]) -> list[float]:
-    """Read scalars, all of them at once."""
+    """Read scalars, all of them at once.
+
+    Raises:
+        UsageError: in a function that is being transformed.
+    """
+    if any(isinstance(value, jax.core.Tracer) for value in scalars):
+        raise UsageError(
+            "what a step came to is read to the host, which no function can do while JAX transforms it. "
+            "Ask for it outside, after the step."
+        )
     return [float(value) for value in jax.device_get(list(scalars))]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from preamp.errors import UsageError
+
 __all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
 
 
@@ -103,8 +105,17 @@ def _total(tensors: Sequence[Any]) -> Any:
 
 
 def read(scalars: Sequence[Any]) -> list[float]:
-    """Read scalars, all of them at once."""
-    return [float(x) for x in tf.stack([tf.cast(scalar, tf.float32) for scalar in scalars]).numpy()]
+    """Read scalars, all of them at once.
+
+    Raises:
+        UsageError: in a graph.
+    """
+    if not tf.executing_eagerly():
+        raise UsageError(
+            "what a step came to is read to the host, which no graph can do while it is traced. "
+            "Ask for it outside tf.function, after the step."
+        )
+    return [float(x) for x in tf.stack([tf.cast(scalar, tf.float64) for scalar in scalars]).numpy()]
 
 
 def write(variable: Any, value: float) -> None:

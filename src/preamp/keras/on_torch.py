@@ -48,7 +48,9 @@ def are_finite(tensors: Sequence[Tensor]) -> Any:
 def read(scalars: Sequence[Tensor]) -> list[float]:
     """Read 0-dim tensors, all of them at once."""
     first = scalars[-1].device
-    return torch.stack([s.detach().to(first, torch.float32) for s in scalars]).tolist()
+    counts = any(scalar.dtype in (torch.int32, torch.int64) for scalar in scalars)
+    exact = torch.float64 if counts and first.type != "mps" else torch.float32
+    return torch.stack([scalar.to(first, exact) for scalar in scalars]).tolist()
 
 
 def write(variable: Any, value: float) -> None:

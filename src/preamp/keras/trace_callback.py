@@ -36,7 +36,8 @@ class TraceCallback(keras.callbacks.Callback):
 
     Raises:
         TraceError: for a file that cannot be gone on with.
-        UsageError: from `fit`, for a model whose optimizer is no `preamp.keras.LossScaleOptimizer`.
+        UsageError: for settings of a file beside a `Trace`; from `fit`, for a model whose optimizer is no
+            `preamp.keras.LossScaleOptimizer`.
         Starved: from `fit`, if the policy was told to give up and has.
     """
 
@@ -48,6 +49,11 @@ class TraceCallback(keras.callbacks.Callback):
         **about: Any,
     ) -> None:
         super().__init__()
+        if isinstance(path, Trace) and (about or mode != "new"):
+            raise UsageError(
+                f"{', '.join(about) or 'mode'}: this is for a file to be written, but a Trace is given. "
+                "Write them where it is made: TraceCallback(Trace(path, mode=..., name=...))."
+            )
         self._path = None if isinstance(path, Trace) else path
         self.trace = path if isinstance(path, Trace) else self._opened(mode, **about)
 

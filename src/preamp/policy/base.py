@@ -61,6 +61,10 @@ class Policy(ABC, Generic[S]):
         changed = [f"{name}={value!r}" for name, value, default in values if value != default]
         return f"{type(self).__name__}({', '.join(changed)})"
 
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings by name, as Keras asks of what is registered with it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @abstractmethod
     def start(self) -> S:
         """Return the state before the first step, as Python floats."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from preamp.errors import InexactScale, PolicyError
@@ -43,7 +42,7 @@ def to_json(
             f"policy={policy!r} cannot be saved: {kind.__name__} could not be found again. "
             f"Write {REGISTER} above the class."
         )
-    return {"class": name, "settings": {field.name: getattr(policy, field.name) for field in fields(policy)}}
+    return {"class": name, "settings": policy.get_config()}
 
 
 def from_json(saved: Mapping[str, Any], find: Callable[[str], Any]) -> Policy[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from preamp.checks import warn_if_inexact
 from preamp.dialects import TF_KERAS
 from preamp.errors import PolicyError
 from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale, given_policy
@@ -43,6 +44,7 @@ def rule(
         INITIAL_SCALE if initial_scale is None else initial_scale,
         INTERVAL if dynamic_growth_steps is None else dynamic_growth_steps,
     )
+    warn_if_inexact("initial_scale", initial_scale)
     made = TF_KERAS(dynamic=dynamic, initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps)
     if isinstance(made, Dynamic) and made.init_scale < 1.0:
         return replace(made, min_scale=made.init_scale)

@@ -101,7 +101,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
     def get_scaled_loss(self, loss: Any) -> Any:
-        self._gradients_are_scaled = False
+        self._gradients_are_scaled, self._was_scaled = False, True
         return super().get_scaled_loss(loss)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
@@ -109,6 +109,23 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         self._gradients_are_scaled = False
         unscaled: list[Any] = super().get_unscaled_gradients(grads)
         return unscaled
+
+    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+        """Update the variables with scaled gradients, as Keras's `apply` does.
+
+        Args:
+            grads: scaled gradients, one for each variable; None for one without.
+            trainable_variables: the variables. None: those it was built with.
+
+        Raises:
+            UsageError: for gradients that `get_unscaled_gradients` has unscaled already.
+        """
+        if not self._gradients_are_scaled and self._gradients_have_been_unscaled:
+            raise UsageError(
+                "apply divides gradients by the loss scale, and get_unscaled_gradients has done so already. "
+                "Write optimizer.apply_gradients(zip(gradients, variables))."
+            )
+        super().apply(grads, trainable_variables)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
     def apply_gradients(

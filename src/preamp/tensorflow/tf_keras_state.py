@@ -80,9 +80,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
             Starved: eagerly, if the policy gives up.
         """
         finite, where = agreed(tf.nest.flatten(grads)), tf.where
-        if (
-            tf.executing_eagerly()
-        ):  # tf_keras reads it next, to decide; then the rest is for Python to compute
+        if tf.executing_eagerly():  # tf_keras reads it next, to decide: the rest is for Python to compute
             finite, where = bool(finite), choose
         reading, before = Reading(finite), self._state()
         after = self.policy.advance(before, reading, where)

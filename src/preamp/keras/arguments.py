@@ -1,0 +1,72 @@
+"""The arguments of Keras's LossScaleOptimizer as a policy.
+
+This room knows which arguments describe a rule, and which exclude each other. It refuses to know what an
+optimizer does with gradients (`inner`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from preamp.checks import positive
+from preamp.errors import PolicyError
+from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale, given_policy
+from preamp.policy import Dynamic, Policy, Static
+
+__all__ = ["rule"]
+
+LONGEST = 2**24  # the counter is a float32 variable, which counts no further
+
+
+def rule(
+    inner: Any,
+    initial_scale: float | None,
+    steps: int | None,
+    policy: Policy[Any] | None,
+    factor: float | None,
+) -> Policy[Any]:
+    """Return the policy that the arguments describe.
+
+    Args:
+        inner: the optimizer to wrap, which may have a `loss_scale_factor` as well.
+        initial_scale: the scale of the first step; None is the default.
+        steps: finite steps before the scale grows; None is the default.
+        policy: a rule instead of all others.
+        factor: a fixed scale, or None.
+
+    Raises:
+        PolicyError: for arguments that cannot work, alone or together.
+    """
+    theirs = inner.loss_scale_factor
+    if None not in (factor, theirs) and factor != theirs:
+        raise PolicyError(
+            f"loss_scale_factor={factor!r} contradicts {type(inner).__name__}(loss_scale_factor={theirs!r}). "
+            "Write it in one place."
+        )
+    factor = theirs if factor is None else factor
+    scale = INITIAL_SCALE if initial_scale is None else initial_scale
+    steps = INTERVAL if steps is None else steps
+    if isinstance(initial_scale, bool):
+        raise PolicyError(
+            f"initial_scale={initial_scale!r} is no scale; in tf.keras the second argument was dynamic. "
+            "Write loss_scale_factor=2.0**15 for a fixed scale, initial_scale=2.0**15 for the first one."
+        )
+    check_scale(scale, steps)
+    if steps > LONGEST:
+        raise PolicyError(
+            f"dynamic_growth_steps={steps!r} is more than 2**24, as far as the counter counts. "
+            f"Write loss_scale_factor={scale!r} for a scale that does not move."
+        )
+    instead = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
+    if policy is not None:
+        return given_policy(policy, {**instead, "loss_scale_factor": (factor, None)})
+    if factor is None:
+        return Dynamic.holding(scale, growth_interval=steps)
+    positive("loss_scale_factor", factor, "loss_scale_factor=2.0**15, or None for a scale that moves")
+    for name, (value, default) in instead.items():
+        if value != default:
+            raise PolicyError(
+                f"loss_scale_factor={factor!r} fixes the scale, and {name}={value!r} moves it. "
+                "Write only one of them."
+            )
+    return Static(factor)
