@@ -60,8 +60,8 @@ def report(arguments: argparse.Namespace) -> None:
     print(f"{arguments.backend}, Adam, {arguments.policy}{', jit' if arguments.jit else ''}")
     print_added("CPU", times)
     print_added("wall", walls)
-    if arguments.backend == "tensorflow":
-        report_alone(arguments.rounds)
+    if arguments.backend != "torch":
+        report_alone(arguments.backend, arguments.rounds)
     for kind, (_, counts) in steps.items():
         print(f"  {kind:5} " + ", ".join(f"{value} {name}" for name, value in counts().items()))
 
@@ -79,28 +79,51 @@ def print_added(name: str, seconds: dict[str, list[float]]) -> None:
     )
 
 
-def report_alone(rounds: int) -> None:
-    """Time the update alone, in a graph: what TensorFlow's wrappers add drowns in a whole step's noise."""
+def report_alone(backend: str, rounds: int) -> None:
+    """Time the compiled update alone: what the wrappers add to it drowns in a whole step's noise."""
+    update = {"jax": update_on_jax, "tensorflow": update_on_tensorflow}[backend]
+    _, times = interleaved({kind: update(wrapped(kind)) for kind in ("bare", "stock", "ours")}, 5 * rounds)
+    print_added("alone", times)
+
+
+def weights_of(optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """Return the network's variables, which the optimizer is built with, and gradients of them."""
     import keras
     import numpy as np
-    import tensorflow as tf
 
     shapes = [(784, 512), (512,), (512, 512), (512,), (512, 10), (10,)]
+    variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+    optimizer.build(variables)
+    if hasattr(optimizer, "scale_loss"):
+        optimizer.scale_loss(1.0)
     rng = np.random.default_rng(0)
-    gradients = [tf.constant(rng.normal(size=shape), tf.float32) for shape in shapes]
+    return variables, [keras.ops.convert_to_tensor(rng.normal(size=s), "float32") for s in shapes]
 
-    def update(kind: str) -> Callable[[], None]:
-        variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
-        optimizer = wrapped(kind)
-        optimizer.build(variables)
-        if kind != "bare":
-            optimizer.scale_loss(1.0)
-        graph = tf.function(lambda: optimizer.apply(gradients, variables), autograph=False)
-        graph()
-        return graph  # type: ignore[no-any-return]
 
-    _, times = interleaved({kind: update(kind) for kind in ("bare", "stock", "ours")}, 5 * rounds)
-    print_added("alone", times)
+def update_on_jax(optimizer: Any) -> Callable[[], None]:
+    import jax
+
+    variables, gradients = weights_of(optimizer)
+    update = jax.jit(optimizer.stateless_apply, donate_argnums=(0, 2))
+    weights, state = [[jax.numpy.array(v.value) for v in part] for part in (variables, optimizer.variables)]
+
+    def once() -> None:
+        nonlocal weights, state
+        weights, state = update(state, gradients, weights)
+        weights[0].block_until_ready()
+
+    once()
+    once()
+    return once
+
+
+def update_on_tensorflow(optimizer: Any) -> Callable[[], None]:
+    import tensorflow as tf
+
+    variables, gradients = weights_of(optimizer)
+    graph = tf.function(lambda: optimizer.apply(gradients, variables), autograph=False)
+    graph()
+    return graph  # type: ignore[no-any-return]
 
 
 def wrapped(kind: str) -> Any:
