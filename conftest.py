@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ os.environ.setdefault(
     "KERAS_BACKEND", "tensorflow"
 )  # one for the whole process; the Makefile has the others run
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+with suppress(ImportError):
+    import triton as _  # noqa: F401  # PyTorch for CUDA has it; loaded after TensorFlow it crashes
 
 from sybil import Example, Sybil
 from sybil.document import PythonDocStringDocument
