@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from preamp.checks import level_of_caller
@@ -85,15 +84,15 @@ class Ledger:
 
     def advance(self, finite: Any, where: Where) -> None:
         """Move all variables on, in a program that is being compiled."""
-        before = [keras.ops.convert_to_tensor(variable.value) for variable in self.moving]
+        # The sum is a copy: what TensorFlow reads is the variable's memory, which is about to be written.
+        before = [variable.value + 0.0 for variable in self.moving]
         after, _ = self.after(before, finite, where)
         for variable, old, new in zip(self.moving, before, after, strict=True):
             if new is not old:
                 variable.assign(new)
         self.steps.assign_add(1)
         if finite is not True:
-            skipped = keras.ops.convert_to_tensor(self.skipped.value)
-            self.skipped.assign(where(finite, skipped, skipped + 1))
+            self.skipped.assign(where(finite, self.skipped.value + 0, self.skipped.value + 1))
 
     def advance_on_host(
         self, numbers: Sequence[float], finite: bool, write: Callable[[Any, float], None]
