@@ -13,10 +13,30 @@ from preamp.dialects import Dialect
 from preamp.errors import PolicyError
 from preamp.policy import Policy
 
-__all__ = ["INITIAL_SCALE", "INTERVAL", "check_averaging", "check_limits", "check_scale", "given_policy"]
+__all__ = [
+    "INITIAL_SCALE",
+    "INTERVAL",
+    "UNUSED",
+    "check_averaging",
+    "check_limits",
+    "check_scale",
+    "given_policy",
+]
 
 INITIAL_SCALE = 2.0**15
 INTERVAL = 2000
+
+# The arguments that every optimizer of Keras implements, with the values that mean "not given".
+UNUSED: dict[str, Any] = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "gradient_accumulation_steps": None,
+}
 
 
 def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) -> Policy[Any]:

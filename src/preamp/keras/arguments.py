@@ -13,7 +13,7 @@ from preamp.errors import PolicyError
 from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale, given_policy
 from preamp.policy import Dynamic, Policy, Static
 
-__all__ = ["rule"]
+__all__ = ["check_rule", "rule"]
 
 LONGEST = 2**24  # the counter is a float32 variable, which counts no further
 
@@ -51,12 +51,7 @@ def rule(
             f"initial_scale={initial_scale!r} is no scale; in tf.keras the second argument was dynamic. "
             "Write loss_scale_factor=2.0**15 for a fixed scale, initial_scale=2.0**15 for the first one."
         )
-    check_scale(scale, steps)
-    if steps > LONGEST:
-        raise PolicyError(
-            f"dynamic_growth_steps={steps!r} is more than 2**24, as far as the counter counts. "
-            f"Write loss_scale_factor={scale!r} for a scale that does not move."
-        )
+    check_rule(scale, steps)
     instead = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
     if policy is not None:
         return given_policy(policy, {**instead, "loss_scale_factor": (factor, None)})
@@ -70,3 +65,17 @@ def rule(
                 "Write only one of them."
             )
     return Static(factor)
+
+
+def check_rule(scale: Any, steps: Any) -> None:
+    """Refuse a first scale and an interval that cannot work.
+
+    Raises:
+        PolicyError: for either.
+    """
+    check_scale(scale, steps)
+    if steps > LONGEST:
+        raise PolicyError(
+            f"dynamic_growth_steps={steps!r} is more than 2**24, as far as the counter counts. "
+            f"Write loss_scale_factor={scale!r} for a scale that does not move."
+        )

@@ -12,21 +12,10 @@ from typing import Any
 import keras
 
 from preamp.errors import PolicyError, UsageError
-from preamp.loss_scale_arguments import check_averaging, check_limits
+from preamp.loss_scale_arguments import UNUSED, check_averaging, check_limits
 
-__all__ = ["DEFAULTS", "Handed", "adopt", "check_inner", "hand_over", "is_hyperparameter"]
+__all__ = ["Handed", "adopt", "check_inner", "hand_over", "is_hyperparameter"]
 
-# The arguments that every Keras optimizer implements, with the values that mean "not given".
-DEFAULTS: dict[str, Any] = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "clipvalue": None,
-    "global_clipnorm": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "gradient_accumulation_steps": None,
-}
 LIMITS = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")
 NEED_VARIABLES = ("use_ema", "gradient_accumulation_steps")
 
@@ -46,7 +35,7 @@ class Handed:
         inner = wrapper.__dict__.get("inner_optimizer")
         if inner is None:  # Keras's constructor sets defaults before there is anybody to hand them to
             return
-        if self.name in DEFAULTS:
+        if self.name in UNUSED:
             _check(inner, {self.name: value})
         setattr(inner, self.name, value)
 
@@ -85,17 +74,17 @@ def hand_over(inner: Any, given: dict[str, Any]) -> None:
 
     Args:
         inner: the optimizer.
-        given: values by name, as in `DEFAULTS`; defaults are not handed over.
+        given: values by name, as in `UNUSED`; defaults are not handed over.
 
     Raises:
         PolicyError: for values that cannot work, or that the inner optimizer has set otherwise. Nothing was
             set.
         UsageError: for what needs variables that an optimizer in use did not make.
     """
-    new = {name: value for name, value in given.items() if value != DEFAULTS[name]}
+    new = {name: value for name, value in given.items() if value != UNUSED[name]}
     for name, value in new.items():
         theirs = getattr(inner, name)
-        if theirs != DEFAULTS[name] and theirs != value:
+        if theirs != UNUSED[name] and theirs != value:
             raise PolicyError(
                 f"{name}={value!r} contradicts {type(inner).__name__}({name}={theirs!r}). "
                 f"Write {name} in one place, or the same value in both."
@@ -114,13 +103,13 @@ def is_hyperparameter(inner: Any, name: str) -> bool:
 def _check(inner: Any, new: dict[str, Any]) -> None:
     """Refuse what cannot work beside what the optimizer has."""
     several = getattr(keras.optimizers, "MultiOptimizer", ())
-    unused = [name for name in new if new[name] != DEFAULTS[name] and isinstance(inner, several)]
+    unused = [name for name in new if new[name] != UNUSED[name] and isinstance(inner, several)]
     if unused:
         raise PolicyError(
             f"{unused[0]}={new[unused[0]]!r} would change nothing: {type(inner).__name__} leaves it to the "
             f"optimizers inside. Write keras.optimizers.Adam({unused[0]}={new[unused[0]]!r}) there."
         )
-    after = {name: new.get(name, getattr(inner, name)) for name in DEFAULTS}
+    after = {name: new.get(name, getattr(inner, name)) for name in UNUSED}
     limits = {name: after[name] for name in LIMITS if name in new or after[name]}
     check_limits(**limits)
     check_averaging(

@@ -122,7 +122,7 @@ class Ledger:
         if overflows and self.policy.gives_up():
             raise self.policy.starvation(numbers[len(self.state)], int(overflows))
 
-    def check(self, saved: Mapping[str, float]) -> Any:
+    def state_of(self, saved: Mapping[str, float]) -> Any:
         """Return the policy's state for numbers by the names of the variables. What they lack starts afresh.
 
         Raises:
@@ -137,7 +137,7 @@ class Ledger:
         That a policy gave up is not gone on with.
         """
         try:
-            state = self.check(saved)
+            state = self.state_of(saved)
         except PolicyError as problem:
             state = self.policy.start()
             warnings.warn(

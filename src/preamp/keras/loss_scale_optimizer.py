@@ -18,10 +18,10 @@ import keras
 
 from preamp.checks import level_of_caller
 from preamp.errors import PolicyError, UsageError
-from preamp.keras.arguments import rule
-from preamp.keras.inner import DEFAULTS, Handed, adopt, check_inner, hand_over, is_hyperparameter
+from preamp.keras.arguments import check_rule, rule
+from preamp.keras.inner import Handed, adopt, check_inner, hand_over, is_hyperparameter
 from preamp.keras.ledger import Ledger, saved_state
-from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale
+from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, UNUSED
 from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.saved import from_json, to_json
 from preamp.trace import Step
@@ -130,7 +130,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise PolicyError("dynamic=False needs the fixed scale. Write loss_scale_factor=2.0**15 instead.")
         check_inner(inner_optimizer)
         made = rule(inner_optimizer, initial_scale, dynamic_growth_steps, policy, loss_scale_factor)
-        hand_over(inner_optimizer, {n: DEFAULTS[n] if value is None else value for n, value in given.items()})
+        hand_over(inner_optimizer, {n: UNUSED[n] if value is None else value for n, value in given.items()})
         inner_optimizer.loss_scale_factor = None  # the wrapper has it now; gradients are divided once
         # Not the constructor of Keras's own: it takes these arguments only to refuse them.
         super(keras.optimizers.LossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
@@ -162,7 +162,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def dynamic_growth_steps(self, value: int) -> None:
         if self.dynamic_growth_steps is None:
             raise PolicyError(f"dynamic_growth_steps={value!r}, but {self.policy!r} never grows.")
-        check_scale(INITIAL_SCALE, value)
+        check_rule(self.initial_scale, value)
         self._ledger.policy = replace(cast(Any, self.policy), growth_interval=value)
 
     @property
@@ -319,7 +319,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "there are no variables to set yet. Write optimizer.build(model.trainable_variables)."
             )
         values = {id(v): value for v, value in zip(self.variables, self._counted(weights), strict=True)}
-        self._ledger.check({v.name: float(values[id(v)]) for v in self._ledger.state})
+        self._ledger.state_of({v.name: float(values[id(v)]) for v in self._ledger.state})
         for variable in self.variables:
             variable.assign(values[id(variable)])
 

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from preamp.errors import UsageError
+from preamp.tensorflow_arithmetic import divided, values_of, widened
 
 __all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
 
@@ -83,8 +84,10 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> t
 
     Half types become float32. `IndexedSlices` keep their indices.
     """
-    divisor = None if scale is None else tf.convert_to_tensor(scale)
-    unscaled = [_divided(gradient, divisor) for gradient in gradients]
+    if scale is None:
+        unscaled = [widened(gradient) for gradient in gradients]
+    else:
+        unscaled = divided(gradients, tf.convert_to_tensor(scale))
     replicas = tf.distribute.get_replica_context().num_replicas_in_sync
     if replicas == 1:
         return unscaled, are_finite(unscaled)
@@ -101,7 +104,7 @@ def are_finite(tensors: Sequence[Any]) -> Any:
 
 
 def _total(tensors: Sequence[Any]) -> Any:
-    return tf.add_n([tf.cast(tf.reduce_sum(_values(tensor)), tf.float32) for tensor in tensors])
+    return tf.add_n([tf.cast(tf.reduce_sum(values_of(tensor)), tf.float32) for tensor in tensors])
 
 
 def read(scalars: Sequence[Any]) -> list[float]:
@@ -131,15 +134,3 @@ def bakes(value: Any) -> bool:
 def stateless_inputs(tensors: Sequence[Any]) -> list[Any]:
     """Return what may be handed to Keras."""
     return list(tensors)
-
-
-def _divided(gradient: Any, scale: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(gradient.values, scale), gradient.indices, gradient.dense_shape)
-    wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
-    gradient = tf.cast(gradient, wide)
-    return gradient if scale is None else gradient / tf.cast(scale, wide)
-
-
-def _values(tensor: Any) -> Any:
-    return tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor

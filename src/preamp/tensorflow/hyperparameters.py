@@ -8,28 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Hyperparameters", "is_hyperparameter"]
+from preamp.loss_scale_arguments import UNUSED
 
-# What every newer optimizer has, None or a bool where it is not used.
-COMMON = (
-    "weight_decay",
-    "clipnorm",
-    "clipvalue",
-    "global_clipnorm",
-    "use_ema",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-    "gradient_accumulation_steps",
-)
+__all__ = ["Hyperparameters", "is_hyperparameter"]
 
 
 def is_hyperparameter(inner: Any, name: str) -> bool:
-    """Return whether a name is a hyperparameter of an optimizer: a public number, or one of `COMMON`.
+    """Return whether a name is a hyperparameter of an optimizer.
 
+    It is one if it is a public number, or what every newer optimizer has: None or a bool where not used.
     Not one is what legacy optimizers keep to themselves: an `epsilon`, and what slots start from.
     """
     value = vars(inner).get(name, "")
-    if name in COMMON:
+    if name in UNUSED:
         return name in vars(inner)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and not name.startswith(("_", "epsilon", "initial_"))
@@ -42,6 +33,8 @@ class Hyperparameters:
         inner = vars(self).get("_optimizer")
         if inner is not None and is_hyperparameter(inner, name):
             return getattr(inner, name)
+        if hasattr(type(self), name):  # a property that raised AttributeError: say what it said
+            return object.__getattribute__(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -18,10 +18,10 @@ from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossSca
 from preamp.policy import Policy
 from preamp.policy.saved import to_json
 from preamp.tensorflow.arguments import rule
-from preamp.tensorflow.arithmetic import as_stored
 from preamp.tensorflow.hyperparameters import is_hyperparameter
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
 from preamp.tensorflow.optimizer import check_tape
+from preamp.tensorflow_arithmetic import as_stored
 
 __all__ = ["LossScaleOptimizer"]
 

@@ -17,7 +17,7 @@ from preamp.checks import level_of_caller
 from preamp.errors import UsageError
 from preamp.policy import Moving, Policy, Static
 from preamp.tensorflow.arguments import ArgumentTypeError
-from preamp.tensorflow.arithmetic import divided, multiplied
+from preamp.tensorflow_arithmetic import divided, multiplied
 from preamp.trace import Step
 
 __all__ = ["LossScaleOptimizer", "check_tape"]

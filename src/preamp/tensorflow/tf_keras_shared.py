@@ -18,9 +18,9 @@ import tf_keras
 from preamp.policy import Policy
 from preamp.policy.saved import from_json, to_json
 from preamp.tensorflow.arguments import rule
-from preamp.tensorflow.arithmetic import as_stored
 from preamp.tensorflow.optimizer import LossScaleOptimizer
 from preamp.tensorflow.tf_keras_state import LossScaleState
+from preamp.tensorflow_arithmetic import as_stored
 from preamp.trace import Step
 
 __all__ = ["OverTfKeras"]

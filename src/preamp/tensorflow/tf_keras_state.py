@@ -14,7 +14,7 @@ from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_ke
 
 from preamp.errors import UsageError
 from preamp.policy import Policy, Reading, Static, Where, choose
-from preamp.tensorflow.arithmetic import agreed
+from preamp.tensorflow_arithmetic import agreed
 from preamp.trace import Step
 
 __all__ = ["LossScaleState", "theirs"]

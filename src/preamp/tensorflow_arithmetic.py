@@ -1,6 +1,7 @@
-"""Multiply a loss, divide gradients, find a number that is not finite.
+"""TensorFlow: multiply a loss, divide gradients, find a number that is not finite.
 
-This room computes. It refuses to know who owns the scale and what follows from an overflow.
+This room computes, for optimizers of Keras 3 and of tf_keras. It refuses to know who owns the scale and what
+follows from an overflow.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["agreed", "are_finite", "as_stored", "divided", "multiplied"]
+__all__ = ["agreed", "are_finite", "as_stored", "divided", "multiplied", "values_of", "widened"]
 
 
 def multiplied(loss: Any, scale: Any) -> Any:
     """Return loss * scale, in float32 if the loss is of a half type: there 2**17 is inf."""
-    loss = tf.convert_to_tensor(loss)
-    return tf.cast(loss, _wide(loss)) * tf.cast(scale, _wide(loss))
+    loss = widened(tf.convert_to_tensor(loss))
+    return loss * tf.cast(scale, loss.dtype)
 
 
 def divided(gradients: Iterable[Any], scale: Any) -> list[Any]:
@@ -43,8 +44,22 @@ def as_stored(gradient: Any, variable: Any) -> Any:
 
 def are_finite(gradients: Sequence[Any]) -> Any:
     """Return whether all gradients are finite; of none, yes."""
-    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    values = [values_of(gradient) for gradient in gradients if gradient is not None]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+
+
+def values_of(gradient: Any) -> Any:
+    """Return a gradient's entries: those of `IndexedSlices`, or the tensor."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def widened(gradient: Any) -> Any:
+    """Return a gradient of a half type in float32, any other as it is."""
+    if gradient.dtype not in (tf.float16, tf.bfloat16):
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return _with_values(gradient, tf.cast(gradient.values, tf.float32))
+    return tf.cast(gradient, tf.float32)
 
 
 def agreed(gradients: Sequence[Any]) -> Any:
@@ -67,13 +82,9 @@ def _overflows(gradients: Sequence[Any]) -> Any:
 
 
 def _divided(gradient: Any, scale: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return _with_values(gradient, _divided(gradient.values, scale))
-    return tf.cast(gradient, _wide(gradient)) / tf.cast(scale, _wide(gradient))
-
-
-def _wide(tensor: Any) -> Any:
-    return tf.float32 if tensor.dtype in (tf.float16, tf.bfloat16) else tensor.dtype
+    gradient = widened(gradient)
+    quotient = values_of(gradient) / tf.cast(scale, gradient.dtype)
+    return _with_values(gradient, quotient) if isinstance(gradient, tf.IndexedSlices) else quotient
 
 
 def _with_values(slices: Any, values: Any) -> Any:
