@@ -6,9 +6,11 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 OF_KERAS := tests/keras src/preamp/keras docs/keras.md
+OLDEST_JAX := .venv-oldest-jax
+WITH_OLDEST_JAX := tests/jax/test_autocast_programs.py
 ARGS ?=
 
-.PHONY: train test lint typecheck imports check-code pytest pytest-keras test-r bench format clean
+.PHONY: train test lint typecheck imports check-code pytest pytest-keras test-oldest-jax test-r bench format clean
 
 train: .venv/train.stamp
 	$(BIN)/preamp train $(ARGS)
@@ -34,6 +36,10 @@ pytest: .venv/test.stamp
 pytest-keras: .venv/test.stamp
 	KERAS_BACKEND=jax $(BIN)/pytest -n 2 --dist loadfile $(OF_KERAS)
 	KERAS_BACKEND=torch $(BIN)/pytest -n 2 --dist loadfile $(OF_KERAS)
+
+# Without PyTorch, TensorFlow and the peers.
+test-oldest-jax: $(OLDEST_JAX)/test.stamp
+	$(OLDEST_JAX)/bin/pytest -n 2 $(WITH_OLDEST_JAX) $(ARGS)
 
 # Needs R with reticulate and testthat.
 test-r: .venv/test.stamp
@@ -66,5 +72,12 @@ format: .venv/test.stamp
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	touch $@
 
+$(OLDEST_JAX)/test.stamp: pyproject.toml constraints-oldest-jax.txt
+	$(PYTHON) -m venv $(OLDEST_JAX)
+	$(OLDEST_JAX)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints-oldest-jax.txt --editable '.[jax]' \
+		equinox flax hypothesis pytest pytest-xdist sybil
+	touch $@
+
 clean:
-	rm -rf .venv runs dist build
+	rm -rf .venv $(OLDEST_JAX) runs dist build

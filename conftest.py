@@ -84,7 +84,7 @@ pytest_collect_file = (
     )
     + Sybil(
         parsers=[DocTestParser()],
-        patterns=["src/preamp/*.py", "src/preamp/*/*.py"],
+        patterns=["src/preamp/*.py", "src/preamp/*/*.py", "src/preamp/*/*/*.py"],
         path=str(HERE),
         document_types={".py": PythonDocStringDocument},
     )

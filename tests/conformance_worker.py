@@ -14,11 +14,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from preamp import Dynamic, Starved, Static, Tolerant, dialects
+from preamp import Dynamic, Starved, Static, Step, Tolerant, dialects
 
 SCRIPT = "0010000110000000001" + "11111" + "0100010100" + "000"
 POLICIES: dict[str, Any] = {
@@ -85,6 +86,129 @@ def torch_peer(policy: Any, *, wrapper: bool, fused: bool = False) -> Peer:
         return [tensor.numpy() for slots in inner.state.values() for tensor in slots.values()]
 
     return Peer(optimizer, step, lambda: [weight.detach().numpy() for weight in weights], state)
+
+
+# JAX: every way to take a step is a function of (state, weights, factors) to the next (state, weights).
+
+
+def jax_peer(policy: Any, make_update: Any) -> Peer:
+    import jax
+    import optax
+
+    from preamp.jax import check_starved, last_step, loss_scaled
+
+    optimizer = loss_scaled(optax.adam(RATE), policy)
+    update = make_update(optimizer)
+    now = SimpleNamespace(state=optimizer.init(STARTS), weights=STARTS)
+    now.check_starved = lambda: check_starved(now.state, policy)
+
+    def step(factors: list[np.ndarray]) -> None:
+        now.state, now.weights = update(now.state, now.weights, factors)
+        now.last_step = last_step(now.state)
+
+    return Peer(now, step, lambda: now.weights, lambda: jax.tree.leaves(now.state.inner_state))
+
+
+def jax_loss(weights: list[Any], factors: list[Any]) -> Any:
+    import jax.numpy as jnp
+
+    return weighted_sum(weights, factors, jnp.sum)
+
+
+def whole_step(optimizer: Any) -> Any:
+    import jax
+
+    from preamp.jax import step
+
+    train = step(jax_loss, optimizer)
+
+    def update(state: Any, weights: Any, factors: Any) -> Any:
+        _, weights, state = train(weights, state, factors)
+        return state, weights
+
+    return jax.jit(update)
+
+
+def own_gradients(optimizer: Any) -> Any:
+    """Multiply the loss by hand, as with other libraries."""
+    import jax
+
+    from preamp.jax import apply_gradients
+
+    def update(state: Any, weights: Any, factors: Any) -> Any:
+        gradients = jax.grad(lambda w: jax_loss(w, factors) * state.policy_state.scale)(weights)
+        weights, state = apply_gradients(optimizer, gradients, state, weights)
+        return state, weights
+
+    return jax.jit(update)
+
+
+def optax_idiom(optimizer: Any) -> Any:
+    import optax
+
+    from preamp.jax import scaled_value_and_grad
+
+    def update(state: Any, weights: Any, factors: Any) -> Any:
+        _, gradients = scaled_value_and_grad(jax_loss)(state, weights, factors)
+        updates, state = optimizer.update(gradients, state, weights)
+        return state, optax.apply_updates(weights, updates)
+
+    return update
+
+
+def whole_script(optimizer: Any) -> Any:
+    """Take all steps in one program, when the first is asked for; then tell of one after the other."""
+    import jax
+
+    update = whole_step(optimizer)
+    script = [factors(number, mark == "1") for number, mark in enumerate(SCRIPT)]
+    stacked = [np.stack(parts) for parts in zip(*script, strict=True)]
+    moments: list[Any] = []
+
+    def one(carry: Any, factors: Any) -> Any:
+        after = update(*carry, factors)
+        return after, after
+
+    def told(state: Any, weights: Any, _: Any) -> Any:
+        if not moments:
+            _, after = jax.jit(jax.lax.scan, static_argnums=0)(one, (state, weights), stacked)
+            moments.extend(jax.tree.map(lambda x, n=n: x[n], after) for n in reversed(range(len(SCRIPT))))
+        return moments.pop()
+
+    return told
+
+
+def by_hand(policy: Any) -> Peer:
+    """Keep a `LossScale`, and skip in a conditional of one's own."""
+    import jax
+    import optax
+
+    from preamp.jax import LossScale, value_and_grad
+
+    inner = optax.adam(RATE)
+
+    @jax.jit
+    def update(scale: Any, state: Any, weights: Any, factors: Any) -> Any:
+        _, gradients, reading = value_and_grad(jax_loss)(scale, weights, factors)
+
+        def take() -> Any:
+            updates, after = inner.update(gradients, state, weights)
+            return after, optax.apply_updates(weights, updates)
+
+        after = jax.lax.cond(reading.finite, take, lambda: (state, weights))
+        return scale.advance(reading), *after, reading.finite
+
+    start = [jax.numpy.asarray(start) for start in STARTS]
+    now = SimpleNamespace(scale=LossScale(policy), state=inner.init(start), weights=start)
+    now.check_starved = lambda: now.scale.check_starved()
+
+    def step(factors: list[np.ndarray]) -> None:
+        before = float(now.scale.loss_scale)
+        now.scale, now.state, now.weights, finite = update(now.scale, now.state, now.weights, factors)
+        after = float(now.scale.loss_scale)
+        now.last_step = Step(0, before, bool(finite), not finite, after)
+
+    return Peer(now, step, lambda: now.weights, lambda: jax.tree.leaves(now.state))
 
 
 # Keras on each backend
@@ -217,6 +341,13 @@ PEERS: dict[str, dict[str, Callable[[Any], Peer]]] = {
         "GradScaler": lambda policy: torch_peer(policy, wrapper=False),
         "GradScaler, fused": lambda policy: torch_peer(policy, wrapper=False, fused=True),
         "LossScaleOptimizer": lambda policy: torch_peer(policy, wrapper=True),
+    },
+    "jax": {
+        "step, compiled": lambda policy: jax_peer(policy, whole_step),
+        "apply_gradients, compiled": lambda policy: jax_peer(policy, own_gradients),
+        "update, eager": lambda policy: jax_peer(policy, optax_idiom),
+        "step, in one scan": lambda policy: jax_peer(policy, whole_script),
+        "LossScale, compiled": by_hand,
     },
     "keras": {  # nothing compiles it on PyTorch
         "eager": lambda policy: keras_peer(policy, compiled=False),

@@ -55,6 +55,9 @@ def first_gradients(loop: Any, result: Any) -> list[Any]:
     kind = type(loop).__name__
     if kind == "TorchLoop":
         return [weight.grad.numpy().T for weight in loop.weights]
+    if kind == "JaxLoop":
+        scale = POLICY.init_scale if loop.policy else 1.0
+        return [np.asarray(gradient) / scale for gradient in result[1]]
     if kind == "TensorFlowLoop":
         scale = POLICY.init_scale if loop.scaled else 1.0
         return [gradient.numpy() / scale for gradient in result[1]]

@@ -246,3 +246,51 @@ def test_a_missing_extra_is_named_before_any_work(tmp_path, package, extra):
     assert done.returncode == 2
     assert re.fullmatch(rf"preamp: .*pip install 'preamp\[.*{extra}.*\]'\n", done.stderr)
     assert not (tmp_path / "runs").exists()
+
+
+JAX_SCRIPT = """
+import jax
+import jax.numpy as jnp
+
+weight = jnp.ones((4, 4))
+
+def step():
+    with jax.named_scope("layer"):
+        return jnp.exp(weight[:2] @ weight)
+
+def decide():
+    return 1 if step()[0, 0] > 0 else 0
+"""
+
+
+def test_inspect_traces_a_function_of_jax(tmp_path):
+    (tmp_path / "train.py").write_text(JAX_SCRIPT)
+    line = 1 + JAX_SCRIPT.splitlines().index("        return jnp.exp(weight[:2] @ weight)")
+    for arguments, dtypes in (
+        ((), "f32 → bf16"),
+        (("--dtype", "float8_e5m2", "--emulate"), "f32 → e5m2 emulated"),
+    ):
+        done = preamp("inspect", "train.py:step", "--framework", "jax", *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert re.search(rf"dot_general +layer +train.py:{line} +1 +{dtypes}", done.stdout)
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        page = (tmp_path / "runs/inspect.html").read_text()
+        assert f'<td data-label="source">train.py:{line}</td>' in page
+        assert "jax, " in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["train.py:decide"], "train.py:decide cannot be traced: "),
+        (["train.py:step", "--device", "cuda"], "--device cuda changes nothing with --framework jax"),
+        (["train.py:step", "--dtype", "float8_e5m2"], "Write --emulate as well"),
+        (["train.py:other"], "train.py has no function 'other'"),
+    ],
+)
+def test_inspect_says_what_is_wrong_with_a_function_of_jax(arguments, problem, tmp_path):
+    (tmp_path / "train.py").write_text(JAX_SCRIPT)
+    done = preamp("inspect", *arguments, "--framework", "jax", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert problem in done.stderr
+    assert done.stderr.count("\n") == 1

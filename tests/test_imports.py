@@ -16,7 +16,7 @@ import preamp
 from preamp import errors
 
 HEAVY = {
-    *["numpy", "torch", "jax", "jaxlib", "flax", "keras", "tf_keras", "tensorflow", "deepspeed"],
+    *["numpy", "torch", "jax", "jaxlib", "optax", "flax", "keras", "tf_keras", "tensorflow", "deepspeed"],
     *["matplotlib", "rich", "cyclopts", "sklearn"],
 }
 ROOMS = {module.name for module in pkgutil.iter_modules(preamp.__path__)}

@@ -1,4 +1,4 @@
-"""The same training in Keras on each backend and in TensorFlow: what PyTorch's loop does, they do.
+"""The same training in JAX, in Keras on each backend and in TensorFlow: what PyTorch's loop does, they do.
 
 Each peer has a process of its own (`lab_worker.py`): it runs the command line, then looks into its loop.
 """
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 PEERS = {
+    "jax": ("jax", "jax"),
     "keras-jax": ("keras", "jax"),
     "keras-torch": ("keras", "torch"),
     "keras-tensorflow": ("keras", "tensorflow"),
@@ -194,6 +195,8 @@ def refusal(tmp_path: Path, framework: str, backend: str, absent: str = "") -> s
 @pytest.mark.parametrize(
     ("framework", "backend", "absent", "said"),
     [
+        ("jax", "", "jax", "jax is missing. Run: pip install 'preamp[jax]'"),
+        ("jax", "", "optax", "optax is missing. Run: pip install 'preamp[jax]'"),
         ("keras", "jax", "keras", "keras is missing. Run: pip install 'preamp[keras]'"),
         ("tensorflow", "", "tensorflow", "tensorflow is missing. Run: pip install 'preamp[tensorflow]'"),
         (

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from preamp.errors import CastingError
 
-__all__ = ["CPU", "CUDA", "DEFAULT", "RULES", "Casting", "Rule"]
+__all__ = ["CPU", "CUDA", "DEFAULT", "JAX", "RULES", "Casting", "Rule"]
 
 Rule = Literal["lower", "float32", "widest", "untouched", "refuse"]
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -158,3 +158,21 @@ CUDA = _table(
     refuse="binary_cross_entropy",
 )
 """PyTorch 2.13's table for CUDA tensors."""
+
+JAX = _table(
+    lower="conv_general_dilated dot_general ragged_dot ragged_dot_general",
+    float32="""
+    acos acosh asin asinh atan2 atanh cbrt cosh cumlogsumexp cumprod cumsum digamma erf_inv erfc exp exp2
+    expm1 igamma igammac lgamma log log1p log2 polygamma pow psum psum2 psum_invariant psum_scatter
+    reduce_prod reduce_scatter reduce_sum reduce_window_sum rsqrt sinh tan unreduced_psum
+    """,
+    widest="""
+    abs add add_any all_gather all_gather_invariant all_to_all approx_top_k argmax argmin atan
+    broadcast_in_dim ceil clamp concatenate copy copy_p cos cummax cummin device_put div dynamic_slice
+    dynamic_update_slice eq erf expand_dims floor gather ge gt integer_pow is_finite le logistic lt max min
+    mul mul_add name ne neg one_minus_square optimization_barrier pad pbroadcast pcast pmax pmin ppermute
+    pvary reduce_max reduce_min reduce_window_max reduce_window_min rem reshape reshard rev round select_n
+    sharding_constraint sign sin slice sort split sqrt square squeeze stop_gradient sub tanh top_k transpose
+    """,
+)
+"""The primitives of JAX 0.6 to 0.12. What is not named runs in the dtypes it was written with."""

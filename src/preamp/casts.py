@@ -6,14 +6,37 @@ This room holds counts and words them. It refuses to know how they were counted.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CastReport", "CastRow", "format_bytes", "format_flops"]
+__all__ = [
+    "OUTSIDE",
+    "REPEATED",
+    "CastReport",
+    "CastRow",
+    "format_bytes",
+    "format_flops",
+    "place",
+    "repeated",
+    "stayed",
+]
+
+OUTSIDE = "-"
+"""The module of what no module called."""
+REPEATED = 2
+"""How many casts of one value are worth a word."""
 
 WIDTH = 80
 NARROWEST = 12
+CUT = ("module", "operator", "source")  # first one first
 SHOWN = 20  # rows in a terminal
+COSTLIEST = 3  # rows that are named for having stayed in float32
+STAYED = {
+    "unlisted": "the table does not name it",
+    "float32": "the table says so",
+    "untouched": "the table leaves it alone",
+    "off": "autocast is off there",
+}
 SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 SHORT |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -35,6 +58,8 @@ class CastRow:
         bytes_moved: the size of its inputs and results, as it ran.
         flops: floating-point operations of its products; 0 where they are not known.
         overflows: how many of its results were not finite though its inputs were.
+        source: the line that called it, such as "train.py:41"; "-" where there is none; empty where lines
+            are not known.
     """
 
     operator: str
@@ -47,12 +72,19 @@ class CastRow:
     bytes_moved: int
     flops: int
     overflows: int
+    source: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it ran, in words."""
+        return place(self.module, self.source)
 
     def cells(self) -> dict[str, str]:
         """Return the row as text, heading to cell."""
         return {
             "operator": self.operator,
             "module": self.module,
+            **({"source": self.source} if self.source else {}),
             "rule": self.rule,
             "calls": f"{self.calls:,}",
             "dtypes": _short(self.runs if self.inputs == self.runs else f"{self.inputs} → {self.runs}"),
@@ -105,7 +137,7 @@ class CastReport:
         headings = [name for name in table[0] if name != "rule"]
         widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in headings}
         gaps = 2 * (len(headings) - 1)
-        for name in ("module", "operator"):  # what is cut, first one first
+        for name in [each for each in CUT if each in widths]:
             excess = max(0, sum(widths.values()) + gaps - WIDTH)
             widths[name] -= min(excess, max(0, widths[name] - NARROWEST))
         lines = [dict(zip(headings, headings, strict=True)), *table]
@@ -113,7 +145,7 @@ class CastReport:
             "  ".join(_cell(row[name], name, widths[name]) for name in headings).rstrip() for row in lines
         ]
         more = len(self.rows) - len(table)
-        rest = [f"... and {more} more rows in report().rows"] if more else []
+        rest = [f"... and {more} more rows in .rows"] if more else []
         paragraphs = [textwrap.fill(each, WIDTH) for each in (self.summary(), *self.warnings)]
         return "\n".join([*text, *rest, "", *paragraphs])
 
@@ -140,6 +172,45 @@ def format_flops(flops: int) -> str:
     while value >= 1000 and prefix < len(PREFIXES) - 1:
         value, prefix = value / 1000, prefix + 1
     return f"{value:.1f} {PREFIXES[prefix]}FLOP" if prefix else f"{flops} FLOP"
+
+
+def stayed(rows: Iterable[CastRow]) -> Iterator[str]:
+    """Yield which operators stayed in float32, and why.
+
+    Args:
+        rows: costliest first.
+    """
+    kept = [row for row in rows if row.inputs == row.runs == "float32" and row.operator[-1] != "_"]
+    for row in kept[:COSTLIEST]:
+        work = f"{format_flops(row.flops)}, " if row.flops else ""
+        why = STAYED.get(row.rule, "its inputs were float32")
+        yield (
+            f"{row.operator} {row.place} stayed in float32 ({work}{format_bytes(row.bytes_moved)}): {why}."
+        )
+
+
+def repeated(what: str, times: str, size: int, places: Iterable[str], why: str) -> str:
+    """Say that a value is cast several times.
+
+    Args:
+        what: the value.
+        times: how often, such as "3 times".
+        size: its bytes.
+        places: where, each as `place` words it.
+        why: the reason, as the end of a sentence.
+    """
+    return f"{what} is cast {times} ({format_bytes(size)} each) {', '.join(places)}: {why}."
+
+
+def place(module: str, source: str = "") -> str:
+    """Say where an operator was called.
+
+    >>> place("Net.inner"), place(OUTSIDE), place(OUTSIDE, "train.py:41"), place("mlp", "train.py:41")
+    ('in Net.inner', 'outside of modules', 'at train.py:41', 'in mlp at train.py:41')
+    """
+    if source in ("", OUTSIDE):
+        return "outside of modules" if module == OUTSIDE else f"in {module}"
+    return f"at {source}" if module == OUTSIDE else f"in {module} at {source}"
 
 
 def _short(dtypes: str) -> str:

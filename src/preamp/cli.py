@@ -276,24 +276,28 @@ def inspect(
     target: str,
     /,
     *,
-    device: str = "cpu",
+    framework: Literal["torch", "jax"] = "torch",
+    device: str | None = None,
     dtype: LowPrecision | None = None,
     emulate: bool = False,
     out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/inspect.html"),
 ) -> int:
     """Run a function under autocast and show which operator ran in which precision, and what was cast.
 
+    Functions of JAX are traced and nothing is computed.
+
     Args:
         target: MODULE:FUNCTION, such as train.py:step; it is called without arguments.
-        device: the device type whose tensors are cast.
-        dtype: the low precision. Default: bfloat16 on CPUs, float16 on GPUs.
+        framework: whose operators are cast.
+        device: the device type whose tensors are cast; of PyTorch. Default: cpu.
+        dtype: the low precision. Default: bfloat16; of PyTorch on GPUs float16.
         emulate: round in float32 instead of casting.
         out_file: the report with all rows.
     """
     from preamp.lab.inspected import inspect_function
     from preamp.report import write_report
 
-    found = inspect_function(target, device, dtype, emulate=emulate)
+    found = inspect_function(target, framework, device, dtype, emulate=emulate)
     out_file.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         out_file,
@@ -301,7 +305,7 @@ def inspect(
         lead=[found.summary(), *found.warnings],
         curves=[],
         table=found.table(),
-        footer=_footer([f"{device}, {dtype or 'default precision'}"]),
+        footer=_footer([f"{device or framework}, {dtype or 'default precision'}"]),
     )
     print(found)
     print_open(out_file)

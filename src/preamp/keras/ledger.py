@@ -64,8 +64,8 @@ class Ledger:
         """All variables."""
         return [*self.moving, self.steps, self.skipped]
 
-    def after(self, values: Sequence[Any], finite: Any, where: Where) -> tuple[list[Any], Any]:
-        """Return the values of `moving` after a step, and whether the policy gives up.
+    def after(self, values: Sequence[Any], finite: Any, where: Where) -> list[Any]:
+        """Return the values of `moving` after a step.
 
         Args:
             values: those before it: numbers, or scalars of a framework.
@@ -73,20 +73,14 @@ class Ledger:
             where: ``where(condition, yes, no)`` for such values.
         """
         state = type(self.state)(*values[: len(self.state)])
-        reading = Reading(finite)
-        after = self.policy.advance(state, reading, where)
-        starved, gives_up = values[-1], False
-        if self.policy.gives_up():
-            gives_up = self.policy.starved(state, after, reading, where)
-            after = type(state)(*[where(gives_up, a, b) for a, b in zip(state, after, strict=True)])
-            starved = where(gives_up, state.bad + 1.0, starved)
-        return [*after, state.scale, where(finite, 1.0, 0.0), starved], gives_up
+        after, starved = self.policy.advance_or_stay(state, values[-1], Reading(finite), where)
+        return [*after, state.scale, where(finite, 1.0, 0.0), starved]
 
     def advance(self, finite: Any, where: Where) -> None:
         """Move all variables on, in a program that is being compiled."""
         # The sum is a copy: what TensorFlow reads is the variable's memory, which is about to be written.
         before = [variable.value + 0.0 for variable in self.moving]
-        after, _ = self.after(before, finite, where)
+        after = self.after(before, finite, where)
         for variable, old, new in zip(self.moving, before, after, strict=True):
             if new is not old:
                 variable.assign(new)
@@ -102,15 +96,14 @@ class Ledger:
         Raises:
             Starved: if the policy was told to give up and does.
         """
-        after, gives_up = self.after([*numbers[:-1], 0.0], finite, choose)
+        after = self.after([*numbers[:-1], 0.0], finite, choose)
         for variable, old, new in zip(self.moving, numbers, after, strict=True):
             if new != old:
                 write(variable, new)
         self.steps.assign_add(1)
         if not finite:
             self.skipped.assign_add(1)
-        if gives_up:
-            self.raise_if_starved(after)
+        self.raise_if_starved(after)
 
     def raise_if_starved(self, numbers: Sequence[float]) -> None:
         """Raise what a compiled step could not, for the values of `moving` or `variables`.

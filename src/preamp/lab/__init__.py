@@ -1,15 +1,15 @@
 """Small real trainings: what the command line runs and the documentation shows.
 
-One problem per file (`autoencoder`, `classify`), one loop per framework (`torch_loop`, `keras_loop`,
-`tensorflow_loop`); `runs` puts them together, `results` puts them in rows and words. This room refuses to
-know how they are drawn.
+One problem per file (`autoencoder`, `classify`), one loop per framework (`torch_loop`, `jax_loop`,
+`keras_loop`, `tensorflow_loop`); `runs` puts them together, `results` puts them in rows and words. This room
+refuses to know how they are drawn.
 """
 
 from typing import Final, Literal, TypeAlias
 
 __all__ = ["ADAM_EPSILON", "KERAS_BACKENDS", "ZEROS_EVERY", "Framework", "Precision", "Task"]
 
-Framework: TypeAlias = Literal["torch", "keras", "tensorflow"]
+Framework: TypeAlias = Literal["torch", "jax", "keras", "tensorflow"]
 Precision: TypeAlias = Literal["float32", "float16", "bfloat16"]
 Task: TypeAlias = Literal["autoencoder", "classify"]
 

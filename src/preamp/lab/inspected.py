@@ -1,4 +1,4 @@
-"""A user's function, found by its name and run under autocast with a report."""
+"""A user's function, found by its name, and the report of what autocast casts in it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,41 @@ from preamp.errors import MissingExtra, PreampError
 __all__ = ["find_function", "inspect_function"]
 
 
-def inspect_function(target: str, device: str, dtype: str | None, *, emulate: bool) -> CastReport:
-    """Run a function in an autocast region and return what was cast.
+def inspect_function(
+    target: str, framework: str, device: str | None, dtype: str | None, *, emulate: bool
+) -> CastReport:
+    """Return what autocast casts in a function. PyTorch's is run for it, JAX's is traced.
 
     Args:
         target: "MODULE:FUNCTION", called without arguments; the module is a name or the path of a file.
-        device: the device type.
-        dtype: the name of the low precision, None for the device's default.
+        framework: "torch" or "jax".
+        device: the device type, None for the CPU; JAX's tables are the same on every device.
+        dtype: the name of the low precision, None for the framework's default.
         emulate: whether to round instead of casting.
 
     Raises:
-        PreampError: for a target that is not there.
-        MissingExtra: without PyTorch.
+        PreampError: for a target that is not there, or that JAX cannot trace.
+        MissingExtra: without the framework.
     """
+    if dtype and dtype.startswith("float8") and not emulate:
+        raise PreampError(f"--dtype {dtype} can only be rehearsed. Write --emulate as well.")
+    if framework == "torch":
+        return _run_in_torch(target, device or "cpu", dtype, emulate)
+    if device:
+        raise PreampError(
+            f"--device {device} changes nothing with --framework jax. Leave it out: JAX's casts are the same "
+            "on every device."
+        )
+    return _trace_in_jax(target, dtype, emulate)
+
+
+def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) -> CastReport:
     try:
         import torch
 
         from preamp.torch.amp import autocast, is_autocast_available
     except ImportError as error:
         raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
-    if dtype and dtype.startswith("float8") and not emulate:
-        raise PreampError(f"--dtype {dtype} can only be rehearsed. Write --emulate as well.")
     try:
         is_autocast_available(device)
     except RuntimeError as error:
@@ -45,6 +59,23 @@ def inspect_function(target: str, device: str, dtype: str | None, *, emulate: bo
     with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
         function()
     return region.report()
+
+
+def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
+    try:
+        import jax
+    except ImportError as error:
+        raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[jax]'") from error
+    from preamp.jax import casts
+
+    function = find_function(target)
+    try:
+        return casts(function, dtype=dtype or "bfloat16", emulate=emulate)
+    except jax.errors.JAXTypeError as error:
+        reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+        raise PreampError(
+            f"{target} cannot be traced: {reason}. Write a function that jax.jit can take."
+        ) from error
 
 
 def find_function(target: str) -> Callable[[], Any]:

@@ -36,6 +36,7 @@ TASKS: dict[Task, Callable[..., Problem]] = {"autoencoder": autoencoder, "classi
 # A framework is one module of this room with one class that has the methods of `Loop`.
 FRAMEWORKS: dict[Framework, tuple[str, str]] = {
     "torch": ("preamp.lab.torch_loop", "TorchLoop"),
+    "jax": ("preamp.lab.jax_loop", "JaxLoop"),
     "keras": ("preamp.lab.keras_loop", "KerasLoop"),
     "tensorflow": ("preamp.lab.tensorflow_loop", "TensorFlowLoop"),
 }
@@ -138,7 +139,7 @@ def find_loop(framework: Framework) -> Callable[..., Loop]:
 
 def _remedy(package: str | None, framework: Framework) -> str:
     """Say what to do about a package that is missing: to install it, or to have Keras run on another."""
-    usable = {"torch": (), "keras": KERAS_BACKENDS, "tensorflow": ("tensorflow",)}[framework]
+    usable = {"keras": KERAS_BACKENDS, "tensorflow": ("tensorflow",)}.get(framework, ())
     others = " or ".join(name for name in usable if name != package)
     if others and package in usable:
         return f"Keras is to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}."

@@ -83,6 +83,27 @@ class Policy(ABC, Generic[S]):
         """Return whether the policy gives up on this step instead of moving to `after`."""
         return False
 
+    def advance_or_stay(
+        self, state: S, starved: Any, reading: Reading, where: Where = choose
+    ) -> tuple[S, Any]:
+        """`advance` for programs that cannot raise: a policy that gives up stays where it is.
+
+        Args:
+            state: as for `advance`.
+            starved: at how many overflows the policy gave up before this step, 0.0 if it has not.
+            reading: as for `advance`.
+            where: as for `advance`.
+
+        Returns:
+            The state after the step, and `starved` after it.
+        """
+        after = self.advance(state, reading, where)
+        if not self.gives_up():
+            return after, starved
+        gives_up = self.starved(state, after, reading, where)
+        stayed = type(state)(*[where(gives_up, a, b) for a, b in zip(state, after, strict=True)])
+        return stayed, where(gives_up, state.bad + 1.0, starved)
+
     def step(self, state: S, reading: Reading) -> S:
         """`advance` on Python floats, for loops that run on the host.
 

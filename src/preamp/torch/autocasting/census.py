@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from preamp.casting import Rule
-from preamp.casts import CastReport, CastRow, format_bytes, format_flops
+from preamp.casts import OUTSIDE, REPEATED, CastReport, CastRow, place, repeated, stayed
 from preamp.errors import UsageError
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
@@ -40,15 +40,6 @@ UNCOUNTED = frozenset(["new_empty", "new_empty_strided", "new_zeros", "_unsafe_v
 INFINITE_BY_NATURE = frozenset(
     ["div", "log", "log10", "log1p", "log2", "logit", "reciprocal", "rsqrt", "atanh"]
 )
-OUTSIDE = "-"
-COSTLIEST = 3
-REPEATED = 2
-STAYED = {
-    "unlisted": "the table does not name it",
-    "float32": "the table says so",
-    "untouched": "the table leaves it alone",
-    "off": "autocast is off there",
-}
 
 
 class _Probing(threading.local):
@@ -159,7 +150,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the counts so far."""
         rows = [CastRow(*names, **vars(tally)) for names, tally in self._tallies.items()]  # type: ignore[arg-type]
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
-        return CastReport(rows, [*_overflowed(rows), *self._repeated(), *_stayed(rows)])
+        return CastReport(rows, [*_overflowed(rows), *self._repeated(), *stayed(rows)])
 
     def _told(self, name: str, run: Kernel) -> Kernel:
         def told(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -260,9 +251,8 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Yield what was cast more than once in one entry, costliest first."""
         self._keep_repeats()
         for source in sorted(self._repeats.values(), key=lambda one: one.bytes * one.times, reverse=True):
-            times = f"{source.times} times ({format_bytes(source.bytes)} each)"
-            places = ", ".join(map(_place, source.modules))
-            yield f"{source.what} is cast {times} {places}: {source.why}."
+            times, places = f"{source.times} times", map(place, source.modules)
+            yield repeated(source.what, times, source.bytes, places, source.why)
 
 
 class _Modules:
@@ -322,25 +312,9 @@ def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
     for row in rows:
         if row.overflows:
             yield (
-                f"{row.operator} {_place(row.module)} overflowed {row.runs} in {row.overflows:,} of "
+                f"{row.operator} {row.place} overflowed {row.runs} in {row.overflows:,} of "
                 f"{row.calls:,} calls: its inputs were finite, its results were not."
             )
-
-
-def _stayed(rows: Iterable[CastRow]) -> Iterator[str]:
-    stayed = [row for row in rows if row.inputs == row.runs == "float32" and row.operator[-1] != "_"]
-    for row in stayed[:COSTLIEST]:
-        cost = (
-            f"{format_flops(row.flops)}, {format_bytes(row.bytes_moved)}"
-            if row.flops
-            else format_bytes(row.bytes_moved)
-        )
-        why = STAYED.get(row.rule, "its inputs were float32")
-        yield f"{row.operator} {_place(row.module)} stayed in float32 ({cost}): {why}."
-
-
-def _place(module: str) -> str:
-    return "outside of modules" if module == OUTSIDE else f"in {module}"
 
 
 def _why(source: Tensor) -> str:

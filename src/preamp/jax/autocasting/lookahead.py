@@ -1,0 +1,173 @@
+"""What the rest of a program will do with a value: known before anything is rewritten.
+
+This room reads a program from its end to its beginning and says of its values which feed operators that run
+in float32, which feed nothing but operators that run in low precision, and which additions are of a bias. It
+refuses to know in which precision a value comes: that shows when the program is rewritten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from preamp.casting import Rule
+from preamp.jax.autocasting.jaxprs import hoistable, inner, is_literal
+
+__all__ = ["APART", "ARITHMETIC", "EXACT", "MOVES", "Lookahead", "Reader"]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ARITHMETIC = _names("add sub mul div neg square integer_pow sqrt abs select_n")
+"""What runs in float32 itself when its result feeds an operator that runs in float32."""
+
+REARRANGEMENTS = _names(
+    "convert_element_type copy copy_p expand_dims name reshape rev sharding_constraint squeeze stop_gradient"
+    " transpose"
+)
+MOVES = REARRANGEMENTS | _names("broadcast_in_dim concatenate dynamic_slice gather pad slice")
+"""What changes no number, so that a cast may stand before it as well as after it."""
+
+EXACT = MOVES | _names("abs clamp dynamic_update_slice max min neg reduce_max reduce_min select_n sign")
+"""What makes of numbers in a low precision numbers in the same, so that no rounding is needed after it."""
+
+APART = _names("device_put optimization_barrier sort")
+"""Primitives whose operands do not mix: each result is as precise as the operand in its place."""
+
+
+class Reader(Protocol):
+    """Who asks: what it says of primitives and of the programs they hold."""
+
+    rules: Mapping[str, Rule]
+
+    def bodies(self, equation: Any) -> Iterator[tuple[Any, int]]:
+        """Yield the programs of an equation that are rewritten with it, and where their operands begin."""
+
+    def lookahead(self, jaxpr: Any, wanted: tuple[bool, ...]) -> Lookahead:
+        """Return what is known of such a program's variables."""
+
+
+class Lookahead:
+    """What is known of the variables of an open jaxpr.
+
+    Args:
+        jaxpr: the program.
+        wanted: for each of its results, whether it is wanted in float32 where it goes.
+        reader: what is to be said of primitives, and of the programs they hold.
+
+    Attributes:
+        wants_float32: variables that an operator in float32 takes, directly or after arithmetic.
+        products: results of operators in low precision, rearranged perhaps.
+        biases: result to bias, of the additions of a product and of something smaller that was broadcast.
+    """
+
+    def __init__(self, jaxpr: Any, wanted: tuple[bool, ...], reader: Reader) -> None:
+        self.wants_float32: set[Any] = set()
+        self.products: set[Any] = set()
+        self.biases: dict[Any, Any] = {}
+        self._spread: set[Any] = set()
+        self._low: set[Any] = set()
+        self._elsewhere: set[Any] = set()
+        self._reader, self._rules = reader, reader.rules
+        for equation in jaxpr.eqns:
+            self._read_forward(equation)
+        for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True):
+            self._use(atom, float32=is_wanted)
+        for equation in reversed(jaxpr.eqns):
+            self._read_backward(equation)
+
+    def wants_low(self, atom: Any) -> bool:
+        """Tell whether operators in low precision take a variable, and nothing else does."""
+        return atom in self._low and atom not in self._elsewhere
+
+    def wanted(self, atoms: list[Any]) -> tuple[bool, ...]:
+        """Tell of variables whether they are wanted in float32."""
+        return tuple(atom in self.wants_float32 for atom in atoms)
+
+    def takers(self, equation: Any) -> dict[int, list[tuple[Lookahead, Any]]]:
+        """Return by place which variables of which programs take the operands that may be cast before."""
+        entered = self._entered(equation)
+        return {place: entered[place] for place in hoistable(equation) if place in entered}
+
+    def _use(self, atom: Any, *, low: bool = False, float32: bool = False) -> None:
+        if is_literal(atom):
+            return
+        (self._low if low else self._elsewhere).add(atom)
+        if float32:
+            self.wants_float32.add(atom)
+
+    def _read_forward(self, equation: Any) -> None:
+        name, operands, results = equation.primitive.name, equation.invars, equation.outvars
+        if self._rules.get(name) == "lower":
+            self.products.update(results)
+        elif name == "add":
+            self._note_bias(results[0], *operands)
+        elif name in MOVES:
+            self._note_move(name, operands[0], results[0])
+        else:
+            for body, _ in self._reader.bodies(equation):
+                inside = self._reader.lookahead(inner(body), (False,) * len(results)).products
+                self.products.update(
+                    result
+                    for atom, result in zip(inner(body).outvars, results, strict=True)
+                    if not is_literal(atom) and atom in inside
+                )
+
+    def _note_bias(self, result: Any, *terms: Any) -> None:
+        if not any(map(is_literal, terms)):
+            for one, other in (terms, terms[::-1]):
+                if one in self.products and other in self._spread:
+                    self.biases[result] = other
+
+    def _note_move(self, name: str, before: Any, after: Any) -> None:
+        if is_literal(before):
+            return
+        if name in REARRANGEMENTS and before in self.products:
+            self.products.add(after)
+        spreads = name in ("broadcast_in_dim", "reshape") and _spreads(before.aval.shape, after.aval.shape)
+        if spreads or (name in REARRANGEMENTS and before in self._spread):
+            self._spread.add(after)
+
+    def _read_backward(self, equation: Any) -> None:
+        name, operands = equation.primitive.name, equation.invars
+        rule = self._rules.get(name)
+        if rule in ("lower", "float32"):
+            for atom in operands:
+                self._use(atom, low=rule == "lower", float32=rule == "float32")
+        elif rule == "widest":
+            self._read_widest(name, operands, equation.outvars)
+        else:
+            self._read_others(equation)
+
+    def _read_widest(self, name: str, operands: list[Any], results: list[Any]) -> None:
+        float32 = (name in ARITHMETIC or name in MOVES) and any(map(self.wants_float32.__contains__, results))
+        low = name in MOVES and self.wants_low(results[0])
+        bias = None if float32 else self.biases.get(results[0])
+        for atom in operands:
+            smaller = low and math.prod(atom.aval.shape) <= math.prod(results[0].aval.shape)
+            self._use(atom, low=smaller or (bias is not None and atom is bias), float32=float32)
+
+    def _read_others(self, equation: Any) -> None:
+        entered = self._entered(equation)
+        outside = self.takers(equation)
+        for place, atom in enumerate(equation.invars):
+            float32 = any(taken in inside.wants_float32 for inside, taken in entered.get(place, ()))
+            low = place in outside and all(inside.wants_low(taken) for inside, taken in outside[place])
+            self._use(atom, low=low, float32=float32)
+
+    def _entered(self, equation: Any) -> dict[int, list[tuple[Lookahead, Any]]]:
+        """Return for each place of an operand what takes it inside of an equation."""
+        takers: dict[int, list[tuple[Lookahead, Any]]] = {}
+        for body, first in self._reader.bodies(equation):
+            inside = self._reader.lookahead(inner(body), self.wanted(equation.outvars))
+            for place, taken in enumerate(inner(body).invars, first):
+                takers.setdefault(place, []).append((inside, taken))
+        return takers
+
+
+def _spreads(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Tell whether an array gets more dimensions or more numbers."""
+    return math.prod(before) < math.prod(after) or 0 < len(before) < len(after)

@@ -1,0 +1,93 @@
+"""Names in tables: which primitives stand behind what users write, and which names are none.
+
+This room decides what an edited table says of each primitive. It refuses to know what a rule does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from preamp import casting
+from preamp.casting import Casting, Rule
+from preamp.errors import CastingError
+from preamp.jax.autocasting.jaxprs import PRIMITIVES, inner, subprograms
+
+__all__ = ["USER_NAMES", "check_names", "rules_of"]
+
+USER_NAMES: dict[str, str] = {
+    "Conv": "conv_general_dilated",
+    "Dense": "dot_general",
+    "Linear": "dot_general",
+    "checkpoint": "checkpoint remat2",
+    "clip": "clamp max min",
+    "conv": "conv_general_dilated",
+    "conv_transpose": "conv_general_dilated",
+    "convolve": "conv_general_dilated",
+    "dot": "dot_general",
+    "einsum": "dot_general",
+    "erfinv": "erf_inv",
+    "fori_loop": "scan while",
+    "inner": "dot_general",
+    "jit": "jit pjit",
+    "linear": "dot_general",
+    "log10": "log",
+    "logsumexp": "exp log reduce_sum",
+    "map": "scan",
+    "matmul": "dot_general",
+    "maximum": "max",
+    "mean": "reduce_sum",
+    "minimum": "min",
+    "norm": "reduce_sum",
+    "power": "pow integer_pow",
+    "prod": "reduce_prod",
+    "remat": "checkpoint remat2",
+    "sigmoid": "logistic",
+    "softmax": "exp reduce_sum",
+    "log_softmax": "exp log reduce_sum",
+    "sum": "reduce_sum",
+    "switch": "cond",
+    "tensordot": "dot_general",
+    "vdot": "dot_general",
+    "where": "select_n",
+    "while_loop": "while",
+}
+"""What users write, where it is not the name of one primitive."""
+
+NEAREST = 3
+
+
+def rules_of(table: Casting) -> dict[str, Rule]:
+    """Return the rule of every primitive that autocast's table or an edited one names."""
+    rules = casting.JAX.rules
+    for name, rule in table.rules.items():
+        rules |= dict.fromkeys(USER_NAMES.get(name, name).split(), rule)
+    return rules
+
+
+def check_names(rules: Mapping[str, Rule], jaxpr: Any) -> None:
+    """Raise unless every name with a rule is known, or a primitive of a program.
+
+    Raises:
+        CastingError: with the nearest names.
+    """
+    unknown = rules.keys() - casting.JAX.rules.keys() - PRIMITIVES
+    here = set(_primitives(jaxpr)) if unknown else set()
+    for name in sorted(unknown - here):
+        near = difflib.get_close_matches(
+            name, {*casting.JAX.rules, *PRIMITIVES, *USER_NAMES, *here}, n=NEAREST
+        )
+        raise CastingError(
+            f"{name!r} is no primitive of JAX, and none in this program. Write "
+            f"{' or '.join(map(repr, near or ['dot_general']))}; jax.make_jaxpr(fn)(*args) shows a program's "
+            "primitives."
+        )
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    """Yield the names of a program's primitives, those in nested programs included."""
+    for equation in inner(jaxpr).eqns:
+        yield equation.primitive.name
+        for nested in subprograms(equation):
+            yield from _primitives(nested)

@@ -1,0 +1,64 @@
+"""Rounding to a low precision that stays in float32, forward and backward: what `emulate=True` inserts.
+
+This room decides how a float32 number becomes one that a low precision holds. A cast down and up again would
+not do: compilers that may compute in more precision than asked for drop such a pair. It refuses to know which
+values are rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+__all__ = ["FLOAT32_EXPONENT_BITS", "ROUNDED", "rounded"]
+
+FLOAT32_EXPONENT_BITS = 8
+
+ROUNDED = Primitive("rounded")
+"""The primitive behind `rounded`: one operand, and the low precision as its parameter `dtype`."""
+
+
+def rounded(x: Array, dtype: Any) -> Array:
+    """Return what casting to a low precision and back gives, bit for bit, without leaving float32.
+
+    It counts as linear: tangents and cotangents are rounded to the same precision, as they are when a low
+    value is stored.
+
+    Args:
+        x: a float32 array of any shape.
+        dtype: float16, bfloat16, float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        A float32 array of the same shape. Beyond the range of the dtype it is infinite; NaN in float8_e4m3fn.
+    """
+    return ROUNDED.bind(x, dtype=np.dtype(dtype))  # type: ignore[no-any-return]
+
+
+def _rounded(x: Array, *, dtype: np.dtype[Any]) -> Array:
+    """Round in ways that no compiler drops: mantissas by `reduce_precision`, subnormals to whole steps."""
+    low = jnp.finfo(dtype)
+    normal = lax.reduce_precision(x, FLOAT32_EXPONENT_BITS, low.nmant)
+    if low.nexp == FLOAT32_EXPONENT_BITS:
+        return normal
+    magnitude, step = lax.abs(normal), float(low.smallest_subnormal)
+    subnormal = step * lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN)
+    beyond = normal * float(np.float32(np.inf).astype(dtype))
+    within = lax.select(magnitude > float(low.max), beyond, normal)
+    return lax.select(magnitude < float(low.tiny), subnormal, within)
+
+
+def _unchanged(aval: Any, *, dtype: np.dtype[Any]) -> Any:
+    return aval
+
+
+ROUNDED.def_impl(jax.jit(_rounded, static_argnames="dtype"))
+ROUNDED.def_abstract_eval(_unchanged)
+mlir.register_lowering(ROUNDED, mlir.lower_fun(_rounded, multiple_results=False))
+ad.deflinear(ROUNDED, lambda cotangent, *, dtype: [rounded(cotangent, dtype)])
+batching.defvectorized(ROUNDED)

@@ -1,0 +1,197 @@
+"""What each rule does with an equation.
+
+This room decides in which precision an ordinary operator runs. It refuses to know how a cast is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from jax import lax
+
+from preamp import casting
+from preamp.casting import Rule
+from preamp.errors import CastingError
+from preamp.jax.autocasting.jaxprs import literal, source_line
+from preamp.jax.autocasting.lookahead import APART, ARITHMETIC, EXACT, MOVES
+from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
+
+if TYPE_CHECKING:
+    from preamp.jax.autocasting.rewriting import Program
+
+__all__ = [
+    "Handler",
+    "as_given",
+    "as_written",
+    "convert",
+    "float32",
+    "handler_of",
+    "lower",
+    "refuse",
+    "widest",
+]
+
+Handler: TypeAlias = "Callable[[Program, Any], None]"
+
+
+def lower(program: Program, equation: Any) -> None:
+    """Run in the low precision, unless the program asks for another by name.
+
+    Emulated, every operand is rounded once more: nothing changes forward, and each cotangent is rounded
+    before it is summed with those of other uses, as when products are stored low.
+    """
+    if _asks_for_dtype(equation, program.low):
+        as_written(program, equation)
+    elif program.low.rounded:
+        values = [program.cast(value, program.low) for value in program.operands(equation)]
+        _run(program, equation, [program.rounded_again(value) for value in values], program.low)
+    else:
+        _run(program, equation, program.operands(equation), program.low)
+
+
+def float32(program: Program, equation: Any) -> None:
+    """Run in float32."""
+    _run(program, equation, program.operands(equation), FLOAT32)
+
+
+def widest(program: Program, equation: Any) -> None:
+    """Run in the widest precision among the operands, with what is known of where the result goes."""
+    values = program.operands(equation)
+    floats = [value for value in values if value.precision is not None]
+    if not floats:
+        as_written(program, equation)
+    elif equation.primitive.name in APART:
+        program.emit(equation, values, [value.precision for value in values])
+    else:
+        _run(program, equation, values, _looking_ahead(program, equation, floats))
+        if equation.primitive.name in MOVES and len(values) == 1:
+            program.keep_scalar(equation, values[0])
+
+
+def as_given(program: Program, equation: Any) -> None:
+    """Run in the precision of the operands; where they differ, in float32."""
+    values = program.operands(equation)
+    _run(program, equation, values, _widest([value for value in values if value.precision], program.low))
+
+
+def as_written(program: Program, equation: Any, params: dict[str, Any] | None = None) -> None:
+    """Run in the dtypes that the program was written with."""
+    values = [program.written(program.read(atom), atom.aval) for atom in equation.invars]
+    program.emit(equation, values, [precision_of(atom.aval) for atom in equation.outvars], params)
+
+
+def refuse(program: Program, equation: Any) -> None:
+    """Raise."""
+    name = equation.primitive.name
+    lines = [line for line in map(source_line, reversed(program.rewriter.path)) if line != "-"]
+    raise CastingError(
+        f"{name!r} is refused in this region, and {lines[0] if lines else 'the program'} uses it. "
+        f"Write autocast(fn, enabled=False) around what needs it, or table.float32({name!r})."
+    )
+
+
+def convert(program: Program, equation: Any) -> None:
+    """Cast as the program says; a cast to the same dtype follows what the value now is."""
+    (atom,), (result,) = equation.invars, equation.outvars
+    value, target = program.read(atom), precision_of(result.aval)
+    if target is None:
+        program.emit(equation, [value], [None])
+    elif value.precision is None:
+        _from_integers(program, equation, value, target)
+    else:
+        same = precision_of(atom.aval) == target
+        program.set(result, value if same else program.cast(value, target)._replace(weak=False))
+
+
+_HANDLERS: dict[Rule, Handler] = {
+    "lower": lower,
+    "float32": float32,
+    "widest": widest,
+    "untouched": as_given,
+    "refuse": refuse,
+}
+
+
+def handler_of(name: str, rule: Rule) -> Handler:
+    """Return what a rule does with a primitive.
+
+    What autocast's own table does not name may not work in other dtypes: `untouched` leaves it as written.
+    """
+    return as_written if rule == "untouched" and name not in casting.JAX else _HANDLERS[rule]
+
+
+def _run(program: Program, equation: Any, values: Sequence[Value], precision: Precision) -> None:
+    """Write an equation with all its castable operands and results in one precision."""
+    operands = [program.cast(value, precision) for value in values]
+    results = [precision if precision_of(atom.aval) else None for atom in equation.outvars]
+    params = None
+    asked = equation.params.get("preferred_element_type")
+    if asked is not None and np.dtype(asked) != precision.dtype and results[0]:
+        params = {**equation.params, "preferred_element_type": precision.dtype}
+    program.emit(equation, operands, results, params)
+    if program.low.rounded and precision == program.low and equation.primitive.name not in EXACT:
+        program.round_results(equation)
+
+
+def _asks_for_dtype(equation: Any, low: Precision) -> bool:
+    """Tell whether a product's dtype or algorithm was chosen: what its operands' dtypes do not imply."""
+    if isinstance(equation.params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return True
+    asked = equation.params.get("preferred_element_type")
+    operands = {atom.aval.dtype for atom in equation.invars if precision_of(atom.aval)}
+    implied = operands if len(operands) == 1 else {FLOAT32.dtype}
+    return asked is not None and np.dtype(asked) not in {*implied, low.name}
+
+
+def _widest(values: Sequence[Value], low: Precision) -> Precision:
+    """Return the widest precision among values; numbers in the program's text count among themselves only."""
+    strong = {value.precision for value in values if value.scalar is None and not value.weak}
+    every = strong or {value.precision for value in values}
+    if len(every) == 1:
+        return next(iter(every)) or FLOAT32
+    return low if {precision.name for precision in every if precision} == {low.name} else FLOAT32
+
+
+def _looking_ahead(program: Program, equation: Any, floats: Sequence[Value]) -> Precision:
+    """Return the widest precision among values, narrowed for casts to come and widened for sums to come."""
+    ahead, low, name, results = program.ahead, program.low, equation.primitive.name, equation.outvars
+    precision = _widest(floats, low)
+    wants_float32 = name in ARITHMETIC and not ahead.wants_float32.isdisjoint(results)
+    if precision == FLOAT32:
+        return low if not wants_float32 and _is_to_be_low(program, equation, floats) else FLOAT32
+    if wants_float32:
+        return FLOAT32
+    held = all(precision.holds(value.scalar) for value in floats if value.scalar is not None)
+    return precision if held else FLOAT32
+
+
+def _is_to_be_low(program: Program, equation: Any, floats: Sequence[Value]) -> bool:
+    """Tell whether float32 operands may be cast here: a bias, or what is only moved before a cast."""
+    result = equation.outvars[0]
+    if equation.primitive.name == "add":
+        return result in program.ahead.biases and any(value.precision == program.low for value in floats)
+    if equation.primitive.name not in MOVES or not program.ahead.wants_low(result):
+        return False
+    return all(value.scalar is None and _size(value.atom) <= _size(result) for value in floats)
+
+
+def _size(atom: Any) -> int:
+    return math.prod(atom.aval.shape)
+
+
+def _from_integers(program: Program, equation: Any, value: Value, precision: Precision) -> None:
+    """Cast integers straight to the low precision where nothing wants float32."""
+    result = equation.outvars[0]
+    if value.scalar is not None and result.aval.shape == ():
+        number = literal(np.asarray(value.scalar, precision.dtype), result.aval)
+        program.set(result, Value(number, precision, value.scalar))
+        return
+    if precision == FLOAT32 and program.ahead.wants_low(result):
+        precision = program.low
+    params = {**equation.params, "new_dtype": precision.dtype, "weak_type": False}
+    program.emit(equation, [value], [precision], params)
+    if precision.rounded:
+        program.round_results(equation)

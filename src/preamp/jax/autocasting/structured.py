@@ -1,0 +1,168 @@
+"""Primitives that hold programs: control flow, custom derivatives, rematerialisation, maps over devices.
+
+This room decides which precisions cross their borders. What a loop carries keeps the dtype it was written
+with; all else flows as it comes. It refuses to know what happens inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from preamp.jax.autocasting.jaxprs import CALLS, inner, scan_layout, wrapped_like
+from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
+from preamp.jax.autocasting.rules import Handler, as_written, convert
+
+if TYPE_CHECKING:
+    from preamp.jax.autocasting.rewriting import Program
+
+__all__ = ["STRUCTURED"]
+
+
+def _call(program: Program, equation: Any) -> None:
+    """Enter a program that runs on the operands as they are."""
+    key = CALLS[equation.primitive.name]
+    values = _hoisted(program, equation)
+    inside = program.rewriter.program(equation.params[key], values, _wanted(program, equation))
+    new, precisions = inside.finish()
+    program.emit(equation, values, precisions, {**equation.params, key: new})
+
+
+def _jit(program: Program, equation: Any) -> None:
+    """Enter a jitted program; without a jit around, write its equations here unless it places arrays."""
+    params = equation.params
+    placed = any(
+        isinstance(it, jax.sharding.Sharding) for it in (*params["in_shardings"], *params["out_shardings"])
+    )
+    if program.settings.flat and not placed and not getattr(params["jaxpr"], "consts", ()):
+        program.splice(equation, params["jaxpr"], program.operands(equation))
+    else:
+        _call(program, equation)
+
+
+def _scan(program: Program, equation: Any) -> None:
+    """Enter a loop: constants, slices and stacked results flow, what is carried keeps its dtype."""
+    constants, carried = scan_layout(equation.params)
+    values = _hoisted(program, equation)
+    for place in range(constants, constants + carried):
+        values[place] = _fixed(program, values[place], equation.invars[place])
+    body = equation.params["jaxpr"]
+    inside = program.rewriter.program(body, values, _wanted(program, equation))
+    kept = [precision_of(atom.aval) for atom in inner(body).outvars[:carried]]
+    new, precisions = inside.finish(kept + [None] * (len(equation.outvars) - carried))
+    program.emit(equation, values, precisions, {**equation.params, "jaxpr": new})
+
+
+def _loop(program: Program, equation: Any) -> None:
+    """Enter a while loop: constants flow, what is carried keeps its dtype."""
+    params, values = equation.params, _hoisted(program, equation)
+    cond, body = params["cond_nconsts"], params["body_nconsts"]
+    carried = [
+        _fixed(program, value, atom)
+        for value, atom in zip(values[cond + body :], equation.invars[cond + body :], strict=True)
+    ]
+    values[cond + body :] = carried
+    condition = program.rewriter.program(params["cond_jaxpr"], values[:cond] + carried, (False,))
+    inside = program.rewriter.program(params["body_jaxpr"], values[cond:], _wanted(program, equation))
+    new, precisions = inside.finish([precision_of(atom.aval) for atom in equation.outvars])
+    program.emit(
+        equation, values, precisions, {**params, "cond_jaxpr": condition.finish()[0], "body_jaxpr": new}
+    )
+
+
+def _branch(program: Program, equation: Any) -> None:
+    """Enter branches: a result in which they differ keeps its dtype."""
+    values, wanted = _hoisted(program, equation), _wanted(program, equation)
+    inside = [program.rewriter.program(it, values[1:], wanted) for it in equation.params["branches"]]
+    results = zip(*(it.finish()[1] for it in inside), strict=True)
+    joined = [
+        each[0] if len(set(each)) == 1 else precision_of(atom.aval)
+        for each, atom in zip(results, equation.outvars, strict=True)
+    ]
+    branches = tuple(it.finish(joined)[0] for it in inside)
+    program.emit(equation, values, joined, {**equation.params, "branches": branches})
+
+
+def _custom_jvp(program: Program, equation: Any) -> None:
+    """Enter a function with its own forward derivative: both run on what comes."""
+    params, values = equation.params, _hoisted(program, equation)
+    inside = program.rewriter.program(params["call_jaxpr"], values, _wanted(program, equation))
+    new, results = inside.finish()
+    rule, primals = params["jvp_jaxpr_fun"], [value.precision for value in values[params["num_consts"] :]]
+
+    def rewritten(*zeros: bool) -> tuple[Any, Any, Sequence[bool]]:
+        jaxpr, constants, zero_results = rule.call_wrapped(*zeros)
+        given = [precision for precision, zero in zip(primals, zeros, strict=True) if not zero]
+        gives = [precision for precision, zero in zip(results, zero_results, strict=True) if not zero]
+        within = _on(program, jaxpr, [*primals, *given])
+        return within.finish([*results, *gives])[0], constants, zero_results
+
+    params = {**params, "call_jaxpr": new, "jvp_jaxpr_fun": wrapped_like(rewritten, rule)}
+    program.emit(equation, values, results, params)
+
+
+def _custom_vjp(program: Program, equation: Any) -> None:
+    """Enter a function with its own backward derivative, which sees the dtypes it was written for."""
+    params = dict(equation.params)
+    key = "call_jaxpr" if "call_jaxpr" in params else "fun_jaxpr"
+    forward = params["fwd_jaxpr_thunk"]
+
+    def rewritten(*zeros: bool) -> tuple[Any, ...]:
+        jaxpr, *rest = forward.call_wrapped(*zeros) if hasattr(forward, "call_wrapped") else forward(*zeros)
+        return _as_signed(program, jaxpr), *rest
+
+    params[key] = _as_signed(program, params[key])
+    params["fwd_jaxpr_thunk"] = wrapped_like(rewritten, forward)
+    as_written(program, equation, params)
+
+
+def _wanted(program: Program, equation: Any) -> tuple[bool, ...]:
+    return program.ahead.wanted(equation.outvars)
+
+
+def _hoisted(program: Program, equation: Any) -> list[Value]:
+    """Return the operands; those that every held program only casts down are cast before it."""
+    values = program.operands(equation)
+    for place, takers in program.ahead.takers(equation).items():
+        value = values[place]
+        if (
+            value.precision == FLOAT32
+            and value.scalar is None
+            and all(it.wants_low(atom) for it, atom in takers)
+        ):
+            values[place] = program.cast(value, program.low)
+    return values
+
+
+def _fixed(program: Program, value: Value, atom: Any) -> Value:
+    """Return a value that a loop carries: in its dtype, and another one in every round."""
+    return program.written(value, atom.aval)._replace(scalar=None, weak=False)
+
+
+def _on(program: Program, jaxpr: Any, precisions: Sequence[Precision | None]) -> Program:
+    values = [Value(None, precision) for precision in precisions]
+    return program.rewriter.program(jaxpr, values, (False,) * len(inner(jaxpr).outvars))
+
+
+def _as_signed(program: Program, jaxpr: Any) -> Any:
+    """Return a program rewritten inside, with operands and results in the dtypes it was written with."""
+    old = inner(jaxpr)
+    inside = _on(program, jaxpr, [precision_of(atom.aval) for atom in old.invars])
+    return inside.finish([precision_of(atom.aval) for atom in old.outvars])[0]
+
+
+STRUCTURED: dict[str, Handler] = {
+    **dict.fromkeys(CALLS, _call),
+    "jit": _jit,
+    "pjit": _jit,
+    "scan": _scan,
+    "while": _loop,
+    "cond": _branch,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "custom_vjp_call_jaxpr": _custom_vjp,
+    "convert_element_type": convert,
+}
+"""What is done with equations that need more than a rule."""

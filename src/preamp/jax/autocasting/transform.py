@@ -1,0 +1,244 @@
+"""`autocast(fn)`: what a user calls.
+
+This room decides what of a call is traced, where the rewritten program runs, and how a region is told from
+another one. It refuses to know how a program is rewritten.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from preamp.casting import DEFAULT, Casting
+from preamp.errors import CastingError, UsageError
+from preamp.jax.autocasting import jaxprs
+from preamp.jax.autocasting.names import check_names, rules_of
+from preamp.jax.autocasting.precision import Value, precision_of
+from preamp.jax.autocasting.rewriting import Rewriter, Settings
+
+__all__ = ["autocast", "is_traced", "region", "rewrite", "rewritten"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LOW = ("float16", "bfloat16")
+EMULATED = (*LOW, "float8_e4m3fn", "float8_e5m2")
+ALIASES = {"float8_e4m3": "float8_e4m3fn", "half": "float16"}
+OFF = jaxprs.REGION + "off"
+
+
+@overload
+def autocast(
+    fn: F, dtype: Any = ..., *, casting: Casting | None = ..., enabled: bool = ..., emulate: bool = ...
+) -> F: ...
+@overload
+def autocast(
+    fn: None = ...,
+    dtype: Any = ...,
+    *,
+    casting: Casting | None = ...,
+    enabled: bool = ...,
+    emulate: bool = ...,
+) -> Callable[[F], F]: ...
+def autocast(
+    fn: Any = None,
+    dtype: Any = jnp.bfloat16,
+    *,
+    casting: Casting | None = None,
+    enabled: bool = True,
+    emulate: bool = False,
+) -> Any:
+    """Return a function that computes what `fn` does with every operator in the precision of its rule.
+
+    Products and convolutions run in the low precision, exponentials, logarithms, powers and sums in float32,
+    everything else in the widest precision it is given (`casting.JAX`). Results come in the precision they
+    have. Arithmetic that feeds operators in float32 runs in float32 itself, a bias added to a product stays
+    low where it is broadcast (so put `vmap` inside), and numbers in the program's text widen nothing unless
+    the low precision cannot hold them.
+
+    It composes with JAX's transformations on either side. Where regions nest, an inner one with other
+    settings keeps its own. Every call traces `fn`: put `jax.jit` around.
+
+    >>> import jax.numpy as jnp
+    >>> @autocast(dtype=jnp.bfloat16)
+    ... def layer(x, w):
+    ...     return jnp.tanh(x @ w)
+    >>> layer(jnp.ones((2, 3)), jnp.ones((3, 2))).dtype
+    dtype(bfloat16)
+
+    Args:
+        fn: any function that `jax.jit` could take. Arrays in its arguments are traced; everything else,
+            Python numbers included, it is given as it is.
+        dtype: the low precision, float16 or bfloat16; with `emulate`, float8_e4m3fn or float8_e5m2 as well.
+        casting: an edited table of primitives, such as `casting.DEFAULT.float32("dot_general")`.
+        enabled: False keeps `fn` as it was written inside of other regions.
+        emulate: round to `dtype` but compute and keep everything in float32.
+
+    Returns:
+        The function; without `fn`, a decorator.
+
+    Raises:
+        CastingError: for another dtype, and when called, for a name in `casting` that is no primitive, with
+            the nearest names, and for a primitive that the table refuses.
+    """
+    settings = region(dtype, casting, emulate)
+    if fn is None:
+        return _Decorator(dtype, casting=casting, enabled=enabled, emulate=emulate)
+    _check_function(fn)
+
+    @functools.wraps(fn, updated=())
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        if not enabled:
+            with jax.named_scope(OFF):
+                return fn(*args, **kwargs)
+        call = _traced(fn, args, kwargs)
+        known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
+        jaxpr = rewrite(call.jaxpr, replace(settings, flat=known))
+        with jax.named_scope(settings.name):
+            return call.returned(jaxprs.evaluated(jaxpr, call.arrays))
+
+    return cast
+
+
+class _Decorator(functools.partial[Any]):
+    """`autocast` with its settings, waiting for the function."""
+
+    def __new__(cls, dtype: Any, **settings: Any) -> _Decorator:
+        return super().__new__(cls, autocast, dtype=dtype, **settings)
+
+    def __enter__(self) -> None:
+        raise UsageError(
+            "autocast is no context in JAX: it has to see a function. Write autocast(fn, "
+            f"dtype={_name(self.keywords['dtype'])!r})(...), or decorate fn."
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never reached."""
+
+
+def _check_function(fn: Any) -> None:
+    """Raise for a dtype or an array where the function goes."""
+    if (
+        isinstance(fn, str | np.dtype)
+        or (isinstance(fn, type) and issubclass(fn, np.generic))
+        or _is_scalar_type(fn)
+    ):
+        raise CastingError(
+            f"{_name(fn)} stands where a function goes. Write autocast(fn, dtype={_name(fn)!r})."
+        )
+    if not callable(fn):
+        raise CastingError(
+            f"A {type(fn).__name__} is no function. Write autocast(fn)(...) with what computes it."
+        )
+
+
+def _is_scalar_type(fn: Any) -> bool:
+    """Tell whether this is one of `jnp.float16` and the like, which are callable."""
+    return isinstance(fn, type(jnp.float16))
+
+
+def region(dtype: Any, table: Casting | None, emulate: bool) -> Settings:
+    """Return what a region with these arguments does.
+
+    Raises:
+        CastingError: for a dtype that cannot be the low one, or a table that is none.
+    """
+    if not isinstance(table, Casting | None):
+        raise CastingError(f"casting={table!r} is no table. Write casting=casting.DEFAULT.lower('exp').")
+    low, rules = _low(dtype, emulate), rules_of(table or DEFAULT)
+    edits = f"_{zlib.crc32(repr(sorted(rules.items())).encode()):08x}" if table and table.rules else ""
+    return Settings(low, rules, emulate, f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}")
+
+
+def rewritten(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], settings: Settings) -> Any:
+    """Return the closed jaxpr of a function in a region; `jax.ShapeDtypeStruct`s may stand for arrays."""
+    return rewrite(_traced(fn, args, kwargs).jaxpr, settings)
+
+
+def rewrite(jaxpr: Any, settings: Settings) -> Any:
+    """Return a closed jaxpr as it is in a region.
+
+    Raises:
+        CastingError: for a rule of a primitive that does not exist, and for one that is refused.
+    """
+    check_names(settings.rules, jaxpr)
+    values = [Value(atom, precision_of(atom.aval)) for atom in jaxpr.jaxpr.invars]
+    wanted = (False,) * len(jaxpr.jaxpr.outvars)
+    return Rewriter(settings).program(jaxpr, values, wanted).finish()[0]
+
+
+class _Call(NamedTuple):
+    """A traced call.
+
+    Attributes:
+        jaxpr: what it computes, closed.
+        arrays: what it computes it of.
+        returned: from the arrays that it gives to what the function returned.
+    """
+
+    jaxpr: Any
+    arrays: list[Any]
+    returned: Callable[[Sequence[Any]], Any]
+
+
+def _traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
+    """Trace a call: arrays become variables, everything else stays what it is."""
+    arrays, rebuild = _split((tuple(args), kwargs))
+    returned: list[Callable[[Sequence[Any]], Any]] = []
+
+    @functools.wraps(fn, updated=())
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = rebuild(arrays)
+        results, back = _split(fn(*args, **kwargs))
+        returned.append(back)
+        return results
+
+    return _Call(jax.make_jaxpr(flat)(*arrays), arrays, returned[-1])
+
+
+def _split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return a tree's arrays, and what puts others in their places."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if is_traced(leaf)]
+
+    def rebuild(arrays: Sequence[Any]) -> Any:
+        filled = dict(zip(places, arrays, strict=True))
+        return jax.tree.unflatten(structure, [filled.get(*pair) for pair in enumerate(leaves)])
+
+    return [leaves[place] for place in places], rebuild
+
+
+def is_traced(leaf: Any) -> bool:
+    """Tell whether a leaf is an array that JAX can trace."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype != jax.dtypes.float0 and leaf.dtype.kind not in "OSUMm"
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__")
+
+
+def _low(dtype: Any, emulate: bool) -> np.dtype[Any]:
+    """Return a region's low precision."""
+    name = _name(dtype)
+    if name in (EMULATED if emulate else LOW):
+        low: np.dtype[Any] = np.dtype(getattr(jnp, name))
+        return low
+    if name in EMULATED:
+        raise CastingError(
+            f"{name} has no products on most devices. Write autocast(dtype={name!r}, emulate=True)."
+        )
+    allowed = " or ".join(f"dtype={each!r}" for each in (EMULATED if emulate else LOW))
+    raise CastingError(f"{dtype!r} is no low precision that autocast knows. Write {allowed}.")
+
+
+def _name(dtype: Any) -> str:
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "dtype", dtype)
+    try:
+        name = name if isinstance(name, str) else np.dtype(name).name
+    except TypeError:
+        name = repr(dtype)
+    return ALIASES.get(name, name)

@@ -1,0 +1,55 @@
+"""Mapped axes, those of `shard_map`, `pmap` and `vmap`: what differs along them is summed or averaged.
+
+This room knows what JAX tracks of a value inside `shard_map`. It refuses to know what a value is for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+__all__ = ["mean", "names_of", "sum_over", "tracked", "varying"]
+
+
+def names_of(axis_name: Hashable) -> tuple[Hashable, ...]:
+    """Return the names in an `axis_name` argument: None, one name, or a tuple of them."""
+    if axis_name is None:
+        return ()
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def varying(value: Any) -> frozenset[Hashable]:
+    """Return the axes along which `shard_map` knows a value to differ. Unchecked, it knows of none."""
+    kind: Any = jax.typeof(value)
+    axes: Any = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # below and from JAX 0.10
+    return frozenset(axes)
+
+
+def tracked(names: Sequence[Hashable]) -> bool:
+    """Return whether it is known along which axes values differ: in `shard_map` with its checks."""
+    return bool(names) and bool(varying(lax.axis_index(names[0])))
+
+
+def sum_over(names: Sequence[Hashable], totals: Sequence[Any]) -> Any:
+    """Return the sum of scalars and of what other devices have. What is known to be equal counts once."""
+    known, groups = tracked(names), defaultdict(list)
+    for total in totals:
+        mine = tuple(name for name in names if not known or name in varying(total))
+        groups[mine].append(total)
+    return sum(lax.psum(sum(group), over) if over else sum(group) for over, group in groups.items())
+
+
+def mean(names: Sequence[Hashable], gradient: Any) -> Any:
+    """Return the gradient of the mean loss over devices, of each device's gradient.
+
+    Where axes are tracked the loss itself has been averaged: JAX has then divided each share already, and
+    has summed those of what is equal on all devices.
+    """
+    if not tracked(names):
+        return lax.pmean(gradient, tuple(names))
+    mine = tuple(name for name in names if name in varying(gradient))
+    return lax.psum(gradient, mine) if mine else gradient

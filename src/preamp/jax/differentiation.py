@@ -1,0 +1,156 @@
+"""Gradients of a scaled loss, though no loss is ever multiplied.
+
+The scale enters as the seed of the vector-Jacobian product. So the loss cannot overflow, and its value needs
+no unscaling. This room differentiates. It refuses to know what becomes of gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from preamp.errors import UsageError
+from preamp.jax import axes, gradients
+from preamp.jax.loss_scale import LossScale
+from preamp.jax.transformation import find
+from preamp.policy import Reading
+
+__all__ = ["scaled_value_and_grad", "value_and_grad"]
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    axis_name: Hashable = None,
+) -> Callable[..., Any]:
+    """Return a function like that of `jax.value_and_grad`, which takes a loss scale before all arguments.
+
+    It returns the value, or (value, aux); the gradients, unscaled, float32 where they were shorter; and a
+    `Reading`, for `LossScale.advance`.
+
+    Args:
+        loss_fn: returns a floating scalar, or a pair of it and anything.
+        argnums: which arguments to differentiate with respect to.
+        has_aux: whether `loss_fn` returns a pair.
+        axis_name: the mapped axis, or a tuple of them, over which value and gradients are averaged.
+
+    Raises:
+        UsageError: for a function, arguments or a loss that cannot be differentiated.
+
+    >>> import jax.numpy as jnp
+    >>> from preamp.jax import LossScale
+    >>> value, gradient, reading = value_and_grad(jnp.square)(LossScale(), jnp.float32(3.0))
+    >>> float(value), float(gradient), bool(reading.finite)
+    (9.0, 6.0, True)
+    """
+    differentiate = scaled_value_and_grad(loss_fn, argnums, has_aux, axis_name)
+
+    def call(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
+        value, scaled = differentiate(loss_scale, *args, **kwargs)
+        seen = gradients.look(scaled, _scale_in(loss_scale))
+        return value, gradients.multiplied(scaled, seen.inverse), Reading(seen.finite)
+
+    return call
+
+
+def scaled_value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    axis_name: Hashable = None,
+) -> Callable[..., Any]:
+    """Return a function that returns the value, or (value, aux), and the gradients, still scaled.
+
+    That is what `apply_gradients` and the `update` of `loss_scaled` take. The first argument is a `LossScale`
+    or the state of an optimizer made with `loss_scaled`; the others are those of `loss_fn`.
+
+    The arguments and errors are those of `value_and_grad`.
+    """
+    if not callable(loss_fn):
+        raise UsageError(f"{loss_fn!r} cannot be called. Write value_and_grad(loss_fn)(loss_scale, params).")
+    numbers = _numbers(argnums)
+    names = axes.names_of(axis_name)
+
+    def call(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = _scale_in(loss_scale)
+        _check_range(numbers, len(args))
+
+        def loss_of(*chosen: Any) -> tuple[Any, Any]:
+            filled = list(args)
+            for number, argument in zip(numbers, chosen, strict=True):
+                filled[number] = argument
+            loss, aux = _parts(loss_fn(*filled, **kwargs), has_aux)
+            return lax.pmean(loss, names) if axes.tracked(names) else loss, aux
+
+        value, pull_back, aux = jax.vjp(loss_of, *[args[number] for number in numbers], has_aux=True)
+        scaled = _pulled_back(pull_back, value, scale)
+        if names:
+            value = lax.pmean(gradients.wide(value), names)
+            scaled = gradients.each(lambda leaf: axes.mean(names, leaf), gradients.wide(scaled))
+        return (value, aux) if has_aux else value, scaled[0] if isinstance(argnums, int) else scaled
+
+    return call
+
+
+def _pulled_back(pull_back: Callable[[Any], Any], value: Any, scale: Any) -> Any:
+    """Return gradients times the scale, as much of it through the network as the loss's dtype can hold."""
+    dtype = value.dtype
+    if jnp.finfo(dtype).bits >= 32:
+        return pull_back(_as_seed(scale.astype(dtype), value))
+    limits = jnp.finfo(dtype)
+    seed = jnp.clip(scale, float(limits.smallest_normal), 2.0 ** (limits.maxexp - 1)).astype(dtype)
+    return gradients.multiplied(pull_back(_as_seed(seed, value)), scale / seed.astype(scale.dtype))
+
+
+def _as_seed(number: Any, value: Any) -> Any:
+    """Return the number as what `vjp` takes for a value: varying along the same axes in `shard_map`."""
+    return jnp.where(value == value, number, number)
+
+
+def _scale_in(loss_scale: Any) -> Any:
+    if isinstance(loss_scale, LossScale):
+        return loss_scale.loss_scale
+    return find(loss_scale).policy_state.scale
+
+
+def _numbers(argnums: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else [argnums]))
+    except TypeError:
+        raise UsageError(
+            f"argnums={argnums!r} is not a number of an argument, nor a sequence of them. Write argnums=0."
+        ) from None
+
+
+def _check_range(numbers: tuple[int, ...], count: int) -> None:
+    for number in numbers:
+        if not -count <= number < count:
+            raise UsageError(
+                f"argnums={number} names no argument: {count} came after the loss scale, by position. "
+                "Write argnums=0 for the first of them."
+            )
+
+
+def _parts(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Return the loss and aux, for what the loss function returned."""
+    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+        raise UsageError(
+            f"has_aux=True, but the loss function returned a {type(result).__name__}. Write return loss, aux."
+        )
+    loss, aux = result if has_aux else (result, None)
+    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float) or jnp.shape(loss):
+        kind = type(loss).__name__ + (f" of shape {loss.shape}" if hasattr(loss, "shape") else "")
+        raise UsageError(f"the loss is a {kind}, not a scalar. Write return jnp.mean(loss), or has_aux=True.")
+    loss = jnp.asarray(loss)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise UsageError(
+            f"the loss is of dtype {loss.dtype}, which has no gradient. Write a floating one, as loss.real."
+        )
+    return loss, aux

@@ -1,0 +1,136 @@
+"""A loss scale as a value: a policy and its state, which JAX transforms, compiles and saves like any tree.
+
+This room moves the scale. It refuses to know gradients of what, and who applies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from preamp.errors import UsageError
+from preamp.jax.gradients import multiplied
+from preamp.loss_scale_arguments import given_policy
+from preamp.policy import Dynamic, Policy, Reading
+
+__all__ = ["LossScale", "read", "start_of", "where"]
+
+
+@dataclass(frozen=True, eq=False)
+class LossScale:
+    """A policy and where it stands: a tree whose leaves are float32 scalars. The policy is static.
+
+    Args:
+        policy: the rule; any policy or dialect of preamp.
+        state: the policy's state, to go on from. None: as the policy starts.
+        starved: at how many overflows the policy gave up, 0 if it has not.
+
+    Raises:
+        PolicyError: for what is no policy.
+
+    >>> scale = LossScale(Dynamic(init_scale=8.0, growth_interval=1))
+    >>> float(scale.loss_scale), float(scale.advance(True).loss_scale), float(scale.advance(False).loss_scale)
+    (8.0, 16.0, 4.0)
+    """
+
+    policy: Policy[Any] = field(default_factory=Dynamic)
+    state: Any = None
+    starved: Any = None
+
+    def __post_init__(self) -> None:
+        policy = given_policy(self.policy, {})
+        state = start_of(policy) if self.state is None else self.state
+        starved = jnp.zeros((), jnp.float32) if self.starved is None else self.starved
+        self._set(policy, state, starved)
+
+    @property
+    def loss_scale(self) -> Any:
+        """What the next loss is scaled by, a float32 scalar."""
+        return self.state.scale
+
+    def scale(self, tree: Any) -> Any:
+        """Return a tree times the scale; float16 and bfloat16 become float32, which can hold it."""
+        return multiplied(tree, self.loss_scale)
+
+    def unscale(self, tree: Any) -> Any:
+        """Return a tree divided by the scale; float16 and bfloat16 become float32."""
+        return multiplied(tree, 1.0 / self.loss_scale)
+
+    def advance(self, reading: Any) -> LossScale:
+        """Return the loss scale of the next step.
+
+        A policy that gives up stays where it is: what is compiled cannot raise. `check_starved` does.
+
+        Args:
+            reading: a `Reading`, or whether the gradients were finite.
+        """
+        if not isinstance(reading, Reading):
+            reading = Reading(jnp.asarray(reading))
+        state, starved = self.policy.advance_or_stay(self.state, self.starved, reading, where)
+        return replace(self, state=state, starved=starved)
+
+    def check_starved(self) -> None:
+        """Raise if the policy has given up.
+
+        Raises:
+            Starved: if it has.
+            UsageError: inside a function that JAX transforms.
+        """
+        scale, overflows = read([self.loss_scale, self.starved])
+        if overflows:
+            raise self.policy.starvation(scale, int(overflows))
+
+    def _set(self, policy: Any, state: Any, starved: Any) -> None:
+        for name, value in (("policy", policy), ("state", state), ("starved", starved)):
+            object.__setattr__(self, name, value)
+
+
+def start_of(policy: Policy[Any]) -> Any:
+    """Return the policy's first state as float32 scalars."""
+    return jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), policy.start())
+
+
+def where(condition: Any, yes: Any, no: Any) -> Any:
+    """Choose. Of two Python numbers no weakly typed one: for it the next step would be compiled anew."""
+    chosen = jnp.where(condition, yes, no)
+    return chosen.astype(chosen.dtype)
+
+
+def read(scalars: Sequence[Any]) -> list[float]:
+    """Read scalars to the host, all of them at once.
+
+    Raises:
+        UsageError: inside a function that JAX transforms, and for the scalars of several trainings at once.
+    """
+    if any(isinstance(scalar, jax.core.Tracer) for scalar in scalars):
+        raise UsageError(
+            "what a step came to is read to the host, which no function can do while JAX transforms it. "
+            "Ask for it outside, after the step."
+        )
+    values = jax.device_get(list(scalars))
+    shape = jnp.shape(values[0])
+    if shape:
+        raise UsageError(
+            f"the loss scale is an array of shape {shape}: that of several devices or trainings. "
+            "Write jax.tree.map(lambda x: x[0], state) for the first of them."
+        )
+    return [float(value) for value in values]
+
+
+def _flatten(scale: LossScale) -> tuple[list[tuple[Any, Any]], Policy[Any]]:
+    names = ("state", "starved")
+    return [(jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in names], scale.policy
+
+
+def _unflatten(policy: Policy[Any], children: Iterable[Any]) -> LossScale:
+    """Take what JAX puts in the place of leaves as it is: it need not be numbers."""
+    scale = object.__new__(LossScale)
+    scale._set(policy, *children)
+    return scale
+
+
+jax.tree_util.register_pytree_with_keys(LossScale, _flatten, _unflatten)

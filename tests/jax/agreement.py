@@ -1,0 +1,203 @@
+"""How programs are run every way there is, with autocast and without, and what is compared.
+
+This file knows how to call any program and how to find its products. It refuses to know a rule of autocast.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property, partial
+from itertools import chain
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from preamp.jax import autocast
+
+from . import library_programs, structured_programs  # noqa: F401  # they fill PROGRAMS
+from .programs import PROGRAMS, Program
+
+__all__ = ["FLOATS", "Run", "off_by", "run"]
+
+PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+COMPILED = re.compile(
+    r"(?:stablehlo\.dot_general|stablehlo\.convolution|chlo\.ragged_dot).* : \(tensor<([^>]*)>"
+)
+FLOATS = {"float16", "bfloat16", "float32"}
+NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+
+
+def width(program: Program) -> Any:
+    """Return the context that a program is run in: of 64 bits where it has them."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(program.x64)
+    from jax.experimental import enable_x64
+
+    return enable_x64(program.x64)
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def is_float(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
+
+
+class Run:
+    """A program as a function of two lists of arrays: its floats, and the others.
+
+    Args:
+        program: a program.
+        transformation: what is put around its function.
+    """
+
+    def __init__(
+        self, program: Program, transformation: Callable[..., Any] = lambda function: function
+    ) -> None:
+        self.program = program
+        self.leaves, self.tree = jax.tree.flatten((program.arguments, program.options or {}))
+        self.floats = [leaf for leaf in self.leaves if is_float(leaf)]
+        self.others = [leaf for leaf in self.leaves if is_array(leaf) and not is_float(leaf)]
+        self.function = program.under(transformation)
+        self.traces: dict[str, Any] = {}
+
+    def whole(self, floats: Any, others: Any) -> Any:
+        """Return what the function returns."""
+        floats, others = iter(floats), iter(others)
+        leaves = [
+            next(floats) if is_float(leaf) else next(others) if is_array(leaf) else leaf
+            for leaf in self.leaves
+        ]
+        arguments, options = jax.tree.unflatten(self.tree, leaves)
+        return self.function(*arguments, **options)
+
+    def forward(self, floats: Any, others: Any) -> Any:
+        """Return the arrays that the function returns."""
+        return [leaf for leaf in jax.tree.leaves(self.whole(floats, others)) if is_array(leaf)]
+
+    def grad(self, floats: Any, others: Any) -> Any:
+        return jax.grad(lambda floats: weighed(self.forward(floats, others)))(floats)
+
+    def grad_of_jit(self, floats: Any, others: Any) -> Any:
+        return jax.grad(lambda floats: weighed(jax.jit(self.forward)(floats, others)))(floats)
+
+    def vmap(self, floats: Any, others: Any) -> Any:
+        both = [jnp.stack([leaf, leaf / 2]) for leaf in floats]
+        return jax.vmap(self.forward, (0, None))(both, others)
+
+    @property
+    def ways(self) -> list[Callable[..., Any]]:
+        gradients = [self.grad, self.grad_of_jit] if self.program.differentiable else []
+        return [self.forward, *gradients, *([self.vmap] if self.program.mapped else [])]
+
+    @cached_property
+    def jitted(self) -> dict[str, list[Any]]:
+        """The results of every way, from one compiled program."""
+        run = jax.jit(lambda *inputs: [way(*inputs) for way in self.ways])
+        with width(self.program):
+            return dict(zip([way.__name__ for way in self.ways], run(self.floats, self.others), strict=True))
+
+    @cached_property
+    def eager(self) -> dict[str, list[Any]]:
+        """The results operator by operator, and of the gradient as well."""
+        ways = [way for way in self.ways if way.__name__ in ("forward", "grad")]
+        with width(self.program):
+            return {way.__name__: way(self.floats, self.others) for way in ways}
+
+    def trace(self, way: str) -> Any:
+        if way not in self.traces:
+            with width(self.program):
+                self.traces[way] = jax.jit(getattr(self, way)).trace(self.floats, self.others)
+        return self.traces[way]
+
+    def traced(self, way: str) -> Counter[str]:
+        """Count products by the dtype of their first input, in the jaxpr and in every jaxpr inside."""
+        return Counter(dtypes(self.trace(way).jaxpr.jaxpr))
+
+    def lowered(self, way: str) -> Counter[str]:
+        """Count products by the dtype of their first input, in the program that XLA is given."""
+        with width(self.program):
+            shapes = COMPILED.findall(self.trace(way).lower().as_text())
+        return Counter(NAMES.get(dtype := shape.split("x")[-1], dtype) for shape in shapes)
+
+
+@cache
+def run(name: str, low: Any = None) -> Run:
+    """Return a program under autocast; as it is where there is no dtype."""
+    return Run(PROGRAMS[name], partial(autocast, dtype=low)) if low else Run(PROGRAMS[name])
+
+
+@jax.jit
+def weighed(results: list[Any]) -> Any:
+    """Return one number that depends on every result differently."""
+    split = ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,) for leaf in results)
+    wide = [
+        part.astype(jnp.promote_types(part.dtype, jnp.float32)) for part in chain(*split) if is_float(part)
+    ]
+    return sum((part.ravel() * weights(part)).sum() for part in wide)
+
+
+def weights(part: Any) -> Any:
+    return (0.5 + np.arange(part.size) * 0.618 % 1).astype(part.dtype)
+
+
+def dtypes(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in PRODUCTS:
+            yield equation.invars[0].aval.dtype.name
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                yield from dtypes(getattr(value, "jaxpr", value))
+
+
+def is_jaxpr(value: Any) -> bool:
+    return isinstance(value, jex.Jaxpr | jex.ClosedJaxpr)
+
+
+def off_by(results: list[Any], expected: list[Any], low: Any, together: bool = False) -> float:
+    """Return the largest error, in roundings to `low` of the largest number that was expected.
+
+    Args:
+        results: arrays.
+        expected: arrays of the same shapes and dtypes, though floats of 32 bits may be low in `results`.
+            Integers, booleans and keys must be equal, and what is not finite must be so in both.
+        low: a dtype.
+        together: whether the largest number is that of all arrays, not of each, as for gradients: one that
+            should be zero comes out as the rounding of larger ones.
+    """
+    sizes = [largest(each) for each in expected]
+    sizes = [max(sizes, default=0.0)] * len(sizes) if together else sizes
+    errors = map(error, results, expected, [low] * len(sizes))
+    return max(
+        (e / (s * float(jnp.finfo(low).eps)) for e, s in zip(errors, sizes, strict=True) if e), default=0.0
+    )
+
+
+def numbers(array: Any) -> Any:
+    """Return an array as NumPy's, in the widest dtype of its kind."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(array))
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return np.asarray(array).astype(np.float64)
+    return np.asarray(array)
+
+
+def largest(array: Any) -> float:
+    values = numbers(array)
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+
+
+def error(result: Any, expected: Any, low: Any) -> float:
+    assert result.dtype == expected.dtype or (result.dtype == low and expected.dtype.name in FLOATS)
+    assert result.shape == expected.shape
+    exact = not jnp.issubdtype(expected.dtype, jnp.inexact)
+    result, expected = numbers(result), numbers(expected)
+    finite = np.zeros(result.shape, bool) if exact else np.isfinite(expected)
+    assert (result[~finite] == expected[~finite]).all()
+    return float(np.abs(result[finite] - expected[finite]).max(initial=0.0))

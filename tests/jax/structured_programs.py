@@ -1,0 +1,421 @@
+"""Small programs whose parts are programs: control flow, derivatives, custom rules, devices and callbacks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as Spec
+
+from .programs import key, program, spd, x
+
+POLICIES = jax.checkpoint_policies
+
+
+def layer(a: Any, w: Any) -> Any:
+    return jnp.tanh(a @ w)
+
+
+@program(x(4, 8), x(8, 8), products=2)
+def nested_jit(a: Any, w: Any) -> Any:
+    inner = jax.jit(lambda a, w: jax.jit(layer)(a, w) + 1)
+    return inner(inner(a, w), w)
+
+
+@program(x(4, 8), x(8, 8), products=2)
+def static_and_donated(a: Any, w: Any) -> Any:
+    static = jax.jit(lambda a, w, times: a @ w * times, static_argnums=2)
+    donated = jax.jit(layer, donate_argnums=0)
+    return donated(static(a, w, 3), w)
+
+
+@program(x(4, 8), x(8, 8), products=1)
+def named_scope(a: Any, w: Any) -> Any:
+    with jax.named_scope("a name"):
+        return layer(a, w)
+
+
+@program(x(2, 8), x(8, 8), products=1)
+def scan_with_a_constant(a: Any, w: Any) -> Any:
+    return lax.scan(lambda h, _: (layer(h, w), h.sum()), a, length=3)
+
+
+@program(x(2, 8), x(3, 8, 8), products=1)
+def scan_over_weights(a: Any, w: Any) -> Any:
+    return lax.scan(lambda h, w: (layer(h, w), h), a, w)
+
+
+@program(x(4, 4), x(3, 4, 4), products=1)
+def scan_of_products(a: Any, matrices: Any) -> Any:
+    return lax.scan(lambda h, m: (m @ h, None), a, matrices)
+
+
+@program(x(2, 8), x(3, 2, 8), x(8, 8), products=1)
+def scan_in_reverse(a: Any, inputs: Any, w: Any) -> Any:
+    return lax.scan(lambda h, i: ((h := layer(h + i, w)), h), a, inputs, reverse=True)
+
+
+@program(x(2, 8), x(3, 2, 8), x(8, 8), products=1)
+def scan_unrolled(a: Any, inputs: Any, w: Any) -> Any:
+    return lax.scan(lambda h, i: ((h := layer(h + i, w)), h), a, inputs, unroll=2)
+
+
+@program(x(2, 8), x(3, 8, 8), products=2)
+def scan_in_scan(a: Any, w: Any) -> Any:
+    def outer(h: Any, w: Any) -> Any:
+        h, _ = lax.scan(lambda h, _: (layer(h, w), None), h, length=2)
+        return h @ w, h
+
+    return lax.scan(outer, a, w)
+
+
+@program(x(2, 8), x(8, 8), products=2, differentiable=False)
+def while_loop(a: Any, w: Any) -> Any:
+    def body(state: Any) -> Any:
+        h, steps = state
+        return layer(h, w), steps + 1
+
+    return lax.while_loop(lambda state: (state[1] < 3) & ((state[0] @ w).sum() < 1e9), body, (a, 0))
+
+
+@program(x(2, 8), x(8, 8), products=2)
+def fori_loop(a: Any, w: Any) -> Any:
+    """A scan, by the bounds."""
+    return lax.fori_loop(0, 3, lambda i, h: layer(h, w) + i, a) @ w
+
+
+@program(x(2, 8), x(8, 8), np.int32(3), products=1, differentiable=False)
+def fori_loop_of_unknown_length(a: Any, w: Any, n: Any) -> Any:
+    return lax.fori_loop(0, n, lambda i, h: layer(h, w), a)
+
+
+@program(x(2, 8), x(8, 8), np.bool_(True), products=2)
+def cond(a: Any, w: Any, flag: Any) -> Any:
+    return lax.cond(flag, lambda a: layer(a, w), lambda a: a @ w.T, a)
+
+
+@program(x(2, 8), x(8, 8), np.int32(1), products=2)
+def switch(a: Any, w: Any, index: Any) -> Any:
+    """The branches' results differ in precision."""
+    return lax.switch(index, [lambda a: a, lambda a: a @ w, lambda a: jnp.exp(a @ w)], a)
+
+
+@program(x(2, 8), x(8, 8), products=2)
+def cond_in_scan(a: Any, w: Any) -> Any:
+    def body(h: Any, i: Any) -> Any:
+        return lax.cond(i % 2 == 0, lambda h: layer(h, w), lambda h: (h @ w) * 0.5, h), i
+
+    return lax.scan(body, a, jnp.arange(3))
+
+
+@program(x(5, 8), x(8, 3), products=1)
+def lax_map(a: Any, w: Any) -> Any:
+    return lax.map(lambda row: row @ w, a)
+
+
+@program(x(5, 8), x(8, 3), products=2)
+def lax_map_in_batches(a: Any, w: Any) -> Any:
+    """Two batches of two and a rest of one."""
+    return lax.map(lambda row: row @ w, a, batch_size=2)
+
+
+@program(x(4, 3, 3), products=4)
+def associative_scan(matrices: Any) -> Any:
+    return lax.associative_scan(jnp.matmul, matrices)
+
+
+@program(x(4, 8), x(8, 8), products=2)
+def checkpoint(a: Any, w: Any) -> Any:
+    return jax.checkpoint(lambda a: layer(layer(a, w), w))(a)
+
+
+@program(x(4, 8), x(8, 8), products=4)
+def checkpoint_with_policies(a: Any, w: Any) -> Any:
+    def named(a: Any) -> Any:
+        return layer(checkpoint_name(layer(a, w), "kept"), w)
+
+    names = POLICIES.save_only_these_names("kept")
+    a = jax.checkpoint(named, policy=names)(a)
+    return jax.checkpoint(named, policy=POLICIES.dots_saveable)(a)
+
+
+@program(x(2, 8), x(3, 8, 8), products=1)
+def checkpoint_in_scan(a: Any, w: Any) -> Any:
+    return lax.scan(jax.checkpoint(lambda h, w: (layer(h, w), None)), a, w)
+
+
+@program(x(4, 8), x(8, 8), products=1, around=jax.checkpoint)
+def inside_of_checkpoint(a: Any, w: Any) -> Any:
+    return layer(a, w)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def septupled(a: Any, power: int) -> Any:
+    return jnp.sin(a) ** power
+
+
+@septupled.defjvp
+def _(power: int, primals: Any, tangents: Any) -> Any:
+    return septupled(*primals, power), 7 * tangents[0] * primals[0]
+
+
+@program(x(4, 8), x(8, 8), products=1)
+def custom_jvp(a: Any, w: Any) -> Any:
+    """The rule is wrong on purpose: so it is seen to be kept."""
+    return septupled(a @ w, 2)
+
+
+@program(x(4, 8), x(8, 8), products=1)
+def custom_jvp_in_scan(a: Any, w: Any) -> Any:
+    return lax.scan(lambda h, _: (0.1 * jax.jit(septupled, static_argnums=1)(h @ w, 1), None), a, length=2)
+
+
+@jax.custom_jvp
+def product(a: Any, w: Any) -> Any:
+    return a @ w
+
+
+@product.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    (a, w), (da, dw) = primals, tangents
+    return a @ w, 2 * (da @ w + a @ dw)
+
+
+@program(x(4, 8), x(8, 8), products=1)
+def custom_jvp_with_products(a: Any, w: Any) -> Any:
+    return jnp.sum(product(a, w) ** 2)
+
+
+@jax.custom_vjp
+def wrong(a: Any, w: Any) -> Any:
+    return jnp.sin(a @ w)
+
+
+wrong.defvjp(lambda a, w: (jnp.sin(a @ w), (a, w)), lambda kept, g: (42 * kept[0], 42 * kept[1] * g.sum()))
+
+
+@program(x(4, 8), x(8, 8), products=1)
+def custom_vjp(a: Any, w: Any) -> Any:
+    """The rule is wrong on purpose: so it is seen to be kept."""
+    return wrong(a, w)
+
+
+@program(x(2, 8), x(8, 8), products=1)
+def custom_vjp_in_scan(a: Any, w: Any) -> Any:
+    return lax.scan(lambda h, _: (0.1 * wrong(h, w), None), a, length=2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def applied(function: Any, a: Any, power: int) -> Any:
+    return function(a) ** power
+
+
+applied.defvjp(
+    lambda function, a, power: (function(a) ** power, (a, jnp.exp(a))),
+    lambda function, power, kept, g: ((42 * power * kept[0].astype(jnp.float32) * kept[1] * g.sum()),),
+)
+
+
+@program(x(4, 8), x(8, 8), products=2)
+def custom_vjp_with_other_arguments(a: Any, w: Any) -> Any:
+    return applied(jnp.tanh, a @ w, 2) @ w
+
+
+@program(x(4, 8), x(8, 8), products=2, kept=True)
+def custom_vjp_with_products(a: Any, w: Any) -> Any:
+    """Products in a backward rule are the user's."""
+
+    @jax.custom_vjp
+    def linear(a: Any) -> Any:
+        return a @ jnp.asarray(SQUARE)
+
+    linear.defvjp(lambda a: (linear(a), None), lambda _, g: (g @ jnp.asarray(SQUARE).T,))
+    return linear(a @ w)
+
+
+SQUARE = x(8, 8)
+
+
+def on_two_devices(function: Any, inside: Any, outside: Any) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("devices",))
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(function, mesh=mesh, in_specs=inside, out_specs=outside)
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map(function, mesh=mesh, in_specs=inside, out_specs=outside)
+
+
+def reduced(a: Any, w: Any) -> Any:
+    part = a @ w
+    return part, lax.psum(part, "devices"), lax.pmean(jnp.exp(part).sum(), "devices")
+
+
+@program(x(4, 8), x(8, 3), products=1)
+def shard_map(a: Any, w: Any) -> Any:
+    return on_two_devices(reduced, (Spec("devices"), Spec()), (Spec("devices"), Spec(), Spec()))(a, w)
+
+
+@program(x(4, 8), x(8, 8), products=2)
+def shard_map_with_gathers(a: Any, w: Any) -> Any:
+    def gathered(a: Any, w: Any) -> Any:
+        whole = lax.all_gather(w, "devices", tiled=True)
+        swapped = lax.ppermute(a @ whole, "devices", [(0, 1), (1, 0)])
+        return lax.psum_scatter(swapped @ whole, "devices", tiled=True)
+
+    return on_two_devices(gathered, (Spec("devices"), Spec("devices")), Spec("devices"))(a, w)
+
+
+@program(
+    x(4, 8),
+    x(8, 3),
+    products=1,
+    around=lambda f: on_two_devices(f, (Spec("devices"), Spec()), (Spec("devices"), Spec(), Spec())),
+)
+def inside_of_shard_map(a: Any, w: Any) -> Any:
+    return reduced(a, w)
+
+
+@program(x(2, 4, 8), x(8, 3), products=1, mapped=False)
+def pmap(a: Any, w: Any) -> Any:
+    return jax.pmap(reduced, axis_name="devices", in_axes=(0, None))(a, w)
+
+
+@program(
+    x(2, 4, 8),
+    x(8, 3),
+    products=1,
+    mapped=False,
+    around=lambda f: jax.pmap(f, axis_name="devices", in_axes=(0, None)),
+)
+def inside_of_pmap(a: Any, w: Any) -> Any:
+    return reduced(a, w)
+
+
+@program(x(4, 8), x(8, 3), products=1)
+def vmap(a: Any, w: Any) -> Any:
+    return jax.vmap(lambda row: jnp.tanh(row @ w))(a)
+
+
+@program(x(3, 2, 8), x(8, 8), products=1)
+def vmap_of_scan(a: Any, w: Any) -> Any:
+    return jax.vmap(lambda a: lax.scan(lambda h, _: (layer(h, w), h), a, length=2))(a)
+
+
+@program(x(3, 2, 8), x(8, 8), products=1, around=lambda f: lambda a, w: lax.scan(lambda w, a: f(a, w), w, a))
+def inside_of_scan(a: Any, w: Any) -> Any:
+    return w * 0.5, layer(a, w)
+
+
+def energy(w: Any, a: Any) -> Any:
+    return jnp.sum(layer(layer(a, w), w) ** 2)
+
+
+@program(x(8, 8), x(4, 8), products=6)
+def grad(w: Any, a: Any) -> Any:
+    return jax.value_and_grad(energy, (0, 1))(w, a)
+
+
+@program(x(8, 8), x(4, 8), products=7)
+def grad_of_jit_and_checkpoint(w: Any, a: Any) -> Any:
+    return jax.grad(jax.checkpoint(jax.jit(energy)))(w, a)
+
+
+@program(x(8, 8), x(4, 8), products=6)
+def jvp(w: Any, a: Any) -> Any:
+    return jax.jvp(energy, (w, a), (w * 0.5, a))
+
+
+@program(x(8, 8), x(4, 8), products=6)
+def linearize(w: Any, a: Any) -> Any:
+    out, linear = jax.linearize(energy, w, a)
+    return out, linear(w, a)
+
+
+@program(x(8, 8), x(4, 8), products=13)
+def hessian_vector_product(w: Any, a: Any) -> Any:
+    return jax.jvp(lambda w: jax.grad(energy)(w, a), (w,), (w,))
+
+
+@program(x(3, 3), x(2, 3), products=4)
+def jacobians(w: Any, a: Any) -> Any:
+    return jax.jacfwd(layer)(a, w), jax.jacrev(layer)(a, w)
+
+
+@program(x(4, 4), x(4), products=1, kept=True)
+def custom_root(w: Any, b: Any) -> Any:
+    def solve(f: Any, guess: Any) -> Any:
+        return lax.fori_loop(0, 8, lambda _, y: y - f(y), guess)
+
+    def tangent(g: Any, y: Any) -> Any:
+        return jnp.linalg.solve(jax.jacobian(g)(y), y)
+
+    return lax.custom_root(lambda y: y - 0.2 * jnp.tanh(w @ y) - b, jnp.zeros(4), solve, tangent)
+
+
+@program(spd(4), x(4), x(4, 4), products=1, kept=True)
+def custom_linear_solve(matrix: Any, b: Any, w: Any) -> Any:
+    return jax.scipy.sparse.linalg.cg(lambda y: matrix @ y, w @ b, tol=1e-6)[0]
+
+
+@program(x(4, 8), x(8, 3), products=2, differentiable=False)
+def pure_callback(a: Any, w: Any) -> Any:
+    shape = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+
+    def on_the_host(value: Any) -> Any:
+        assert value.dtype == np.float32
+        return np.sin(value)
+
+    return jax.pure_callback(on_the_host, shape, a @ w, vmap_method="sequential").T @ a
+
+
+@program(x(4, 8), x(8, 3), products=1)
+def debug_callbacks(a: Any, w: Any) -> Any:
+    a = a @ w
+    jax.debug.callback(lambda value: None, a)
+    jax.debug.print("sum {}", a.sum())
+    return a
+
+
+@program(x(4, 8), x(8, 3), products=1, differentiable=False, mapped=False)
+def ordered_callback(a: Any, w: Any) -> Any:
+    shape = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    return io_callback(lambda value: np.sin(value), shape, a @ w, ordered=True)
+
+
+@program(x(4, 8), x(8, 3), products=2)
+def barriers(a: Any, w: Any) -> Any:
+    a, w = lax.optimization_barrier((a, w))
+    return lax.optimization_barrier(a @ w) + lax.stop_gradient(a @ w)
+
+
+@program(x(4, 8), x(8, 8), products=1, differentiable=False)
+def pallas(a: Any, w: Any) -> Any:
+    """A kernel gets the dtypes that it was written for."""
+
+    def kernel(source: Any, target: Any) -> None:
+        target[...] = source[...] * 2
+
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((4, 8), jnp.float32), interpret=True)
+    return call(a @ w)
+
+
+@program(x(4, 8), x(8, 3), products=1, differentiable=False)
+def custom_vmap(a: Any, w: Any) -> Any:
+    return jax.custom_batching.sequential_vmap(layer)(a, w)
+
+
+@program(key, x(3, 8), x(8, 8), products=1)
+def keys_in_scan(seed: Any, a: Any, w: Any) -> Any:
+    def body(state: Any, row: Any) -> Any:
+        seed, h = state
+        seed, now = jax.random.split(seed)
+        return (seed, h + jax.random.bernoulli(now, 0.5, (8,)) * (row @ w)), None
+
+    return lax.scan(body, (seed, jnp.zeros(8)), a)

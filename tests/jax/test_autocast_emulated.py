@@ -1,0 +1,261 @@
+"""Rehearsed precision: rounding is a cast's, and an emulated run is the low run."""
+
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from preamp.jax import autocast
+from preamp.jax.autocasting.rounding import rounded
+
+DTYPES = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+
+float32s = arrays(np.float32, 32, elements=st.floats(width=32))
+ordinary = float32s.map(lambda x: np.where(abs(x) < 1e-30, np.float32(0), x))
+"""Numbers whose sums are no subnormal float32: compiled arithmetic takes those for 0."""
+
+
+def cast(x, dtype):
+    """Return what ml_dtypes' cast and back gives."""
+    with np.errstate(all="ignore"):
+        return np.asarray(x, np.float32).astype(jnp.dtype(dtype)).astype(np.float32)
+
+
+def assert_same_numbers(actual, expected):
+    """Compare bit for bit, but for the bits inside a NaN."""
+    for values in (actual, expected):
+        assert values.dtype == np.float32
+    np.testing.assert_array_equal(_bits(actual), _bits(expected))
+
+
+def _bits(values):
+    return np.where(np.isnan(values), np.float32(np.nan), values).view(np.int32)
+
+
+def patterns():
+    """Return every first half with the second halves that decide ties, and others spread over all float32."""
+    tops = np.arange(2**16, dtype=np.uint32) << 16
+    endings = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1000, 0x0FFF], np.uint32)
+    spread = np.arange(2**20, dtype=np.uint64) * 4093 % 2**32
+    return np.concatenate([(tops[:, None] | endings).ravel(), spread.astype(np.uint32)]).view(np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_is_the_cast_for_every_kind_of_number(dtype):
+    x = patterns()
+    assert_same_numbers(jax.jit(rounded, static_argnums=1)(x, dtype), cast(x, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_dtype_holds_is_left_as_it_is(dtype):
+    bits = jnp.finfo(dtype).bits
+    held = np.arange(2**bits, dtype=f"uint{bits}").view(jnp.dtype(dtype)).astype(np.float32)
+    assert_same_numbers(rounded(held, dtype), held)
+
+
+@cache
+def places(dtype):
+    """Return rounding as it happens under every transformation."""
+
+    def one(x):
+        return rounded(x, dtype)
+
+    return {
+        "jit": jax.jit(one),
+        "vmap": jax.jit(jax.vmap(one)),
+        "scan": jax.jit(lambda x: jax.lax.map(one, x)),
+        "checkpoint": jax.jit(jax.checkpoint(one)),
+        "jvp": jax.jit(lambda x: jax.jvp(one, (x,), (x,))[1]),
+        "vjp": jax.jit(lambda x: jax.vjp(one, x)[1](x)[0]),
+        "linearize": jax.jit(lambda x: jax.linearize(one, x)[1](x)),
+        "gradient of a gradient": jax.jit(
+            lambda x: jax.jvp(jax.grad(lambda y: jnp.sum(jnp.square(one(y)) / 2)), (x,), (x,))[1]
+        ),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None)
+@given(x=float32s)
+def test_rounding_is_the_same_under_every_transformation(dtype, x):
+    low = cast(x, dtype)
+    assert_same_numbers(rounded(x, dtype), low)
+    for place in places(dtype).values():
+        assert_same_numbers(place(x), low)
+
+
+@cache
+def between_other_operations(dtype):
+    return jax.jit(lambda x, y: rounded(3 * rounded(rounded(x, dtype) - rounded(y, dtype), dtype), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None)
+@given(x=ordinary, y=ordinary)
+def test_rounding_between_operations_of_one_fusion_is_kept(dtype, x, y):
+    with np.errstate(all="ignore"):
+        difference = cast(cast(x, dtype) - cast(y, dtype), dtype)
+        expected = cast(3 * difference, dtype)
+    assert_same_numbers(between_other_operations(dtype)(x, y), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_compiles_to_one_fusion_in_float32(dtype):
+    text = jax.jit(rounded, static_argnums=1).lower(jnp.zeros(8), dtype).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert len(re.findall(r" fusion\(| reduce-precision\(", entry)) == 1
+    assert set(re.findall(r"\b[a-z]+\d+\w*(?=\[)", entry)) == {"f32"}
+
+
+def numbers(*shape, scale=1.0, seed=0):
+    return (scale * np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(np.float32)
+
+
+def perceptron(layers, x):
+    *hidden, (weight, bias) = layers
+    for w, b in hidden:
+        x = jax.nn.relu(x @ w + b)
+    return x @ weight + bias
+
+
+def attention(params, x):
+    q, k, v = jnp.split(x @ params["qkv"], 3, -1)
+    return jax.nn.softmax(q @ k.T * np.float32(8**-0.5)) @ v @ params["out"]
+
+
+def convolutions(kernels, x):
+    names = ("NHWC", "HWIO", "NHWC")
+    for kernel in kernels:
+        x = jax.nn.relu(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=names))
+    return x
+
+
+def scan(weights, x):
+    def turn(x, weight):
+        x = jax.nn.relu(x @ weight)
+        return x, x @ weight
+
+    return jax.lax.scan(turn, x, weights)[1]
+
+
+NETWORKS = {
+    "perceptron": (
+        perceptron,
+        [
+            (numbers(16, 32, scale=0.3), numbers(32)),
+            (numbers(32, 32, scale=0.2), numbers(32)),
+            (numbers(32, 4), numbers(4)),
+        ],
+        numbers(8, 16),
+    ),
+    "attention": (attention, {"qkv": numbers(8, 24), "out": numbers(8, 8)}, numbers(6, 8)),
+    "convolutions": (convolutions, [numbers(3, 3, 2, 4), numbers(3, 3, 4, 3)], numbers(2, 6, 6, 2)),
+    "scan": (scan, numbers(3, 8, 8, scale=0.4), numbers(4, 8)),
+}
+HALVES = ["float16", "bfloat16"]
+ELSEWHERE = 0.02  # of the entries may be rounded the other way, because sums are taken in another order
+
+
+def loss_of(network, dtype, emulate, factor=1.0):
+    def loss(params, x):
+        y = autocast(network, dtype, emulate=emulate)(params, x)
+        return factor * jnp.sum(y.astype(jnp.float32) ** 2), y
+
+    return loss
+
+
+@cache
+def run(name, dtype, emulate, factor=1.0):
+    """Return what a network computes and its gradients, one operator after the other."""
+    network, params, x = NETWORKS[name]
+    gradients, y = jax.grad(loss_of(network, dtype, emulate, factor), has_aux=True)(params, x)
+    return [np.asarray(leaf) for leaf in (y, *jax.tree.leaves(gradients))]
+
+
+def assert_same_run(rehearsed, real, dtype):
+    """Compare entry by entry: none differs by more than two roundings, and those of products hardly ever."""
+    for a, b in zip(rehearsed, real, strict=True):
+        assert a.dtype == np.float32
+        b = np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=2 * float(jnp.finfo(dtype).eps) * np.abs(b).max())
+        assert b.ndim == 1 or np.mean(a != b) <= ELSEWHERE  # a bias's gradient is a sum, which halves round
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_rehearsal_computes_what_the_low_run_computes(name, dtype):
+    network, params, x = NETWORKS[name]
+    rehearsed, real = run(name, dtype, True), run(name, dtype, False)
+    assert real[0].dtype == dtype
+    assert_same_run(rehearsed, real, dtype)
+    assert_same_numbers(rehearsed[0], cast(rehearsed[0], dtype))
+    unrounded = np.asarray(network(params, x))
+    assert np.mean(rehearsed[0] != unrounded) > np.mean(unrounded != 0) / 2
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_compiled_rehearsal_is_the_low_run_and_nothing_in_it_is_low(name):
+    network, params, x = NETWORKS[name]
+    gradients = jax.grad(loss_of(network, "float16", True), has_aux=True)
+    compiled = jax.jit(gradients).lower(params, x).compile()
+    assert not re.search(r"\b(f16|bf16|f8\w*)\[", compiled.as_text())
+    weights, y = compiled(params, x)
+    results = [np.asarray(leaf) for leaf in (y, *jax.tree.leaves(weights))]
+    assert_same_run(results, run(name, "float16", False), "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_nothing_is_stored_low(name, dtype):
+    network, params, x = NETWORKS[name]
+    gradients = jax.grad(loss_of(network, dtype, True), has_aux=True)
+    text = str(jax.make_jaxpr(gradients)(params, x))
+    assert set(re.findall(r":(b?f\d+\w*)\[", text)) == {"f32"}
+    assert f"rounded[dtype={dtype}]" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    {"perceptron": 2.0**-28, "attention": 2.0**-30, "convolutions": 2.0**-30, "scan": 2.0**-26}.items(),
+)
+def test_what_underflows_in_float16_underflows_in_the_rehearsal(name, factor):
+    (_, *rehearsed), (_, *real) = (run(name, "float16", emulate, factor) for emulate in (True, False))
+    zeros = np.mean(np.concatenate([gradient.ravel() for gradient in real]) == 0)
+    assert 0.2 < zeros < 0.9
+    for a, b in zip(rehearsed, real, strict=True):
+        np.testing.assert_array_equal(a == 0, b == 0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_rehearsed_training_is_the_low_training(dtype):
+    network, start, x = NETWORKS["perceptron"]
+
+    def train(emulate):
+        params, losses = start, []
+        for _ in range(5):
+            loss = loss_of(network, dtype, emulate)
+            (value, _), gradients = jax.value_and_grad(loss, has_aux=True)(params, x)
+            params = jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradients)
+            losses.append(float(value))
+        return losses
+
+    rehearsed, real = train(True), train(False)
+    np.testing.assert_allclose(rehearsed, real, rtol=float(jnp.finfo(dtype).eps))
+    assert real[-1] < real[0] / 2
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_rounds_operands_and_results_forward_and_backward(dtype):
+    x, w, seed = numbers(4, 8), numbers(8, 4), numbers(4, 4, seed=1)
+    y, back = jax.vjp(autocast(lambda x, w: x @ w, dtype, emulate=True), x, w)
+    low_x, low_w, low_seed = (cast(each, dtype) for each in (x, w, seed))
+    assert_same_numbers(np.asarray(y), cast(low_x @ low_w, dtype))
+    given = map(np.asarray, back(jnp.asarray(seed)))
+    for gradient, product in zip(given, (low_seed @ low_w.T, low_x.T @ low_seed), strict=True):
+        assert_same_numbers(gradient, cast(product, dtype))

@@ -1,0 +1,143 @@
+"""What a step costs, counted in the compiled program: bytes accessed, temporaries, conditionals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from preamp.jax import apply_gradients, loss_scaled, scaled_value_and_grad, step
+
+from .trainings import loss as small_loss
+from .trainings import parameters
+
+ADAM = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+
+
+class Costs(NamedTuple):
+    """Of a compiled program: memory traffic and temporaries in copies of the parameters, and conditionals."""
+
+    passes: float
+    temporaries: float
+    conditionals: int
+
+
+def costs(function: Callable[..., Any], params: Any, *others: Any) -> Costs:
+    compiled = jax.jit(function, donate_argnums=(0, 1)).lower(params, *others).compile()
+    analysis: Any = compiled.cost_analysis()
+    size = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
+    return Costs(
+        analysis["bytes accessed"] / size,
+        compiled.memory_analysis().temp_size_in_bytes / size,
+        compiled.as_text().count(" conditional("),
+    )
+
+
+def floats(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def update_alone(optimizer: Any, ours: bool) -> Costs:
+    """Return what an update of a million parameters costs, the gradients given."""
+
+    def stock(params: Any, state: Any, gradients: Any) -> Any:
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def whole(params: Any, state: Any, gradients: Any) -> Any:
+        return apply_gradients(optimizer, gradients, state, params)
+
+    params = floats(1 << 20)
+    state = jax.eval_shape(optimizer.init, params)
+    return costs(whole if ours else stock, params, state, params)
+
+
+def test_scaling_reads_the_gradients_once_more_and_nothing_else() -> None:
+    plain, scaled = update_alone(ADAM, False), update_alone(loss_scaled(ADAM), True)
+    assert scaled.passes - plain.passes == pytest.approx(1.0, abs=0.01)
+    assert plain.temporaries < 0.001 > scaled.temporaries
+    assert (plain.conditionals, scaled.conditionals) == (0, 1)
+
+
+def test_scaling_and_clipping_cost_less_than_clipping_alone() -> None:
+    plain, scaled = update_alone(CLIPPED, False), update_alone(loss_scaled(ADAM, max_norm=1.0), True)
+    assert scaled.passes - plain.passes == pytest.approx(-4.0, abs=0.01)
+    assert plain.temporaries == pytest.approx(1.0, abs=0.001)
+    assert scaled.temporaries < 0.001
+    assert scaled.conditionals == 1
+
+
+def test_clipping_costs_nothing_where_losses_are_scaled() -> None:
+    passes = [update_alone(loss_scaled(ADAM, max_norm=limit), True).passes for limit in (None, 1.0)]
+    assert passes[0] == pytest.approx(passes[1], abs=0.001)
+
+
+def test_the_update_of_the_transformation_hands_out_updates_which_apply_gradients_need_not() -> None:
+    whole, handed = (update_alone(loss_scaled(ADAM), ours) for ours in (True, False))
+    assert handed.passes - whole.passes == pytest.approx(3.0, abs=0.01)
+    assert handed.conditionals == 1
+
+
+def perceptron(params: Any, x: Any, y: Any) -> Any:
+    for weight, bias in params:
+        x = jnp.tanh(x @ weight + bias)
+    return jnp.mean(jnp.square(x - y))
+
+
+def training(optimizer: Any, ours: bool) -> Costs:
+    """Return what a step of a perceptron costs, whose parameters are larger than its batch."""
+    params = [(floats(256, 256), floats(256))] * 4
+
+    def stock(params: Any, state: Any, x: Any, y: Any) -> Any:
+        value, gradients = jax.value_and_grad(perceptron)(params, x, y)
+        updates, state = optimizer.update(gradients, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(optimizer.init, params)
+    example = floats(16, 256)
+    return costs(step(perceptron, optimizer) if ours else stock, params, state, example, example)
+
+
+def test_a_whole_step_accesses_fewer_bytes_than_one_without_scaling() -> None:
+    plain, scaled = training(ADAM, False), training(loss_scaled(ADAM), True)
+    assert scaled.passes / plain.passes < 0.97
+    assert scaled.temporaries < 1.1  # the gradients, all of which are there before the first is used
+    assert scaled.conditionals == 1
+
+
+def test_a_whole_step_with_clipping_accesses_far_fewer_bytes_than_optax() -> None:
+    plain, scaled = training(CLIPPED, False), training(loss_scaled(ADAM, max_norm=1.0), True)
+    assert scaled.passes / plain.passes < 0.79
+    assert scaled.temporaries < plain.temporaries
+    assert scaled.conditionals == 1
+
+
+def test_a_loss_is_traced_once_and_a_step_is_compiled_once() -> None:
+    traced = 0
+
+    def loss(params: Any, x: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        return small_loss(params, x)
+
+    optimizer = loss_scaled(optax.adam(0.1))
+    train = jax.jit(step(loss, optimizer))
+    params = parameters()
+    state = optimizer.init(params)
+    for _ in range(3):
+        _, params, state = train(params, state, jnp.ones((8, 6)))
+    assert traced == 1 == train._cache_size()
+
+
+def test_the_loss_is_not_multiplied() -> None:
+    """Backward begins with the scale; nothing else is made of it but what unscales."""
+    optimizer = loss_scaled(optax.sgd(0.1))
+    state = optimizer.init(jnp.ones(()))
+    program = jax.make_jaxpr(lambda s, w: scaled_value_and_grad(lambda w: w * 3.0)(s, w))(state, jnp.ones(()))
+    products = [equation for equation in program.eqns if equation.primitive.name == "mul"]
+    assert len(products) == 2  # w * 3.0, and 3.0 times the seed

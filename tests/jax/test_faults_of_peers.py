@@ -1,0 +1,188 @@
+"""What other loss scalers for JAX get wrong, the peer beside ours: both halves of each test must hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import mpx
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+
+from preamp import Dynamic, Static, dialects
+from preamp.jax import LossScale, apply_gradients, last_step, loss_scaled, step, value_and_grad
+
+
+def square(w: Any) -> Any:
+    return jnp.sum(w * w)
+
+
+def grown(scale: LossScale, steps: int) -> list[float]:
+    scales = []
+    for _ in range(steps):
+        scale = scale.advance(True)
+        scales.append(float(scale.loss_scale))
+    return scales
+
+
+def test_a_step_on_which_the_scale_grows_returns_the_exact_gradient() -> None:
+    w = jnp.array([1.0, 3.0])
+    scaling = mpx.DynamicLossScaling(jnp.float32(8.0), jnp.float32(1.0), period=1)
+    halved = mpx.filter_value_and_grad(square, scaling)(w)
+    assert halved[-1].tolist() == [1.0, 3.0]
+    scale = LossScale(Dynamic(init_scale=8.0, growth_interval=1))
+    value, gradient, reading = value_and_grad(square)(scale, w)
+    assert (float(value), gradient.tolist()) == (10.0, [2.0, 6.0])
+    assert float(scale.advance(reading).loss_scale) == 16.0
+    optimizer = loss_scaled(optax.sgd(1.0), Dynamic(init_scale=8.0, growth_interval=1))
+    _, after, state = step(square, optimizer)(w, optimizer.init(w))
+    assert after.tolist() == [-1.0, -3.0]
+    assert last_step(state).new_scale == 16.0
+
+
+def test_the_floor_survives_trees_and_compilation() -> None:
+    overflow = jnp.array(False)
+    theirs = jax.jit(lambda scale: scale.adjust(overflow))(jmp.DynamicLossScale(8.0, min_loss_scale=4.0))
+    for _ in range(5):
+        theirs = theirs.adjust(overflow)
+    assert float(theirs.loss_scale) == 1.0
+    ours = jax.jit(lambda scale: scale.advance(False))(LossScale(Dynamic(init_scale=8.0, min_scale=4.0)))
+    for _ in range(5):
+        ours = jax.tree.map(lambda leaf: leaf, ours).advance(False)
+    assert float(ours.loss_scale) == 4.0
+
+
+def test_a_program_can_be_lowered_for_a_loss_scale() -> None:
+    theirs = jmp.DynamicLossScale(jnp.float32(8.0))
+    with pytest.raises(TypeError):
+        jax.jit(lambda scale: scale.adjust(jnp.array(True))).lower(theirs)
+    lowered = jax.jit(lambda scale: scale.advance(True)).lower(LossScale())
+    assert float(lowered.compile()(LossScale()).loss_scale) == 2.0**16
+
+
+def test_a_program_is_traced_once() -> None:
+    traced = {"theirs": 0, "ours": 0}
+
+    @jax.jit
+    def theirs(scale: Any, w: Any) -> Any:
+        traced["theirs"] += 1
+        return scale.value_and_grad(square)(w)[0]
+
+    @jax.jit
+    def ours(scale: LossScale, w: Any) -> Any:
+        traced["ours"] += 1
+        return scale.advance(value_and_grad(square)(scale, w)[2])
+
+    flaxs, mine, w = DynamicScale(), LossScale(), jnp.ones(2)
+    for _ in range(3):
+        flaxs, mine = theirs(flaxs, w), ours(mine, w)
+    assert traced == {"theirs": 2, "ours": 1}
+
+
+def test_a_float16_loss_and_its_gradient_are_finite_at_the_first_step() -> None:
+    def loss(w: Any) -> Any:
+        return jnp.mean(w * w)
+
+    w = jnp.ones(4, jnp.float16)
+    _, finite, value, gradient = DynamicScale().value_and_grad(loss)(w)
+    assert not finite
+    assert np.isnan(value)
+    assert not np.all(np.isfinite(gradient))
+    value, gradient, reading = value_and_grad(loss)(LossScale(dialects.FLAX()), w)
+    assert reading.finite
+    assert (float(value), gradient.tolist()) == (1.0, [0.5] * 4)
+
+
+def test_arguments_can_be_given_by_name() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(w * x)
+
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        DynamicScale().value_and_grad(loss)(jnp.ones(2), x=jnp.ones(2))
+    assert value_and_grad(loss)(LossScale(), jnp.ones(2), x=jnp.ones(2))[0] == 2.0
+
+
+def test_the_scale_grows_after_exactly_the_interval() -> None:
+    theirs, scales = DynamicScale(growth_interval=3), []
+    for _ in range(4):
+        theirs, *_ = theirs.value_and_grad(square)(jnp.ones(2))
+        scales.append(float(theirs.scale))
+    assert scales == [2.0**16, 2.0**16, 2.0**16, 2.0**17]
+    assert grown(LossScale(Dynamic(growth_interval=3)), 4) == [2.0**16, 2.0**16, 2.0**17, 2.0**17]
+    assert grown(LossScale(dialects.FLAX(growth_interval=3)), 4) == scales
+
+
+def test_growth_is_bounded() -> None:
+    theirs = jmp.DynamicLossScale(jnp.float32(2.0**30), period=1)
+    for _ in range(5):
+        theirs = theirs.adjust(jnp.array(True))
+    assert float(theirs.loss_scale) == 2.0**35
+    assert grown(LossScale(Dynamic(init_scale=2.0**30, growth_interval=1)), 5)[-1] == 2.0**32
+
+
+@pytest.mark.parametrize("micro_steps", [None, 2])
+def test_bfloat16_parameters_take_float32_gradients_step_after_step(micro_steps: int | None) -> None:
+    """Optax's moments begin in bfloat16 and end in float32: no scan can carry them."""
+    inner = optax.adam(0.5)
+    if micro_steps:
+        inner = optax.MultiSteps(inner, micro_steps)
+    w = jnp.ones(2, jnp.bfloat16)
+
+    def stock(carry: Any, gradient: Any) -> Any:
+        updates, state = inner.update(gradient, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    gradients = jnp.ones((4, 2), jnp.float32)
+    if micro_steps is None:
+        with pytest.raises(TypeError, match="carry"):
+            jax.lax.scan(stock, (w, inner.init(w)), gradients)
+    optimizer = loss_scaled(inner, Dynamic(init_scale=1.0))
+
+    def ours(carry: Any, gradient: Any) -> Any:
+        return apply_gradients(optimizer, gradient, carry[1], carry[0]), None
+
+    (after, state), _ = jax.lax.scan(ours, (w, optimizer.init(w)), gradients)
+    assert after.dtype == jnp.bfloat16
+    assert after.tolist() == [-1.0, -1.0] if micro_steps is None else [0.0, 0.0]
+    assert int(state.steps) == 4
+
+
+def test_a_float16_norm_does_not_overflow_into_updates_of_zero() -> None:
+    gradients = jnp.full(2, 300.0, jnp.float16)
+    clip = optax.clip_by_global_norm(1.0)
+    assert clip.update(gradients, clip.init(gradients))[0].tolist() == [0.0, 0.0]
+    optimizer = loss_scaled(optax.sgd(1.0), Dynamic(init_scale=1.0), max_norm=1.0)
+    updates, _ = optimizer.update(gradients, optimizer.init(gradients))
+    assert np.allclose(updates, -(0.5**0.5))
+
+
+def test_no_number_of_overflows_lets_one_through() -> None:
+    w = bad = jnp.array([1.0, jnp.nan])
+    w = jnp.ones(2)
+    theirs, ours = optax.apply_if_finite(optax.sgd(1.0), 2), loss_scaled(optax.sgd(1.0))
+    their_state, our_state = theirs.init(w), ours.init(w)
+    for _ in range(3):
+        updates, their_state = theirs.update(bad, their_state, w)
+        mine, our_state = ours.update(bad, our_state, w)
+    assert np.isnan(updates).any()
+    assert mine.tolist() == [0.0, 0.0]
+
+
+def test_accumulated_gradients_recover_from_an_overflow() -> None:
+    """Optax multiplies its sum by zero to empty it, and zero times infinity stays."""
+    w = jnp.ones(2)
+    theirs = optax.MultiSteps(optax.apply_if_finite(optax.sgd(1.0), 9), 2)
+    ours = loss_scaled(optax.MultiSteps(optax.sgd(1.0), 2), Static(1.0))
+    their_state, our_state = theirs.init(w), ours.init(w)
+    totals = jnp.zeros((2, 2))
+    for entry in (1.0, jnp.inf, 1.0, 1.0, 1.0):
+        gradient = jnp.full(2, entry)
+        updates, their_state = theirs.update(gradient, their_state, w)
+        mine, our_state = ours.update(gradient, our_state, w)
+        totals += jnp.stack([updates, mine])
+    assert np.isnan(their_state.acc_grads).all()
+    assert totals.tolist() == [[0.0, 0.0], [-2.0, -2.0]]

@@ -1,0 +1,124 @@
+"""What cannot work is refused by name, with the line to write instead, and nothing has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from preamp import Dynamic, PolicyError, UsageError
+from preamp.jax import (
+    LossScale,
+    apply_gradients,
+    check_starved,
+    last_step,
+    loss_scaled,
+    scaled_value_and_grad,
+    step,
+    value_and_grad,
+)
+
+W = jnp.ones(3)
+SGD = optax.sgd(0.1)
+OURS = loss_scaled(SGD)
+STATE = OURS.init(W)
+OUTSIDE = optax.MultiSteps(OURS, 2)
+
+
+def total(w: Any) -> Any:
+    return w.sum()
+
+
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "policy": (PolicyError, r"policy='dynamic'.*Write policy=Dynamic\(\)", lambda: LossScale("dynamic")),  # type: ignore[arg-type]
+    "policy of an optimizer": (PolicyError, r"policy=2\.0", lambda: loss_scaled(SGD, 2.0)),  # type: ignore[arg-type]
+    "inner": (UsageError, r"3 is no transformation.*Write loss_scaled\(optax", lambda: loss_scaled(3)),
+    "class of an optimizer": (UsageError, "no transformation", lambda: loss_scaled(optax.adam)),
+    "two scales around": (UsageError, "scales losses already", lambda: loss_scaled(OURS)),
+    "loss function": (UsageError, r"3 cannot be called.*Write value_and_grad", lambda: value_and_grad(3)),  # type: ignore[arg-type]
+    "argnums": (UsageError, r"argnums='w'.*Write argnums=0", lambda: value_and_grad(total, "w")),  # type: ignore[arg-type]
+    "argnums too high": (
+        UsageError,
+        r"argnums=1 .* 1 came",
+        lambda: value_and_grad(total, 1)(LossScale(), W),
+    ),
+    "argnums too low": (UsageError, r"argnums=-2", lambda: value_and_grad(total, -2)(LossScale(), W)),
+    "argument by name": (
+        UsageError,
+        "0 came .* by position",
+        lambda: value_and_grad(total)(LossScale(), w=W),
+    ),
+    "no loss scale": (UsageError, "holds no loss scale", lambda: value_and_grad(total)(W)),
+    "loss not scalar": (UsageError, r"shape \(3,\).*Write return jnp.mean", lambda: of(lambda w: w)),
+    "loss of pairs": (
+        UsageError,
+        "loss is a tuple, not a scalar.*has_aux=True",
+        lambda: of(lambda w: (w.sum(), w)),
+    ),
+    "loss of nothing": (UsageError, "loss is a NoneType", lambda: of(lambda w: None)),
+    "aux of nothing": (UsageError, "Write return loss, aux", lambda: of(total, has_aux=True)),
+    "complex loss": (UsageError, r"dtype complex64.*loss\.real", lambda: of(lambda w: w.sum() * 1j)),
+    "integer loss": (UsageError, "dtype int32", lambda: of(lambda w: w.sum().astype(int))),
+    "no parameters": (UsageError, "params=None", lambda: apply_gradients(OURS, W, STATE, None)),
+    "state of another": (UsageError, "holds no loss scale", lambda: apply_gradients(SGD, W, SGD.init(W), W)),
+    "step of another": (
+        UsageError,
+        r"Write loss_scaled\(optimizer\)",
+        lambda: step(total, SGD)(W, SGD.init(W)),
+    ),
+    "last step of another": (UsageError, "holds no loss scale", lambda: last_step(SGD.init(W))),
+    "two states": (UsageError, "holds 2 loss scales", lambda: last_step((STATE, STATE))),
+    "inside MultiSteps": (
+        UsageError,
+        r"stays NaN.*Write loss_scaled\(optax\.MultiSteps",
+        lambda: step(total, OUTSIDE)(W, OUTSIDE.init(W)),
+    ),
+    "while tracing": (UsageError, "Ask for it outside", lambda: jax.jit(lambda s: last_step(s) and 0)(STATE)),
+    "while tracing a scale": (
+        UsageError,
+        "Ask for it outside",
+        lambda: jax.jit(lambda s: s.check_starved())(LossScale()),
+    ),
+    "of several trainings": (
+        UsageError,
+        r"shape \(2,\).*Write jax\.tree\.map",
+        lambda: last_step(jax.tree.map(lambda x: jnp.stack([x, x]), STATE)),
+    ),
+    "giving up of another": (
+        UsageError,
+        "holds no loss scale",
+        lambda: check_starved(SGD.init(W), Dynamic()),
+    ),
+    **{
+        f"max_norm={norm}": (
+            PolicyError,
+            r"max_norm=.*Write max_norm=1\.0, or None",
+            lambda norm=norm: loss_scaled(SGD, max_norm=norm),
+        )
+        for norm in (0, -1.0, float("nan"), float("inf"), "1", True)
+    },
+}
+
+
+def of(loss: Callable[..., Any], **how: Any) -> Any:
+    return scaled_value_and_grad(loss, **how)(LossScale(), W)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    kind, message, call = REFUSED[case]
+    with pytest.raises(kind, match=f"(?s){message}"):
+        call()
+
+
+def test_a_loss_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
+    train = jax.jit(step(lambda w, bad: w if bad else w.sum(), OURS), static_argnums=2)
+    with pytest.raises(UsageError, match="not a scalar"):
+        train(W, STATE, True)
+    _, after, state = train(W, STATE, False)
+    assert (int(state.steps), int(state.skipped)) == (1, 0)
+    assert jnp.allclose(after, 0.9)

@@ -1,0 +1,290 @@
+"""`loss_scaled` around optimizers of every kind: a skip leaves every bit, other steps are those of optax."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+
+from preamp import Dynamic, Starved, Static, Trace
+from preamp.jax import (
+    LossScaledState,
+    apply_gradients,
+    check_starved,
+    last_step,
+    loss_scaled,
+    scaled_value_and_grad,
+    step,
+)
+
+from .trainings import SCRIPT, batches, identical, loss, off_by, parameters
+
+POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
+RATE = 0.05
+INNER: dict[str, Callable[[], Any]] = {
+    "adafactor": lambda: optax.adafactor(RATE),
+    "adam": lambda: optax.adam(optax.cosine_decay_schedule(RATE, 20)),
+    "adamw": lambda: optax.adamw(RATE, weight_decay=0.1),
+    "averages": lambda: optax.chain(optax.adam(RATE), optax.ema(0.9)),
+    "frozen": lambda: optax.masked(optax.adam(RATE), {"w": True, "b": False}),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(RATE, 0.01, 5)),
+    "lion": lambda: optax.lion(RATE),
+    "lookahead of moments": lambda: optax.nadamw(RATE, mu_dtype="bfloat16"),
+    "micro-steps": lambda: optax.MultiSteps(optax.adam(RATE), 2),
+    "noise": lambda: optax.noisy_sgd(RATE, key=0),
+    "parts": lambda: optax.multi_transform(
+        {"fast": optax.adam(RATE), "slow": optax.sgd(RATE, momentum=0.9)}, {"w": "fast", "b": "slow"}
+    ),
+    "plateau": lambda: optax.chain(optax.sgd(RATE), optax.contrib.reduce_on_plateau(patience=1)),
+    "rmsprop": lambda: optax.rmsprop(RATE, centered=True, momentum=0.9),
+    "schedule-free": lambda: optax.contrib.schedule_free_adamw(RATE, warmup_steps=2),
+    "skipping": lambda: optax.apply_if_finite(optax.sgd(RATE), 3),
+}
+
+
+def whole(optimizer: Any) -> Callable[..., Any]:
+    return step(loss, optimizer)
+
+
+def handed(optimizer: Any) -> Callable[..., Any]:
+    """Return a step that applies updates itself, as flax's `TrainState` does."""
+
+    def train(params: Any, state: Any, x: Any) -> Any:
+        value, scaled = scaled_value_and_grad(loss)(state, params, x)
+        updates, state = optimizer.update(scaled, state, params, value=value)
+        return value, optax.apply_updates(params, updates), state
+
+    return train
+
+
+def walk(inner: str, dtype: str, make: Callable[[Any], Any]) -> None:
+    """Walk the script: a skip leaves parameters and inner state, and each other step moves the parameters."""
+    optimizer = loss_scaled(INNER[inner](), POLICY, max_norm=1.0)
+    params = parameters(dtype)
+    state = optimizer.init(params)
+    train = jax.jit(make(optimizer))
+    moved = False
+    for x, overflowed in batches():
+        before, inner_before = params, state.inner_state
+        _, params, state = train(params, state, x)
+        assert bool(state.finite) is not overflowed
+        if overflowed:
+            assert identical(params, before)
+            assert identical(state.inner_state, inner_before)
+        else:
+            moved = moved or not identical(params, before)
+    assert moved
+    assert train._cache_size() == 1
+    assert (int(state.steps), int(state.skipped)) == (len(SCRIPT), SCRIPT.count("1"))
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_a_skip_leaves_every_bit(inner: str) -> None:
+    walk(inner, "float32", whole)
+
+
+@pytest.mark.parametrize("inner", ["adamw", "frozen", "micro-steps", "parts"])
+def test_a_skip_leaves_every_bit_where_updates_are_applied_outside(inner: str) -> None:
+    walk(inner, "float32", handed)
+
+
+@pytest.mark.parametrize("inner", ["adafactor", "adamw", "averages", "micro-steps", "schedule-free"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_short_parameters_are_trained_by_an_optimizer_of_float32(inner: str, dtype: str) -> None:
+    walk(inner, dtype, whole)
+    optimizer = loss_scaled(INNER[inner]())
+    state = jax.eval_shape(optimizer.init, parameters(dtype)).inner_state
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} <= {"float32", "int32", "bool"}
+
+
+CLIPPED = ("adamw", "hyperparameters", "lion", "micro-steps", "parts", "schedule-free")
+
+
+@pytest.mark.parametrize(
+    ("inner", "max_norm"), [("adamw", None), ("adamw", 1e6), *[(inner, 0.1) for inner in CLIPPED]]
+)
+def test_clean_steps_are_those_of_optax(inner: str, max_norm: float | None) -> None:
+    plain = INNER[inner]()
+    if max_norm is not None:
+        plain = optax.chain(optax.clip_by_global_norm(max_norm), plain)
+
+    @jax.jit
+    def stock(params: Any, state: Any, x: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        updates, state = plain.update(gradients, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    optimizer = loss_scaled(INNER[inner](), POLICY, max_norm)
+    ours = jax.jit(step(loss, optimizer))
+    mine = theirs = parameters()
+    my_state, their_state = optimizer.init(mine), plain.init(theirs)
+    for x, overflowed in batches():
+        my_value, mine, my_state = ours(mine, my_state, x)
+        if not overflowed:
+            value, theirs, their_state = stock(theirs, their_state, x)
+            assert off_by(my_value, value) < 2e-6
+        assert off_by(mine, theirs) < 2e-6
+
+
+@pytest.mark.parametrize("scale", [2.0**-14, 1.0, 2.0**30])
+def test_without_rounding_in_the_optimizer_steps_are_those_of_optax_to_the_last_bit(scale: float) -> None:
+    gradients = {
+        "a": jnp.array([0.1, -0.3]),
+        "b": jnp.array([[0.7]]),
+        "none": None,
+        "empty": jnp.zeros((0, 2)),
+    }
+    params = jax.tree.map(jnp.ones_like, gradients)
+    optimizer, plain = loss_scaled(optax.sgd(1.0), Static(scale)), optax.sgd(1.0)
+    scaled = jax.tree.map(lambda leaf: leaf * scale, gradients)
+    updates, _ = optimizer.update(scaled, optimizer.init(params), params)
+    expected, _ = plain.update(gradients, plain.init(params), params)
+    assert identical(updates, expected)
+    mine, _ = apply_gradients(optimizer, scaled, optimizer.init(params), params)
+    assert identical(mine, optax.apply_updates(params, expected))
+
+
+def test_updates_of_a_skip_are_negative_zeros_which_leave_the_sign_of_a_zero() -> None:
+    optimizer = loss_scaled(optax.sgd(1.0))
+    params = jnp.array([-0.0, 0.0, 1.0], jnp.bfloat16)
+    updates, _ = optimizer.update(jnp.full(3, jnp.inf, jnp.bfloat16), optimizer.init(params), params)
+    assert jnp.all(jnp.signbit(updates))
+    assert not jnp.any(updates)
+    assert identical(optax.apply_updates(params, updates), params)
+
+
+def test_the_norm_is_that_before_clipping_of_true_gradients_in_float32() -> None:
+    optimizer = loss_scaled(optax.sgd(1.0), Static(4.0), max_norm=1.0)
+    state = optimizer.init(jnp.zeros(2))
+    assert (float(state.norm), last_step(state)) == (0.0, None)
+    for dtype in (jnp.float16, jnp.float32):
+        updates, after = optimizer.update(jnp.array([300.0, -400.0], dtype) * 4, state)
+        assert float(after.norm) == 500.0
+        assert np.allclose(updates, [-0.6, 0.8], rtol=1e-6)
+        assert updates.dtype == jnp.float32
+
+
+def test_gradients_so_large_that_their_squares_overflow_count_as_not_finite() -> None:
+    optimizer = loss_scaled(optax.sgd(1.0), Static(1.0))
+    _, state = optimizer.update(jnp.full(4, 1e19), optimizer.init(jnp.zeros(4)))
+    assert not state.finite
+    _, state = optimizer.update(jnp.full(4, 1e18), state)
+    assert state.finite
+
+
+def test_a_scale_that_has_reached_zero_skips_and_never_divides() -> None:
+    """Without a floor it can; the gradients are lost then, and NaN if unscaled."""
+    optimizer = loss_scaled(optax.sgd(1.0))
+    state = optimizer.init(jnp.ones(2))
+    state = state._replace(policy_state=state.policy_state._replace(scale=jnp.float32(0.0)))
+    updates, state = optimizer.update(jnp.zeros(2), state)
+    assert updates.tolist() == [0.0, 0.0]
+    assert not state.finite
+
+
+def test_what_each_step_came_to_is_in_the_state() -> None:
+    optimizer = loss_scaled(optax.sgd(RATE), POLICY)
+    params, trace = parameters(), Trace()
+    state, train = optimizer.init(params), jax.jit(step(loss, optimizer))
+    for x, _ in batches():
+        value, params, state = train(params, state, x)
+        trace(last_step(state)._replace(loss=float(value)))
+    assert [record.index for record in trace] == list(range(len(SCRIPT)))
+    assert "".join("01"[record.skipped] for record in trace) == SCRIPT
+    assert [record.scale for record in trace[1:]] == [record.new_scale for record in trace[:-1]]
+    assert trace[0].scale == 2.0**10
+    assert [record.new_scale for record in trace[:4]] == [2.0**10, 2.0**11, 2.0**10, 2.0**10]
+    assert all((record.grad_norm is None) == record.skipped for record in trace)
+
+
+def test_a_policy_that_gives_up_skips_on_and_says_so_when_it_is_asked() -> None:
+    policy = Dynamic(max_consecutive_overflows=1)
+    optimizer = loss_scaled(optax.sgd(RATE), policy)
+    params = parameters()
+    state, train = optimizer.init(params), jax.jit(step(loss, optimizer))
+    check_starved(state, policy)
+    for x, _ in batches("1110"):
+        _, params, state = train(params, state, x)
+    with pytest.raises(Starved, match="gives up") as caught:
+        check_starved(state, policy)
+    assert caught.value.overflows == 2
+
+
+NESTED: dict[str, Callable[[Any], Any]] = {
+    "chain": lambda ours: optax.chain(optax.identity(), ours, optax.scale(0.5)),
+    "masked": lambda ours: optax.masked(ours, {"w": True, "b": False}),
+    "named": lambda ours: optax.named_chain(("first", ours), ("second", optax.scale(2.0))),
+    "flattened": optax.flatten,
+    "wrapped": optax.with_extra_args_support,
+}
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_the_scale_is_found_inside_other_transformations(nested: str) -> None:
+    optimizer = NESTED[nested](loss_scaled(optax.adam(RATE), POLICY))
+    params = {"w": parameters()["w"], "b": jnp.float32(1.0)}
+    state = optimizer.init(params)
+    train = jax.jit(step(lambda p, x: jnp.mean(jnp.square(x @ p["w"])) + 0.0 * p["b"], optimizer))
+    for x, overflowed in batches("0010"):
+        before = params
+        _, params, state = train(params, state, x)
+        assert last_step(state).skipped is overflowed
+        assert identical(params["w"], before["w"]) is overflowed
+
+
+def _orbax(state: Any, folder: Path) -> Any:
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", jax.tree.map(jnp.zeros_like, state))
+
+
+def _flax(state: Any, folder: Path) -> Any:
+    blank = jax.tree.map(jnp.zeros_like, state)
+    return flax.serialization.from_bytes(blank, flax.serialization.to_bytes(state))
+
+
+def _numpy(state: Any, folder: Path) -> Any:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    np.savez(folder / "state.npz", **dict(zip(names, [leaf for _, leaf in leaves], strict=True)))
+    with np.load(folder / "state.npz") as saved:
+        return jax.tree.unflatten(structure, [jnp.asarray(saved[name]) for name in names])
+
+
+def _pickle(state: Any, folder: Path) -> Any:
+    return pickle.loads(pickle.dumps(state))
+
+
+@pytest.mark.parametrize("save", [_orbax, _flax, _numpy, _pickle])
+def test_a_checkpoint_goes_on_where_it_was_taken(save: Callable[..., Any], tmp_path: Path) -> None:
+    optimizer = loss_scaled(optax.adamw(RATE), POLICY, max_norm=1.0)
+    params = parameters()
+    state, train = optimizer.init(params), jax.jit(step(loss, optimizer))
+    for number, (x, _) in enumerate(batches()):
+        if number == 5:
+            restored = save(state, tmp_path)
+            assert isinstance(restored, LossScaledState)
+            assert identical(restored, state)
+            kept, copy = restored, params
+        _, params, state = train(params, state, x)
+        if number >= 5:
+            _, copy, kept = train(copy, kept, x)
+    assert identical((copy, kept), (params, state))
+
+
+def test_checkpoints_hold_every_number_by_its_name() -> None:
+    state = loss_scaled(optax.sgd(RATE)).init(parameters())
+    saved = flax.serialization.to_state_dict(state)
+    assert set(saved) == {*LossScaledState._fields}
+    assert set(saved["policy_state"]) == {"scale", "good", "bad"}
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))

@@ -1,0 +1,60 @@
+"""A small training that overflows where a script says so, and what is compared after its steps.
+
+This file knows a model and how to compare trees to the last bit. It refuses to know an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["SCRIPT", "batches", "identical", "loss", "off_by", "parameters"]
+
+SCRIPT = "0010011000"  # "1" is an overflow
+
+
+def parameters(dtype: Any = "float32") -> dict[str, jax.Array]:
+    """Return a layer whose bias begins with a negative zero: adding a zero to it would show."""
+    weight = np.random.default_rng(0).integers(-8, 9, (6, 4)) / 8
+    return {"b": jnp.array([-0.0, 1.0, 0.5, 0.25], dtype), "w": jnp.asarray(weight, dtype)}
+
+
+def loss(params: Any, x: Any) -> Any:
+    """Return a float32 scalar, in strict dtype promotion too."""
+    weight, bias = (params[name].astype(jnp.float32) for name in ("w", "b"))
+    return jnp.mean(jnp.square(x @ weight + bias - 1.0))
+
+
+def batches(script: str = SCRIPT) -> Iterator[tuple[np.ndarray, bool]]:
+    """Yield batches of 8 examples, and whether one of them overflows."""
+    draw = np.random.default_rng(1)
+    for number, mark in enumerate(script):
+        x = draw.normal(size=(8, 6)).astype(np.float32)
+        if mark == "1":
+            x[number % 8, number % 6] = (np.inf, -np.inf, np.nan)[number % 3]
+        yield x, mark == "1"
+
+
+def identical(first: Any, second: Any) -> bool:
+    """Return whether two trees are the same to the last bit, dtypes included."""
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(a.dtype == b.dtype and _bits(a) == _bits(b) for a, b in pairs)
+
+
+def off_by(first: Any, second: Any) -> float:
+    """Return by how much entries of two trees differ at most, in units of the largest of them."""
+    pairs = [
+        (np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True)
+    ]
+    return max(float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-30)) for a, b in pairs if a.size)
+
+
+def _bits(array: Any) -> bytes:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array).tobytes()
