@@ -2,8 +2,9 @@
 
 Run: python benchmarks/jax_autocast.py [--rounds 15] [--counts] [--quick]
 
-Times are medians of the ratios of rounds that are interleaved in one process. Bytes, FLOPs and casts are
-counted in the jaxpr or by the compiler. grampax 0.1.0 prints every array it meets: here it is told not to.
+Times are CPU times: medians of the ratios of rounds that are interleaved in one process. Bytes, FLOPs and
+casts are counted in the jaxpr or by the compiler. grampax 0.1.0 prints every array that it meets: here it is
+told not to.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import grampax
@@ -27,6 +29,7 @@ from grampax import _core as grampax_core
 from preamp.jax import autocast
 
 Function = Callable[..., Any]
+Works = dict[str, Callable[[], Any]]
 FLOATS = {"float16", "bfloat16", "float32"}
 LIBRARIES = ("jax", "grampax", "quax", "jmp")
 grampax_core.print = lambda *_: None
@@ -57,15 +60,10 @@ def residual_bytes(f: Function, params: Any) -> int:
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    gc.collect()
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def interleaved(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Return seconds by name, one number a round, in an order that changes every round."""
+def interleaved(
+    works: Works, rounds: int, before: Callable[[], object] = gc.collect
+) -> dict[str, list[float]]:
+    """Return CPU seconds by name, one number a round, in an order that changes every round."""
     for work in works.values():
         work()
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -73,7 +71,10 @@ def interleaved(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, l
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            times[name].append(seconds(works[name]))
+            before()
+            start = time.process_time()
+            works[name]()
+            times[name].append(time.process_time() - start)
     return times
 
 
@@ -106,20 +107,18 @@ def report_tracing(rounds: int, layers: int) -> None:
     params, make_loss = transformer(layers, 64, 4, 2, 16)
     functions = ways(make_loss, jnp.bfloat16)
     del functions["all cast, as with jmp"]
-    forward = {name: lambda p, f=f: f(p) for name, f in functions.items()}
-    both = {name: jax.value_and_grad(f) for name, f in forward.items()}
-    columns = []
-    for works in (forward, both):
-        columns.append({name: casts(f, params) for name, f in works.items()})
-        tracing = {name: lambda f=f: jax.make_jaxpr(lambda p: f(p))(params) for name, f in works.items()}
-        times = interleaved(tracing, rounds) if rounds else {}
-        columns.append({name: f"{ratio(times, name, 'float32'):.2f}" if times else "-" for name in works})
-        columns.append({name: f"{1e3 * statistics.median(t):.0f}" for name, t in times.items()})
-    print(f"\ntracing {layers} layers: over float32, which is tracing alone; casts of float in the jaxpr")
-    print(f"{'':22}{'forward':>9}{'ms':>6}{'casts':>7}{'value_and_grad':>18}{'ms':>6}{'casts':>7}")
-    for name in forward:
-        a, b, c, d, e, f = (column.get(name, "-") for column in columns)
-        print(f"{name:22}{b:>9}{c:>6}{a:7}{e:>18}{f:>6}{d:7}")
+    print(f"\ntracing {layers} layers, over tracing in float32: at first, and again; casts in the jaxpr")
+    print(f"{'':20}{'forward':>9}{'again':>7}{'casts':>7}{'value_and_grad':>16}{'again':>7}{'casts':>7}")
+    lines = {name: f"{name:20}" for name in functions}
+    for width, wrap in ((9, lambda f: lambda p: f(p)), (16, jax.value_and_grad)):
+        trace = lambda f, wrap=wrap: jax.make_jaxpr(wrap(lambda p: f(p)))(params)  # noqa: E731
+        works = {name: partial(trace, f) for name, f in functions.items()}
+        first = interleaved(works, rounds // 3 + 1, jax.clear_caches) if rounds else {}
+        again = interleaved(works, rounds) if rounds else {}
+        for name, f in functions.items():
+            times = (f"{ratio(each, name, 'float32'):.2f}" if each else "-" for each in (first, again))
+            lines[name] += "{:>{}}{:>7}{:7}".format(next(times), width, next(times), casts(wrap(f), params))
+    print("\n".join(lines.values()))
 
 
 def report_memory(layers: int, width: int) -> None:

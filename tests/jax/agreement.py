@@ -19,16 +19,17 @@ import numpy as np
 
 from preamp.jax import autocast
 
-from . import library_programs, structured_programs  # noqa: F401  # they fill PROGRAMS
+from . import derivative_programs, library_programs, structured_programs  # noqa: F401  # fill PROGRAMS
 from .programs import PROGRAMS, Program
 
-__all__ = ["FLOATS", "Run", "off_by", "run"]
+__all__ = ["ROUNDINGS", "Run", "compiled_agrees", "eager_agrees", "off_by", "products_are_low", "run"]
 
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 COMPILED = re.compile(
     r"(?:stablehlo\.dot_general|stablehlo\.convolution|chlo\.ragged_dot).* : \(tensor<([^>]*)>"
 )
 FLOATS = {"float16", "bfloat16", "float32"}
+ROUNDINGS = 4
 NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 
@@ -133,6 +134,38 @@ def run(name: str, low: Any = None) -> Run:
     return Run(PROGRAMS[name], partial(autocast, dtype=low)) if low else Run(PROGRAMS[name])
 
 
+def compiled_agrees(name: str, low: Any) -> None:
+    """Assert it of the results of a compiled program, `jit(grad)`, `grad(jit)` and `vmap`."""
+    _agrees(name, run(name, low).jitted, low)
+
+
+def eager_agrees(name: str, low: Any) -> None:
+    """Assert it of the results and the gradient, operator by operator."""
+    _agrees(name, run(name, low).eager, low)
+
+
+def _agrees(name: str, results: dict[str, list[Any]], low: Any) -> None:
+    for way, expected in run(name).jitted.items():
+        if way in results:
+            off = off_by(results[way], expected, low, together="grad" in way)
+            assert off <= ROUNDINGS * PROGRAMS[name].loose, way
+
+
+def products_are_low(name: str, low: Any) -> None:
+    """Assert that every product is low, in the jaxpr and in what XLA is given, forward and in the gradient.
+
+    Products of other numbers than these floats must be left alone.
+    """
+    dtype = np.dtype(low).name
+    assert run(name, low).traced("forward")[dtype] == PROGRAMS[name].products
+    for way in ("forward", "grad")[: 1 + PROGRAMS[name].differentiable]:
+        for count in (Run.traced, Run.lowered):
+            now, before = count(run(name, low), way), count(run(name), way)
+            others = [{each: total[each] for each in total if each not in FLOATS} for total in (now, before)]
+            assert others[0] == others[1]
+            assert PROGRAMS[name].kept or now[dtype] == now.total() - sum(others[0].values())
+
+
 @jax.jit
 def weighed(results: list[Any]) -> Any:
     """Return one number that depends on every result differently."""
@@ -198,6 +231,6 @@ def error(result: Any, expected: Any, low: Any) -> float:
     assert result.shape == expected.shape
     exact = not jnp.issubdtype(expected.dtype, jnp.inexact)
     result, expected = numbers(result), numbers(expected)
-    finite = np.zeros(result.shape, bool) if exact else np.isfinite(expected)
-    assert (result[~finite] == expected[~finite]).all()
-    return float(np.abs(result[finite] - expected[finite]).max(initial=0.0))
+    sound = np.zeros(result.shape, bool) if exact else np.isfinite(expected)
+    assert (result[~sound] == expected[~sound]).all()
+    return 0.0 if exact else float(np.abs(result[sound] - expected[sound]).max(initial=0.0))

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from trainings import batches, loss, parameters
+from trainings import batches, loss, parameters, shard_map
 
 from preamp import Dynamic
 from preamp.jax import last_step, loss_scaled, step
@@ -46,12 +46,7 @@ def main(rank: int, address: str, file: Path) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=2, process_id=rank)
     mesh = Mesh(np.array(jax.devices()), ("d",))
-    mapped = jax.shard_map(
-        step(loss, OPTIMIZER, axis_name="d"),
-        mesh=mesh,
-        in_specs=(WHOLE, WHOLE, SPLIT),
-        out_specs=WHOLE,
-    )
+    mapped = shard_map(step(loss, OPTIMIZER, axis_name="d"), mesh, (WHOLE, WHOLE, SPLIT), WHOLE)
     seen = {
         "jit": train(jax.jit(step(loss, OPTIMIZER)), mesh),
         "shard_map": train(jax.jit(mapped), mesh),

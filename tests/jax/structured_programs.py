@@ -1,8 +1,7 @@
-"""Small programs whose parts are programs: control flow, derivatives, custom rules, devices and callbacks."""
+"""Small programs whose parts are programs: control flow, checkpoints, devices and callbacks."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import io_callback
+from jax.experimental import checkify, io_callback
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as Spec
 
-from .programs import key, program, spd, x
+from preamp.jax import autocast
+
+from .programs import key, program, x
 
 POLICIES = jax.checkpoint_policies
 
@@ -27,6 +28,13 @@ def layer(a: Any, w: Any) -> Any:
 def nested_jit(a: Any, w: Any) -> Any:
     inner = jax.jit(lambda a, w: jax.jit(layer)(a, w) + 1)
     return inner(inner(a, w), w)
+
+
+@program(x(4, 8), x(8, 8), products=2)
+def jit_that_passes_on(a: Any, w: Any) -> Any:
+    inner = jax.jit(lambda a, w, unused: (w, a, a @ w, 1.0))
+    first = inner(a, w, 3.0)
+    return first, inner(first[2], first[0], a)
 
 
 @program(x(4, 8), x(8, 8), products=2)
@@ -76,13 +84,29 @@ def scan_in_scan(a: Any, w: Any) -> Any:
     return lax.scan(outer, a, w)
 
 
+@program(x(2, 8), x(8, 8), products=1)
+def scan_with_a_wide_carry(a: Any, w: Any) -> Any:
+    """Of what it carries one is computed, one counts and one only passes."""
+
+    def body(carry: Any, _: Any) -> Any:
+        h, count, passing = carry
+        return (layer(h, w), count + 1, passing), (passing, w[0], h)
+
+    return lax.scan(body, (a, 0, a * 2), length=3)
+
+
+@program(x(2, 8), np.zeros((0, 8, 8), np.float32), products=1)
+def scan_over_nothing(a: Any, w: Any) -> Any:
+    return lax.scan(lambda h, w: (layer(h, w), h), a, w)
+
+
 @program(x(2, 8), x(8, 8), products=2, differentiable=False)
 def while_loop(a: Any, w: Any) -> Any:
     def body(state: Any) -> Any:
-        h, steps = state
-        return layer(h, w), steps + 1
+        h, steps, passing = state
+        return layer(h, w), steps + 1, passing
 
-    return lax.while_loop(lambda state: (state[1] < 3) & ((state[0] @ w).sum() < 1e9), body, (a, 0))
+    return lax.while_loop(lambda state: (state[1] < 3) & ((state[0] @ w).sum() < 1e9), body, (a, 0, a))
 
 
 @program(x(2, 8), x(8, 8), products=2)
@@ -99,6 +123,12 @@ def fori_loop_of_unknown_length(a: Any, w: Any, n: Any) -> Any:
 @program(x(2, 8), x(8, 8), np.bool_(True), products=2)
 def cond(a: Any, w: Any, flag: Any) -> Any:
     return lax.cond(flag, lambda a: layer(a, w), lambda a: a @ w.T, a)
+
+
+@program(x(2, 8), x(8, 8), np.bool_(False), products=1)
+def cond_of_numbers(a: Any, w: Any, flag: Any) -> Any:
+    h = a @ w
+    return lax.cond(flag, lambda: (jnp.zeros((2, 8)), 1.0), lambda: (h, h[0, 0]))
 
 
 @program(x(2, 8), x(8, 8), np.int32(1), products=2)
@@ -141,9 +171,8 @@ def checkpoint_with_policies(a: Any, w: Any) -> Any:
     def named(a: Any) -> Any:
         return layer(checkpoint_name(layer(a, w), "kept"), w)
 
-    names = POLICIES.save_only_these_names("kept")
-    a = jax.checkpoint(named, policy=names)(a)
-    return jax.checkpoint(named, policy=POLICIES.dots_saveable)(a)
+    a = jax.checkpoint(named, policy=POLICIES.save_only_these_names("kept"))(a)
+    return jax.checkpoint(named, policy=POLICIES.dots_saveable, prevent_cse=False)(a)
 
 
 @program(x(2, 8), x(3, 8, 8), products=1)
@@ -154,93 +183,6 @@ def checkpoint_in_scan(a: Any, w: Any) -> Any:
 @program(x(4, 8), x(8, 8), products=1, around=jax.checkpoint)
 def inside_of_checkpoint(a: Any, w: Any) -> Any:
     return layer(a, w)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def septupled(a: Any, power: int) -> Any:
-    return jnp.sin(a) ** power
-
-
-@septupled.defjvp
-def _(power: int, primals: Any, tangents: Any) -> Any:
-    return septupled(*primals, power), 7 * tangents[0] * primals[0]
-
-
-@program(x(4, 8), x(8, 8), products=1)
-def custom_jvp(a: Any, w: Any) -> Any:
-    """The rule is wrong on purpose: so it is seen to be kept."""
-    return septupled(a @ w, 2)
-
-
-@program(x(4, 8), x(8, 8), products=1)
-def custom_jvp_in_scan(a: Any, w: Any) -> Any:
-    return lax.scan(lambda h, _: (0.1 * jax.jit(septupled, static_argnums=1)(h @ w, 1), None), a, length=2)
-
-
-@jax.custom_jvp
-def product(a: Any, w: Any) -> Any:
-    return a @ w
-
-
-@product.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    (a, w), (da, dw) = primals, tangents
-    return a @ w, 2 * (da @ w + a @ dw)
-
-
-@program(x(4, 8), x(8, 8), products=1)
-def custom_jvp_with_products(a: Any, w: Any) -> Any:
-    return jnp.sum(product(a, w) ** 2)
-
-
-@jax.custom_vjp
-def wrong(a: Any, w: Any) -> Any:
-    return jnp.sin(a @ w)
-
-
-wrong.defvjp(lambda a, w: (jnp.sin(a @ w), (a, w)), lambda kept, g: (42 * kept[0], 42 * kept[1] * g.sum()))
-
-
-@program(x(4, 8), x(8, 8), products=1)
-def custom_vjp(a: Any, w: Any) -> Any:
-    """The rule is wrong on purpose: so it is seen to be kept."""
-    return wrong(a, w)
-
-
-@program(x(2, 8), x(8, 8), products=1)
-def custom_vjp_in_scan(a: Any, w: Any) -> Any:
-    return lax.scan(lambda h, _: (0.1 * wrong(h, w), None), a, length=2)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def applied(function: Any, a: Any, power: int) -> Any:
-    return function(a) ** power
-
-
-applied.defvjp(
-    lambda function, a, power: (function(a) ** power, (a, jnp.exp(a))),
-    lambda function, power, kept, g: ((42 * power * kept[0].astype(jnp.float32) * kept[1] * g.sum()),),
-)
-
-
-@program(x(4, 8), x(8, 8), products=2)
-def custom_vjp_with_other_arguments(a: Any, w: Any) -> Any:
-    return applied(jnp.tanh, a @ w, 2) @ w
-
-
-@program(x(4, 8), x(8, 8), products=2, kept=True)
-def custom_vjp_with_products(a: Any, w: Any) -> Any:
-    """Products in a backward rule are the user's."""
-
-    @jax.custom_vjp
-    def linear(a: Any) -> Any:
-        return a @ jnp.asarray(SQUARE)
-
-    linear.defvjp(lambda a: (linear(a), None), lambda _, g: (g @ jnp.asarray(SQUARE).T,))
-    return linear(a @ w)
-
-
-SQUARE = x(8, 8)
 
 
 def on_two_devices(function: Any, inside: Any, outside: Any) -> Any:
@@ -313,55 +255,22 @@ def inside_of_scan(a: Any, w: Any) -> Any:
     return w * 0.5, layer(a, w)
 
 
-def energy(w: Any, a: Any) -> Any:
-    return jnp.sum(layer(layer(a, w), w) ** 2)
+@program(
+    x(4, 8),
+    x(8, 3),
+    products=1,
+    around=lambda f: jax.vmap(f, axis_name="rows", in_axes=(0, None)),
+)
+def inside_of_vmap_with_an_axis(a: Any, w: Any) -> Any:
+    h = a @ w
+    return h - lax.pmean(h, "rows"), lax.psum(h, "rows"), lax.axis_index("rows"), lax.all_gather(h, "rows")
 
 
-@program(x(8, 8), x(4, 8), products=6)
-def grad(w: Any, a: Any) -> Any:
-    return jax.value_and_grad(energy, (0, 1))(w, a)
-
-
-@program(x(8, 8), x(4, 8), products=7)
-def grad_of_jit_and_checkpoint(w: Any, a: Any) -> Any:
-    return jax.grad(jax.checkpoint(jax.jit(energy)))(w, a)
-
-
-@program(x(8, 8), x(4, 8), products=6)
-def jvp(w: Any, a: Any) -> Any:
-    return jax.jvp(energy, (w, a), (w * 0.5, a))
-
-
-@program(x(8, 8), x(4, 8), products=6)
-def linearize(w: Any, a: Any) -> Any:
-    out, linear = jax.linearize(energy, w, a)
-    return out, linear(w, a)
-
-
-@program(x(8, 8), x(4, 8), products=13)
-def hessian_vector_product(w: Any, a: Any) -> Any:
-    return jax.jvp(lambda w: jax.grad(energy)(w, a), (w,), (w,))
-
-
-@program(x(3, 3), x(2, 3), products=4)
-def jacobians(w: Any, a: Any) -> Any:
-    return jax.jacfwd(layer)(a, w), jax.jacrev(layer)(a, w)
-
-
-@program(x(4, 4), x(4), products=1, kept=True)
-def custom_root(w: Any, b: Any) -> Any:
-    def solve(f: Any, guess: Any) -> Any:
-        return lax.fori_loop(0, 8, lambda _, y: y - f(y), guess)
-
-    def tangent(g: Any, y: Any) -> Any:
-        return jnp.linalg.solve(jax.jacobian(g)(y), y)
-
-    return lax.custom_root(lambda y: y - 0.2 * jnp.tanh(w @ y) - b, jnp.zeros(4), solve, tangent)
-
-
-@program(spd(4), x(4), x(4, 4), products=1, kept=True)
-def custom_linear_solve(matrix: Any, b: Any, w: Any) -> Any:
-    return jax.scipy.sparse.linalg.cg(lambda y: matrix @ y, w @ b, tol=1e-6)[0]
+@program(x(4, 8), x(8, 3), products=1)
+def sharding_constraints(a: Any, w: Any) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("devices",))
+    rows = jax.sharding.NamedSharding(mesh, Spec("devices"))
+    return lax.with_sharding_constraint(jnp.tanh(lax.with_sharding_constraint(a, rows) @ w), rows)
 
 
 @program(x(4, 8), x(8, 3), products=2, differentiable=False)
@@ -415,7 +324,23 @@ def custom_vmap(a: Any, w: Any) -> Any:
 def keys_in_scan(seed: Any, a: Any, w: Any) -> Any:
     def body(state: Any, row: Any) -> Any:
         seed, h = state
-        seed, now = jax.random.split(seed)
-        return (seed, h + jax.random.bernoulli(now, 0.5, (8,)) * (row @ w)), None
+        return (jax.random.fold_in(seed, 1), h + jax.random.bernoulli(seed, 0.5, (8,)) * (row @ w)), None
 
     return lax.scan(body, (seed, jnp.zeros(8)), a)
+
+
+def checked(function: Any) -> Any:
+    return lambda *arguments: checkify.checkify(function)(*arguments)[1]
+
+
+@program(x(4, 8), x(8, 3), products=1, around=checked)
+def inside_of_checkify(a: Any, w: Any) -> Any:
+    h = a @ w
+    checkify.check((h < 1e9).all(), "large")
+    return h
+
+
+@program(x(4, 8), x(8, 3), products=1, kept=True)
+def region_that_is_off(a: Any, w: Any) -> Any:
+    off = autocast(lambda a: jnp.tanh(a @ w), enabled=False)
+    return off(a), a @ w

@@ -1,11 +1,7 @@
-"""Every program of the matrix, in float16 and bfloat16: it agrees with float32, and its products are low.
-
-What another autocast does with the same programs is in `test_autocast_peers.py`.
-"""
+"""Programs of arrays and of libraries: under autocast they agree with float32, and their products are low."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,54 +11,30 @@ import pytest
 
 from preamp.jax import autocast
 
-from .agreement import FLOATS, Run, off_by, run
-from .programs import PROGRAMS, Program, x
+from . import library_programs, programs
+from .agreement import ROUNDINGS, Run, compiled_agrees, eager_agrees, off_by, products_are_low, run
+from .programs import PROGRAMS, Program, written_in, x
 
-ROUNDINGS = 4
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 each_half = pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16], ids=lambda low: np.dtype(low).name)
-each_program = pytest.mark.parametrize("name", PROGRAMS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiler() -> Iterator[None]:
-    """What runs once is compiled faster."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+each_program = pytest.mark.parametrize("name", written_in(programs, library_programs))
 
 
 @each_half
 @each_program
 def test_the_compiled_program_agrees_with_float32(name: str, low: Any) -> None:
-    """Its results, `jit(grad)`, `grad(jit)` and `vmap`."""
-    expected = run(name).jitted
-    for way, results in run(name, low).jitted.items():
-        assert off_by(results, expected[way], low, "grad" in way) <= ROUNDINGS * PROGRAMS[name].loose, way
+    compiled_agrees(name, low)
 
 
-@each_half
 @each_program
-def test_the_program_agrees_with_float32_without_jit(name: str, low: Any) -> None:
-    """Its results and its gradient."""
-    expected = run(name).jitted
-    for way, results in run(name, low).eager.items():
-        assert off_by(results, expected[way], low, "grad" in way) <= ROUNDINGS * PROGRAMS[name].loose, way
+def test_the_program_agrees_with_float32_without_jit(name: str) -> None:
+    eager_agrees(name, jnp.float16)
 
 
 @each_half
 @each_program
 def test_every_product_is_low_forward_and_backward(name: str, low: Any) -> None:
-    """In the jaxpr and in what XLA is given; products of other numbers than these floats stay."""
-    program, dtype = PROGRAMS[name], np.dtype(low).name
-    assert run(name, low).traced("forward")[dtype] == program.products
-    for way in ("forward", "grad")[: 1 + program.differentiable]:
-        for count in (Run.traced, Run.lowered):
-            now, before = count(run(name, low), way), count(run(name), way)
-            wide = now.total() - now[dtype]
-            assert {each: now[each] for each in now - FLOATS} == {
-                each: before[each] for each in before - FLOATS
-            }
-            assert program.kept or not wide
+    products_are_low(name, low)
 
 
 def test_a_product_that_stays_wide_is_counted() -> None:
@@ -76,8 +48,9 @@ def test_a_product_that_stays_wide_is_counted() -> None:
 def test_a_rule_that_is_not_kept_is_seen() -> None:
     rule = PROGRAMS["custom_vjp"]
     without = Run(Program(lambda: (lambda a, w: jnp.sin(a @ w), *rule.arguments), 1))
-    assert off_by(without.eager["grad"], run("custom_vjp").jitted["grad"], jnp.bfloat16) > 10 * ROUNDINGS
-    assert off_by(without.eager["forward"], run("custom_vjp").jitted["forward"], jnp.bfloat16) < 1
+    expected = run("custom_vjp").jitted
+    assert off_by(without.eager["grad"], expected["grad"], jnp.bfloat16) > 10 * ROUNDINGS
+    assert off_by(without.eager["forward"], expected["forward"], jnp.bfloat16) < 1
 
 
 def test_what_is_no_array_passes_through() -> None:

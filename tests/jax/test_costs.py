@@ -141,3 +141,25 @@ def test_the_loss_is_not_multiplied() -> None:
     program = jax.make_jaxpr(lambda s, w: scaled_value_and_grad(lambda w: w * 3.0)(s, w))(state, jnp.ones(()))
     products = [equation for equation in program.eqns if equation.primitive.name == "mul"]
     assert len(products) == 2  # w * 3.0, and 3.0 times the seed
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_gradients_of_float16_products_cross_the_conditional_short(max_norm: float | None) -> None:
+    """A weight that is cast has a gradient that is cast back: it waits for the update that reads it."""
+
+    def low(params: Any, x: Any, y: Any) -> Any:
+        for weight, bias in params:
+            x = jnp.tanh(x @ weight.astype(x.dtype) + bias.astype(x.dtype))
+        return jnp.mean(jnp.square((x - y).astype(jnp.float32)))
+
+    optimizer = loss_scaled(ADAM, max_norm=max_norm)
+    params = [(floats(128, 128), floats(128))] * 2
+    state, x = jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((8, 128), jnp.float16)
+
+    def apart(params: Any, state: Any, x: Any, y: Any) -> Any:
+        value, scaled = scaled_value_and_grad(low)(state, params, x, y)
+        return value, *apply_gradients(optimizer, scaled, state, params)
+
+    whole, written = (costs(f, params, state, x, x) for f in (step(low, optimizer), apart))
+    assert whole.passes < written.passes - 0.5
+    assert whole.conditionals == 1

@@ -22,7 +22,7 @@ import preamp
 from preamp import Dynamic
 from preamp.jax import LossScale, apply_gradients, loss_scaled, scaled_value_and_grad, step, value_and_grad
 
-from .trainings import SCRIPT, batches, identical, loss, off_by, parameters
+from .trainings import SCRIPT, batches, identical, loss, off_by, parameters, shard_map
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
@@ -68,15 +68,6 @@ def assert_trained_as(seen: tuple[list[float], Any, Any], alone: tuple[list[floa
     assert off_by(seen[1], alone[1]) < 1e-5
     assert identical(seen[2].policy_state, alone[2].policy_state)
     assert off_by(seen[2].inner_state, alone[2].inner_state) < 1e-5
-
-
-def shard_map(function: Any, mesh: Mesh, inputs: Any, outputs: Any, checked: bool) -> Any:
-    """Map over shards; before JAX 0.7 the function was elsewhere and its flag had another name."""
-    if hasattr(jax, "shard_map"):
-        return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=checked)
-    from jax.experimental.shard_map import shard_map
-
-    return shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_rep=checked)
 
 
 def test_data_parallel_in_jit_needs_nothing(mesh: Mesh, alone: Any) -> None:
@@ -205,6 +196,32 @@ def test_float16_gradients_are_averaged_in_float32(mesh: Mesh) -> None:
     scale, x = LossScale(Dynamic(init_scale=1.0)), jnp.full(DEVICES, 6e4, jnp.float16)
     value, gradient = mapped(scale, jnp.ones((), jnp.float16), x)
     assert float(value) == float(gradient) == float(jnp.float16(6e4))
+    sums = [line for line in str(jax.make_jaxpr(mapped)(scale, x[0], x)).splitlines() if "psum" in line]
+    assert sums
+    assert not any("f16" in line.split("=")[0] for line in sums)
+
+
+def test_gradients_of_what_each_device_has_for_itself_are_averaged_too(mesh: Mesh) -> None:
+    """In a checked `shard_map` parameters that vary have gradients that nobody has summed yet."""
+
+    def differentiate(scale: Any, params: Any, x: Any) -> Any:
+        none = 0.0 * jax.lax.axis_index("d").astype(jnp.float32)
+        varying = jax.tree.map(lambda leaf: leaf + none, params)
+        return value_and_grad(loss, axis_name="d")(scale, varying, x)[:2]
+
+    mapped = jax.jit(shard_map(differentiate, mesh, (WHOLE, WHOLE, SPLIT), WHOLE))
+    params, x = parameters(), BATCHES[0]
+    assert off_by(mapped(LossScale(), params, x), jax.value_and_grad(loss)(params, x)) < 1e-6
+
+
+def test_a_loss_that_is_not_averaged_has_the_summed_gradients_that_shard_map_gives(mesh: Mesh) -> None:
+    def differentiate(scale: Any, params: Any, x: Any) -> Any:
+        return value_and_grad(loss)(scale, params, x)[1]
+
+    mapped = jax.jit(shard_map(differentiate, mesh, (WHOLE, WHOLE, SPLIT), WHOLE))
+    params, x = parameters(), BATCHES[0]
+    summed = jax.tree.map(lambda leaf: leaf * DEVICES, jax.grad(loss)(params, x))
+    assert off_by(mapped(LossScale(), params, x), summed) < 1e-6
 
 
 def test_two_processes_skip_together(tmp_path: Path, alone: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,8 +26,14 @@ EXACT: dict[str, Any] = {
     "scale_dtype": "float32",
     "factor_dtype": "float32",
 }
+
+
+def accepting_a_quarter(policy: Tolerant) -> Tolerant:
+    return quietly(Tolerant, **{**policy.get_config(), "tolerance": 0.25})
+
+
 policies: st.SearchStrategy[Policy[Any]] = (
-    statics | dynamics(**EXACT) | tolerants(**EXACT).map(lambda policy: replace(policy, tolerance=0.25))
+    statics | dynamics(**EXACT) | tolerants(**EXACT).map(accepting_a_quarter)
 )
 
 
@@ -208,6 +213,16 @@ def test_a_loss_of_any_dtype_has_exact_gradients_at_any_scale(dtype: str, expone
     raw, scaled = scaled_value_and_grad(lambda w: (w * w).sum())(scale, jnp.array([0.5, -0.25], dtype))
     assert scaled.tolist() == [2.0**exponent, -(2.0 ** (exponent - 1))]
     assert raw == value
+
+
+@pytest.mark.parametrize("exponent", [0, 15, 16, 60])
+def test_a_float16_loss_has_the_very_gradients_it_has_without_scaling(exponent: int) -> None:
+    def loss(w: Any) -> Any:
+        return (w * w).sum()
+
+    w = jnp.array([0.1, -0.3, 0.47], jnp.float16)
+    _, gradient, _ = value_and_grad(loss)(LossScale(Static(2.0**exponent)), w)
+    assert gradient.tolist() == jax.grad(loss)(w).tolist()
 
 
 def test_an_inexact_scale_rounds_gradients_of_a_short_loss_no_more_than_others() -> None:

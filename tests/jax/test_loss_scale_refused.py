@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from preamp import Dynamic, PolicyError, UsageError
+from preamp import Dynamic, PolicyError, Tolerant, UsageError
 from preamp.jax import (
     LossScale,
     apply_gradients,
@@ -38,8 +38,12 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "policy of an optimizer": (PolicyError, r"policy=2\.0", lambda: loss_scaled(SGD, 2.0)),  # type: ignore[arg-type]
     "inner": (UsageError, r"3 is no transformation.*Write loss_scaled\(optax", lambda: loss_scaled(3)),
     "class of an optimizer": (UsageError, "no transformation", lambda: loss_scaled(optax.adam)),
-    "two scales around": (UsageError, "scales losses already", lambda: loss_scaled(OURS)),
-    "loss function": (UsageError, r"3 cannot be called.*Write value_and_grad", lambda: value_and_grad(3)),  # type: ignore[arg-type]
+    "two scales around": (UsageError, "scales losses already", lambda: loss_scaled(OURS).init(W)),
+    "loss function": (
+        UsageError,
+        r"a int cannot be called as a loss.*Write value_and_grad",
+        lambda: value_and_grad(3),
+    ),  # type: ignore[arg-type]
     "argnums": (UsageError, r"argnums='w'.*Write argnums=0", lambda: value_and_grad(total, "w")),  # type: ignore[arg-type]
     "argnums too high": (
         UsageError,
@@ -49,18 +53,31 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "argnums too low": (UsageError, r"argnums=-2", lambda: value_and_grad(total, -2)(LossScale(), W)),
     "argument by name": (
         UsageError,
-        "0 came .* by position",
+        "0 came by position",
         lambda: value_and_grad(total)(LossScale(), w=W),
     ),
-    "no loss scale": (UsageError, "holds no loss scale", lambda: value_and_grad(total)(W)),
-    "loss not scalar": (UsageError, r"shape \(3,\).*Write return jnp.mean", lambda: of(lambda w: w)),
+    "no loss scale": (
+        UsageError,
+        r"first argument holds no loss scale: it is an array of shape \(3,\).*LossScale\(\), params",
+        lambda: value_and_grad(total)(W),
+    ),
+    "loss of a number": (UsageError, "dtype int32, which has no gradient", lambda: of(lambda w: 1)),
+    "loss not scalar": (
+        UsageError,
+        r"an array of shape \(3,\).*Write return jnp.mean",
+        lambda: of(lambda w: w),
+    ),
     "loss of pairs": (
         UsageError,
         "loss is a tuple, not a scalar.*has_aux=True",
         lambda: of(lambda w: (w.sum(), w)),
     ),
     "loss of nothing": (UsageError, "loss is a NoneType", lambda: of(lambda w: None)),
-    "aux of nothing": (UsageError, "Write return loss, aux", lambda: of(total, has_aux=True)),
+    "aux of nothing": (
+        UsageError,
+        r"returned an array of shape \(\)\. Write return loss, aux",
+        lambda: of(total, has_aux=True),
+    ),
     "complex loss": (UsageError, r"dtype complex64.*loss\.real", lambda: of(lambda w: w.sum() * 1j)),
     "integer loss": (UsageError, "dtype int32", lambda: of(lambda w: w.sum().astype(int))),
     "no parameters": (UsageError, "params=None", lambda: apply_gradients(OURS, W, STATE, None)),
@@ -71,6 +88,22 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda: step(total, SGD)(W, SGD.init(W)),
     ),
     "last step of another": (UsageError, "holds no loss scale", lambda: last_step(SGD.init(W))),
+    "two scales, one of them hidden": (
+        UsageError,
+        "unscaled twice",
+        lambda: loss_scaled(optax.chain(optax.identity(), OURS)).init(W),
+    ),
+    "arguments swapped": (UsageError, r"Write step\(params, opt_state", lambda: step(total, OURS)(STATE, W)),
+    "integers": (
+        UsageError,
+        r"params\['n'\] has no gradient: it is int32",
+        lambda: step(total, OURS)({"n": jnp.int32(3)}, STATE),
+    ),
+    "state of another kind of policy": (
+        UsageError,
+        "a State, is not that of Tolerant.*start anew",
+        lambda: loss_scaled(SGD, Tolerant()).update(W, STATE),
+    ),
     "two states": (UsageError, "holds 2 loss scales", lambda: last_step((STATE, STATE))),
     "inside MultiSteps": (
         UsageError,

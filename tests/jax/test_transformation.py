@@ -109,6 +109,15 @@ def test_short_parameters_are_trained_by_an_optimizer_of_float32(inner: str, dty
 CLIPPED = ("adamw", "hyperparameters", "lion", "micro-steps", "parts", "schedule-free")
 
 
+def test_a_state_keeps_the_dtypes_it_was_given() -> None:
+    optimizer = loss_scaled(optax.adam(RATE))
+    params = parameters("bfloat16")
+    state = optimizer.init(params)
+    short = jax.tree.map(lambda x: x.astype("bfloat16") if x.dtype == "float32" else x, state.inner_state)
+    _, _, after = jax.jit(step(loss, optimizer))(params, state._replace(inner_state=short), jnp.ones((8, 6)))
+    assert jax.tree.map(lambda x: x.dtype, after.inner_state) == jax.tree.map(lambda x: x.dtype, short)
+
+
 @pytest.mark.parametrize(
     ("inner", "max_norm"), [("adamw", None), ("adamw", 1e6), *[(inner, 0.1) for inner in CLIPPED]]
 )
@@ -189,6 +198,7 @@ def test_a_scale_that_has_reached_zero_skips_and_never_divides() -> None:
     updates, state = optimizer.update(jnp.zeros(2), state)
     assert updates.tolist() == [0.0, 0.0]
     assert not state.finite
+    assert float(state.norm) == np.inf
 
 
 def test_what_each_step_came_to_is_in_the_state() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-__all__ = ["SCRIPT", "batches", "identical", "loss", "off_by", "parameters"]
+__all__ = ["SCRIPT", "batches", "identical", "loss", "off_by", "parameters", "shard_map"]
 
 SCRIPT = "0010011000"  # "1" is an overflow
 
@@ -52,6 +53,15 @@ def off_by(first: Any, second: Any) -> float:
         (np.asarray(a), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True)
     ]
     return max(float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-30)) for a, b in pairs if a.size)
+
+
+def shard_map(function: Any, mesh: Mesh, inputs: Any, outputs: Any, checked: bool = True) -> Any:
+    """Map over shards; before JAX 0.7 the function was elsewhere and its flag had another name."""
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=checked)
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_rep=checked)
 
 
 def _bits(array: Any) -> bytes:

@@ -8,6 +8,7 @@
 | `transformation.py` | when the inner optimizer runs, and what is remembered: an optax transformation |
 | `stepping.py` | a whole step in one conditional |
 | `gradients.py` | arithmetic on trees of gradients |
+| `tails.py` | what gradients end in, and may wait |
 | `axes.py` | what devices sum and average |
 """
 

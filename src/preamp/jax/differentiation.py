@@ -18,7 +18,7 @@ from jax import lax
 from preamp.errors import UsageError
 from preamp.jax import axes, gradients
 from preamp.jax.loss_scale import LossScale
-from preamp.jax.transformation import find
+from preamp.jax.transformation import find, found_in
 from preamp.policy import Reading
 
 __all__ = ["scaled_value_and_grad", "value_and_grad"]
@@ -74,7 +74,10 @@ def scaled_value_and_grad(
     The arguments and errors are those of `value_and_grad`.
     """
     if not callable(loss_fn):
-        raise UsageError(f"{loss_fn!r} cannot be called. Write value_and_grad(loss_fn)(loss_scale, params).")
+        raise UsageError(
+            f"a {type(loss_fn).__name__} cannot be called as a loss. Write value_and_grad(loss_fn), or "
+            "step(loss_fn, optimizer)."
+        )
     numbers = _numbers(argnums)
     names = axes.names_of(axis_name)
 
@@ -117,6 +120,12 @@ def _as_seed(number: Any, value: Any) -> Any:
 def _scale_in(loss_scale: Any) -> Any:
     if isinstance(loss_scale, LossScale):
         return loss_scale.loss_scale
+    if not found_in(loss_scale):
+        raise UsageError(
+            f"the first argument holds no loss scale: it is {_kind(loss_scale)}. Write "
+            "value_and_grad(loss_fn)(LossScale(), params), or "
+            "scaled_value_and_grad(loss_fn)(opt_state, params) with a state made by loss_scaled."
+        )
     return find(loss_scale).policy_state.scale
 
 
@@ -133,8 +142,8 @@ def _check_range(numbers: tuple[int, ...], count: int) -> None:
     for number in numbers:
         if not -count <= number < count:
             raise UsageError(
-                f"argnums={number} names no argument: {count} came after the loss scale, by position. "
-                "Write argnums=0 for the first of them."
+                f"argnums={number} names no argument: {count} came by position after the loss scale. "
+                "Write value_and_grad(loss_fn)(loss_scale, params): what is differentiated has no name."
             )
 
 
@@ -142,15 +151,23 @@ def _parts(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Return the loss and aux, for what the loss function returned."""
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         raise UsageError(
-            f"has_aux=True, but the loss function returned a {type(result).__name__}. Write return loss, aux."
+            f"has_aux=True, but the loss function returned {_kind(result)}. Write return loss, aux."
         )
     loss, aux = result if has_aux else (result, None)
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float) or jnp.shape(loss):
-        kind = type(loss).__name__ + (f" of shape {loss.shape}" if hasattr(loss, "shape") else "")
-        raise UsageError(f"the loss is a {kind}, not a scalar. Write return jnp.mean(loss), or has_aux=True.")
+    if not isinstance(loss, jax.Array | np.ndarray | np.generic | complex | float | int) or jnp.shape(loss):
+        raise UsageError(
+            f"the loss is {_kind(loss)}, not a scalar. Write return jnp.mean(loss), or has_aux=True."
+        )
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise UsageError(
             f"the loss is of dtype {loss.dtype}, which has no gradient. Write a floating one, as loss.real."
         )
     return loss, aux
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is, in words that know of no tracers."""
+    if hasattr(value, "shape"):
+        return f"an array of shape {value.shape}"
+    return f"a {type(value).__name__}"

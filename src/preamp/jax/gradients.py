@@ -19,7 +19,7 @@ from jax import lax
 
 from preamp.jax import axes
 
-__all__ = ["Seen", "all_finite", "each", "like", "look", "multiplied", "wide"]
+__all__ = ["Seen", "all_finite", "each", "is_inexact", "like", "look", "multiplied", "wide"]
 
 
 class Seen(NamedTuple):
@@ -80,10 +80,11 @@ def like(tree: Any, reference: Any) -> Any:
 
 def each(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to the floating and complex leaves of a tree."""
-    return jax.tree.map(lambda leaf: function(leaf) if _is_inexact(leaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: function(leaf) if is_inexact(leaf) else leaf, tree)
 
 
-def _is_inexact(leaf: Any) -> bool:
+def is_inexact(leaf: Any) -> bool:
+    """Return whether a leaf is floating or complex."""
     return bool(jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact))
 
 
@@ -108,7 +109,7 @@ def _times(leaf: Any, factor: Any) -> Any:
 
 def _sum_of_squares(tree: Any, names: tuple[Hashable, ...]) -> Any:
     """Return the sum of squared magnitudes in a tree: float64 if any leaf is, else float32."""
-    totals = [_total(_wide(leaf)) for leaf in jax.tree.leaves(tree) if _is_inexact(leaf)]
+    totals = [_total(_wide(leaf)) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
     dtype = np.result_type(np.float32, *[total.dtype for total in totals])
     return axes.sum_over(names, [jnp.zeros((), dtype), *[total.astype(dtype) for total in totals]])
 

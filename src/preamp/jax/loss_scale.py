@@ -17,7 +17,7 @@ from preamp.jax.gradients import multiplied
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
 
-__all__ = ["LossScale", "read", "start_of", "where"]
+__all__ = ["LossScale", "read", "start_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,7 @@ class LossScale:
 
     Raises:
         PolicyError: for what is no policy.
+        UsageError: for the state of another kind of policy.
 
     >>> scale = LossScale(Dynamic(init_scale=8.0, growth_interval=1))
     >>> float(scale.loss_scale), float(scale.advance(True).loss_scale), float(scale.advance(False).loss_scale)
@@ -44,6 +45,11 @@ class LossScale:
     def __post_init__(self) -> None:
         policy = given_policy(self.policy, {})
         state = start_of(policy) if self.state is None else self.state
+        if type(state) is not type(policy.start()):
+            raise UsageError(
+                f"the state, a {type(state).__name__}, is not that of {policy!r}: it comes from another kind "
+                "of policy. Write state=None, or optimizer.init(params), to start anew."
+            )
         starved = jnp.zeros((), jnp.float32) if self.starved is None else self.starved
         self._set(policy, state, starved)
 
@@ -70,7 +76,7 @@ class LossScale:
         """
         if not isinstance(reading, Reading):
             reading = Reading(jnp.asarray(reading))
-        state, starved = self.policy.advance_or_stay(self.state, self.starved, reading, where)
+        state, starved = self.policy.advance_or_stay(self.state, self.starved, reading, jnp.where)
         return replace(self, state=state, starved=starved)
 
     def check_starved(self) -> None:
@@ -92,12 +98,6 @@ class LossScale:
 def start_of(policy: Policy[Any]) -> Any:
     """Return the policy's first state as float32 scalars."""
     return jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), policy.start())
-
-
-def where(condition: Any, yes: Any, no: Any) -> Any:
-    """Choose. Of two Python numbers no weakly typed one: for it the next step would be compiled anew."""
-    chosen = jnp.where(condition, yes, no)
-    return chosen.astype(chosen.dtype)
 
 
 def read(scalars: Sequence[Any]) -> list[float]:

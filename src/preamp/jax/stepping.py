@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import jax
 import optax
 
 from preamp.errors import UsageError
+from preamp.jax import gradients, tails
 from preamp.jax.differentiation import scaled_value_and_grad
-from preamp.jax.transformation import LossScaledState, Scaling, find
+from preamp.jax.transformation import LossScaledState, Scaling, find, found_in
 
 __all__ = ["apply_gradients", "step"]
 
@@ -39,9 +41,9 @@ def apply_gradients(
     if params is None:
         raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
     find(opt_state)
-    scaling = getattr(optimizer.update, "__self__", None)
-    if isinstance(scaling, Scaling) and isinstance(opt_state, LossScaledState):
-        return scaling.apply(scaled_gradients, opt_state, params, **extra)
+    scaling = _scaling(optimizer, opt_state)
+    if scaling:
+        return scaling.apply(scaled_gradients, opt_state, params, extra)
     updates, opt_state = optax.with_extra_args_support(optimizer).update(
         scaled_gradients, opt_state, params, **extra
     )
@@ -56,7 +58,8 @@ def step(
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """Return a training step: ``step(params, opt_state, *args) -> value, params, opt_state``.
 
-    With `has_aux` the first is (value, aux). Compile it: ``jax.jit(step, donate_argnums=(0, 1))``.
+    With `has_aux` the first is (value, aux). Compile it: ``jax.jit(step, donate_argnums=(0, 1))``. Where
+    parameters are sharded over explicit axes, make the state with ``jax.jit(optimizer.init)(params)``.
 
     Args:
         loss_fn: a function of the parameters and what else the step is given, by position or by name, to a
@@ -67,7 +70,7 @@ def step(
             them: value and gradients are averaged.
 
     Raises:
-        UsageError: as `value_and_grad` and `apply_gradients` do.
+        UsageError: as `value_and_grad` and `apply_gradients` do, and for parameters without a gradient.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from preamp.jax import last_step, loss_scaled
@@ -84,9 +87,34 @@ def step(
     differentiate = scaled_value_and_grad(loss_fn, has_aux=has_aux, axis_name=axis_name)
 
     def train(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        _check_arguments(params, opt_state)
+        scaling = _scaling(optimizer, opt_state)
+        if scaling and isinstance(opt_state.policy_state.scale, jax.core.Tracer):
+            result, scaled, complete = tails.cut(differentiate, opt_state, params, *args, **kwargs)
+            extra = {"value": result[0] if has_aux else result}
+            return result, *scaling.apply(scaled, opt_state, params, extra, complete)
         result, scaled = differentiate(opt_state, params, *args, **kwargs)
         value = result[0] if has_aux else result
-        params, opt_state = apply_gradients(optimizer, scaled, opt_state, params, value=value)
-        return result, params, opt_state
+        return result, *apply_gradients(optimizer, scaled, opt_state, params, value=value)
 
     return train
+
+
+def _scaling(optimizer: Any, opt_state: Any) -> Scaling | None:
+    """Return what `loss_scaled` made, if that is the whole optimizer."""
+    scaling = getattr(optimizer.update, "__self__", None)
+    return scaling if isinstance(scaling, Scaling) and isinstance(opt_state, LossScaledState) else None
+
+
+def _check_arguments(params: Any, opt_state: Any) -> None:
+    """Refuse what would go wrong deep inside of an optimizer."""
+    if found_in(params):
+        raise UsageError("params and opt_state are swapped. Write step(params, opt_state, ...).")
+    find(opt_state)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not gradients.is_inexact(leaf):
+            raise UsageError(
+                f"params{jax.tree_util.keystr(path)} has no gradient: it is {getattr(leaf, 'dtype', leaf)}. "
+                "Write step(loss_fn, optimizer)(params, ...) with floating parameters alone, and give the "
+                "rest as another argument."
+            )

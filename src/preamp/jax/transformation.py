@@ -21,7 +21,7 @@ from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy
 from preamp.trace import Step
 
-__all__ = ["LossScaledState", "Scaling", "check_starved", "find", "last_step", "loss_scaled"]
+__all__ = ["LossScaledState", "Scaling", "check_starved", "find", "found_in", "last_step", "loss_scaled"]
 
 
 class LossScaledState(NamedTuple):
@@ -61,7 +61,9 @@ def loss_scaled(
     they are shorter; float64 and complex stay.
 
     The loss to differentiate is scaled by what `policy_state.scale` holds: `step` and
-    `scaled_value_and_grad` see to that. To accumulate gradients write ``loss_scaled(MultiSteps(inner, k))``.
+    `scaled_value_and_grad` see to that. All else belongs inside, as in ``loss_scaled(MultiSteps(inner, k))``:
+    in a chain, what stands before `loss_scaled` would see scaled gradients, and what stands after it would
+    run on skipped steps too.
 
     Args:
         inner: any optax transformation or optimizer.
@@ -90,8 +92,6 @@ def loss_scaled(
         raise UsageError(
             f"{inner!r} is no transformation: it has no init and update. Write loss_scaled(optax.adam(1e-3))."
         )
-    if isinstance(getattr(inner.update, "__self__", None), Scaling):
-        raise UsageError("the optimizer scales losses already. Write loss_scaled(inner) once.")
     if max_norm is not None:
         positive("max_norm", max_norm, "max_norm=1.0, or None")
     scaling = Scaling(
@@ -114,10 +114,15 @@ class Scaling:
 
     def init(self, params: Any) -> LossScaledState:
         """Return the state before the first step."""
-        start = start_of(self.policy)
+        start, inner = start_of(self.policy), self.inner.init(gradients.wide(params))
+        if found_in(inner):
+            raise UsageError(
+                "the optimizer inside scales losses already: gradients would be unscaled twice. "
+                "Write loss_scaled around the whole optimizer, once."
+            )
         return LossScaledState(
             policy_state=start,
-            inner_state=self.inner.init(gradients.wide(params)),
+            inner_state=inner,
             scale=_copy(start.scale),
             finite=jnp.ones((), bool),
             norm=jnp.zeros((), jnp.float32),
@@ -134,11 +139,26 @@ class Scaling:
         return self._step(scaled, state, params, extra, lambda updates: updates, nothing)
 
     def apply(
-        self, scaled: Any, state: LossScaledState, params: Any, **extra: Any
+        self,
+        scaled: Any,
+        state: LossScaledState,
+        params: Any,
+        extra: dict[str, Any],
+        complete: Callable[[Any], Any] = lambda scaled: scaled,
     ) -> tuple[Any, LossScaledState]:
-        """Return the parameters and the state after the step."""
+        """Return the parameters and the state after the step.
+
+        Args:
+            scaled: gradients, or what has the same norm.
+            state: before the step.
+            params: likewise.
+            extra: for the inner optimizer.
+            complete: makes the gradients of `scaled`; called where the step is not skipped.
+        """
         whole = gradients.wide(params)
-        return self._step(scaled, state, params, extra, lambda u: optax.apply_updates(whole, u), params)
+        return self._step(
+            scaled, state, params, extra, lambda u: optax.apply_updates(whole, u), params, complete
+        )
 
     def _step(
         self,
@@ -148,12 +168,13 @@ class Scaling:
         extra: dict[str, Any],
         finish: Callable[[Any], Any],
         before: Any,
+        complete: Callable[[Any], Any] = lambda scaled: scaled,
     ) -> tuple[Any, LossScaledState]:
         """Return `finish` of the inner updates, or `before` on a skip: all of it in one conditional."""
         seen = gradients.look(scaled, state.policy_state.scale, self.names)
 
         def take() -> tuple[Any, Any]:
-            unscaled = gradients.multiplied(scaled, seen.inverse * self._clip(seen.norm))
+            unscaled = gradients.multiplied(complete(scaled), seen.inverse * self._clip(seen.norm))
             updates, inner = self.inner.update(unscaled, state.inner_state, gradients.wide(params), **extra)
             return gradients.like(finish(updates), before), gradients.like(inner, state.inner_state)
 
@@ -183,11 +204,12 @@ def find(state: Any) -> LossScaledState:
     Raises:
         UsageError: if there is none, more than one, or one inside `MultiSteps`, which cannot work.
     """
-    kinds = (LossScaledState, optax.MultiStepsState)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    found = [node for node in nodes if isinstance(node, LossScaledState)]
-    for node in nodes:
-        if isinstance(node, optax.MultiStepsState) and _holds_ours(node):
+    found = found_in(state)
+    sums = jax.tree.leaves(
+        state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState | LossScaledState)
+    )
+    for node in sums:
+        if isinstance(node, optax.MultiStepsState) and found_in(node):
             raise UsageError(
                 "loss_scaled is inside MultiSteps, whose sum stays NaN for ever after one overflow. "
                 "Write loss_scaled(optax.MultiSteps(inner, k)): it is shown finite gradients only."
@@ -198,6 +220,12 @@ def find(state: Any) -> LossScaledState:
             "and one loss needs one. Write loss_scaled(optimizer) around the whole optimizer."
         )
     return found[0]
+
+
+def found_in(tree: Any) -> list[LossScaledState]:
+    """Return the states of `loss_scaled` in a tree."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScaledState))
+    return [node for node in nodes if isinstance(node, LossScaledState)]
 
 
 def last_step(opt_state: Any) -> Step | None:
@@ -249,8 +277,3 @@ def _either(finite: Any, take: Callable[[], Any], skip: Callable[[], Any]) -> An
 def _copy(scalar: Any) -> Any:
     """Return a scalar in memory of its own: what is given away with `donate_argnums` must be there once."""
     return scalar + 0.0
-
-
-def _holds_ours(state: Any) -> bool:
-    ours = jax.tree.leaves(tuple(state), is_leaf=lambda node: isinstance(node, LossScaledState))
-    return any(isinstance(node, LossScaledState) for node in ours)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,8 +20,6 @@ import jax.extend.core as extended
 import numpy as np
 from jax.extend import linear_util
 from jax.extend.core import primitives
-
-import preamp
 
 __all__ = [
     "CALLS",
@@ -199,9 +199,49 @@ def are_known(arrays: Iterable[Any]) -> bool:
 
 
 def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Run a closed jaxpr's equations one by one."""
-    results: list[Any] = jax.core.eval_jaxpr(inner(jaxpr), jaxpr.consts, *arrays)
+    """Run a closed jaxpr's equations one by one.
+
+    What is being differentiated is called as `jnp` calls it: every operator as a small `jit`, whose derivative
+    JAX keeps. To differentiate the operators themselves takes twice as long.
+    """
+    program = inner(jaxpr)
+    if any(hasattr(array, "tangent") for array in [*arrays, *jaxpr.consts]):
+        program = program.replace(eqns=[_as_jit(equation) for equation in program.eqns])
+    results: list[Any] = jax.core.eval_jaxpr(program, jaxpr.consts, *arrays)
     return results
+
+
+def _as_jit(equation: Any) -> Any:
+    """Return an equation as the `jit` of its operator alone; as it is if it has effects or holds a program."""
+    if equation.effects or any(subprograms(equation)):
+        return equation
+    avals = tuple(tuple(atom.aval for atom in atoms) for atoms in (equation.invars, equation.outvars))
+    try:
+        jit, params = _jit_of(equation.primitive, tuple(equation.params.items()), *avals)
+    except TypeError:  # a parameter that cannot be hashed
+        return equation
+    return equation.replace(primitive=jit, params=params)
+
+
+@lru_cache(maxsize=4096)
+def _jit_of(
+    primitive: Any, params: Sequence[tuple[str, Any]], given: Sequence[Any], gives: Sequence[Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return the primitive and parameters of a `jit` of one operator."""
+    (template,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
+    operands, results = [variable(aval) for aval in given], [variable(aval) for aval in gives]
+    operator = _new_equation(operands, results, primitive, dict(params), _no_effects)
+    lengths = dict.fromkeys(("in_shardings", "in_layouts", "donated_invars"), len(operands))
+    lengths |= dict.fromkeys(("out_shardings", "out_layouts"), len(results))
+    repeated = {key: template.params[key] * count for key, count in lengths.items()}
+    program = rebuilt(template.params["jaxpr"], operands, results, [operator])
+    return template.primitive, {
+        **template.params,
+        **repeated,
+        "jaxpr": program,
+        "name": primitive.name,
+        "inline": True,
+    }
 
 
 def subprograms(equation: Any) -> Iterator[Any]:
@@ -224,14 +264,14 @@ def source_line(equation: Any) -> str:
     return "-"
 
 
-_NEVER_TOLD = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep for path in (jax.__file__, preamp.__file__)
-)
+_OURS = Path(__file__).parents[2]
+_NEVER_TOLD = (*(str(folder) + os.sep for folder in (Path(jax.__file__).parent, _OURS)), "<frozen")
+_INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
 
 def _is_told(path: str) -> bool:
-    return not path.startswith((*_NEVER_TOLD, "<frozen"))
+    return not path.startswith(_NEVER_TOLD)
 
 
 def _is_installed(path: str) -> bool:
-    return "site-packages" in path or "dist-packages" in path
+    return any(part in path for part in _INSTALLED)

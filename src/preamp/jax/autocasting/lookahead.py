@@ -8,7 +8,7 @@ refuses to know in which precision a value comes: that shows when the program is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from preamp.casting import Rule
@@ -41,7 +41,8 @@ APART = _names("device_put optimization_barrier sort")
 class Reader(Protocol):
     """Who asks: what it says of primitives and of the programs they hold."""
 
-    rules: Mapping[str, Rule]
+    def rule(self, equation: Any) -> Rule | None:
+        """Return the rule that an equation runs by; None for what is left as written."""
 
     def bodies(self, equation: Any) -> Iterator[tuple[Any, int]]:
         """Yield the programs of an equation that are rewritten with it, and where their operands begin."""
@@ -71,7 +72,7 @@ class Lookahead:
         self._spread: set[Any] = set()
         self._low: set[Any] = set()
         self._elsewhere: set[Any] = set()
-        self._reader, self._rules = reader, reader.rules
+        self._reader = reader
         for equation in jaxpr.eqns:
             self._read_forward(equation)
         for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True):
@@ -101,7 +102,7 @@ class Lookahead:
 
     def _read_forward(self, equation: Any) -> None:
         name, operands, results = equation.primitive.name, equation.invars, equation.outvars
-        if self._rules.get(name) == "lower":
+        if self._reader.rule(equation) == "lower":
             self.products.update(results)
         elif name == "add":
             self._note_bias(results[0], *operands)
@@ -133,7 +134,7 @@ class Lookahead:
 
     def _read_backward(self, equation: Any) -> None:
         name, operands = equation.primitive.name, equation.invars
-        rule = self._rules.get(name)
+        rule = self._reader.rule(equation)
         if rule in ("lower", "float32"):
             for atom in operands:
                 self._use(atom, low=rule == "lower", float32=rule == "float32")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from preamp.jax.autocasting import jaxprs
 from preamp.jax.autocasting.lookahead import Lookahead
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
 from preamp.jax.autocasting.rounding import ROUNDED
-from preamp.jax.autocasting.rules import Handler, as_written, handler_of
+from preamp.jax.autocasting.rules import Handler, as_written, asks_for_dtype, handler_of
 from preamp.jax.autocasting.structured import STRUCTURED
 
 __all__ = ["Program", "Rewriter", "Settings"]
@@ -94,6 +95,11 @@ class Rewriter:
         """Yield the programs of an equation that are rewritten with it, and where their operands begin."""
         if self.enters(equation) and equation.primitive.name not in self.rules:
             yield from jaxprs.bodies(equation)
+
+    def rule(self, equation: Any) -> Rule | None:
+        """Return the rule that an equation runs by; None for what is left as written."""
+        rule = self.rules.get(equation.primitive.name) if self.enters(equation) else None
+        return None if rule == "lower" and asks_for_dtype(equation, self.settings.low) else rule
 
     def enters(self, equation: Any) -> bool:
         """Tell whether the programs that an equation holds are part of this region."""
@@ -291,6 +297,7 @@ def _is_real_scalar(aval: Any) -> bool:
     return aval.shape == () and (aval.dtype.kind in "biuf" or precision_of(aval) is not None)
 
 
+@lru_cache(maxsize=4096)
 def _with_dtype(aval: Any, dtype: np.dtype[Any]) -> Any:
     return aval.update(dtype=dtype, weak_type=False)
 

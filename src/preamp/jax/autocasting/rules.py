@@ -26,6 +26,7 @@ __all__ = [
     "Handler",
     "as_given",
     "as_written",
+    "asks_for_dtype",
     "convert",
     "float32",
     "handler_of",
@@ -43,7 +44,7 @@ def lower(program: Program, equation: Any) -> None:
     Emulated, every operand is rounded once more: nothing changes forward, and each cotangent is rounded
     before it is summed with those of other uses, as when products are stored low.
     """
-    if _asks_for_dtype(equation, program.low):
+    if asks_for_dtype(equation, program.low):
         as_written(program, equation)
     elif program.low.rounded:
         values = [program.cast(value, program.low) for value in program.operands(equation)]
@@ -136,7 +137,7 @@ def _run(program: Program, equation: Any, values: Sequence[Value], precision: Pr
         program.round_results(equation)
 
 
-def _asks_for_dtype(equation: Any, low: Precision) -> bool:
+def asks_for_dtype(equation: Any, low: Precision) -> bool:
     """Tell whether a product's dtype or algorithm was chosen: what its operands' dtypes do not imply."""
     if isinstance(equation.params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return True

@@ -118,6 +118,12 @@ def _custom_vjp(program: Program, equation: Any) -> None:
     as_written(program, equation, params)
 
 
+def _custom_vmap(program: Program, equation: Any) -> None:
+    """Enter a function with its own batching rule, which sees the dtypes it was written for."""
+    params = {**equation.params, "call": _as_signed(program, equation.params["call"])}
+    as_written(program, equation, params)
+
+
 def _wanted(program: Program, equation: Any) -> tuple[bool, ...]:
     return program.ahead.wanted(equation.outvars)
 
@@ -163,6 +169,7 @@ STRUCTURED: dict[str, Handler] = {
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
     "custom_vjp_call_jaxpr": _custom_vjp,
+    "custom_vmap_call": _custom_vmap,
     "convert_element_type": convert,
 }
 """What is done with equations that need more than a rule."""

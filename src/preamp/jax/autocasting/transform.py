@@ -23,7 +23,7 @@ from preamp.jax.autocasting.names import check_names, rules_of
 from preamp.jax.autocasting.precision import Value, precision_of
 from preamp.jax.autocasting.rewriting import Rewriter, Settings
 
-__all__ = ["autocast", "is_traced", "region", "rewrite", "rewritten"]
+__all__ = ["Call", "autocast", "is_traced", "region", "rewrite", "rewritten", "traced"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,7 +97,7 @@ def autocast(
         if not enabled:
             with jax.named_scope(OFF):
                 return fn(*args, **kwargs)
-        call = _traced(fn, args, kwargs)
+        call = traced(fn, args, kwargs)
         known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
         jaxpr = rewrite(call.jaxpr, replace(settings, flat=known))
         with jax.named_scope(settings.name):
@@ -124,23 +124,14 @@ class _Decorator(functools.partial[Any]):
 
 def _check_function(fn: Any) -> None:
     """Raise for a dtype or an array where the function goes."""
-    if (
-        isinstance(fn, str | np.dtype)
-        or (isinstance(fn, type) and issubclass(fn, np.generic))
-        or _is_scalar_type(fn)
+    if isinstance(fn, str | np.dtype | type(jnp.float16)) or (
+        isinstance(fn, type) and issubclass(fn, np.generic)
     ):
-        raise CastingError(
-            f"{_name(fn)} stands where a function goes. Write autocast(fn, dtype={_name(fn)!r})."
-        )
+        name = _name(fn)
+        raise CastingError(f"{name} stands where a function goes. Write autocast(fn, dtype={name!r}).")
     if not callable(fn):
-        raise CastingError(
-            f"A {type(fn).__name__} is no function. Write autocast(fn)(...) with what computes it."
-        )
-
-
-def _is_scalar_type(fn: Any) -> bool:
-    """Tell whether this is one of `jnp.float16` and the like, which are callable."""
-    return isinstance(fn, type(jnp.float16))
+        what = "An array" if is_traced(fn) else f"A {type(fn).__name__}"
+        raise CastingError(f"{what} is no function. Write autocast(fn)(...) with what computes it.")
 
 
 def region(dtype: Any, table: Casting | None, emulate: bool) -> Settings:
@@ -158,7 +149,7 @@ def region(dtype: Any, table: Casting | None, emulate: bool) -> Settings:
 
 def rewritten(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], settings: Settings) -> Any:
     """Return the closed jaxpr of a function in a region; `jax.ShapeDtypeStruct`s may stand for arrays."""
-    return rewrite(_traced(fn, args, kwargs).jaxpr, settings)
+    return rewrite(traced(fn, args, kwargs).jaxpr, settings)
 
 
 def rewrite(jaxpr: Any, settings: Settings) -> Any:
@@ -173,7 +164,7 @@ def rewrite(jaxpr: Any, settings: Settings) -> Any:
     return Rewriter(settings).program(jaxpr, values, wanted).finish()[0]
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A traced call.
 
     Attributes:
@@ -187,7 +178,7 @@ class _Call(NamedTuple):
     returned: Callable[[Sequence[Any]], Any]
 
 
-def _traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> _Call:
+def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """Trace a call: arrays become variables, everything else stays what it is."""
     arrays, rebuild = _split((tuple(args), kwargs))
     returned: list[Callable[[Sequence[Any]], Any]] = []
@@ -199,19 +190,27 @@ def _traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         returned.append(back)
         return results
 
-    return _Call(jax.make_jaxpr(flat)(*arrays), arrays, returned[-1])
+    return Call(jax.make_jaxpr(flat)(*arrays), arrays, returned[-1])
 
 
 def _split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return a tree's arrays, and what puts others in their places."""
     leaves, structure = jax.tree.flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if is_traced(leaf)]
+    others = [None if is_traced(leaf) else leaf for leaf in leaves]  # a tracer that is kept is a leak
 
     def rebuild(arrays: Sequence[Any]) -> Any:
         filled = dict(zip(places, arrays, strict=True))
-        return jax.tree.unflatten(structure, [filled.get(*pair) for pair in enumerate(leaves)])
+        return jax.tree.unflatten(structure, [filled.get(*pair) for pair in enumerate(others)])
 
-    return [leaves[place] for place in places], rebuild
+    return [_as_array(leaves[place]) for place in places], rebuild
+
+
+def _as_array(leaf: Any) -> Any:
+    """Return a leaf as JAX may trace it; `jax.ShapeDtypeStruct`s stay."""
+    return (
+        leaf.__jax_array__() if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array) else leaf
+    )
 
 
 def is_traced(leaf: Any) -> bool:
@@ -236,9 +235,9 @@ def _low(dtype: Any, emulate: bool) -> np.dtype[Any]:
 
 
 def _name(dtype: Any) -> str:
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "dtype", dtype)
+    """Return a dtype's name, or what was given in its place."""
     try:
-        name = name if isinstance(name, str) else np.dtype(name).name
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     except TypeError:
         name = repr(dtype)
     return ALIASES.get(name, name)

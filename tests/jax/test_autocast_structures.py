@@ -1,0 +1,34 @@
+"""Programs with programs or derivatives inside: they agree with float32, and their products are low."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from . import derivative_programs, structured_programs
+from .agreement import compiled_agrees, eager_agrees, products_are_low
+from .programs import written_in
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+each_half = pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16], ids=lambda low: np.dtype(low).name)
+each_program = pytest.mark.parametrize("name", written_in(structured_programs, derivative_programs))
+
+
+@each_half
+@each_program
+def test_the_compiled_program_agrees_with_float32(name: str, low: Any) -> None:
+    compiled_agrees(name, low)
+
+
+@each_program
+def test_the_program_agrees_with_float32_without_jit(name: str) -> None:
+    eager_agrees(name, jnp.float16)
+
+
+@each_half
+@each_program
+def test_every_product_is_low_forward_and_backward(name: str, low: Any) -> None:
+    products_are_low(name, low)

@@ -1,0 +1,159 @@
+"""Edited tables, names in them, and what no rule touches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+from preamp.casting import DEFAULT, JAX
+from preamp.errors import CastingError
+from preamp.jax import autocast
+
+from .reading import dtypes
+
+X, W = np.ones((4, 8), np.float32), np.ones((8, 8), np.float32)
+
+
+def product(x: Any, w: Any) -> Any:
+    return jnp.exp(jnp.tanh(x @ w))
+
+
+def runs(table: Any, of: str) -> list[str]:
+    return dtypes(autocast(product, casting=table), X, W, of=of)
+
+
+@pytest.mark.parametrize(
+    ("table", "products", "exponentials"),
+    [
+        (None, "bfloat16", "float32"),
+        (DEFAULT, "bfloat16", "float32"),
+        (DEFAULT.lower("exp"), "bfloat16", "bfloat16"),
+        (DEFAULT.float32("matmul"), "float32", "float32"),
+        (DEFAULT.widest("exp"), "bfloat16", "bfloat16"),
+        (DEFAULT.widest("dot"), "float32", "float32"),
+        (DEFAULT.untouched("exp"), "bfloat16", "bfloat16"),
+        (DEFAULT.untouched("dot_general"), "float32", "float32"),
+        (DEFAULT.refuse("sort"), "bfloat16", "float32"),
+        (DEFAULT.float32("matmul").lower("dot_general", "exp"), "bfloat16", "bfloat16"),
+    ],
+)
+def test_an_edited_table_counts(table: Any, products: str, exponentials: str) -> None:
+    assert runs(table, "dot_general") == [products]
+    assert runs(table, "exp") == [exponentials]
+
+
+@given(st.sampled_from(sorted(name for name, rule in JAX.rules.items() if rule == "float32")))
+def test_every_name_of_the_table_can_be_edited(name: str) -> None:
+    assert DEFAULT.lower(name)[name] == "lower"
+    assert runs(DEFAULT.untouched(name), "dot_general") == ["bfloat16"]
+
+
+def test_a_refused_primitive_is_named_with_its_line() -> None:
+    with pytest.raises(CastingError, match=r"(?s)'exp' is refused.*test_autocast_tables\.py:\d+ \(product\)"):
+        autocast(product, casting=DEFAULT.refuse("exp"))(X, W)
+
+
+def test_a_refused_primitive_inside_of_jax_has_the_line_around_it() -> None:
+    with pytest.raises(CastingError, match=r"'sort' is refused.*test_autocast_tables\.py:\d+.*enabled=False"):
+        autocast(lambda x: jnp.sort(x), casting=DEFAULT.refuse("sort"))(X)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("dot_genera", "dot_general"), ("exq", "exp"), ("conv_general", "conv_general_dilated")],
+)
+def test_a_name_that_is_none_comes_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(CastingError, match=rf"'{name}' is no primitive of JAX.*'{near}'"):
+        autocast(product, casting=DEFAULT.lower(name))(X, W)
+
+
+def test_a_table_may_name_what_only_the_program_has() -> None:
+    own = jax.extend.core.Primitive("only_here")
+    own.def_impl(lambda x: x)
+    own.def_abstract_eval(lambda x: x)
+    fn = autocast(lambda x, w: own.bind(x @ w), casting=DEFAULT.lower("only_here"))
+    assert fn(X, W).dtype == jnp.bfloat16
+    assert autocast(lambda x, w: own.bind(x @ w))(X, W).dtype == np.float32
+
+
+@pytest.mark.parametrize("wrong", [{"exp": "lower"}, "exp", JAX.rules])
+def test_what_is_no_table_is_refused(wrong: Any) -> None:
+    with pytest.raises(CastingError, match=r"is no table\. Write casting=casting\.DEFAULT"):
+        autocast(product, casting=wrong)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "emulate", "write"),
+    [
+        ("float32", False, "dtype='float16' or dtype='bfloat16'"),
+        ("float64", True, "dtype='float8_e5m2'"),
+        (np.int32, False, "dtype='float16'"),
+        ("half-ish", False, "dtype='float16'"),
+        (jnp.float8_e5m2, False, r"autocast\(dtype='float8_e5m2', emulate=True\)"),
+        ("float8_e4m3", False, r"autocast\(dtype='float8_e4m3fn', emulate=True\)"),
+    ],
+)
+def test_a_dtype_that_cannot_be_the_low_one_is_refused(dtype: Any, emulate: bool, write: str) -> None:
+    with pytest.raises(CastingError, match=write):
+        autocast(product, dtype, emulate=emulate)
+
+
+@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16"), jnp.float16])
+def test_a_dtype_may_be_written_in_any_way(dtype: Any) -> None:
+    assert autocast(jnp.matmul, dtype)(X, W).dtype == np.float16
+
+
+def test_numbers_of_64_bits_integers_complex_numbers_and_keys_pass() -> None:
+    def mixed(x: Any, i: Any, z: Any, key: Any) -> Any:
+        return i @ i.T, jnp.exp(z) @ z.T, jax.random.normal(key, (2,)), jax.random.split(key), i > 1, x @ x.T
+
+    integers, complexes = np.ones((2, 2), np.int32), np.ones((2, 2), np.complex64)
+    key = jax.random.key(0)
+    args = X, integers, complexes, key
+    results, plain = autocast(mixed)(*args), mixed(*args)
+    for ours, expected in zip(results[:-1], plain[:-1], strict=True):
+        assert ours.dtype == expected.dtype
+        assert (jnp.asarray(ours == expected)).all()
+
+
+def test_float64_runs_in_float64() -> None:
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        x = np.ones((2, 2), np.float64)
+        result = jax.jit(autocast(lambda x: jnp.exp(x @ x) + x.astype(np.float32)))(x)
+        assert result.dtype == np.float64
+        assert (result == np.exp(2.0) + 1).all()
+
+
+def test_a_dtype_that_is_asked_for_is_kept() -> None:
+    low = W.astype(jnp.bfloat16)
+
+    def asked(a: Any, b: Any) -> Any:
+        return lax.dot(a, b, preferred_element_type=np.float32)
+
+    assert autocast(asked)(low, low).dtype == np.float32
+    assert autocast(asked, "float16")(low, low).dtype == np.float32
+    assert dtypes(autocast(asked, "float16"), low, low) == ["bfloat16"]
+    assert autocast(asked, "float16")(W, W).dtype == np.float16  # what jnp.matmul writes
+    assert autocast(lambda a: lax.dot(a, a, preferred_element_type=jnp.bfloat16))(W).dtype == jnp.bfloat16
+
+
+def test_an_algorithm_that_is_asked_for_is_kept() -> None:
+    fn = autocast(lambda a: lax.dot(a, a, precision=lax.DotAlgorithmPreset.F32_F32_F32))
+    assert dtypes(fn, W) == ["float32"]
+
+
+def test_sums_over_devices_run_in_float32_and_moves_stay_low() -> None:
+    def along(x: Any) -> Any:
+        y = x @ x
+        return lax.psum(y, "i"), lax.pmean(y, "i"), lax.pmax(y, "i"), lax.all_gather(y, "i")
+
+    sums, means, peaks, gathered = jax.vmap(autocast(along), axis_name="i")(np.ones((2, 3, 3), np.float32))
+    assert sums.dtype == means.dtype == np.float32
+    assert peaks.dtype == gathered.dtype == jnp.bfloat16
