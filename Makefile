@@ -7,10 +7,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 OF_KERAS := tests/keras src/preamp/keras docs/keras.md
 OLDEST_JAX := .venv-oldest-jax
-WITH_OLDEST_JAX := tests/jax/test_autocast_programs.py
+MATRIX := tests/jax/test_autocast_programs.py tests/jax/test_autocast_structures.py
 ARGS ?=
 
-.PHONY: train test lint typecheck imports check-code pytest pytest-keras test-oldest-jax test-r bench format clean
+.PHONY: train test lint typecheck imports check-code pytest pytest-keras test-slow test-oldest-jax test-r bench format clean
 
 train: .venv/train.stamp
 	$(BIN)/preamp train $(ARGS)
@@ -37,9 +37,12 @@ pytest-keras: .venv/test.stamp
 	KERAS_BACKEND=jax $(BIN)/pytest -n 2 --dist loadfile $(OF_KERAS)
 	KERAS_BACKEND=torch $(BIN)/pytest -n 2 --dist loadfile $(OF_KERAS)
 
-# Without PyTorch, TensorFlow and the peers.
+test-slow: .venv/test.stamp
+	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)
+
+# Autocast's programs without PyTorch, TensorFlow and the peers.
 test-oldest-jax: $(OLDEST_JAX)/test.stamp
-	$(OLDEST_JAX)/bin/pytest -n 2 $(WITH_OLDEST_JAX) $(ARGS)
+	$(OLDEST_JAX)/bin/pytest -n 2 --dist loadfile $(MATRIX) $(ARGS)
 
 # Needs R with reticulate and testthat.
 test-r: .venv/test.stamp
@@ -51,6 +54,8 @@ bench: .venv/test.stamp
 	$(BIN)/python benchmarks/torch_scaler.py
 	$(BIN)/python benchmarks/torch_autocast.py
 	$(BIN)/python benchmarks/keras_optimizer.py
+	$(BIN)/python benchmarks/jax_step.py
+	$(BIN)/python benchmarks/jax_autocast.py
 
 format: .venv/test.stamp
 	$(BIN)/ruff check --fix .

@@ -14,6 +14,7 @@ __all__ = [
     "REPEATED",
     "CastReport",
     "CastRow",
+    "Tally",
     "format_bytes",
     "format_flops",
     "place",
@@ -90,6 +91,22 @@ class CastRow:
             "dtypes": _short(self.runs if self.inputs == self.runs else f"{self.inputs} → {self.runs}"),
             "cast": format_bytes(self.bytes_cast) if self.bytes_cast else "-",
         }
+
+
+@dataclass
+class Tally:
+    """The counts of one `CastRow` so far."""
+
+    calls: int = 0
+    bytes_cast: int = 0
+    bytes_moved: int = 0
+    flops: int = 0
+    overflows: int = 0
+
+    def add(self, **counts: int) -> None:
+        """Add to some of the counts."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
@@ -16,17 +16,19 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from preamp.jax import autocast
 
 from . import derivative_programs, library_programs, structured_programs  # noqa: F401  # fill PROGRAMS
 from .programs import PROGRAMS, Program
 
-__all__ = ["ROUNDINGS", "Run", "compiled_agrees", "eager_agrees", "off_by", "products_are_low", "run"]
+__all__ = ["ROUNDINGS", "Run", "compiled_agrees", "eager_agrees", "off_by", "products_are_low", "run", "slow"]
 
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 COMPILED = re.compile(
-    r"(?:stablehlo\.dot_general|stablehlo\.convolution|chlo\.ragged_dot).* : \(tensor<([^>]*)>"
+    r"(?:stablehlo\.dot_general|stablehlo\.convolution|chlo\.ragged_dot).* : "
+    r"\(tensor<([^>]*)>, tensor<([^>]*)>"
 )
 FLOATS = {"float16", "bfloat16", "float32"}
 ROUNDINGS = 4
@@ -118,14 +120,16 @@ class Run:
         return self.traces[way]
 
     def traced(self, way: str) -> Counter[str]:
-        """Count products by the dtype of their first input, in the jaxpr and in every jaxpr inside."""
+        """Count products by the dtype of their inputs, in the jaxpr and in every jaxpr inside."""
         return Counter(dtypes(self.trace(way).jaxpr.jaxpr))
 
     def lowered(self, way: str) -> Counter[str]:
-        """Count products by the dtype of their first input, in the program that XLA is given."""
+        """Count products by the dtype of their inputs, in the program that XLA is given."""
         with width(self.program):
             shapes = COMPILED.findall(self.trace(way).lower().as_text())
-        return Counter(NAMES.get(dtype := shape.split("x")[-1], dtype) for shape in shapes)
+        types = (shape.split("x")[-1] for shape in chain(*shapes))
+        names = (NAMES.get(each, each) for each in types)
+        return Counter(map(common, zip(names, names, strict=True)))
 
 
 @cache
@@ -166,6 +170,11 @@ def products_are_low(name: str, low: Any) -> None:
             assert PROGRAMS[name].kept or now[dtype] == now.total() - sum(others[0].values())
 
 
+def slow(*values: Any) -> list[Any]:
+    """Return parameters that only `make test-slow` runs with."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 @jax.jit
 def weighed(results: list[Any]) -> Any:
     """Return one number that depends on every result differently."""
@@ -183,10 +192,15 @@ def weights(part: Any) -> Any:
 def dtypes(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
         if equation.primitive.name in PRODUCTS:
-            yield equation.invars[0].aval.dtype.name
+            yield common(each.aval.dtype.name for each in equation.invars[:2])
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
             if is_jaxpr(value):
                 yield from dtypes(getattr(value, "jaxpr", value))
+
+
+def common(names: Iterable[str]) -> str:
+    """Return the dtype of both inputs of a product: "bfloat16 float32" where they differ."""
+    return " ".join(dict.fromkeys(names))
 
 
 def is_jaxpr(value: Any) -> bool:

@@ -163,7 +163,7 @@ def grad(w: Any, a: Any) -> Any:
     return jax.value_and_grad(energy, (0, 1))(w, a)
 
 
-@program(x(8, 8), x(4, 8), products=2)
+@program(x(8, 8), x(4, 8), products=5)
 def grad_of_jit_and_checkpoint(w: Any, a: Any) -> Any:
     return jax.grad(jax.checkpoint(jax.jit(lambda w, a: energy(w, layer(a, w)))))(w, a)
 

@@ -43,9 +43,12 @@ def equinox_convolution() -> Any:
 def equinox_batch_norm() -> Any:
     """Its running averages come back as state."""
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "rows", mode="ema")
+    leaves, tree = jax.tree.flatten(state)  # a state is used once
 
     def apply(norm: Any, w: Any, a: Any) -> Any:
-        mapped = jax.vmap(lambda row: norm(row @ w, state), axis_name="rows", out_axes=(0, None))
+        mapped = jax.vmap(
+            lambda row: norm(row @ w, jax.tree.unflatten(tree, leaves)), axis_name="rows", out_axes=(0, None)
+        )
         return mapped(a)
 
     return apply, norm, x(8, 3), x(4, 8)

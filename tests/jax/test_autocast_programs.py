@@ -12,21 +12,23 @@ import pytest
 from preamp.jax import autocast
 
 from . import library_programs, programs
-from .agreement import ROUNDINGS, Run, compiled_agrees, eager_agrees, off_by, products_are_low, run
+from .agreement import ROUNDINGS, Run, compiled_agrees, eager_agrees, off_by, products_are_low, run, slow
 from .programs import PROGRAMS, Program, written_in, x
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 each_half = pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16], ids=lambda low: np.dtype(low).name)
+half = pytest.mark.parametrize("low", [jnp.float16, *slow(jnp.bfloat16)])
 each_program = pytest.mark.parametrize("name", written_in(programs, library_programs))
+without_jit = pytest.mark.parametrize("name", [*written_in(library_programs), *slow(*written_in(programs))])
 
 
-@each_half
+@half
 @each_program
 def test_the_compiled_program_agrees_with_float32(name: str, low: Any) -> None:
     compiled_agrees(name, low)
 
 
-@each_program
+@without_jit
 def test_the_program_agrees_with_float32_without_jit(name: str) -> None:
     eager_agrees(name, jnp.float16)
 
@@ -39,10 +41,13 @@ def test_every_product_is_low_forward_and_backward(name: str, low: Any) -> None:
 
 def test_a_product_that_stays_wide_is_counted() -> None:
     def half_cast(a: Any, w: Any) -> Any:
-        return jax.lax.scan(lambda h, _: (autocast(jnp.matmul)(h, w) @ w, None), a, length=2)
+        low = autocast(jnp.matmul)(a, w)
+        return jax.lax.scan(lambda h, _: (h @ w + jax.lax.dot(low, w), None), a, length=2)
 
     here = Run(Program(lambda: (half_cast, x(2, 8), x(8, 8)), 1))
-    assert here.traced("forward") == here.lowered("forward") == {"bfloat16": 1, "float32": 1}
+    assert here.traced("forward") == {"bfloat16": 1, "float32": 1, "bfloat16 float32": 1}
+    assert here.lowered("forward")["bfloat16"] == 1
+    assert here.lowered("forward").total() == 3
 
 
 def test_a_rule_that_is_not_kept_is_seen() -> None:

@@ -9,21 +9,28 @@ import numpy as np
 import pytest
 
 from . import derivative_programs, structured_programs
-from .agreement import compiled_agrees, eager_agrees, products_are_low
+from .agreement import compiled_agrees, eager_agrees, products_are_low, slow
 from .programs import written_in
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
+pytestmark = [
+    pytest.mark.usefixtures("quick_compiler"),
+    pytest.mark.filterwarnings("ignore:The jitted function .* includes a pmap:UserWarning"),  # before JAX 0.8
+]
 each_half = pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16], ids=lambda low: np.dtype(low).name)
+half = pytest.mark.parametrize("low", [jnp.float16, *slow(jnp.bfloat16)])
 each_program = pytest.mark.parametrize("name", written_in(structured_programs, derivative_programs))
+without_jit = pytest.mark.parametrize(
+    "name", [*written_in(derivative_programs), *slow(*written_in(structured_programs))]
+)
 
 
-@each_half
+@half
 @each_program
 def test_the_compiled_program_agrees_with_float32(name: str, low: Any) -> None:
     compiled_agrees(name, low)
 
 
-@each_program
+@without_jit
 def test_the_program_agrees_with_float32_without_jit(name: str) -> None:
     eager_agrees(name, jnp.float16)
 

@@ -161,7 +161,8 @@ def _parts(result: Any, has_aux: bool) -> tuple[Any, Any]:
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise UsageError(
-            f"the loss is of dtype {loss.dtype}, which has no gradient. Write a floating one, as loss.real."
+            f"the loss is of dtype {loss.dtype}, which has no gradient. Write a floating one: "
+            "loss.real, or loss.astype(jnp.float32)."
         )
     return loss, aux
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from preamp.casting import DEFAULT, Casting
-from preamp.casts import OUTSIDE, REPEATED, CastReport, CastRow, place, repeated, stayed
+from preamp.casts import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.jax.autocasting.jaxprs import (
     REGION,
     bodies,
@@ -177,23 +177,12 @@ class _Value(NamedTuple):
     rounded: str = ""
 
 
-@dataclass
-class _Tally:
-    """The calls of one row so far."""
-
-    calls: int = 0
-    bytes_cast: int = 0
-    bytes_moved: int = 0
-    flops: int = 0
-    overflows: int = 0
-
-
 class _Census:
     """Counts the equations of a program that was rewritten with these settings."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._tallies: dict[_Row, _Tally] = {}
+        self._tallies: dict[_Row, Tally] = {}
         self._origins: dict[_Origin, None] = {}
         self._casts: list[_Cast] = []
         self._notes: dict[str, None] = {}
@@ -309,9 +298,7 @@ class _Census:
         return "off" if at.is_off else self._settings.rules.get(equation.primitive.name, "unlisted")
 
     def _add(self, row: _Row, **counts: int) -> None:
-        tally = self._tallies.setdefault(row, _Tally())
-        for name, count in counts.items():
-            setattr(tally, name, getattr(tally, name) + count)
+        self._tallies.setdefault(row, Tally()).add(**counts)
 
     def _calls(self) -> int:
         return sum(tally.calls for tally in self._tallies.values())

@@ -201,23 +201,27 @@ def are_known(arrays: Iterable[Any]) -> bool:
 def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     """Run a closed jaxpr's equations one by one.
 
-    What is being differentiated is called as `jnp` calls it: every operator as a small `jit`, whose derivative
-    JAX keeps. To differentiate the operators themselves takes twice as long.
+    What is being differentiated is called as `jnp` calls it: every operator as a small `jit`, whose
+    derivative JAX keeps. To differentiate the operators themselves takes twice as long.
     """
     program = inner(jaxpr)
     if any(hasattr(array, "tangent") for array in [*arrays, *jaxpr.consts]):
-        program = program.replace(eqns=[_as_jit(equation) for equation in program.eqns])
-    results: list[Any] = jax.core.eval_jaxpr(program, jaxpr.consts, *arrays)
-    return results
+        mesh = jax.sharding.get_abstract_mesh()
+        program = program.replace(eqns=[_as_jit(equation, mesh) for equation in program.eqns])
+    results = jax.core.eval_jaxpr(program, jaxpr.consts, *arrays)
+    return [
+        jax.numpy.asarray(result, atom.aval.dtype) if is_literal(atom) else result
+        for result, atom in zip(results, program.outvars, strict=True)
+    ]
 
 
-def _as_jit(equation: Any) -> Any:
-    """Return an equation as the `jit` of its operator alone; as it is if it has effects or holds a program."""
+def _as_jit(equation: Any, mesh: Any) -> Any:
+    """Return an equation as the `jit` of its operator; as it is if it has effects or holds a program."""
     if equation.effects or any(subprograms(equation)):
         return equation
     avals = tuple(tuple(atom.aval for atom in atoms) for atoms in (equation.invars, equation.outvars))
     try:
-        jit, params = _jit_of(equation.primitive, tuple(equation.params.items()), *avals)
+        jit, params = _jit_of(equation.primitive, tuple(equation.params.items()), *avals, mesh)
     except TypeError:  # a parameter that cannot be hashed
         return equation
     return equation.replace(primitive=jit, params=params)
@@ -225,23 +229,17 @@ def _as_jit(equation: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _jit_of(
-    primitive: Any, params: Sequence[tuple[str, Any]], given: Sequence[Any], gives: Sequence[Any]
+    primitive: Any, params: Sequence[tuple[str, Any]], given: Sequence[Any], gives: Sequence[Any], mesh: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the primitive and parameters of a `jit` of one operator."""
-    (template,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
+    """Return the primitive and parameters of a `jit` of one operator, as it is within a mesh."""
+    template_of = jax.make_jaxpr(jax.jit(lambda *operands: (0.0,) * len(gives)))
+    (template,) = template_of(*[0.0] * len(given)).eqns
     operands, results = [variable(aval) for aval in given], [variable(aval) for aval in gives]
     operator = _new_equation(operands, results, primitive, dict(params), _no_effects)
-    lengths = dict.fromkeys(("in_shardings", "in_layouts", "donated_invars"), len(operands))
-    lengths |= dict.fromkeys(("out_shardings", "out_layouts"), len(results))
-    repeated = {key: template.params[key] * count for key, count in lengths.items()}
     program = rebuilt(template.params["jaxpr"], operands, results, [operator])
-    return template.primitive, {
-        **template.params,
-        **repeated,
-        "jaxpr": program,
-        "name": primitive.name,
-        "inline": True,
-    }
+    inline = getattr(type(template.params["inline"]), "JAX_EARLY", True)  # an enum since JAX 0.12
+    changed = {"jaxpr": program, "name": primitive.name, "inline": inline}
+    return template.primitive, template.params | changed
 
 
 def subprograms(equation: Any) -> Iterator[Any]:

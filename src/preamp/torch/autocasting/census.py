@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from preamp.casting import Rule
-from preamp.casts import OUTSIDE, REPEATED, CastReport, CastRow, place, repeated, stayed
+from preamp.casts import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.errors import UsageError
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
@@ -68,24 +68,6 @@ class _Call:
 
 
 @dataclass
-class _Tally:
-    """The calls of one row so far."""
-
-    calls: int = 0
-    bytes_cast: int = 0
-    bytes_moved: int = 0
-    flops: int = 0
-    overflows: int = 0
-
-    def add(self, call: _Call) -> None:
-        self.calls += 1
-        self.bytes_cast += call.bytes_cast
-        self.bytes_moved += call.bytes_moved
-        self.flops += call.flops
-        self.overflows += call.overflowed
-
-
-@dataclass
 class _Source:
     """A tensor that was cast, and how often."""
 
@@ -110,7 +92,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._rules: dict[str, Rule] = {}
         self._emulated: torch.dtype | bool = False
-        self._tallies: dict[tuple[str, ...], _Tally] = {}
+        self._tallies: dict[tuple[str, ...], Tally] = {}
         self._repeats: dict[str, _Source] = {}
         self._sources: dict[tuple[int, torch.dtype], _Source] = {}
         self._current: _Call | None = None
@@ -238,7 +220,13 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.runs = _name(low if self._emulated is True else self._emulated) + " emulated"
         call.overflowed = _overflows(call, values, results)
         names = (call.operator, call.module, call.rule, call.inputs, call.runs)
-        self._tallies.setdefault(names, _Tally()).add(call)
+        self._tallies.setdefault(names, Tally()).add(
+            calls=1,
+            bytes_cast=call.bytes_cast,
+            bytes_moved=call.bytes_moved,
+            flops=call.flops,
+            overflows=call.overflowed,
+        )
 
     def _keep_repeats(self) -> None:
         """Keep of each tensor what was cast most often between entering the region and leaving it."""
