@@ -31,7 +31,7 @@ COMPILED = re.compile(
     r"\(tensor<([^>]*)>, tensor<([^>]*)>"
 )
 FLOATS = {"float16", "bfloat16", "float32"}
-ROUNDINGS = 4
+ROUNDINGS = 8
 NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 

@@ -160,7 +160,7 @@ def optax_losses(a: Any, w: Any, labels: Any) -> Any:
     ]
 
 
-@program(x(8, 3), x(4, 8), products=2)
+@program(x(8, 3), x(4, 8), products=2, loose=4)
 def optax_step(w: Any, a: Any) -> Any:
     """A whole step: products forward and backward, then the optimizer's arithmetic."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2, eps=1e-3))

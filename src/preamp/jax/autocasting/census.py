@@ -341,6 +341,8 @@ def _programs(equation: Any) -> list[tuple[Any, list[int]]]:
         held.insert(0, (params["cond_jaxpr"], [*every[:ours], *every[ours + bodys :]]))
     if name.startswith("custom_vjp_call") and not held:
         held.append((params.get("call_jaxpr") or params["fun_jaxpr"], list(every)))
+    elif name == "custom_vmap_call":
+        held.append((params["call"], list(every)))
     return held
 
 
