@@ -19,7 +19,6 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 each_half = pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16], ids=lambda low: np.dtype(low).name)
 half = pytest.mark.parametrize("low", [jnp.float16, *slow(jnp.bfloat16)])
 each_program = pytest.mark.parametrize("name", written_in(programs, library_programs))
-without_jit = pytest.mark.parametrize("name", [*written_in(library_programs), *slow(*written_in(programs))])
 
 
 @half
@@ -28,7 +27,7 @@ def test_the_compiled_program_agrees_with_float32(name: str, low: Any) -> None:
     compiled_agrees(name, low)
 
 
-@without_jit
+@pytest.mark.parametrize("name", slow(*written_in(programs, library_programs)))
 def test_the_program_agrees_with_float32_without_jit(name: str) -> None:
     eager_agrees(name, jnp.float16)
 
