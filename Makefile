@@ -56,6 +56,7 @@ bench: .venv/test.stamp
 	$(BIN)/python benchmarks/keras_optimizer.py
 	$(BIN)/python benchmarks/jax_step.py
 	$(BIN)/python benchmarks/jax_autocast.py
+	$(BIN)/python benchmarks/deepspeed_overflow.py
 
 format: .venv/test.stamp
 	$(BIN)/ruff check --fix .

@@ -82,10 +82,76 @@ def torch_peer(policy: Any, *, wrapper: bool, fused: bool = False) -> Peer:
             optimizer.step(inner)
             optimizer.update()
 
+    return Peer(optimizer, step, *torch_photos(weights, inner))
+
+
+def torch_photos(weights: list[Any], inner: Any) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
+    """Return what shows the weights, and what shows the optimizer's state."""
+
     def state() -> list[Any]:
         return [tensor.numpy() for slots in inner.state.values() for tensor in slots.values()]
 
-    return Peer(optimizer, step, lambda: [weight.detach().numpy() for weight in weights], state)
+    return lambda: [weight.detach().numpy() for weight in weights], state
+
+
+# PyTorch, as DeepSpeed has it
+
+
+def deepspeed_scaler_peer(policy: Any) -> Peer:
+    import torch
+
+    from preamp.deepspeed import DynamicLossScaler
+
+    scaler = DynamicLossScaler(
+        init_scale=policy.init_scale,
+        scale_window=policy.growth_interval,
+        min_scale=policy.min_scale,
+        delayed_shift=policy.hysteresis,
+        consecutive_hysteresis="clean" in policy.hysteresis_reset,
+        raise_error_at_min_scale=policy.at_floor == "raise",
+    )
+    weights = [torch.nn.Parameter(torch.from_numpy(start.copy())) for start in STARTS]
+    inner = torch.optim.Adam(weights, lr=RATE)
+    now = SimpleNamespace()
+
+    def step(factors: list[np.ndarray]) -> None:
+        inner.zero_grad()
+        scaler.backward(weighted_sum(weights, [torch.from_numpy(factor) for factor in factors], torch.sum))
+        scale, overflow = scaler.loss_scale, scaler.has_overflow(weights)
+        if not overflow:
+            for weight in weights:
+                weight.grad /= scale
+            inner.step()
+        scaler.update_scale(overflow)
+        now.last_step = Step(0, scale, not overflow, overflow, scaler.loss_scale)
+
+    return Peer(now, step, *torch_photos(weights, inner))
+
+
+def deepspeed_engine_peer(policy: Any) -> Peer:
+    import torch
+
+    from preamp.config import Settings
+    from preamp.deepspeed import initialize
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.ParameterList(torch.from_numpy(start.copy()) for start in STARTS)
+
+        def forward(self, factors: list[np.ndarray]) -> Any:
+            return weighted_sum(self.weights, [torch.from_numpy(factor) for factor in factors], torch.sum)
+
+    model = Model()
+    inner = torch.optim.Adam(model.parameters(), lr=RATE)
+    settings = Settings(precision="float16", autocast=True, policy=policy)
+    engine, *_ = initialize(model=model, optimizer=inner, config=settings)
+
+    def step(factors: list[np.ndarray]) -> None:
+        engine.backward(engine(factors))
+        engine.step()
+
+    return Peer(engine, step, *torch_photos(list(model.weights), inner))
 
 
 # JAX: every way to take a step is a function of (state, weights, factors) to the next (state, weights).
@@ -341,6 +407,8 @@ PEERS: dict[str, dict[str, Callable[[Any], Peer]]] = {
         "GradScaler": lambda policy: torch_peer(policy, wrapper=False),
         "GradScaler, fused": lambda policy: torch_peer(policy, wrapper=False, fused=True),
         "LossScaleOptimizer": lambda policy: torch_peer(policy, wrapper=True),
+        "DeepSpeed's scaler": deepspeed_scaler_peer,
+        "DeepSpeed's engine": deepspeed_engine_peer,
     },
     "jax": {
         "step, compiled": lambda policy: jax_peer(policy, whole_step),
@@ -361,6 +429,14 @@ PEERS: dict[str, dict[str, Callable[[Any], Peer]]] = {
         for compiled in (False, True)
     },
 }
+
+# An adapter that has words for some of the policies only.
+ONLY: dict[str, set[str]] = {"DeepSpeed's scaler": {"hysteresis"}}
+
+
+def policies(adapter: str) -> dict[str, Any]:
+    """Return the policies that an adapter has words for."""
+    return {name: rule for name, rule in POLICIES.items() if name in ONLY.get(adapter, POLICIES)}
 
 
 def walk(peer: Peer) -> list[dict[str, Any]]:
@@ -395,7 +471,7 @@ def photograph(peer: Peer) -> list[list[bytes]]:
 if __name__ == "__main__":
     framework, file = sys.argv[1:]
     found = {
-        name: {policy: walk(make(rule)) for policy, rule in POLICIES.items()}
+        name: {policy: walk(make(rule)) for policy, rule in policies(name).items()}
         for name, make in PEERS[framework].items()
     }
     Path(file).write_text(json.dumps(found))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .conformance_worker import POLICIES, SCRIPT
+from .conformance_worker import POLICIES, SCRIPT, policies
 from .strategies import play
 
 # Framework, backend of Keras, adapter.
@@ -19,6 +19,8 @@ PEERS = [
     ("torch", "torch", "GradScaler"),
     ("torch", "torch", "GradScaler, fused"),
     ("torch", "torch", "LossScaleOptimizer"),
+    ("torch", "torch", "DeepSpeed's scaler"),
+    ("torch", "torch", "DeepSpeed's engine"),
     ("jax", "jax", "step, compiled"),
     ("jax", "jax", "apply_gradients, compiled"),
     ("jax", "jax", "update, eager"),
@@ -80,7 +82,7 @@ def test_the_trace_is_the_cores(walks, peer):
     framework, backend, adapter = peer
     walked = walks(framework, backend)[adapter]
     traces = {policy: [step["trace"] for step in steps] for policy, steps in walked.items()}
-    assert traces == {name: trace_of_the_core(policy) for name, policy in POLICIES.items()}
+    assert traces == {name: trace_of_the_core(policy) for name, policy in policies(adapter).items()}
 
 
 @each_peer

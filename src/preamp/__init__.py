@@ -6,8 +6,11 @@ The names here need no framework. The adapters are modules: `from preamp.torch i
 from preamp import casting, dialects
 from preamp.errors import (
     CastingError,
+    CheckpointError,
+    ConfigError,
     DataError,
     InexactScale,
+    LossyConversion,
     MissingExtra,
     PolicyError,
     PreampError,
@@ -21,9 +24,12 @@ from preamp.trace import Step, Summary, Trace
 
 __all__ = [
     "CastingError",
+    "CheckpointError",
+    "ConfigError",
     "DataError",
     "Dynamic",
     "InexactScale",
+    "LossyConversion",
     "MissingExtra",
     "Moving",
     "Policy",

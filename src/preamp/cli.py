@@ -1,4 +1,4 @@
-"""The command line: train, simulate, report, inspect, dialects.
+"""The command line: train, simulate, report, inspect, convert, dialects.
 
 This room turns flags into calls and results into tables. It decides nothing about scales. The flags of
 the policies are made from their dataclasses.
@@ -6,25 +6,24 @@ the policies are made from their dataclasses.
 
 from __future__ import annotations
 
-import difflib
 import random
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
 from preamp import __version__
-from preamp.dialects import ALL, Dialect
+from preamp.dialects import ALL
 from preamp.errors import PreampError
+from preamp.flags import ShortDynamic, ShortTolerant, find_dialect, precisions_and_rule, rules
 from preamp.lab import Framework, Precision, Task
-from preamp.policy import Dynamic, Policy, Static, Tolerant
+from preamp.policy import Dynamic, Static, Tolerant
 from preamp.simulate import simulate as play
 from preamp.terminal import Row, out, print_lines, print_open, print_table, train_all, until_done
 from preamp.trace import Trace
@@ -36,9 +35,8 @@ if TYPE_CHECKING:
     from preamp.report import Curve
 
 __all__ = [
-    "ShortDynamic",
-    "ShortTolerant",
     "app",
+    "convert",
     "dialects",
     "inspect",
     "report",
@@ -46,24 +44,6 @@ __all__ = [
     "simulate",
     "train",
 ]
-
-
-# In a run of a few thousand steps the usual interval would hardly see the scale move.
-SHORT_INTERVAL = 100
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class ShortDynamic(Dynamic):
-    """`Dynamic` with another default."""
-
-    growth_interval: int = SHORT_INTERVAL
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class ShortTolerant(Tolerant):
-    """`Tolerant` with another default."""
-
-    growth_interval: int = SHORT_INTERVAL
 
 
 Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))]
@@ -132,10 +112,11 @@ def train(
     task: Task | None = None,
     data: Path | None = None,
     framework: Framework = "torch",
-    precision: tuple[Precision | Literal["all"], ...] = ("float32", "float16"),
+    precision: tuple[Precision | Literal["all"], ...] = (),
     emulate: Annotated[bool, Parameter(negative="--native")] = True,
     policy: Annotated[ShortDynamic | ShortTolerant | Static | None, RULE] = None,
     dialect: str | None = None,
+    config: Path | None = None,
     seed: Seed = 0,
     seeds: Count = 1,
     epochs: Count | None = None,
@@ -148,9 +129,11 @@ def train(
         data: a CSV file of numbers whose last column is a label, instead of handwritten digits.
         framework: whose training loop to use; KERAS_BACKEND says what Keras runs on.
         precision: float16 runs twice, without and with loss scaling. Can be given several times.
+            Default: float32, and float16 or what the configuration computes in.
         emulate: compute in float32 and round where a GPU stores low precision; --native computes in it.
         policy: the rule for the scale.
         dialect: use another system's rule; see preamp dialects.
+        config: use the precision and the rule of a DeepSpeed configuration, and nothing else of it.
         seed: of the first run.
         seeds: how many seeds to run.
         epochs: passes over the data.
@@ -162,10 +145,10 @@ def train(
     from preamp.lab.runs import TASKS, find_loop, plans, write_summary
 
     make_loop = partial(find_loop(framework), emulate=emulate)
-    rule = _one_rule(policy, dialect)
+    precisions, rule = precisions_and_rule(precision, policy, dialect, config)
     table = tables.read_csv(data) if data else tables.digits()
     problem = TASKS[task or ("classify" if data else "autoencoder")](table, epochs)
-    todo = plans(_precisions(precision), rule, seeds, seed)
+    todo = plans(precisions, rule, seeds, seed)
 
     out_dir.mkdir(parents=True, exist_ok=True)
     runs = train_all(problem, todo, make_loop, framework, out_dir)
@@ -190,6 +173,7 @@ def simulate(
     *,
     policy: Annotated[Dynamic | Tolerant | Static | None, RULE] = None,
     dialect: tuple[str, ...] = (),
+    config: tuple[Path, ...] = (),
     trace: Path | None = None,
     steps: Count | None = None,
     overflow_rate: Share | None = None,
@@ -203,6 +187,7 @@ def simulate(
     Args:
         policy: a policy of ours.
         dialect: another system's rule; can be given several times, "all" for every one.
+        config: the rule of a DeepSpeed configuration; can be given several times.
         trace: take the overflows from a recorded run instead of inventing them.
         steps: how many steps to invent. Default: 20,000.
         overflow_rate: the chance of each invented step to overflow. Default: 0.0005.
@@ -219,8 +204,8 @@ def simulate(
         rate = INVENTED_RATE if overflow_rate is None else overflow_rate
         overflows = _invented(steps or INVENTED_STEPS, rate, seed or 0)
         source = f"invented, each step with a chance of {rate:g}"
-    rules = _rules(policy, dialect)
-    traces = {name: play(rule, overflows) for name, rule in rules.items()}
+    chosen = rules(policy, dialect, config)
+    traces = {name: play(rule, overflows) for name, rule in chosen.items()}
     rows = [_scale_row(name, one) for name, one in traces.items()]
     trends = [{"trend": sparkline(one)} for one in traces.values()]
     stops = _stops(traces.items())
@@ -233,7 +218,7 @@ def simulate(
         lead=[f"{len(overflows):,} steps, {sum(overflows):,} of which overflow: {source}.", *stops],
         curves=[Curve(name, one) for name, one in traces.items()],
         table=rows,
-        footer=_footer(f"{name}: {rule!r}" for name, rule in rules.items()),
+        footer=_footer(f"{name}: {rule!r}" for name, rule in chosen.items()),
     )
     print_open(out_file)
     return 0
@@ -313,46 +298,36 @@ def inspect(
 
 
 @app.command
+def convert(
+    source: Path,
+    out_file: Path,
+    /,
+    *,
+    origin: Annotated[str, Parameter(name="--from")],
+    target: Annotated[str, Parameter(name="--to")],
+) -> int:
+    """Carry the loss scale in one system's checkpoint over to another's.
+
+    Args:
+        source: a checkpoint of PyTorch, DeepSpeed, flax, Keras or TensorFlow, or JSON. No code in it is run.
+        out_file: the .pt, .json or .msgpack file to write.
+        origin: whose checkpoint it is; see preamp dialects.
+        target: who is to load it.
+    """
+    from preamp.convert import convert as carry_over
+
+    done = carry_over(source, find_dialect("from", origin), out_file, find_dialect("to", target))
+    counts = ", ".join(f"{name} {value:g}" for name, value in done.state._asdict().items())
+    rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."
+    out.print(f"{out_file}: carried {counts} from {done.where} of {source}. {rest}", soft_wrap=True)
+    return 0
+
+
+@app.command
 def dialects() -> int:
     """Show the systems whose rules preamp reproduces, and what is odd about each."""
     print_table([{"dialect": name.lower(), "system": d.system, "oddity": d.odd} for name, d in ALL.items()])
     return 0
-
-
-def _precisions(given: Sequence[str]) -> list[Precision]:
-    return [name for name in get_args(Precision) if name in given or "all" in given]
-
-
-def _one_rule(policy: Policy[Any] | None, dialect: str | None) -> Policy[Any]:
-    """Return the rule that the flags of `train` ask for."""
-    if policy and dialect:
-        raise PreampError(f"--dialect {dialect} and --policy flags are both given. Write one of them.")
-    return _dialect(dialect) if dialect else _plain(policy or ShortDynamic())
-
-
-def _plain(policy: Policy[Any]) -> Policy[Any]:
-    """Return the same settings as one of our policies, which is what records should say."""
-    for kind in (Dynamic, Tolerant):
-        if isinstance(policy, kind):
-            with warnings.catch_warnings(action="ignore"):  # the flags were warned of
-                return kind(**{field.name: getattr(policy, field.name) for field in fields(kind)})
-    return policy
-
-
-def _rules(policy: Policy[Any] | None, names: Sequence[str]) -> dict[str, Policy[Any]]:
-    """Return the rules that the flags of `simulate` ask for, by name."""
-    asked = [_dialect(name) for name in names if name != "all"]
-    chosen = ALL.values() if "all" in names else asked
-    ours = {"preamp": policy or Dynamic()} if policy or not chosen else {}
-    return {**ours, **{rule.name.lower(): rule for rule in chosen}}
-
-
-def _dialect(name: str) -> Dialect[...]:
-    key = name.upper().replace("-", "_")
-    if key not in ALL:
-        near = difflib.get_close_matches(key, ALL, n=3) or list(ALL)
-        raise PreampError(f"--dialect {name} is unknown. Write one of {', '.join(near).lower()}.")
-    return ALL[key]
 
 
 def _refuse_with_trace(**flags: object) -> None:

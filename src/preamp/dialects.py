@@ -16,14 +16,14 @@ This file is long because it is a table: one function per system.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, ParamSpec
+from typing import Any
 
+from preamp import formats
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
-from preamp.errors import InexactScale, PolicyError
-from preamp.policy import Dynamic, Policy, Reading, Static, Tolerant, Where, choose
+from preamp.dialect import Dialect, dialect
+from preamp.errors import PolicyError
+from preamp.policy import Dynamic, Policy, Static, Tolerant
 
 __all__ = [
     "ALL",
@@ -47,59 +47,7 @@ __all__ = [
     "TF1",
     "TF_KERAS",
     "TORCH",
-    "Dialect",
-    "dialect",
 ]
-
-P = ParamSpec("P")
-
-
-class Dialect(Policy[Any], Generic[P]):
-    """A known system's rule: itself the policy with that system's defaults, and callable for others.
-
-    Attributes:
-        name: the name in this module, such as "TORCH".
-        system: the system and the release the rule was taken from.
-        odd: what is odd about it, in one line.
-        policy: the policy with the system's defaults.
-    """
-
-    def __init__(self, make: Callable[P, Policy[Any]], system: str, odd: str) -> None:
-        self._make = make
-        self.name = make.__name__
-        self.system = system
-        self.odd = odd
-        self.__doc__ = f"{system}. {odd}"
-        self.policy: Policy[Any] = self(*(), **{})  # type: ignore[call-arg]  # every argument has a default
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Policy[Any]:
-        """Return the policy for the system's own arguments."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", InexactScale)  # the original rounds just the same
-            return self._make(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"dialects.{self.name}"
-
-    def __reduce__(self) -> str:
-        return self.name  # pickled as the name it has in its module
-
-    def start(self) -> Any:
-        return self.policy.start()
-
-    def advance(self, state: Any, reading: Reading, where: Where = choose) -> Any:
-        return self.policy.advance(state, reading, where)
-
-    def starved(self, state: Any, after: Any, reading: Reading, where: Where = choose) -> Any:
-        return self.policy.starved(state, after, reading, where)
-
-    def _way_on(self) -> str:
-        return self.policy._way_on()
-
-
-def dialect(system: str, odd: str) -> Callable[[Callable[P, Policy[Any]]], Dialect[P]]:
-    """Turn a function of a system's own arguments into a `Dialect`."""
-    return lambda make: Dialect(make, system, odd)
 
 
 def _but(policy: Any, **settings: Any) -> Policy[Any]:
@@ -107,7 +55,11 @@ def _but(policy: Any, **settings: Any) -> Policy[Any]:
     return replace(policy, **settings)
 
 
-@dialect("torch.amp.GradScaler, torch 2.13", "No floor: enough overflows in a row take the scale to 0.")
+@dialect(
+    "torch.amp.GradScaler, torch 2.13",
+    "No floor: enough overflows in a row take the scale to 0.",
+    formats.TORCH,
+)
 def TORCH(
     *,
     init_scale: float = 2.0**16,
@@ -128,14 +80,20 @@ def TORCH(
     )
 
 
-@dialect("Keras LossScaleOptimizer, keras 3.15", "Neither floor nor ceiling: reaches 0 and inf.")
+@dialect(
+    "Keras LossScaleOptimizer, keras 3.15", "Neither floor nor ceiling: reaches 0 and inf.", formats.KERAS
+)
 def KERAS(*, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> Policy[Any]:
     return Dynamic(
         init_scale=initial_scale, growth_interval=dynamic_growth_steps, min_scale=None, max_scale=None
     )
 
 
-@dialect("tf.keras LossScaleOptimizer, tf_keras 2.21", "An initial scale below 1 jumps up to 1 on overflow.")
+@dialect(
+    "tf.keras LossScaleOptimizer, tf_keras 2.21",
+    "An initial scale below 1 jumps up to 1 on overflow.",
+    formats.TF_KERAS,
+)
 def TF_KERAS(
     *, dynamic: bool = True, initial_scale: float | None = None, dynamic_growth_steps: int | None = None
 ) -> Policy[Any]:
@@ -156,6 +114,7 @@ def TF_KERAS(
 @dialect(
     "DeepSpeed ZeRO 1-3, deepspeed 0.19.8",
     "The first clean step is not counted; used-up hysteresis stays used up until the scale grows.",
+    formats.DEEPSPEED,
 )
 def DEEPSPEED(
     *,
@@ -183,6 +142,7 @@ def DEEPSPEED(
 @dialect(
     "DeepSpeed ZeRO 1-3, deepspeed 0.16.5",
     "Starts at 2**32 unless configured; the configuration's own default is 2**16.",
+    formats.DEEPSPEED,
 )
 def DEEPSPEED_016(
     *,
@@ -210,7 +170,11 @@ def DEEPSPEED_016(
     )
 
 
-@dialect("DeepSpeed stage 0 fp16, deepspeed 0.16.5 and 0.19.8", "Ignores hysteresis, whatever is configured.")
+@dialect(
+    "DeepSpeed stage 0 fp16, deepspeed 0.16.5 and 0.19.8",
+    "Ignores hysteresis, whatever is configured.",
+    formats.DEEPSPEED_FUSED,
+)
 def DEEPSPEED_FUSED(
     *, init_scale: float = 2.0**16, scale_window: int = 1000, min_scale: float = 1.0
 ) -> Policy[Any]:
@@ -226,6 +190,7 @@ def DEEPSPEED_FUSED(
 @dialect(
     "Megatron DynamicGradScaler, megatron-core 0.16",
     "Overflows add up until the scale grows, in a row or not; no ceiling, so it can reach inf.",
+    formats.MEGATRON,
 )
 def MEGATRON(
     *,
@@ -249,7 +214,9 @@ def MEGATRON(
     )
 
 
-@dialect("apex.amp, its last release", "Always moves by 2: its scale_factor argument is not used.")
+@dialect(
+    "apex.amp, its last release", "Always moves by 2: its scale_factor argument is not used.", formats.APEX
+)
 def APEX(
     *,
     init_scale: float = 2.0**16,
@@ -270,6 +237,7 @@ def APEX(
 @dialect(
     "NeMo GradScaler, nemo_toolkit 2.7",
     "After hysteresis is used up, every further overflow in a row backs off.",
+    formats.NEMO,
 )
 def NEMO(
     *,
@@ -291,6 +259,7 @@ def NEMO(
 @dialect(
     "fairseq DynamicLossScaler, fairseq 0.12.2",
     "Backs off on the rate of overflows since the scale last moved; growing does not clear their count.",
+    formats.FAIRSEQ,
 )
 def FAIRSEQ(
     *,
@@ -341,7 +310,11 @@ def COLOSSALAI(
     return _but(rule, min_scale=min_scale or None, max_scale=max_scale or None, bounds="strict")
 
 
-@dialect("flax DynamicScale, flax 0.12", "Grows after growth_interval + 1 clean steps, not growth_interval.")
+@dialect(
+    "flax DynamicScale, flax 0.12",
+    "Grows after growth_interval + 1 clean steps, not growth_interval.",
+    formats.FLAX,
+)
 def FLAX(
     *,
     scale: float = 2.0**16,
@@ -362,7 +335,9 @@ def FLAX(
 
 
 @dialect(
-    "jmp DynamicLossScale, jmp 0.0.4", "Forgets min_loss_scale in every jit or tree_map: the floor is then 1."
+    "jmp DynamicLossScale, jmp 0.0.4",
+    "Forgets min_loss_scale in every jit or tree_map: the floor is then 1.",
+    formats.JMP,
 )
 def JMP(
     *, loss_scale: float = 2.0**15, period: int = 2000, factor: float = 2.0, min_loss_scale: float = 1.0

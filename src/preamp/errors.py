@@ -2,16 +2,19 @@
 
 ```
 PreampError
-├── PolicyError    (ValueError)    a policy setting that cannot work
-├── CastingError   (ValueError)    an operator table that cannot work
-├── Starved        (RuntimeError)  the scale is at its floor and the gradients still overflow
-├── UsageError     (RuntimeError)  a call that cannot work at this place
-├── TraceError     (ValueError)    a trace file that cannot be read, with the line
-├── DataError      (ValueError)    a user's table that cannot be trained on, with the line
-└── MissingExtra   (ImportError)   an optional dependency is absent, with the line that installs it
+├── PolicyError     (ValueError)    a policy setting that cannot work
+├── CastingError    (ValueError)    an operator table that cannot work
+├── ConfigError     (ValueError)    a configuration that cannot work, with the key or the line
+├── Starved         (RuntimeError)  the scale is at its floor and the gradients still overflow
+├── UsageError      (RuntimeError)  a call that cannot work at this place
+├── TraceError      (ValueError)    a trace file that cannot be read, with the line
+├── CheckpointError (ValueError)    a checkpoint, or a loss scale in one, that cannot be read or written
+├── DataError       (ValueError)    a user's table that cannot be trained on, with the line
+└── MissingExtra    (ImportError)   an optional dependency is absent, with the line that installs it
 
 UserWarning
-└── InexactScale                   a scale or factor that is not a power of two: it rounds every gradient
+├── InexactScale                   a scale or factor that is not a power of two: it rounds every gradient
+└── LossyConversion                a saved loss scale that another system's checkpoint holds only in part
 ```
 """
 
@@ -21,8 +24,11 @@ import math
 
 __all__ = [
     "CastingError",
+    "CheckpointError",
+    "ConfigError",
     "DataError",
     "InexactScale",
+    "LossyConversion",
     "MissingExtra",
     "PolicyError",
     "PreampError",
@@ -42,6 +48,10 @@ class PolicyError(PreampError, ValueError):
 
 class CastingError(PreampError, ValueError):
     """An operator table that cannot work."""
+
+
+class ConfigError(PreampError, ValueError):
+    """A configuration that cannot work."""
 
 
 class Starved(PreampError, RuntimeError):
@@ -67,6 +77,10 @@ class TraceError(PreampError, ValueError):
     """A trace file that cannot be read."""
 
 
+class CheckpointError(PreampError, ValueError):
+    """A checkpoint, or a loss scale in one, that cannot be read or written."""
+
+
 class DataError(PreampError, ValueError):
     """A table that cannot be trained on."""
 
@@ -77,3 +91,7 @@ class MissingExtra(PreampError, ImportError):
 
 class InexactScale(UserWarning):
     """A scale or factor that is not a power of two: multiplying and dividing by the scale rounds."""
+
+
+class LossyConversion(UserWarning):
+    """What is to be saved is more than another system's checkpoint can hold."""

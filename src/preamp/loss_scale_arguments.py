@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from preamp.checks import is_number, positive, whole
-from preamp.dialects import Dialect
+from preamp.dialect import Dialect
 from preamp.errors import PolicyError
 from preamp.policy import Policy
 

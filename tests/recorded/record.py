@@ -43,6 +43,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
@@ -88,22 +89,31 @@ def original(distribution: str, file: str, *classes: str, **names: object) -> An
     return scope[classes[-1]]
 
 
-def megatron(arguments: Arguments, script: str) -> Scales:
+def megatron_scaler(arguments: Arguments) -> Any:
     """Megatron's DynamicGradScaler, with its tensors on the CPU."""
     import torch
 
     def tensor(data: list[float], dtype: torch.dtype, device: str) -> torch.Tensor:
         return torch.tensor(data, dtype=dtype)
 
-    scaler = original(
+    return original(
         "megatron-core",
         "megatron/core/optimizer/grad_scaler.py",
         "MegatronGradScaler",
         "DynamicGradScaler",
-        torch=SimpleNamespace(tensor=tensor, float=torch.float, max=torch.max),
+        torch=SimpleNamespace(
+            tensor=tensor,
+            float=torch.float,
+            max=torch.max,
+            cuda=SimpleNamespace(current_device=lambda: "cpu"),
+        ),
         ABC=ABC,
         abstractmethod=abstractmethod,
     )(**arguments)
+
+
+def megatron(arguments: Arguments, script: str) -> Scales:
+    scaler = megatron_scaler(arguments)
     return walk(script, lambda: scaler.scale.item(), scaler.update)
 
 
@@ -133,15 +143,21 @@ def colossalai(arguments: Arguments, script: str) -> Scales:
     return walk(script, lambda: scaler.scale.item(), scaler.update)
 
 
+def fairseq_scaler(arguments: Arguments) -> Any:
+    """The DynamicLossScaler of fairseq."""
+    return original("fairseq", "fairseq/optim/dynamic_loss_scaler.py", "DynamicLossScaler")(**arguments)
+
+
+def fairseq_update(scaler: Any, overflow: bool) -> None:
+    """Take a step; fairseq's OverflowError is a skipped one, not a halt."""
+    with contextlib.suppress(OverflowError):
+        scaler.check_overflow(math.inf if overflow else 1.0)
+        scaler.update()
+
+
 def fairseq(arguments: Arguments, script: str) -> Scales:
-    """The DynamicLossScaler of fairseq; its OverflowError is a skipped step, not a halt."""
-    scaler = original("fairseq", "fairseq/optim/dynamic_loss_scaler.py", "DynamicLossScaler")(**arguments)
-
-    def update(overflow: bool) -> None:
-        with contextlib.suppress(OverflowError):
-            scaler.check_overflow(math.inf if overflow else 1.0)
-            scaler.update()
-
+    scaler = fairseq_scaler(arguments)
+    update = partial(fairseq_update, scaler)
     return walk(script, lambda: scaler.scale(1.0), update, FloatingPointError)
 
 
@@ -163,15 +179,15 @@ def deepspeed_016(arguments: Arguments, script: str) -> Scales:
     return walk(script, lambda: scaler.loss_scale, scaler.update_scale, Exception)
 
 
-def nemo(arguments: Arguments, script: str) -> Scales:
-    """NeMo's GradScaler on the CPU and one rank, without apex's kernel, on real gradients."""
+def nemo_scaler(arguments: Arguments) -> Any:
+    """NeMo's GradScaler on the CPU and one rank, without apex's kernel."""
     import torch
 
     class CpuGradScaler(torch.amp.GradScaler):
         def __init__(self, **keywords: Any) -> None:
             super().__init__("cpu", **keywords)
 
-    scaler = original(
+    return original(
         "nemo_toolkit",
         "nemo/collections/common/parts/nlp_overrides.py",
         "GradScaler",
@@ -186,15 +202,28 @@ def nemo(arguments: Arguments, script: str) -> Scales:
         _refresh_per_optimizer_state=torch.amp.grad_scaler._refresh_per_optimizer_state,
         HAVE_AMP_C=False,
     )(**arguments)
+
+
+def nemo_update(scaler: Any, overflow: bool) -> None:
+    """Take a step on real gradients."""
+    import torch
+
     parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    parameter.grad = torch.full((1,), math.inf if overflow else 0.0)
+    scaler.step(torch.optim.SGD([parameter], lr=0.0))
+    scaler.update()
 
-    def update(overflow: bool) -> None:
-        parameter.grad = torch.full((1,), math.inf if overflow else 0.0)
-        scaler.step(optimizer)
-        scaler.update()
 
-    return walk(script, lambda: scaler.scale(torch.ones(1)).item(), update)
+def nemo_scale(scaler: Any) -> float:
+    """Return the scale that a loss is multiplied by."""
+    import torch
+
+    return scaler.scale(torch.ones(1)).item()
+
+
+def nemo(arguments: Arguments, script: str) -> Scales:
+    scaler = nemo_scaler(arguments)
+    return walk(script, partial(nemo_scale, scaler), partial(nemo_update, scaler))
 
 
 def paddle(arguments: Arguments, script: str) -> Scales:

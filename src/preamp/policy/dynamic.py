@@ -244,6 +244,10 @@ class Dynamic(Moving[State]):
             stuck = stuck | (after.bad > self.max_consecutive_overflows)
         return where(reading.finite, False, stuck)
 
+    def overflows_left(self, state: State) -> int:
+        """Return how many overflows it takes from here, none of them cleared, until the scale backs off."""
+        return int(max(self.hysteresis - state.bad, 1))
+
     def _way_on(self) -> str:
         if self.max_consecutive_overflows is None:
             return Moving._way_on(self)

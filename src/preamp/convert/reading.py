@@ -1,0 +1,162 @@
+"""Checkpoint files as trees of mappings, by what their first bytes say they are.
+
+Nothing in a file is executed. What PyTorch pickled goes through its `weights_only` unpickler, which makes
+tensors and plain containers. Objects of the few libraries that put their own into checkpoints become empty
+shells that hold their attributes; any other name in a pickle is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from preamp.errors import CheckpointError, MissingExtra
+
+__all__ = ["read"]
+
+SHELLS = ("argparse", "deepspeed", "megatron", "numpy", "omegaconf", "preamp")
+HDF5, ZIP = b"\x89HDF\r\n\x1a\n", b"PK\x03\x04"
+PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+WEIGHTS, CONFIG = "model.weights.h5", "config.json"  # in a .keras archive
+
+
+def read(path: Path) -> Any:
+    """Return what a checkpoint holds.
+
+    Args:
+        path: a file, the folder of a DeepSpeed checkpoint, or the prefix of a TensorFlow checkpoint.
+
+    Raises:
+        CheckpointError: for what cannot be read, or would execute code.
+        MissingExtra: if the library that reads such files is absent.
+        OSError: for a file that cannot be opened.
+    """
+    reader = _reader(path)
+    try:
+        return reader(path)
+    except CheckpointError:
+        raise
+    except ImportError as error:
+        raise MissingExtra(f"{error.name} is missing. Run: pip install {error.name}") from error
+    except pickle.UnpicklingError as error:  # whose own words advise to execute it
+        raise CheckpointError(f"{path} is broken, or more than tensors and plain containers.") from error
+    except Exception as error:  # a broken file, in the words of whatever library met it
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason}") from error
+
+
+def _reader(path: Path) -> Callable[[Path], Any]:
+    if path.is_dir():
+        return _deepspeed_folder
+    if not path.exists() and path.with_name(f"{path.name}.index").exists():
+        return _tensorflow
+    with path.open("rb") as file:
+        start = file.read(8)
+    if start.startswith(HDF5):
+        return _keras_weights
+    if start.startswith(ZIP):
+        return _archive
+    if start.startswith(PICKLES):
+        return _torch
+    return _json if start.lstrip()[:1] in (b"{", b"[") else _msgpack
+
+
+def _archive(path: Path) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        if WEIGHTS not in archive.namelist():
+            return _torch(path)
+        config = json.loads(archive.read(CONFIG))
+        with archive.open(WEIGHTS) as weights:
+            return _keras_variables(weights, config)
+
+
+def _torch(path: Path) -> Any:
+    import torch
+
+    archived = zipfile.is_zipfile(path)
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path)) if archived else []
+    for name in names:
+        if name.split(".")[0] not in SHELLS:
+            raise CheckpointError(
+                f"{path} wants {name} to be called, and is not loaded. "
+                "Write the scaler's state to a file of its own: torch.save(scaler.state_dict(), 'scaler.pt')."
+            )
+    shells: list[Any] = [(type("Shell", (_Shell,), {}), name) for name in names]
+    with torch.serialization.safe_globals(shells):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=archived)
+
+
+class _Shell:
+    """Stands for an object of a library, or for the function that makes one: attributes, and no code."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Shell:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, Mapping):
+            self.__dict__.update(state)
+
+
+def _deepspeed_folder(path: Path) -> Any:
+    latest = path / "latest"
+    folder = path / latest.read_text(encoding="utf-8").strip() if latest.exists() else path
+    for pattern in ("*zero_pp_rank_0_mp_rank_*_optim_states.pt", "mp_rank_*_model_states.pt"):
+        for file in sorted(folder.glob(pattern))[:1]:
+            return _torch(file)
+    raise CheckpointError(
+        f"{path} is no folder of a DeepSpeed checkpoint: neither latest nor *_states.pt is in it. "
+        "Write the path of a file."
+    )
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _msgpack(path: Path) -> Any:
+    from flax import serialization
+
+    return serialization.msgpack_restore(path.read_bytes())
+
+
+def _keras_weights(path: Path) -> Any:
+    with path.open("rb") as file:
+        return _keras_variables(file, {})
+
+
+def _keras_variables(file: Any, config: dict[str, Any]) -> Any:
+    """Return the optimizer's scalar variables, and the arguments of its configuration."""
+    import h5py  # type: ignore[import-untyped]
+
+    with h5py.File(file, "r") as weights:
+        found = weights.get("optimizer/vars", {})
+        variables = {name: value[()] for name, value in found.items() if value.shape == ()}
+    arguments = {}
+    with suppress(KeyError, TypeError):
+        arguments = dict(config["compile_config"]["optimizer"]["config"])
+    return {"optimizer": {**arguments, **variables}}
+
+
+def _tensorflow(path: Path) -> Any:
+    """Return the scalar variables, by the parts of their names."""
+    import tensorflow as tf
+
+    reader = tf.train.load_checkpoint(str(path))
+    tree: dict[str, Any] = {}
+    kinds = reader.get_variable_to_dtype_map()
+    for name, shape in reader.get_variable_to_shape_map().items():
+        if shape == [] and kinds[name] != tf.string:
+            *way, last = name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE").split("/")
+            node = tree
+            for part in way:
+                node = node.setdefault(part, {})
+            node[last] = reader.get_tensor(name)
+    return tree

@@ -1,0 +1,87 @@
+"""Where in a training checkpoint a system's loss scale lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from preamp.dialect import Dialect
+from preamp.dialects import ALL
+from preamp.errors import CheckpointError, PolicyError
+from preamp.formats import entries_of
+from preamp.policy import Policy
+
+__all__ = ["Found", "find"]
+
+
+class Found(NamedTuple):
+    """A state in a checkpoint, the way to it, and its policy."""
+
+    where: str
+    state: Any
+    policy: Policy[Any]
+
+
+def find(tree: Any, dialect: Dialect[...], source: Path) -> Found:
+    """Return the one state in a checkpoint that a dialect can load. Equal ones at several places are one.
+
+    Args:
+        tree: mappings, sequences and objects, however deep.
+        dialect: what saved the state.
+        source: the file, for the messages.
+
+    Raises:
+        CheckpointError: for none, and for several that differ.
+        PolicyError: for settings that cannot work.
+    """
+    dialect.known_format()
+    found, problems = _loadable(tree, dialect)
+    if not found:
+        raise problems[0] if problems else _nothing(tree, dialect, source)
+    if any((one.state, one.policy) != (found[0].state, found[0].policy) for one in found):
+        places = ", ".join(f"{one.where} ({one.state.scale:g})" for one in found)
+        raise CheckpointError(
+            f"{source} holds loss scales that differ, at {places}. Save the right one in a file of its own."
+        )
+    return found[0]
+
+
+def _nothing(tree: Any, dialect: Dialect[...], source: Path) -> CheckpointError:
+    known = [other for other in ALL.values() if other.format and _loadable(tree, other)[0]]
+    hint = f" Write --from {' or '.join(other.name.lower() for other in known)}." if known else ""
+    return CheckpointError(f"{source} holds nothing that {dialect.system} saves.{hint}")
+
+
+def _loadable(tree: Any, dialect: Dialect[...]) -> tuple[list[Found], list[Exception]]:
+    """Return all states that can be loaded, and why others cannot."""
+    found: list[Found] = []
+    problems: list[Exception] = []
+    seen = set()
+    for where, node in _nodes(tree):
+        try:
+            entries = dialect.known_format().find(node)
+            if entries is not None and id(entries) not in seen:
+                seen.add(id(entries))
+                found.append(Found(where or "the top", dialect.load(entries), dialect.load_policy(entries)))
+        except (CheckpointError, PolicyError) as problem:
+            problems.append(problem)
+    return found, problems
+
+
+def _nodes(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield everything in a tree that has parts, once, with the way to it."""
+    todo, seen = [("", tree)], set()
+    while todo:
+        where, node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield where, node
+        parts = enumerate(node) if isinstance(node, list | tuple) else entries_of(node).items()
+        inside = [(f"{where}.{name}".strip("."), part) for name, part in parts if _has_parts(part)]
+        todo.extend(reversed(inside))
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or bool(entries_of(value))

@@ -1,0 +1,73 @@
+"""A loss scale in a file of its own, as its system would load it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from preamp.dialect import Dialect
+from preamp.dialects import MEGATRON
+from preamp.errors import MissingExtra, UsageError
+
+__all__ = ["write"]
+
+
+def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
+    """Write entries, whole or not at all.
+
+    Args:
+        path: a file that does not exist, `.pt`, `.json` or `.msgpack`.
+        entries: what the dialect's `dump` returned.
+        dialect: what is to load them.
+
+    Raises:
+        UsageError: for a file that exists, or has another suffix.
+        MissingExtra: if the library that writes such files is absent.
+        OSError: for a file that cannot be written.
+    """
+    if path.suffix not in WRITERS:
+        raise UsageError(
+            f"{path} is no file that a loss scale is written to. Write {path.with_suffix('.json')}, or "
+            ".pt or .msgpack; Keras and TensorFlow write theirs with the model: assign the numbers there."
+        )
+    if path.exists():
+        raise UsageError(f"{path} exists and is not overwritten. Write another name, or delete it first.")
+    try:
+        content = WRITERS[path.suffix](entries, dialect)
+    except ImportError as error:
+        raise MissingExtra(f"{error.name} is missing. Run: pip install {error.name}") from error
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _torch(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
+    import torch
+
+    if dialect is MEGATRON:  # which moves it to a device as it loads it
+        entries = {**entries, "scale": torch.tensor([entries["scale"]])}
+    file = io.BytesIO()
+    torch.save(entries, file)
+    return file.getvalue()
+
+
+def _json(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
+    return json.dumps(entries, indent=2).encode()
+
+
+def _msgpack(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
+    import numpy as np
+    from flax import serialization
+
+    kinds = {float: np.float32, int: np.int32}  # as a training's arrays: Python's numbers are compiled anew
+    arrays = {name: kinds.get(type(value), lambda x: x)(value) for name, value in entries.items()}
+    return bytes(serialization.msgpack_serialize(arrays))
+
+
+WRITERS = {".pt": _torch, ".json": _json, ".msgpack": _msgpack}

@@ -1,0 +1,29 @@
+"""preamp for DeepSpeed's users: its loss scalers under its names, on plain PyTorch.
+
+Only PyTorch is needed; DeepSpeed itself is not.
+"""
+
+from preamp.errors import MissingExtra
+
+try:
+    import torch as _  # noqa: F401  # only to say what is missing
+except ImportError as error:
+    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
+
+from preamp.deepspeed.attached import Attached, attach
+from preamp.deepspeed.engine import Engine
+from preamp.deepspeed.initializing import initialize
+from preamp.deepspeed.overflow_log import OverflowLog
+from preamp.deepspeed.scalers import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
+
+__all__ = [
+    "Attached",
+    "CreateLossScaler",
+    "DynamicLossScaler",
+    "Engine",
+    "LossScaler",
+    "LossScalerBase",
+    "OverflowLog",
+    "attach",
+    "initialize",
+]

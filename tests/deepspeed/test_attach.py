@@ -1,0 +1,278 @@
+"""`attach` in the real DeepSpeed on one rank and on two, and the faults it ends, in DeepSpeed alone.
+
+What the ranks play is in `attach_worker.py`. The loss is such that every gradient is 1, and so is the
+learning rate: a step that is right moves every weight by exactly -1, whatever the scale does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import preamp
+from preamp import Policy, Reading, State
+
+from .attach_script import CONFIGURED, ESSENTIAL, FOREIGN, KINDS, ON_TWO_RANKS, SCRIPT, STAGE_0, ZERO
+
+WORKER = Path(__file__).parent / "attach_worker.py"
+PATIENCE = 240.0  # seconds for all that a rank plays
+NORM = pytest.approx(math.sqrt(10.0), rel=1e-6)
+
+Play = Callable[[int, str], Any]
+
+
+def start(folder: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
+    variables = {
+        "PYTHONPATH": str(Path(inspect.getfile(preamp)).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # asked for, not used
+    }
+    with (folder / f"{rank}.out").open("w") as out:
+        return subprocess.Popen(
+            [sys.executable, str(WORKER), str(folder)],
+            env={**os.environ, **variables},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    """Return what a scenario came to on all ranks, which have played every one of them by then."""
+    folders = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
+    processes = [start(folder, rank, ranks) for ranks, folder in folders.items() for rank in range(ranks)]
+
+    def ask(ranks: int, scenario: str) -> list[Any]:
+        answers = []
+        for rank in range(ranks):
+            file = folders[ranks] / f"{rank}.json"
+            if not file.exists():
+                pytest.fail((folders[ranks] / f"{rank}.out").read_text()[-2000:])
+            answer = json.loads(file.read_text()).get(scenario, {"error": "another scenario failed first"})
+            if "error" in answer:
+                pytest.fail(f"rank {rank} of {ranks}: {answer['error']}")
+            answers.append(answer["seen"])
+        return answers
+
+    try:
+        for process in processes:
+            process.wait(PATIENCE)
+        yield ask
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def on_ranks(two: tuple[str, ...], kinds: tuple[str, ...] = KINDS) -> Any:
+    """Test all kinds on one rank and some on two."""
+    cases = [(1, kind) for kind in kinds] + [(2, kind) for kind in two]
+    return pytest.mark.parametrize(("ranks", "kind"), cases)
+
+
+def scales(policy: Policy[Any], script: str, state: Any = None) -> list[float]:
+    """Return the scale that is in the loss of each step."""
+    state = policy.start() if state is None else state
+    seen = []
+    for sign in script:
+        seen.append(state.scale)
+        state = policy.step(state, Reading(sign == "0"))
+    return seen
+
+
+def moves(seen: list[dict[str, Any]]) -> list[list[float]]:
+    return [one["moves"] for one in seen]
+
+
+def right(script: str) -> list[list[float]]:
+    return [[-1.0] if sign == "0" else [0.0] for sign in script]
+
+
+@on_ranks(("1", "3"), ZERO)
+def test_deepspeed_alone_divides_by_the_new_scale(play: Play, ranks: int, kind: str) -> None:
+    """When this fails DeepSpeed is mended, and the documentation wants a line."""
+    for seen in play(ranks, f"unattached {kind}"):
+        assert [one["scale"] for one in seen] == [16.0, 16.0, 16.0, 32.0]
+        assert moves(seen) == [[-1.0], [-1.0], [-0.5], [-1.0]]
+        third = pytest.approx(math.sqrt(10.0) / 2, rel=1e-6) if kind.startswith("3") else NORM
+        assert [one["norm"] for one in seen] == [NORM, NORM, third, NORM]
+
+
+@on_ranks(("0",), STAGE_0)
+def test_deepspeed_alone_does_not_scale_at_stage_0(play: Play, ranks: int, kind: str) -> None:
+    """As above."""
+    for seen in play(ranks, f"unattached {kind}"):
+        assert moves(seen) == [[-1 / 16], [-1 / 16], [-1 / 32], [-1 / 32]]
+
+
+@on_ranks(ESSENTIAL)
+def test_every_step_is_right(play: Play, ranks: int, kind: str) -> None:
+    """Also where the scale grows; with hysteresis; and an overflow on one rank skips on all."""
+    answers = play(ranks, f"attached {kind}")
+    expected = scales(CONFIGURED, SCRIPT + "0")
+    assert max(expected[6:]) > min(expected), "the script has the scale grow and back off"
+    for answer in answers:
+        seen, steps = answer["seen"], answer["steps"]
+        assert moves(seen) == right(SCRIPT)
+        assert [one["scale"] for one in seen] == [step["scale"] for step in steps] == expected[:-1]
+        assert [step["new_scale"] for step in steps] == expected[1:]
+        assert [one["norm"] for one in seen] == [NORM if sign == "0" else math.inf for sign in SCRIPT]
+        assert [step["grad_norm"] for step in steps] == [NORM if sign == "0" else None for sign in SCRIPT]
+        assert [step["skipped"] for step in steps] == [sign == "1" for sign in SCRIPT]
+        assert [step["index"] for step in steps] == list(range(len(SCRIPT)))
+        assert [one["skipped"] for one in seen] == [
+            SCRIPT[: place + 1].count("1") for place in range(len(SCRIPT))
+        ]
+
+
+@on_ranks(ESSENTIAL)
+def test_a_skipped_step_is_one_record_on_rank_0(play: Play, ranks: int, kind: str) -> None:
+    """On two ranks `last` overflows on rank 1 alone; with ZeRO 1 and 2 only rank 1 has its gradient."""
+    answers = play(ranks, f"attached {kind}")
+    expected = scales(CONFIGURED, SCRIPT + "0")
+    left = iter([2, 1, 1, 2])  # the scale grew before the last one
+    records = [
+        [place, expected[place], expected[place + 1], next(left), ["last"]]
+        for place, sign in enumerate(SCRIPT)
+        if sign == "1"
+    ]
+    assert [answer["records"] for answer in answers] == [records, []][:ranks]
+    for answer in answers:
+        assert [step["culprits"] for step in answer["steps"]] == [
+            [] if sign == "0" else ["last"] for sign in SCRIPT
+        ]
+
+
+@on_ranks(ON_TWO_RANKS)
+def test_clipping_sees_the_norm_of_the_unscaled_gradients(play: Play, ranks: int, kind: str) -> None:
+    """The limit is 2, on growth steps too, where the norms are 1.6 and 3.2."""
+    for seen in play(ranks, f"clipped {kind}"):
+        clipped = -2.0 / math.sqrt(10.0)
+        wanted = [-0.5, clipped, clipped, -0.5, clipped]
+        assert [one["moves"] for one in seen] == [[pytest.approx(move, abs=2**-8)] for move in wanted]
+        assert [one["norm"] for one in seen] == pytest.approx(
+            [math.sqrt(10.0) * g for g in (0.5, 1.0, 1.0, 0.5, 1.0)]
+        )
+
+
+@on_ranks(ON_TWO_RANKS)
+def test_accumulated_gradients_have_one_scale(play: Play, ranks: int, kind: str) -> None:
+    for seen in play(ranks, f"accumulated {kind}"):
+        assert moves(seen) == [[0.0], [-2.0]] * 3 + [[0.0], [0.0]] + [[0.0], [-2.0]]
+        assert [one["scale"] for one in seen[::2]] == [one["scale"] for one in seen[1::2]]
+        assert [one["scale"] for one in seen[::2]] == scales(CONFIGURED, "00010")
+
+
+@on_ranks(("0", "3"), ESSENTIAL)
+def test_checkpoints_go_on_from_every_step(play: Play, ranks: int, kind: str) -> None:
+    whole = scales(CONFIGURED, SCRIPT)
+    for cuts in play(ranks, f"resumed {kind}"):
+        assert cuts == [whole[cut:] for cut in range(len(SCRIPT))]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("kind", ["0", "1"])
+def test_checkpoints_hold_policies_that_deepspeed_does_not_have(play: Play, kind: str, name: str) -> None:
+    whole = scales(FOREIGN[name], SCRIPT)
+    [answer] = play(1, f"resumed_with_foreign_policies {kind}")
+    assert answer[name] == [whole[cut:] for cut in range(len(SCRIPT))]
+
+
+@on_ranks((), ESSENTIAL)
+def test_checkpoints_are_deepspeeds(play: Play, ranks: int, kind: str) -> None:
+    """DeepSpeed alone goes on from ours by its rule, which is ours, and ours from one of DeepSpeed's."""
+    [seen] = play(ranks, f"plain_deepspeed {kind}")
+    assert not seen["mentions preamp"]
+    assert (seen["cur_scale"], seen["cur_iter"], seen["last_overflow_iter"]) == (32.0, 5, 3)
+    whole = "00010" + "0100000"
+    assert seen["ours"] == scales(CONFIGURED, whole)[5:]
+    if kind in STAGE_0:  # which has not counted hysteresis
+        assert seen["late"] == scales(CONFIGURED, "0111", State(seen["saved"], 1.0, 0.0))
+    else:
+        assert seen["late"] == scales(CONFIGURED, whole + "0111")[len(whole) :]
+        assert seen["cur_hysteresis"] == 2
+        assert seen["theirs"] == seen["ours"]
+
+
+@on_ranks(("0", "1"), ESSENTIAL)
+def test_the_floor_ends_the_training(play: Play, ranks: int, kind: str) -> None:
+    for seen in play(ranks, f"starved {kind}"):
+        assert seen == {"scales": [2.0, 1.0], "same": True, "skipped": True}
+
+
+@on_ranks((), ESSENTIAL)
+def test_detach_gives_everything_back(play: Play, ranks: int, kind: str) -> None:
+    [seen] = play(ranks, f"detached {kind}")
+    assert seen["same"]
+    assert seen["moves"] == right("000")
+    [alone] = play(ranks, f"unattached {kind}")
+    assert seen["bystander"] == alone[:3]
+
+
+@on_ranks((), ESSENTIAL)
+def test_a_scale_that_is_set_counts_from_then_on(play: Play, ranks: int, kind: str) -> None:
+    [seen] = play(ranks, f"set_by_hand {kind}")
+    state = CONFIGURED.step(CONFIGURED.start(), Reading(True))._replace(scale=64.0)
+    assert [one["scale"] for one in seen] == [16.0, *scales(CONFIGURED, "00110", state)]
+    assert moves(seen) == right("000110")
+
+
+@on_ranks((), ESSENTIAL)
+def test_a_static_scale(play: Play, ranks: int, kind: str) -> None:
+    [seen] = play(ranks, f"static {kind}")
+    assert [one["scale"] for one in seen] == [128.0] * 4
+    assert moves(seen) == right("0010")
+
+
+def test_the_schedule_waits_for_steps_that_were_taken(play: Play) -> None:
+    assert play(1, "schedule") == [[0.5, 0.5, 0.25]]
+
+
+REFUSED = {
+    "twice": "UsageError: DeepSpeedZeroOptimizer.step is in the hands of an earlier attach",
+    "override": "UsageError: override_loss_scale(4.0) would take the scale out of the policy's hands",
+    "overridden": "UsageError: override_loss_scale(4.0) has taken the scale over",
+    "replaced": "UsageError: DeepSpeedZeroOptimizer.step was replaced again after attach",
+    "no engine": "UsageError: DeepSpeedZeroOptimizer is not DeepSpeed's engine",
+    "pipeline": "UsageError: a PipelineEngine scales the loss of its last stage alone",
+    "float32": "UsageError: this engine does not train in float16",
+    "bfloat16": "UsageError: this engine does not train in float16",
+    "subclass": "UsageError: Mine moves its scale in a way that attach does not know",
+    "onebit": "UsageError: OnebitAdam exchanges gradients between ranks itself",
+    "no policy": "PolicyError: policy=3 is not a policy",
+    "no on_step": "PolicyError: on_step=3 cannot be called",
+    "hysteresis": "ConfigError: fp16.hysteresis: 0 is not a whole number",
+    "name": "UsageError: DeepSpeedZeroOptimizer has no _update_scale, on which attach stands",
+    "renamed": "UsageError: DeepSpeed has stepped without asking whether the scale is to move",
+    "mended": "UsageError: the gradient of the loss is 16 where 1 was expected",
+    "zero": "PolicyError: scale=0.0 is no state to go on from",
+    "autocast, stage 0": 'UsageError: the section "torch_autocast" scales with a torch.amp.GradScaler',
+    "autocast, stage 1": 'UsageError: the section "torch_autocast" scales with a torch.amp.GradScaler',
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_says_so(play: Play, case: str) -> None:
+    [said] = play(1, "refused")
+    assert said[case].startswith(REFUSED[case])
+    assert " Write " in said[case]
+
+
+def test_what_was_refused_changed_nothing(play: Play) -> None:
+    [said] = play(1, "refused")
+    assert said["then"] == "[-1.0]"
+    assert set(said) == {*REFUSED, "then"}

@@ -1,0 +1,123 @@
+"""A policy's state goes through the attributes of DeepSpeed's scaler unharmed, whatever the policy."""
+
+from __future__ import annotations
+
+import copy
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preamp import Dynamic, Moving, Policy, Reading, Starved, State, dialects
+from preamp.deepspeed.hooks import Hooks
+from preamp.deepspeed.mirror import RECORD, Mirror
+from preamp.errors import UsageError
+from tests.strategies import policies, scripts
+
+deepspeeds = st.builds(
+    dialects.DEEPSPEED,
+    init_scale=st.integers(0, 20).map(lambda power: 2.0**power),
+    scale_window=st.integers(1, 4),
+    hysteresis=st.integers(1, 4),
+    consecutive_hysteresis=st.booleans(),
+    raise_error_at_min_scale=st.booleans(),
+)
+
+
+def original(module: ModuleType, saved: dict[str, Any]) -> Any:
+    """Return DeepSpeed's scaler with these attributes."""
+    scaler = module.DynamicLossScaler(1.0, 1000, 1.0, 1, False)
+    vars(scaler).update(copy.deepcopy(saved))
+    return scaler
+
+
+@given(policies, scripts)
+def test_every_policy_goes_on_from_its_attributes(policy: Policy[Any], script: str) -> None:
+    mirror, state = Mirror(policy), policy.start()
+    saved = mirror.first()
+    for mark in script:
+        reading = Reading(mark == "0")
+        try:
+            state = policy.step(state, reading)
+        except Starved:
+            with pytest.raises(Starved):
+                policy.step(mirror.read(saved), reading)
+            return
+        saved = mirror.written(saved, policy.step(mirror.read(saved), reading), reading.finite)
+        assert saved["cur_scale"] == state.scale
+    if isinstance(policy, Moving):
+        assert mirror.read(saved).good == state.good
+
+
+@given(deepspeeds, scripts)
+def test_deepspeeds_own_rule_leaves_what_deepspeed_leaves(peer: ModuleType, policy: Any, script: str) -> None:
+    """Attribute by attribute, so that it goes on with them as if it had been there all along."""
+    mirror = Mirror(policy)
+    saved = mirror.first()
+    scaler = original(peer, saved)
+    for mark in script:
+        finite = mark == "0"
+        try:
+            after = policy.step(mirror.read(saved), Reading(finite))
+        except Starved:
+            with pytest.raises(Exception, match="already at minimum"):
+                scaler.update_scale(True)
+            return
+        saved = mirror.written(saved, after, finite)
+        scaler.update_scale(not finite)
+        assert RECORD not in saved
+        assert {name: getattr(scaler, name) for name in saved} == saved
+
+
+@given(scripts.filter(bool), scripts.filter(bool))
+def test_a_record_is_forgotten_when_deepspeed_goes_on_alone(
+    peer: ModuleType, before: str, after: str
+) -> None:
+    policy = Dynamic(init_scale=2.0**20, growth_interval=3, hysteresis=3, max_consecutive_overflows=90)
+    mirror = Mirror(policy)
+    saved = mirror.first()
+    for mark in before:
+        finite = mark == "0"
+        saved = mirror.written(saved, policy.step(mirror.read(saved), Reading(finite)), finite)
+    scaler = original(peer, {**saved, "raise_error_at_min_scale": False})
+    for mark in after:
+        scaler.update_scale(mark == "1")
+    assert mirror.read(vars(scaler)).scale == scaler.cur_scale
+    clean = len(after) - after.rfind("1") - 1
+    if "1" in after:
+        assert mirror.read(vars(scaler)).good == clean % 3
+
+
+def test_a_scale_without_counts_is_taken_over() -> None:
+    """Such as that of DeepSpeed's static scaler."""
+    assert Mirror(Dynamic()).read({"cur_scale": 8, "dynamic": False}) == State(8.0, 0.0, 0.0)
+
+
+class Owner:
+    def method(self, number: int) -> int:
+        return number + 1
+
+
+def test_hooks_replace_on_one_object_and_put_back() -> None:
+    owner, hooks = Owner(), Hooks()
+    owner.other = owner.method  # type: ignore[attr-defined]
+    before = dict(vars(owner))
+    hooks.place(owner, "method", lambda old, number: 10 * old(number))
+    hooks.place(owner, "other", lambda old, number: -old(number))
+    assert (owner.method(1), owner.other(1), Owner().method(1)) == (20, -2, 2)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"Owner.method is in the hands of an earlier attach"):
+        Hooks().place(owner, "method", lambda old, number: number)
+    hooks.remove()
+    assert vars(owner) == before
+
+
+def test_hooks_that_are_wrapped_stay_all() -> None:
+    owner, hooks = Owner(), Hooks()
+    hooks.place(owner, "method", lambda old, number: 10 * old(number))
+    wrapped = owner.method
+    owner.method = lambda number: wrapped(number)  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"Owner.method was replaced again after attach"):
+        hooks.remove()
+    assert owner.method(1) == 20

@@ -1,0 +1,442 @@
+"""`preamp convert` on files as the systems themselves write them, and on files that nobody should open."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from preamp.cli import run
+
+from . import originals
+
+SCRIPT = "0001000010000"
+TARGET = {"scale": 4096.0, "growth_interval": 3, "_growth_tracker": 1}
+FACTORS = {"growth_factor": 2.0, "backoff_factor": 0.5}
+
+
+def converted(capsys: pytest.CaptureFixture[str], source: Path, origin: str, out: Path, target: str) -> str:
+    """Run the command; return the one line that it prints."""
+    capsys.readouterr()  # DeepSpeed talks when it is imported
+    status = run(["convert", str(source), "--from", origin, "--to", target, str(out)])
+    printed = capsys.readouterr()
+    assert (status, printed.err) == (0, "")
+    assert printed.out.count("\n") == 1
+    return printed.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], source: Path, origin: str, out: Path, target: str) -> str:
+    """Run the command on what it must refuse; return the one line of the error. Nothing is written."""
+    capsys.readouterr()
+    before = sorted(out.parent.iterdir())
+    status = run(["convert", str(source), "--from", origin, "--to", target, str(out)])
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (2, "")
+    assert printed.err.count("\n") == 1
+    assert sorted(out.parent.iterdir()) == before
+    return printed.err
+
+
+# The files of each system
+
+
+def training(**more: Any) -> dict[str, Any]:
+    """Return a training checkpoint around what is in question."""
+    model = torch.nn.Linear(2, 2)
+    return {"model": model.state_dict(), "epoch": 3, "history": [1.0, {"loss": 2.0}], **more}
+
+
+def save_torch(path: Path) -> tuple[Path, originals.Original]:
+    original = originals.Torch(growth_interval=3)
+    original.walk(SCRIPT)
+    torch.save(training(amp={"scaler": original.save()}), path / "in.pt")
+    return path / "in.pt", original
+
+
+def save_zero(path: Path) -> tuple[Path, originals.Original]:
+    """Write the folder that ZeRO's save_checkpoint writes."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    original = originals.DeepSpeed(
+        init_scale=2.0**16,
+        scale_window=3,
+        min_scale=1.0,
+        hysteresis=2,
+        consecutive_hysteresis=False,
+        raise_error_at_min_scale=True,
+    )
+    original.walk(SCRIPT)
+    optimizer = {**original.save(), "zero_stage": ZeroStageEnum.gradients, "partition_count": [1]}
+    folder = path / "in" / "global_step13"
+    folder.mkdir(parents=True)
+    torch.save({"optimizer_state_dict": optimizer}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save({"module": {}, "optimizer": None}, folder / "mp_rank_00_model_states.pt")
+    (path / "in" / "latest").write_text("global_step13")
+    return path / "in", original
+
+
+def save_stage_0(path: Path) -> tuple[Path, originals.Original]:
+    original = originals.DeepSpeedFused(init_scale=2.0**16, scale_window=3, min_scale=1.0)
+    original.walk(SCRIPT)
+    folder = path / "in" / "best"
+    folder.mkdir(parents=True)
+    torch.save({"module": {}, "optimizer": original.save()}, folder / "mp_rank_00_model_states.pt")
+    return folder, original
+
+
+def save_flax(path: Path) -> tuple[Path, originals.Original]:
+    from flax import serialization
+
+    original = originals.Flax(growth_interval=3)
+    original.walk(SCRIPT)
+    params = {"kernel": np.zeros((2, 2)), "scale": np.ones(2)}  # as of a LayerNorm
+    tree = {"params": params, "dynamic_scale": original.scaler, "step": 13}
+    (path / "in.msgpack").write_bytes(serialization.to_bytes(tree))
+    return path / "in.msgpack", original
+
+
+def save_json(path: Path) -> tuple[Path, originals.Original]:
+    original = originals.Jmp(period=3)
+    original.walk(SCRIPT)
+    entries = {name: np.asarray(value).item() for name, value in vars(original.scaler).items()}
+    (path / "in.json").write_text(json.dumps([{"step": 13}, {"loss_scale": entries}]))
+    return path / "in.json", original
+
+
+def save_tf_keras(path: Path) -> tuple[Path, originals.Original]:
+    import tensorflow as tf
+
+    original = originals.TfKeras(dynamic_growth_steps=3)
+    original.walk(SCRIPT)
+    return Path(tf.train.Checkpoint(optimizer=original.optimizer).write(str(path / "in"))), original
+
+
+def save_keras(path: Path) -> tuple[Path, originals.Original]:
+    return _save_keras(path, "in.keras", "save")
+
+
+def save_keras_weights(path: Path) -> tuple[Path, originals.Original]:
+    return _save_keras(path, "in.weights.h5", "save_weights")
+
+
+def _save_keras(path: Path, name: str, method: str) -> tuple[Path, originals.Original]:
+    import keras
+
+    original = originals.Keras(dynamic_growth_steps=3)
+    original.walk(SCRIPT)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(), dynamic_growth_steps=3))
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.dynamic_scale.assign(original.optimizer.dynamic_scale)
+    model.optimizer.step_counter.assign(original.optimizer.step_counter)
+    getattr(model, method)(path / name)
+    return path / name, original
+
+
+FILES = {
+    "torch": save_torch,
+    "deepspeed": save_zero,
+    "deepspeed-fused": save_stage_0,
+    "flax": save_flax,
+    "jmp": save_json,
+    "tf-keras": save_tf_keras,
+    "keras": save_keras,
+}
+WHERE = {
+    "torch": "amp.scaler of",
+    "deepspeed": "optimizer_state_dict of",
+    "deepspeed-fused": "optimizer of",
+    "flax": "dynamic_scale of",
+    "jmp": "1.loss_scale of",
+    "tf-keras": "optimizer.loss_scale of",
+    "keras": "optimizer of",
+}
+UNSAVED = {"flax", "tf-keras"}  # whose files have no interval
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_a_system_wrote_goes_on_in_pytorch(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, original = FILES[name](tmp_path)
+    said = converted(capsys, source, name, out := tmp_path / "out.pt", "torch")
+    assert f"carried scale {original.scale():g}" in said
+    assert WHERE[name] in said
+    theirs = originals.Torch()
+    theirs.load(torch.load(out) | ({"growth_interval": 3 + (name == "flax")} if name in UNSAVED else {}))
+    assert theirs.walk("0" * 9) == original.walk("0" * 9)
+
+
+def test_weights_of_keras_hold_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, original = save_keras_weights(tmp_path)
+    converted(capsys, source, "keras", out := tmp_path / "out.json", "torch")
+    saved = json.loads(out.read_text())
+    assert (saved["scale"], saved["_growth_tracker"]) == (original.scale(), 1)
+
+
+def test_our_keras_optimizer_is_read_as_keras(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import keras
+
+    from preamp.keras import LossScaleOptimizer
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.Adam(), initial_scale=64.0), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "in.keras")
+    said = converted(capsys, tmp_path / "in.keras", "keras", tmp_path / "out.json", "torch")
+    assert "carried scale 64, good 0" in said
+
+
+def test_pytorchs_goes_on_in_every_other_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from flax import serialization
+
+    source, original = save_torch(tmp_path)
+    scales = original.walk("0" * 9)
+
+    converted(capsys, source, "torch", out := tmp_path / "flax.msgpack", "flax")
+    flax = originals.Flax(growth_interval=2)
+    flax.scaler = serialization.from_bytes(flax.scaler, out.read_bytes())
+    assert flax.walk("0" * 9) == scales
+
+    for name, kind, arguments in (
+        ("jmp", originals.Jmp, {}),
+        ("keras", originals.Keras, {"dynamic_growth_steps": 3}),
+        ("tf-keras", originals.TfKeras, {"dynamic_growth_steps": 3}),
+        ("deepspeed", originals.DeepSpeed, vars_of_zero()),
+    ):
+        converted(capsys, source, "torch", out := tmp_path / f"{name}.json", name)
+        theirs = kind(**arguments)
+        theirs.load(json.loads(out.read_text()))
+        assert theirs.walk("0" * 9) == scales
+
+
+def vars_of_zero() -> dict[str, Any]:
+    return {
+        "init_scale": 1.0,
+        "scale_window": 9,
+        "min_scale": 1.0,
+        "hysteresis": 5,
+        "consecutive_hysteresis": False,
+    }
+
+
+def test_a_conversion_and_its_reverse_give_the_entries_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, original = save_zero(tmp_path)
+    converted(capsys, source, "deepspeed", tmp_path / "0.json", "deepspeed")
+    first = json.loads((tmp_path / "0.json").read_text())
+    for target in ("torch", "jmp", "deepspeed"):
+        converted(capsys, tmp_path / "0.json", "deepspeed", tmp_path / f"{target}.pt", target)
+        converted(capsys, tmp_path / f"{target}.pt", target, tmp_path / f"{target}.json", "deepspeed")
+        again = json.loads((tmp_path / f"{target}.json").read_text())
+        assert [again[name] for name in ("cur_scale", "cur_iter", "scale_window")] == [
+            first[name] for name in ("cur_scale", "cur_iter", "scale_window")
+        ]
+    assert again == first
+    assert original.scale() == first["cur_scale"]
+
+
+def test_megatron_is_given_the_tensor_that_it_moves_to_a_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = save_torch(tmp_path)
+    said = converted(capsys, source, "torch", out := tmp_path / "out.pt", "megatron")
+    saved = torch.load(out)
+    assert (saved["scale"].shape, saved["scale"].dtype) == ((1,), torch.float32)
+    assert "Not carried: growth_interval=3 (there 1000), hysteresis=1 (there 2)" in said
+
+
+def test_fairseqs_lost_counters_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = save_torch(tmp_path)
+    said = converted(capsys, source, "torch", out := tmp_path / "out.pt", "fairseq")
+    assert "good=1 (there 0)" in said
+    assert "good 0, bad 0, age 0" in converted(capsys, out, "fairseq", tmp_path / "back.json", "torch")
+
+
+def test_where_nothing_is_lost_the_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = save_torch(tmp_path)
+    assert "Nothing was lost." in converted(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
+
+
+# Several, none
+
+
+def test_equal_states_at_two_places_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = torch.amp.GradScaler("cpu").state_dict()
+    torch.save(training(scaler=saved, again=dict(saved)), tmp_path / "in.pt")
+    converted(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "deepspeed")
+
+
+def test_different_states_are_an_error_that_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = torch.amp.GradScaler("cpu").state_dict()
+    torch.save(training(gan={"g": saved, "d": [{**saved, "scale": 8.0}]}), tmp_path / "in.pt")
+    said = refused(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "deepspeed")
+    assert "that differ, at gan.g (65536), gan.d.0 (8)" in said
+
+
+def test_another_system_that_fits_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = save_stage_0(tmp_path)
+    said = refused(capsys, source, "deepspeed", tmp_path / "out.json", "torch")
+    assert "Write --from deepspeed_fused." in said
+    torch.save(training(), tmp_path / "none.pt")
+    said = refused(capsys, tmp_path / "none.pt", "torch", tmp_path / "out.json", "deepspeed")
+    assert said.strip().endswith("holds nothing that torch.amp.GradScaler, torch 2.13 saves.")
+
+
+def test_a_state_that_cannot_be_gone_on_from_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.json").write_text(json.dumps({**TARGET, "scale": 0.0, **FACTORS}))
+    assert "no gradient would survive" in refused(
+        capsys, tmp_path / "in.json", "torch", tmp_path / "out.json", "deepspeed"
+    )
+    (tmp_path / "in.json").write_text(json.dumps({**TARGET, **FACTORS, "growth_interval": 0}))
+    assert "growth_interval=0" in refused(
+        capsys, tmp_path / "in.json", "torch", tmp_path / "out.json", "deepspeed"
+    )
+
+
+# Files and flags that cannot work
+
+
+def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = save_torch(tmp_path)
+    before = source.read_bytes()
+    assert "exists and is not overwritten" in refused(capsys, source, "torch", source, "deepspeed")
+    (tmp_path / "link.pt").symlink_to(source)
+    assert "exists" in refused(capsys, source, "torch", tmp_path / "link.pt", "deepspeed")
+    assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("origin", "target", "out", "said"),
+    [
+        ("torhc", "deepspeed", "out.pt", "--from torhc is unknown. Write one of torch"),
+        ("torch", "depspeed", "out.pt", "--to depspeed is unknown. Write one of deepspeed"),
+        (
+            "torch",
+            "paddle",
+            "out.pt",
+            "how Paddle amp.GradScaler, paddlepaddle 3.3 saves its loss scale is not",
+        ),
+        ("paddle", "torch", "out.pt", "is not known here"),
+        ("torch", "keras", "out.h5", "Write {}/out.json"),
+        ("torch", "keras", "out", "Write {}/out.json"),
+        ("torch", "keras", "none/out.pt", "none"),
+    ],
+)
+def test_flags_that_cannot_work(
+    origin: str, target: str, out: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = save_torch(tmp_path)
+    status = run(["convert", str(source), "--from", origin, "--to", target, str(tmp_path / out)])
+    printed = capsys.readouterr()
+    assert (status, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert said.format(tmp_path) in printed.err
+
+
+WRONG: dict[str, bytes] = {
+    "empty": b"",
+    "picture": b"\x89PNG\r\n\x1a\n" + bytes(99),
+    "number": b"3",
+    "text": b"scale: 65536\n",
+    "list": b"[1, 2]",
+    "broken json": b'{"scale": ',
+    "deep json": b'{"a":' * 100_000,
+    "zip": b"PK\x03\x04" + bytes(99),
+    "hdf5": b"\x89HDF\r\n\x1a\n" + bytes(99),
+    "pickle": b"\x80\x04}q\x00.",
+    "msgpack": b"\xde\x00\x14\xa1",
+    "latin": '{"größe": 1}'.encode("latin-1"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_file_of_another_kind(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in"
+    source.write_bytes(WRONG[kind])
+    assert str(source) in refused(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
+
+
+def test_a_folder_or_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    assert "neither latest nor" in refused(capsys, folder, "deepspeed", tmp_path / "out.json", "torch")
+    (folder / "latest").write_text("global_step9")
+    assert "neither latest nor" in refused(capsys, folder, "deepspeed", tmp_path / "out.json", "torch")
+    missing = tmp_path / "missing.pt"
+    assert f"{missing}: No such file" in refused(capsys, missing, "torch", tmp_path / "out.json", "deepspeed")
+
+
+@pytest.mark.parametrize("name", ["torch", "flax", "keras", "jmp"])
+def test_a_file_that_was_cut_off_is_an_error(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = FILES[name](tmp_path)
+    whole, cut = source.read_bytes(), source.with_name(f"cut{source.suffix}")
+    for length in (1, 9, len(whole) // 3, len(whole) // 2, len(whole) - 40, len(whole) - 2):
+        cut.write_bytes(whole[:length])
+        assert str(cut) in refused(capsys, cut, name, tmp_path / "out.json", "torch")
+
+
+# Files that would execute code
+
+
+class Calls:
+    """Pickles as the call of a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("function", [os.mkdir, os.system, eval, subprocess.check_call, Path, torch.load])
+def test_a_file_that_wants_code_to_run_is_refused(
+    function: Any, zipped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, trace = tmp_path / "in.pt", tmp_path / "trace"
+    hostile = Calls(function, {os.mkdir: str(trace)}.get(function, f"__import__('os').mkdir('{trace}')"))
+    saved = {"scaler": torch.amp.GradScaler("cpu").state_dict(), "more": hostile}
+    torch.save(saved, source, _use_new_zipfile_serialization=zipped)
+    assert str(source) in refused(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
+    assert not trace.exists()
+
+
+def test_what_looks_like_a_librarys_own_is_not_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.npy"
+    hostile = [Calls(np.save, str(trace), 1), Calls(np.lib.format.open_memmap, str(trace), "w+", None, (9,))]
+    saved = {"scaler": torch.amp.GradScaler("cpu").state_dict(), "more": hostile}
+    torch.save(saved, tmp_path / "in.pt")
+    converted(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "deepspeed")
+    assert not trace.exists()
+
+
+def test_the_shells_of_one_file_do_not_open_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = save_zero(tmp_path)
+    converted(capsys, source, "deepspeed", tmp_path / "out.json", "torch")
+    with pytest.raises(pickle.UnpicklingError, match="DynamicLossScaler"):
+        torch.load(next(source.glob("*/zero*")), weights_only=True)
+
+
+def test_an_archive_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    refused(capsys, tmp_path / "in.zip", "torch", tmp_path / "out.json", "deepspeed")
