@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 import re
-import warnings
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preamp import ConfigError, Dynamic, InexactScale, Static, Tolerant, dialects
+from preamp import ConfigError, Dynamic, Static, Tolerant, dialects
 from preamp.config import Settings, load
 from preamp.config.keys import AUTOCAST, BF16, FP16, REMOVED, TOP
 
 from . import originals
 from .strategies import dynamics, play, scripts
-
-SECTIONS = {"": TOP, "fp16": FP16, "bf16": BF16, "torch_autocast": AUTOCAST}
 
 DOCUMENT = """
 {
@@ -290,116 +287,6 @@ def test_the_first_scale_can_be_given_as_a_number():
         assert load({"fp16": {"enabled": True, **section}}).policy.start().scale == 2.0**20
 
 
-# What is refused
-
-
-@given(data=st.data())
-def test_a_misspelt_key_is_refused_with_the_one_that_was_meant(data):
-    section = data.draw(st.sampled_from(["", "fp16", "bf16"]))
-    name = data.draw(st.sampled_from([name for name in SECTIONS[section] if len(name) > 4]))
-    cut = data.draw(st.integers(1, len(name) - 1))
-    misspelt = name[: cut - 1] + name[cut:] if data.draw(flags) else name[:cut] + "x" + name[cut:]
-    config = {misspelt: 1} if not section else {section: {misspelt: 1}}
-    message = refusal(config)
-    assert message.startswith(f"{section}.{misspelt} is no key" if section else f"{misspelt} is no key")
-    assert f'Write "{name}"' in message
-
-
-@pytest.mark.parametrize(
-    ("config", "where"),
-    [
-        ({"hysteresis": 2}, "Write it in fp16."),
-        ({"bf16": {"loss_scale": 0}}, "Write it in fp16."),
-        ({"fp16": {"gradient_clipping": 1.0}}, "Write it at the top level."),
-        ({"dtype": "bfloat16"}, "Write it in torch_autocast."),
-        ({"amp": {}}, 'Write "torch_autocast"'),
-        ({"elasticity": {}}, "Take it out."),
-        ({"fp16": {"zzz": 1}}, "Write one of enabled, auto_cast"),
-    ],
-)
-def test_a_key_at_the_wrong_place_is_sent_home(config, where):
-    assert where in refusal(config)
-
-
-NUMBERS = [-1, 0, 0.5, -0.0, 2**2000, 10**400, float("nan"), float("inf")]
-JUNK = (
-    st.sampled_from([*NUMBERS, None, "auto", "yes", "128", True, [], [1], {}])
-    | st.text(max_size=5)
-    | st.integers()
-    | st.floats()
-    | st.binary(max_size=3)
-)
-
-
-PLACES = [(section, name) for section, keys in SECTIONS.items() for name in keys]
-
-
-@settings(max_examples=300)
-@given(place=st.sampled_from(PLACES), value=JUNK)
-def test_any_value_is_read_or_refused_by_name_with_a_line_that_works(place, value):
-    section, name = place
-    beside = {"dtype": "bfloat16"} if section == "torch_autocast" else {}
-
-    def config(line: dict[str, Any]) -> dict[str, Any]:
-        return {section: beside | line} if section else line
-
-    with warnings.catch_warnings(action="ignore", category=InexactScale), suppress(ConfigError):
-        load(config({name: value}))
-        assert value != "auto" or SECTIONS[section][name].ignored
-        return
-    path = f"{section}.{name}" if section else name
-    found = re.fullmatch(rf'{path}: .* Write ("{name}": .*)\.', refusal(config({name: value})), re.DOTALL)
-    load(config(json.loads(f"{{{found[1]}}}")))
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"fp16": {"enabled": True, "hysteresis": 0}}, ["fp16.hysteresis: 0", '"hysteresis": 2']),
-        ({"fp16": {"enabled": 1}}, ["fp16.enabled: 1", "neither true nor false"]),
-        ({"fp16": {"hysteresis": 2.5}}, ["fp16.hysteresis: 2.5 is not a whole number"]),
-        ({"fp16": {"hysteresis": True}}, ["fp16.hysteresis: true", '"hysteresis": 2']),
-        ({"fp16": {"loss_scale": "dynamic"}}, ['"dynamic" is not a scale', '"loss_scale": 0']),
-        ({"fp16": {"initial_scale_power": 2000}}, ["2000", "-126 to 127", '"initial_scale_power": 16']),
-        ({"fp16": {"loss_scale_window": "auto"}}, ["Hugging Face", '"loss_scale_window": 1000']),
-        ({"fp16": {"enabled": True, "min_loss_scale": 2**17}}, ["131072", "above the initial scale 65536"]),
-        ({"fp16": {"enabled": True, "initial_scale_power": -4}}, ["above the initial scale 0.0625"]),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["fp16 (float16) and bf16 (bfloat16)"]),
-        (
-            {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bf16"}},
-            ["fp16 (float16) and torch_autocast (bfloat16)"],
-        ),
-        ({"torch_autocast": {"enabled": True}}, ["dtype", '"dtype": "bfloat16"']),
-        ({"torch_autocast": {"dtype": "float32"}}, ["not a low precision"]),
-        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, ['"lr": "auto"', "Hugging Face"]),
-        ({"optimizer": {"params": {}}}, ['no "type"']),
-        ({"scheduler": {"type": "WarmupLR", "params": []}}, ["not a section"]),
-        ({"zero_optimization": {"stage": 4}}, ["stage of 0 to 3"]),
-        ({"gradient_clipping": -1}, ["gradient_clipping: -1", '"gradient_clipping": 1.0']),
-        ([], ["neither a file nor a mapping"]),
-        (None, ["neither a file nor a mapping"]),
-        ({"fp16": True}, ["fp16: true is not a section"]),
-    ],
-)
-def test_a_configuration_that_cannot_work_is_one_clear_error(config, words):
-    message = refusal(config)
-    assert "\n" not in message
-    assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize(
-    "section", [{"loss_scale": 8, "min_loss_scale": 1e9}, {"enabled": False, "min_scale": 1e9}]
-)
-def test_a_floor_that_no_scale_meets_is_none_of_our_business(section):
-    load({"fp16": {"enabled": True, **section}})
-
-
-def test_a_static_scale_that_rounds_warns_at_the_line_that_loads_it():
-    with pytest.warns(InexactScale, match="scale=1000") as seen:
-        load({"fp16": {"enabled": True, "loss_scale": 1000}})
-    assert seen[0].filename == __file__
-
-
 # Files
 
 
@@ -567,55 +454,3 @@ def test_settings_that_are_none_are_refused(given):
 
 def test_a_dialect_is_its_policy():
     assert Settings(precision="float16", policy=dialects.DEEPSPEED).to_deepspeed()["fp16"]["hysteresis"] == 2
-
-
-# The command line
-
-
-@pytest.fixture
-def preamp(tmp_path, monkeypatch, capsys):
-    """Return what runs a command here and says its status, output and complaints."""
-    from preamp.cli import run
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command replaces it
-    (tmp_path / "ds.json").write_text(DOCUMENT)
-    (tmp_path / "static.json").write_text('{"fp16": {"enabled": true, "loss_scale": 128}}')
-    (tmp_path / "bf16.json").write_text('{"bf16": {"enabled": true, "check_grad_overflow": false}}')
-    return lambda *arguments: (run(arguments), *capsys.readouterr())
-
-
-def test_simulate_plays_the_rule_of_a_configuration(preamp):
-    status, shown, _ = preamp("simulate", "--steps", "50", "--config", "ds.json", "--config", "static.json")
-    assert status == 0
-    assert re.findall(r"(\w+)\.json .*(2\S+)  ▁+", shown) == [("ds", "2³²"), ("static", "2⁷")]
-    assert "preamp " not in shown
-
-
-def test_train_uses_the_precision_and_the_rule_of_a_configuration(preamp, tmp_path):
-    for name, runs in (
-        ("static", [("float32", None), ("float16", None), ("float16", "Static(scale=128.0)")]),
-        ("bf16", [("float32", None), ("bfloat16", None)]),
-    ):
-        assert preamp("train", "--epochs", "1", "--config", f"{name}.json", "--out", name)[0] == 0
-        summary = json.loads((tmp_path / name / "summary.json").read_text())
-        assert [(run["precision"], run["policy"]) for run in summary["runs"]] == runs
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train", "--config", "ds.json", "--dialect", "torch"], "--dialect torch and --config ds.json"),
-        (["train", "--config", "ds.json", "--policy.scale", "2"], "--policy and --config ds.json"),
-        (["train", "--config", "bf16.json", "--precision", "float16"], "bf16.json does not scale the loss"),
-        (["simulate", "--config", "bf16.json"], "bf16.json does not scale the loss"),
-        (["simulate", "--config", "absent.json"], "absent.json: No such file"),
-        (["simulate", "--config", "bad.json"], "bad.json: fp16.hysteresis: 0 is not"),
-    ],
-)
-def test_a_configuration_of_no_use_is_one_line_and_status_2(preamp, tmp_path, arguments, words):
-    (tmp_path / "bad.json").write_text('{"fp16": {"hysteresis": 0}}')
-    status, _, complaint = preamp(*arguments)
-    assert status == 2
-    assert words in complaint
-    assert complaint.count("\n") == 1

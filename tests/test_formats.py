@@ -283,18 +283,27 @@ def test_settings_that_cannot_work_are_refused(dialect: Any, name: str, value: A
 # What is particular to a system
 
 
-def test_a_zero_scaler_goes_on_whatever_was_set_by_hand() -> None:
-    for name, value in (("scale_factor", 3.0), ("cur_iter", 0), ("cur_hysteresis", 5), ("cur_scale", 1000)):
-        original = originals.DeepSpeed(**ZERO[0])
-        original.walk("0001000")
-        setattr(original.scaler, name, value)
-        policy, state = (
-            load(original.save()) for load in (dialects.DEEPSPEED.load_policy, dialects.DEEPSPEED.load)
-        )
-        again = originals.DeepSpeed(**ZERO[1])
-        again.load(dialects.DEEPSPEED.dump(state, policy))
-        script = "0001111000000000" * 2
-        assert onward(policy, state, script) == original.walk(script) == again.walk(script)
+@pytest.mark.parametrize("arguments", [ZERO[0], {**ZERO[0], "hysteresis": 1}])
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale_factor", 3.0), ("cur_iter", 0), ("cur_hysteresis", 5), ("cur_scale", 1000)]
+)
+def test_a_zero_scaler_goes_on_whatever_was_set_by_hand(arguments: Arguments, name: str, value: Any) -> None:
+    original = originals.DeepSpeed(**arguments)
+    original.walk("0001000")
+    setattr(original.scaler, name, value)
+    saved = original.save()
+    policy, state = dialects.DEEPSPEED.load_policy(saved), dialects.DEEPSPEED.load(saved)
+    again = originals.DeepSpeed(**ZERO[1])
+    again.load(dialects.DEEPSPEED.dump(state, policy))
+    script = "0001111000000000" * 2
+    assert onward(policy, state, script) == original.walk(script) == again.walk(script)
+
+
+def test_flaxs_object_has_the_settings_that_its_checkpoint_lacks() -> None:
+    arguments = {"growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25, "minimum_scale": None}
+    scaler = originals.Flax(**arguments).scaler
+    assert dialects.FLAX.load_policy(scaler) == dialects.FLAX(**arguments)
+    assert dialects.FLAX.load(scaler) == dialects.FLAX.start()
 
 
 def test_deepspeed_saves_static_scales() -> None:

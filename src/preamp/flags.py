@@ -50,7 +50,7 @@ def precisions_and_rule(
     if config is None:
         rule = find_dialect("dialect", dialect) if dialect else _plain(policy or ShortDynamic())
         return _precisions(given or ("float32", "float16")), rule
-    settings = load(config)
+    settings = load(config, skip_blanks=True)
     precisions = _precisions(given or ("float32", settings.precision))
     return precisions, _scaling(config, settings) if "float16" in precisions else ShortDynamic()
 
@@ -80,7 +80,7 @@ def rules(
     """Return the rules that the flags of `simulate` ask for, by name."""
     asked = [find_dialect("dialect", name) for name in names if name != "all"]
     chosen = ALL.values() if "all" in names else asked
-    read = {str(path): _scaling(path, load(path)) for path in configs}
+    read = {str(path): _scaling(path, load(path, skip_blanks=True)) for path in configs}
     ours = {"preamp": policy or Dynamic()} if policy or not (chosen or read) else {}
     return {**ours, **read, **{rule.name.lower(): rule for rule in chosen}}
 

@@ -176,6 +176,34 @@ def accumulated(kind: str) -> list[Seen]:
     return seen
 
 
+@each(ESSENTIAL)
+def summed(kind: str) -> list[float]:
+    """Without an average over the micro-steps, of what the model itself has returned."""
+    engine = made(kind, accumulation=2)
+    attach(engine)
+    before = weights(engine)
+    for gradient in (1.0, 3.0):
+        loss = engine(gradient, gradient)
+        assert engine.backward(loss, scale_wrt_gas=False).item() == loss.item()
+        engine.step()
+    return sorted({b - a for a, b in zip(before, weights(engine), strict=True)})
+
+
+@each(("1", "2", "3"))
+def backward_of_the_loss(kind: str) -> Seen:
+    """Past `engine.backward`, with a static scale: with `engine.scale`, and without."""
+    scaled, unscaled = (made(kind, fp16={"enabled": True, "loss_scale": 128}) for _ in range(2))
+    attach(scaled)
+    attach(unscaled)
+    scaled.scale(scaled(1.0, 1.0)).backward()
+    scaled.step()
+    try:
+        unscaled(1.0, 1.0).backward()
+    except RuntimeError as error:
+        return {"weights": sorted(set(weights(scaled))), "unscaled": str(error)}
+    return {}
+
+
 @each(ESSENTIAL, two=("0", "3"))
 def resumed(kind: str) -> list[list[float]]:
     return cut_everywhere(kind)
@@ -248,7 +276,9 @@ def starved(kind: str) -> Seen:
     except Starved as error:
         same = before == (weights(engine), engine.optimizer.loss_scale)
         step = handle.last_step
-        return {"scales": [first["scale"], error.scale], "same": same, "skipped": step and step.skipped}
+        named = str(error).endswith("no loss scale; not finite: last.")
+        scales = [first["scale"], error.scale]
+        return {"scales": scales, "same": same, "skipped": step and step.skipped, "named": named}
     return {"scales": []}
 
 

@@ -177,6 +177,20 @@ def test_accumulated_gradients_have_one_scale(play: Play, ranks: int, kind: str)
         assert [one["scale"] for one in seen[::2]] == scales(CONFIGURED, "00010")
 
 
+@on_ranks((), ESSENTIAL)
+def test_accumulated_gradients_can_be_a_sum(play: Play, ranks: int, kind: str) -> None:
+    """Hugging Face's Trainer asks for it. DeepSpeed alone gives the mean at stage 0."""
+    assert play(ranks, f"summed {kind}") == [[-4.0]]
+
+
+@on_ranks((), ("1", "2", "3"))
+def test_a_loss_that_nothing_has_scaled_is_refused(play: Play, ranks: int, kind: str) -> None:
+    """DeepSpeed alone refuses it under a dynamic scale only."""
+    [seen] = play(ranks, f"backward_of_the_loss {kind}")
+    assert seen["weights"] == [-1.0]
+    assert "Loss scaling is required" in seen["unscaled"]
+
+
 @on_ranks(("0", "3"), ESSENTIAL)
 def test_checkpoints_go_on_from_every_step(play: Play, ranks: int, kind: str) -> None:
     whole = scales(CONFIGURED, SCRIPT)
@@ -211,7 +225,7 @@ def test_checkpoints_are_deepspeeds(play: Play, ranks: int, kind: str) -> None:
 @on_ranks(("0", "1"), ESSENTIAL)
 def test_the_floor_ends_the_training(play: Play, ranks: int, kind: str) -> None:
     for seen in play(ranks, f"starved {kind}"):
-        assert seen == {"scales": [2.0, 1.0], "same": True, "skipped": True}
+        assert seen == {"scales": [2.0, 1.0], "same": True, "skipped": True, "named": True}
 
 
 @on_ranks((), ESSENTIAL)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp.deepspeed
-from preamp import PolicyError, Starved
+from preamp import PolicyError, Starved, UsageError
 from preamp.deepspeed import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
 from preamp.deepspeed.overflow_log import OverflowLog
 
@@ -235,13 +235,19 @@ def test_settings_that_cannot_work_are_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("delayed_shift", 0), ("scale_window", 0), ("min_scale", -1.0), ("scale_factor", 1.0)]
+    ("name", "value", "said"),
+    [
+        ("delayed_shift", 0, "delayed_shift=0"),
+        ("scale_window", 0, "scale_window=0"),
+        ("min_scale", -1.0, "min_scale=-1.0"),
+        ("scale_factor", 1.0, "growth_factor=1.0"),
+    ],
 )
-def test_attributes_that_cannot_work_are_refused_at_the_step(name: str, value: Any) -> None:
+def test_attributes_that_cannot_work_are_refused_at_the_step(name: str, value: Any, said: str) -> None:
     ours = scaler()
     setattr(ours, name, value)
     before = copy.copy(vars(ours))
-    with pytest.raises(PolicyError, match=r"Write \w+="):
+    with pytest.raises(PolicyError, match=rf"{said}.*Write \w+="):
         ours.update_scale(True)
     assert vars(ours) == before
 
@@ -254,6 +260,13 @@ def test_a_static_scale_that_cannot_work_is_refused() -> None:
 def test_a_dynamic_scale_needs_its_arguments() -> None:
     with pytest.raises(PolicyError, match=r"Write dynamic_loss_args=\{'init_scale'"):
         CreateLossScaler(torch.half, 1.0, True, None)
+
+
+@pytest.mark.parametrize("one", [torch.nn.Parameter(torch.ones(2)), torch.nn.Linear(2, 2)])
+def test_what_is_no_list_of_parameters_is_refused(one: Any) -> None:
+    """The rows of a tensor have no gradients, so none of them would overflow."""
+    with pytest.raises(UsageError, match=rf"{type(one).__name__} is not.*Write has_overflow"):
+        scaler().has_overflow(one)
 
 
 def test_at_the_floor_it_says_what_to_do() -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, is_number
 from preamp.errors import ConfigError
 
-__all__ = ["AUTOCAST", "BF16", "FP16", "TOP", "Key", "read_section"]
+__all__ = ["AUTOCAST", "BF16", "FP16", "SECTIONS", "TOP", "Key", "by_name", "line_for", "read_section"]
 
 
 class Key(NamedTuple):
@@ -38,6 +38,16 @@ class Key(NamedTuple):
     ignored: bool = False
 
 
+def by_name(keys: Mapping[str, Key]) -> dict[str, str]:
+    """Return the key for every name that keys go by."""
+    return {name: key for key in keys for name in (key, *keys[key].aliases)}
+
+
+def line_for(name: str, key: Key) -> str:
+    """Return a line to write for a key, under the name that it was given."""
+    return _line(name, key.default if key.example is None else key.example)
+
+
 def read_section(section: str, given: Any, keys: Mapping[str, Key]) -> dict[str, Any]:
     """Return a value for each key of a section.
 
@@ -53,11 +63,11 @@ def read_section(section: str, given: Any, keys: Mapping[str, Key]) -> dict[str,
     if not isinstance(given, Mapping):
         raise ConfigError(f"{section or 'a configuration'} is {_json(given)}, not a section. Write {{ }}.")
     prefix = section and f"{section}."
-    known = {name: key for key in keys for name in (key, *keys[key].aliases)}
+    known = by_name(keys)
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"{_unknown(prefix, name)}{_remedy(section, name, known)}")
+            raise ConfigError(f"{_unknown(prefix, name)}{_remedy(section, name, keys)}")
         key = known[name]
         read = _read(prefix, name, value, keys[key])
         if key in values and values[key] != read:
@@ -68,28 +78,27 @@ def read_section(section: str, given: Any, keys: Mapping[str, Key]) -> dict[str,
 
 
 def _read(prefix: str, name: str, value: Any, key: Key) -> Any:
-    example = key.default if key.example is None else key.example
     try:
-        if value == "auto" and not key.ignored:
-            raise ValueError("is a blank for Hugging Face's Trainer to fill in")
         return key.kind(value)
     except ValueError as error:
-        raise ConfigError(f"{prefix}{name}: {_json(value)} {error}. Write {_line(name, example)}.") from None
+        raise ConfigError(f"{prefix}{name}: {_json(value)} {error}. Write {line_for(name, key)}.") from None
 
 
 def _unknown(prefix: str, name: Any) -> str:
     return f"{prefix}{name} is no key of DeepSpeed 0.19.8. "
 
 
-def _remedy(section: str, name: Any, known: Mapping[str, str]) -> str:
+def _remedy(section: str, name: Any, keys: Mapping[str, Key]) -> str:
     """Say where an unknown key belongs, or which it resembles."""
     if not section and name in REMOVED:
         return REMOVED[name]
-    homes = [home for home, keys in HOMES.items() if home != section and name in keys]
+    homes = [home for home, others in HOMES.items() if home != section and name in others]
     if homes:
         return f"Write it in {homes[0]}." if homes[0] else "Write it at the top level."
-    near = difflib.get_close_matches(str(name), known, n=1)
-    return f'Write "{near[0]}".' if near else f"Write one of {', '.join(known)}."
+    near = difflib.get_close_matches(str(name), by_name(keys), n=1)
+    if near:
+        return f'Write "{near[0]}".'
+    return f"Write one of {', '.join(key for key in keys if not keys[key].ignored)}, or take it out."
 
 
 def _line(name: str, value: Any) -> str:
@@ -143,9 +152,7 @@ def _typed_section(value: Any) -> Mapping[str, Any]:
     """Return the section of an optimizer or a scheduler."""
     if not isinstance(_section(value).get("type"), str):
         raise ValueError('has no "type"')
-    for name, number in _section(value.get("params", {})).items():
-        if number == "auto":
-            raise ValueError(f'has the blank "{name}": "auto", which Hugging Face\'s Trainer fills in')
+    _section(value.get("params", {}))
     return value  # type: ignore[no-any-return]
 
 
@@ -185,7 +192,7 @@ _COUNT = _whole(1, 2**63, "a whole number of at least 1")
 _POWER = _whole(-126, 127, "a power of two in float32's range, -126 to 127")
 
 FP16 = {
-    "enabled": Key(_flag, False),
+    "enabled": Key(_flag, False, example=True),
     "auto_cast": Key(_flag, False),
     "loss_scale": Key(_scale_or_dynamic, 0.0),
     "initial_scale_power": Key(_POWER, None, example=16),
@@ -199,7 +206,7 @@ FP16 = {
 }
 
 BF16 = {
-    "enabled": Key(_flag, False),
+    "enabled": Key(_flag, False, example=True),
     "check_grad_overflow": Key(_flag, True),
     "immediate_grad_update": Key(_flag, False, ignored=True),
     "bf16_master_weights_and_grads": Key(_flag, False, ignored=True),
@@ -207,7 +214,7 @@ BF16 = {
 }
 
 AUTOCAST = {
-    "enabled": Key(_flag, False),
+    "enabled": Key(_flag, False, example=True),
     "dtype": Key(_dtype, None, example="bfloat16"),
     "lower_precision_safe_modules": Key(_anything, None, ignored=True),
 }
@@ -227,8 +234,9 @@ TOP = {
 
 # Keys of older releases, which 0.19.8 refuses too, with what to do about each.
 REMOVED = dict.fromkeys(REMOVED_NAMES.split(), "It belonged to an older release. Take it out.") | {
-    "amp": 'Write "torch_autocast": {"enabled": true, "dtype": "float16"} instead.',
+    "amp": 'Write "torch_autocast": {"enabled": true, "dtype": "float16"} instead, or nothing if it is off.',
     "curriculum_learning": 'Write it in "data_efficiency".',
 }
 
-HOMES = {"fp16": FP16, "bf16": BF16, "torch_autocast": AUTOCAST, "": TOP}
+SECTIONS = {"fp16": FP16, "bf16": BF16, "torch_autocast": AUTOCAST}
+HOMES = SECTIONS | {"": TOP}

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from preamp.config import commented_json
-from preamp.config.keys import AUTOCAST, BF16, FP16, TOP, read_section
+from preamp.config.blanks import without_blanks
+from preamp.config.keys import SECTIONS, TOP, read_section
 from preamp.config.scaling import policy_of
 from preamp.config.settings import AS_READ, SKIP_ONLY, Precision, Settings
 from preamp.dialects import TORCH
@@ -21,10 +22,8 @@ from preamp.policy import Policy
 
 __all__ = ["load"]
 
-SECTIONS = {"fp16": FP16, "bf16": BF16, "torch_autocast": AUTOCAST}
 
-
-def load(config: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
+def load(config: str | os.PathLike[str] | Mapping[str, Any], *, skip_blanks: bool = False) -> Settings:
     """Read a DeepSpeed configuration.
 
     `fp16` gives a policy of `dialects.DEEPSPEED`, or `Static` for a `loss_scale` other than 0. `bf16` skips
@@ -34,6 +33,8 @@ def load(config: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
 
     Args:
         config: a file of JSON, in which comments are allowed, or what it holds.
+        skip_blanks: whether "auto", which Hugging Face's Trainer fills in, counts as not given. Where it
+            concerns precision or loss scale it is refused all the same.
 
     Raises:
         ConfigError: for a key that is unknown or given twice, a value that cannot work, and a file
@@ -41,16 +42,18 @@ def load(config: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
         OSError: for a file that cannot be read.
     """
     if isinstance(config, Mapping):
-        return _settings(config)
+        return _settings(config, skip_blanks)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config={config!r} is neither a file nor a mapping. Write load('ds_config.json').")
     try:
-        return _settings(commented_json.read(Path(config)))
+        return _settings(commented_json.read(Path(config)), skip_blanks)
     except ConfigError as error:
         raise ConfigError(f"{os.fspath(config)}: {error}") from None
 
 
-def _settings(config: Any) -> Settings:
+def _settings(config: Any, skip_blanks: bool) -> Settings:
+    if isinstance(config, Mapping):
+        config = without_blanks(config, skip_blanks)
     top = read_section("", config, TOP)
     read = {name: read_section(name, top[name], keys) for name, keys in SECTIONS.items()}
     precision = _precision(read)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from preamp.convert.reading import read
 from preamp.convert.searching import find
-from preamp.convert.writing import write
+from preamp.convert.writing import check_name, write
 from preamp.dialect import Dialect
 from preamp.policy import Policy
 
@@ -51,6 +51,7 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
         MissingExtra: if the library that reads or writes such files is absent.
         OSError: for a file that cannot be opened or written.
     """
+    check_name(out)
     where, state, policy = find(read(source), origin, source)
     entries, lost = target.dump_and_tell(state, policy)
     write(out, entries, target)

@@ -57,12 +57,12 @@ def _loadable(tree: Any, dialect: Dialect[...]) -> tuple[list[Found], list[Excep
     """Return all states that can be loaded, and why others cannot."""
     found: list[Found] = []
     problems: list[Exception] = []
-    seen = set()
+    seen: list[Mapping[str, Any]] = []
     for where, node in _nodes(tree):
         try:
             entries = dialect.known_format().find(node)
-            if entries is not None and id(entries) not in seen:
-                seen.add(id(entries))
+            if entries is not None and not any(entries is other for other in seen):
+                seen.append(entries)
                 found.append(Found(where or "the top", dialect.load(entries), dialect.load_policy(entries)))
         except (CheckpointError, PolicyError) as problem:
             problems.append(problem)

@@ -12,21 +12,14 @@ from preamp.dialect import Dialect
 from preamp.dialects import MEGATRON
 from preamp.errors import MissingExtra, UsageError
 
-__all__ = ["write"]
+__all__ = ["check_name", "write"]
 
 
-def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
-    """Write entries, whole or not at all.
-
-    Args:
-        path: a file that does not exist, `.pt`, `.json` or `.msgpack`.
-        entries: what the dialect's `dump` returned.
-        dialect: what is to load them.
+def check_name(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is read.
 
     Raises:
-        UsageError: for a file that exists, or has another suffix.
-        MissingExtra: if the library that writes such files is absent.
-        OSError: for a file that cannot be written.
+        UsageError: for a file that exists, or has no suffix of `WRITERS`.
     """
     if path.suffix not in WRITERS:
         raise UsageError(
@@ -35,6 +28,20 @@ def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
         )
     if path.exists():
         raise UsageError(f"{path} exists and is not overwritten. Write another name, or delete it first.")
+
+
+def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
+    """Write entries, whole or not at all.
+
+    Args:
+        path: a file for which `check_name` passes.
+        entries: what the dialect's `dump` returned.
+        dialect: what is to load them.
+
+    Raises:
+        MissingExtra: if the library that writes such files is absent.
+        OSError: for a file that cannot be written.
+    """
     try:
         content = WRITERS[path.suffix](entries, dialect)
     except ImportError as error:

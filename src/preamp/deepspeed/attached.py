@@ -12,7 +12,7 @@ scale moves: the policy does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from preamp.deepspeed.admission import admitted
 from preamp.deepspeed.hooks import Hooks
 from preamp.deepspeed.hosts import TESTED, Host, Stage0, require
 from preamp.deepspeed.mirror import Mirror
-from preamp.deepspeed.overflow_log import OverflowLog
+from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import PolicyError, Starved, UsageError
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Policy, Reading
@@ -41,7 +41,8 @@ def attach(
     record of the logger "preamp.deepspeed". Every rank has to attach, at the same step.
 
     Checkpoints are DeepSpeed's, and DeepSpeed alone can load them. The scale, the hysteresis used and the
-    position in the window are saved and loaded with them; `load_checkpoint` may come before or after.
+    position in the window are saved and loaded with them. `load_checkpoint` may come before or after; at
+    stage 0 it comes after, because DeepSpeed alone loads no hysteresis there.
 
     Args:
         engine: the first of what `deepspeed.initialize` returns. One that has trained goes on from its scale.
@@ -117,22 +118,32 @@ class Attached:
             place(host.engine, "backward", self._backward)
             place(host.optimizer, "state_dict", host.state_dict)
             place(host.optimizer, "load_state_dict", host.load_state_dict)
+        else:
+            place(host.optimizer, "needs_scaler", self._needs_scaler)
 
     def _backward(self, original: Any, loss: Any, *rest: Any, **named: Any) -> Any:
-        """Scale the gradient of the loss, as DeepSpeed does not without ZeRO."""
-        if not (isinstance(loss, Tensor) and loss.requires_grad):
+        """Scale the gradient of the loss, as DeepSpeed does not without ZeRO.
+
+        It is a view of the loss that goes on: DeepSpeed divides what the model has returned by the
+        accumulation steps unless it has seen the gradient of another tensor before, as with ZeRO.
+        """
+        if not (isinstance(loss, Tensor) and loss.grad_fn):
             return original(loss, *rest, **named)
-        scale, seed = self._host.scale, self._seed(*rest, **named)
+        scale, seed, loss = self._host.scale, self._seed(*rest, **named), loss.view_as(loss)
 
         def scaled(gradient: Tensor) -> Tensor:
             self._check_seed(gradient, seed)
             return gradient * scale
 
-        hook = loss.register_hook(scaled)  # type: ignore[no-untyped-call]
+        hook = loss.register_hook(scaled)
         try:
             return original(loss, *rest, **named)
         finally:
             hook.remove()
+
+    def _needs_scaler(self, original: Any) -> bool:
+        """Have DeepSpeed refuse `loss.backward()` under a static scale, as it does under a dynamic one."""
+        return bool(original() or self._host.scale != 1.0)
 
     def _seed(self, retain_graph: bool = False, scale_wrt_gas: bool = True) -> float:
         """Return the gradient of the loss where nothing is scaled."""
@@ -175,7 +186,7 @@ class Attached:
         try:
             after = self.policy.step(state, Reading(finite))
         except Starved as error:
-            self._outcome = _Outcome(finite, state, None, culprits, error)
+            self._outcome = _Outcome(finite, state, None, culprits, _naming(error, culprits))
         else:
             attributes = self._mirror.written(saved, after, finite)
             self._outcome = _Outcome(finite, after, attributes, culprits, None)
@@ -212,6 +223,12 @@ class Attached:
             f"override_loss_scale({loss_scale!r}) would take the scale out of the policy's hands. "
             f"Write attach(engine, policy=Static({loss_scale!r})) instead, after detach()."
         )
+
+
+def _naming(error: Starved, culprits: Sequence[str]) -> Starved:
+    """Return the error with the parameters concerned, whose record may have been one too many."""
+    said = f"{str(error).removesuffix('.')}{not_finite(culprits)}."
+    return Starved(said, scale=error.scale, overflows=error.overflows)
 
 
 def _configured(engine: Any) -> Policy[Any]:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from preamp.config import Settings
 from preamp.deepspeed.engine_checkpoints import load, save
-from preamp.deepspeed.inputs import explain, to_precision
 from preamp.deepspeed.overflow_log import OverflowLog
+from preamp.deepspeed.precision import explain, to_precision
 from preamp.deepspeed.ranks import average_gradients, rank
 from preamp.errors import Starved, UsageError
 from preamp.policy import Dynamic, Static
 from preamp.torch import LossScaleOptimizer, autocast
 from preamp.torch.agreement import number_of_ranks
+from preamp.torch.culprits import names
 from preamp.torch.gradients import HALF_DTYPES
 from preamp.torch.optimizers import parameters_of
 from preamp.trace import Step
@@ -72,6 +73,11 @@ class Engine(nn.Module):
         self._scaled = self._inside_no_sync = self._step_applied = False
         self._norm: float | Tensor | None = None
         self._log = OverflowLog()
+        self._sum_in_float32()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._sum_in_float32()  # copies of parameters do not remember it
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -126,6 +132,7 @@ class Engine(nn.Module):
         Raises:
             UsageError: if no loss was scaled since the latest update, and inside `no_sync`.
             Starved: if the policy gives up. The parameters are as they were, and the step is counted.
+            AssertionError: as PyTorch, if no parameter of the optimizer has a gradient.
         """
         if self._inside_no_sync:
             raise UsageError("engine.step() is inside engine.no_sync(). Write it after the with block.")
@@ -135,10 +142,11 @@ class Engine(nn.Module):
             raise UsageError(
                 "no loss was scaled since the last update. Write engine.backward(loss), not loss.backward()."
             )
-        self.micro_steps += 1
-        self._calls += 1
         if boundary:
-            self._update(optimizer, lr_kwargs)
+            self._update(optimizer, lr_kwargs or {})
+        else:
+            self.micro_steps += 1
+            self._calls += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model and of the optimizer's parameters."""
@@ -269,55 +277,61 @@ class Engine(nn.Module):
             module_only=load_module_only,
         )
 
-    def _update(self, optimizer: LossScaleOptimizer, lr_kwargs: dict[str, Any] | None) -> None:
-        average_gradients(self._trained())
-        norm = self._clip_unchecked()
+    def _update(self, optimizer: LossScaleOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        average_gradients(optimizer.model_parameters())
+        norm = self._clip_unchecked(optimizer)
         try:
             optimizer.step()
         except Starved:
-            self._finish(optimizer.last_step, norm)
+            self._finish(optimizer, norm, lr_kwargs)
             raise
-        self._finish(optimizer.last_step, norm)
-        if self._step_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self._finish(optimizer, norm, lr_kwargs)
 
-    def _finish(self, step: Step | None, norm: Tensor | None) -> None:
-        """Count an update and tell of it; forget its gradients."""
+    def _finish(self, optimizer: LossScaleOptimizer, norm: Tensor | None, lr_kwargs: dict[str, Any]) -> None:
+        """Count an update, forget its gradients, step the schedule if it was made, and tell of it."""
+        step = optimizer.last_step
         assert step is not None  # there was one
-        self.last_step = step._replace(index=self.global_steps)
-        self._step_applied = not step.skipped
+        step = step._replace(index=self.global_steps, culprits=self._named(optimizer, step.culprits))
+        self.last_step, self._step_applied = step, not step.skipped
         self._norm = math.inf if step.skipped else step.grad_norm if norm is None else norm
         self._begin_update()
+        self.micro_steps += 1
         self.global_steps += 1
         self.skipped_steps += step.skipped
         self.global_samples += self._train_batch
-        self._log(self.last_step, self._overflows_left())
+        if self._step_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        if step.skipped:
+            self._log(step, _overflows_left(optimizer))
         if self.on_step is not None:
-            self.on_step(self.last_step)
+            self.on_step(step)
 
     def _begin_update(self) -> None:
         """Forget the gradients that were added up."""
         self.zero_grad()
         self._calls, self._scaled = 0, False
 
-    def _overflows_left(self) -> int | None:
-        policy = self.settings.policy
-        if self.optimizer is None or not isinstance(policy, Dynamic):
-            return None
-        return policy.overflows_left(self.optimizer.scaler._loss_scale.floats())
+    def _sum_in_float32(self) -> None:
+        """Have autograd add the micro-steps of half-precision parameters up in float32."""
+        for parameter in self.module.parameters():
+            if parameter.dtype in HALF_DTYPES:
+                parameter.grad_dtype = torch.float32
 
-    def _clip_unchecked(self) -> Tensor | None:
+    def _clip_unchecked(self, optimizer: LossScaleOptimizer) -> Tensor | None:
         """Clip gradients that nobody checks, as PyTorch does; return their norm."""
         if self.settings.policy is not None or self.settings.max_norm is None:
             return None
-        return nn.utils.clip_grad_norm_(self._trained(), self.settings.max_norm)
+        return nn.utils.clip_grad_norm_(optimizer.model_parameters(), self.settings.max_norm)
 
-    def _trained(self) -> list[Tensor]:
-        """Return the parameters that the optimizer trains; those of the model, not their masters."""
-        optimizer = self._needed("step")
-        pairs = [] if optimizer._masters is None else optimizer._masters.weights
-        models = {id(master): parameter for parameter, master in pairs}
-        return [models.get(id(parameter), parameter) for parameter in parameters_of(optimizer)]
+    def _named(self, optimizer: LossScaleOptimizer, culprits: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the model's names of parameters that the optimizer has other names for."""
+        if not culprits:
+            return culprits
+        ours = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        theirs = names(optimizer)
+        pairs = zip(parameters_of(optimizer), optimizer.model_parameters(), strict=True)
+        known = {theirs[id(trained)]: ours.get(id(parameter)) for trained, parameter in pairs}
+        return tuple(known.get(culprit) or culprit for culprit in culprits)
 
     def _shared(self, loss: Tensor) -> Tensor:
         """Return a micro-step's part in the loss of an update."""
@@ -346,3 +360,8 @@ class Engine(nn.Module):
 
     def _of_groups(self, name: str) -> list[Any]:
         return [group.get(name, 0.0) for group in self._groups()]
+
+
+def _overflows_left(optimizer: LossScaleOptimizer) -> int | None:
+    policy = optimizer.scaler.policy
+    return policy.overflows_left(optimizer.scaler.policy_state) if isinstance(policy, Dynamic) else None

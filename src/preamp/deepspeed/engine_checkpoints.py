@@ -1,27 +1,29 @@
-"""What an engine leaves on disk, and how it goes on from there.
+"""What an engine saves, and how it goes on from there.
 
-The files lie where DeepSpeed puts them: `save_dir/latest` names a tag, and
-`save_dir/tag/mp_rank_00_model_states.pt` holds everything. Each is written beside its place and moved there
-when it is complete, so that a save that was killed leaves the previous one whole. Nothing is executed by
-loading. This room refuses to know what a loss scale is.
+All ranks call, rank 0 writes, and what does not fit is refused before anything is changed. This room refuses
+to know files (`checkpoint_files`) and what a loss scale is.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import pickle
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
+from preamp.deepspeed.checkpoint_files import (
+    LATEST,
+    STATES,
+    check_loadable,
+    first_line,
+    latest,
+    read,
+    write,
+)
 from preamp.deepspeed.overflow_log import LOGGER
-from preamp.deepspeed.ranks import all_agree
-from preamp.errors import CheckpointError
+from preamp.deepspeed.ranks import all_agree, unlike
+from preamp.errors import CheckpointError, UsageError
 from preamp.torch.loss_scale_optimizer import OURS
 
 if TYPE_CHECKING:
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "save"]
 
-LATEST = "latest"
-STATES = "mp_rank_00_model_states.pt"
 COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
@@ -51,7 +51,7 @@ def save(
     Args:
         engine: whose state to save.
         save_dir: a directory; made if it is not there.
-        tag: a name for this checkpoint. None: "global_step" and the number of updates.
+        tag: a name for this checkpoint and its folder. None: "global_step" and the number of updates.
         client_state: numbers, strings, tensors, lists and dicts to be handed back by `load`.
         save_latest: whether `load` without a tag is to take this one.
         exclude_frozen: leave out parameters that need no gradient; they have to be there when it is loaded.
@@ -61,8 +61,13 @@ def save(
 
     Raises:
         CheckpointError: on every rank, if rank 0 could not write, and for a state that could not be loaded.
+        UsageError: for a tag that is no name for a folder.
     """
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    if name in ("", "..", LATEST) or name != Path(name.strip()).name:
+        raise UsageError(
+            f"tag={tag!r} is no name for a checkpoint's folder beside the file {LATEST!r}. Write tag='best'."
+        )
     if engine._calls:
         LOGGER.warning(
             "checkpoint %s: the gradients of %d micro-steps are not saved; training goes on before them",
@@ -73,9 +78,9 @@ def save(
     if engine.global_rank == 0:
         try:
             state = _state(engine, client_state, exclude_frozen)
-            _check_loadable(state)
-            _write(Path(save_dir), name, state, save_latest)
-        except (OSError, RuntimeError, CheckpointError) as error:
+            check_loadable(state)
+            write(Path(save_dir), name, state, save_latest)
+        except Exception as error:  # whatever it is, the other ranks wait to be told
             failure = error
     if not all_agree(failure is None, engine.device):
         raise CheckpointError(
@@ -111,25 +116,49 @@ def load(
         given and none is the latest.
 
     Raises:
-        CheckpointError: for a file that is not there, cannot be read or does not fit. Nothing was changed.
+        CheckpointError: for a file that is not there, cannot be read, does not fit, or is not what rank 0
+            has. Nothing was changed.
     """
-    name = _latest(Path(load_dir)) if tag is None else str(tag)
-    if name is None:
-        LOGGER.warning("no checkpoint was loaded: there is no file %s", Path(load_dir) / LATEST)
+    path, state = _agreed(engine, Path(load_dir), tag, strict)
+    if state is None:
+        LOGGER.warning("no checkpoint was loaded: there is no file %s", path)
         return None, None
-    path = Path(load_dir) / name / STATES
-    state = _read(path)
-    _check_model(path, engine.module, state["module"], strict)
-    if engine.optimizer is not None and not module_only:
-        _load_optimizer(path, engine.optimizer, state.get("optimizer"), whole=optimizer)
-    engine.module.load_state_dict(state["module"], strict=strict)
     if not module_only:
-        if scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
-            engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        schedule = engine.lr_scheduler if scheduler else None
+        _check_schedule(path, schedule, state.get("lr_scheduler"))
+        if engine.optimizer is not None:
+            _load_optimizer(path, engine, state, whole=optimizer)
+        if schedule is not None:
+            schedule.load_state_dict(state["lr_scheduler"])
         for counter in COUNTERS:
-            setattr(engine, counter, state.get(counter, 0))
+            setattr(engine, counter, state[counter])
+    engine.module.load_state_dict(state["module"], strict=strict)
     engine._begin_update()
     return str(path), state.get("client_state", {})
+
+
+def _agreed(engine: Engine, load_dir: Path, tag: Any, strict: bool) -> tuple[Path, dict[str, Any] | None]:
+    """Return a checkpoint that is the same on all ranks and fits the model; None where none is the latest."""
+    path, state, failure = load_dir / LATEST, None, None
+    try:
+        name = latest(load_dir) if tag is None else str(tag)
+        if name is not None:
+            path = load_dir / name / STATES
+            state = read(path)
+            _check_model(path, engine.module, state["module"], strict)
+            _check_counters(path, state)
+    except CheckpointError as error:
+        failure = error
+    numbers = state and [state[counter] for counter in COUNTERS]
+    alone = unlike((path.parent.name, numbers, failure is None))
+    if failure is not None:
+        raise failure
+    if alone:
+        raise CheckpointError(
+            f"ranks {alone} have another checkpoint in {str(load_dir)!r} than rank 0. "
+            "Write a directory that all of them share."
+        )
+    return path, state
 
 
 def _state(engine: Engine, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, Any]:
@@ -142,7 +171,9 @@ def _state(engine: Engine, client_state: dict[str, Any], exclude_frozen: bool) -
     return {
         "module": weights,
         "optimizer": None if engine.optimizer is None else engine.optimizer.state_dict(),
-        "lr_scheduler": _schedule(engine),
+        "optimizer_class": _optimizer_class(engine),
+        "precision": engine.settings.precision,
+        "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
         **counters,
         "dp_world_size": engine.world_size,
         "mp_world_size": 1,
@@ -150,95 +181,8 @@ def _state(engine: Engine, client_state: dict[str, Any], exclude_frozen: bool) -
     }
 
 
-def _schedule(engine: Engine) -> Any:
-    return None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
-
-
-def _write(save_dir: Path, tag: str, state: dict[str, Any], save_latest: bool) -> None:
-    path = save_dir / tag / STATES
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, lambda file: torch.save(state, file))
-    if save_latest:
-        _replace(save_dir / LATEST, lambda file: file.write(tag.encode()))
-
-
-def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file beside its place, and move it there when it is on the disk."""
-    beside = path.with_name(f"{path.name}.unfinished")
-    try:
-        with beside.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder written to the disk, where a folder can be opened."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _latest(load_dir: Path) -> str | None:
-    path = load_dir / LATEST
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return what a file holds, on the CPU, without executing any of it."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        there = sorted(one.parent.name for one in path.parents[1].glob(f"*/{STATES}"))
-        raise CheckpointError(
-            f"there is no checkpoint {str(path)!r}. Write tag= with one of {there}."
-        ) from None
-    except Exception as error:  # a damaged file makes the reader raise anything
-        raise CheckpointError(
-            f"{str(path)!r} cannot be loaded: {_first_line(error)} Write tag= with another checkpoint."
-        ) from error
-    if not isinstance(state, dict) or not isinstance(state.get("module"), Mapping):
-        raise CheckpointError(f"{str(path)!r} holds no engine's state. Write tag= with another checkpoint.")
-    return state
-
-
-def _check_loadable(state: dict[str, Any]) -> None:
-    """Refuse what could be saved but not loaded again without executing code. Tensors always can."""
-    for name, part in state.items():
-        file = io.BytesIO()
-        try:
-            torch.save(_without_tensors(part), file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"{name} holds what cannot be loaded again without executing code: {_cause(error)}. "
-                "Write numbers, strings, tensors, lists and dicts into it."
-            ) from error
-
-
-def _without_tensors(part: Any) -> Any:
-    if type(part) in (dict, OrderedDict):
-        return {name: _without_tensors(value) for name, value in part.items()}
-    if type(part) in (list, tuple):
-        return [_without_tensors(value) for value in part]
-    return None if isinstance(part, Tensor) else part
-
-
-def _cause(error: Exception) -> str:
-    named = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line]
-    return named[0] if named else _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _optimizer_class(engine: Engine) -> str | None:
+    return None if engine.optimizer is None else type(engine.optimizer.inner_optimizer).__name__
 
 
 def _check_model(path: Path, module: nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
@@ -259,19 +203,50 @@ def _check_model(path: Path, module: nn.Module, saved: Mapping[str, Any], strict
         )
 
 
-def _load_optimizer(path: Path, optimizer: Any, saved: Any, whole: bool) -> None:
+def _check_counters(path: Path, state: dict[str, Any]) -> None:
+    """Refuse counters that are none; those that DeepSpeed does not save are 0."""
+    for name in COUNTERS:
+        if type(state.setdefault(name, 0)) is not int or state[name] < 0:
+            raise CheckpointError(f"{str(path)!r} has {name}: {state[name]!r}. Write tag= with another one.")
+
+
+def _check_schedule(path: Path, scheduler: Any, saved: Any) -> None:
+    """Refuse what another kind of schedule saved: PyTorch would take it over and be neither."""
+    if scheduler is not None and (
+        not isinstance(saved, dict) or saved.keys() != scheduler.state_dict().keys()
+    ):
+        raise CheckpointError(
+            f"{str(path)!r} was saved without a {type(scheduler).__name__}. "
+            "Write load_lr_scheduler_states=False to begin it anew."
+        )
+
+
+def _load_optimizer(path: Path, engine: Engine, state: dict[str, Any], whole: bool) -> None:
+    """Load the optimizer with its loss scale, or the loss scale alone; all of it or nothing."""
+    optimizer: Any = engine.optimizer
+    saved, theirs, ours = state.get("optimizer"), state.get("optimizer_class"), _optimizer_class(engine)
     if not isinstance(saved, dict) or OURS not in saved:
         raise CheckpointError(
             f"the optimizer in {str(path)!r} is not one of preamp's. Write load_module_only=True for the "
             "model's weights; `preamp convert` reads the loss scale."
         )
+    if whole and theirs != ours:
+        raise CheckpointError(
+            f"{str(path)!r} was saved with {theirs}, and this is {ours}. "
+            "Write load_optimizer_states=False to begin it anew."
+        )
+    before = optimizer.state_dict()
     try:
-        ours = dict(saved[OURS])
-        if not (ours["scaler"] and optimizer.scaler.is_enabled()):
-            ours["scaler"] = optimizer.scaler.state_dict()  # only one of the two has a scale
+        entries = dict(saved[OURS])
+        if state.get("precision") != engine.settings.precision or not entries["scaler"]:
+            entries["scaler"] = optimizer.scaler.state_dict()  # another precision needs a scale of its own
         if whole:
-            optimizer.load_state_dict({**saved, OURS: ours})
+            optimizer.load_state_dict({**saved, OURS: entries})
         else:
-            optimizer.scaler.load_state_dict(ours["scaler"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the optimizer in {str(path)!r} does not fit: {error}") from error
+            optimizer.scaler.load_state_dict(entries["scaler"])
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        optimizer.load_state_dict(before)
+        raise CheckpointError(
+            f"the optimizer in {str(path)!r} does not fit: {first_line(error)}. "
+            "Or write load_optimizer_states=False to begin it anew."
+        ) from error

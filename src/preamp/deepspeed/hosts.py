@@ -115,6 +115,7 @@ class _Zero(Host):
         "dp_process_group",
         "_model_parallel_all_reduce",
         "averaged_gradients",
+        "needs_scaler",
     )
 
     def saved(self) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from preamp.config import Settings, load
 from preamp.deepspeed.engine import Engine
+from preamp.deepspeed.precision import cast_model, dtype_named
 from preamp.deepspeed.ranks import begin_alike, join, rank
 from preamp.deepspeed.sections import DEEPSPEED_ITSELF, optimizer_of, scheduler_of
 from preamp.errors import ConfigError, UsageError
 from preamp.torch import GradScaler, LossScaleOptimizer
 from preamp.torch.agreement import number_of_ranks
-from preamp.torch.gradients import HALF_DTYPES
 from preamp.torch.optimizers import parameters_of
 from preamp.trace import Step
 
@@ -70,7 +70,8 @@ def initialize(
 
     Args:
         args: may hold `deepspeed_config`, a path, and `local_rank`.
-        model: the bare model, the same on every rank.
+        model: the bare model, the same on every rank. With `fp16` or `bf16` its parameters are cast; its
+            buffers stay as they are, as in DeepSpeed, apart from batch norms'.
         optimizer: any optimizer of its parameters, or a function that makes one of `model_parameters`. It
             goes before the configuration's.
         model_parameters: what to train: tensors or parameter groups. None: what needs a gradient.
@@ -112,11 +113,14 @@ def initialize(
     device = _place(bare, args)
     join(device, dist_init_required, distributed_port)
     batch = _batch(settings, number_of_ranks())
+    inner = _inner(optimizer, model_parameters, bare, settings)
     begin_alike([*bare.parameters(), *bare.buffers()], about=(settings.precision, settings.autocast, batch))
     if settings.precision != "float32" and not settings.autocast:
-        bare.to(getattr(torch, settings.precision))
-    inner = _inner(optimizer, model_parameters, bare, settings)
-    wrapped = None if inner is None else _wrapped(inner, bare, settings)
+        data_types = settings.ignored.get("data_types") or {}
+        wanted = data_types.get("buffer_dtype")
+        cast_model(bare, getattr(torch, settings.precision), None if wanted is None else dtype_named(wanted))
+    bare.zero_grad()  # gradients of before, in another precision
+    wrapped = None if inner is None else _wrapped(inner, settings)
     scheduler = None if inner is None else _scheduler(lr_scheduler, inner, settings)
     engine = Engine(bare, wrapped, scheduler, settings, batch, on_step)
     if training_data is not None:
@@ -216,34 +220,55 @@ def _batch(settings: Settings, ranks: int) -> tuple[int, int, int]:
 def _inner(
     given: Any, model_parameters: Iterable[Any] | None, model: nn.Module, settings: Settings
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer that was given or configured, or None; its parameters get names."""
+    """Return the optimizer that was given or configured, or None."""
     trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)
     chosen = list(trainable if model_parameters is None else model_parameters)
+    if given is None and settings.optimizer is None:
+        return None
+    if not isinstance(given, torch.optim.Optimizer) and not chosen:
+        raise UsageError(
+            "there is nothing to train: no parameter of the model needs a gradient. "
+            "Write initialize(model=model, config=...) without an optimizer to evaluate it."
+        )
     if given is None:
-        if settings.optimizer is None:
-            return None
-        inner: Any = optimizer_of(settings.optimizer, chosen)
+        inner: Any = optimizer_of(settings.optimizer or {}, chosen)
     else:
         inner = given(chosen) if callable(given) else given
+    _check_inner(inner, model, settings)
+    return inner  # type: ignore[no-any-return]
+
+
+def _check_inner(inner: Any, model: nn.Module, settings: Settings) -> None:
+    """Refuse an optimizer with which nothing would be trained, or not as it should be."""
     if not isinstance(inner, torch.optim.Optimizer):
         raise UsageError(
-            f"optimizer={given!r} neither is nor makes a torch.optim.Optimizer. "
+            f"optimizer={inner!r} neither is nor makes a torch.optim.Optimizer. "
             "Write optimizer=torch.optim.AdamW(model.parameters())."
         )
     if isinstance(inner, LossScaleOptimizer):
         raise UsageError("the optimizer scales the loss already. Write optimizer=optimizer.inner_optimizer.")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if all(id(parameter) in names for parameter in parameters_of(inner)):
-        for group in inner.param_groups:
-            group.setdefault("param_names", [names[id(parameter)] for parameter in group["params"]])
-    return inner
+    if isinstance(inner, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS evaluates the loss itself, and engine.step() has it already. "
+            "Write optimizer=torch.optim.AdamW(model.parameters())."
+        )
+    known = {id(parameter) for parameter in model.parameters()}
+    if not all(id(parameter) in known for parameter in parameters_of(inner)):
+        raise UsageError(
+            "the optimizer has parameters that are not the model's: of a copy of it, of an engine, or of "
+            "another module, and no checkpoint would have them. Write optimizer=torch.optim.AdamW("
+            "model.parameters()); of several modules, make one model: nn.ModuleList([...])."
+        )
+    unscaled = settings.policy is None and settings.precision == "float32"
+    if unscaled and any(parameter.dtype is torch.float16 for parameter in parameters_of(inner)):
+        raise UsageError(
+            "the model's parameters are float16, and no loss scale is configured. "
+            'Write config={"fp16": {"enabled": True}}, or model.float().'
+        )
 
 
-def _wrapped(inner: torch.optim.Optimizer, model: nn.Module, settings: Settings) -> LossScaleOptimizer:
+def _wrapped(inner: torch.optim.Optimizer, settings: Settings) -> LossScaleOptimizer:
     """Return the optimizer with the loss scale, the clipping and the masters that are configured."""
-    for parameter in [*model.parameters(), *parameters_of(inner)]:
-        if parameter.dtype in HALF_DTYPES:
-            parameter.grad_dtype = torch.float32  # autograd adds micro-steps up in it
     scaled = LossScaleOptimizer(
         inner, policy=settings.policy, global_clipnorm=settings.max_norm, master_weights=True
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from preamp.errors import UsageError
 from preamp.torch.agreement import number_of_ranks
 
-__all__ = ["all_agree", "average_gradients", "begin_alike", "join", "rank"]
+__all__ = ["all_agree", "average_gradients", "begin_alike", "join", "rank", "unlike"]
 
 BUCKET = 2**25  # entries that are averaged together
 ABSENT, DENSE, SPARSE = range(3)
@@ -65,10 +65,7 @@ def begin_alike(tensors: Sequence[Tensor], about: object) -> None:
     """
     if number_of_ranks() == 1:
         return
-    described = repr([about, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)])
-    everywhere: list[str] = [""] * number_of_ranks()
-    dist.all_gather_object(everywhere, hashlib.sha256(described.encode()).hexdigest())
-    others = [number for number, one in enumerate(everywhere) if one != everywhere[0]]
+    others = unlike([about, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)])
     if others:
         raise UsageError(
             f"the model or its configuration is another one on ranks {others} than on rank 0. Write the same "
@@ -78,6 +75,15 @@ def begin_alike(tensors: Sequence[Tensor], about: object) -> None:
         sent = tensor.detach().contiguous()
         dist.broadcast(sent, src=0)
         tensor.copy_(sent)
+
+
+def unlike(about: object) -> list[int]:
+    """Return the ranks on which something has another `repr` than on rank 0."""
+    if number_of_ranks() == 1:
+        return []
+    everywhere: list[str] = [""] * number_of_ranks()
+    dist.all_gather_object(everywhere, hashlib.sha256(repr(about).encode()).hexdigest())
+    return [number for number, one in enumerate(everywhere) if one != everywhere[0]]
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import Tensor
 from preamp import dialects, formats
 from preamp.checks import positive, whole
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
-from preamp.errors import InexactScale, PolicyError, Starved
+from preamp.errors import InexactScale, PolicyError, Starved, UsageError
 from preamp.policy import Reading
 from preamp.torch.agreement import WORLD, Agreement, number_of_ranks
 from preamp.torch.culprits import culprits
@@ -150,9 +150,8 @@ class DynamicLossScaler(LossScalerBase):
         dtype: torch.dtype = torch.half,
     ) -> None:
         positive("init_scale", init_scale, "init_scale=2.0**16")
-        whole("scale_window", scale_window, least=1, instead="scale_window=1000")
         positive("min_scale", min_scale, "min_scale=1.0")
-        whole("delayed_shift", delayed_shift, least=1, instead="delayed_shift=1 for no hysteresis")
+        _check_counts(scale_window, delayed_shift)
         super().__init__(init_scale)
         self.cur_iter = 0
         self.last_overflow_iter = -1
@@ -172,6 +171,9 @@ class DynamicLossScaler(LossScalerBase):
         Args:
             params: parameters, with or without gradients; `model.named_parameters()` has them logged by name.
             process_group: the ranks that have to agree. None: all there are.
+
+        Raises:
+            UsageError: for a single tensor or a module.
         """
         named = _named(params)
         overflow = self.has_overflow_serial(named)
@@ -273,11 +275,22 @@ def CreateLossScaler(
 def _rule(*settings: Any) -> Any:
     """Return the policy for a scaler's settings, in the order of their names in its format."""
     saved = {"dynamic": True, **dict(zip(formats.DEEPSPEED.setting_names, settings, strict=True))}
+    _check_counts(saved["scale_window"], saved["delayed_shift"])
     with warnings.catch_warnings(action="ignore", category=InexactScale):  # DeepSpeed rounds just the same
         return formats.DEEPSPEED.policy(saved, dialects.DEEPSPEED.policy)
 
 
+def _check_counts(scale_window: int, delayed_shift: int) -> None:
+    whole("scale_window", scale_window, least=1, instead="scale_window=1000")
+    whole("delayed_shift", delayed_shift, least=1, instead="delayed_shift=1 for no hysteresis")
+
+
 def _named(params: Parameters) -> list[tuple[str, Tensor]]:
+    if isinstance(params, Tensor | torch.nn.Module):  # the rows of a tensor have no gradients
+        raise UsageError(
+            f"{type(params).__name__} is not a list of parameters. "
+            "Write has_overflow(model.parameters()), or has_overflow([weight])."
+        )
     return [p if isinstance(p, tuple) else (f"params[{i}]", p) for i, p in enumerate(params)]
 
 

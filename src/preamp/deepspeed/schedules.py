@@ -31,6 +31,10 @@ class _Warmup(torch.optim.lr_scheduler.LRScheduler):
         self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
         super().__init__(optimizer)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the schedule alone, as DeepSpeed does: a training may be made longer."""
+        return {name: getattr(self, name) for name in ("last_epoch", "_step_count", "_last_lr")}
+
     def _share(self) -> float:
         """Return the share of the way: from 0 to 1 in the warm-up."""
         iteration = self.last_epoch - 1

@@ -148,6 +148,12 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         """The scale that the next loss is multiplied by, `loss_scale_factor` apart."""
         return self.scaler.get_scale()
 
+    def model_parameters(self) -> list[Tensor]:
+        """Return the model's own parameters, where the groups hold float32 copies of them too."""
+        pairs = [] if self._masters is None else self._masters.weights
+        originals = {id(master): parameter for parameter, master in pairs}
+        return [originals.get(id(parameter), parameter) for parameter in parameters_of(self)]
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, to call `backward` on."""
         scaled: Tensor = self.scaler.scale(loss)

@@ -141,6 +141,11 @@ class GradScaler(Stepping):
         return self._loss_scale.policy
 
     @property
+    def policy_state(self) -> Any:
+        """The policy's state in floats. If it lies on a device, it is read."""
+        return self._loss_scale.floats()
+
+    @property
     def last_step(self) -> Step | None:
         """The latest `Step`. If its numbers lie on a device, they are read now."""
         if callable(self._last):
