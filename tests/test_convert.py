@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -334,7 +335,7 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("paddle", "torch", "out.pt", "is not known here"),
         ("torch", "keras", "out.h5", "Write {}/out.json"),
         ("torch", "keras", "out", "Write {}/out.json"),
-        ("torch", "keras", "none/out.pt", "none"),
+        ("torch", "keras", "none/out.pt", "{}/none is no folder that out.pt could be written to"),
     ],
 )
 def test_flags_that_cannot_work(
@@ -358,6 +359,7 @@ WRONG: dict[str, bytes] = {
     "zip": b"PK\x03\x04" + bytes(99),
     "hdf5": b"\x89HDF\r\n\x1a\n" + bytes(99),
     "pickle": b"\x80\x04}q\x00.",
+    "plain pickle": pickle.dumps({"scale": 1.0}),
     "msgpack": b"\xde\x00\x14\xa1",
     "latin": '{"größe": 1}'.encode("latin-1"),
 }
@@ -367,14 +369,23 @@ WRONG: dict[str, bytes] = {
 def test_a_file_of_another_kind(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "in"
     source.write_bytes(WRONG[kind])
-    assert str(source) in refused(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
+    said = refused(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
+    assert str(source) in said
+    assert not re.search("unpack|protocol|ValueError", said)
+
+
+def test_json_may_begin_with_a_mark_of_its_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.json"
+    source.write_text(json.dumps(torch.amp.GradScaler("cpu").state_dict()), encoding="utf-8-sig")
+    assert "carried scale 65536" in converted(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
 
 
 def test_a_folder_or_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder := tmp_path / "folder").mkdir()
     assert "neither latest nor" in refused(capsys, folder, "deepspeed", tmp_path / "out.json", "torch")
     (folder / "latest").write_text("global_step9")
-    assert "neither latest nor" in refused(capsys, folder, "deepspeed", tmp_path / "out.json", "torch")
+    said = refused(capsys, folder, "deepspeed", tmp_path / "out.json", "torch")
+    assert f"names a folder that is not there: {folder / 'global_step9'}" in said
     missing = tmp_path / "missing.pt"
     assert f"{missing}: No such file" in refused(capsys, missing, "torch", tmp_path / "out.json", "deepspeed")
 

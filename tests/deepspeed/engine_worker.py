@@ -10,6 +10,8 @@ import logging
 import math
 import sys
 import traceback
+import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,13 @@ def scenarios(rank: int, folder: Path) -> dict[str, Any]:
         (folder / "bad").write_text("a file where the checkpoint's folder is to be")
     dist.barrier()
     seen["unwritten"] = refused(lambda: engine.save_checkpoint(folder, tag="bad"))
+
+    lost = {"state_dict": lambda: {}["lost"], "step": lambda: None} if rank == 0 else {}
+    engine.lr_scheduler = types.SimpleNamespace(**lost)
+    seen["unsaved"] = refused(lambda: engine.save_checkpoint(folder, tag="unsaved"))
+    engine.lr_scheduler = None
+    disk = folder if rank == 0 else folder / "of its own"
+    seen["disks"] = [refused(partial(engine.load_checkpoint, disk, tag)) for tag in (None, "global_step3")]
 
     data = torch.utils.data.TensorDataset(torch.arange(8.0))
     loader = initialize(model=Net(), config={"train_micro_batch_size_per_gpu": 2}, training_data=data)[2]

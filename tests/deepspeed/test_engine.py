@@ -6,7 +6,8 @@ import argparse
 import copy
 import logging
 import math
-import re
+import pickle
+from collections import UserDict
 from functools import partial
 from typing import Any
 
@@ -14,52 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from preamp import ConfigError, Dynamic, Starved, Static, Trace, UsageError, dialects, simulate
+from preamp import Dynamic, Starved, Static, Trace, UsageError, dialects, simulate
 from preamp.config import Settings
-from preamp.deepspeed import Engine, initialize
+from preamp.deepspeed import initialize
 from preamp.torch import LossScaleOptimizer
 
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class Weight(nn.Module):
-    """One weight, whose gradient is what the model is called with."""
-
-    def __init__(self, value: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((1,), value))
-
-    def forward(self, gradient: float) -> Tensor:
-        return (self.weight.float() * gradient).sum()
-
-
-def fp16(**section: Any) -> dict[str, Any]:
-    """Return a configuration that does not clip and whose scale leaves float16 room for gradients of 1."""
-    return {"fp16": {"enabled": True, "initial_scale_power": 8, **section}, "gradient_clipping": 0.0}
-
-
-def trained(model: nn.Module, config: Any, lr: float = 1.0, **more: Any) -> Engine:
-    """Return an engine that trains a model with SGD."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return initialize(model=model, optimizer=optimizer, config=config, **more)[0]
-
-
-def step(engine: Engine, *inputs: Any) -> None:
-    engine.backward(engine(*inputs))
-    engine.step()
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-
-
-def master(engine: Engine) -> float:
-    """Return the float32 weight that an optimizer trains."""
-    return float(engine.optimizer.param_groups[0]["params"][0].detach())
-
+from .engines import HALVES, Weight, fp16, master, net, step, trained
 
 # The document.
 
@@ -360,6 +323,32 @@ def test_auto_cast_reaches_inputs_in_any_structure():
     assert named["mask"]["a"][0].dtype is torch.float16
 
 
+def test_auto_cast_keeps_the_kind_of_a_mapping():
+    class Batch(UserDict):
+        size = 2
+
+    class Sized(nn.Linear):
+        def forward(self, batch: Any) -> Any:
+            return batch.size, batch["x"].dtype
+
+    batch = Batch(x=torch.ones(1))
+    engine = initialize(model=Sized(1, 1), config=fp16(auto_cast=True))[0]
+    assert engine(batch) == (2, torch.float16)
+    assert batch["x"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("section", HALVES)
+def test_a_batch_norm_trains_in_half_precision_and_complex_numbers_stay(section):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model.register_buffer("rotations", torch.tensor([1j]))
+    model.register_buffer("positions", torch.tensor([2.0**12 + 1]))
+    engine = trained(model, {section: {"enabled": True}}, lr=0.1)
+    engine.backward(engine(torch.randn(8, 3).to(HALVES[section])).float().square().mean() / 1024)
+    engine.step()
+    assert model[1].num_batches_tracked == 1
+    assert (model.rotations, model.positions) == (torch.tensor([1j]), torch.tensor([2.0**12 + 1]))
+
+
 def test_inputs_of_another_precision_are_explained():
     for section, line in (("fp16", '"auto_cast": true'), ("bf16", "inputs.to(torch.bfloat16)")):
         engine = initialize(model=net(), config={section: {"enabled": True}})[0]
@@ -389,7 +378,6 @@ def test_frozen_parameters_and_clients_groups():
     config = {**fp16(), "optimizer": {"type": "SGD", "params": {"lr": 0.25}}}
     engine, optimizer, _, _ = initialize(model=model, model_parameters=groups, config=config)
     assert engine.get_lr() == [0.5, 0.25]
-    assert [group["param_names"] for group in optimizer.param_groups] == [["2.weight"], ["2.bias"]]
     before = copy.deepcopy(model.state_dict())
     engine.backward(engine(torch.ones(2, 3).half()).float().mean())
     engine.step()
@@ -397,7 +385,70 @@ def test_frozen_parameters_and_clients_groups():
     assert changed == ["2.weight", "2.bias"]
 
     _, optimizer, _, _ = initialize(model=model, config=config)
-    assert optimizer.param_groups[0]["param_names"] == ["2.weight", "2.bias"]
+    assert optimizer.model_parameters() == [model[2].weight, model[2].bias]
+
+
+def test_a_group_added_later_is_trained_and_named(caplog):
+    model = nn.ModuleDict({"head": Weight(), "body": Weight().requires_grad_(False)})
+    optimizer = torch.optim.SGD(model["head"].parameters(), lr=1.0)
+    engine, scaled, _, _ = initialize(model=model, optimizer=optimizer, config=fp16())
+    model["body"].requires_grad_(True)
+    scaled.add_param_group({"params": list(model["body"].parameters()), "lr": 0.5})
+    for gradient in (1.0, math.inf):
+        engine.backward(model["head"](1.0) + model["body"](gradient))
+        engine.step()
+    assert [group["params"][0].item() for group in scaled.param_groups] == [-1.0, -0.5]
+    assert engine.last_step.culprits == ("body.weight",)
+    assert caplog.records[-1].culprits == ("body.weight",)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))])
+def test_a_copy_of_an_engine_goes_on_alike(copied):
+    config = {**fp16(initial_scale_power=0), "gradient_clipping": 0.0, "gradient_accumulation_steps": 8}
+    engine = trained(Weight(), config)
+    other = copied(engine)
+    for one in (engine, other):
+        for gradient in (4096.0, *[1.0] * 7):  # each lost beside the first, in half precision
+            step(one, gradient)
+        assert master(one) == -(4096.0 + 7 * 1.0) / 8
+
+
+def test_gradients_of_before_are_forgotten():
+    model = Weight()
+    model(3.0).backward()
+    engine = trained(model, fp16())
+    step(engine, 1.0)
+    assert master(engine) == -1.0
+
+
+def test_an_update_without_gradients_is_not_counted():
+    model = nn.ModuleList([Weight(), Weight()])
+    engine = initialize(model=model, optimizer=torch.optim.SGD(model[0].parameters(), lr=1.0), config=fp16())[
+        0
+    ]
+    engine.backward(model[1](1.0))
+    with pytest.raises(AssertionError, match="have grad None"):
+        engine.step()
+    assert (engine.micro_steps, engine.global_steps, engine.is_gradient_accumulation_boundary()) == (
+        0,
+        0,
+        True,
+    )
+    engine.backward(model[0](1.0))
+    engine.step()
+    assert (engine.micro_steps, master(engine)) == (1, -1.0)
+
+
+def test_an_update_is_complete_when_it_is_told_of():
+    def told(step: Any) -> None:
+        raise OSError("disk full")
+
+    halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    engine = trained(Weight(), fp16(), on_step=told, lr_scheduler=halve)
+    with pytest.raises(OSError, match="disk full"):
+        step(engine, 1.0)
+    assert (engine.global_steps, engine.micro_steps, engine.get_lr()) == (1, 1, [0.5])
+    assert engine.module.weight.grad is None
 
 
 def test_a_loader_of_micro_batches():
@@ -412,99 +463,3 @@ def test_a_loader_of_micro_batches():
         4,
         4,
     ]
-
-
-# What cannot work.
-
-ZERO = {"zero_optimization": {"stage": 2}}
-UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "ZeRO": (
-        {"config": ZERO},
-        r"stage: 2 .*\. Write engine, \*_ = deepspeed.initialize\(\.\.\.\).*attach\(engine\)",
-    ),
-    "another reduction": (
-        {"config": {"gradient_allreduce_op": "sum"}},
-        "gradient_allreduce_op: 'sum' .*attach",
-    ),
-    "tensor parallel": ({"config": {"tensor_parallel": {"autotp_size": 2}}}, "tensor_parallel: .*attach"),
-    "mpu": ({"config": {}, "mpu": object()}, "mpu= splits the model.*attach"),
-    "mesh": ({"config": {}, "mesh_param": (1, 1)}, "mesh_param= splits the model.*attach"),
-    "no configuration": ({}, "no configuration is given. Write config="),
-    "two configurations": (
-        {"args": argparse.Namespace(deepspeed_config="a.json"), "config": {}},
-        "args.deepspeed_config='a.json' and config= are both given",
-    ),
-    "no model": ({"model": Weight, "config": {}}, "is no torch.nn.Module. Write"),
-    "batches": (
-        {"config": {"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}},
-        'x gradient_accumulation_steps 4 x 1 ranks. Write "train_batch_size": 8',
-    ),
-    "an unknown optimizer": ({"config": {"optimizer": {"type": "AdamX"}}}, '"AdamX" is unknown. Write "Adam'),
-    "DeepSpeed's optimizer": ({"config": {"optimizer": {"type": "OneBitAdam"}}}, "in DeepSpeed only.*attach"),
-    "an unknown option": (
-        {"config": {"optimizer": {"type": "SGD", "params": {"lrr": 1}}}},
-        "SGD refuses {'lrr': 1}: .*lrr",
-    ),
-    "an impossible option": ({"config": {"optimizer": {"type": "SGD", "params": {"lr": -1}}}}, "SGD refuses"),
-    "a norm as an option": (
-        {"config": {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 2.0}}}},
-        'Write "gradient_clipping": 2.0',
-    ),
-    "no bias correction": (
-        {"config": {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}},
-        "bias_correction: false is not in",
-    ),
-    "no optimizer": ({"config": {}, "optimizer": "SGD"}, "optimizer='SGD' neither is nor makes a"),
-    "a scaled optimizer": (
-        {"config": {}, "optimizer": lambda p: LossScaleOptimizer(torch.optim.SGD(p))},
-        "Write optimizer=optimizer.inner_optimizer",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNFIT)
-def test_what_cannot_work_is_refused(name):
-    arguments, message = UNFIT[name]
-    with pytest.raises((ConfigError, UsageError), match=message):
-        initialize(**{"model": Weight(), **arguments})
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"type": "OneCycle"}, '"OneCycle" exists in DeepSpeed only. Write lr_scheduler='),
-        ({"type": "WarmUpLR"}, 'scheduler.type: "WarmUpLR" is unknown. Write "WarmupLR"'),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "0 is no whole number above 0"),
-        ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, 'Write "log" or "linear"'),
-        ({"type": "WarmupLR", "params": {"warmup_max_lr": [1.0, 2.0]}}, "one for each of 1 parameter groups"),
-        ({"type": "WarmupDecayLR"}, "WarmupDecayLR refuses {}: .*total_num_steps"),
-        ({"type": "StepLR", "params": {"steps": 3}}, "StepLR refuses {'steps': 3}"),
-    ],
-)
-def test_schedules_that_cannot_work_are_refused(section, message):
-    config = {"optimizer": {"type": "SGD"}, "scheduler": section}
-    with pytest.raises(ConfigError, match=message):
-        initialize(model=Weight(), config=config)
-
-
-def test_calls_at_the_wrong_place_are_refused():
-    engine = trained(Weight(), fp16())
-    engine(1.0).backward()
-    with pytest.raises(UsageError, match=r"Write engine.backward\(loss\), not loss.backward\(\)"):
-        engine.step()
-    with engine.no_sync(), pytest.raises(UsageError, match=r"inside engine.no_sync\(\)"):
-        engine.step()
-    for loss in (torch.ones(2, requires_grad=True), 1.0):
-        with pytest.raises(UsageError, match=r"Write engine.backward\(loss.mean\(\)\)"):
-            engine.backward(loss)
-    engine.zero_grad()
-    step(engine, 1.0)
-    assert (master(engine), engine.micro_steps) == (-1.0, 1)
-    engine(1.0).backward()
-    with pytest.raises(UsageError, match="no loss was scaled since the last update"):
-        engine.step()
-
-
-def test_models_that_others_look_after_are_refused():
-    with pytest.raises(UsageError, match=re.escape("Write model=model.module.")):
-        initialize(model=nn.DataParallel(net()), config={})

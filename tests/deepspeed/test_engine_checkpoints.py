@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from preamp.deepspeed import Engine, initialize
-from preamp.deepspeed.engine_checkpoints import STATES
-from preamp.errors import CheckpointError
+from preamp.deepspeed.checkpoint_files import STATES
+from preamp.errors import CheckpointError, UsageError
 
 WARMUP = {"type": "WarmupDecayLR", "params": {"total_num_steps": 12, "warmup_num_steps": 3}}
 FLOAT16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
@@ -139,6 +139,22 @@ def test_another_precision_loads_the_weights_and_keeps_its_scale(tmp_path):
     unchecked.save_checkpoint(tmp_path, tag="without a scale")
     engine.load_checkpoint(tmp_path, tag="without a scale")
     assert engine.cur_scale == 2.0**7
+
+    other.save_checkpoint(tmp_path, tag="skips only")  # at a scale of 1
+    engine.load_checkpoint(tmp_path, tag="skips only")
+    assert engine.cur_scale == 2.0**7
+
+
+def test_a_training_can_be_made_longer(tmp_path):
+    engine = made(FLOAT16)
+    train(engine, 0, [False] * 12)
+    assert engine.get_lr() == [pytest.approx(0.001 / 9)]
+    engine.save_checkpoint(tmp_path)
+    longer = {**WARMUP, "params": {**WARMUP["params"], "total_num_steps": 1000}}
+    resumed = made({**FLOAT16, "scheduler": longer})
+    resumed.load_checkpoint(tmp_path)
+    train(resumed, 12, [False])
+    assert resumed.get_lr() == [pytest.approx(0.001 * (1000 - 12) / (1000 - 3))]
 
 
 def test_an_unfinished_update_begins_anew(tmp_path, caplog):
@@ -261,7 +277,15 @@ def test_files_that_cannot_be_trusted_change_nothing_and_execute_nothing(tmp_pat
     ("other", "message"),
     [
         ({"width": 6}, r"was saved from another model: 0.weight, 0.bias, 2.weight differ"),
-        ({"config": CONFIGS["float32"]}, "does not fit: the checkpoint has master weights"),
+        (
+            {"config": CONFIGS["float32"]},
+            "does not fit: the checkpoint has master weights .*Or write load_optimizer_states=False",
+        ),
+        ({"optimizer": "SGD"}, "was saved with SGD, and this is AdamW. Write load_optimizer_states=False"),
+        (
+            {"config": {**FLOAT16, "scheduler": {"type": "StepLR", "params": {"step_size": 2}}}},
+            "was saved without a WarmupDecayLR. Write load_lr_scheduler_states=False",
+        ),
     ],
 )
 def test_another_model_is_refused_before_anything_is_changed(tmp_path, other, message):
@@ -273,6 +297,58 @@ def test_another_model_is_refused_before_anything_is_changed(tmp_path, other, me
     with pytest.raises(CheckpointError, match=message):
         here.load_checkpoint(tmp_path)
     assert state(here) == before
+
+
+def altered(path: Path, *way: Any, value: Any) -> None:
+    """Write another value into a saved state."""
+    saved = torch.load(path, weights_only=True)
+    *first, last = way
+    part = saved
+    for name in first:
+        part = part[name]
+    part[last] = value
+    torch.save(saved, path)
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        (("optimizer", "loss_scale_optimizer", "scaler", "scale"), math.nan),
+        (("optimizer", "loss_scale_optimizer", "masters"), []),
+        (("optimizer", "loss_scale_optimizer"), {}),
+        (("optimizer", "param_groups"), []),
+        (("lr_scheduler",), "text"),
+        (("global_steps",), "text"),
+        (("skipped_steps",), -1),
+    ],
+)
+def test_states_that_do_not_fit_change_nothing(tmp_path, way, value):
+    engine = made(FLOAT16)
+    train(engine, 0, [False])
+    engine.save_checkpoint(tmp_path, tag="altered")
+    altered(tmp_path / "altered" / STATES, *way, value=value)
+    here = made(FLOAT16, seed=1)
+    train(here, 0, [False, True, True])
+    before = state(here)
+    with pytest.raises(CheckpointError, match="altered"):
+        here.load_checkpoint(tmp_path)
+    assert state(here) == before
+
+
+@pytest.mark.parametrize("tag", ["", "..", "latest", "a/b", "/tmp/preamp", "line\n"])
+def test_a_tag_that_names_no_folder_is_refused(tmp_path, tag):
+    with pytest.raises(UsageError, match=r"is no name for a checkpoint's folder .*Write tag='best'"):
+        made(FLOAT16).save_checkpoint(tmp_path, tag=tag)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"\0", b"nowhere", b"x" * 5000])
+def test_a_damaged_latest_is_one_clear_error(tmp_path, content):
+    engine = made(FLOAT16)
+    engine.save_checkpoint(tmp_path)
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError, match="Write tag="):
+        engine.load_checkpoint(tmp_path)
 
 
 def test_loading_says_nothing_of_what_is_well(tmp_path, caplog):

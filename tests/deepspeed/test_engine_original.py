@@ -29,6 +29,8 @@ def both(peer, monkeypatch):
     def engines(config: dict[str, Any], make: Any = None) -> list[Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        model.register_buffer("table", torch.arange(3.0))
+        model.register_buffer("count", torch.arange(3))
         made = []
         for initializes in (initialize, deepspeed.initialize):
             own = copy.deepcopy(model)
@@ -73,6 +75,15 @@ def test_in_bfloat16_all_numbers_are_equal(both):
     assert train(ours, torch.bfloat16) == train(original, torch.bfloat16)
     for mine, theirs in zip(ours.parameters(), original.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("data_types", [{}, {"buffer_dtype": "bf16"}, {"buffer_dtype": "torch.float32"}])
+def test_parameters_are_cast_and_buffers_as_configured(both, data_types):
+    config = {**BATCH, "bf16": {"enabled": True}, "data_types": data_types}
+    ours, original = both(config, sgd)
+    assert {name: value.dtype for name, value in ours.module.state_dict().items()} == {
+        name: value.dtype for name, value in original.module.state_dict().items()
+    }
 
 
 def test_clipping_differs_by_deepspeeds_1e_6(both):

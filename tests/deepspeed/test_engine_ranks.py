@@ -95,6 +95,11 @@ def test_what_would_drift_apart_or_hang_is_refused_on_all_ranks(ranks):
         assert "is another one on ranks [1] than on rank 0" in answer["other configuration"]
         assert "Write Embedding(..., sparse=False)" in answer["sparse"]
         assert "checkpoint 'bad' was not written" in answer["unwritten"]
+        assert "checkpoint 'unsaved' was not written" in answer["unsaved"]
+    first, second = (answer["disks"] for answer in ranks)
+    assert all("ranks [1] have another checkpoint" in message for message in first)
+    assert "ranks [1] have another checkpoint" in second[0]
+    assert "there is no checkpoint" in second[1]
 
 
 def test_ranks_go_on_from_a_checkpoint(ranks):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 import zipfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -63,7 +65,7 @@ def _reader(path: Path) -> Callable[[Path], Any]:
         return _archive
     if start.startswith(PICKLES):
         return _torch
-    return _json if start.lstrip()[:1] in (b"{", b"[") else _msgpack
+    return _json if start.removeprefix(BOM_UTF8).lstrip()[:1] in (b"{", b"[") else _msgpack
 
 
 def _archive(path: Path) -> Any:
@@ -87,7 +89,7 @@ def _torch(path: Path) -> Any:
                 "Write the scaler's state to a file of its own: torch.save(scaler.state_dict(), 'scaler.pt')."
             )
     shells: list[Any] = [(type("Shell", (_Shell,), {}), name) for name in names]
-    with torch.serialization.safe_globals(shells):
+    with torch.serialization.safe_globals(shells), warnings.catch_warnings(action="ignore"):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=archived)
 
 
@@ -108,6 +110,10 @@ class _Shell:
 def _deepspeed_folder(path: Path) -> Any:
     latest = path / "latest"
     folder = path / latest.read_text(encoding="utf-8").strip() if latest.exists() else path
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{latest} names a folder that is not there: {folder}. Write the path of a file."
+        )
     for pattern in ("*zero_pp_rank_0_mp_rank_*_optim_states.pt", "mp_rank_*_model_states.pt"):
         for file in sorted(folder.glob(pattern))[:1]:
             return _torch(file)
@@ -118,13 +124,18 @@ def _deepspeed_folder(path: Path) -> Any:
 
 
 def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def _msgpack(path: Path) -> Any:
     from flax import serialization
 
-    return serialization.msgpack_restore(path.read_bytes())
+    try:
+        return serialization.msgpack_restore(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint of a kind that is read here, such as .pt or .json."
+        ) from error
 
 
 def _keras_weights(path: Path) -> Any:

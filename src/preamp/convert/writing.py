@@ -19,13 +19,15 @@ def check_name(path: Path) -> None:
     """Refuse a file that cannot be written, before anything is read.
 
     Raises:
-        UsageError: for a file that exists, or has no suffix of `WRITERS`.
+        UsageError: for a file that exists, lies in no folder, or has no suffix of `WRITERS`.
     """
     if path.suffix not in WRITERS:
         raise UsageError(
             f"{path} is no file that a loss scale is written to. Write {path.with_suffix('.json')}, or "
             ".pt or .msgpack; Keras and TensorFlow write theirs with the model: assign the numbers there."
         )
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent} is no folder that {path.name} could be written to. Make it first.")
     if path.exists():
         raise UsageError(f"{path} exists and is not overwritten. Write another name, or delete it first.")
 

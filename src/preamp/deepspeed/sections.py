@@ -17,16 +17,16 @@ from preamp.errors import ConfigError
 
 __all__ = ["DEEPSPEED_ITSELF", "optimizer_of", "scheduler_of"]
 
-DEEPSPEED_ITSELF = (
-    "engine, *_ = deepspeed.initialize(...) of DeepSpeed itself, and then preamp.deepspeed.attach(engine)"
-)
+ALONE = "engine, *_ = deepspeed.initialize(...) of DeepSpeed itself"
+DEEPSPEED_ITSELF = f"{ALONE}, and then preamp.deepspeed.attach(engine)"
 
 ADAMS = ("adam", "adamw")
 OTHERS = {"adagrad": torch.optim.Adagrad}  # DeepSpeed takes these names in any case
 DEEPSPEEDS_OWN = (
     *("lamb", "lion", "muon", "muadam", "muadamw", "musgd"),
-    *("onebitadam", "zerooneadam", "onebitlamb", "lrrangetest", "onecycle"),
+    *("lrrangetest", "onecycle"),
 )
+ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")  # to which attach cannot be, either
 
 
 def optimizer_of(section: Mapping[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -90,11 +90,11 @@ def _found(name: str, module: Any, kind: type, section: str) -> Any:
     found = getattr(module, name, None)
     if isinstance(found, type) and issubclass(found, kind) and found is not kind:
         return found
-    if name.lower() in DEEPSPEEDS_OWN:
+    if name.lower() in (*DEEPSPEEDS_OWN, *ONE_BIT):
         argument = "optimizer=" if section == "optimizer" else "lr_scheduler="
         raise ConfigError(
             f'{section}.type: "{name}" exists in DeepSpeed only. Write {argument} with one of your own, or '
-            f"{DEEPSPEED_ITSELF}."
+            f"{ALONE if name.lower() in ONE_BIT else DEEPSPEED_ITSELF}."
         )
     known = [
         one for one, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)
