@@ -13,13 +13,13 @@ import logging
 import math
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler as Original
+from torch_scaler import interleaved, ratio
 
 from preamp.deepspeed import DynamicLossScaler
 
@@ -40,35 +40,12 @@ def by_sum(x: torch.Tensor) -> bool:
     return math.isinf(total) or total != total
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Return how long a call takes, with what it started on the device."""
-    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
-    sync()
-    start = time.perf_counter()
-    work()
-    sync()
-    return time.perf_counter() - start
-
-
-def interleaved(works: Works, rounds: int, device: str, repeat: int = 1) -> dict[str, list[float]]:
-    """Return the times of each work, one of each per round."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work()
-    for _ in range(rounds):
-        for name, work in works.items():
-            times[name].append(sum(seconds(work, device) for _ in range(repeat)) / repeat)
-    return times
-
-
 def row(label: str, times: dict[str, list[float]], unit: float) -> None:
     """Print the median times, and ours over each of the others."""
-    ours = times["ours"]
     cells = [f"{name} {unit * statistics.median(values):.2f}" for name, values in times.items()]
-    for name, values in times.items():
+    for name in times:
         if name != "ours":
-            ratio = statistics.median(x / y for x, y in zip(ours, values, strict=True))
-            cells.append(f"ours/{name} {ratio:.3f}")
+            cells.append(f"ours/{name} {ratio(times, 'ours', name):.3f}")
     print(f"{label:34} " + "  ".join(f"{cell:24}" for cell in cells))
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from preamp import Dynamic, InexactScale, Moving, Policy, Reading, Starved, Static, Step, Tolerant
 
+from .recorded.record import Scales, walk
+
 scripts = st.text("01", max_size=60)
 
 _powers = st.integers(-100, 100).map(lambda exponent: 2.0**exponent)
@@ -90,6 +92,17 @@ def play(policy: Policy[Any], script: str, state: Any = None) -> list[Any]:
     except Starved:
         pass
     return states
+
+
+def walked(policy: Policy[Any], script: str, state: Any = None) -> Scales:
+    """Return the scales of every step, as the originals' are returned."""
+    now = policy.start() if state is None else state
+
+    def update(overflow: bool) -> None:
+        nonlocal now
+        now = policy.step(now, Reading(finite=not overflow))
+
+    return walk(script, lambda: now.scale, update, Starved)
 
 
 _names = st.text() | st.just("\ud800 lone surrogate") | st.just("größe.0.weight\n")

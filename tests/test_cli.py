@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from preamp import Dynamic, Static, Step, Tolerant, Trace
+from preamp.cli import run as run_here
 from preamp.dialects import ALL
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
@@ -77,17 +78,16 @@ def test_train_classifies_a_table_of_ones_own(tmp_path):
     assert 0 <= scaled["test_accuracy"] <= 1
 
 
-def test_the_same_seed_gives_the_same_run(tmp_path):
-    for out in ("a", "b"):
-        preamp("train", "--epochs", "1", "--precision", "float16", "--seed", "7", "--out", out, cwd=tmp_path)
-    a, b = (
-        [
-            step._replace(seconds=None)
-            for step in Trace.read(tmp_path / out / "float16-preamp-seed7/trace.jsonl")
-        ]
-        for out in ("a", "b")
-    )
-    assert a == b
+def test_the_same_seed_gives_the_same_run_and_the_policy_flags_start_from_what_it_uses(tmp_path):
+    traces, policies = [], []
+    for flags in ([], [], ["--policy.hysteresis", "2"]):
+        once = ["train", "--epochs", "1", "--precision", "float16", "--seed", "7", "--out", "out"]
+        preamp(*once, *flags, cwd=tmp_path)
+        trace = Trace.read(tmp_path / "out/float16-preamp-seed7/trace.jsonl")
+        traces.append([step._replace(seconds=None) for step in trace])
+        policies.append(json.loads((tmp_path / "out/summary.json").read_text())["runs"][-1]["policy"])
+    assert traces[0] == traces[1]
+    assert policies == ["Dynamic(growth_interval=100)"] * 2 + ["Dynamic(growth_interval=100, hysteresis=2)"]
 
 
 def test_ctrl_c_leaves_traces_and_a_report_of_what_ran(tmp_path):
@@ -146,16 +146,24 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(tmp_path):
         (["nonsense"], "nonsense"),
     ],
 )
-def test_a_mistake_is_one_clear_line_and_status_2(arguments, words, tmp_path):
+def test_a_mistake_is_one_clear_line_and_status_2(arguments, words, tmp_path, monkeypatch, capsys):
     Trace([Step(0, 1.0, True, False)]).write(tmp_path / "good.jsonl")
     (tmp_path / "broken.jsonl").write_text('{"preamp_trace": 1}\n{"index": 0, "sca\n')
-    done = preamp(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert done.stderr.startswith("preamp: ")
-    assert done.stderr.count("\n") == 1
+    monkeypatch.chdir(tmp_path)
+    assert run_here(arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.startswith("preamp: ")
+    assert said.count("\n") == 1
     assert not list(tmp_path.glob("runs/*"))
     assert len(Trace.read(tmp_path / "good.jsonl")) == 1
+
+
+def test_the_status_and_the_line_are_those_of_the_process(tmp_path):
+    done = preamp("nonsense", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("preamp: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_simulate_compares_rules_on_a_recorded_trace(tmp_path):
@@ -209,13 +217,6 @@ def test_every_policy_setting_is_a_flag(tmp_path):
     text = subprocess.check_output(command, env={**ENVIRONMENT, "COLUMNS": "250"}, text=True)
     for setting in {field.name for policy in (Dynamic, Tolerant, Static) for field in fields(policy)}:
         assert f"--policy.{setting.replace('_', '-')} " in text, setting
-
-
-def test_policy_flags_start_from_what_a_run_without_them_uses(tmp_path):
-    for flags in ([], ["--policy.hysteresis", "2"]):
-        preamp("train", "--precision", "float16", "--epochs", "1", *flags, "--out", "o", cwd=tmp_path)
-        policy = json.loads((tmp_path / "o/summary.json").read_text())["runs"][-1]["policy"]
-        assert policy == f"Dynamic(growth_interval=100{', hysteresis=2' if flags else ''})"
 
 
 def test_a_narrow_or_ascii_terminal_shows_whole_cells(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import re
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from preamp import Dynamic
 from preamp.cli import run
+from preamp.torch import GradScaler
 
 from . import originals
 
@@ -262,6 +265,21 @@ def test_fairseqs_lost_counters_are_named(tmp_path: Path, capsys: pytest.Capture
     said = converted(capsys, source, "torch", out := tmp_path / "out.pt", "fairseq")
     assert "good=1 (there 0)" in said
     assert "good 0, bad 0, age 0" in converted(capsys, out, "fairseq", tmp_path / "back.json", "torch")
+
+
+def test_overflows_counted_for_a_policy_that_is_not_in_the_file_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    scaler = GradScaler("cpu", policy=Dynamic(hysteresis=3))
+    scaler.scale(weight.sum() * math.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save(scaler.state_dict(), tmp_path / "ours.pt")
+    line = converted(capsys, tmp_path / "ours.pt", "torch", tmp_path / "theirs.json", "torch")
+    assert "bad 1 from" in line
+    assert "Not carried: bad=1 (counted for a policy that the checkpoint does not hold)." in line
 
 
 def test_where_nothing_is_lost_the_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,22 +22,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import InexactScale, Policy, PolicyError, Reading, Starved, State, dialects
+from preamp import InexactScale, PolicyError, Reading, Starved, State, dialects
 
 from . import originals
-from .recorded.record import Arguments, Scales, walk
-
-
-def ours(policy: Policy[Any], script: str) -> Scales:
-    """Walk one of our policies through a script."""
-    state = policy.start()
-
-    def update(overflow: bool) -> None:
-        nonlocal state
-        state = policy.step(state, Reading(finite=not overflow))
-
-    return walk(script, lambda: state.scale, update, Starved)
-
+from .recorded.record import Arguments, Scales
+from .strategies import walked
 
 # The systems that are installed
 
@@ -150,7 +139,7 @@ def recollect(peer: Peer) -> list[tuple[Arguments, str, Scales]]:
 @given(st.data(), st.text("01", max_size=40))
 def test_no_script_that_hypothesis_finds_tells_them_apart(peer: Peer, data: Any, script: str) -> None:
     arguments = data.draw(st.sampled_from(peer.settings))
-    assert ours(dialects.ALL[peer.dialect](**arguments), script) == peer.original(arguments, script)
+    assert walked(dialects.ALL[peer.dialect](**arguments), script) == peer.original(arguments, script)
 
 
 # The systems that were recorded
@@ -177,7 +166,7 @@ def recall(recording: dict[str, Any]) -> tuple[Arguments, str, Scales]:
 )
 def test_every_scale_is_the_recorded_one(recording: dict[str, Any]) -> None:
     arguments, script, theirs = recall(recording)
-    assert ours(dialects.ALL[recording["dialect"]](**arguments), script) == theirs
+    assert walked(dialects.ALL[recording["dialect"]](**arguments), script) == theirs
 
 
 # The comparisons notice
@@ -227,7 +216,7 @@ def unnoticed(make: Callable[..., Any], cases: list[tuple[Arguments, str, Scales
     for arguments, script, theirs in cases:
         for name, mutant in mutants(make(**arguments)):
             seen.add(name)
-            if name not in noticed and ours(mutant, script) != theirs:
+            if name not in noticed and walked(mutant, script) != theirs:
                 noticed.add(name)
     return seen - noticed
 
@@ -247,7 +236,7 @@ UNNOTICED = {
 def test_a_dialect_is_its_original_and_nothing_close_to_it(peer: Peer) -> None:
     make, cases = dialects.ALL[peer.dialect], recollect(peer)
     for arguments, script, theirs in cases:
-        assert ours(make(**arguments), script) == theirs, (arguments, script)
+        assert walked(make(**arguments), script) == theirs, (arguments, script)
     moving = [case for case in cases if case[0].get("dynamic", True)]
     assert unnoticed(make, moving) == UNNOTICED.get(peer.dialect, set())
 
@@ -283,12 +272,12 @@ def test_every_dialect_is_compared_with_its_original_if_there_is_one() -> None:
 def test_the_scale_moves_on_the_steps_on_which_the_original_was_seen_to_move_it(
     policy: Any, mark: str, moves: list[int]
 ) -> None:
-    scales, _ = ours(policy, mark * 11)
+    scales, _ = walked(policy, mark * 11)
     assert [step for step in range(1, len(scales)) if scales[step] != scales[step - 1]] == moves
 
 
 def test_apex_without_a_floor_reaches_zero_when_apex_did() -> None:
-    assert ours(dialects.APEX(), "1" * 1100)[0].index(0.0) == 1091
+    assert walked(dialects.APEX(), "1" * 1100)[0].index(0.0) == 1091
 
 
 @each_dialect
@@ -296,7 +285,7 @@ def test_a_dialect_is_the_policy_of_its_defaults(name: str) -> None:
     dialect = dialects.ALL[name]
     assert dialect is getattr(dialects, name)
     assert dialect() == dialect.policy
-    assert ours(dialect, "0" * 2001 + "1" * 5) == ours(dialect(), "0" * 2001 + "1" * 5)
+    assert walked(dialect, "0" * 2001 + "1" * 5) == walked(dialect(), "0" * 2001 + "1" * 5)
     assert (dialect.name, repr(dialect)) == (name, f"dialects.{name}")
     assert all(text and text in (dialect.__doc__ or "") for text in (dialect.system, dialect.odd))
 

@@ -12,23 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from preamp import Dynamic, Policy, Reading, State, Static, TolerantState, dialects
-from preamp.errors import CheckpointError, LossyConversion, PolicyError, Starved
+from preamp import Dynamic, Policy, State, Static, TolerantState, dialects
+from preamp.errors import CheckpointError, LossyConversion, PolicyError
 
 from . import originals
-from .recorded.record import Arguments, Scales, walk
-from .strategies import dynamics, play, scripts
-
-
-def onward(policy: Policy[Any], state: Any, script: str) -> Scales:
-    """Walk a policy through a script from a state on."""
-
-    def update(overflow: bool) -> None:
-        nonlocal state
-        state = policy.step(state, Reading(finite=not overflow))
-
-    return walk(script, lambda: state.scale, update, Starved)
-
+from .recorded.record import Arguments
+from .strategies import dynamics, play, scripts, walked
 
 # The systems that are installed
 
@@ -105,7 +94,7 @@ def test_what_the_original_saved_goes_on_like_the_original(
         saved = saving.save()
         policy = dialect.load_policy(saved, rest)
         assert settings_of(policy) == settings_of(rest)
-        assert onward(policy, dialect.load(saved, rest), script[cut:]) == (
+        assert walked(policy, script[cut:], dialect.load(saved, rest)) == (
             scales[cut:],
             None if raised is None else raised - cut,
         )
@@ -121,7 +110,7 @@ def test_what_we_save_goes_on_in_the_original_like_ours(
     for cut, state in enumerate(play(policy, script)[:-1]):
         again = original(**arguments)
         again.load(dialect.dump_and_tell(state, policy)[0])
-        assert again.walk(script[cut:]) == onward(policy, state, script[cut:])
+        assert again.walk(script[cut:]) == walked(policy, script[cut:], state)
 
 
 def settings_of(policy: Policy[Any]) -> dict[str, Any]:
@@ -155,7 +144,7 @@ def test_what_was_recorded_goes_on_as_it_was_recorded(recording: dict[str, Any])
         policy, state = dialect.load_policy(saved, rest), dialect.load(saved, rest)
         resumed = scales[cut:] if changes is None else recall(changes, len(SCRIPT) - cut)
         assert settings_of(policy) == settings_of(rest)
-        assert onward(policy, state, SCRIPT[cut:]) == (resumed, None)
+        assert walked(policy, SCRIPT[cut:], state) == (resumed, None)
 
 
 @each_recording
@@ -194,7 +183,7 @@ def test_what_is_saved_is_loaded(name: str, script: str) -> None:
             assert bool(lost) == any(state[1:])
         else:
             assert (again.scale, again.good, lost) == (state.scale, state.good, [])
-            assert onward(policy, again, "0110" * 3) == onward(policy, state, "0110" * 3)
+            assert walked(policy, "0110" * 3, again) == walked(policy, "0110" * 3, state)
 
 
 def test_every_other_dialect_says_that_its_checkpoints_are_not_known() -> None:
@@ -296,7 +285,7 @@ def test_a_zero_scaler_goes_on_whatever_was_set_by_hand(arguments: Arguments, na
     again = originals.DeepSpeed(**ZERO[1])
     again.load(dialects.DEEPSPEED.dump(state, policy))
     script = "0001111000000000" * 2
-    assert onward(policy, state, script) == original.walk(script) == again.walk(script)
+    assert walked(policy, script, state) == original.walk(script) == again.walk(script)
 
 
 def test_flaxs_object_has_the_settings_that_its_checkpoint_lacks() -> None:
@@ -382,7 +371,7 @@ def test_a_conversion_keeps_the_step_of_the_next_growth(left: str, right: str) -
         if right == "KERAS":
             rest = dialects.KERAS(dynamic_growth_steps=saved["dynamic_growth_steps"])
         moved = [
-            next(step for step, scale in enumerate(onward(rule, start, "0" * 2100)[0]) if scale != 1024.0)
+            next(step for step, scale in enumerate(walked(rule, "0" * 2100, start)[0]) if scale != 1024.0)
             for rule, start in ((policy, state), (there.load_policy(saved, rest), there.load(saved, rest)))
         ]
         assert moved[0] == moved[1]
@@ -440,5 +429,5 @@ def test_a_rule_that_the_system_does_not_have_is_refused() -> None:
 )
 def test_overflows_left_are_those_until_the_scale_backs_off(policy: Dynamic, script: str) -> None:
     state = play(policy, script)[-1]._replace(scale=1.0)
-    scales, _ = onward(policy, state, "1" * policy.hysteresis)
+    scales, _ = walked(policy, "1" * policy.hysteresis, state)
     assert policy.overflows_left(state) == next(step for step, scale in enumerate(scales) if scale < 1.0)

@@ -38,7 +38,7 @@ pytestmark = [  # what PyTorch says of itself
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
-lows = pytest.mark.parametrize("low", [HALF, BRAIN])
+lows = pytest.mark.parametrize("low", [HALF, pytest.param(BRAIN, marks=pytest.mark.slow)])
 edits = pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
 
 

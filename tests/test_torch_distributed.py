@@ -206,8 +206,15 @@ def test_copies_beside_dtensors_count_once_and_are_checked(two, how, planted, ca
     assert_trained_as(agreed(seen, "parameters"), alone(**how))
 
 
-@pytest.mark.parametrize("planted_on", [0, 3])
-@pytest.mark.parametrize("how", [SGD, FUSED_ADAMW], ids=["SGD", "fused AdamW"])
+@pytest.mark.parametrize(
+    ("how", "planted_on"),
+    [
+        (SGD, 3),
+        (FUSED_ADAMW, 0),
+        pytest.param(SGD, 0, marks=pytest.mark.slow),
+        pytest.param(FUSED_ADAMW, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_of_a_mesh_with_copies_and_shards_the_copies_count_once(four, how, planted_on):
     seen = four("fsdp2", mesh=[2, 2], clip=CLIP, planted_on=planted_on, **how)
     assert [bool(names) for names in culprits(seen)] == [rank == planted_on for rank in range(4)]

@@ -19,9 +19,7 @@ pytestmark = [
 each_half = pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16], ids=lambda low: np.dtype(low).name)
 half = pytest.mark.parametrize("low", [jnp.float16, *slow(jnp.bfloat16)])
 each_program = pytest.mark.parametrize("name", written_in(structured_programs, derivative_programs))
-without_jit = pytest.mark.parametrize(
-    "name", [*written_in(derivative_programs), *slow(*written_in(structured_programs))]
-)
+without_jit = pytest.mark.parametrize("name", slow(*written_in(structured_programs, derivative_programs)))
 
 
 @half

@@ -142,10 +142,20 @@ def test_a_counter_restored_past_the_interval_still_grows(kind: str, tmp_path: P
     assert play(again, "0", other, lambda: numbers(again)[0]) == [128.0]
 
 
+@pytest.mark.parametrize(
+    "kind", ["keras", *(pytest.param(k, marks=pytest.mark.slow) for k in ("legacy", "tf_keras"))]
+)
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_keras_files_restore_every_policy(kind: str, policy: Any, tmp_path: Path) -> None:
+    restores(kind, {"policy": policy}, tmp_path)
+
+
 @each_kind
-@pytest.mark.parametrize("policy", [None, *POLICIES], ids=repr)
-def test_keras_files_restore_the_scale_and_the_counter(kind: str, policy: Any, tmp_path: Path) -> None:
-    arguments = ARGUMENTS if policy is None else {"policy": policy}
+def test_keras_files_restore_the_scale_and_the_counter(kind: str, tmp_path: Path) -> None:
+    restores(kind, ARGUMENTS, tmp_path)
+
+
+def restores(kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
     model = train(model_of(kind, adam(kind, **arguments)), "00010")
     again = load(kind, save(model, tmp_path / "model.keras"))
     assert type(again.optimizer) is type(model.optimizer)

@@ -13,7 +13,7 @@ from preamp.convert.reading import read
 from preamp.convert.searching import find
 from preamp.convert.writing import check_name, write
 from preamp.dialect import Dialect
-from preamp.policy import Policy
+from preamp.policy import Policy, Tolerant
 
 __all__ = ["Conversion", "convert"]
 
@@ -55,4 +55,12 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
     where, state, policy = find(read(source), origin, source)
     entries, lost = target.dump_and_tell(state, policy)
     write(out, entries, target)
-    return Conversion(where, state, policy, lost)
+    return Conversion(where, state, policy, lost + _uncounted(state, policy))
+
+
+def _uncounted(state: Any, policy: Any) -> list[str]:
+    """Name what our own adapters counted for a policy that is not in the checkpoint."""
+    counts_overflows = getattr(policy, "hysteresis", 1) > 1 or isinstance(policy, Tolerant)
+    if counts_overflows or not state.bad:
+        return []
+    return [f"bad={state.bad:g} (counted for a policy that the checkpoint does not hold)"]
