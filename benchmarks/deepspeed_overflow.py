@@ -43,9 +43,7 @@ def by_sum(x: torch.Tensor) -> bool:
 def row(label: str, times: dict[str, list[float]], unit: float) -> None:
     """Print the median times, and ours over each of the others."""
     cells = [f"{name} {unit * statistics.median(values):.2f}" for name, values in times.items()]
-    for name in times:
-        if name != "ours":
-            cells.append(f"ours/{name} {ratio(times, 'ours', name):.3f}")
+    cells += [f"ours/{name} {ratio(times, 'ours', name):.3f}" for name in times if name != "ours"]
     print(f"{label:34} " + "  ".join(f"{cell:24}" for cell in cells))
 
 
