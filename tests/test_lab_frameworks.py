@@ -81,7 +81,11 @@ def torch_peer(tmp_path_factory):
     return start("torch", "torch", tmp_path_factory.mktemp("torch"))
 
 
-@pytest.fixture(scope="module", params=PEERS)
+ALSO = ("keras-jax", "keras-torch")  # the loop of keras-tensorflow again
+EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in ALSO)) for name in PEERS]
+
+
+@pytest.fixture(scope="module", params=EACH)
 def peer(request, tmp_path_factory):
     return start(*PEERS[request.param], tmp_path_factory.mktemp(request.param))
 

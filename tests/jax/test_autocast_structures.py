@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from . import derivative_programs, structured_programs
@@ -16,7 +15,6 @@ pytestmark = [
     pytest.mark.usefixtures("quick_compiler"),
     pytest.mark.filterwarnings("ignore:The jitted function .* includes a pmap:UserWarning"),  # before JAX 0.8
 ]
-each_half = pytest.mark.parametrize("low", [jnp.float16, jnp.bfloat16], ids=lambda low: np.dtype(low).name)
 half = pytest.mark.parametrize("low", [jnp.float16, *slow(jnp.bfloat16)])
 each_program = pytest.mark.parametrize("name", written_in(structured_programs, derivative_programs))
 without_jit = pytest.mark.parametrize("name", slow(*written_in(structured_programs, derivative_programs)))
@@ -33,7 +31,7 @@ def test_the_program_agrees_with_float32_without_jit(name: str) -> None:
     eager_agrees(name, jnp.float16)
 
 
-@each_half
+@half
 @each_program
 def test_every_product_is_low_forward_and_backward(name: str, low: Any) -> None:
     products_are_low(name, low)

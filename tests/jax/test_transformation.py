@@ -26,6 +26,7 @@ from preamp.jax import (
     step,
 )
 
+from .agreement import slow
 from .trainings import SCRIPT, batches, identical, loss, off_by, parameters
 
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
@@ -49,6 +50,10 @@ INNER: dict[str, Callable[[], Any]] = {
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(RATE, warmup_steps=2),
     "skipping": lambda: optax.apply_if_finite(optax.sgd(RATE), 3),
 }
+REPEATS = ("adamw", "averages", "hyperparameters", "lion", "noise")
+each_inner = pytest.mark.parametrize(
+    "inner", [*slow(*REPEATS), *(name for name in INNER if name not in REPEATS)]
+)
 
 
 def whole(optimizer: Any) -> Callable[..., Any]:
@@ -87,7 +92,7 @@ def walk(inner: str, dtype: str, make: Callable[[Any], Any]) -> None:
     assert (int(state.steps), int(state.skipped)) == (len(SCRIPT), SCRIPT.count("1"))
 
 
-@pytest.mark.parametrize("inner", INNER)
+@each_inner
 def test_a_skip_leaves_every_bit(inner: str) -> None:
     walk(inner, "float32", whole)
 

@@ -48,7 +48,7 @@ print(tf.keras.optimizers.Adam.__module__.split(".")[0], *doctest.testmod(optimi
     assert python(code, TF_USE_LEGACY_KERAS=legacy).split() == [library, "0", str(examples)]
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
 def test_keras_has_to_compute_with_tensorflow(backend: str) -> None:
     code = "import keras, preamp.tensorflow as p; p.LossScaleOptimizer(keras.optimizers.SGD())"
     said = python(code, KERAS_BACKEND=backend)
