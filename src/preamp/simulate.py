@@ -47,7 +47,7 @@ def _played(policy: Policy[Any], overflows: Iterable[Any], trace: Trace) -> Iter
     state = policy.start()
     for index, item in enumerate(overflows):
         reading = _OVERFLOW if item is True else _CLEAN if item is False else _reading(item)
-        finite, peak = reading
+        finite, peak = reading.finite, reading.peak
         try:
             after = advanced(state, reading)
         except Starved as reason:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 from preamp.checks import is_number, to_float32
 from preamp.errors import PolicyError, Starved
@@ -36,11 +36,16 @@ class Reading(NamedTuple):
 
     Attributes:
         finite: True (or a boolean scalar) when every gradient is finite.
-        peak: the rounded finite magnitude among the scaled gradients, when it was measured.
+        peak: the largest magnitude among the scaled gradients, 0 if all are zero; None where no policy
+            asked for it. Over ranks it is known to the next power of two above. After an overflow it
+            says nothing.
+        share: of the entries of the scaled gradients, the part whose magnitude is `Policy.edge` or more,
+            from 0 to 1; None where no policy asked for it. After an overflow it says nothing.
     """
 
     finite: Any
     peak: Any = None
+    share: Any = None
 
 
 def choose(condition: Any, yes: Any, no: Any) -> Any:
@@ -53,7 +58,18 @@ class Policy(ABC, Generic[S]):
     """A rule for the loss scale. Settings live on the policy, what changes lives in its state.
 
     A new rule is one subclass: a frozen dataclass with `start` and `advance`.
+
+    Attributes:
+        sees: which fields of a `Reading` the rule looks at besides `finite`. Adapters measure these alone.
+        edge: the magnitude from which entries count for `Reading.share`, for rules that look at it.
     """
+
+    sees: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def edge(self) -> float:
+        """The magnitude from which entries count for `Reading.share`."""
+        return math.inf
 
     def __repr__(self) -> str:
         """Show the settings that differ from their defaults."""
