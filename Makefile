@@ -4,7 +4,7 @@
 
 PYTHON ?= python3.11
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 OF_KERAS := tests/keras src/preamp/keras docs/keras.md
 OLDEST_JAX := .venv-oldest-jax
 MATRIX := tests/jax/test_autocast_programs.py tests/jax/test_autocast_structures.py
@@ -51,6 +51,7 @@ test-r: .venv/test.stamp
 # Reports, asserts nothing. Not part of test.
 bench: .venv/test.stamp
 	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/torch_scaler.py
 	$(BIN)/python benchmarks/torch_autocast.py
 	$(BIN)/python benchmarks/keras_optimizer.py

@@ -469,9 +469,9 @@ def photograph(peer: Peer) -> list[list[bytes]]:
 
 
 if __name__ == "__main__":
-    framework, file = sys.argv[1:]
-    found = {
-        name: {policy: walk(make(rule)) for policy, rule in policies(name).items()}
-        for name, make in PEERS[framework].items()
-    }
+    framework, file, *adapters = sys.argv[1:]
+    found = [
+        {policy: walk(PEERS[framework][name](rule)) for policy, rule in policies(name).items()}
+        for name in adapters
+    ]
     Path(file).write_text(json.dumps(found))

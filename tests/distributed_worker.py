@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import preamp.torch
 from preamp.errors import PolicyError, UsageError
 from preamp.torch import stepping
+from tests.seeing import Remembering
 
 TIMEOUT = timedelta(seconds=20)  # of a collective that not every rank calls
 SETTINGS = {"init_scale": 2.0**10, "growth_interval": 2}
@@ -73,6 +74,7 @@ class Training:
         closure: whether the optimizer evaluates a closure.
         compiled: whether to compile the end of an iteration, after the first.
         clip: for our `step`; PyTorch's scaler gets clipped by PyTorch's functions.
+        edge: of a policy that sees, if that is to be used.
         more: for the scaler.
     """
 
@@ -87,13 +89,15 @@ class Training:
         closure: bool = False,
         compiled: bool = False,
         clip: dict[str, float] | None = None,
+        edge: float | None = None,
         **more: Any,
     ) -> None:
         self.model, self.unscale, self.closure, self.clip = model, unscale, closure, clip or {}
         self.named = dict(model.named_parameters())
         self.optimizer = getattr(torch.optim, optimizer)(self.named.items(), lr=0.1, **(options or {}))
         self.ours = scaler.startswith("ours")
-        self.scaler = SCALERS[scaler]("cpu", **SETTINGS, **more)
+        rule = SETTINGS if edge is None else {"policy": Remembering(SETTINGS["init_scale"], edge)}
+        self.scaler = SCALERS[scaler]("cpu", **rule, **more)
         self.finish: Callable[..., None] = self._finish
         self.compiled = compiled
 
@@ -134,6 +138,7 @@ class Training:
             "skipped": last.skipped if last else before == self.values(),
             "norms": last.grad_norm if last else norm,
             "culprits": last.culprits if last else (),
+            "peaks": last.peak if last else None,
         }
 
     def _finish(self, *closure: Callable[[], None]) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import math
 import sys
-import warnings
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 from recorded.record import Scales, walk
 
 import preamp
+from preamp.policy.saved import from_json
 
 
 def optimizer(arguments: dict[str, Any], script: str) -> Scales:
@@ -45,16 +46,16 @@ def trained(kind: str, arguments: dict[str, Any], gradients: list[list[list[floa
     return [*weights, [float(x) for v in variables for x in keras.ops.convert_to_numpy(v)]]
 
 
-def policy(make: str, settings: dict[str, Any], script: str) -> list[list[float]]:
-    """Advance one of our policies with `keras.ops`."""
-    tuples = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
-    with warnings.catch_warnings(action="ignore", category=preamp.InexactScale):
-        rule = getattr(preamp, make)(**{**settings, **tuples})
+def policy(make: str, settings: dict[str, Any], readings: list[list[Any]]) -> list[list[float]]:
+    """Advance one of our policies with `keras.ops`, compiled if it looks at gradients: it has more to do."""
+    rule = from_json({"class": make, "settings": settings}, lambda name: None)
+    advance = jax.jit(rule.advance, static_argnums=2) if rule.sees else rule.advance
     state = [keras.ops.convert_to_tensor(x, "float32") for x in rule.start()]
     states = []
-    for mark in script:
-        reading = preamp.Reading(keras.ops.convert_to_tensor(mark == "0"))
-        state = rule.advance(type(rule.start())(*state), reading, keras.ops.where)
+    for finite, *seen in readings:
+        values = [None if x is None else keras.ops.convert_to_tensor(x, "float32") for x in seen]
+        reading = preamp.Reading(keras.ops.convert_to_tensor(finite), *values)
+        state = advance(type(rule.start())(*state), reading, keras.ops.where)
         states.append([float(x) for x in state])
     return states
 

@@ -83,6 +83,7 @@ def all_runs(framework: str) -> dict[str, Any]:
         found[name] = {
             "steps": [(s.scale, s.finite, s.skipped, s.new_scale) for s in run.trace] if policy else [],
             "losses": [s.loss for s in run.trace],
+            "peaks": [s.peak for s in run.trace],
             "zeros": run.trace[0].zeros,
             "test_error": run.test_error,
             "outputs": np.asarray(run.outputs).tolist(),

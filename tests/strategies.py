@@ -10,7 +10,26 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from preamp import Dynamic, InexactScale, Moving, Policy, Reading, Starved, Static, Step, Tolerant
+from preamp import (
+    Dynamic,
+    ExponentHistogram,
+    FloorSchedule,
+    Headroom,
+    Histogram,
+    InexactScale,
+    LogMax,
+    Look,
+    LookRow,
+    Moving,
+    Policy,
+    Reading,
+    Starved,
+    Static,
+    Step,
+    Tolerant,
+)
+from preamp.checks import to_float32
+from preamp.exponents import BANDS
 
 from .recorded.record import Scales, walk
 
@@ -21,6 +40,7 @@ _scales = _powers | st.floats(1e-30, 1e30)
 _dtypes = st.sampled_from(["float32", "float64"])
 _growths = st.sampled_from([2.0, 4.0]) | st.floats(1.01, 16.0)
 _backoffs = st.sampled_from([0.5, 0.25]) | st.floats(0.05, 0.99)
+_lengths = st.integers(0, 12).map(lambda power: 2**power)
 _events = st.lists(st.sampled_from(["clean", "growth", "backoff"]), unique=True).map(tuple)
 
 
@@ -80,7 +100,66 @@ def moving(**fixed: Any) -> st.SearchStrategy[Moving[Any]]:
     return dynamics(**fixed) | tolerants(**fixed)
 
 
-policies: st.SearchStrategy[Policy[Any]] = statics | moving()
+@st.composite
+def floor_schedules(draw: st.DrawFn, **fixed: Any) -> FloorSchedule:
+    """Draw a `FloorSchedule`, with some settings fixed. Its floors lie from its floor to its first scale."""
+    moves = draw(_moves({"bounds": "strict", "scale_dtype": "float32", **fixed}))
+    high = to_float32(moves["init_scale"])
+    low = to_float32(moves["min_scale"] or high)
+    scales = sorted({low, to_float32((low * high) ** 0.5), high})[: draw(st.integers(1, 3))]
+    steps = sorted(draw(st.sets(st.integers(0, 60), min_size=len(scales), max_size=len(scales))))
+    floors = tuple(zip(steps, scales, strict=True))
+    return quietly(FloorSchedule, floors=floors, patience=draw(st.integers(1, 20)), **moves)
+
+
+@st.composite
+def log_maxes(draw: st.DrawFn, **fixed: Any) -> LogMax:
+    """Draw a `LogMax`, with some settings fixed."""
+    own = {
+        "log_max": draw(st.just(16.0) | st.floats(-20.0, 40.0)),
+        "deviations": draw(st.just(3.09) | st.floats(0.1, 10.0)),
+        "mean_steps": draw(_lengths),
+        "variance_steps": draw(_lengths),
+    }
+    return quietly(LogMax, **own, **draw(_moves(fixed)))
+
+
+@st.composite
+def histograms(draw: st.DrawFn, **fixed: Any) -> Histogram:
+    """Draw a `Histogram`, with some settings fixed."""
+    own = {
+        "largest": draw(st.sampled_from([65504.0, 57344.0]) | st.floats(1.0, 1e30)),
+        "location": draw(st.just(0.125) | st.floats(0.01, 0.99)),
+        "limit": draw(st.just(1e-7) | st.floats(1e-9, 0.9)),
+    }
+    return quietly(Histogram, **own, **draw(_moves(fixed)))
+
+
+@st.composite
+def headrooms(draw: st.DrawFn) -> Headroom:
+    """Draw a `Headroom`."""
+    low, inside, high = sorted(draw(st.tuples(_scales, _scales, _scales)))
+    return quietly(
+        Headroom,
+        init_scale=inside,
+        min_scale=low,
+        max_scale=high,
+        margin=draw(st.floats(0.0, 24.0)),
+        memory=draw(st.integers(1, 100)),
+        patience=draw(_lengths),
+    )
+
+
+seeing: st.SearchStrategy[Policy[Any]] = log_maxes() | histograms() | headrooms()
+blind: st.SearchStrategy[Policy[Any]] = statics | moving() | floor_schedules()
+policies: st.SearchStrategy[Policy[Any]] = blind | seeing
+
+
+def reading(policy: Policy[Any], state: Any, mark: str) -> Reading:
+    """Return what a policy reads: of overflows the script, of gradients a peak of 2**-10 at every scale."""
+    if mark == "1" or not policy.sees:
+        return Reading(mark == "0")
+    return Reading(True, state.scale * 2.0**-10, float(state.scale * 2.0**-10 >= policy.edge))
 
 
 def play(policy: Policy[Any], script: str, state: Any = None) -> list[Any]:
@@ -88,7 +167,7 @@ def play(policy: Policy[Any], script: str, state: Any = None) -> list[Any]:
     states = [policy.start() if state is None else state]
     try:
         for mark in script:
-            states.append(policy.step(states[-1], Reading(finite=mark == "0")))
+            states.append(policy.step(states[-1], reading(policy, states[-1], mark)))
     except Starved:
         pass
     return states
@@ -121,3 +200,17 @@ steps = st.builds(
     culprits=st.lists(_names, max_size=3).map(tuple),
     seconds=_loose,
 )
+
+
+def _histogram(low: int, counts: list[int], zeros: int, nonfinite: int) -> ExponentHistogram:
+    return ExponentHistogram(low, tuple(counts), zeros, nonfinite)
+
+
+_counts = st.integers(0, 3) | st.integers(0, 2**63 - 1)
+histograms = st.builds(
+    _histogram, st.integers(-1074, 1023), st.lists(_counts, max_size=12), zeros=_counts, nonfinite=_counts
+)
+_kinds = st.sampled_from(["activation", "flow", "gradient"])
+_low_dtypes = st.sampled_from(list(BANDS))
+look_rows = st.builds(LookRow, _names, _kinds, st.sampled_from(["float16", "float32", "x"]), histograms)
+looks = st.builds(Look, st.integers(), st.floats(), _low_dtypes, st.lists(look_rows, max_size=5).map(tuple))

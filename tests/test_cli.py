@@ -8,13 +8,29 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from html import escape
 from pathlib import Path
 
 import pytest
 
-from preamp import Dynamic, Static, Step, Tolerant, Trace
+from preamp import (
+    Dynamic,
+    FloorSchedule,
+    Headroom,
+    Histogram,
+    LogMax,
+    Static,
+    Step,
+    Tolerant,
+    Trace,
+    processes,
+    simulate,
+)
 from preamp.cli import run as run_here
 from preamp.dialects import ALL
+from preamp.policy.saved import OURS
+from preamp.processes import Stationary
+from preamp.words import power
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
 
@@ -42,8 +58,9 @@ def test_train_writes_traces_a_summary_and_a_report(tmp_path):
         assert trace.summary().final_scale == run["final_scale"]
         assert run["test_error"] > 0
         assert run["test_accuracy"] is None
+        assert trace.looks[0].low_dtype == run["precision"]
     page = (folder / "report.html").read_text()
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 3 + 4 * 3  # and of each name's look three kinds of values
     assert "http://" not in re.sub(r'xmlns[^"]*"[^"]*"|<!DOCTYPE[^>]*>|rdf:\w+="[^"]*"', "", page)
     assert max(map(len, done.stdout.splitlines())) <= 80
 
@@ -129,6 +146,10 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(tmp_path):
         (["train", "--dialect", "torch", "--policy.scale", "8"], "both"),
         (["train", "--policy.growth-interval", "0"], "growth_interval=0"),
         (["train", "--policy.scale", "8", "--policy.tolerance", "0.1"], "Tolerant"),
+        (["train", "--rule", "maxlog"], "log-max"),
+        (["train", "--rule", "log-max", "--dialect", "torch"], "both"),
+        (["train", "--rule", "log-max", "--policy.tolerance", "0.1"], "--rule tolerant"),
+        (["simulate", "--rule", "all", "--policy.min-scale", "1"], "one --rule"),
         (["train", "--data", "absent.csv"], "absent.csv"),
         (["train", "--data", "."], "."),
         (["train", "--seed", "-1"], "--seed"),
@@ -136,9 +157,17 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(tmp_path):
         (["report", "good.jsonl", "--out", "good.jsonl"], "good.jsonl"),
         (["simulate", "--trace", "good.jsonl", "--out", "./good.jsonl"], "good.jsonl"),
         (["simulate", "--trace", "good.jsonl", "--steps", "5"], "--steps"),
+        (["simulate", "--trace", "good.jsonl", "--process", "spiky"], "--process"),
+        (["simulate", "--trace", "good.jsonl", "--dtype", "bfloat16"], "--dtype"),
+        (["simulate", "--process", "spiky", "--overflow-rate", "0.1"], "--overflow-rate"),
+        (["simulate", "--process", "calm"], "calm"),
+        (["simulate", "--ranks", "8"], "--process stationary"),
         (["simulate", "--dialect", "all", "--dialect", "nope"], "nope"),
         (["report"], "TRACES"),
         (["report", "absent.jsonl"], "absent.jsonl"),
+        (["doctor"], "TRACES"),
+        (["doctor", "absent.jsonl"], "absent.jsonl"),
+        (["doctor", "good.jsonl", "broken.jsonl"], "line 2"),
         (["report", "broken.jsonl"], "line 2"),
         (["simulate", "--steps", "0"], "--steps"),
         (["simulate", "--overflow-rate", "1.5"], "--overflow-rate"),
@@ -187,7 +216,43 @@ def test_simulate_compares_rules_on_a_recorded_trace(tmp_path):
     assert "deepspeed stopped: the gradients overflowed at a loss scale of 1 " in done.stdout
     assert "write at_floor='hold' or a lower min_scale" in " ".join(done.stdout.split())
     assert "<svg" in (tmp_path / "s.html").read_text()
+    assert "without peaks, so the same steps overflow at every scale" in (tmp_path / "s.html").read_text()
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def rows_of(printed: str) -> dict[str, list[str]]:
+    lines = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()]
+    return {cells[0]: cells[1:] for cells in lines if len(cells) == 7}
+
+
+def test_simulate_follows_gradients_through_rules(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    process = processes.Drifting(steps=3000, seed=5, dtype="float8_e5m2", ranks=64)
+    flags = ["--process", "drifting", "--steps", "3000", "--seed", "5", "--dtype", "float8_e5m2"]
+    assert run_here(["simulate", *flags, "--ranks", "64", "--dialect", "torch", "--dialect", "megatron"]) == 0
+    printed = capsys.readouterr().out
+    rows = rows_of(printed)
+    for name in ("torch", "megatron"):
+        done = process.outcome(simulate(ALL[name.upper()], process))
+        reached = "-" if done.reached is None else str(done.reached)
+        assert rows[name][:2] == ["3,000", str(done.skipped)]
+        assert reached in rows[name]
+    assert f"Best scale, held all the time: {power(process.best_scale)} " in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    page = (tmp_path / "runs/simulate.html").read_text()
+    assert page.count("<svg") == 2
+    assert escape(repr(process)) in page
+
+
+def test_simulate_asks_a_recorded_run_with_peaks_what_another_scale_had_done(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recorded = simulate(Static(2.0**20), processes.Stationary(steps=500))
+    recorded.write("run.jsonl")
+    for scale, skipped in ((2.0**20, recorded.summary().skipped), (2.0**40, 500)):
+        flags = ["--trace", "run.jsonl", "--policy.scale", str(scale)]
+        assert run_here(["simulate", *flags]) == 0
+        assert rows_of(capsys.readouterr().out)["preamp"][:2] == ["500", str(skipped)]
+    assert "without peaks" not in (tmp_path / "runs/simulate.html").read_text()
 
 
 def test_report_draws_any_traces(tmp_path):
@@ -204,6 +269,21 @@ def test_report_draws_any_traces(tmp_path):
     assert "b.jsonl" in page
 
 
+def test_doctor_says_what_is_wrong_and_what_to_write(tmp_path):
+    simulate(Dynamic(growth_interval=20), Stationary(steps=2000, level=0.0, jitter=0.2)).write(
+        tmp_path / "sick.jsonl"
+    )
+    simulate(Dynamic(), [False] * 3000).write(tmp_path / "sound.jsonl")
+    done = preamp("doctor", "sick.jsonl", "sound.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    sick, _, sound = " ".join(done.stdout.split()).partition("sound.jsonl")
+    assert sick.startswith("sick.jsonl warning ")
+    assert "Write policy=Dynamic(), or --policy.growth-interval 2000. then Played over the peaks" in sick
+    assert sound.startswith(" fine Nothing is wrong with the scale: 0 of 3,000 steps (0 %)")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert not (tmp_path / "runs").exists()
+
+
 def test_dialects_lists_every_dialect(tmp_path):
     done = preamp("dialects", cwd=tmp_path)
     assert done.returncode == 0
@@ -215,8 +295,30 @@ def test_dialects_lists_every_dialect(tmp_path):
 def test_every_policy_setting_is_a_flag(tmp_path):
     command = [sys.executable, "-m", "preamp", "train", "--help"]
     text = subprocess.check_output(command, env={**ENVIRONMENT, "COLUMNS": "250"}, text=True)
-    for setting in {field.name for policy in (Dynamic, Tolerant, Static) for field in fields(policy)}:
+    for setting in {field.name for policy in OURS.values() for field in fields(policy)}:
         assert f"--policy.{setting.replace('_', '-')} " in text, setting
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ([], {"preamp": Dynamic()}),
+        (["--policy.tolerance", "0.5"], {"preamp": Tolerant(tolerance=0.5)}),
+        (["--policy.deviations", "2"], {"preamp": LogMax(deviations=2)}),
+        (["--rule", "logmax", "--policy.growth-interval", "100"], {"log-max": LogMax(growth_interval=100)}),
+        (["--rule", "Histogram", "--rule", "head_room"], {"histogram": Histogram(), "headroom": Headroom()}),
+        (
+            ["--policy.floors", "0", "1", "--policy.floors", "9", "8", "--policy.max-scale", "none"],
+            {"preamp": FloorSchedule(floors=((0, 1.0), (9, 8.0)), max_scale=None)},
+        ),
+        (["--rule", "all"], {re.sub("(?<=[a-z])(?=[A-Z])", "-", k).lower(): v() for k, v in OURS.items()}),
+    ],
+)
+def test_flags_choose_a_rule_and_its_settings(flags, policy, monkeypatch):
+    chosen = {}
+    monkeypatch.setattr("preamp.comparing.compare", lambda rules, *_: chosen.update(rules))
+    assert run_here(["simulate", *flags]) == 0
+    assert chosen == policy
 
 
 def test_a_narrow_or_ascii_terminal_shows_whole_cells(tmp_path):

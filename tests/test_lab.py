@@ -61,9 +61,33 @@ def test_low_precision_is_rehearsed_unless_asked_for():
     for emulate, dtype in ((True, torch.float32), (False, torch.float16)):
         loop = TorchLoop(problem, "float16", None, seed=0, emulate=emulate)
         with loop.region:
-            product = torch.nn.functional.linear(rows, loop.weights[0], loop.biases[0])
+            product = torch.nn.functional.linear(rows, loop.weights[0], loop.model[0].bias)
         assert product.dtype is dtype
         assert torch.equal(product, product.half().to(dtype))
+
+
+def test_looking_changes_nothing_and_reaches_the_trace():
+    problem = autoencoder(digits(), epochs=2)
+    traces, outputs = [], []
+    for every in (1, 10**9):
+
+        def make(*args, every=every):
+            loop = TorchLoop(*args)
+            loop.lens.every = every
+            return loop
+
+        plan = Plan("float16", Dynamic(growth_interval=5), 0)
+        done = train(problem, plan, make_loop=make, trace=Trace(), on_step=lambda step: None)
+        traces.append(done.trace)
+        outputs.append(done.outputs)
+    looked, seldom = ([step._replace(seconds=None) for step in trace] for trace in traces)
+    assert looked == seldom
+    assert (outputs[0] == outputs[1]).all()
+    assert [look.index for look in traces[0].looks] == list(range(24))
+    assert [look.scale for look in traces[0].looks] == [step.scale for step in traces[0]]
+    names = {row.name for row in traces[0].looks[-1].rows if row.what == "flow"}
+    assert names == {f"layer{number}" for number in range(1, 9)}
+    assert "layer8" in {row.name for row in traces[1].looks[0].rows}
 
 
 def test_a_policy_that_gives_up_leaves_its_last_step_in_the_trace():

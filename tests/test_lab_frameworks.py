@@ -111,7 +111,8 @@ def test_the_summary_and_the_report_are_those_of_torch(peer, torch_peer):
     assert scaled == their_scaled
     assert (scaled["skipped"], "gives up" in scaled["stopped"]) == (3, True)
     assert unscaled == {**their_unscaled, "test_error": unscaled["test_error"]}
-    assert peer.report.count("<svg") == torch_peer.report.count("<svg") == 3
+    assert peer.report.count("<svg") == 3
+    assert torch_peer.report.count("<svg") == 3 + 2 * 3  # and what a lens saw in its two runs
 
 
 @pytest.mark.parametrize("run", ROUNDING)
@@ -122,6 +123,17 @@ def test_the_first_gradients_are_those_of_torch(peer, torch_peer, run):
         assert (np.isfinite(mine) == finite).all()
         far = np.abs(mine[finite] - theirs[finite]).max(initial=0.0)
         assert far <= ROUNDING[run] * np.abs(theirs[finite]).max(initial=0.0)
+
+
+@pytest.mark.parametrize("run", ROUNDING)
+def test_every_step_has_the_peak_of_the_scaled_gradients(peer, run):
+    """On a step that overflows, of what is finite: in float16 at most its largest number."""
+    first = max(np.abs(layer).max() for layer in peer.runs[run]["gradients"])
+    scale = peer.runs[run]["steps"][0][0] if peer.runs[run]["steps"] else 1.0
+    peaks = peer.runs[run]["peaks"]
+    assert peaks[0] == pytest.approx(first * scale, rel=1e-6)
+    assert len(peaks) == len(peer.runs[run]["losses"])
+    assert 0.0 < min(peaks) <= max(peaks) <= 65504.0
 
 
 def test_what_vanishes_without_scaling_is_the_gradient_of_the_same_layers(peer, torch_peer):

@@ -20,15 +20,18 @@ from hypothesis import strategies as st
 
 from preamp import (
     Dynamic,
+    FloorSchedule,
+    Histogram,
     InexactScale,
+    LogMax,
     Policy,
     PolicyError,
     Reading,
     Starved,
     Static,
     Tolerant,
-    TolerantState,
 )
+from preamp.policy.saved import OURS
 
 from .strategies import dynamics, moving, play, policies, quietly, scripts, statics, tolerants
 
@@ -306,10 +309,38 @@ BAD: dict[str, list[Any]] = {
 BAD_DYNAMIC = {"hysteresis": [*NOT_WHOLE, None, 0], "max_consecutive_overflows": [*NOT_WHOLE, 0]}
 BAD_TOLERANT = {"tolerance": [*NOT_A_NUMBER, -0.1, 1.1, math.inf]}
 BAD_STATIC = {"scale": [*NOT_A_NUMBER, *NOT_POSITIVE]}
+NOT_A_POWER: list[Any] = [*NOT_WHOLE, None, 0, 3, 2**13]
+BAD_LOG_MAX = {
+    "log_max": [*NOT_A_NUMBER, math.inf, 128, -126],
+    "deviations": [*NOT_A_NUMBER, *NOT_POSITIVE],
+    "mean_steps": NOT_A_POWER,
+    "variance_steps": NOT_A_POWER,
+}
+BAD_HISTOGRAM = {
+    "largest": [*NOT_A_NUMBER, *NOT_POSITIVE],
+    "location": [*NOT_A_NUMBER, *NOT_POSITIVE, 1.0],
+    "limit": [*NOT_A_NUMBER, *NOT_POSITIVE, 1.0],
+}
+BAD_FLOOR_SCHEDULE = {
+    "patience": [*NOT_WHOLE, None, 0],
+    "floors": [
+        *[None, 1.0, "1.0", (), (1.0,), [(0, 1.0)], ([0, 1.0],), ((0, 1.0, 2.0),)],
+        *[((0, value),) for value in (*NOT_POSITIVE, 2.0**-15, 2.0**33, 2.0**17)],
+        *[((step, 1.0),) for step in (*NOT_WHOLE, 2**24)],
+        *[((5, 1.0), (5, 2.0)), ((5, 1.0), (6, 1.0)), ((5, 1.0), (4, 2.0)), ((0, 2.0), (4, 1.0))],
+    ],
+}
 
 INVALID = [
     pytest.param(make, name, value, id=f"{make.__name__}-{name}={value!r}")
-    for make, table in [(Dynamic, BAD | BAD_DYNAMIC), (Tolerant, BAD | BAD_TOLERANT), (Static, BAD_STATIC)]
+    for make, table in [
+        (Dynamic, BAD | BAD_DYNAMIC),
+        (Tolerant, BAD | BAD_TOLERANT),
+        (Static, BAD_STATIC),
+        (LogMax, BAD_LOG_MAX),
+        (Histogram, BAD_HISTOGRAM),
+        (FloorSchedule, BAD_FLOOR_SCHEDULE),
+    ]
     for name, values in table.items()
     for value in values
     if not (value is None and name in OPTIONAL)
@@ -438,7 +469,7 @@ def test_a_policy_is_a_value(policy: Any) -> None:
 
 
 def quiet_names() -> dict[str, Any]:
-    return {make.__name__: lambda make=make, **s: quietly(make, **s) for make in (Static, Dynamic, Tolerant)}
+    return {name: lambda make=make, **settings: quietly(make, **settings) for name, make in OURS.items()}
 
 
 def test_policies_with_other_settings_differ() -> None:
@@ -458,8 +489,7 @@ def test_policies_with_other_settings_differ() -> None:
 def test_a_state_starts_as_plain_floats(policy: Any) -> None:
     state = policy.start()
     assert all(type(value) is float for value in state)
-    assert state[1:] == (0.0,) * len(state[1:])
-    assert isinstance(state, TolerantState) == isinstance(policy, Tolerant)
+    assert state.good == state.bad == 0.0
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

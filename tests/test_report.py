@@ -1,5 +1,7 @@
 """The report: one file that needs nothing else and draws whatever a trace holds."""
 
+import base64
+import io
 import re
 from html.parser import HTMLParser
 
@@ -7,9 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
-from preamp import Step, Trace
-from preamp.report import Curve, Strip, loss_figure, scale_figure, write_report, zeros_figure
+from preamp import ExponentHistogram, Look, LookRow, Step, Trace
+from preamp.exponents import BANDS
+from preamp.report import Curve, Strip, heat_figure, loss_figure, scale_figure, write_report, zeros_figure
+from preamp.report.heat import COLORS, MOST_ROWS, heat_table, span_of, zero_share
 
 numbers = st.one_of(st.none(), st.floats())
 scales = st.floats(min_value=0.0, allow_nan=False)
@@ -134,3 +140,148 @@ def test_a_long_trace_makes_a_small_figure():
     steps = [Step(i, 2.0 ** (i % 20), i % 3 > 0, i % 3 == 0, loss=float(i)) for i in range(20_000)]
     assert len(loss_figure([Curve("long", Trace(steps))])) < 60_000
     assert len(scale_figure([Curve("long", Trace(steps))])) < 200_000
+
+
+def look(modules=3, scale=2.0**10, low_dtype="float16", zeros=5, nonfinite=0) -> Look:
+    """Return a look whose modules have unscaled gradients from 2**-39 to 2**-19, later ones larger."""
+    seen = [
+        ExponentHistogram(n - 29, (40, *(0,) * 9, 10, *(0,) * 9, 45), zeros, nonfinite)
+        for n in range(modules)
+    ]
+    rows = [
+        LookRow(f"body.{n}", what, "float32", h) for n, h in enumerate(seen) for what in ("gradient", "flow")
+    ]
+    activations = [
+        LookRow(f"body.{n}", "activation", "float32", ExponentHistogram(0, (9,))) for n in range(modules)
+    ]
+    return Look(7, scale, low_dtype, (*activations, *reversed(rows)))
+
+
+def bars(svg, what):
+    """Return where the bars of a heat map begin and end, as exponents: of each place the two parts."""
+    ticks = re.findall(r'<use xlink:href="#m\w+" x="([\d.]+)" y="[\d.]+" style="stroke', svg)
+    exponents = [int(mark) for mark in re.findall(r"<!-- \$2\^\{(-?\d+)\}\$ -->", svg)]
+    xs = sorted(map(float, dict.fromkeys(ticks)))[1:-1]
+    step = (xs[-1] - xs[0]) / (exponents[-1] - exponents[0])
+    found = {}
+    for place, part, path in re.findall(rf'<g id="{what}-(\d)-([\w-]+)">\s*<path d="([^"]*)"', svg):
+        across = [float(x) for x in re.findall(r"[ML] ([\d.]+) ", path)]
+        found[int(place), part] = tuple(
+            round((x - xs[0]) / step + exponents[0], 1) for x in (min(across), max(across))
+        )
+    return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**20])
+def test_the_bars_stand_where_the_low_dtype_begins_and_ends(scale):
+    seen = look(scale=scale)
+    seen = seen._replace(
+        rows=tuple(r._replace(histogram=r.histogram.shifted(int(np.log2(scale)) - 10)) for r in seen.rows)
+    )
+    found = bars(heat_figure(seen, "flow"), "flow")
+    for place, at in enumerate((scale, seen.best_scale())):
+        span = span_of(BANDS["float16"], at)
+        assert found[place, "loses-digits"][0] == span.smallest == -25 - np.log2(at)
+        assert found[place, "loses-digits"][1] == found[place, "kept"][0] == span.normal == -14 - np.log2(at)
+        assert found[place, "kept"][1] <= span.end == 16 - np.log2(at)
+    assert seen.best_scale() == 2.0**30
+
+
+def test_cells_have_the_colour_of_what_becomes_of_their_values():
+    svg = heat_figure(look(zeros=300, nonfinite=300), "gradient")
+    images = [
+        imread(io.BytesIO(base64.b64decode(data)))
+        for data in re.findall(r'xlink:href="data:image/png;base64,([^"]*)"', svg)
+    ]
+    zero, middle, infinite = (image[..., :3] for image in images)
+    assert [image.shape[:2] for image in (zero, infinite)] == [(3, 1)] * 2
+    for name, cells in (("zero", zero), ("overflows", infinite)):
+        assert np.allclose(cells, to_rgb(COLORS[name]), atol=0.01)
+    first = next(n for n in range(middle.shape[1]) if middle[0, n].min() < 1)
+    drawn = {n - first for n in range(middle.shape[1]) if middle[0, n].min() < 1}
+    assert drawn == {0, 10, 20}
+    strongest = [middle[0, first + n] for n in (0, 10, 20)]
+    for cell, name in zip(strongest, ("zero", "loses digits", "kept"), strict=True):
+        paint = 1 - np.array(to_rgb(COLORS[name]))
+        assert np.allclose((1 - cell) / (1 - cell).max(), paint / paint.max(), atol=0.03)
+
+
+def test_the_numbers_of_a_heat_map_are_those_of_the_look():
+    seen = look()
+    rows = {row.name: seen.fit(row) for row in seen.rows if row.what == "flow"}
+    table = heat_table(seen, "flow")
+    assert [row["module"] for row in table] == ["body.0", "body.1", "body.2"]
+    assert table[0] == {
+        "module": "body.0",
+        "exactly zero": "5.0 %",
+        "rounds to zero": "42 %",
+        "loses digits": "11 %",
+        "head room": "24 powers",
+    }
+    assert zero_share(rows["body.0"]) == pytest.approx(0.45)
+    svg = heat_figure(seen, "flow")
+    assert svg.count(">45 %</text>") == 3
+    assert "45 % is zero or rounds to it" in svg
+
+
+def test_of_many_modules_the_worst_are_drawn_and_the_figure_says_so():
+    seen = look(modules=2 * MOST_ROWS)
+    svg = heat_figure(seen, "gradient")
+    assert f"the worst {MOST_ROWS} of {2 * MOST_ROWS}" in svg
+    names = [row["module"] for row in heat_table(seen, "gradient")]
+    assert names == [f"body.{n}" for n in range(2 * MOST_ROWS) if f"body.{n}" in names]
+    assert len(names) == MOST_ROWS
+    kept, all_rows = (
+        set(names),
+        {row.name: zero_share(seen.fit(row)) for row in seen.rows if row.what == "gradient"},
+    )
+    assert min(all_rows[name] for name in kept) >= max(all_rows[name] for name in all_rows.keys() - kept)
+
+
+def test_long_names_are_told_apart_by_what_they_do_not_share():
+    seen = look()
+    rows = [
+        row._replace(name=f"a.very.long.road.{row.name}.and_a_long_end_that_is_the_same") for row in seen.rows
+    ]
+    svg = heat_figure(seen._replace(rows=tuple(rows)), "flow")
+    labels = re.findall(r">(….[^<]*)</text>", svg)
+    assert len(set(labels)) == 3
+    assert max(map(len, labels)) <= 22
+
+
+def test_an_overflow_is_said_with_the_module_that_was_first():
+    seen = look(nonfinite=1)
+    assert "step 7 overflows, in body.2 first" in heat_figure(seen, "flow")
+
+
+@pytest.mark.parametrize(
+    ("low_dtype", "what"),
+    [("float16", "flow"), ("bfloat16", "gradient"), ("float8_e4m3fn", "activation"), ("float32", "flow")],
+)
+def test_any_look_can_be_drawn(low_dtype, what):
+    for histogram in (
+        ExponentHistogram(),
+        ExponentHistogram(-1000, (1,)),
+        ExponentHistogram(-90, (1, *(0,) * 150, 1), 3, 3),
+    ):
+        seen = Look(0, 2.0**5, low_dtype, (LookRow("$2^_", what, "float32", histogram),))
+        svg = heat_figure(seen, what, "<name> $x")
+        assert svg.startswith("<svg")
+        assert "<name>" not in svg
+
+
+def test_the_page_shows_what_a_lens_has_seen_with_its_numbers(tmp_path):
+    trace = Trace([Step(0, 2.0**10, True, False)])
+    trace.look(look(modules=1))
+    trace.look(look())
+    text = page(tmp_path, curves=[Curve("seen", trace), Curve("not seen", Trace())])
+    tags = Tags()
+    tags.feed(text)
+    assert not tags.open
+    assert all(address.startswith(("data:image/png", "#")) for address in tags.fetched)
+    assert text.count("<svg") == 4
+    assert "<b>seen.</b> At 2¹⁰, 5.0 % of the gradient entries are exactly zero" in text
+    for kind in ("flow", "gradient", "activation"):
+        for row in heat_table(trace.looks[-1], kind):
+            assert f'<td data-label="rounds to zero">{row["rounds to zero"]}</td>' in text
+    assert text.count('<td data-label="module">body.2</td>') == 3

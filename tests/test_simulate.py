@@ -9,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import Dynamic, Reading, Starved, Step, dialects, simulate
+from preamp.policy import choose
 
-from .strategies import play, policies, scripts
+from .seeing import Remembering
+from .strategies import blind, play, scripts
 
 moderate = settings(deadline=None, max_examples=60)
 stingy = Dynamic(init_scale=4.0, min_scale=1.0, at_floor="raise")
 
 
 @moderate
-@given(policies, scripts)
+@given(blind, scripts)
 def test_simulating_is_stepping_by_hand(policy: Any, script: str) -> None:
     states = play(policy, script)
     trace = simulate(policy, [mark == "1" for mark in script])
@@ -31,7 +33,7 @@ def test_simulating_is_stepping_by_hand(policy: Any, script: str) -> None:
 
 
 @moderate
-@given(policies, st.lists(st.tuples(st.booleans(), st.none() | st.floats(0.0, 65504.0)), max_size=30))
+@given(blind, st.lists(st.tuples(st.booleans(), st.none() | st.floats(0.0, 65504.0)), max_size=30))
 def test_readings_and_booleans_may_be_mixed(policy: Any, pairs: list[tuple[bool, float | None]]) -> None:
     plain = simulate(policy, (overflow for overflow, _ in pairs))
     mixed = simulate(
@@ -40,6 +42,20 @@ def test_readings_and_booleans_may_be_mixed(policy: Any, pairs: list[tuple[bool,
     assert [step._replace(peak=None) for step in mixed] == list(plain)
     assert [step.peak for step in mixed] == [peak for _, peak in pairs][: len(mixed)]
     assert mixed.stopped == plain.stopped
+
+
+def test_a_rule_that_sees_is_shown_what_a_reading_holds() -> None:
+    shown = []
+
+    class Listed(Remembering):
+        def advance(self, state: Any, reading: Reading, where: Any = choose) -> Any:
+            shown.append(reading)
+            return super().advance(state, reading, where)
+
+    readings = [Reading(True, 2.0, 0.5), Reading(False, 3.0, 1.0), Reading(True, 2.0, 0.5)]
+    trace = simulate(Listed(), readings)
+    assert shown == readings
+    assert [step.peak for step in trace] == [2.0, 3.0, 2.0]
 
 
 def test_a_policy_that_gives_up_ends_the_trace_with_that_step() -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp import PolicyError
+from preamp import PolicyError, Static
 from preamp.torch import GradScaler, stepping
 
+from .seeing import Remembering
 from .torch_pairs import INF, NAN, give, make, ours, theirs, weights
 
 OPTIMIZERS = {
@@ -396,6 +397,24 @@ def test_combined_clipping_takes_a_handful_of_calls():
     own = counted(None, "AdamW fused", bare=True).calls
     assert counted(GradScaler("cpu", **never), "AdamW fused", max_norm=1.0).calls - own <= 9
     assert counted(GradScaler("cpu", **never), "AdamW fused").calls - own <= 9
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+def test_a_peak_takes_one_call_for_each_gradient_and_a_share_none_below_the_edge(kind):
+    """A fused step that looks for the peak looks for nothing else."""
+    blind = counted(GradScaler("cpu", policy=Static(1024.0)), kind).calls
+    for edge in (INF, 2.0):
+        seeing = counted(GradScaler("cpu", policy=Remembering(1024.0, edge)), kind).calls
+        assert 161 <= seeing - blind <= 161 + 6
+    assert counted(GradScaler("cpu", policy=Remembering(1024.0, 1.0)), kind).calls - seeing <= 3 * 161 + 3
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}])
+def test_a_policy_that_sees_reads_no_more_than_one_that_does_not(monkeypatch, limits):
+    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    for kind, options in (("AdamW fused", {}), ("SGD", {"capturable": True})):
+        bare = counted(None, kind, bare=True).reads
+        assert counted(ours(policy=Remembering(1024.0), **options), kind, **limits).reads == bare
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}])

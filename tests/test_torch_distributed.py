@@ -28,6 +28,7 @@ from preamp import UsageError
 from preamp.torch import GradScaler, ShardedGradScaler
 from preamp.torch.agreement import Agreement
 from preamp.torch.readings import Readings
+from preamp.torch.sight import WIDTH
 
 from . import distributed_worker as worker
 from .distributed_worker import Seen, alone, net
@@ -69,7 +70,8 @@ class Ranks:
     def _start(self) -> None:
         self.starts += 1
         meeting = str(self.folder / f"{self.count}-{self.starts}")
-        variables = {"PYTHONPATH": str(Path(inspect.getfile(GradScaler)).parents[2]), "OMP_NUM_THREADS": "1"}
+        paths = Path(inspect.getfile(GradScaler)).parents[2], WORKER.parents[1]
+        variables = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
         for rank in range(self.count):
             command = [sys.executable, str(WORKER), str(rank), str(self.count), meeting]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -389,6 +391,48 @@ def test_the_sharded_scaler_takes_arguments_in_the_order_of_the_original():
     scaler = ShardedGradScaler("cpu", 2.0**8, 0.25, 4.0, 7, True, None)
     rule = (scaler.get_scale(), scaler.get_backoff_factor(), scaler.get_growth_factor())
     assert (*rule, scaler.get_growth_interval()) == (2.0**8, 0.25, 4.0, 7)
+
+
+# Policies that see.
+
+
+SEEING: dict[str, Any] = {"edge": 512.0, **PLAIN_SGD}
+
+
+def assert_saw_as(seen: Seen, reference: Seen) -> None:
+    """Check that ranks saw the share that one process sees, and its peak to the next power of two above."""
+    assert seen["peaks"] == [peak and 2.0 ** math.ceil(math.log2(peak)) for peak in reference["peaks"]]
+    assert seen["peaks"][worker.OVERFLOW] is None
+    shown, expected = (one["state"]["preamp_state"] for one in (seen, reference))
+    assert shown["peak"] == seen["peaks"][-1]
+    assert 0.0 < shown["share"] < 1.0
+    assert shown["share"] == pytest.approx(expected["share"], rel=1e-6)
+    assert seen["scales"] == reference["scales"]
+
+
+@pytest.mark.parametrize("capturable", [[False] * 2, [True] * 2, [False, True]], ids=str)
+@pytest.mark.parametrize("how", [{}, {"clip": BOTH}, {"unscale": True}, {"twins": True}], ids=str)
+def test_all_ranks_are_shown_the_peak_and_the_share_of_all(two, how, capturable):
+    seen = two("split", agree="in place", capturable=capturable, **how, **SEEING)
+    assert seen[0]["state"] == seen[1]["state"]
+    how.pop("twins", None)
+    assert_saw_as(seen[0], alone(worker.Split(), scaler="ours", **how, **SEEING))
+    lengths = [2 + WIDTH] + [2] * ("max_value" in how.get("clip", {}))
+    assert seen[0]["calls"] == [[f"torch.float64 [{length}]" for length in lengths]] * worker.STEPS
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
+@pytest.mark.parametrize(
+    ("scenario", "how"), [("fsdp2", {"plain": ["4.weight"]}), ("tensor_parallel", {"shape": [2]})]
+)
+def test_copies_do_not_distort_the_share(two, scenario, how, capturable):
+    policy = {**SEEING, "edge": 32.0}
+    seen = agreed(two(scenario, capturable=capturable, **how, **policy))
+    assert_saw_as(seen, alone(net(6) if scenario == "tensor_parallel" else None, scaler="ours", **policy))
+
+
+def test_where_copies_cannot_be_told_no_share_is_invented(four):
+    assert all("asks for a share" in one["refused"] for one in four("crossed_meshes", **SEEING))
 
 
 # The optimizer with a scaler inside.

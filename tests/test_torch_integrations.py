@@ -211,6 +211,9 @@ def transformers(job: Job) -> list[Row]:
 
 
 LIBRARIES = [fabric, lightning, accelerate, transformers]
+# Its Trainer takes ten times as long as the others, and calls the scaler as Accelerate does.
+SLOW_TRAINER = pytest.param(transformers, marks=pytest.mark.slow)
+QUICK_LIBRARIES = [fabric, lightning, accelerate, SLOW_TRAINER]
 
 pytestmark = [
     pytest.mark.usefixtures("alone"),
@@ -273,7 +276,11 @@ def test_a_step_is_clipped_after_unscaling_or_skipped(train, tmp_path):
 
 
 # Lightning refuses to clip for a fused optimizer.
-WITH_FUSED = [*((train, None) for train in LIBRARIES), (accelerate, CLIP), (transformers, CLIP)]
+WITH_FUSED = [
+    *((train, None) for train in LIBRARIES),
+    (accelerate, CLIP),
+    pytest.param(transformers, CLIP, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("train", "clip"), WITH_FUSED)
@@ -286,7 +293,7 @@ def test_a_fused_optimizer_trains_as_the_one_that_is_not_fused(train, clip, tmp_
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw, fused_adamw], ids=["SGD", "AdamW", "fused"])
-@pytest.mark.parametrize("train", [accelerate, transformers])
+@pytest.mark.parametrize("train", [accelerate, SLOW_TRAINER])
 def test_the_library_knows_which_steps_were_skipped_and_its_schedule_waits(train, make_optimizer, tmp_path):
     rows = train(Job(ours(), tmp_path, make_optimizer))
     taken = accumulate(not skipped for skipped in SKIPPED)
@@ -300,7 +307,7 @@ def test_the_library_knows_which_steps_were_skipped_and_its_schedule_waits(train
     [(ours, GradScaler), (original, GradScaler), (ours, torch.amp.GradScaler)],
     ids=["ours", "from the original", "to the original"],
 )
-@pytest.mark.parametrize("train", LIBRARIES)
+@pytest.mark.parametrize("train", QUICK_LIBRARIES)
 def test_the_scaler_goes_on_from_a_checkpoint_of_the_library(train, first, second, tmp_path):
     whole = train(Job(first(), tmp_path, sgd))
     assert train(Job(second("cpu"), tmp_path, sgd, resume=True)) == whole[len(EPOCH) :]

@@ -3,7 +3,7 @@
 The names here need no framework. The adapters are modules: `from preamp.torch import GradScaler`.
 """
 
-from preamp import casting, dialects
+from preamp import casting, dialects, processes
 from preamp.errors import (
     CastingError,
     CheckpointError,
@@ -18,17 +18,46 @@ from preamp.errors import (
     TraceError,
     UsageError,
 )
-from preamp.policy import Dynamic, Moving, Policy, Reading, State, Static, Tolerant, TolerantState
+from preamp.exponents import Band, ExponentHistogram
+from preamp.looks import Look, LookRow
+from preamp.policy import (
+    Dynamic,
+    FloorSchedule,
+    FloorState,
+    Headroom,
+    HeadroomState,
+    Histogram,
+    LogMax,
+    LogMaxState,
+    Moving,
+    Policy,
+    Reading,
+    State,
+    Static,
+    Tolerant,
+    TolerantState,
+)
 from preamp.simulate import simulate
 from preamp.trace import Step, Summary, Trace
 
 __all__ = [
+    "Band",
     "CastingError",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "Dynamic",
+    "ExponentHistogram",
+    "FloorSchedule",
+    "FloorState",
+    "Headroom",
+    "HeadroomState",
+    "Histogram",
     "InexactScale",
+    "LogMax",
+    "LogMaxState",
+    "Look",
+    "LookRow",
     "LossyConversion",
     "MissingExtra",
     "Moving",
@@ -49,6 +78,7 @@ __all__ = [
     "__version__",
     "casting",
     "dialects",
+    "processes",
     "simulate",
 ]
 

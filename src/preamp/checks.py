@@ -26,6 +26,7 @@ __all__ = [
     "level_of_caller",
     "one_of",
     "positive",
+    "power_of_two",
     "to_float32",
     "warn_if_inexact",
     "whole",
@@ -84,6 +85,13 @@ def whole(name: str, value: Any, *, least: int, instead: str) -> None:
     """Refuse what is not a whole number of a least size."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise PolicyError(f"{name}={value!r} must be a whole number of at least {least}. Write {instead}.")
+
+
+def power_of_two(name: str, value: Any, *, most: int, instead: str) -> None:
+    """Refuse what is not 1, 2, 4, 8 ... `most`."""
+    whole(name, value, least=1, instead=instead)
+    if value & (value - 1) or value > most:
+        raise PolicyError(f"{name}={value!r} is not a power of two up to {most}. Write {instead}.")
 
 
 def warn_if_inexact(name: str, value: float | None) -> None:

@@ -1,4 +1,4 @@
-"""The command line: train, simulate, report, inspect, convert, dialects.
+"""The command line: train, simulate, report, doctor, inspect, convert, dialects.
 
 This room turns flags into calls and results into tables. It decides nothing about scales. The flags of
 the policies are made from their dataclasses.
@@ -6,10 +6,9 @@ the policies are made from their dataclasses.
 
 from __future__ import annotations
 
-import random
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,16 +17,25 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
-from preamp import __version__
+from preamp import __version__, comparing
+from preamp.comparing import footer, scale_row, stops
 from preamp.dialects import ALL
 from preamp.errors import PreampError
-from preamp.flags import ShortDynamic, ShortTolerant, find_dialect, precisions_and_rule, rules
+from preamp.flags import SHORT_INTERVAL, Given, find_dialect, precisions_and_rule, rules
 from preamp.lab import Framework, Precision, Task
-from preamp.policy import Dynamic, Static, Tolerant
-from preamp.simulate import simulate as play
-from preamp.terminal import Row, out, print_lines, print_open, print_table, train_all, until_done
+from preamp.policy import Dynamic
+from preamp.processes import Process
+from preamp.terminal import (
+    Row,
+    out,
+    print_diagnosis,
+    print_lines,
+    print_open,
+    print_table,
+    train_all,
+    until_done,
+)
 from preamp.trace import Trace
-from preamp.words import power, sparkline
 
 if TYPE_CHECKING:
     from preamp.lab.problem import Problem
@@ -38,6 +46,7 @@ __all__ = [
     "app",
     "convert",
     "dialects",
+    "doctor",
     "inspect",
     "report",
     "run",
@@ -54,12 +63,13 @@ LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float
 RULE = Parameter(
     group=Group(
         "Rule for the loss scale",
-        help="--policy.scale makes it Static, --policy.tolerance Tolerant, anything else Dynamic.",
-    )
+        help="Without --rule, the first that has all the settings given; Dynamic comes first. "
+        f"In train, a growth interval of {Dynamic.growth_interval} by default is {SHORT_INTERVAL}.",
+    ),
+    show_default=False,
 )
 
 BAD_INPUT, INTERRUPTED = 2, 130
-INVENTED_STEPS, INVENTED_RATE = 20_000, 0.0005
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
 ARITHMETIC = {
     True: "rehearsed as on a tensor core: products store what goes in and out in it and sum in float32",
@@ -114,7 +124,8 @@ def train(
     framework: Framework = "torch",
     precision: tuple[Precision | Literal["all"], ...] = (),
     emulate: Annotated[bool, Parameter(negative="--native")] = True,
-    policy: Annotated[ShortDynamic | ShortTolerant | Static | None, RULE] = None,
+    rule: Annotated[str | None, RULE] = None,
+    policy: Annotated[Given | None, RULE] = None,
     dialect: str | None = None,
     config: Path | None = None,
     seed: Seed = 0,
@@ -131,7 +142,8 @@ def train(
         precision: float16 runs twice, without and with loss scaling. Can be given several times.
             Default: float32, and float16 or what the configuration computes in.
         emulate: compute in float32 and round where a GPU stores low precision; --native computes in it.
-        policy: the rule for the scale.
+        rule: dynamic, tolerant, floor-schedule, headroom, histogram, log-max or static.
+        policy: the settings of the rule.
         dialect: use another system's rule; see preamp dialects.
         config: use the precision and the rule of a DeepSpeed configuration, and nothing else of it.
         seed: of the first run.
@@ -145,10 +157,10 @@ def train(
     from preamp.lab.runs import TASKS, find_loop, plans, write_summary
 
     make_loop = partial(find_loop(framework), emulate=emulate)
-    precisions, rule = precisions_and_rule(precision, policy, dialect, config)
+    precisions, chosen = precisions_and_rule(precision, rule, policy, dialect, config)
     table = tables.read_csv(data) if data else tables.digits()
     problem = TASKS[task or ("classify" if data else "autoencoder")](table, epochs)
-    todo = plans(precisions, rule, seeds, seed)
+    todo = plans(precisions, chosen, seeds, seed)
 
     out_dir.mkdir(parents=True, exist_ok=True)
     runs = train_all(problem, todo, make_loop, framework, out_dir)
@@ -163,7 +175,7 @@ def train(
     print_table(rows)
     if seeds > 1:
         out.print(f"Median and range of {seeds} seeds; steps, skipped steps and seconds are sums.")
-    print_lines(_stops((f"{run.plan.name}, seed {run.plan.seed}", run.trace) for run in runs))
+    print_lines(stops((f"{run.plan.name}, seed {run.plan.seed}", run.trace) for run in runs))
     print_open(out_dir / "report.html")
     return INTERRUPTED if interrupted else 0
 
@@ -171,56 +183,55 @@ def train(
 @app.command
 def simulate(
     *,
-    policy: Annotated[Dynamic | Tolerant | Static | None, RULE] = None,
+    rule: Annotated[tuple[str, ...], RULE] = (),
+    policy: Annotated[Given | None, RULE] = None,
     dialect: tuple[str, ...] = (),
     config: tuple[Path, ...] = (),
     trace: Path | None = None,
-    steps: Count | None = None,
+    process: comparing.ProcessName | None = None,
+    dtype: LowPrecision | None = None,
+    ranks: Count | None = None,
     overflow_rate: Share | None = None,
+    steps: Count | None = None,
     seed: Seed | None = None,
     out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/simulate.html"),
 ) -> int:
-    """Play overflows through policies and compare what they do to the scale.
+    """Play gradients or overflows through policies and compare what they do to the scale.
 
-    The same steps overflow for every policy, whatever its scale.
+    With --process, or a trace that has peaks, what overflows and what is flushed follows from each policy's
+    own scale. Otherwise the same steps overflow for every policy.
 
     Args:
-        policy: a policy of ours.
+        rule: a rule of ours: dynamic, tolerant, floor-schedule, headroom, histogram, log-max or static;
+            can be given several times, "all" for every one.
+        policy: the settings of the rule.
         dialect: another system's rule; can be given several times, "all" for every one.
         config: the rule of a DeepSpeed configuration; can be given several times.
-        trace: take the overflows from a recorded run instead of inventing them.
-        steps: how many steps to invent. Default: 20,000.
-        overflow_rate: the chance of each invented step to overflow. Default: 0.0005.
-        seed: of the invented overflows. Default: 0.
+        trace: take a recorded run.
+        process: draw how large the gradients are; see preamp.processes.
+        dtype: the low precision that overflows and flushes. Default: that of the trace, or float16.
+        ranks: of how many ranks the largest gradient counts. Default: 1.
+        overflow_rate: invent overflows: the chance of each step. Default: 0.0005.
+        steps: how many steps to draw or invent. Default: 20,000.
+        seed: of what is drawn or invented. Default: 0.
         out_file: the report with the picture of the scales.
     """
-    from preamp.report import Curve, write_report
+    import preamp.report  # noqa: F401  # what is missing is said before the work, not after
 
     if trace is not None:
-        _refuse_with_trace(steps=steps, overflow_rate=overflow_rate, seed=seed)
+        _refuse_together(
+            "trace", process=process, ranks=ranks, overflow_rate=overflow_rate, steps=steps, seed=seed
+        )
         _refuse_to_overwrite([trace], out_file)
-        overflows, source = _recorded(trace), f"recorded in {trace}"
+        given = comparing.recorded(trace, dtype)
+    elif process is not None:
+        _refuse_together("process", overflow_rate=overflow_rate)
+        given = comparing.process(process, dtype=dtype, ranks=ranks, steps=steps, seed=seed)
     else:
-        rate = INVENTED_RATE if overflow_rate is None else overflow_rate
-        overflows = _invented(steps or INVENTED_STEPS, rate, seed or 0)
-        source = f"invented, each step with a chance of {rate:g}"
-    chosen = rules(policy, dialect, config)
-    traces = {name: play(rule, overflows) for name, rule in chosen.items()}
-    rows = [_scale_row(name, one) for name, one in traces.items()]
-    trends = [{"trend": sparkline(one)} for one in traces.values()]
-    stops = _stops(traces.items())
-    print_table([row | trend for row, trend in zip(rows, trends, strict=True)])
-    print_lines(stops)
-    out_file.parent.mkdir(parents=True, exist_ok=True)
-    write_report(
-        out_file,
-        title="The same overflows, other rules",
-        lead=[f"{len(overflows):,} steps, {sum(overflows):,} of which overflow: {source}.", *stops],
-        curves=[Curve(name, one) for name, one in traces.items()],
-        table=rows,
-        footer=_footer(f"{name}: {rule!r}" for name, rule in chosen.items()),
-    )
-    print_open(out_file)
+        given = comparing.invented(steps, overflow_rate, seed)
+    if not isinstance(given.given, Process):
+        _refuse_without_gradients(dtype=dtype, ranks=ranks)
+    comparing.compare(rules(rule, policy, dialect, config), given, out_file)
     return 0
 
 
@@ -241,18 +252,32 @@ def report(
 
     _refuse_to_overwrite(traces, out_file)
     named = _named(traces, [Trace.read(path) for path in traces])
-    rows = [_scale_row(name, one) for name, one in named.items()]
+    rows = [scale_row(name, one) for name, one in named.items()]
     out_file.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         out_file,
         title="What loss scaling did",
-        lead=_stops(named.items()),
+        lead=stops(named.items()),
         curves=[_curve(name, one) for name, one in named.items()],
         table=rows,
-        footer=_footer(map(str, traces)),
+        footer=footer(map(str, traces)),
     )
     print_table(rows)
     print_open(out_file)
+    return 0
+
+
+@app.command
+def doctor(traces: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)], /) -> int:
+    """Say what is wrong with the loss scale of recorded runs, and what to write instead.
+
+    Args:
+        traces: files that a Trace was written to.
+    """
+    from preamp.doctor import diagnose
+
+    for name, one in _named(traces, [Trace.read(path) for path in traces]).items():
+        print_diagnosis(name, diagnose(one))
     return 0
 
 
@@ -290,7 +315,7 @@ def inspect(
         lead=[found.summary(), *found.warnings],
         curves=[],
         table=found.table(),
-        footer=_footer([f"{device or framework}, {dtype or 'default precision'}"]),
+        footer=footer([f"{device or framework}, {dtype or 'default precision'}"]),
     )
     print(found)
     print_open(out_file)
@@ -330,10 +355,22 @@ def dialects() -> int:
     return 0
 
 
-def _refuse_with_trace(**flags: object) -> None:
+def _refuse_together(with_flag: str, **flags: object) -> None:
     for name, value in flags.items():
         if value is not None:
-            raise PreampError(f"--{name.replace('_', '-')} is of no use with --trace. Write one of them.")
+            raise PreampError(f"{_flag(name)} is of no use with {_flag(with_flag)}. Write one of them.")
+
+
+def _refuse_without_gradients(**flags: object) -> None:
+    for name, value in flags.items():
+        if value is not None:
+            raise PreampError(
+                f"{_flag(name)} needs gradients. Write --process stationary, or --trace of a run with peaks."
+            )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _refuse_to_overwrite(traces: Sequence[Path], out_file: Path) -> None:
@@ -341,15 +378,6 @@ def _refuse_to_overwrite(traces: Sequence[Path], out_file: Path) -> None:
         raise PreampError(
             f"--out {out_file} is a trace that is read. Write another name, such as report.html."
         )
-
-
-def _recorded(path: Path) -> list[bool]:
-    return [not step.finite for step in Trace.read(path)]
-
-
-def _invented(steps: int, rate: float, seed: int) -> list[bool]:
-    rng = random.Random(seed)
-    return [rng.random() < rate for _ in range(steps)]
 
 
 def _named(paths: Sequence[Path], traces: Sequence[Trace]) -> dict[str, Trace]:
@@ -383,7 +411,7 @@ def _write_training_report(
         strips_title="Test digits as each run redraws them",
         curves=[_curve(run.plan.name, run.trace) for run in runs],
         table=rows,
-        footer=_footer(f"{run.plan.name}: {run.plan.policy!r}" for run in runs if run.plan.policy),
+        footer=footer(f"{run.plan.name}: {run.plan.policy!r}" for run in runs if run.plan.policy),
     )
 
 
@@ -394,24 +422,3 @@ def _curve(name: str, trace: Trace) -> Curve:
     precision = str(trace.about.get("precision"))
     color = COLORS.get((precision, bool(trace.about.get("policy"))))
     return Curve(name, trace, color, is_reference=precision == "float32")
-
-
-def _scale_row(name: str, trace: Trace) -> Row:
-    summary = trace.summary()
-    return {
-        "run": name,
-        "steps": f"{summary.steps:,}",
-        "skipped": f"{summary.skipped:,}",
-        "streak": f"{summary.longest_streak}",
-        "lowest": power(summary.min_scale),
-        "highest": power(summary.max_scale),
-        "final": power(summary.final_scale),
-    }
-
-
-def _footer(lines: Iterable[str]) -> str:
-    return f"preamp {__version__}. " + ". ".join(dict.fromkeys(lines))
-
-
-def _stops(traces: Iterable[tuple[str, Trace]]) -> list[str]:
-    return [f"{name} stopped: {trace.stopped}" for name, trace in traces if trace.stopped]

@@ -6,12 +6,12 @@ follows from an overflow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["agreed", "are_finite", "as_stored", "divided", "multiplied", "values_of", "widened"]
+__all__ = ["agreed", "are_finite", "as_stored", "divided", "multiplied", "seen", "values_of", "widened"]
 
 
 def multiplied(loss: Any, scale: Any) -> Any:
@@ -75,6 +75,52 @@ def agreed(gradients: Sequence[Any]) -> Any:
     if replica.num_replicas_in_sync == 1:
         return are_finite(gradients)
     return tf.equal(replica.all_reduce(tf.distribute.ReduceOp.SUM, _overflows(gradients)), 0.0)
+
+
+def seen(sees: Collection[str], edge: Any, gradients: Sequence[Any]) -> dict[str, Any]:
+    """Return the peak of all replicas' gradients, and the share from the edge on: float32 scalars, as asked.
+
+    Args:
+        sees: what is asked for: "peak", "share".
+        edge: a float, or a float32 scalar.
+        gradients: as in `agreed`. Of `IndexedSlices` the stored entries count.
+    """
+    if not sees:
+        return {}
+    peak, count, size = tf.unstack(_gathered(sees, edge, gradients), axis=1)
+    share = tf.reduce_sum(count) / tf.maximum(tf.reduce_sum(size), 1.0)
+    return {name: value for name, value in (("peak", tf.reduce_max(peak)), ("share", share)) if name in sees}
+
+
+def _gathered(sees: Collection[str], edge: Any, gradients: Sequence[Any]) -> Any:
+    """Return what each replica has measured: of shape [replicas, 3]."""
+    if tf.distribute.in_cross_replica_context():
+        strategy = tf.distribute.get_strategy()
+        rows = strategy.extended.call_for_each_replica(_measured, args=(sees, edge, gradients))
+        return strategy.gather(rows, axis=0)
+    replica, row = tf.distribute.get_replica_context(), _measured(sees, edge, gradients)
+    return row if replica.num_replicas_in_sync == 1 else replica.all_gather(row, axis=0)
+
+
+def _measured(sees: Collection[str], edge: Any, gradients: Sequence[Any]) -> Any:
+    """Return a replica's peak, how many entries are from the edge on, and how many there are: [1, 3]."""
+    values = [values_of(gradient) for gradient in gradients if gradient is not None]
+    peaks = [_largest(value) for value in values] if "peak" in sees else []
+    counts = [_count(value, edge) for value in values] if "share" in sees else []
+    sizes = [tf.size(value, tf.float32) for value in values]
+    return tf.stack([tf.reduce_max([0.0, *peaks]), tf.add_n([0.0, *counts]), tf.add_n([0.0, *sizes])])[None]
+
+
+def _largest(values: Any) -> Any:
+    """Return the largest magnitude without making a tensor of magnitudes; of nothing, not above 0."""
+    peak = tf.maximum(tf.reduce_max(values), -tf.reduce_min(values))
+    return tf.cast(tf.minimum(peak, tf.cast(peak.dtype.max, peak.dtype)), tf.float32)
+
+
+def _count(values: Any, edge: Any) -> Any:
+    values = widened(values)
+    reach = tf.abs(values) >= tf.cast(edge, values.dtype)
+    return tf.cast(tf.math.count_nonzero(reach), tf.float32)
 
 
 def _overflows(gradients: Sequence[Any]) -> Any:

@@ -21,10 +21,20 @@ from preamp.trace import Trace
 from preamp.words import power
 
 if TYPE_CHECKING:
+    from preamp.doctor import Diagnosis
     from preamp.lab.problem import Problem
     from preamp.lab.runs import Loop, Plan, Run
 
-__all__ = ["Row", "out", "print_lines", "print_open", "print_table", "train_all", "until_done"]
+__all__ = [
+    "Row",
+    "out",
+    "print_diagnosis",
+    "print_lines",
+    "print_open",
+    "print_table",
+    "train_all",
+    "until_done",
+]
 
 Row: TypeAlias = dict[str, str]
 NARROWEST = 80  # below, the terminal folds lines: cutting cells would show wrong numbers
@@ -53,6 +63,22 @@ def print_lines(lines: Iterable[str]) -> None:
     """Print each line."""
     for line in lines:
         out.print(line)
+
+
+def print_diagnosis(name: str, found: Diagnosis) -> None:
+    """Print what a doctor found in a run, worst first."""
+    out.print(f"\n{name}", style="bold")
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 1))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for finding in found.findings:
+        said = f"{finding.sentence} {finding.advice}".strip()
+        table.add_row(finding.severity, "\n".join(filter(None, (said, found.remedy(finding)))))
+    if sum(bool(finding.settings) for finding in found.findings) > 1:
+        table.add_row("all this", found.remedy())
+    if rehearsal := found.rehearsal():
+        table.add_row("then", rehearsal)
+    out.print(table)
 
 
 def print_open(path: Path) -> None:

@@ -2,20 +2,21 @@
 
 This room remembers. It refuses to know who trained what, and draws nothing: figures are in `report`.
 
-The first line of a file describes the run, every other line is one step. Lines are written whole, one
-at a time, so the file of an interrupted run can be read up to its last step.
+The first line of a file describes the run, every other line is one step, or what a lens saw in one. Lines
+are written whole, one at a time, so the file of an interrupted run can be read up to its last step.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, overload
 
 from preamp.errors import TraceError
+from preamp.json_numbers import is_number, to_json
+from preamp.looks import Look, look_from_json, look_to_json
 
 __all__ = ["Step", "Summary", "Trace"]
 
@@ -90,6 +91,7 @@ class Trace:
 
     Attributes:
         about: what describes the run.
+        looks: what a lens saw, on the steps that it sampled.
         stopped: why the run ended before its time, or None.
 
     Raises:
@@ -110,6 +112,7 @@ class Trace:
         **about: Any,
     ) -> None:
         self._rows: list[tuple[Any, ...]] = []  # plain tuples: the garbage collector can forget them
+        self.looks: list[Look] = []
         self.about = about
         self.stopped: str | None = None
         self._file = None if path is None else self._open(Path(path), mode)
@@ -134,6 +137,17 @@ class Trace:
         for row in rows:
             self(Step._make(row))
 
+    def look(self, look: Look) -> None:
+        """Record what a lens saw: `Lens(model, on_look=trace.look)`. It is written if the trace has a file.
+
+        Raises:
+            TraceError: for a look that could not be read back.
+        """
+        line = _line({"look": look_to_json(look)})
+        if self._file is not None:
+            self._file.write(line)
+        self.looks.append(look)
+
     def _open(self, path: Path, mode: str) -> IO[str]:
         """Open the file to write whole lines to it; nothing is lost if this fails."""
         if mode not in ("new", "append", "replace"):
@@ -145,7 +159,7 @@ class Trace:
             )
         if is_there and mode == "append":
             before = Trace.read(path)
-            self._rows, self.about = before._rows, before.about
+            self._rows, self.looks, self.about = before._rows, before.looks, before.about
             return path.open("a", encoding="utf-8", buffering=1)
         head = _head(self.about)
         file = path.open("w", encoding="utf-8", buffering=1)  # line buffered: whole lines reach the file
@@ -225,6 +239,8 @@ class Trace:
             entry = _parse(path, number, line, is_last=number == len(lines))
             if set(entry) == {"stopped"} and isinstance(entry["stopped"], str):
                 trace.stopped = entry["stopped"]
+            elif set(entry) == {"look"}:
+                trace.looks.append(_as_look(path, number, entry["look"]))
             else:
                 trace(_as_step(path, number, entry))
                 trace.stopped = None  # it went on
@@ -254,6 +270,7 @@ class Trace:
         """Return the lines of the file that holds this trace."""
         yield _head(self.about)
         yield from (_line(_as_json(step)) for step in self)
+        yield from (_line({"look": look_to_json(look)}) for look in self.looks)
         if self.stopped is not None:
             yield _line({"stopped": self.stopped})
 
@@ -285,7 +302,7 @@ def _plain(name: str, value: Any) -> Any:
         plain = _TYPES.get(name, float)(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"a step's {name} is {value!r}, which is not a number: {error}.") from error
-    return repr(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
+    return to_json(plain)
 
 
 def _about(path: str | Path, line: str) -> dict[str, Any]:
@@ -321,6 +338,13 @@ def _as_step(path: str | Path, number: int, entry: dict[str, Any]) -> Step:
     return Step(**{**values, "culprits": tuple(entry.get("culprits", ()))})
 
 
+def _as_look(path: str | Path, number: int, entry: Any) -> Look:
+    try:
+        return look_from_json(entry)
+    except TraceError as error:
+        raise TraceError(f"{path}, line {number}: {error}.") from error
+
+
 _TYPES: dict[str, Any] = {"index": int, "finite": bool, "skipped": bool, "culprits": list}
 _NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
 _REQUIRED = ("index", "scale", "finite", "skipped")
@@ -333,19 +357,13 @@ def _problem(entry: dict[str, Any]) -> str:
     if missing or unknown:
         return f"a step without {', '.join(missing)}" if missing else f"unknown entry {unknown[0]!r}"
     for name, value in entry.items():
-        if name in _NUMBERS and not _is_number(value):
+        if name in _NUMBERS and not is_number(value):
             return f"{name} is {value!r}, not a number"
         if name in ("finite", "skipped") and not isinstance(value, bool):
             return f"{name} is {value!r}, neither true nor false"
-    if not (isinstance(entry["index"], int) and _is_number(entry["index"])):
+    if not (isinstance(entry["index"], int) and is_number(entry["index"])):
         return f"index is {entry['index']!r}, not a whole number"
     culprits = entry.get("culprits", [])
     if not (isinstance(culprits, list) and all(isinstance(name, str) for name in culprits)):
         return f"culprits is {culprits!r}, not a list of names"
     return ""
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 2**1023  # beyond, there is no float
-    return isinstance(value, float) or value in ("inf", "-inf", "nan")

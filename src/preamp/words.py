@@ -8,7 +8,7 @@ from statistics import median
 
 from preamp.trace import Trace
 
-__all__ = ["exponent", "power", "sparkline", "spread"]
+__all__ = ["exponent", "of_steps", "percent", "power", "powers", "sparkline", "spread"]
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -34,6 +34,37 @@ def power(scale: float | None) -> str:
     if 0.0 < scale < math.inf and math.frexp(scale)[0] == 0.5:
         return "2" + str(math.frexp(scale)[1] - 1).translate(SUPERSCRIPT)
     return f"{scale:.5g}" if 1.0 < scale < 1e5 else f"{scale:.3g}"
+
+
+def powers(count: int) -> str:
+    """Return how many powers of two there are, in words.
+
+    >>> powers(1), powers(8)
+    ('1 power of two', '8 powers of two')
+    """
+    return f"{count} power{'' if count == 1 else 's'} of two"
+
+
+def of_steps(count: int, steps: int) -> str:
+    """Return how many of some steps there are.
+
+    >>> of_steps(20, 1000)
+    '20 of 1,000 steps (2.0 %)'
+    """
+    return f"{count:,} of {steps:,} steps ({percent(count / max(steps, 1))})"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, to two digits.
+
+    >>> percent(0.5), percent(0.0234), percent(0.0), percent(2e-6)
+    ('50 %', '2.3 %', '0 %', 'below 0.01 %')
+    """
+    hundred = 100.0 * share
+    if 0.0 < hundred < 0.01:
+        return "below 0.01 %"
+    digits = 0 if hundred >= 9.95 or not hundred else 1 if hundred >= 0.995 else 2
+    return f"{hundred:.{digits}f} %"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -28,8 +28,9 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
-from preamp import PreampError, Starved, Trace
+from preamp import Headroom, PreampError, Reading, Starved, Trace
 from preamp.deepspeed import attach
+from tests.seeing import Remembering
 
 RANK, RANKS, FOLDER = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
 
@@ -312,6 +313,35 @@ def static(kind: str) -> list[Seen]:
     return played(engine, "0010")
 
 
+class Listing(Remembering):
+    """A scale that stays, and all readings."""
+
+    readings: ClassVar[list[Reading]] = []
+
+    def advance(self, state: Any, reading: Reading, where: Any = None) -> Any:
+        self.readings.append(reading)
+        return state
+
+
+@each(two=ON_TWO_RANKS)
+def shown(kind: str) -> Seen:
+    """Gradients of 1 and -3 at a scale of 4; then the first of them overflows."""
+    Listing.readings.clear()
+    engine = made(kind, clip=0.5)
+    handle = attach(engine, Listing(init_scale=4.0, limit=9.0))
+    peaks = []
+    for first in (1.0, float("inf"), 1.0):
+        engine.backward(engine(first, -3.0))
+        engine.step()
+        peaks.append(handle.last_step and handle.last_step.peak)
+    return {"peaks": peaks, "readings": [list(reading) for reading in Listing.readings]}
+
+
+@each(ESSENTIAL)
+def resumed_with_eyes(kind: str) -> list[list[float]]:
+    return cut_everywhere(kind, Headroom(init_scale=2.0**9))
+
+
 @alone
 def schedule() -> list[float]:
     engine = made("0")
@@ -338,6 +368,8 @@ def refused() -> dict[str, str]:
     subclass.optimizer.__class__ = type("Mine", (type(subclass.optimizer),), {})
     overridden = made("0")
     overridden.optimizer.override_loss_scale(4.0)
+    on_disk = made("3 offloaded")
+    on_disk.optimizer.swap_optimizer = True
     onebit = made("0")
     onebit.optimizer.optimizer.__class__ = type("OnebitAdam", (torch.optim.SGD,), {})
     type(onebit.optimizer.optimizer).__module__ = "deepspeed.runtime.fp16.onebit.adam"
@@ -351,6 +383,7 @@ def refused() -> dict[str, str]:
         "float32": lambda: attach(made("1", fp16={"enabled": False})),
         "bfloat16": lambda: attach(made("0", fp16={"enabled": False}, bf16={"enabled": True})),
         "subclass": lambda: attach(subclass),
+        "on a disk": lambda: attach(on_disk, Headroom()),
         "onebit": lambda: attach(onebit),
         "no policy": lambda: attach(made("1"), 3),
         "no on_step": lambda: attach(made("1"), on_step=3),

@@ -32,7 +32,9 @@ Play = Callable[[int, str], Any]
 
 def start(folder: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
     variables = {
-        "PYTHONPATH": str(Path(inspect.getfile(preamp)).parents[1]),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, (Path(inspect.getfile(preamp)).parents[1], WORKER.parents[2]))
+        ),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "RANK": str(rank),
@@ -137,6 +139,23 @@ def test_every_step_is_right(play: Play, ranks: int, kind: str) -> None:
         assert [one["skipped"] for one in seen] == [
             SCRIPT[: place + 1].count("1") for place in range(len(SCRIPT))
         ]
+
+
+@on_ranks(ON_TWO_RANKS)
+def test_a_policy_that_sees_is_shown_the_scaled_gradients_of_all_ranks(
+    play: Play, ranks: int, kind: str
+) -> None:
+    """Six entries are 4, four are -12, and the edge is 9."""
+    for seen in play(ranks, f"shown {kind}"):
+        assert seen["peaks"] == [12.0, None, 12.0]
+        assert seen["readings"] == [[True, 12.0, 0.4], [False, None, None], [True, 12.0, 0.4]]
+
+
+@on_ranks((), ESSENTIAL)
+def test_checkpoints_hold_what_a_policy_has_seen(play: Play, ranks: int, kind: str) -> None:
+    [[whole, *later]] = play(ranks, f"resumed_with_eyes {kind}")
+    assert len(set(whole)) > 2
+    assert later == [whole[cut:] for cut in range(1, len(SCRIPT))]
 
 
 @on_ranks(ESSENTIAL)
@@ -266,6 +285,7 @@ REFUSED = {
     "float32": "UsageError: this engine does not train in float16",
     "bfloat16": "UsageError: this engine does not train in float16",
     "subclass": "UsageError: Mine moves its scale in a way that attach does not know",
+    "on a disk": "UsageError: Headroom() looks at gradients, which lie on a disk here",
     "onebit": "UsageError: OnebitAdam exchanges gradients between ranks itself",
     "no policy": "PolicyError: policy=3 is not a policy",
     "no on_step": "PolicyError: on_step=3 cannot be called",

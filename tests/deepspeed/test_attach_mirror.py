@@ -14,7 +14,7 @@ from preamp import Dynamic, Moving, Policy, Reading, Starved, State, dialects
 from preamp.deepspeed.hooks import Hooks
 from preamp.deepspeed.mirror import RECORD, Mirror
 from preamp.errors import UsageError
-from tests.strategies import policies, scripts
+from tests.strategies import policies, reading, scripts
 
 deepspeeds = st.builds(
     dialects.DEEPSPEED,
@@ -38,14 +38,14 @@ def test_every_policy_goes_on_from_its_attributes(policy: Policy[Any], script: s
     mirror, state = Mirror(policy), policy.start()
     saved = mirror.first()
     for mark in script:
-        reading = Reading(mark == "0")
+        seen = reading(policy, state, mark)
         try:
-            state = policy.step(state, reading)
+            state = policy.step(state, seen)
         except Starved:
             with pytest.raises(Starved):
-                policy.step(mirror.read(saved), reading)
+                policy.step(mirror.read(saved), seen)
             return
-        saved = mirror.written(saved, policy.step(mirror.read(saved), reading), reading.finite)
+        saved = mirror.written(saved, policy.step(mirror.read(saved), seen), seen.finite)
         assert saved["cur_scale"] == state.scale
     if isinstance(policy, Moving):
         assert mirror.read(saved).good == state.good

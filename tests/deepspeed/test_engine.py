@@ -21,6 +21,7 @@ from preamp import Dynamic, Starved, Static, Trace, UsageError, dialects, simula
 from preamp.config import Settings
 from preamp.deepspeed import initialize
 from preamp.torch import LossScaleOptimizer
+from tests.seeing import Remembering
 
 from .engines import HALVES, Weight, fp16, master, net, step, trained
 
@@ -64,6 +65,15 @@ def test_without_an_optimizer_the_engine_evaluates():
 
 
 # Steps.
+
+
+def test_a_policy_that_sees_is_shown_what_the_micro_steps_add_up_to():
+    policy = Remembering(init_scale=2.0**4)
+    engine = trained(Weight(), Settings(precision="float16", policy=policy, gradient_accumulation_steps=2))
+    for gradient in (1.0, -5.0):
+        step(engine, gradient)
+    assert engine.last_step.peak == engine.optimizer.scaler.policy_state.peak == 2.0**5
+    assert engine.optimizer.scaler.policy_state.share == 1.0
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from preamp.jax import apply_gradients, loss_scaled, scaled_value_and_grad, step
+from tests.seeing import Remembering
 
 from .trainings import loss as small_loss
 from .trainings import parameters
@@ -75,6 +76,25 @@ def test_scaling_and_clipping_cost_less_than_clipping_alone() -> None:
 def test_clipping_costs_nothing_where_losses_are_scaled() -> None:
     passes = [update_alone(loss_scaled(ADAM, max_norm=limit), True).passes for limit in (None, 1.0)]
     assert passes[0] == pytest.approx(passes[1], abs=0.001)
+
+
+@pytest.mark.parametrize(("asked", "more"), [({"peak"}, 1.0), ({"share"}, 1.0), ({"peak", "share"}, 2.0)])
+def test_a_policy_that_sees_reads_the_gradients_once_more_for_each_thing(
+    asked: set[str], more: float
+) -> None:
+    """XLA on a CPU fuses no reduction with another."""
+
+    class Asking(Remembering):
+        sees = frozenset(asked)
+
+        def advance(self, state: Any, reading: Any, where: Any = None) -> Any:
+            seen = [0.0 if part is None else part for part in (reading.peak, reading.share)]
+            return type(state)(where(reading.finite, state.scale, 1.0), state.good, *seen)
+
+    blind, seeing = (update_alone(loss_scaled(ADAM, policy), True) for policy in (None, Asking()))
+    assert seeing.passes - blind.passes == pytest.approx(more, abs=0.01)
+    assert seeing.temporaries < 0.001
+    assert seeing.conditionals == 1
 
 
 def test_the_update_of_the_transformation_hands_out_updates_which_apply_gradients_need_not() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from preamp import Dynamic, Reading, Starved, Static, Step, Trace, TraceError, UsageError
 from preamp.keras import LossScaleOptimizer, TraceCallback
+from tests.seeing import Remembering
 
 from .driving import BACKEND
 from .test_training import BATCH, OVERFLOWING, ROWS, adam, data, fit, jit, model_of
@@ -185,3 +186,11 @@ def test_validation_is_not_recorded() -> None:
     model = model_of(LossScaleOptimizer(adam()))
     fit(model, 1, callbacks=[callback], validation_data=data(False))
     assert len(callback.trace) == STEPS
+
+
+def test_peaks_are_recorded_where_the_policy_sees_them() -> None:
+    optimizer, recorder = LossScaleOptimizer(adam(), policy=Remembering()), TraceCallback()
+    fit(model_of(optimizer, jit_compile=BACKEND == "jax"), 1, callbacks=[recorder])
+    peaks = [step.peak for step in recorder.trace]
+    assert [number for number, peak in enumerate(peaks) if peak is None] == [OVERFLOWING]
+    assert optimizer.last_step.peak == peaks[-1] > 0.0

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from preamp import Dynamic, Starved, UsageError
 from preamp.keras import LossScaleOptimizer, TraceCallback
+from tests.seeing import Remembering
 
 from .driving import INF, Run, Stock, array, close, same
 from .test_training import BATCH, ROWS, adam, data, fit, model_of, weights
@@ -44,6 +45,23 @@ def test_a_training_step_has_one_conditional(inner: Any) -> None:
     makes = (lambda bare: bare, Stock, LossScaleOptimizer)
     graphs = [nodes(train_step(make, inner())) for make in makes]
     assert [sum(op in CONDITIONALS for op in graph) for graph in graphs] == [0, 2, 1]
+
+
+def test_a_policy_that_sees_adds_no_conditional() -> None:
+    graph = nodes(train_step(lambda inner: LossScaleOptimizer(inner, policy=Remembering()), sgd()))
+    assert sum(op in CONDITIONALS for op in graph) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+def test_the_rows_of_indexed_slices_are_seen(compiled: bool) -> None:
+    optimizer, variable = LossScaleOptimizer(sgd(), policy=Remembering()), keras.Variable(np.ones((5, 2)))
+    optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    rows = tf.IndexedSlices(tf.constant([[0.5, -2.0], [0.25, 1.0]]), tf.constant([1, 3]), tf.constant([5, 2]))
+    apply = lambda: optimizer.apply([rows], [variable])  # noqa: E731
+    (tf.function(apply) if compiled else apply)()
+    state = optimizer._ledger.state
+    assert [float(array(part)) for part in (state.peak, state.share)] == [2.0, 0.5]
 
 
 def test_a_step_is_traced_once_whatever_happens() -> None:
@@ -252,6 +270,15 @@ def test_replicas_keep_one_record(strategy: Any) -> None:
     for variable in ours.optimizer._ledger.variables:
         copies = {float(v) for v in strategy.experimental_local_results(variable.value)}
         assert len(copies) == 1
+
+
+def test_the_peak_is_that_of_the_replica_that_has_it(strategy: Any) -> None:
+    """Keras sums the replicas' gradients; each of them has been through float16 by itself."""
+    ours = Replicas(strategy, LossScaleOptimizer, compiled=True, policy=Remembering(8.0, limit=20.0))
+    ours.step(1.0, -3.0)
+    state = ours.optimizer._ledger.state
+    assert [float(array(part)) for part in (state.scale, state.peak, state.share)] == [8.0, 24.0, 0.5]
+    assert ours.optimizer.last_step.peak == 24.0
 
 
 def test_apply_wants_the_context_of_a_replica(strategy: Any) -> None:

@@ -53,7 +53,7 @@ def branches(found: Counter[str]) -> int:
 
 
 @each_kind
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
+@pytest.mark.parametrize("name", ["SGD", pytest.param("Adam", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_there_is_one_branch(kind: str, name: str, policy: Any) -> None:
     found = operations(LossScaleOptimizer(inner(kind, name), policy=policy))

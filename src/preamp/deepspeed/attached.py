@@ -26,6 +26,7 @@ from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import PolicyError, Starved, UsageError
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Policy, Reading
+from preamp.torch.sight import Sight, combined
 from preamp.trace import Step
 
 __all__ = ["Attached", "attach"]
@@ -47,7 +48,8 @@ def attach(
     Args:
         engine: the first of what `deepspeed.initialize` returns. One that has trained goes on from its scale.
         policy: the rule. None: what the engine's configuration says under "fp16", at every stage with
-            hysteresis and an error at the floor.
+            hysteresis and an error at the floor. For one that sees, each clean step takes one more all-reduce
+            of a number, and one of two numbers if it asks for the share.
         on_step: called with a `Step` after every update; a `Trace` is such a callable.
 
     Returns:
@@ -62,6 +64,11 @@ def attach(
         raise PolicyError(f"on_step={on_step!r} cannot be called. Write on_step=Trace(), or any function.")
     host = admitted(engine)
     rule = _configured(engine) if policy is None else given_policy(policy, {})
+    if rule.sees and host.hides_gradients():
+        raise UsageError(
+            f"{rule!r} looks at gradients, which lie on a disk here. "
+            'Write "offload_optimizer": {"device": "cpu"}, or policy=Dynamic(), which looks at none.'
+        )
     return Attached(host, rule, on_step)
 
 
@@ -69,6 +76,7 @@ class _Outcome(NamedTuple):
     """What was decided while DeepSpeed steps."""
 
     finite: bool
+    peak: float | None
     after: Any
     attributes: dict[str, Any] | None
     culprits: tuple[str, ...]
@@ -92,6 +100,7 @@ class Attached:
         self._host, self._mirror, self._hooks = host, Mirror(policy), Hooks()
         self._outcome: _Outcome | None = None
         self._norm: float | None = None
+        self._sight: Sight | None = None
         self._seed_is_known = False
         self._place_hooks()
         if not host.saved().get("cur_iter"):
@@ -165,6 +174,7 @@ class Attached:
         if not 0.0 < scale < math.inf:
             self.policy.restore({"scale": scale})  # refuses it, and says why
         self._outcome = self._norm = None
+        self._sight = self._look() if self._host.looks_first else None
         result = original(*arguments, **named)
         outcome = self._outcome
         if outcome is None:
@@ -182,14 +192,22 @@ class Attached:
         """Ask the policy, in place of DeepSpeed's rule. The scale stays until the step is done."""
         finite, saved = not overflow, self._host.saved()
         culprits = () if finite else self._host.culprits()
+        sight = (self._sight or self._look()) if finite else None
+        reading = Reading(finite) if sight is None else Reading(finite, *combined([sight]))
         state = self._mirror.read(saved)
         try:
-            after = self.policy.step(state, Reading(finite))
+            after = self.policy.step(state, reading)
         except Starved as error:
-            self._outcome = _Outcome(finite, state, None, culprits, _naming(error, culprits))
+            self._outcome = _Outcome(finite, reading.peak, state, None, culprits, _naming(error, culprits))
         else:
             attributes = self._mirror.written(saved, after, finite)
-            self._outcome = _Outcome(finite, after, attributes, culprits, None)
+            self._outcome = _Outcome(finite, reading.peak, after, attributes, culprits, None)
+
+    def _look(self) -> Sight | None:
+        """Return what all ranks see in the scaled gradients, for a policy that sees."""
+        if not self.policy.sees:
+            return None
+        return self._host.look(self.policy.edge if "share" in self.policy.sees else None)
 
     def _note_norm(self, original: Any, *arguments: Any, **named: Any) -> Any:
         """Remember the norm of the scaled gradients; read here, before the update is under way."""
@@ -212,6 +230,7 @@ class Attached:
             skipped=not outcome.finite,
             new_scale=self._host.scale,
             grad_norm=self._norm,
+            peak=outcome.peak,
             culprits=outcome.culprits,
         )
         self.overflow_log(self.last_step, self._mirror.overflows_left(outcome.after))

@@ -1,8 +1,8 @@
 """What has to be known of DeepSpeed's optimizers to attach a policy: one class per kind.
 
 Every name of DeepSpeed that is used stands in `uses` and is looked for before anything is changed. This
-room knows where a kind keeps its scale, which argument is the norm, and where gradients lie when an overflow
-has been seen. It refuses to know policies. The release is deepspeed 0.19.8 (runtime/zero, runtime/fp16).
+room knows where a kind keeps its scale, which argument is the norm, and where gradients lie while they are
+scaled. It refuses to know policies. The release is deepspeed 0.19.8 (runtime/zero, runtime/fp16).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,10 +18,14 @@ from torch import Tensor
 from preamp.deepspeed.mirror import RECORD
 from preamp.deepspeed.scalers import DynamicLossScaler
 from preamp.errors import UsageError
+from preamp.torch.gradients import Gradients
+from preamp.torch.sight import Sight, look
 
 __all__ = ["TESTED", "Host", "Stage0", "kind_of", "require"]
 
 TESTED = "0.19.8"
+
+Combination: TypeAlias = Literal["MAX", "SUM"]
 
 
 def require(owner: Any, names: tuple[str, ...]) -> None:
@@ -48,6 +52,7 @@ class Host(ABC):
         uses: the attributes of the optimizer that are read, called or replaced.
         engine_uses: those of the engine.
         norm_at: which argument of `unscale_and_clip_grads` is the norm of the scaled gradients.
+        looks_first: whether gradients have to be looked at before the step, which takes them elsewhere.
 
     Raises:
         UsageError: if a name is not there. Nothing was changed.
@@ -62,6 +67,7 @@ class Host(ABC):
     )
     engine_uses: ClassVar[tuple[str, ...]] = ("backward", "global_steps", "param_names", "_config")
     norm_at: ClassVar[int] = 1
+    looks_first: ClassVar[bool] = False
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
@@ -83,11 +89,32 @@ class Host(ABC):
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Return this rank's parameters and gradients, or its parts of them, when an overflow was seen."""
+        """Return this rank's parameters and gradients, or its parts of them, while they are scaled."""
 
     @abstractmethod
-    def share(self, flags: Tensor) -> None:
-        """Replace flags by their maximum over the ranks that have agreed on the overflow."""
+    def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
+        """Replace numbers by their maximum or sum over the ranks that have agreed on the overflow."""
+
+    def hides_gradients(self) -> bool:
+        """Return whether some gradients lie where nobody looks."""
+        return False
+
+    def look(self, edge: float | None) -> Sight:
+        """Return what is seen in the scaled gradients of all ranks, as floats. Every rank has to call.
+
+        Args:
+            edge: the magnitude from which entries count; None not to count them. What ZeRO pads its parts
+                with counts as entries of 0.
+        """
+        tensors = [gradient for _, gradient in self.gradients() if gradient is not None]
+        mine = look(Gradients([], tensors), edge, _device(), read=True)
+        peak = torch.tensor([mine.peak], dtype=torch.float64, device=_device())
+        self.combine(peak)
+        if edge is None:
+            return Sight(peak.item())
+        counts = torch.tensor([mine.above, mine.entries], dtype=torch.float64, device=_device())
+        self.combine(counts, "SUM")
+        return Sight(peak.item(), *counts.tolist())
 
     def culprits(self) -> tuple[str, ...]:
         """Return the parameters whose gradients are not finite on any rank, last of the model first.
@@ -100,7 +127,7 @@ class Host(ABC):
         for parameter, gradient in self.gradients():
             if gradient is not None and id(parameter) in places:
                 flags[places[id(parameter)]] |= DynamicLossScaler._has_inf_or_nan(gradient).to(flags)
-        self.share(flags)
+        self.combine(flags)
         return tuple(name for name, flag in zip(names.values(), flags.tolist(), strict=True) if flag)[::-1]
 
 
@@ -127,10 +154,10 @@ class _Zero(Host):
         vars(scaler).update(attributes)
         self.optimizer.loss_scaler, self.optimizer.dynamic_loss_scale = scaler, scaler.dynamic
 
-    def share(self, flags: Tensor) -> None:
-        maximum = _communication().ReduceOp.MAX
-        _communication().all_reduce(flags, op=maximum, group=self.optimizer.dp_process_group)
-        self.optimizer._model_parallel_all_reduce(tensor=flags, op=maximum)
+    def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
+        operation = getattr(_communication().ReduceOp, how)
+        _communication().all_reduce(numbers, op=operation, group=self.optimizer.dp_process_group)
+        self.optimizer._model_parallel_all_reduce(tensor=numbers, op=operation)
 
     def _scaler_that_is(self, dynamic: bool) -> Any:
         """Return a scaler of DeepSpeed's own class, so that DeepSpeed alone can load what is saved."""
@@ -180,7 +207,17 @@ class _Zero3(_Zero):
 
 
 class _Zero3Offloaded(_Zero):
-    uses = (*_Zero.uses, "fp16_groups", "fp32_partitioned_groups_flat", "grad_position", "get_param_id")
+    uses = (
+        *_Zero.uses,
+        "fp16_groups",
+        "fp32_partitioned_groups_flat",
+        "grad_position",
+        "get_param_id",
+        "swap_optimizer",
+    )
+
+    def hides_gradients(self) -> bool:
+        return bool(self.optimizer.swap_optimizer)  # on a disk
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         optimizer = self.optimizer
@@ -206,6 +243,7 @@ class Stage0(Host):
     names: ClassVar[dict[str, str]] = {"dynamic": "dynamic_loss_scale", "min_scale": "min_loss_scale"}
     unsaved: ClassVar[tuple[str, ...]] = ("delayed_shift", "cur_hysteresis", RECORD)
     entry: ClassVar[str] = "preamp"
+    looks_first = True
 
     def saved(self) -> dict[str, Any]:
         return dict(vars(self.optimizer.loss_scale_config))
@@ -218,10 +256,11 @@ class Stage0(Host):
     def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         return ((p, p.grad) for group in self.optimizer.fp16_groups for p in group)
 
-    def share(self, flags: Tensor) -> None:
+    def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
         if self.optimizer.mpu is not None:  # all other ranks have the same gradients
+            operation = getattr(_communication().ReduceOp, how)
             group = self.optimizer.mpu.get_model_parallel_group()
-            _communication().all_reduce(flags, op=_communication().ReduceOp.MAX, group=group)
+            _communication().all_reduce(numbers, op=operation, group=group)
 
     def state_dict(self, original: Any) -> dict[str, Any]:
         """Return the optimizer's state dict, with one more entry, which DeepSpeed alone does not look at."""

@@ -8,8 +8,10 @@
 | `transformation.py` | when the inner optimizer runs, and what is remembered: an optax transformation |
 | `stepping.py` | a whole step in one conditional |
 | `gradients.py` | arithmetic on trees of gradients |
+| `exponents.py` | histograms of exponents, and looks made of them |
+| `readings.py` | what a policy asks to see of gradients |
 | `tails.py` | what gradients end in, and may wait |
-| `axes.py` | what devices sum and average |
+| `axes.py` | what devices combine |
 """
 
 from preamp.errors import MissingExtra
@@ -23,6 +25,7 @@ except ImportError as error:
 from preamp.jax.autocasting.census import casts
 from preamp.jax.autocasting.transform import autocast
 from preamp.jax.differentiation import scaled_value_and_grad, value_and_grad
+from preamp.jax.exponents import exponent_histogram, flow_slot, look, watch
 from preamp.jax.gradients import all_finite
 from preamp.jax.loss_scale import LossScale
 from preamp.jax.stepping import apply_gradients, step
@@ -36,9 +39,13 @@ __all__ = [
     "autocast",
     "casts",
     "check_starved",
+    "exponent_histogram",
+    "flow_slot",
     "last_step",
+    "look",
     "loss_scaled",
     "scaled_value_and_grad",
     "step",
     "value_and_grad",
+    "watch",
 ]

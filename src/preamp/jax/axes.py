@@ -1,4 +1,4 @@
-"""Mapped axes, those of `shard_map`, `pmap` and `vmap`: what differs along them is summed or averaged.
+"""Mapped axes, those of `shard_map`, `pmap` and `vmap`: what differs along them is combined.
 
 This room knows what JAX tracks of a value inside `shard_map`. It refuses to know what a value is for.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["mean", "names_of", "sum_over", "tracked", "varying"]
+__all__ = ["max_over", "mean", "names_of", "sum_over", "tracked", "varying"]
 
 
 def names_of(axis_name: Hashable) -> tuple[Hashable, ...]:
@@ -35,12 +37,27 @@ def tracked(names: Sequence[Hashable]) -> bool:
 
 
 def sum_over(names: Sequence[Hashable], totals: Sequence[Any]) -> Any:
-    """Return the sum of scalars and of what other devices have. What is known to be equal counts once."""
-    known, groups = tracked(names), defaultdict(list)
-    for total in totals:
-        mine = tuple(name for name in names if not known or name in varying(total))
-        groups[mine].append(total)
+    """Return the sum of numbers and of what other devices have. What is known to be equal counts once."""
+    groups = _grouped(names, totals)
     return sum(lax.psum(sum(group), over) if over else sum(group) for over, group in groups.items())
+
+
+def max_over(names: Sequence[Hashable], peaks: Sequence[Any]) -> Any:
+    """Return the largest of magnitudes, float32 scalars, and of what other devices have; 0 of none."""
+    largest = jnp.zeros((), jnp.float32)
+    for over, group in _grouped(names, peaks).items():
+        mine = reduce(jnp.maximum, group)
+        largest = jnp.maximum(largest, lax.pmax(mine, over) if over else mine)
+    return largest
+
+
+def _grouped(names: Sequence[Hashable], values: Sequence[Any]) -> dict[tuple[Hashable, ...], list[Any]]:
+    """Return values by the axes along which they may differ."""
+    known, groups = tracked(names), defaultdict(list)
+    for value in values:
+        mine = tuple(name for name in names if not known or name in varying(value))
+        groups[mine].append(value)
+    return groups
 
 
 def mean(names: Sequence[Hashable], gradient: Any) -> Any:

@@ -18,6 +18,7 @@ from jax import lax
 from preamp.errors import UsageError
 from preamp.jax import axes, gradients
 from preamp.jax.loss_scale import LossScale
+from preamp.jax.readings import reading_of
 from preamp.jax.transformation import find, found_in
 from preamp.policy import Reading
 
@@ -33,7 +34,7 @@ def value_and_grad(
     """Return a function like that of `jax.value_and_grad`, which takes a loss scale before all arguments.
 
     It returns the value, or (value, aux); the gradients, unscaled, float32 where they were shorter; and a
-    `Reading`, for `LossScale.advance`.
+    `Reading`, for `LossScale.advance`, with what the scale's policy asks to see.
 
     Args:
         loss_fn: returns a floating scalar, or a pair of it and anything.
@@ -55,7 +56,10 @@ def value_and_grad(
     def call(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
         value, scaled = differentiate(loss_scale, *args, **kwargs)
         seen = gradients.look(scaled, _scale_in(loss_scale))
-        return value, gradients.multiplied(scaled, seen.inverse), Reading(seen.finite)
+        reading = Reading(seen.finite)
+        if isinstance(loss_scale, LossScale):  # an optimizer's state does not know its policy
+            reading = reading_of(loss_scale.policy, scaled, seen.finite)
+        return value, gradients.multiplied(scaled, seen.inverse), reading
 
     return call
 

@@ -72,7 +72,11 @@ class LossScale:
         A policy that gives up stays where it is: what is compiled cannot raise. `check_starved` does.
 
         Args:
-            reading: a `Reading`, or whether the gradients were finite.
+            reading: a `Reading`, as of `value_and_grad`; or whether the gradients were finite, for a policy
+                that sees no more.
+
+        Raises:
+            PolicyError: for a reading that lacks what the policy sees.
         """
         if not isinstance(reading, Reading):
             reading = Reading(jnp.asarray(reading))

@@ -17,8 +17,9 @@ from preamp.checks import positive
 from preamp.errors import UsageError
 from preamp.jax import axes, gradients
 from preamp.jax.loss_scale import LossScale, read, start_of
+from preamp.jax.readings import reading_of
 from preamp.loss_scale_arguments import given_policy
-from preamp.policy import Dynamic, Policy
+from preamp.policy import Dynamic, Policy, Reading
 from preamp.trace import Step
 
 __all__ = ["LossScaledState", "Scaling", "check_starved", "find", "found_in", "last_step", "loss_scaled"]
@@ -36,6 +37,8 @@ class LossScaledState(NamedTuple):
         starved: float32; at how many overflows the policy gave up, 0 if it has not.
         steps: int32; steps taken or skipped.
         skipped: int32; steps skipped.
+        peak: float32; the largest magnitude among the last scaled gradients, if finite. None, which is no
+            leaf, where the policy does not ask for it.
     """
 
     policy_state: Any
@@ -46,6 +49,7 @@ class LossScaledState(NamedTuple):
     starved: Any
     steps: Any
     skipped: Any
+    peak: Any = None
 
 
 def loss_scaled(
@@ -129,6 +133,7 @@ class Scaling:
             starved=jnp.zeros((), jnp.float32),
             steps=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
+            peak=jnp.zeros((), jnp.float32) if "peak" in self.policy.sees else None,
         )
 
     def update(
@@ -149,7 +154,7 @@ class Scaling:
         """Return the parameters and the state after the step.
 
         Args:
-            scaled: gradients, or what has the same norm.
+            scaled: gradients, or the same entries in another order or a shorter dtype.
             state: before the step.
             params: likewise.
             extra: for the inner optimizer.
@@ -172,6 +177,7 @@ class Scaling:
     ) -> tuple[Any, LossScaledState]:
         """Return `finish` of the inner updates, or `before` on a skip: all of it in one conditional."""
         seen = gradients.look(scaled, state.policy_state.scale, self.names)
+        reading = reading_of(self.policy, scaled, seen.finite, self.names)
 
         def take() -> tuple[Any, Any]:
             unscaled = gradients.multiplied(complete(scaled), seen.inverse * self._clip(seen.norm))
@@ -179,22 +185,23 @@ class Scaling:
             return gradients.like(finish(updates), before), gradients.like(inner, state.inner_state)
 
         result, inner = _either(seen.finite, take, lambda: (before, state.inner_state))
-        return result, self._after(state, inner, seen)
+        return result, self._after(state, inner, seen.norm, reading)
 
     def _clip(self, norm: Any) -> Any:
         return 1.0 if self.max_norm is None else self.max_norm / jnp.maximum(norm, self.max_norm)
 
-    def _after(self, state: LossScaledState, inner: Any, seen: gradients.Seen) -> LossScaledState:
-        after = LossScale(self.policy, state.policy_state, state.starved).advance(seen.finite)
+    def _after(self, state: LossScaledState, inner: Any, norm: Any, reading: Reading) -> LossScaledState:
+        after = LossScale(self.policy, state.policy_state, state.starved).advance(reading)
         return LossScaledState(
             policy_state=after.state,
             inner_state=inner,
             scale=_copy(state.policy_state.scale),
-            finite=seen.finite,
-            norm=jnp.where(seen.finite, seen.norm, jnp.inf).astype(jnp.float32),
+            finite=reading.finite,
+            norm=jnp.where(reading.finite, norm, jnp.inf).astype(jnp.float32),
             starved=after.starved,
             steps=state.steps + 1,
-            skipped=state.skipped + jnp.where(seen.finite, 0, 1).astype(jnp.int32),
+            skipped=state.skipped + jnp.where(reading.finite, 0, 1).astype(jnp.int32),
+            peak=None if reading.peak is None else _copy(reading.peak),
         )
 
 
@@ -239,7 +246,8 @@ def last_step(opt_state: Any) -> Step | None:
     """
     state = find(opt_state)
     record = state.steps, state.scale, state.finite, state.norm, state.policy_state.scale
-    steps, scale, finite, norm, new_scale = read(record)
+    peaks = [] if state.peak is None else [state.peak]
+    steps, scale, finite, norm, new_scale, *measured = read([*record, *peaks])
     if not steps:
         return None
     return Step(
@@ -249,6 +257,7 @@ def last_step(opt_state: Any) -> Step | None:
         skipped=not finite,
         new_scale=new_scale,
         grad_norm=norm if finite else None,
+        peak=measured[0] if measured and finite else None,
     )
 
 

@@ -37,6 +37,7 @@ class Ledger:
         finite: float32; 1.0 if the last gradients were finite.
         starved: float32; at how many overflows the policy gave up, 0.0 if it has not. A compiled step, which
             cannot raise, leaves it there.
+        peaks: one float32 variable, the peak that the policy was shown last; none if it does not ask for it.
         steps: integer; steps taken or skipped.
         skipped: integer; steps skipped.
     """
@@ -50,6 +51,7 @@ class Ledger:
         self.state = type(start)(*variables)
         self.used = make("last_scale", start.scale, "float32")
         self.finite = make("last_finite", 1.0, "float32")
+        self.peaks = [make("last_peak", 0.0, "float32")] if "peak" in policy.sees else []
         self.starved = make("starved", 0.0, "float32")
         self.steps = make("steps", 0, "int")
         self.skipped = make("skipped_steps", 0, "int")
@@ -57,51 +59,52 @@ class Ledger:
     @property
     def moving(self) -> list[Any]:
         """The variables that `after` moves, float32."""
-        return [*self.state, self.used, self.finite, self.starved]
+        return [*self.state, self.used, self.finite, *self.peaks, self.starved]
 
     @property
     def variables(self) -> list[Any]:
         """All variables."""
         return [*self.moving, self.steps, self.skipped]
 
-    def after(self, values: Sequence[Any], finite: Any, where: Where) -> list[Any]:
+    def after(self, values: Sequence[Any], reading: Reading, where: Where) -> list[Any]:
         """Return the values of `moving` after a step.
 
         Args:
             values: those before it: numbers, or scalars of a framework.
-            finite: whether the step's gradients were.
+            reading: what was seen in the step's gradients.
             where: ``where(condition, yes, no)`` for such values.
         """
         state = type(self.state)(*values[: len(self.state)])
-        after, starved = self.policy.advance_or_stay(state, values[-1], Reading(finite), where)
-        return [*after, state.scale, where(finite, 1.0, 0.0), starved]
+        after, starved = self.policy.advance_or_stay(state, values[-1], reading, where)
+        peaks = [where(reading.finite, reading.peak, 0.0) for _ in self.peaks]
+        return [*after, state.scale, where(reading.finite, 1.0, 0.0), *peaks, starved]
 
-    def advance(self, finite: Any, where: Where) -> None:
+    def advance(self, reading: Reading, where: Where) -> None:
         """Move all variables on, in a program that is being compiled."""
         # The sum is a copy: what TensorFlow reads is the variable's memory, which is about to be written.
         before = [variable.value + 0.0 for variable in self.moving]
-        after = self.after(before, finite, where)
+        after = self.after(before, reading, where)
         for variable, old, new in zip(self.moving, before, after, strict=True):
             if new is not old:
                 variable.assign(new)
         self.steps.assign_add(1)
-        if finite is not True:
-            self.skipped.assign(where(finite, self.skipped.value + 0, self.skipped.value + 1))
+        if reading.finite is not True:
+            self.skipped.assign(where(reading.finite, self.skipped.value + 0, self.skipped.value + 1))
 
     def advance_on_host(
-        self, numbers: Sequence[float], finite: bool, write: Callable[[Any, float], None]
+        self, numbers: Sequence[float], reading: Reading, write: Callable[[Any, float], None]
     ) -> None:
-        """Move all variables on, for the numbers that `moving` had.
+        """Move all variables on, for the numbers that `moving` had and a reading of plain numbers.
 
         Raises:
             Starved: if the policy was told to give up and does.
         """
-        after = self.after([*numbers[:-1], 0.0], finite, choose)
+        after = self.after([*numbers[:-1], 0.0], reading, choose)
         for variable, old, new in zip(self.moving, numbers, after, strict=True):
             if new != old:
                 write(variable, new)
         self.steps.assign_add(1)
-        if not finite:
+        if not reading.finite:
             self.skipped.assign_add(1)
         self.raise_if_starved(after)
 
@@ -139,14 +142,14 @@ class Ledger:
             )
         for variable, value in zip(self.state, state, strict=True):
             variable.assign(value)
-        for variable in (self.used, self.finite, self.steps, self.skipped):
+        for variable in (self.used, self.finite, *self.peaks, self.steps, self.skipped):
             if variable.name in saved:
                 variable.assign(saved[variable.name])
         self.starved.assign(0.0)
 
     def step(self, numbers: Sequence[float]) -> Step | None:
         """Return the step that the values of `variables` describe, None before the first."""
-        used, finite, _, steps, _ = numbers[len(self.state) :]
+        used, finite, *peaks, _, steps, _ = numbers[len(self.state) :]
         if not steps:
             return None
         return Step(
@@ -155,6 +158,7 @@ class Ledger:
             finite=bool(finite),
             skipped=not finite,
             new_scale=numbers[self.state._fields.index("scale")],
+            peak=peaks[0] if peaks and finite else None,
         )
 
 

@@ -22,7 +22,7 @@ from preamp.keras.arguments import check_rule, rule
 from preamp.keras.inner import Handed, adopt, check_inner, hand_over, is_hyperparameter
 from preamp.keras.ledger import Ledger, saved_state
 from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, UNUSED
-from preamp.policy import Dynamic, Policy, Static
+from preamp.policy import Dynamic, Policy, Reading, Static
 from preamp.policy.saved import from_json, to_json
 from preamp.trace import Step
 
@@ -432,15 +432,28 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _step_on_host(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
         """Take a step where numbers can be read: one read, then Python decides."""
+        seen = self._seen(gradients, variables, scale)
         unscaled, finite = self._unscaled(gradients, variables, scale)
         moving = [variable.value for variable in self._ledger.moving]
-        was_finite, *before = framework.read([finite, *moving])
+        was_finite, *numbers = framework.read([finite, *seen.values(), *moving])
+        told, before = dict(zip(seen, numbers, strict=False)), numbers[len(seen) :]
         if was_finite and scale is not None and before[0] < 1.0:  # dividing by it can overflow
             present = [gradient for gradient in unscaled if gradient is not None]
             (was_finite,) = framework.read([framework.are_finite(present)])
         if was_finite:
             self.inner_optimizer.apply(unscaled, variables)
-        self._ledger.advance_on_host(before, bool(was_finite), framework.write)
+        self._ledger.advance_on_host(before, Reading(bool(was_finite), **told), framework.write)
+
+    def _seen(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> dict[str, Any]:
+        """Return what the policy asks to see of scaled gradients, by the fields of `Reading`."""
+        sees, edge = self.policy.sees, self.policy.edge
+        pairs = zip(gradients, variables, strict=True)
+        measured = [gradient for gradient, variable in pairs if gradient is not None and not _kept(variable)]
+        if not sees or scale is not None:
+            return cast(dict[str, Any], framework.seen(sees, edge, measured) if sees else {})
+        was = self.dynamic_scale.value  # what has been divided is measured as it was
+        seen = framework.seen(sees, edge / was, measured)
+        return {name: value * was if name == "peak" else value for name, value in seen.items()}
 
     def _unscaled(
         self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any
@@ -450,7 +463,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         A variable that Keras overwrites with its gradient, as float8 statistics are, gets it as it is.
         """
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        kept = [i for i in present if getattr(variables[i], "overwrite_with_gradient", False)]
+        kept = [i for i in present if _kept(variables[i])]
         divided = [i for i in present if i not in kept]
         result, finite = list(gradients), None
         if divided:
@@ -467,6 +480,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "all gradients are None. Compute the loss from these variables, where gradients are recorded."
             )
         return result, finite
+
+
+def _kept(variable: Any) -> bool:
+    """Return whether Keras overwrites a variable with what is called its gradient."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _dtype(variable: Any) -> str:

@@ -5,7 +5,7 @@ This room multiplies and reads arrays. It refuses to know policies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,10 @@ import keras
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # Keras exports the scope alone
 
 from preamp.errors import UsageError
+from preamp.jax_arithmetic import count_from, largest
+from preamp.policy import Reading
 
-__all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
+__all__ = ["apply", "are_finite", "bakes", "read", "seen", "stateless_inputs", "unscale", "write"]
 
 
 def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
@@ -53,7 +55,8 @@ def _apply_traced(optimizer: Any, gradients: Sequence[Any], variables: Sequence[
     after = jax.lax.cond(finite, update, lambda: before)
     for variable, value in zip(mutable, after, strict=True):
         variable.assign(value)
-    optimizer._ledger.advance(finite, _where)
+    seen = optimizer._seen(gradients, variables, scale)
+    optimizer._ledger.advance(Reading(finite, **seen), _where)
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:
@@ -64,11 +67,24 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
 
 def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
     """Return gradients divided by the scale, half types as float32, and whether all are finite."""
-    unscaled = [
-        gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) / scale for gradient in gradients
-    ]
+    unscaled = [_wide(gradient) / scale for gradient in gradients]
     totals = [_total(gradient, 1.0 / scale) for gradient in gradients]
     return unscaled, jnp.isfinite(jnp.stack(totals).sum())
+
+
+def _wide(gradient: Any) -> Any:
+    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+
+
+def seen(sees: Collection[str], edge: float, gradients: Sequence[Any]) -> dict[str, Any]:
+    """Return the peak of gradients, and the share from the edge on, as far as asked: float32 scalars."""
+    wide, found = [_wide(gradient) for gradient in gradients], {}
+    if "peak" in sees:
+        found["peak"] = jnp.stack([jnp.zeros(()), *map(largest, wide)]).max()
+    if "share" in sees:
+        counts = jnp.stack([jnp.zeros(()), *[count_from(edge, gradient) for gradient in wide]])
+        found["share"] = counts.sum() / max(sum(gradient.size for gradient in wide), 1)
+    return found
 
 
 def are_finite(tensors: Sequence[Any]) -> Any:

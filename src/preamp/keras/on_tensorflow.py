@@ -11,9 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from preamp.errors import UsageError
-from preamp.tensorflow_arithmetic import divided, values_of, widened
+from preamp.policy import Reading
+from preamp.tensorflow_arithmetic import divided, seen, values_of, widened
 
-__all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
+__all__ = ["apply", "are_finite", "bakes", "read", "seen", "stateless_inputs", "unscale", "write"]
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
@@ -38,39 +39,42 @@ def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], sc
     if tf.executing_eagerly() and replica.num_replicas_in_sync == 1:
         optimizer._step_on_host(gradients, variables, scale)
         return
+    seen = optimizer._seen(gradients, variables, scale)
     unscaled, finite = optimizer._unscaled(gradients, variables, scale)
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        _update_or_skip(optimizer, finite, lambda: optimizer.inner_optimizer.apply(unscaled, variables))
+        reading = Reading(finite, **seen)
+        _update_or_skip(optimizer, reading, lambda: optimizer.inner_optimizer.apply(unscaled, variables))
     else:
-        replica.merge_call(_in_cross_replica_context, args=(optimizer, finite, unscaled, variables))
+        told = {"finite": finite, **seen}
+        replica.merge_call(_in_cross_replica_context, args=(optimizer, told, unscaled, variables))
 
 
 def _in_cross_replica_context(
-    strategy: Any, optimizer: Any, finite: Any, gradients: Any, variables: Any
+    strategy: Any, optimizer: Any, told: dict[str, Any], gradients: Any, variables: Any
 ) -> None:
     """Decide once for all replicas: TensorFlow allows no collective inside a replica's `cond`."""
-    agreed = strategy.experimental_local_results(finite)[0]
+    reading = Reading(**{name: strategy.experimental_local_results(value)[0] for name, value in told.items()})
     inner = optimizer.inner_optimizer
 
     def update() -> None:
         strategy.extended.call_for_each_replica(inner.apply, args=(gradients, variables))
 
-    _update_or_skip(optimizer, agreed, update)
+    _update_or_skip(optimizer, reading, update)
 
 
-def _update_or_skip(optimizer: Any, finite: Any, update: Callable[[], None]) -> None:
+def _update_or_skip(optimizer: Any, reading: Reading, update: Callable[[], None]) -> None:
     """Do what a step of either kind does in a branch of its own: half of the policy then is known before."""
 
     def take() -> Any:
         update()
-        optimizer._ledger.advance(True, _where)
+        optimizer._ledger.advance(reading._replace(finite=True), _where)
         return tf.constant(True)
 
     def skip() -> Any:
-        optimizer._ledger.advance(False, _where)
+        optimizer._ledger.advance(reading._replace(finite=False), _where)
         return tf.constant(False)
 
-    tf.cond(finite, take, skip)
+    tf.cond(reading.finite, take, skip)
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:

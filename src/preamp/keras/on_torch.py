@@ -5,15 +5,16 @@ This room multiplies and reads tensors. It refuses to know policies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from preamp.torch.gradients import HALF_DTYPES, note_writing, unscale_
+from preamp.checks import FLOAT32_MAX
+from preamp.torch.gradients import HALF_DTYPES, Gradients, note_writing, unscale_
 
-__all__ = ["apply", "are_finite", "bakes", "read", "stateless_inputs", "unscale", "write"]
+__all__ = ["apply", "are_finite", "bakes", "read", "seen", "stateless_inputs", "unscale", "write"]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads a flag and then decides
@@ -38,6 +39,18 @@ def unscale(gradients: Sequence[Tensor], variables: Sequence[Any], scale: Tensor
     else:
         found = next(iter(flags.values()), found)
     return tensors, found == 0.0
+
+
+def seen(sees: Collection[str], edge: float, gradients: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the peak of gradients, and the share from the edge on, as far as asked: 0-dim tensors."""
+    if not gradients:
+        return dict.fromkeys(sees, torch.zeros(()))
+    measured, found = Gradients(list(gradients), list(gradients)), {}
+    if "peak" in sees:
+        found["peak"] = measured.largest().amax().clamp(max=FLOAT32_MAX)
+    if "share" in sees:
+        found["share"] = measured.count(edge, range(len(gradients))) / max(measured.entries(), 1.0)
+    return found
 
 
 def are_finite(tensors: Sequence[Tensor]) -> Any:

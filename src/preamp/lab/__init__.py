@@ -7,7 +7,7 @@ refuses to know how they are drawn.
 
 from typing import Final, Literal, TypeAlias
 
-__all__ = ["ADAM_EPSILON", "KERAS_BACKENDS", "ZEROS_EVERY", "Framework", "Precision", "Task"]
+__all__ = ["ADAM_EPSILON", "KERAS_BACKENDS", "LOOK_EVERY", "ZEROS_EVERY", "Framework", "Precision", "Task"]
 
 Framework: TypeAlias = Literal["torch", "jax", "keras", "tensorflow"]
 Precision: TypeAlias = Literal["float32", "float16", "bfloat16"]
@@ -21,3 +21,6 @@ KERAS_BACKENDS: Final = ("jax", "torch", "tensorflow")
 
 ZEROS_EVERY: Final = 10
 """Steps from one count of the gradient entries that are zero to the next."""
+
+LOOK_EVERY: Final = 200
+"""Steps from one look through the lens to the next."""

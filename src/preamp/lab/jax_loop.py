@@ -58,11 +58,12 @@ class JaxLoop:
         for index, rows in enumerate(self.problem.batches(self.seed)):
             start = time.perf_counter()
             after = self.train_step(self.layers, self.state, inputs[rows], labels[rows])
-            loss, gradients, self.layers, self.state = after
+            loss, gradients, peak, self.layers, self.state = after
             zeros = _zeros(gradients) if index % ZEROS_EVERY == 0 else None
             step = last_step(self.state) if self.policy else None
             step = step or Step(index, 1.0, finite=True, skipped=False)
-            yield step._replace(loss=float(loss), zeros=zeros, seconds=time.perf_counter() - start)
+            step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
+            yield step._replace(seconds=time.perf_counter() - start)
             if self.policy and step.skipped:
                 check_starved(self.state, self.policy)
 
@@ -72,8 +73,8 @@ class JaxLoop:
 
     def _train_step(
         self, layers: Layers, state: Any, inputs: jax.Array, labels: jax.Array
-    ) -> tuple[jax.Array, list[jax.Array], Layers, Any]:
-        """Return the loss, the gradients of the scaled loss with respect to the weights, and what is next."""
+    ) -> tuple[jax.Array, list[jax.Array], jax.Array, Layers, Any]:
+        """Return the loss, the weights' gradients of the scaled loss, their peak, and what is next."""
         if self.policy is None:
             loss, gradients = jax.value_and_grad(self._loss)(layers, inputs, labels)
             updates, state = self.optimizer.update(gradients, state, layers)
@@ -81,7 +82,8 @@ class JaxLoop:
         else:
             loss, gradients = scaled_value_and_grad(self._loss)(state, layers, inputs, labels)
             layers, state = apply_gradients(self.optimizer, gradients, state, layers)
-        return loss, [weight for weight, _ in gradients], layers, state
+        of_weights = [weight for weight, _ in gradients]
+        return loss, of_weights, _peak(of_weights), layers, state
 
     def _outputs(self, layers: Layers, inputs: jax.Array) -> jax.Array:
         """Return what the network answers, in float32 from the last product on."""
@@ -102,6 +104,11 @@ def _products(layers: Layers, values: jax.Array) -> jax.Array:
     for weight, bias in others:
         products = jax.nn.sigmoid(products) @ weight + bias
     return products
+
+
+def _peak(gradients: list[jax.Array]) -> jax.Array:
+    """Return the largest finite magnitude."""
+    return jnp.stack([jnp.max(jnp.abs(g), initial=0.0, where=jnp.isfinite(g)) for g in gradients]).max()
 
 
 def _zeros(gradients: list[jax.Array]) -> float:

@@ -39,9 +39,9 @@ from preamp.keras import LossScaleOptimizer
 
 __all__ = ["KerasLoop", "LowPrecisionDense"]
 
-# Takes inputs and targets; returns the loss, the gradients, scaled or not, with kernels at even places, and
-# what there is to raise once the step is recorded.
-TrainStep: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], tuple[Any, list[Any], Starved | None]]
+# Takes inputs and targets; returns the loss, the gradients, scaled or not, with kernels at even places, the
+# peak of these, scaled, and what there is to raise once the step is recorded.
+TrainStep: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], tuple[Any, list[Any], Any, Starved | None]]
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "squared": keras.losses.MeanSquaredError,
@@ -102,11 +102,12 @@ class KerasLoop:
         for index, rows in enumerate(self.problem.batches(self.seed)):
             start = time.perf_counter()
             with keras.device("cpu"):
-                loss, gradients, gives_up = self.train_step(inputs[rows], targets[rows])
+                loss, gradients, peak, gives_up = self.train_step(inputs[rows], targets[rows])
                 zeros = _zeros(gradients[::2]) if index % ZEROS_EVERY == 0 else None
             step = self.optimizer.last_step if self.scaled else None
             step = step or Step(index, 1.0, finite=True, skipped=False)
-            yield step._replace(loss=float(loss), zeros=zeros, seconds=time.perf_counter() - start)
+            step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
+            yield step._replace(seconds=time.perf_counter() - start)
             if gives_up:
                 raise gives_up
             if step.skipped:
@@ -138,6 +139,12 @@ def _first_weights(problem: Problem, seed: int) -> Iterator[NDArray[np.float32]]
         yield np.zeros(len(weight), np.float32)
 
 
+def _peak(gradients: list[Any]) -> Any:
+    """Return the largest finite magnitude among the gradients of kernels."""
+    entries = keras.ops.concatenate([keras.ops.reshape(gradient, [-1]) for gradient in gradients[::2]])
+    return keras.ops.max(keras.ops.where(keras.ops.isfinite(entries), keras.ops.abs(entries), 0.0))
+
+
 def _zeros(gradients: list[Any]) -> float:
     """Return the share of entries that are exactly zero."""
     arrays = [keras.ops.convert_to_numpy(gradient) for gradient in gradients]
@@ -159,15 +166,15 @@ def _jax_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
     def update(weights: Any, rest: Any, state: Any, inputs: Any, targets: Any) -> Any:
         differentiated = jax.value_and_grad(scaled_loss, has_aux=True)
         (_, loss), gradients = differentiated(weights, rest, state, inputs, targets)
-        return *optimizer.stateless_apply(state, gradients, weights), loss, gradients
+        return *optimizer.stateless_apply(state, gradients, weights), loss, gradients, _peak(gradients)
 
     def step(inputs: Any, targets: Any) -> Any:
         parts = model.trainable_variables, model.non_trainable_variables, optimizer.variables
         values = [[variable.value for variable in part] for part in parts]
-        weights, state, loss, gradients = update(*values, inputs, targets)
+        weights, state, loss, gradients, peak = update(*values, inputs, targets)
         for variable, value in zip([*parts[0], *parts[2]], [*weights, *state], strict=True):
             variable.assign(value)
-        return loss, gradients, None
+        return loss, gradients, peak, None
 
     return step
 
@@ -184,11 +191,12 @@ def _torch_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
         model.zero_grad()
         optimizer.scale_loss(loss).backward()
         gradients = [weight.value.grad for weight in weights]
+        peak = _peak(gradients)
         try:
             optimizer.apply(gradients, weights)
         except Starved as reason:
-            return loss.detach(), gradients, reason
-        return loss.detach(), gradients, None
+            return loss.detach(), gradients, peak, reason
+        return loss.detach(), gradients, peak, None
 
     return step
 
@@ -205,7 +213,7 @@ def _tensorflow_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
             scaled_loss = optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled_loss, weights)
         optimizer.apply(gradients, weights)
-        return loss, gradients
+        return loss, gradients, _peak(gradients)
 
     # The last batch of an epoch is shorter. Nothing here is for AutoGraph, which takes seconds to see that.
     graph = tf.function(step, reduce_retracing=True, autograph=False)

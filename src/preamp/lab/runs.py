@@ -45,7 +45,7 @@ CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::Initi
 
 
 class Loop(Protocol):
-    """What a framework's loop can do.
+    """What a framework's loop can do. One that has a `lens` as well is looked through.
 
     Args of its constructor:
         problem: what to train.
@@ -190,6 +190,8 @@ def train(
     """
     loop = make_loop(problem, plan.precision, plan.policy, plan.seed)
     interrupted = False
+    if hasattr(loop, "lens"):
+        loop.lens.on_look = trace.look
     try:
         for step in loop.steps():
             trace(step)

@@ -68,11 +68,12 @@ class TensorFlowLoop:
         for index, rows in enumerate(self.problem.batches(self.seed)):
             start = time.perf_counter()
             with tf.device("CPU"):
-                loss, gradients = self.train_step(inputs[rows], labels[rows])
+                loss, gradients, peak = self.train_step(inputs[rows], labels[rows])
                 zeros = _zeros(gradients) if index % ZEROS_EVERY == 0 else None
             step = self.optimizer.last_step if self.scaled else None
             step = step or Step(index, 1.0, finite=True, skipped=False)
-            yield step._replace(loss=float(loss), zeros=zeros, seconds=time.perf_counter() - start)
+            step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
+            yield step._replace(seconds=time.perf_counter() - start)
             if step.skipped:
                 self.optimizer.check_starved()
 
@@ -81,8 +82,10 @@ class TensorFlowLoop:
         with tf.device("CPU"):
             return tf.cast(self._forward(self.problem.table.test), tf.float32).numpy()  # type: ignore[no-any-return]
 
-    def _train_step(self, inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Return the loss and the gradients of the scaled loss with respect to the weights."""
+    def _train_step(
+        self, inputs: tf.Tensor, labels: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor], tf.Tensor]:
+        """Return the loss, the weights' gradients of the scaled loss, and their peak."""
         variables = [*self.weights, *self.biases]
         with tf.GradientTape() as tape:
             loss = self._loss(inputs, labels)
@@ -91,7 +94,8 @@ class TensorFlowLoop:
         if self.scaled:
             gradients = self.optimizer.get_unscaled_gradients(scaled)
         self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return loss, scaled[: len(self.weights)]
+        of_weights = scaled[: len(self.weights)]
+        return loss, of_weights, _peak(of_weights)
 
     def _forward(self, values: tf.Tensor) -> tf.Tensor:
         for weight, bias in zip(self.weights, self.biases, strict=True):
@@ -110,6 +114,12 @@ class TensorFlowLoop:
         if self.problem.loss == "squared":
             return tf.reduce_mean(tf.math.squared_difference(outputs, inputs))
         return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs))
+
+
+def _peak(gradients: list[tf.Tensor]) -> tf.Tensor:
+    """Return the largest finite magnitude."""
+    entries = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+    return tf.reduce_max(tf.where(tf.math.is_finite(entries), tf.abs(entries), 0.0))
 
 
 def _zeros(gradients: list[tf.Tensor]) -> float:

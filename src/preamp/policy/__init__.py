@@ -19,11 +19,22 @@ on a clean step:  good += 1, bad = 0
 
 from preamp.policy.base import Policy, Reading, State, Where, choose
 from preamp.policy.dynamic import Dynamic, Moving
+from preamp.policy.floor_schedule import FloorSchedule, FloorState
+from preamp.policy.headroom import Headroom, HeadroomState
+from preamp.policy.histogram import Histogram
+from preamp.policy.log_max import LogMax, LogMaxState
 from preamp.policy.static import Static
 from preamp.policy.tolerant import Tolerant, TolerantState
 
 __all__ = [
     "Dynamic",
+    "FloorSchedule",
+    "FloorState",
+    "Headroom",
+    "HeadroomState",
+    "Histogram",
+    "LogMax",
+    "LogMaxState",
     "Moving",
     "Policy",
     "Reading",

@@ -62,9 +62,11 @@ class Policy(ABC, Generic[S]):
     Attributes:
         sees: which fields of a `Reading` the rule looks at besides `finite`. Adapters measure these alone.
         edge: the magnitude from which entries count for `Reading.share`, for rules that look at it.
+        signed: which fields of the state may be negative.
     """
 
     sees: ClassVar[frozenset[str]] = frozenset()
+    signed: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def edge(self) -> float:
@@ -94,6 +96,23 @@ class Policy(ABC, Generic[S]):
             reading: what was seen in that step's gradients.
             where: the framework's ``where(condition, yes, no)``.
         """
+
+    def seen(self, name: str, reading: Reading) -> Any:
+        """Return a field of a reading that this rule looks at.
+
+        After an overflow it says nothing, not even that it is a number: let it reach the state through
+        `where` alone.
+
+        Raises:
+            PolicyError: if it was not measured, unless a Python False says that the step overflowed.
+        """
+        value = getattr(reading, name)
+        if value is None and reading.finite is not False:
+            raise PolicyError(
+                f"{self!r} looks at the {name} of the gradients, and this reading has none. "
+                f"Write Reading(finite, {name}=...), or a policy that hears overflows alone: Dynamic()."
+            )
+        return 0.0 if value is None else value
 
     def starved(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
         """Return whether the policy gives up on this step instead of moving to `after`."""
@@ -166,7 +185,8 @@ class Policy(ABC, Generic[S]):
         known = {name: saved[name] for name in state._fields if name in saved}
         for name, value in known.items():
             rounded = to_float32(value) if is_number(value) else math.nan
-            if not (0.0 < rounded < math.inf if name == "scale" else rounded >= 0.0):
+            least = -math.inf if name in self.signed else 0.0
+            if not (0.0 < rounded < math.inf if name == "scale" else least <= rounded < math.inf):
                 raise PolicyError(
                     f"{name}={value!r} is no state to go on from: a scale must be a finite float32 above 0, "
                     "a count not negative. Write scale=2.0**16, or 0 for a count."

@@ -104,6 +104,11 @@ class Moving(Policy[S]):
             return fires & (scale <= self.min_scale if self.bounds == "strict" else scale == self.min_scale)
         return self.at_floor == "raise_on_arrival" and after <= self.min_scale
 
+    def starved(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
+        if self.at_floor == "hold":
+            return False
+        return where(reading.finite, False, self._stuck(True, state.scale, after.scale))
+
     def _way_on(self) -> str:
         return "at_floor='hold' or a lower min_scale"
 

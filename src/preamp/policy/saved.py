@@ -13,12 +13,25 @@ from typing import Any
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy.base import Policy
 from preamp.policy.dynamic import Dynamic
+from preamp.policy.floor_schedule import FloorSchedule
+from preamp.policy.headroom import Headroom
+from preamp.policy.histogram import Histogram
+from preamp.policy.log_max import LogMax
 from preamp.policy.static import Static
 from preamp.policy.tolerant import Tolerant
 
-__all__ = ["from_json", "to_json"]
+__all__ = ["OURS", "from_json", "to_json"]
 
-OURS: dict[str, type[Policy[Any]]] = {kind.__name__: kind for kind in (Dynamic, Static, Tolerant)}
+_KINDS: tuple[type[Policy[Any]], ...] = (
+    Dynamic,
+    Tolerant,
+    Static,
+    FloorSchedule,
+    Headroom,
+    Histogram,
+    LogMax,
+)
+OURS = {kind.__name__: kind for kind in _KINDS}
 REGISTER = '@keras.saving.register_keras_serializable(package="mine")'
 
 
@@ -57,9 +70,11 @@ def from_json(saved: Mapping[str, Any], find: Callable[[str], Any]) -> Policy[An
             f"the policy {saved['class']!r} of a saved optimizer is not known. Import its module, where "
             f"{REGISTER} stands above the class."
         )
-    settings = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in saved["settings"].items()
-    }
+    settings = {name: _tuples(value) for name, value in saved["settings"].items()}
     with warnings.catch_warnings(action="ignore", category=InexactScale):  # said when it was made
         policy: Policy[Any] = kind(**settings)
     return policy
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

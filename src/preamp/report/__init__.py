@@ -11,6 +11,7 @@ except ImportError as error:
     raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[report]'") from error
 
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
+from preamp.report.heat import heat_figure
 from preamp.report.html import Strip, write_report
 
-__all__ = ["Curve", "Strip", "loss_figure", "scale_figure", "write_report", "zeros_figure"]
+__all__ = ["Curve", "Strip", "heat_figure", "loss_figure", "scale_figure", "write_report", "zeros_figure"]

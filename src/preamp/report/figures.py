@@ -5,9 +5,7 @@ Each figure is as wide as a phone is, so that a page can put one or two beside e
 
 from __future__ import annotations
 
-import io
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -15,11 +13,11 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any, TypeAlias
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from preamp.report.drawing import in_style, to_svg
 from preamp.trace import Step, Trace
 from preamp.words import exponent
 
@@ -35,18 +33,6 @@ MOST_MOVES = 2000
 # Told apart by people with any colour vision (Okabe and Ito 2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 Style: TypeAlias = dict[str, Any]
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "preamp",
-    "font.family": "sans-serif",
-    "font.size": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e5e5e5",
-    "legend.frameon": True,
-    "legend.edgecolor": "none",
-}
 
 
 @dataclass(frozen=True)
@@ -78,11 +64,13 @@ def loss_figure(curves: Sequence[Curve]) -> str:
 
 def zeros_figure(curves: Sequence[Curve]) -> str:
     """Return the share of gradient entries that are exactly zero, in percent."""
+    known = [step.zeros or 0.0 for curve in curves for step in curve.trace]
+    top = 105.0 * max((share for share in known if 1e-6 < share <= 1.0), default=1.0)
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
         steps, shares = _averaged(curve.trace, lambda step: step.zeros)
         axes.plot(steps, [100.0 * share for share in shares], **style)
-        axes.set_ylim(0.0, 100.0)
+        axes.set_ylim(0.0, min(top, 100.0))
 
     return _svg(curves, "gradient entries that are zero, %", draw)
 
@@ -107,21 +95,17 @@ def scale_figure(curves: Sequence[Curve]) -> str:
     return _svg(curves, title, draw)
 
 
+@in_style
 def _svg(curves: Sequence[Curve], title: str, draw: Callable[[Axes, Curve, Style], None]) -> str:
-    with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has other fonts
-        figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        styles = _styles(curves)
-        for curve in sorted(curves, key=lambda curve: not curve.is_reference):  # later ones cover it
-            draw(axes, curve, styles[curve.name])
-        axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
-        axes.set_xlabel("step")
-        _add_legend(figure, axes)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :]
+    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    styles = _styles(curves)
+    for curve in sorted(curves, key=lambda curve: not curve.is_reference):  # later ones cover it
+        draw(axes, curve, styles[curve.name])
+    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
+    axes.set_xlabel("step")
+    _add_legend(figure, axes)
+    return to_svg(figure, title)
 
 
 def _styles(curves: Sequence[Curve]) -> dict[str, Style]:

@@ -14,9 +14,14 @@ import numpy as np
 from matplotlib.image import imsave
 from numpy.typing import NDArray
 
+from preamp.doctor import lost_words
+from preamp.looks import Look
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
+from preamp.report.heat import TITLES, heat_figure, heat_table
 
 __all__ = ["Strip", "write_report"]
+
+MOST_SEEN = 4
 
 STYLE = """
 :root { color-scheme: light; }
@@ -25,6 +30,8 @@ body { margin: 0 auto; padding: 1.2rem; max-width: 1240px; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0.4rem 0; }
 h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
 p { max-width: 46rem; }
+details { margin: 0.8rem 0; }
+summary { cursor: pointer; color: #0072b2; }
 .figures { display: grid; gap: 1rem 2rem; margin-top: 2rem; }
 .figures { grid-template-columns: repeat(auto-fit, minmax(min(100%, 370px), 1fr)); }
 figure { margin: 0; }
@@ -78,7 +85,8 @@ def write_report(
         path: the file to write.
         title: its heading.
         lead: paragraphs that say what is to be seen.
-        curves: the traces to draw. A figure that no trace has numbers for is left out.
+        curves: the traces to draw. A figure that no trace has numbers for is left out. Of the first few
+            that a lens has looked at, the latest look is drawn.
         table: one row each, heading to cell; all rows have the same headings.
         strips: rows of pictures to compare.
         strips_title: the heading above them.
@@ -88,7 +96,8 @@ def write_report(
         "".join(f"<p>{escape(text)}</p>" for text in lead),
         *_pictures(strips, strips_title),
         f'<div class="figures">{"".join(map(_figure, _figures(curves)))}</div>',
-        _table(table),
+        *_seen(curves),
+        f"<h2>Numbers</h2>{_table(table)}" if table else "",
     ]
     page = f"""<!doctype html>
 <html lang="en">
@@ -120,6 +129,35 @@ def _figures(curves: Sequence[Curve]) -> list[str]:
     return [draw(some) for draw, some in chosen if some]
 
 
+def _seen(curves: Sequence[Curve]) -> list[str]:
+    """Return the latest look of each of the first traces of different names that have one."""
+    looks = {curve.name: curve.trace.looks[-1] for curve in reversed(curves) if curve.trace.looks}
+    chosen = [(name, looks[name]) for name in dict.fromkeys(c.name for c in curves) if name in looks][
+        :MOST_SEEN
+    ]
+    return ["<h2>Where the values are</h2>", LEGEND, *(_look(*pair) for pair in chosen)] if chosen else []
+
+
+LEGEND = (
+    "<p>Each row is a module, each column a power of two. The bars say what the low precision "
+    "can hold of the values, at the loss scale of that step and at the best one; what lies left of them "
+    "rounds to zero.</p>"
+)
+
+
+def _look(name: str, look: Look) -> str:
+    seen = {row.what for row in look.rows}
+    ordered = [kind for kind in TITLES if kind in seen]
+    figures = "".join(_figure(heat_figure(look, kind, name)) for kind in ordered)
+    tables = "".join(
+        f"<h3>{TITLES[kind].capitalize()}</h3>{_table(heat_table(look, kind))}" for kind in ordered
+    )
+    return (
+        f'<p><b>{escape(name)}.</b>{escape(lost_words(look))}</p><div class="figures">{figures}</div>'
+        f"<details><summary>{escape(name)} in numbers</summary>{tables}</details>"
+    )
+
+
 def _figure(svg: str) -> str:
     return f"<figure>{svg}</figure>"
 
@@ -149,4 +187,4 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
         "<tr>" + "".join(f'<td data-label="{escape(k)}">{escape(v)}</td>' for k, v in row.items()) + "</tr>"
         for row in rows
     )
-    return f"<h2>Numbers</h2><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

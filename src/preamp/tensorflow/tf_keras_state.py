@@ -14,7 +14,7 @@ from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_ke
 
 from preamp.errors import UsageError
 from preamp.policy import Policy, Reading, Static, Where, choose
-from preamp.tensorflow_arithmetic import agreed
+from preamp.tensorflow_arithmetic import agreed, seen
 from preamp.trace import Step
 
 __all__ = ["LossScaleState", "theirs"]
@@ -49,9 +49,10 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self._weights: dict[Any, Any] = {}
         self._parts = {name: self._part(name, value) for name, value in policy.start()._asdict().items()}
         self._counter = self._parts["good"]
+        kinds = {**RECORD, "last_peak": tf.float32} if "peak" in policy.sees else RECORD
         self._record = {
             name: self._add_weight(name=name, dtype=dtype, initial_value=dtype.as_numpy_dtype(0))
-            for name, dtype in RECORD.items()
+            for name, dtype in kinds.items()
         }
 
     def _part(self, name: str, value: float) -> Any:
@@ -79,12 +80,11 @@ class LossScaleState(theirs._DynamicLossScaleState):
         Raises:
             Starved: eagerly, if the policy gives up.
         """
-        finite, where = agreed(tf.nest.flatten(grads)), tf.where
+        reading, before, where = self._reading(tf.nest.flatten(grads)), self._state(), tf.where
         if tf.executing_eagerly():  # tf_keras reads it next, to decide: the rest is for Python to compute
-            finite, where = bool(finite), choose
-        reading, before = Reading(finite), self._state()
+            reading, where = _on_host(reading), choose
         after = self.policy.advance(before, reading, where)
-        written = self._note(finite, before.scale, where)
+        written = self._note(reading, before.scale, where)
         if self.policy.gives_up():
             gives_up = self.policy.starved(before, after, reading, where)
             after = type(before)(*[where(gives_up, a, b) for a, b in zip(before, after, strict=True)])
@@ -92,7 +92,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         written += self._write(after)
         if tf.executing_eagerly():
             self.check_starved()
-        return tf.group(*written), finite
+        return tf.group(*written), reading.finite
 
     def check_starved(self) -> None:
         """Raise `Starved` if the policy has given up."""
@@ -115,7 +115,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         """
         self._write(self.policy.restore(saved))
         for name, variable in self._record.items():
-            variable.assign(variable.dtype.as_numpy_dtype(saved[name]))
+            variable.assign(variable.dtype.as_numpy_dtype(saved.get(name, 0)))
 
     def step(self) -> Step | None:
         """Return what the last step came to, read from its device; None before the first."""
@@ -129,11 +129,22 @@ class LossScaleState(theirs._DynamicLossScaleState):
             finite=finite,
             skipped=not finite,
             new_scale=float(tf.convert_to_tensor(self.current_loss_scale)),
+            peak=record.get("last_peak") if finite else None,
         )
 
     def skipped(self) -> int:
         """Return how many steps were skipped, read from their device."""
         return int(self._read()["skipped_steps"])
+
+    def _reading(self, grads: list[Any]) -> Reading:
+        """Return what is seen in unscaled gradients; a policy is shown how large they were before."""
+        if not self.policy.sees:
+            return Reading(agreed(grads))
+        scale = tf.convert_to_tensor(self.current_loss_scale)
+        found = seen(self.policy.sees, self.policy.edge / scale, grads)
+        if "peak" in found:
+            found["peak"] *= scale
+        return Reading(agreed(grads), **found)
 
     def _state(self) -> Any:
         """Return the values of now: a variable itself would be read again after it was written."""
@@ -147,14 +158,16 @@ class LossScaleState(theirs._DynamicLossScaleState):
         pairs = zip(self._parts.values(), state, strict=True)
         return [part.assign(_cast(value, part.dtype)) for part, value in pairs if part is not None]
 
-    def _note(self, finite: Any, scale: Any, where: Where) -> list[Any]:
+    def _note(self, reading: Reading, scale: Any, where: Where) -> list[Any]:
         """Write the record of a step."""
         record = self._record
+        peaks = [name for name in record if name == "last_peak"]
         return [
             record["steps"].assign_add(1),
-            record["skipped_steps"].assign_add(_cast(where(finite, 0, 1), tf.int64)),
+            record["skipped_steps"].assign_add(_cast(where(reading.finite, 0, 1), tf.int64)),
             record["last_scale"].assign(scale),
-            record["last_finite"].assign(finite),
+            record["last_finite"].assign(reading.finite),
+            *[record[name].assign(where(reading.finite, reading.peak, 0.0)) for name in peaks],
         ]
 
     def _note_giving_up(self, overflows: Any, where: Where) -> Any:
@@ -172,6 +185,11 @@ class LossScaleState(theirs._DynamicLossScaleState):
                 "Ask for it outside tf.function, after the step."
             )
         return _values(self._record)
+
+
+def _on_host(reading: Reading) -> Reading:
+    """Return a reading as plain numbers."""
+    return Reading(*[None if value is None else value.numpy().item() for value in reading])
 
 
 def _cast(value: Any, dtype: Any) -> Any:

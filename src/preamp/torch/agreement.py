@@ -1,7 +1,8 @@
 """What several ranks saw, agreed on before any of them decides.
 
 One sum over ranks carries two numbers: how many ranks found a gradient that is not finite, and their shares
-of the squared norm. This room refuses to know what is decided.
+of the squared norm; for a policy that sees, further ones (`sight.packed`). This room refuses to know what is
+decided.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Agreement:
             pipeline or fully sharded parallel group; `WORLD` for all. None: gradients are the same on all
             ranks, as with DDP, or they are DTensors, which know their mesh.
         reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm of unscaled
-            gradients); sums it over ranks in place, or returns the sum.
+            gradients); sums it over ranks in place, or returns the sum. For a policy that sees the shape is
+            [282]: then come 278 bins, one for each binary exponent of float32 from -149 to 128, with a one
+            for this rank's peak; entries at the policy's edge or above; all entries.
 
     Raises:
         PolicyError: if both are given, or `reduce` cannot be called.
@@ -58,7 +61,7 @@ class Agreement:
         return bool(self.reduce or self.process_group is not None or meshes)
 
     def __call__(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
-        """Return the sum over ranks of a float64 tensor of shape [2]. Every rank has to call."""
+        """Return the sum over ranks of a float64 tensor, of one shape on all. Every rank has to call."""
         if self.reduce is not None:
             returned = self.reduce(readings)
             return returned if isinstance(returned, Tensor) else readings
@@ -70,7 +73,7 @@ class Agreement:
     def over_meshes(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
         """Return the sum of a tensor over every dimension of the meshes that the DTensors lie on.
 
-        Of several meshes the flag is right, the norm is not: see `refuse_norm`.
+        Of several meshes the flag and the peak are right, the norm and the share are not: see `refuse_norm`.
         """
         for mesh in meshes:
             readings = readings.to(mesh.device_type)
@@ -89,6 +92,19 @@ class Agreement:
                 f"max_norm needs one norm, but the gradients lie on {len(meshes)} meshes of which none has "
                 "the ranks of all, so which of them are copies cannot be told. Write "
                 "distribute_tensor(parameter, mesh, placements) with one mesh for all; Replicate() copies."
+            )
+
+    def refuse_share(self, meshes: Sequence[Any]) -> None:
+        """Refuse to count entries where it cannot be told which of them are copies.
+
+        Raises:
+            PolicyError: for gradients on several meshes.
+        """
+        if len(meshes) > 1:
+            raise PolicyError(
+                f"the policy asks for a share of all entries, but the gradients lie on {len(meshes)} meshes "
+                "of which none has the ranks of all, so which entries are copies cannot be told. Write a "
+                "policy that sees the peak alone, or distribute_tensor(...) with one mesh for all."
             )
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "Gradients",
     "clamp_",
     "gather",
+    "largest",
     "multiply_",
     "note_writing",
     "square",
@@ -88,21 +90,37 @@ class Gradients:
 
     def peaks(self) -> list[float]:
         """Return the largest magnitude in each gradient; NaN where it holds one."""
-        pairs = [torch.stack(torch.aminmax(t.detach())) for t in self.tensors if t.numel()]
-        if not pairs:
-            return [0.0] * len(self.tensors)
-        found = iter(torch.stack([pair.abs().amax().double().to(pairs[0].device) for pair in pairs]).tolist())
-        return [next(found) if t.numel() else 0.0 for t in self.tensors]
+        peaks: list[float] = self.largest().tolist() if self.tensors else []
+        return peaks
+
+    def largest(self) -> Tensor:
+        """Return the same as a tensor of shape [gradients], unread."""
+        return self._of_each(largest)
 
     def norms(self) -> Tensor:
         """Return the L2 norm of each gradient on this rank, of shape [gradients], unread."""
-        first = self.tensors[0].device
-        dtype = torch.float64 if any(t.dtype is torch.float64 for t in self.tensors) else torch.float32
-        norms: dict[int, Tensor] = {}
-        for indices in _alike(self.tensors).values():
-            group = [self.tensors[i] for i in indices]
-            norms.update(zip(indices, torch._foreach_norm(group, 2.0, dtype=_wide(group[0])), strict=True))
-        return torch.stack([norms[i].to(first, dtype) for i in range(len(self.tensors))])
+        return self._of_each(
+            lambda group: torch.stack(torch._foreach_norm(group, 2.0, dtype=_wide(group[0])))
+        )
+
+    def entries(self) -> float:
+        """Return how many entries are this rank's to count."""
+        shares = self.shares or [1.0] * len(self.tensors)
+        return sum(share * t.numel() for share, t in zip(shares, self.tensors, strict=True))
+
+    def count(self, edge: float, among: Sequence[int]) -> Tensor:
+        """Return how many of this rank's entries have a magnitude of `edge` or more, 0-dim, unread.
+
+        Args:
+            edge: the least magnitude that counts.
+            among: the positions of the gradients to look at; one at least.
+        """
+        tensors, device = [self.tensors[i] for i in among], self.tensors[0].device
+        counts = [(t.abs() >= _next_in(t.dtype, edge)).sum().to(device) for t in tensors]
+        if self.shares is None:
+            return torch.stack(counts).sum()
+        weighted = [count * self.shares[i] for i, count in zip(among, counts, strict=True)]
+        return torch.stack(weighted).sum()
 
     def fits(self, divisor: float) -> bool:
         """Return whether every gradient stays finite when it is divided by a number up to 1.
@@ -112,6 +130,27 @@ class Gradients:
         limits = (torch.finfo(t.dtype).max for t in self.tensors)
         fit = (peak / divisor <= limit for peak, limit in zip(self.peaks(), limits, strict=True))
         return 1.0 / divisor <= FLOAT32_MAX and all(fit)
+
+    def without(self, ids: set[int]) -> Gradients:
+        """Return the gradients of the other parameters, given by their ids."""
+        return self.only([i for i, p in enumerate(self.parameters) if id(p) not in ids])
+
+    def only(self, places: Sequence[int]) -> Gradients:
+        """Return the gradients at some positions."""
+        shares = self.shares and [self.shares[i] for i in places]
+        parameters, tensors = [self.parameters[i] for i in places], [self.tensors[i] for i in places]
+        return Gradients(parameters, tensors, shares, self.meshes, self.aliased)
+
+    def _of_each(self, measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Return one number of each gradient, measured in groups that are alike: of shape [gradients]."""
+        first = self.tensors[0].device
+        dtype = torch.float64 if any(t.dtype is torch.float64 for t in self.tensors) else torch.float32
+        groups = list(_alike(self.tensors).values())
+        parts = [measure([self.tensors[i] for i in group]).to(first, dtype) for group in groups]
+        if len(parts) == 1:
+            return parts[0]
+        places = dict(zip(chain(*groups), torch.cat(parts).unbind(), strict=True))
+        return torch.stack([places[i] for i in range(len(places))])
 
 
 def gather(optimizer: Any) -> Gradients:
@@ -154,6 +193,14 @@ def squared_norm(tensors: Sequence[Tensor]) -> float:
         norms = torch.stack(torch._foreach_norm(group, 2.0, dtype=_wide(group[0])))
         total += torch.linalg.vector_norm(norms).item() ** 2
     return float(total)
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude in each of some tensors that are alike, unread; NaN where one is."""
+    filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
+    if filled[0].is_cpu:  # where the maximum norm takes ten times as long
+        return torch.stack([end for t in filled for end in torch.aminmax(t)]).abs().view(-1, 2).amax(1)
+    return torch.stack(torch._foreach_norm(filled, math.inf))
 
 
 def square(tensor: Tensor) -> Tensor:
@@ -277,10 +324,7 @@ def _once(gradients: Gradients) -> Gradients:
     places = {(t.data_ptr() or id(t), t.numel()): i for i, t in reversed(list(enumerate(tensors)))}
     if len(places) == len(tensors):
         return gradients
-    kept = sorted(places.values())
-    shares = gradients.shares and [gradients.shares[i] for i in kept]
-    parameters, once = [gradients.parameters[i] for i in kept], [tensors[i] for i in kept]
-    return Gradients(parameters, once, shares, gradients.meshes, aliased=True)
+    return replace(gradients.only(sorted(places.values())), aliased=True)
 
 
 def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
@@ -292,6 +336,15 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
         return groups
     grouped = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
     return {key: indices for key, (_, indices) in grouped.items()}
+
+
+def _next_in(dtype: torch.dtype, number: float) -> float:
+    """Return the least number of a dtype that is a given one, above 0, or more: tensors compare in theirs."""
+    info = torch.finfo(dtype)
+    if not 0.0 < number <= info.max:
+        return math.inf if number > 0.0 else number
+    unit = max(math.ldexp(info.eps, math.frexp(number)[1] - 1), info.smallest_normal * info.eps)
+    return math.ceil(number / unit) * unit
 
 
 def _suits_dot(tensor: Tensor) -> bool:

@@ -36,6 +36,8 @@ class LossScale:
 
     Attributes:
         policy: the rule in force.
+        edge: the magnitude from which entries of gradients count for it; None if it does not ask. Computed
+            outside of `torch.compile`, where a policy may do what it likes.
         state: the policy's state, as floats or as 0-dim float32 tensors.
         on_device: True when `state` is tensors.
         tensor: the scale as a 0-dim float32 tensor; None until `place`.
@@ -43,7 +45,7 @@ class LossScale:
 
     def __init__(self, policy: Policy[Any] | None, settings: dict[str, Any]) -> None:
         self.owns_rule = policy is None
-        self.policy = _chosen(policy, settings)
+        self._obey(_chosen(policy, settings))
         self.state: Any = self.policy.start()
         self.on_device = False
         self.tensor: Tensor | None = None
@@ -129,24 +131,25 @@ class LossScale:
             self.state = self.state._replace(scale=scale, good=good)
         self._remember()
 
-    def advance(self, finite: bool | Tensor) -> None:
+    def advance(self, reading: Reading) -> None:
         """Move on by one step, on the device if the state or the flag is there.
 
         Raises:
             Starved: if the policy gives up; on the host only. The state is as it was.
+            PolicyError: if the policy looks at what the reading does not tell. The state is as it was.
         """
-        if isinstance(finite, Tensor):
+        if isinstance(reading.finite, Tensor):
             self.to_device()
         if not self.on_device:
-            self.state = self.policy.step(self.state, Reading(finite))
+            self.state = self.policy.step(self.state, reading)
             self._mirror()
             return
-        flag = finite if isinstance(finite, Tensor) else torch.full((), finite, device=self._device())
+        here = Reading(*[None if one is None else self._here(one) for one in reading])
         if self._by_kernel and not torch.compiler.is_compiling():
-            self._advance_by_kernel(flag)
+            self._advance_by_kernel(here.finite)
             return
-        after = self.policy.advance(self.state, Reading(flag.to(self._device())), torch.where)
-        for old, new in zip(self.state, after, strict=True):
+        after = self.policy.advance(self.state, here, torch.where)
+        for old, new in zip(self.state, _apart(after, self.state), strict=True):
             old.copy_(new)
         self._mirror()
 
@@ -183,7 +186,7 @@ class LossScale:
         """
         state = self.policy.restore(numbers)
         if self.owns_rule:
-            self.policy = _changed(self.policy, **settings)
+            self._obey(_changed(self.policy, **settings))
         self.state, on_device, self.on_device = state, self.on_device, False
         self._mirror()
         if on_device:
@@ -204,7 +207,7 @@ class LossScale:
         self._by_kernel = False
         if not hasattr(self.policy, name):
             raise PolicyError(f"{name}={value!r} cannot be set: {self.policy!r} has no {name}.")
-        self.policy = _changed(self.policy, **{name: value})
+        self._obey(_changed(self.policy, **{name: value}))
 
     def five_numbers_suffice(self) -> bool:
         """Return whether PyTorch's checkpoint holds all that the state remembers."""
@@ -218,6 +221,20 @@ class LossScale:
         twin.__dict__ = {**self.__dict__, "state": state, "on_device": False}
         twin.tensor = twin._tracker = None
         return twin
+
+    def _obey(self, policy: Policy[Any]) -> None:
+        """Make a policy the one in force."""
+        self.policy = policy
+        self.edge: float | None = policy.edge if "share" in policy.sees else None
+
+    def _here(self, number: bool | float | Tensor) -> Tensor:
+        """Return a flag, or a number as float32, where the state is."""
+        if not isinstance(number, Tensor):
+            dtype = torch.bool if isinstance(number, bool) else torch.float32
+            return torch.full((), min(number, FLOAT32_MAX), dtype=dtype, device=self._device())
+        if number.dtype is torch.bool:
+            return number.to(self._device())
+        return number.to(self._device(), torch.float32).clamp(max=FLOAT32_MAX)
 
     def _device(self) -> torch.device:
         assert self.tensor is not None  # a state is on a device only where the tensor is
@@ -263,6 +280,14 @@ class LossScale:
     def _versions(self) -> tuple[Any, ...]:
         tensors = (self.tensor, self._tracker)
         return tuple((id(tensor), None if tensor is None else tensor._version) for tensor in tensors)
+
+
+def _apart(after: Any, before: Any) -> list[Tensor]:
+    """Return new numbers, copied where a policy has moved an old one to another's place."""
+    pairs = zip(after, before, strict=True)
+    return [
+        new.clone() if new is not old and any(new is one for one in before) else new for new, old in pairs
+    ]
 
 
 def _kernel_knows(policy: Policy[Any], state: Any) -> bool:

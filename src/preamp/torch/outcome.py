@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from preamp.errors import PolicyError
+from preamp.policy import Policy, Reading
+from preamp.torch.sight import Sight, combined
 from preamp.trace import Step
 
-__all__ = ["Outcome", "step_of"]
+__all__ = ["Outcome", "reading_of", "step_of"]
 
 
 @dataclass(slots=True)
@@ -26,6 +30,7 @@ class Outcome:
         norm: global L2 norm of the gradients before clipping, where it was taken, times `divisor`.
         divisor: what the gradients were multiplied by when the norm was taken.
         culprits: names the parameters whose gradients on this rank are not finite.
+        sight: what all ranks have seen in the scaled gradients; None for a policy that does not see.
     """
 
     scale: float | Tensor
@@ -33,13 +38,34 @@ class Outcome:
     norm: float | Tensor | None = None
     divisor: float | Tensor = 1.0
     culprits: Callable[[], tuple[str, ...]] = tuple
+    sight: Sight | None = None
 
     def read(self) -> Outcome:
         """Return the same with every number read to the host."""
         finite = bool(self.finite)
         norm = None if self.norm is None or not finite else float(self.norm) / float(self.divisor)
         named = () if finite else self.culprits()
-        return Outcome(float(self.scale), finite, norm, 1.0, lambda: named)
+        sight = self.sight and self.sight.read()
+        return Outcome(float(self.scale), finite, norm, 1.0, lambda: named, sight)
+
+
+def reading_of(outcomes: Sequence[Outcome], policy: Policy[Any]) -> Reading:
+    """Return what a policy is told of the steps of one or several optimizers.
+
+    Raises:
+        PolicyError: for a policy that sees, where other code has looked at the gradients.
+    """
+    finite = _all_true([outcome.finite for outcome in outcomes])
+    if not policy.sees:
+        return Reading(finite)
+    sights = [outcome.sight for outcome in outcomes if outcome.sight and outcome.sight.peak is not None]
+    if len(sights) < len(outcomes):
+        raise PolicyError(
+            f"{policy!r} needs the {' and the '.join(sorted(policy.sees))} of the gradients, but other code "
+            "has looked at them and tells only whether they are finite. Write scaler.unscale_(optimizer) or "
+            "scaler.step(optimizer) as they are in GradScaler, or policy=Dynamic(), which needs no more."
+        )
+    return Reading(finite, *combined(sights))
 
 
 def step_of(outcomes: Sequence[Outcome], index: int | Tensor, new_scale: float | Tensor | None) -> Step:
@@ -47,6 +73,7 @@ def step_of(outcomes: Sequence[Outcome], index: int | Tensor, new_scale: float |
     read = [outcome.read() for outcome in outcomes]
     finite = all(outcome.finite for outcome in read)
     norms = [outcome.norm for outcome in read if isinstance(outcome.norm, float)]
+    peaks = [one.sight.peak for one in read if one.sight and one.sight.peak is not None]
     return Step(
         int(index),
         float(read[0].scale),
@@ -54,5 +81,13 @@ def step_of(outcomes: Sequence[Outcome], index: int | Tensor, new_scale: float |
         skipped=not finite,
         new_scale=None if new_scale is None else float(new_scale),
         grad_norm=math.hypot(*norms) if len(norms) == len(read) else None,
+        peak=max(peaks) if finite and len(peaks) == len(read) else None,
         culprits=tuple(name for outcome in read for name in outcome.culprits()),
     )
+
+
+def _all_true(finite: list[bool | Tensor]) -> bool | Tensor:
+    first, *others = sorted(finite, key=lambda one: not isinstance(one, Tensor))  # tensors first
+    for one in others:
+        first = first & (one.to(first.device) if isinstance(one, Tensor) else one)  # type: ignore[union-attr]
+    return first

@@ -1,4 +1,4 @@
-"""What is seen in one optimizer's gradients on all ranks: are they finite, and what is their norm?
+"""What is seen in one optimizer's gradients on all ranks: are they finite, what is their norm, their sight?
 
 Once as Python numbers and once as tensors that nobody reads. This room refuses to know what follows from it.
 """
@@ -6,7 +6,7 @@ Once as Python numbers and once as tensors that nobody reads. This room refuses 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,26 @@ from torch import Tensor
 from preamp.checks import FLOAT32_MAX
 from preamp.torch.agreement import Agreement
 from preamp.torch.gradients import Gradients
+from preamp.torch.sight import Sight, look, packed, unpacked
 from preamp.torch.watch import Watch
 
-__all__ = ["Readings"]
+__all__ = ["Readings", "Seen"]
+
+
+class Seen(NamedTuple):
+    """What was seen in one optimizer's gradients, on the host or as tensors that nobody reads.
+
+    Attributes:
+        finite: whether all are finite, and stay so when divided.
+        norm: their global L2 norm; None if it was not taken.
+        sight: what a policy that sees is shown.
+        sizes: the norm or the peak of each gradient on this rank; of what is not read.
+    """
+
+    finite: Any
+    norm: Any
+    sight: Sight | None
+    sizes: Any = None
 
 
 class Readings:
@@ -33,9 +50,9 @@ class Readings:
     def __getstate__(self) -> dict[str, Any]:
         return {"agreement": self.agreement, "_watches": {}}  # hooks stay with their parameters
 
-    def watch(self, optimizer: Any) -> Watch:
-        """Watch an optimizer's gradients from now on."""
-        watch = Watch(optimizer)
+    def watch(self, optimizer: Any, *, peaks: bool) -> Watch:
+        """Watch an optimizer's gradients from now on, for their peaks too if the policy sees."""
+        watch = Watch(optimizer, peaks=peaks)
         if id(optimizer) in self._watches:
             self._watches[id(optimizer)].remove()
         self._watches[id(optimizer)] = watch
@@ -44,6 +61,14 @@ class Readings:
     def watches(self, optimizer: Any) -> bool:
         """Return whether an optimizer is watched."""
         return id(optimizer) in self._watches and self._watches[id(optimizer)].sees(optimizer)
+
+    def look(
+        self, optimizer: Any, gradients: Gradients, edge: float | None, device: torch.device, *, read: bool
+    ) -> Sight:
+        """Look at gradients on this rank that are still scaled: `sight.look`, or what a watch has seen."""
+        watched = gradients.tensors and self.watches(optimizer)
+        each = self._watches[id(optimizer)].peaks(gradients) if watched else None
+        return look(gradients, edge, device, read=read, each=each)
 
     def on_host(
         self,
@@ -54,7 +79,8 @@ class Readings:
         *,
         finite: bool = True,
         norm: bool,
-    ) -> tuple[bool, float | None]:
+        sight: Sight | None = None,
+    ) -> Seen:
         """Read whether all gradients are finite, and stay so when divided, and their global L2 norm.
 
         Args:
@@ -64,9 +90,10 @@ class Readings:
             device: where other ranks expect what this one has seen, wherever its gradients are.
             finite: what is known of this rank before.
             norm: whether the norm is wanted.
+            sight: what this rank has seen in them while they were scaled, if the policy sees.
 
         Raises:
-            PolicyError: for a norm over ranks that cannot be told.
+            PolicyError: for a norm or a share over ranks that cannot be told.
         """
         squared = 0.0
         if norm:
@@ -75,49 +102,60 @@ class Readings:
                 squared = gradients.exact_squared_norm()
             finite = finite and math.isfinite(squared)
         elif finite:
-            finite = gradients.are_finite()
+            finite = gradients.are_finite() if sight is None else math.isfinite(sight.peak)
         finite = finite and (divisor >= 1.0 or gradients.fits(divisor))
         if self.agreement.needed(gradients.meshes):
             unit = divisor * divisor  # other ranks' gradients may be unscaled already
             seen = [not finite, squared / unit if finite else 0.0]
             mine = torch.tensor(seen, dtype=torch.float64, device=device)
-            overflows, squared = self._agreed(mine, gradients, norm).tolist()
+            total, sight = self._agreed(mine, gradients.meshes, norm, sight)
+            overflows, squared = total.tolist()
             finite, squared = overflows == 0.0, squared * unit
-        return finite, math.sqrt(squared) if finite and norm else None
+        return Seen(finite, math.sqrt(squared) if finite and norm else None, sight and sight.read())
 
     def on_device(
-        self, optimizer: Any, gradients: Gradients, divisor: Tensor, *, norm: bool, agree: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same as 0-dim tensors, unread, and the norm of each gradient on this rank.
+        self,
+        optimizer: Any,
+        gradients: Gradients,
+        divisor: Tensor,
+        *,
+        norm: bool,
+        agree: bool = True,
+        sight: Sight | None = None,
+    ) -> Seen:
+        """Return the same as 0-dim tensors, unread.
 
         Without `agree` all of this is of this rank alone. Here a float32 norm that overflows counts as
-        gradients that are not finite.
+        gradients that are not finite. A norm that is not wanted comes for free, unless peaks tell enough.
         """
-        if self.watches(optimizer):
-            sizes = self._watches[id(optimizer)].squares(gradients).sqrt()
+        if sight is not None and sight.each is not None and not norm:
+            sizes = sight.each
+            total = sizes.amax().to(divisor.device)
         else:
-            sizes = gradients.norms() if gradients.tensors else torch.zeros(1, device=divisor.device)
-        shared = sizes
-        if gradients.shares is not None:
-            shared = sizes * torch.tensor(gradients.shares, device=sizes.device).sqrt()
-        total = torch.linalg.vector_norm(shared).to(divisor.device)
+            sizes = self._sizes(optimizer, gradients, divisor.device)
+            total = torch.linalg.vector_norm(_shared(sizes, gradients.shares)).to(divisor.device)
         finite = total / divisor <= FLOAT32_MAX
         if agree and self.agreement.needed(gradients.meshes):
             squared = torch.where(finite, (total.double() / divisor).square(), 0.0)
             mine = torch.stack([finite.logical_not().double(), squared])
-            overflows, squared = self._agreed(mine, gradients, norm)
+            (overflows, squared), sight = self._agreed(mine, gradients.meshes, norm, sight)
             finite, total = overflows == 0.0, (squared.sqrt() * divisor).to(divisor.dtype)
-        return finite, total, sizes
+        return Seen(finite, None if sight is not None and sizes is sight.each else total, sight, sizes)
 
     def flags(
-        self, found: dict[torch.device, Tensor], meshes: list[Any], device: torch.device
-    ) -> dict[torch.device, Tensor]:
-        """Return found_inf flags that all ranks agree on, unread; they meet on a device."""
+        self,
+        found: dict[torch.device, Tensor],
+        meshes: list[Any],
+        device: torch.device,
+        sight: Sight | None = None,
+    ) -> tuple[dict[torch.device, Tensor], Sight | None]:
+        """Return found_inf flags, and a sight, that all ranks agree on, unread; they meet on a device."""
         if not self.agreement.needed(meshes):
-            return found
+            return found, sight
         flag = torch.stack([one.double().to(device) for one in found.values()]).sum()
-        overflows = self.agreement(torch.stack([flag, torch.zeros_like(flag)]), meshes)[0]
-        return {place: (overflows > 0.0).to(place, torch.float32) for place in found}
+        mine = torch.stack([flag, torch.zeros_like(flag)])
+        (overflows, _), sight = self._agreed(mine, meshes, False, sight)
+        return {place: (overflows > 0.0).to(place, torch.float32) for place in found}, sight
 
     def of_each(self, gradients: Gradients) -> Tensor:
         """Return the L2 norm of each gradient, unread; of a DTensor that of the whole."""
@@ -133,7 +171,26 @@ class Readings:
             return gradients.squared_norm()
         return float(self._watches[id(optimizer)].squares(gradients).sum(dtype=torch.float64).item())
 
-    def _agreed(self, mine: Tensor, gradients: Gradients, norm: bool) -> Tensor:
+    def _sizes(self, optimizer: Any, gradients: Gradients, device: torch.device) -> Tensor:
+        """Return the norm of each gradient, unread."""
+        if self.watches(optimizer):
+            return self._watches[id(optimizer)].squares(gradients).sqrt()
+        return gradients.norms() if gradients.tensors else torch.zeros(1, device=device)
+
+    def _agreed(
+        self, mine: Tensor, meshes: list[Any], norm: bool, sight: Sight | None
+    ) -> tuple[Tensor, Sight | None]:
+        """Return the sum of two numbers over ranks, and what all have seen."""
         if norm:
-            self.agreement.refuse_norm(gradients.meshes)
-        return self.agreement(mine, gradients.meshes)
+            self.agreement.refuse_norm(meshes)
+        if sight is None:
+            return self.agreement(mine, meshes), None
+        if sight.above is not None:
+            self.agreement.refuse_share(meshes)
+        total = self.agreement(torch.cat([mine, packed(sight, mine.device)]), meshes)
+        return total[: len(mine)], unpacked(total[len(mine) :], sight)
+
+
+def _shared(sizes: Tensor, shares: list[float] | None) -> Tensor:
+    """Return this rank's share of each norm."""
+    return sizes if shares is None else sizes * torch.tensor(shares, device=sizes.device).sqrt()

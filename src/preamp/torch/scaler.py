@@ -26,7 +26,7 @@ from preamp.torch.culprits import backward_order
 from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale
 from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes_scaler
-from preamp.torch.outcome import Outcome, step_of
+from preamp.torch.outcome import Outcome, reading_of, step_of
 from preamp.torch.readings import Readings
 from preamp.torch.stepping import Clip, Ledger, Stepping, fresh
 from preamp.torch.structure import map_tensors
@@ -63,7 +63,8 @@ class GradScaler(Stepping):
             a callable. On an accelerator this costs one read a step.
         process_group: the ranks that hold different gradients of one model (tensor, pipeline or fully
             sharded parallel), so that all of them skip together. DDP needs none, and DTensors know theirs.
-        reduce: instead of a group, a function that sums a float64 tensor of shape [2] over ranks.
+        reduce: instead of a group, a function that sums a float64 tensor over ranks: of shape [2], for a
+            policy that sees [282].
         capturable: read nothing, ever: for `torch.compile(fullgraph=True)` and CUDA graphs. The state
             stays on the device, `last_step` is read when it is asked for, and a step that must not happen
             is taken back by a `where`, unless the optimizer is fused.
@@ -207,7 +208,7 @@ class GradScaler(Stepping):
         Raises:
             UsageError: where gradients are final only after communication (DDP, FSDP, DTensor).
         """
-        return self._readings.watch(optimizer)
+        return self._readings.watch(optimizer, peaks=bool(self.policy.sees))
 
     def step(
         self,
@@ -435,7 +436,7 @@ class GradScaler(Stepping):
 
     def _advance(self, outcomes: dict[int, Outcome]) -> None:
         try:
-            self._loss_scale.advance(_all_true([outcome.finite for outcome in outcomes.values()]))
+            self._loss_scale.advance(reading_of(list(outcomes.values()), self.policy))
         except Starved:
             self._finish(outcomes)  # a policy that gives up leaves a record too
             raise
@@ -490,10 +491,3 @@ def _limit(name: str, value: Any) -> float | None:
     if limit != math.inf and not (is_number(limit) and limit > 0.0):
         raise PolicyError(f"{name}={value!r} is no number above 0. Write {name}=1.0, or None not to clip.")
     return float(limit)
-
-
-def _all_true(finite: list[bool | Tensor]) -> bool | Tensor:
-    first, *others = sorted(finite, key=lambda one: not isinstance(one, Tensor))  # tensors first
-    for one in others:
-        first = first & (one.to(first.device) if isinstance(one, Tensor) else one)  # type: ignore[union-attr]
-    return first

@@ -36,11 +36,12 @@ from preamp.torch.optimizers import (
 from preamp.torch.outcome import Outcome
 from preamp.torch.readings import Readings
 from preamp.torch.shared import AlreadyUnscaled
+from preamp.torch.sight import Sight
 from preamp.trace import Step
 
 __all__ = ["Clip", "Ledger", "Stepping", "fresh", "no_flag"]
 
-Ledger: TypeAlias = dict[str, Any]  # PyTorch's: "stage" and "found_inf_per_device"; ours: "outcome"
+Ledger: TypeAlias = dict[str, Any]  # PyTorch's: "stage" and "found_inf_per_device"; ours: "outcome", "sight"
 LARGE = 2.0**100  # the reciprocal of a larger number loses digits in float32, or is 0
 
 
@@ -118,21 +119,22 @@ class Stepping(torch.amp.GradScaler):
         wants_norm = clips_norm or self._readings.watches(optimizer)
         measure = partial(self._readings.on_host, device=self._device_of_scale(), norm=wants_norm)
         finite, norm = ready or _flags_are_clear(ledger), None
+        sight = self._look(optimizer, gradients, read=True) if ready else self._seen(ledger)
         if ready or clips_norm:
-            finite, norm = measure(optimizer, gradients, divisor, finite=finite)
+            finite, norm, sight, _ = measure(optimizer, gradients, divisor, finite=finite, sight=sight)
         if not finite:
             twice = clips_norm and clip.max_value is not None
             if twice and self._readings.agreement.needed(gradients.meshes):
                 measure(None, gradients, divisor)  # in company with ranks that read nothing
             seen = gradients if together else gather(optimizer)
             named = self._culprits(optimizer, seen.parameters, seen.peaks())
-            ledger["outcome"] = Outcome(scale, False, culprits=lambda: named)
+            ledger["outcome"] = Outcome(scale, False, culprits=lambda: named, sight=sight)
             return gradients, divisor
-        ledger["outcome"] = Outcome(scale, True, norm, divisor)
+        ledger["outcome"] = Outcome(scale, True, norm, divisor, sight=sight and sight.read())
         if clip.max_value is not None:
             arithmetic.clamp_(gradients.tensors, clip.max_value * divisor)
             if clips_norm:
-                norm = measure(None, gradients, divisor)[1]
+                norm = measure(None, gradients, divisor).norm
         if clip.max_norm is not None and norm is not None:
             divisor = max(divisor, norm / clip.max_norm)
         if divisor > LARGE:
@@ -156,18 +158,19 @@ class Stepping(torch.amp.GradScaler):
         measure = partial(self._readings.on_device, norm=clip.max_norm is not None)
         alone = not self._readings.agreement.needed(gradients.meshes)
         agreed = not ready and clip.max_norm is None and not alone  # when they were unscaled
-        finite, norm, sizes = measure(optimizer, gradients, divisor, agree=not agreed)
+        sight = self._look(optimizer, gradients, read=False) if ready else self._seen(ledger)
+        finite, norm, sight, sizes = measure(optimizer, gradients, divisor, agree=not agreed, sight=sight)
         if not ready:
             unscaled = no_flag(ledger, scale.device)
             finite = unscaled if agreed else finite & unscaled
         name = partial(self._culprits, optimizer, gradients.parameters, sizes)  # keeps no gradient alive
         told = norm if alone or clip.max_norm is not None else None  # other ranks may have told none
-        ledger["outcome"] = Outcome(scale, finite, told, divisor, name)
+        ledger["outcome"] = Outcome(scale, finite, told, divisor, name, sight)
         if clip.max_value is not None:
             limit = torch.where(finite, divisor * clip.max_value, math.inf)  # a skipped step clips nothing
             arithmetic.clamp_(gradients.tensors, limit)
             if clip.max_norm is not None:
-                norm = measure(None, gradients, divisor)[1]
+                norm = measure(None, gradients, divisor).norm
         if clip.max_norm is not None:
             clipping = torch.maximum(divisor, (norm / clip.max_norm).to(divisor.dtype))
             divisor = torch.where(finite, clipping, divisor)
@@ -255,9 +258,9 @@ class Stepping(torch.amp.GradScaler):
         measure = partial(self._readings.on_host, None, gradients, 1.0, where)
         finite = True
         if clip.max_value is not None:
-            finite, _ = measure(norm=False)  # clamping hides an inf
+            finite = measure(norm=False).finite  # clamping hides an inf
             arithmetic.clamp_(gradients.tensors, clip.max_value)
-        finite, norm = measure(finite=finite, norm=clip.max_norm is not None)
+        finite, norm, _, _ = measure(finite=finite, norm=clip.max_norm is not None)
         if clip.max_norm is not None and norm is not None and norm > clip.max_norm:
             arithmetic.multiply_(gradients.tensors, clip.max_norm / norm)
         return finite, norm
@@ -297,13 +300,29 @@ class Stepping(torch.amp.GradScaler):
         self._loss_scale.adopt()
         scale = self._require_scale("unscale_")
         found_inf = _number(0.0, scale.device)
+        sight = None
+        if self._loss_scale.policy.sees:
+            sight = self._look(optimizer, gather(optimizer), read=not self._stays_on_device(optimizer))
         flags = self._unscale_grads_(optimizer, self._inverse(scale), found_inf, True)
         meshes = ledger.pop("meshes", [])
         if not flags and self._readings.agreement.needed(meshes):
             flags = {found_inf.device: found_inf}  # this rank has nothing, and still has to take part
         if agree:
-            flags = self._readings.flags(flags, meshes, found_inf.device)
+            flags, sight = self._readings.flags(flags, meshes, found_inf.device, sight)
         ledger["found_inf_per_device"], ledger["stage"] = flags, OptState.UNSCALED
+        ledger["sight"] = sight and sight._replace(each=None)  # of scaled gradients, which is no size now
+
+    @torch.no_grad()
+    def _look(self, optimizer: Any, gradients: Gradients, *, read: bool) -> Sight | None:
+        """Return what a policy that sees asks of scaled gradients; what was unscaled was looked at before."""
+        if not self._loss_scale.policy.sees:
+            return None
+        scaled, edge = gradients.without(self._already.among(gradients)), self._loss_scale.edge
+        return self._readings.look(optimizer, scaled, edge, self._device_of_scale(), read=read)
+
+    def _seen(self, ledger: Ledger) -> Sight | None:
+        """Return what was seen when gradients were unscaled; nothing if other code did that."""
+        return ledger.get("sight", Sight()) if self._loss_scale.policy.sees else None
 
     @torch.no_grad()
     def _unscale_grads_(
@@ -336,10 +355,14 @@ class Stepping(torch.amp.GradScaler):
         """Note whether an optimizer's gradients are finite, and leave them as they are."""
         scale = self._require_scale("_check_inf_per_device")
         gradients = gather(optimizer)
-        finite, _, _ = self._readings.on_device(optimizer, gradients, torch.ones_like(scale), norm=False)
+        ledger = self._per_optimizer_states[id(optimizer)]
+        ready = ledger["stage"] is OptState.READY
+        sight = self._look(optimizer, gradients, read=False) if ready else self._seen(ledger)
+        measure = partial(self._readings.on_device, optimizer, gradients, torch.ones_like(scale))
+        finite, _, ledger["sight"], _ = measure(norm=False, sight=sight)
         seen = gradients.tensors or self._readings.agreement.needed(gradients.meshes)
         found = {scale.device: finite.logical_not().float()} if seen else {}
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        ledger["found_inf_per_device"] = found
         return found
 
     def _inverse(self, scale: Tensor) -> Tensor:
@@ -391,8 +414,10 @@ class Stepping(torch.amp.GradScaler):
         """Return what is known of an optimizer that was unscaled and has not stepped."""
         if self._loss_scale.on_device:
             scale = self._require_scale("step")
-            return Outcome(scale.clone(), no_flag(ledger, scale.device))
-        return Outcome(self._loss_scale.state.scale, _flags_are_clear(ledger))
+            return Outcome(scale.clone(), no_flag(ledger, scale.device), sight=self._seen(ledger))
+        sight = self._seen(ledger)
+        finite = _flags_are_clear(ledger)
+        return Outcome(self._loss_scale.state.scale, finite, sight=sight and sight.read())
 
     def _is_overridden(self) -> bool:
         """Return whether a subclass, or someone from outside, unscales in another way."""

@@ -170,9 +170,20 @@ def find(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
+@cache
 def call(name: str) -> Any:
     """Return what calls an operator: PyTorch's own object in between takes half as long again."""
-    return find(name)._op
+    operator, sibling = find(name)._op, with_number(name)
+    if sibling is None or torch._C._should_allow_numbers_as_tensors(name.partition(".")[0]):
+        return operator
+    of_number = sibling._op
+
+    @untraced
+    def either(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        run = operator if isinstance(second, torch.Tensor) else of_number
+        return run(first, second, *args, **kwargs)
+
+    return either
 
 
 def in_place_names() -> Iterator[str]:
@@ -210,7 +221,23 @@ def untraced(function: F) -> F:
 @cache
 def without_autocast(name: str, device_type: str) -> Any:
     """Return an operator that runs, with all that it calls, as if autocast were off."""
-    return with_autocast_off(call(name), device_type)
+    return with_autocast_off(_given_numbers(name), device_type)
+
+
+def _given_numbers(name: str) -> Any:
+    """Return what calls an operator that takes tensors, with the numbers that Python gives it as tensors."""
+    function, (base, _, overload) = call(name), name.partition(".")
+    if overload != "Tensor" or torch._C._should_allow_numbers_as_tensors(base):
+        return function
+
+    @untraced
+    def run(target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], (bool, int, float, complex)):
+            dtype = target.dtype if target.is_floating_point() and not isinstance(args[0], complex) else None
+            args = torch.tensor(args[0], dtype=dtype, device=target.device), *args[1:]
+        return function(target, *args, **kwargs)
+
+    return run
 
 
 def with_autocast_off(function: Callable[..., Any], device_type: str) -> Any:

@@ -1,0 +1,147 @@
+"""All rules over one trace, and one rule for the scale that heeds all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from preamp.doctor.advice import as_code, as_flags, changed
+from preamp.doctor.finding import Finding
+from preamp.doctor.record import Record
+from preamp.doctor.room import at_ceiling, never_grew, not_scaled, too_low, vanished
+from preamp.doctor.skipping import dragged, oscillating, slow, starving, too_high, wrong_start
+from preamp.doctor.values import bfloat16_would_do, limited, needs_no_scale, overflowed
+from preamp.policy import Policy
+from preamp.processes import Recorded
+from preamp.simulate import simulate
+from preamp.trace import Trace
+from preamp.words import of_steps, power, powers
+
+__all__ = ["Diagnosis", "diagnose"]
+
+Rule = Callable[[Record], Finding | None]
+WORST_FIRST = ("problem", "warning", "fine", "note")
+
+STANDSTILL: tuple[Rule, ...] = (not_scaled, starving)
+"""What leaves nothing else to be said of the scale. Of each such group the first that applies is told."""
+SKIPPED: tuple[Rule, ...] = (oscillating, dragged, slow, too_high)
+UNUSED: tuple[Rule, ...] = (vanished, at_ceiling, never_grew, too_low)
+SEEN: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with a run, worst first, and what was seen besides.
+
+    Attributes:
+        findings: problems, warnings, notes.
+        record: what the run shows.
+    """
+
+    findings: tuple[Finding, ...]
+    record: Record
+
+    @property
+    def policy(self) -> Policy[Any] | None:
+        """The rule of the run, None if the record does not name one that is known here."""
+        return self.record.policy
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong that this doctor knows of."""
+        return all(finding.severity in ("note", "fine") for finding in self.findings)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of all findings together; of two for one name that of the worse finding."""
+        merged: dict[str, Any] = {}
+        for finding in reversed(self.findings):
+            merged.update(finding.settings)
+        return merged
+
+    def better(self, finding: Finding | None = None) -> Policy[Any] | None:
+        """Return the rule that heeds a finding, or all; None if none has a setting to change."""
+        settings = self.settings if finding is None else finding.settings
+        return changed(self.policy, settings) if settings else None
+
+    def remedy(self, finding: Finding | None = None) -> str:
+        """Return the line to write for a finding, or for all, in Python and as flags, or ""."""
+        policy = self.better(finding)
+        if policy is None:
+            return ""
+        settings = self.settings if finding is None else finding.settings
+        flags = as_flags(policy, settings)
+        return f"Write policy={as_code(policy)}{f', or {flags}' if flags else ''}."
+
+    def rehearsal(self) -> str:
+        """Say what the rule that heeds all findings does over the peaks of this run; "" where it has none."""
+        policy, trace = self.better(), self.record.trace
+        if policy is None or not any(step.peak for step in trace):
+            return ""
+        then = simulate(policy, Recorded(trace=trace, dtype=self.record.band.name)).summary()
+        now = trace.summary()
+        return (
+            f"Played over the peaks of this run, that skips {of_steps(then.skipped, then.steps)} instead of "
+            f"{now.skipped:,}, and ends at {power(then.final_scale)} instead of {power(now.final_scale)}."
+        )
+
+
+def diagnose(trace: Trace) -> Diagnosis:
+    """Say what is wrong with the scale of a run.
+
+    What a blind rule leaves in a trace is read from skipped steps alone. With `Step.peak` the head room is
+    known too, and with looks (`preamp.torch.Lens`) what is lost, and where.
+
+    Args:
+        trace: a run that was recorded or simulated.
+
+    >>> from preamp import Dynamic, simulate
+    >>> found = diagnose(simulate(Dynamic(init_scale=2.0**32), [n < 16 for n in range(1000)]))
+    >>> found.findings[0].kind, found.remedy()
+    ('wrong start', 'Write policy=Dynamic(), or --policy.init-scale 65536.')
+    """
+    record = Record(trace)
+    found = sorted(_findings(record), key=lambda finding: WORST_FIRST.index(finding.severity))
+    return Diagnosis(tuple(found), record)
+
+
+def _findings(record: Record) -> list[Finding]:
+    if not record.steps:
+        return [Finding(kind="no steps", severity="note", sentence="There are no steps in this record.")]
+    groups = ((wrong_start,), SKIPPED, UNUSED)
+    of_scale = _first(STANDSTILL, record) or [found for rules in groups for found in _first(rules, record)]
+    return [*(of_scale or [_healthy(record)]), *_all(SEEN, record)]
+
+
+def _all(rules: Iterable[Rule], record: Record) -> list[Finding]:
+    return [finding for rule in rules if (finding := rule(record))]
+
+
+def _first(rules: Iterable[Rule], record: Record) -> list[Finding]:
+    return next(([finding] for rule in rules if (finding := rule(record))), [])
+
+
+def _healthy(record: Record) -> Finding:
+    summary = record.trace.summary()
+    if needs_no_scale(record.band) and summary.max_scale == 1.0:
+        return Finding(kind="healthy", severity="fine", sentence=f"{record.band.name} needs no loss scale.")
+    low, high = power(summary.min_scale), power(summary.max_scale)
+    moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
+    return Finding(
+        kind="healthy",
+        severity="fine",
+        sentence=f"Nothing is wrong with the scale: "
+        f"{of_steps(summary.skipped, summary.steps)} were skipped while it {moved}.{_room_words(record)}",
+        numbers={"skipped": summary.skipped, "steps": summary.steps, "room": record.room or 0},
+    )
+
+
+def _room_words(record: Record) -> str:
+    if record.room is None:
+        return " Whether it could be higher is not recorded: peaks of gradients or looks would tell."
+    if record.room <= 0:
+        return (
+            f" The largest values of late steps come within a power of two of {record.band.name}'s largest."
+        )
+    return f" All late steps leave {powers(record.room)} of head room."

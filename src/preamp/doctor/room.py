@@ -1,0 +1,159 @@
+"""What unused head room means: no scale, a scale that is too low, never grew or stands at its ceiling.
+
+This room holds one function per symptom. It refuses to know why steps are skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, Final
+
+from preamp.doctor.finding import FEWEST, OFTEN, Finding, Severity
+from preamp.doctor.record import Record
+from preamp.doctor.values import lost_words, needs_no_scale, saves_something
+from preamp.exponents import exponent_of
+from preamp.policy import Static
+from preamp.words import percent, power, powers
+
+__all__ = ["at_ceiling", "never_grew", "not_scaled", "too_low", "vanished"]
+
+SHORTEST_INTERVAL: Final = 100
+FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
+
+
+def not_scaled(record: Record) -> Finding | None:
+    """Find a low precision with little range and no loss scale."""
+    told = record.trace.about
+    if told.get("policy", "") is not None or any(scale != 1.0 for scale in record.scales):
+        return None
+    if told.get("precision") != record.band.name or needs_no_scale(record.band):
+        return None
+    zeros = median([step.zeros for step in record.steps if step.zeros is not None] or [0.0])
+    return Finding(
+        kind="not scaled",
+        severity=_severity(zeros, saves_something(record.look)),
+        sentence=f"The loss was not scaled in {record.band.name}"
+        + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else "."),
+        advice="Scale it.",
+        numbers={"zeros": zeros},
+        settings=_higher_start(record) or {"init_scale": FIRST_TRY},
+    )
+
+
+def _severity(zeros: float, saves: bool | None) -> Severity:
+    return "problem" if zeros >= OFTEN or saves else "warning" if saves is None else "note"
+
+
+def vanished(record: Record) -> Finding | None:
+    """Find gradients that are all zero."""
+    peaks = [step.peak for step in record.late if step.peak is not None and not step.skipped]
+    zero, scale = peaks.count(0.0), record.scales[-1]
+    if not peaks or zero < 0.9 * len(peaks):
+        return None
+    first = "scale" if isinstance(record.policy, Static) else "init_scale"
+    is_low = scale < HIGHEST_TRY
+    return Finding(
+        kind="vanished",
+        severity="problem",
+        sentence=f"At {power(scale)}, all gradients were zero in {zero:,} of the last {len(peaks):,} steps.",
+        advice="Start high: every step that overflows lowers the scale."
+        if is_low
+        else "Does the loss use them?",
+        numbers={"steps": zero, "scale": scale},
+        settings={first: HIGHEST_TRY} if is_low else {},
+    )
+
+
+def at_ceiling(record: Record) -> Finding | None:
+    """Find a scale that is kept from growing."""
+    ceiling = float(getattr(record.policy, "max_scale", None) or math.inf)
+    held = sum(step.scale == ceiling for step in record.late)
+    if not held or held < len(record.late) / 2 or record.fell_early(ceiling) or not _is_wasted(record):
+        return None
+    return Finding(
+        kind="at the ceiling",
+        severity="warning" if record.room else "note",
+        sentence=f"The scale stood at max_scale={ceiling:g} in {held:,} of the last "
+        f"{len(record.late):,} steps{_room_words(record)}.{lost_words(record.look)}",
+        advice="Raise the ceiling.",
+        numbers={"scale": ceiling, "steps": held, "room": record.room or 0},
+        settings={**_higher_start(record), "max_scale": _higher(record, ceiling)},
+    )
+
+
+def never_grew(record: Record) -> Finding | None:
+    """Find a run that is shorter than the first growth takes."""
+    interval = getattr(record.policy, "growth_interval", 0) if record.policy else len(record.steps) + 1
+    is_scaled = any(scale != 1.0 for scale in record.scales)
+    has_moved = record.growths or record.skips or record.opening
+    if has_moved or not is_scaled or interval <= len(record.settled):
+        return None
+    if not _is_wasted(record):
+        return None
+    tries = {"growth_interval": max(SHORTEST_INTERVAL, len(record.steps) // 20)}
+    is_long = len(record.steps) > 2 * SHORTEST_INTERVAL
+    return Finding(
+        kind="never grew",
+        severity="warning" if record.room else "note",
+        sentence=f"The scale stayed at {power(record.scales[-1])}: it would grow after {interval:,} clean "
+        f"steps, and the run has {len(record.settled):,}{_room_words(record)}.{lost_words(record.look)}",
+        advice="Start higher." if record.room else "Whether it could be higher is not known. Let it try.",
+        numbers={"steps": len(record.settled), "room": record.room or 0},
+        settings=_higher_start(record) or (tries if is_long else {}),
+    )
+
+
+def too_low(record: Record) -> Finding | None:
+    """Find a scale far below what the gradients allow."""
+    if record.room is None or not _is_wasted(record):
+        return None
+    usual, settings = median(step.scale for step in record.late), _higher_start(record)
+    return Finding(
+        kind="too low",
+        severity="warning",
+        sentence=f"The scale is {powers(record.room)} below what all late steps allow, at {power(usual)}."
+        f"{lost_words(record.look)}",
+        advice="The gradients shrink: start lower and climb sooner, or follow their peaks with Headroom()."
+        if "growth_interval" in settings
+        else "Start higher.",
+        numbers={"room": record.room, "scale": usual},
+        settings=settings,
+    )
+
+
+def _is_wasted(record: Record) -> bool:
+    """Return whether there is or may be much head room, and something lost for want of it."""
+    is_much = record.room is None or record.room >= FEWEST
+    return is_much and saves_something(record.look) is not False
+
+
+def _room_words(record: Record) -> str:
+    return "" if record.room is None else f", {powers(record.room)} of head room unused"
+
+
+def _higher(record: Record, ceiling: float) -> float:
+    highest = record.highest_scale(record.late)
+    return math.ldexp(1.0, min(127, exponent_of(ceiling) + 8 if highest is None else highest))
+
+
+def _higher_start(record: Record) -> Mapping[str, Any]:
+    """Return the settings of a scale that leaves a power of two of head room at the start, and keeps up."""
+    early = record.highest_scale(record.settled[: max(20, len(record.settled) // 20)])
+    late = record.highest_scale(record.late)
+    if early is None or late is None:
+        return {}
+    climb, first = late - early, math.ldexp(1.0, early - 1)
+    if isinstance(record.policy, Static) and abs(climb) < FEWEST:
+        lowest = math.ldexp(1.0, min(early, late) - 1)
+        return {"scale": lowest} if lowest > record.policy.scale else {}
+    return {"init_scale": first, **(_climbing(record, climb, late) if climb >= FEWEST else {})}
+
+
+def _climbing(record: Record, climb: int, late: int) -> Mapping[str, Any]:
+    """Return an interval that keeps up with gradients that shrink, and a ceiling that is high enough."""
+    interval = max(SHORTEST_INTERVAL, len(record.steps) // (2 * climb))
+    ceiling, needed = getattr(record.policy, "max_scale", math.inf), math.ldexp(1.0, late)
+    sooner = {"growth_interval": interval} if interval < record.interval else {}
+    return {**sooner, **({"max_scale": needed} if ceiling and ceiling < needed else {})}

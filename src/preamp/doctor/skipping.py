@@ -1,0 +1,223 @@
+"""What skipped steps mean: a start that is too high, a scale that oscillates, starves or is dragged down.
+
+This room holds one function per symptom, and its limits. It refuses to know what the scale could be instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, Final, TypeAlias
+
+from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
+from preamp.doctor.record import Record, Skip
+from preamp.exponents import exponent_of
+from preamp.policy import Static, Tolerant
+from preamp.trace import Step
+from preamp.words import of_steps, percent, power
+
+__all__ = ["dragged", "oscillating", "slow", "starving", "too_high", "wrong_start"]
+
+RECENT: Final = 100
+LEAST_HUNGRY: Final = 10
+USUAL_SCALE: Final = 2.0**16
+USUAL_INTERVAL: Final = 2000
+
+Remedy: TypeAlias = tuple[str, Mapping[str, Any]]
+"""What to do, in words and as settings."""
+
+
+def starving(record: Record) -> Finding | None:
+    """Find a run that hardly takes a step at its end."""
+    last = (record.settled or record.steps)[-RECENT:]
+    skipped = [step for step in last if step.skipped]
+    if len(skipped) < max(LEAST_HUNGRY, len(last) / 2) or _waits(record):
+        return None
+    lowest = min(step.scale for step in skipped)
+    advice, settings = _way_out(record, skipped)
+    return Finding(
+        kind="starving",
+        severity="problem",
+        sentence=f"{len(skipped):,} of the last {len(last):,} steps were skipped, at scales down to "
+        f"{power(lowest)}: the training stands still.{_always_the_same(record)}",
+        advice=advice,
+        numbers={"skipped": len(skipped), "steps": len(last), "lowest_scale": lowest},
+        settings=settings,
+    )
+
+
+def _waits(record: Record) -> bool:
+    """Return whether the rule has never had as many overflows in a row as it waits for."""
+    return record.trace.summary().longest_streak < _hysteresis(record)
+
+
+def _hysteresis(record: Record) -> int:
+    """Return how many overflows the rule waits for."""
+    return int(getattr(record.policy, "hysteresis", 1))
+
+
+def _way_out(record: Record, skipped: list[Step]) -> Remedy:
+    losses = [step.loss for step in skipped if step.loss is not None]
+    if losses and sum(map(math.isfinite, losses)) < len(losses) / 2:
+        return (
+            "The loss itself is inf or NaN, which no scale changes. Look at the data and the forward pass.",
+            {},
+        )
+    scale, floor = skipped[-1].scale, record.band.normal
+    stands = len({step.scale for step in skipped[-LEAST_HUNGRY:]}) == 1
+    if stands and isinstance(record.policy, Static) and scale > 1.0:
+        return "This scale is too high. Let it move.", {"init_scale": min(scale, USUAL_SCALE)}
+    if stands and scale > floor:
+        return f"Lower the floor. If it starves at {power(floor)} as well, look for NaN.", {
+            "min_scale": floor
+        }
+    if not stands and scale > 1.0:
+        return "The scale is still falling. Start lower.", {"init_scale": min(scale, USUAL_SCALE)}
+    return "At so low a scale nothing finite overflows: it is NaN. Look for it in the data and the loss.", {}
+
+
+def _always_the_same(record: Record) -> str:
+    for name, count in record.culprits.most_common(1):
+        return f" {name} overflowed first in {count:,} of {record.culprits.total():,} skipped steps."
+    return ""
+
+
+def wrong_start(record: Record) -> Finding | None:
+    """Find a first scale that had to be lowered many times."""
+    if record.opening < FEWEST or len(record.settled) < LEAST_HUNGRY:
+        return None
+    first, found = record.steps[0].scale, record.settled[0].scale
+    return Finding(
+        kind="wrong start",
+        severity=_severity(record.opening / len(record.steps)),
+        sentence=f"The first {record.opening:,} steps were skipped, while the scale fell from "
+        f"{power(first)} to {power(found)}.",
+        advice="Start there.",
+        numbers={"skipped": record.opening, "first_scale": first, "found_scale": found},
+        settings={"init_scale": found},
+    )
+
+
+def _severity(share: float) -> Severity:
+    return "warning" if share >= OFTEN else "note"
+
+
+def oscillating(record: Record) -> Finding | None:
+    """Find a scale that grows again and again to where it has just failed."""
+    undone = [skip for skip in record.skips if skip.cause == "growth"]
+    share, interval = record.rate(len(undone)), round(record.interval)
+    if len(undone) < FEWEST or share < OFTEN:
+        return None
+    return Finding(
+        kind="oscillating",
+        severity="warning",
+        sentence=f"{of_steps(len(undone), len(record.settled))} were skipped because the scale "
+        f"had just grown: every {interval:,} clean steps it tries again what has failed.",
+        advice=f"Wait longer{_or_a_ceiling(undone)}.",
+        numbers={"skipped": len(undone), "share": share, "growth_interval": interval},
+        settings={"growth_interval": USUAL_INTERVAL, **_at_once(record), **_nearer_start(record, undone)},
+    )
+
+
+def _at_once(record: Record) -> Mapping[str, Any]:
+    """Return what makes a rule back off at the first overflow, if it does not."""
+    if isinstance(record.policy, Tolerant):
+        return {"tolerance": 1 / RARE}
+    return {"hysteresis": 1} if _hysteresis(record) > 1 else {}
+
+
+def _or_a_ceiling(undone: list[Skip]) -> str:
+    levels = Counter(skip.after for skip in undone)
+    (level, count), *_ = levels.most_common(1)
+    is_one = count > 0.8 * len(undone)
+    return f", or set a ceiling, max_scale={level:g}: it always falls back to that" if is_one else ""
+
+
+def _nearer_start(record: Record, undone: list[Skip]) -> Mapping[str, Any]:
+    """Return as the first scale the level it came to, where a longer interval would not take it there."""
+    level = median(skip.after for skip in undone)
+    is_far = exponent_of(level) - exponent_of(record.steps[0].scale) >= FEWEST
+    return {"init_scale": level} if is_far and not record.fell_early(level) else {}
+
+
+def dragged(record: Record) -> Finding | None:
+    """Find single overflows that keep the scale far below what the other steps allow."""
+    falls = [skip for skip in record.skips if skip.cause == "sudden" and skip.after < skip.step.scale]
+    if len(falls) < FEWEST or record.rate(len(record.skips)) > 10 * OFTEN or not _stays_low(record):
+        return None
+    high, low = max(step.scale for step in record.settled), min(record.scales)
+    return Finding(
+        kind="dragged down",
+        severity="note" if record.usual_room is None else "warning",
+        sentence=f"{len(falls):,} steps overflowed by themselves, at scales that had held, and lowered the "
+        f"scale from {power(high)} to {power(low)}{_too_far(record)}.",
+        advice="Back off at the second overflow in a row only. Look at the data of these steps, too.",
+        numbers={"skipped": len(falls), "lowest_scale": low, "room": record.usual_room or 0},
+        settings={"hysteresis": 2, **_longer(record)},
+    )
+
+
+def _stays_low(record: Record) -> bool:
+    """Return whether the scale is far below what most steps allow or, where that is unknown, has held."""
+    if record.usual_room is not None:
+        return record.usual_room >= FEWEST
+    highest = max(step.scale for step in record.settled if not step.skipped)
+    return exponent_of(highest) - exponent_of(record.scales[-1]) >= FEWEST
+
+
+def _too_far(record: Record) -> str:
+    if record.usual_room is None:
+        return "; or all gradients have grown: only their peaks would tell"
+    return f", though most steps would allow one that is {record.usual_room:.0f} powers of two higher"
+
+
+def slow(record: Record) -> Finding | None:
+    """Find a rule that waits for so many overflows that most change nothing."""
+    share, hysteresis = record.rate(len(record.skips)), _hysteresis(record)
+    lowered = sum(skip.after < skip.step.scale for skip in record.skips)
+    if hysteresis <= 2 or share < OFTEN or len(record.skips) < FEWEST or lowered > len(record.skips) / 2:
+        return None
+    return Finding(
+        kind="slow to back off",
+        severity="warning",
+        sentence=f"{of_steps(len(record.skips), len(record.settled))} were skipped and only "
+        f"{lowered:,} of them lowered the scale: hysteresis={hysteresis} waits for so many.",
+        advice="Back off at every overflow.",
+        numbers={"skipped": len(record.skips), "share": share, "lowered": lowered},
+        settings={"hysteresis": 1},
+    )
+
+
+def too_high(record: Record) -> Finding | None:
+    """Find skipped steps that no other rule explains."""
+    share = record.rate(len(record.skips))
+    if len(record.skips) < FEWEST or share < OFTEN:
+        return None
+    advice, settings = _lower(record)
+    return Finding(
+        kind="too high",
+        severity="warning",
+        sentence=f"{of_steps(len(record.skips), len(record.settled))} were skipped, at scales "
+        f"from {power(min(skip.step.scale for skip in record.skips))} on.{_always_the_same(record)}",
+        advice=advice,
+        numbers={"skipped": len(record.skips), "share": share},
+        settings=settings,
+    )
+
+
+def _longer(record: Record) -> Mapping[str, Any]:
+    return {"growth_interval": USUAL_INTERVAL} if record.interval < RARE else {}
+
+
+def _lower(record: Record) -> Remedy:
+    longer = _longer(record)
+    if isinstance(record.policy, Static):
+        return "Let the scale move.", {"init_scale": record.policy.scale}
+    if isinstance(record.policy, Tolerant):
+        tolerated = percent(record.policy.tolerance)
+        return f"The rule tolerates up to {tolerated}. Tolerate less.", {"tolerance": 1 / RARE, **longer}
+    if longer and len(record.skips) < 3 * record.growths:
+        return "The scale grows too soon. Wait longer.", longer
+    return "They overflow at any scale: look at their data, and at the learning rate.", {}

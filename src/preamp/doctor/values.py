@@ -1,0 +1,157 @@
+"""What a lens saw, in sentences: what is lost, where less would be, who limits the scale, what else would do.
+
+This room reads looks. It refuses to know how the scale moved.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import add
+from typing import Final, NamedTuple
+
+from preamp.doctor.finding import Finding
+from preamp.doctor.record import Record
+from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
+from preamp.looks import Look
+from preamp.words import percent, power, powers
+
+__all__ = ["Lost", "bfloat16_would_do", "limited", "lost", "lost_words", "overflowed", "saves_something"]
+
+FEW: Final = 1 / 1000
+"""Below this share of entries nothing is said to be lost."""
+WIDE: Final = 1e30
+FAR: Final = 4
+"""Powers of two that one module has to be above all others for other advice than a scale."""
+
+
+class Lost(NamedTuple):
+    """Which part of the entries of flows and gradients is lost, each from 0 to 1.
+
+    Attributes:
+        zeros: exactly zero when seen, whatever made them so.
+        flushed: rounds to zero in the low dtype.
+        subnormal: keeps fewer digits than normal.
+    """
+
+    zeros: float
+    flushed: float
+    subnormal: float
+
+
+def lost(look: Look, scale: float | None = None) -> Lost:
+    """Return what is lost at a scale, None for the step's own."""
+    seen = _seen(look)
+    shift = 0 if scale is None else exponent_of(scale) - exponent_of(look.scale)
+    total, nonzero = max(seen.total, 1), seen.nonzero
+    flushed, subnormal = seen.flushed(look.band, shift), seen.subnormal(look.band, shift)
+    return Lost(seen.zeros / total, flushed * nonzero / total, subnormal * nonzero / total)
+
+
+def _seen(look: Look) -> ExponentHistogram:
+    return reduce(add, (row.histogram for row in look.rows if row.what != "activation"), ExponentHistogram())
+
+
+def saves_something(look: Look | None) -> bool | None:
+    """Return whether a higher scale would save anything; None where nothing was seen."""
+    if look is None:
+        return None
+    all_zero = any(r.histogram.zeros and not r.histogram.nonzero for r in look.rows if r.what != "activation")
+    return all_zero or lost(look).flushed + lost(look).subnormal >= FEW
+
+
+def lost_words(look: Look | None) -> str:
+    """Say what is lost at the scale of a look and what would be at the best one; "" for no look."""
+    if look is None:
+        return ""
+    now, best = lost(look), None if needs_no_scale(look.band) else look.best_scale()
+    words = (
+        f" At {power(look.scale)}, {percent(now.zeros)} of the gradient entries are exactly zero, "
+        f"{percent(now.flushed)} round to zero and {percent(now.subnormal)} lose digits"
+    )
+    if best is None or best == look.scale:
+        return f"{words}."
+    then = lost(look, best)
+    return (
+        f"{words}; at {power(best)}, {percent(then.flushed)} would round to zero and "
+        f"{percent(then.subnormal)} lose digits."
+    )
+
+
+def needs_no_scale(band: Band) -> bool:
+    """Return whether a format has the range of float32."""
+    return band.largest > WIDE
+
+
+def overflowed(record: Record) -> Finding | None:
+    """Name who overflows first on skipped steps."""
+    firsts = [row for look in record.looks if (row := look.first_overflow)]
+    modules = [name.rpartition(".")[0] or name for name in record.culprits.elements()]
+    names = [row.name or "the whole model" for row in firsts] or modules
+    if not names:
+        return None
+    worst = max(set(names), key=lambda name: (names.count(name), name))
+    where = "" if firsts else "a parameter of "
+    return Finding(
+        kind="overflows first",
+        severity="note",
+        sentence=f"In {names.count(worst):,} of {len(names):,} overflows, {where}{worst} came first.",
+        numbers={"overflows": len(names), "first": names.count(worst)},
+    )
+
+
+def limited(record: Record) -> Finding | None:
+    """Name the module that keeps the scale from being higher, and say whether it does so alone."""
+    look = record.look
+    row = look and look.limit
+    if look is None or row is None or needs_no_scale(look.band):
+        return None
+    name, room = row.name or "the whole model", look.fit(row).headroom
+    alone = _alone(look, row.name)
+    return Finding(
+        kind="limit",
+        severity="note",
+        sentence=f"{name} limits the scale: at step {look.index:,} the largest {_WHAT[row.what]} had "
+        f"{powers(room or 0)} of head room in {look.low_dtype} at {power(look.scale)}"
+        + (f". Without it the scale could be {power(2.0**alone)} times higher." if alone >= FAR else "."),
+        advice=f"Run {name} in float32, in a region with autocast(enabled=False)." if alone >= FAR else "",
+        numbers={"room": room or 0, "alone": alone},
+    )
+
+
+_WHAT: Final = {
+    "flow": "gradient of its output",
+    "gradient": "gradient of its parameters",
+    "activation": "output",
+}
+
+
+def _alone(look: Look, name: str) -> int:
+    """Return how many powers of two higher the scale could be without one module."""
+    others = look._replace(rows=tuple(row for row in look.rows if row.name != name))
+    with_it, without = look.best_scale(), others.best_scale()
+    return exponent_of(without) - exponent_of(with_it) if with_it and without else 0
+
+
+def bfloat16_would_do(record: Record) -> Finding | None:
+    """Say whether bfloat16 holds without a scale what was seen."""
+    look = record.look
+    if look is None or needs_no_scale(look.band) or not _seen(look).nonzero:
+        return None
+    seen = _seen(look).shifted(-exponent_of(look.scale))
+    below, room = seen.flushed(BANDS["bfloat16"]), seen.headroom(BANDS["bfloat16"]) or 0
+    would = "do without a scale" if below < FEW and room > 0 else "not do without one"
+    least, most = power(2.0**seen.low), power(2.0 ** (seen.peak_exponent or 0))
+    return Finding(
+        kind="bfloat16",
+        severity="note",
+        sentence=f"bfloat16 would {would}: the gradients lie between {least} and {most}, {_below(below)} "
+        f"its range. It keeps 8 significant bits, {look.low_dtype} {_BITS[look.low_dtype]}.",
+        numbers={"flushed": below, "room": room},
+    )
+
+
+def _below(share: float) -> str:
+    return f"and {percent(share)} are below" if share else "none below"
+
+
+_BITS: Final = {"float16": 11, "float8_e5m2": 3, "float8_e4m3fn": 4}

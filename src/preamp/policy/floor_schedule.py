@@ -1,0 +1,140 @@
+"""The usual rule over a floor that rises during training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from preamp.checks import ROUND, assign, is_number, warn_if_inexact, whole
+from preamp.errors import PolicyError
+from preamp.policy.base import Reading, Where, choose
+from preamp.policy.dynamic import Moving
+
+__all__ = ["FloorSchedule", "FloorState"]
+
+
+class FloorState(NamedTuple):
+    """`State` plus `age`: all steps so far. A float32 counts exactly to 2**24."""
+
+    scale: Any
+    good: Any
+    bad: Any
+    age: Any
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class FloorSchedule(Moving[FloorState]):
+    """`Dynamic` with a floor that rises during training (Mellempudi et al. 2019, arXiv 1905.12334).
+
+    Late in training single overflows say little, and must not push the scale to where gradients vanish. When
+    a floor comes into force, the scale is lifted to it, and backoffs stop there. More than `patience`
+    overflows in a row do get through, down to `min_scale`, so that a floor that is too high is no end.
+
+    Args:
+        floors: pairs of a step and the floor from it on. Steps, below 2**24, and floors rise. On the
+            command line, the flag is repeated for each pair.
+        patience: overflows in a row that the floor withstands.
+
+    The other arguments are those of `Moving`.
+
+    >>> policy = FloorSchedule(init_scale=8, floors=((0, 4.0), (3, 32.0)))
+    >>> state = policy.start()
+    >>> for finite in (False, False, True, False):
+    ...     state = policy.step(state, Reading(finite))
+    ...     print(state.scale)
+    4.0
+    4.0
+    32.0
+    32.0
+    """
+
+    floors: tuple[tuple[int, float], ...] = ((0, 1.0), (40_000, 8192.0))
+    patience: int = 16
+
+    def start(self) -> FloorState:
+        return FloorState(self.init_scale, 0.0, 0.0, 0.0)
+
+    def advance(self, state: FloorState, reading: Reading, where: Where = choose) -> FloorState:
+        scale, good, bad, age = state.scale, state.good + 1.0, state.bad + 1.0, state.age + 1.0
+        grows = self._grows(good)
+        raised = where(grows, self._up(scale, where), scale)
+        lowered = self._lowered(state, bad, where)
+        return FloorState(
+            self._lifted(where(reading.finite, raised, lowered), age, where),
+            where(reading.finite, where(grows, float(self.growth_delay), good), 0.0),
+            where(reading.finite, 0.0, bad),
+            age,
+        )
+
+    def _lowered(self, state: FloorState, bad: Any, where: Where) -> Any:
+        """Return the scale after a backoff that stops at the floors in force below it."""
+        lowered = self._down(state.scale, where)
+        for step, floor in self.floors:
+            holds = where(state.age >= step, where(state.scale >= floor, bad <= self.patience, False), False)
+            lowered = where(holds, where(lowered < floor, floor, lowered), lowered)
+        return lowered
+
+    def _lifted(self, scale: Any, age: Any, where: Where) -> Any:
+        """Return the scale, lifted to a floor that comes into force with the next step."""
+        for step, floor in self.floors:
+            scale = where(age == step, where(scale < floor, floor, scale), scale)
+        return scale
+
+    def __post_init__(self) -> None:
+        whole("patience", self.patience, least=1, instead="patience=16")
+        self._check_floors()
+        Moving.__post_init__(self)
+        rounded = ROUND[self.scale_dtype]
+        assign(self, floors=tuple((int(step), rounded(float(floor))) for step, floor in self.floors))
+        self._check_floors()  # again: in float32 two floors may be one
+        self._check_range()
+        for _, floor in self.floors:
+            warn_if_inexact("floors", floor)
+
+    def _check_floors(self) -> None:
+        if not (_are_pairs(self.floors) and all(_rises(values) for values in zip(*self.floors, strict=True))):
+            raise PolicyError(
+                f"floors={self.floors!r} is not a tuple of pairs of a step below 2**24, to which a float32 "
+                "counts, and a floor above 0, where both rise from pair to pair. "
+                "Write floors=((0, 1.0), (40_000, 8192.0))."
+            )
+
+    def _check_range(self) -> None:
+        low, high = self.min_scale or 0.0, self.max_scale or math.inf
+        (first, lowest), highest = self.floors[0], self.floors[-1][1]
+        if lowest < low or highest > high:
+            limit = f"min_scale={lowest!r}" if lowest < low else f"max_scale={highest!r}"
+            raise PolicyError(
+                f"floors={self.floors!r} lie outside min_scale={low!r} and max_scale={high!r}. "
+                f"Write {limit} as well."
+            )
+        if first == 0 and self.init_scale < lowest:
+            raise PolicyError(
+                f"init_scale={self.init_scale!r} is below the first of floors={self.floors!r}. "
+                f"Write init_scale={lowest!r}."
+            )
+
+
+def _are_pairs(floors: Any) -> bool:
+    return isinstance(floors, tuple) and floors != () and all(map(_is_pair, floors))
+
+
+def _is_pair(pair: Any) -> bool:
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and _is_step(pair[0])
+        and is_number(pair[1])
+        and pair[1] > 0
+    )
+
+
+def _is_step(step: Any) -> bool:
+    return isinstance(step, Integral) and is_number(step) and 0 <= int(step) < 2**24
+
+
+def _rises(values: tuple[float, ...]) -> bool:
+    return all(low < high for low, high in pairwise(values))

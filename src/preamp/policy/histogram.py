@@ -1,0 +1,84 @@
+"""A rule that watches how much of the gradients comes near the top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from preamp.checks import FLOAT32_TINY, assign, between, positive, to_float32
+from preamp.policy.base import Reading, State, Where, choose
+from preamp.policy.dynamic import Moving
+
+__all__ = ["Histogram"]
+
+FAR = 2.0**-6  # of the edge: a peak below this has so much room that there is nothing to wait for
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Histogram(Moving[State]):
+    """Back off when many entries come near the top, grow when none would (Graphcore's rule).
+
+    As published, more than `limit` of the entries beyond one edge, at an eighth of the largest number, lower
+    the scale. The published rule raises it otherwise, on every step, and pays with overflows. Here it grows
+    only if the peak stays below the edge even then, in `growth_interval` clean steps in a row, or at once if
+    the peak lies far below and is not 0. Between lies a band in which the scale rests. An overflow backs off.
+
+    Args:
+        largest: the largest finite number of what the gradients are computed in: 65504 for float16, 57344
+            for float8_e5m2.
+        location: where the edge lies, as a part of `largest`. Between 0 and 1.
+        limit: the share of the entries that may lie beyond the edge.
+        growth_interval: clean steps with room for a growth, in a row, before the scale grows.
+
+    The other arguments are those of `Moving`. `good` in the state counts clean steps with room, in a row.
+    Source: automatic loss scaling of Graphcore's PopART (`lossscaleupdatex.cpp`).
+
+    >>> policy = Histogram(init_scale=8)
+    >>> state = policy.start()
+    >>> for peak, share in ((100.0, 0.0), (7000.0, 0.0), (9000.0, 1e-3)):
+    ...     state = policy.step(state, Reading(finite=True, peak=peak, share=share))
+    ...     print(state.scale)
+    16.0
+    16.0
+    8.0
+    """
+
+    sees: ClassVar[frozenset[str]] = frozenset({"peak", "share"})
+
+    largest: float = 65504.0
+    location: float = 0.125
+    limit: float = 1e-7
+    growth_interval: int = 8
+
+    _edge: ClassVar[float]  # what follows from the settings, set when the policy is made
+
+    @property
+    def edge(self) -> float:
+        """The magnitude from which entries count for `Reading.share`."""
+        return self._edge
+
+    def start(self) -> State:
+        return State(self.init_scale, 0.0, 0.0)
+
+    def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
+        finite, peak, share = reading.finite, self.seen("peak", reading), self.seen("share", reading)
+        scale, edge = state.scale, self.edge
+
+        good = where(peak < edge / self.growth_factor, state.good + 1.0, 0.0)
+        grows = where(peak < FLOAT32_TINY, False, peak < edge * FAR) | self._grows(good)
+        raised = where(grows, self._up(scale, where), scale)
+        lowered = self._down(scale, where)
+        return State(
+            where(finite, where(share > self.limit, lowered, raised), lowered),
+            where(finite, where(grows, float(self.growth_delay), good), 0.0),
+            where(finite, 0.0, state.bad + 1.0),
+        )
+
+    def __post_init__(self) -> None:
+        positive("largest", self.largest, "largest=65504.0, which is float16's")
+        between("location", self.location, 0.0, 1.0, instead="location=0.125")
+        between("limit", self.limit, 0.0, 1.0, instead="limit=1e-7")
+        for name in ("largest", "location", "limit"):
+            assign(self, **{name: to_float32(float(getattr(self, name)))})
+        assign(self, _edge=to_float32(self.largest * self.location))
+        Moving.__post_init__(self)

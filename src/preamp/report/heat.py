@@ -1,0 +1,342 @@
+"""What a lens saw, as a heat map in SVG: modules by powers of two, with what the low dtype can hold above.
+
+This room decides what is drawn of a look and what is left out. It refuses to know how the values were seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from numpy.typing import NDArray
+
+from preamp.doctor import needs_no_scale
+from preamp.exponents import Band, ExponentHistogram, exponent_of
+from preamp.looks import Fit, Kind, Look, LookRow
+from preamp.report.drawing import in_style, to_svg
+from preamp.words import percent, power
+
+__all__ = ["MOST_ROWS", "TITLES", "Span", "heat_figure", "heat_table", "shown_rows", "span_of", "zero_share"]
+
+MOST_ROWS: Final = 40
+MOST_COLUMNS: Final = 64
+LONGEST_NAME: Final = 22
+LONGEST_TITLE: Final = 52
+WHOLE: Final = "whole model"
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 5.2, 1.5, 0.58, 0.5, 0.8  # inches
+ROW: Final = 0.165  # inches
+BAR: Final = 1.5  # rows from one bar to the next
+FULL: Final = 0.25  # the share of a row's entries from which on a cell has its full colour
+FAINTEST: Final = 0.14
+
+LEGEND: Final[dict[str, Any]] = {
+    "loc": "lower center",
+    "ncols": 4,
+    "fontsize": 9,
+    "frameon": False,
+    "handlelength": 1.0,
+    "columnspacing": 1.4,
+}
+
+Fate: TypeAlias = Literal["kept", "loses digits", "zero", "overflows"]
+# Told apart by people with any colour vision (Okabe and Ito 2008).
+COLORS: Final[dict[Fate, str]] = {
+    "kept": "#0072b2",
+    "loses digits": "#56b4e9",
+    "zero": "#d55e00",
+    "overflows": "#222222",
+}
+TITLES: Final[dict[Kind, str]] = {
+    "flow": "gradients between modules",
+    "gradient": "gradients of parameters",
+    "activation": "activations",
+}
+
+
+class Span(NamedTuple):
+    """Borders of what a format can hold, as exponents of two.
+
+    Attributes:
+        smallest: below, values round to zero.
+        normal: from here on all digits are kept.
+        end: from here on values overflow.
+    """
+
+    smallest: int
+    normal: int
+    end: int
+
+
+def span_of(band: Band, scale: float) -> Span:
+    """Return what a format holds of values that are multiplied by a scale before they are stored in it."""
+    shift = exponent_of(scale)
+    edges = (exponent_of(band.smallest) - 1, exponent_of(band.normal), exponent_of(band.largest) + 1)
+    return Span(*(edge - shift for edge in edges))
+
+
+def shown_rows(look: Look, what: Kind) -> list[LookRow]:
+    """Return the rows of a kind from the first module to the last; of very many the worst."""
+    rows = [row for row in look.rows if row.what == what]
+    ordered = rows if what == "activation" else rows[::-1]
+    worst = sorted(ordered, key=lambda row: _badness(look.fit(row), row), reverse=True)[:MOST_ROWS]
+    kept = set(map(id, worst))
+    return [row for row in ordered if id(row) in kept]
+
+
+def _badness(fit: Fit, row: LookRow) -> tuple[float, float]:
+    headroom = math.inf if fit.headroom is None else fit.headroom
+    return row.histogram.nonfinite + zero_share(fit) + 0.1 * fit.subnormal, -headroom
+
+
+def zero_share(fit: Fit) -> float:
+    """Return which part of all entries is zero or will be."""
+    return fit.zeros + (1.0 - fit.zeros) * fit.flushed
+
+
+def heat_table(look: Look, what: Kind) -> list[dict[str, str]]:
+    """Return the numbers of the rows that are shown."""
+    return [_table_row(look.fit(row), row) for row in shown_rows(look, what)]
+
+
+def _table_row(fit: Fit, row: LookRow) -> dict[str, str]:
+    return {
+        "module": row.name or WHOLE,
+        "exactly zero": percent(fit.zeros),
+        "rounds to zero": percent(fit.flushed),
+        "loses digits": percent(fit.subnormal),
+        "head room": "-" if fit.headroom is None else f"{fit.headroom} powers",
+    }
+
+
+@in_style
+def heat_figure(look: Look, what: Kind, name: str = "") -> str:
+    """Return the heat map of one kind of values.
+
+    Columns are the powers of two of the values as they are without the loss scale; activations never have
+    one. Cells are coloured by what becomes of the values in the low dtype at the scale of the step, the
+    stronger the more of the row's entries they hold. Above stands what the low dtype can hold of them at that
+    scale, and at the best one.
+
+    Args:
+        look: a look with rows of this kind.
+        what: "flow", "gradient" or "activation".
+        name: whose look it is, for the title.
+    """
+    plan = _Plan(look, what)
+    height = TOP + BOTTOM + ROW * plan.height
+    figure = Figure(figsize=(WIDTH, height))
+    axes = figure.add_axes(
+        (LEFT / WIDTH, BOTTOM / height, 1 - (LEFT + RIGHT) / WIDTH, 1 - (TOP + BOTTOM) / height)
+    )
+    _frame(axes, plan)
+    _draw_cells(axes, plan)
+    for place in range(len(plan.spans)):
+        _draw_span(axes, plan, place)
+    _write(axes, plan)
+    title = f"{name}: {TITLES[what]}" if name else TITLES[what].capitalize()
+    figure.text(
+        0.012, 1 - 0.2 / height, _legible(title, LONGEST_TITLE), fontsize=11.5, fontweight="bold", va="center"
+    )
+    figure.text(0.012, 1 - 0.43 / height, plan.subtitle(), fontsize=9.5, va="center")
+    figure.legend(handles=[Patch(color=color, label=fate) for fate, color in COLORS.items()], **LEGEND)
+    return to_svg(figure, f"{title}: {plan.subtitle()}")
+
+
+class _Plan:
+    """Which rows and columns there are, and where they lie: one unit is a row or a power of two."""
+
+    def __init__(self, look: Look, what: Kind) -> None:
+        self.look, self.what = look, what
+        self.rows = shown_rows(look, what)
+        self.scales = _scales(look, what)
+        self.shift = exponent_of(self.scales[0])
+        self.spans = [span_of(look.band, scale) for scale in self.scales]
+        self.low, self.high = _columns(self.rows, self.spans, self.shift)
+        self.side = max(
+            0.045 * (self.high - self.low), 1.0
+        )  # how broad the columns of zeros and infinities are
+        self.left, self.right = self.low - 1.6 * self.side, self.high + 1.6 * self.side
+        self.head = BAR * len(self.spans) + 0.9
+
+    @property
+    def height(self) -> float:
+        """Rows of the map, and as many as stand above it."""
+        return len(self.rows) + self.head
+
+    def shares(self) -> NDArray[np.float64]:
+        """Return the share of each row's entries: of zeros, of each power of two, of what is not finite."""
+        return np.array(
+            [_shares(row.histogram.shifted(-self.shift), self.low, self.high) for row in self.rows]
+        )
+
+    def fates(self) -> list[Fate]:
+        """Return what becomes of each column."""
+        return ["zero", *(_fate(column, self.spans[0]) for column in range(self.low, self.high)), "overflows"]
+
+    def label(self, place: int) -> str:
+        """Say which scale a bar is drawn for."""
+        if self.what == "activation":
+            return f"{self.look.low_dtype} holds"
+        scale = power(self.scales[place])
+        return f"best: {scale}" if place else f"{self.look.low_dtype} at {scale}"
+
+    def subtitle(self) -> str:
+        """Say in one line what becomes of the entries, of all rows, shown or not."""
+        rows = [row for row in self.look.rows if row.what == self.what]
+        fits = [(self.look.fit(row), row.histogram) for row in rows]
+        total = sum(seen.total for _, seen in fits) or 1
+        zero = sum(zero_share(fit) * seen.total for fit, seen in fits) / total
+        digits = sum(fit.subnormal * seen.nonzero for fit, seen in fits) / total
+        worst = f", the worst {len(self.rows)} of {len(rows)}" if len(rows) > len(self.rows) else ""
+        words = (
+            self._overflow() or f": {percent(zero)} is zero or rounds to it, {percent(digits)} loses digits"
+        )
+        return f"step {self.look.index:,}{worst}{words}"
+
+    def _overflow(self) -> str:
+        first = next((row for row in self.look.path if row.what == self.what), None)
+        return f" overflows, in {_legible(first.name or WHOLE, LONGEST_NAME)} first" if first else ""
+
+
+def _scales(look: Look, what: Kind) -> list[float]:
+    """Return the scale of the step and, where it matters, the best one."""
+    if what == "activation":
+        return [1.0]
+    return [look.scale] if needs_no_scale(look.band) else [look.scale, look.best_scale() or look.scale]
+
+
+def _columns(rows: Sequence[LookRow], spans: Sequence[Span], shift: int) -> tuple[int, int]:
+    """Return the first exponent and the one after the last: what occurs, and as much of the spans as fits."""
+    seen = [row.histogram for row in rows if row.histogram.counts]
+    low = min((one.low for one in seen), default=0) - shift
+    high = max((one.low + len(one.counts) for one in seen), default=1) - shift
+    low = max(low, high - MOST_COLUMNS)
+    rest = MOST_COLUMNS - (high - low)
+    left = min(max(low - min(span.smallest for span in spans) + 1, 1), rest // 2)
+    right = min(max(max(span.end for span in spans) - high + 1, 1), rest - left)
+    return low - left, high + right
+
+
+def _shares(seen: ExponentHistogram, low: int, high: int) -> list[float]:
+    """Return the shares of a row; what is below the first column is counted in it."""
+    below = sum(seen.counts[: max(low - seen.low, 0)])
+    by_exponent = dict(enumerate(seen.counts, start=seen.low))
+    first, *others = [by_exponent.get(exponent, 0) for exponent in range(low, high)]
+    return [count / max(seen.total, 1) for count in (seen.zeros, first + below, *others, seen.nonfinite)]
+
+
+def _fate(exponent: int, span: Span) -> Fate:
+    if exponent < span.smallest:
+        return "zero"
+    if exponent < span.normal:
+        return "loses digits"
+    return "kept" if exponent < span.end else "overflows"
+
+
+def _frame(axes: Axes, plan: _Plan) -> None:
+    axes.set_xlim(plan.left, plan.right)
+    axes.set_ylim(len(plan.rows), -plan.head)
+    axes.grid(visible=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    for border in (plan.spans[0].smallest, plan.spans[0].end):
+        if plan.low < border < plan.high:
+            axes.plot([border, border], [0.6 - plan.head, len(plan.rows)], color="#222222", linewidth=1.0)
+
+
+def _draw_cells(axes: Axes, plan: _Plan) -> None:
+    shares = plan.shares()
+    pixels = np.stack([_pixels(shares[:, n], fate) for n, fate in enumerate(plan.fates())], axis=1)
+    blocks = (
+        (slice(0, 1), plan.left, plan.left + plan.side),
+        (slice(1, -1), plan.low, plan.high),
+        (slice(-1, None), plan.right - plan.side, plan.right),
+    )
+    for part, left, right in blocks:
+        extent = (left, right, len(plan.rows), 0.0)
+        axes.imshow(pixels[:, part], extent=extent, interpolation="none", aspect="auto")
+        axes.add_patch(
+            Rectangle((left, 0), right - left, len(plan.rows), fill=False, edgecolor="#bbbbbb", linewidth=0.6)
+        )
+
+
+def _pixels(shares: NDArray[np.float64], fate: Fate) -> NDArray[np.float64]:
+    """Return colours: white for nothing, full from `FULL` on, and the square root between."""
+    strength = FAINTEST + (1 - FAINTEST) * np.sqrt(np.minimum(shares / FULL, 1.0))
+    strength = np.where(shares > 0, strength, 0.0)[:, None]
+    return 1.0 - strength * (1.0 - np.array(to_rgb(COLORS[fate])))
+
+
+def _draw_span(axes: Axes, plan: _Plan, place: int) -> None:
+    """Draw what can be held as a bar, with an arrow where it goes on beyond the map."""
+    span, top = plan.spans[place], 0.9 + BAR * place - plan.head
+    parts: Sequence[tuple[int, int, Fate]] = (
+        (span.smallest, span.normal, "loses digits"),
+        (span.normal, span.end, "kept"),
+    )
+    for left, right, fate in parts:
+        inside = max(left, plan.low), min(right, plan.high)
+        if inside[0] < inside[1]:
+            bar = Rectangle((inside[0], top), inside[1] - inside[0], 0.8, color=COLORS[fate], linewidth=0)
+            bar.set_gid(f"{plan.what}-{place}-{fate.replace(' ', '-')}")
+            axes.add_patch(bar)
+    arrow = {"arrowstyle": "-|>", "color": COLORS["kept"]}
+    if span.end > plan.high:
+        axes.annotate("", (plan.right, top + 0.4), (plan.high - 0.1, top + 0.4), arrowprops=arrow)
+    if span.smallest < plan.low:
+        axes.annotate("", (plan.left, top + 0.4), (plan.low + 0.1, top + 0.4), arrowprops=arrow)
+    axes.annotate(
+        plan.label(place),
+        (plan.left, top + 0.4),
+        (-3, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontsize=9,
+    )
+
+
+def _write(axes: Axes, plan: _Plan) -> None:
+    """Write what the rows and columns are, and beside each row how much of it is zero."""
+    names = _told_apart([row.name for row in plan.rows])
+    axes.set_yticks([n + 0.5 for n in range(len(names))], names, fontsize=8.5)
+    axes.tick_params(axis="y", length=0, pad=2)
+    step = 4 if plan.high - plan.low <= 32 else 8
+    marks = [
+        e
+        for e in range(plan.low, plan.high + 1)
+        if e % step == 0 and min(plan.high - e, e - plan.low) >= step / 4
+    ]
+    ticks = [plan.left + plan.side / 2, *marks, plan.right - plan.side / 2]
+    axes.set_xticks(ticks, ["0", *(f"$2^{{{mark}}}$" for mark in marks), "inf"], fontsize=9)
+    axes.set_xlabel(
+        "magnitude" if plan.what == "activation" else "magnitude without the loss scale", fontsize=9.5
+    )
+    beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
+    axes.annotate("zero", (plan.right, -0.45), (4, 0), color=COLORS["zero"], fontweight="bold", **beside)
+    for n, row in enumerate(plan.rows):
+        axes.annotate(percent(zero_share(plan.look.fit(row))), (plan.right, n + 0.5), (4, 0), **beside)
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Return names without the modules that all of them begin with, and without the middle of long ones."""
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
+    short = ["….".join(["", name.split(".", shared)[-1]]) if shared > 1 else name for name in names]
+    return [_legible(name or WHOLE, LONGEST_NAME) for name in short]
+
+
+def _legible(text: str, most: int) -> str:
+    """Return a text without mathematics, and without its middle if it is long."""
+    plain = text.encode("utf-8", "replace").decode()
+    half = most // 2
+    return (plain if len(plain) <= most else f"{plain[: most - half - 1]}…{plain[-half:]}").replace(
+        "$", r"\$"
+    )

@@ -1,0 +1,222 @@
+"""A lens on a model: which powers of two its activations and gradients take, on some of its steps.
+
+This room decides when to look, and owns what a user calls. It refuses to know what is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from preamp.checks import whole
+from preamp.errors import PolicyError, UsageError
+from preamp.exponents import BANDS
+from preamp.looks import Look
+from preamp.torch.loss_scale_optimizer import LossScaleOptimizer
+from preamp.torch.sample import Sample, dtype_name, inner_of
+from preamp.torch.scaler import GradScaler
+
+__all__ = ["Lens"]
+
+
+class Lens:
+    """Histograms of binary exponents, module by module, of one forward and backward pass in `every`.
+
+    On a sampled pass it counts what each module puts out ("activation"), the gradient with respect to that
+    ("flow"), and the gradients of the parameters that the module itself owns ("gradient"). Every tensor is
+    read once, for the innermost module that puts it out, and all counts reach the host in one transfer. On
+    other passes the model has no hook but one that counts passes.
+
+    A pass is one call of the model with gradients enabled, so with accumulation it is a micro-batch.
+    Evaluation under `torch.no_grad()` does not count. What a pass has shown is read when the next one
+    begins, or earlier, when `last` or `close()` asks for it. After a skipped step that the scaler knows of
+    without a read, the next pass is sampled too, once for all skips in a row.
+
+    Gradients are those of this rank, before they are averaged or accumulated.
+
+    Values that are float16 when they are seen have lost already what float16 flushes: those are `zeros`. What
+    `flushed` says is about wider values, such as the float32 gradients of parameters.
+
+    A model in `torch.compile(model)` runs eagerly on a sampled pass, and nothing is compiled again. Where a
+    whole training step is compiled, the lens sees nothing. What a checkpoint computes again is not counted
+    again; flows inside of a reentrant one are not seen.
+
+    Args:
+        model: the model that the training loop calls: as it is, wrapped by DDP, or by `torch.compile`.
+        every: passes from one sample to the next; the first one is sampled.
+        scaler: what scales the loss: a `GradScaler`, PyTorch's own, or a `LossScaleOptimizer`. None: nothing.
+        on_look: called with every `Look`; `trace.look` is such a callable.
+        low_dtype: what overflows and underflows, as a dtype or its name. None: autocast's dtype, or the
+            narrowest that is seen, or float16.
+        activations: False counts gradients alone.
+
+    Attributes:
+        every: as given. It may be changed at any time.
+        on_look: as given.
+
+    Raises:
+        PolicyError: for arguments that cannot work.
+        UsageError: for a model that compiles itself.
+
+    >>> import torch
+    >>> from preamp.torch import Lens
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> with Lens(model) as lens:
+    ...     model(torch.tensor([[1.0, 2.0**-10]])).sum().backward()
+    ...     [row.what for row in lens.last.rows], lens.last.rows[-1].histogram.counts
+    (['activation', 'flow', 'gradient'], (1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1))
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        every: int = 100,
+        *,
+        scaler: torch.amp.GradScaler | LossScaleOptimizer | None = None,
+        on_look: Callable[[Look], object] | None = None,
+        low_dtype: str | torch.dtype | None = None,
+        activations: bool = True,
+    ) -> None:
+        _check_model(model)
+        whole("every", every, least=1, instead="every=100")
+        if on_look is not None and not callable(on_look):
+            raise PolicyError(
+                f"on_look={on_look!r} cannot be called. Write on_look=trace.look, or any function."
+            )
+        self.every, self.on_look = every, on_look
+        self._model, self._activations = model, activations
+        self._scaler, self._low_dtype = _scaler(scaler), _low_dtype(low_dtype)
+        self._tells_skips = scaler if isinstance(scaler, (GradScaler, LossScaleOptimizer)) else None
+        self._passes = 0
+        self._streak = False  # whether a sample was taken for the skips in a row now
+        self._last: Look | None = None
+        self._sample: Sample | None = None
+        self._forward = ExitStack()
+        self._counter = model.register_forward_pre_hook(_Counter(self))
+
+    @property
+    def last(self) -> Look | None:
+        """The latest look; None before there is one. Reads what the latest backward pass has left."""
+        self._settle()
+        return self._last
+
+    def close(self) -> None:
+        """Leave the model as it was. What a backward pass has left is read first."""
+        self._counter.remove()
+        self._end_forward()
+        self._settle()
+        self._sample = None
+
+    def __enter__(self) -> Lens:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _count(self) -> None:
+        """Count a pass that begins, and sample it if it is time."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_inside():
+            return
+        self._settle()
+        is_due = self._passes % self.every == 0
+        self._passes += 1
+        if self._after_skip() or is_due:
+            self._begin()
+
+    def _after_skip(self) -> bool:
+        """Return whether the latest step is the first of some that were skipped in a row."""
+        step = _known_step(self._tells_skips)
+        before, self._streak = self._streak, step is not None and step.skipped
+        return self._streak and not before
+
+    def _begin(self) -> None:
+        self._end_forward()
+        if self._sample is not None:
+            self._sample.close()
+        self._sample = Sample(
+            inner_of(self._model), self._scaler, self._passes - 1, activations=self._activations
+        )
+        self._forward.enter_context(_eagerly())
+        handle = self._model.register_forward_hook(self._end_forward, always_call=True)
+        self._forward.callback(handle.remove)
+        self._forward.callback(self._sample.end_forward)
+
+    def _end_forward(self, *_: Any) -> None:
+        self._forward.close()
+
+    def _settle(self) -> None:
+        """Read the sample if its backward pass has come."""
+        sample = self._sample
+        if sample is None or not sample.in_backward:
+            return
+        self._sample = None
+        sample.close()
+        self._last = sample.look(self._low_dtype)
+        if self.on_look is not None:
+            self.on_look(self._last)
+
+
+class _Counter:
+    """The hook that stays on a model. A copy of the model, or a pickled one, has a hook that does nothing."""
+
+    def __init__(self, lens: Lens) -> None:
+        self._lens = lens
+
+    def __call__(self, *_: Any) -> None:
+        self._lens._count()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ({}, "get")  # of a module and its arguments, an empty dict gives the arguments
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which nothing that is compiled runs compiled."""
+    compiler = sys.modules.get("torch._dynamo")  # which takes long to load
+    if compiler is None or compiler.eval_frame._stance.stance == "force_eager":
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+def _is_inside() -> bool:
+    """Return whether a backward pass computes something again, or `torch.func` transforms the model."""
+    in_backward = torch._C._current_autograd_node() is not None
+    return in_backward or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _known_step(scaler: Any) -> Any:
+    """Return the latest `Step`, if it can be known without reading a device."""
+    if isinstance(scaler, GradScaler) and scaler._loss_scale.on_device:
+        return None
+    return None if scaler is None else scaler.last_step
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise PolicyError(
+            f"model={model!r} is no module. Write Lens(model) for what the training loop calls."
+        )
+    if model._compiled_call_impl is not None:
+        raise UsageError(
+            "model.compile() hides the calls of the model. Write compiled = torch.compile(model) instead, "
+            "train that, and look at it: Lens(compiled)."
+        )
+
+
+def _scaler(scaler: Any) -> Any:
+    inner = scaler.scaler if isinstance(scaler, LossScaleOptimizer) else scaler
+    if inner is None or isinstance(inner, torch.amp.GradScaler):
+        return inner
+    raise PolicyError(
+        f"scaler={scaler!r} has no loss scale. Write scaler=GradScaler(), or a LossScaleOptimizer."
+    )
+
+
+def _low_dtype(low_dtype: Any) -> str | None:
+    name = dtype_name(low_dtype) if isinstance(low_dtype, torch.dtype) else low_dtype
+    if name is None or name in BANDS:
+        return name
+    raise PolicyError(f"low_dtype={low_dtype!r} is unknown. Write one of {', '.join(map(repr, BANDS))}.")

@@ -1,0 +1,163 @@
+"""One forward and backward pass seen through hooks: activations, flows and gradients of parameters.
+
+This room decides which tensors are counted and under which name. It refuses to know how counting is done and
+which steps are sampled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
+
+from preamp.exponents import BANDS
+from preamp.looks import Kind, Look, LookRow
+from preamp.torch import exponents
+
+__all__ = ["Sample", "dtype_name", "inner_of"]
+
+
+class Sample:
+    """What is seen of one forward pass and the backward passes through it.
+
+    Args:
+        model: whose modules are looked at.
+        scaler: a `GradScaler` of ours or of PyTorch; None for a scale of 1.
+        index: the number of the step, where the scaler counts none.
+        activations: whether outputs are counted too, besides gradients.
+
+    Attributes:
+        in_backward: True from the first gradient on.
+    """
+
+    def __init__(self, model: torch.nn.Module, scaler: Any, index: int, *, activations: bool) -> None:
+        self._modules = {id(module): name for name, module in model.named_modules()}
+        self._model, self._scaler, self._activations = model, scaler, activations
+        self._counts: dict[tuple[str, Kind, torch.dtype], Tensor] = {}
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._autocast: torch.dtype | None = None
+        self._numbers: list[Any] = [1.0, index]
+        self._open = True
+        self.in_backward = False
+        self._handles = [register_module_forward_hook(self._see_output)]
+
+    def end_forward(self) -> None:
+        """Take the hooks off the modules and wait for gradients."""
+        self._take_off()
+        self._handles = [
+            parameter.register_hook(partial(self._see_gradient, name, "gradient"))  # type: ignore[no-untyped-call]
+            for name, parameter in _owned(self._model)
+        ]
+
+    def close(self) -> None:
+        """Take all hooks off. What comes afterwards is not seen."""
+        self._open = False
+        self._take_off()
+        self._seen.clear()
+
+    def look(self, low_dtype: str | None) -> Look:
+        """Read all that was counted, at once.
+
+        Args:
+            low_dtype: what overflows and underflows; None for what autocast or the tensors say.
+        """
+        tensors = [number for number in self._numbers if isinstance(number, Tensor)]
+        histograms, read = exponents.read(list(self._counts.values()), tensors)
+        told = iter(read)
+        scale, index = (next(told) if isinstance(n, Tensor) else n for n in self._numbers)
+        keys = [(name, what, dtype_name(dtype)) for name, what, dtype in self._counts]
+        rows = (LookRow(*key, histogram) for key, histogram in zip(keys, histograms, strict=True))
+        return Look(int(index), scale, low_dtype or self._low_dtype(), tuple(rows))
+
+    def _low_dtype(self) -> str:
+        names = {dtype_name(dtype) for *_, dtype in self._counts}
+        if self._autocast is not None and dtype_name(self._autocast) in BANDS:
+            return dtype_name(self._autocast)
+        return next((name for name in BANDS if name in names and name != "float32"), "float16")
+
+    def _see_output(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        name = self._modules.get(id(module))
+        if name is not None:
+            for tensor in _tensors(output):
+                if self._is_new(tensor):
+                    self._see_tensor(name, tensor)
+
+    def _see_tensor(self, name: str, tensor: Tensor) -> None:
+        device = tensor.device.type
+        if self._autocast is None and torch.is_autocast_enabled(device):
+            self._autocast = torch.get_autocast_dtype(device)
+        if self._activations:
+            self._add(name, "activation", tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(partial(self._see_gradient, name, "flow"))  # type: ignore[no-untyped-call]
+
+    def _see_gradient(self, name: str, what: Kind, gradient: Tensor) -> None:
+        if self._open:
+            if not self.in_backward:
+                self.in_backward = True
+                self._note_scale()
+            self._add(name, what, gradient)
+
+    def _add(self, name: str, what: Kind, tensor: Tensor) -> None:
+        key = name, what, tensor.dtype
+        counts = exponents.count(tensor)
+        self._counts[key] = self._counts[key].add_(counts) if key in self._counts else counts
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Return whether no module inside this one has put out the same values as the same tensor."""
+        known, version = self._seen.get(id(tensor)), tensor._version
+        if known is not None and known[0]() is tensor and known[1] == version:
+            return False
+        self._seen[id(tensor)] = weakref.ref(tensor), version
+        return True
+
+    def _note_scale(self) -> None:
+        """Keep the scale that is in the loss, which the scaler's next update changes; unread."""
+        scaler = self._scaler
+        if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
+            self._numbers[0] = scaler._scale * getattr(scaler, "_loss_factor", 1.0)
+        index = getattr(scaler, "_steps_seen", self._numbers[1])
+        self._numbers[1] = index.clone() if isinstance(index, Tensor) else index
+
+    def _take_off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name, such as "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def inner_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's model inside `torch.compile`'s module and those of data parallelism."""
+    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    inner = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", model)
+    return model if inner is model else inner_of(inner)
+
+
+def _owned(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter that gets a gradient, once, with the name of the first module that owns it."""
+    seen = set()
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                yield name, parameter
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Yield the floating and complex tensors in what a module put out."""
+    for leaf in [outputs] if isinstance(outputs, Tensor) else tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])

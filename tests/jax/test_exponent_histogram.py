@@ -1,0 +1,161 @@
+"""Exponents counted inside jitted functions, against `math.frexp` and PyTorch's count; looks made of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from preamp import ExponentHistogram, Trace, UsageError
+from preamp.jax import LossScale, exponent_histogram, flow_slot, look, scaled_value_and_grad, watch
+from preamp.policy import Static
+from tests.test_exponents import counted
+
+from .trainings import shard_map
+
+jitted = jax.jit(exponent_histogram)
+
+
+def seen(array: Any) -> ExponentHistogram:
+    return ExponentHistogram.of_fields(np.asarray(jitted(array)).tolist())
+
+
+# Counting
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2], ids=str)
+def test_every_value_of_a_short_dtype_is_counted_where_it_belongs(dtype: Any) -> None:
+    bits = np.arange(2 ** (8 * np.dtype(dtype).itemsize))
+    every = bits.astype(f"uint{8 * np.dtype(dtype).itemsize}").view(dtype)
+    assert seen(jnp.asarray(every)) == counted(every)
+
+
+def test_wide_dtypes_are_counted_as_float32_holds_them() -> None:
+    draw = np.random.default_rng(0)
+    single = draw.integers(0, 2**32, 4000, np.uint32).view(np.float32)
+    wide = draw.integers(0, 2**64, 4000, np.uint64).view(np.float64)
+    wide[:50] = 2.0 ** draw.integers(-200, 200, 50) * 0.999999999999  # which rounding would lift
+    assert seen(jnp.asarray(single)) == counted(single)
+    assert seen(jnp.asarray(single[: 2 * 1000].view(np.complex64))) == counted(single[:2000])
+    with jax.enable_x64(True):
+        assert seen(jnp.asarray(wide)) == counted(wide)
+        assert seen(jnp.asarray(wide[:2000].view(np.complex128))) == counted(wide[:2000])
+
+
+def test_a_tree_keeps_its_structure_and_what_is_not_floating_becomes_none() -> None:
+    tree = {"w": jnp.ones((2, 3)), "n": jnp.arange(3), "deep": [jnp.zeros(4, jnp.bfloat16), 2.0, True]}
+    counts = jitted(tree)
+    assert counts["n"] is None
+    assert counts["deep"][2] is None
+    assert {leaf.shape for leaf in jax.tree.leaves(counts)} == {(256,)}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(counts)} == {"int32"}
+    assert (int(counts["w"][127]), int(counts["deep"][0][0]), int(counts["deep"][1][128])) == (6, 4, 1)
+    assert seen(jnp.zeros((0, 3))).total == 0
+
+
+def test_a_leaf_is_read_by_one_fusion_and_one_scatter() -> None:
+    program = jitted.lower(jnp.ones((64, 64), jnp.bfloat16)).compile().as_text()
+    entry = program[program.index("ENTRY ") :]
+    leaf = next(line.split()[0] for line in entry.splitlines() if "parameter(0)" in line)
+    readers = [line for line in entry.splitlines() if f"{leaf})" in line or f"{leaf}," in line]
+    assert len(readers) == 1
+    assert " fusion(" in readers[0]
+    assert program.count(" scatter(") == 1
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_counts_of_devices_add_up(checked: bool) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
+    x = jnp.linspace(-3.0, 40.0, 64).at[3].set(jnp.nan)
+
+    def whole(part: Any) -> Any:
+        return lax.psum(exponent_histogram(part), "d")
+
+    mapped = jax.jit(shard_map(whole, mesh, PartitionSpec("d"), PartitionSpec(), checked))
+    assert np.array_equal(mapped(x), jitted(x))
+    by_pmap = jax.vmap(whole, axis_name="d")(x.reshape(4, 16))
+    assert np.array_equal(by_pmap[0], jitted(x))
+
+
+# Looks
+
+
+def test_a_look_has_a_row_for_each_leaf() -> None:
+    gradients = {
+        "layers": [{"w": jnp.full((2, 2), 2.0**-20, jnp.bfloat16)}],
+        "bias": jnp.array([jnp.inf, 3.0]),
+    }
+    one = look(
+        jitted(gradients), index=np.int64(4), scale=jnp.float32(8.0), low_dtype="bfloat16", like=gradients
+    )
+    assert (one.index, one.scale, one.low_dtype) == (4, 8.0, "bfloat16")
+    assert [(row.name, row.what, row.dtype) for row in one.rows] == [
+        ("bias", "gradient", "float32"),
+        ("layers.0.w", "gradient", "bfloat16"),
+    ]
+    assert [row.histogram for row in one.rows] == [
+        ExponentHistogram(1, (1,), nonfinite=1),
+        ExponentHistogram(-20, (4,)),
+    ]
+    assert one.first_overflow == one.rows[0]
+    trace = Trace()
+    trace.look(one)
+    assert {row.dtype for row in look(jitted(gradients), index=0).rows} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("histograms", "options", "why"),
+    [
+        ({"w": jnp.ones((2, 2))}, {}, r"shape \(2, 2\) is no histogram\. Write look\(exponent_histogram"),
+        ({"w": flow_slot()}, {"like": [1.0, 2.0]}, "like= has 2 floating leaves, but there are 1"),
+    ],
+)
+def test_what_is_no_tree_of_histograms_is_refused(histograms: Any, options: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        look(histograms, index=0, **options)
+
+
+def test_an_empty_tree_gives_an_empty_look() -> None:
+    assert look({}, index=0).rows == ()
+
+
+# Flows
+
+
+def network(parameters: Any, slots: Any, x: Any) -> Any:
+    hidden = watch(jnp.tanh(x @ parameters["w"]), slots["hidden"])
+    return jnp.sum(watch(hidden.astype(jnp.float16) * 3.0, slots["out"]).astype(jnp.float32))
+
+
+def test_flows_are_counted_in_the_backward_pass_of_the_gradients() -> None:
+    parameters, x = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)}, jnp.ones((4, 3))
+    slots = {"hidden": flow_slot(), "out": flow_slot()}
+    plain = jax.grad(network)(parameters, slots, x)
+    differentiate = jax.jit(scaled_value_and_grad(network, argnums=(0, 1)))
+    scale = LossScale(Static(2.0**6))
+    _, (gradients, flows) = differentiate(scale, parameters, slots, x)
+    assert np.array_equal(gradients["w"], plain["w"] * 2.0**6)
+    one = look(flows, index=2, scale=2.0**6, what="flow")
+    assert [(row.name, row.what, row.histogram) for row in one.rows] == [
+        ("hidden", "flow", ExponentHistogram(7, (8,))),  # 64 * 3
+        ("out", "flow", ExponentHistogram(6, (8,))),
+    ]
+
+
+def test_a_slot_that_is_used_often_adds_up_and_flows_under_transforms_too() -> None:
+    def repeated(slot: Any, x: Any) -> Any:
+        return lax.scan(lambda carry, _: (watch(carry * 2.0, slot), None), x, length=5)[0].sum()
+
+    flows = jax.jit(jax.grad(repeated))(flow_slot(), jnp.ones(3))
+    assert ExponentHistogram.of_fields(flows.astype(int).tolist()) == ExponentHistogram(0, (3,) * 5)
+    batched = jax.grad(lambda slot: jax.vmap(partial(repeated, slot))(jnp.ones((7, 3))).sum())(flow_slot())
+    assert np.array_equal(batched, 7 * flows)
+    saved = jax.grad(jax.checkpoint(repeated))(flow_slot(), jnp.ones(3))
+    assert np.array_equal(saved, flows)

@@ -1,0 +1,150 @@
+"""What a policy that sees is shown: the peak and the share of the gradients as they come, on all devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from preamp import Dynamic, Headroom
+from preamp.jax import LossScale, apply_gradients, last_step, loss_scaled, scaled_value_and_grad, step
+from preamp.jax import value_and_grad as differentiated
+from preamp.jax.readings import reading_of
+from tests.seeing import Remembering, scales_after, seen_in
+
+from .trainings import batches, loss, parameters, shard_map
+
+EDGE = 3.0
+POLICY = Remembering(limit=EDGE)
+OPTIMIZER = loss_scaled(optax.sgd(0.5), POLICY)
+SHAPES = {"half": (3, 2), "short": (2,), "pairs": (2, 2), "empty": (0, 2)}
+DTYPES = {"half": "float16", "short": "bfloat16", "pairs": "float32", "empty": "float32"}
+COUNT = 12
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+magnitudes = st.sampled_from([0.0, -0.0, EDGE, -EDGE, np.nextafter(np.float32(EDGE), 0.0)])
+entries = st.lists(magnitudes | st.floats(-6e4, 6e4, width=16), min_size=COUNT, max_size=COUNT)
+
+
+def tree_of(entries: list[float]) -> dict[str, Any]:
+    """Return gradients of four dtypes: a pair is the parts of one complex entry."""
+    left = iter(entries)
+    tree = {
+        name: np.reshape([next(left) for _ in range(int(np.prod(shape)))], shape).astype(DTYPES[name])
+        for name, shape in SHAPES.items()
+    }
+    return {**tree, "pairs": tree["pairs"].view("complex64")}
+
+
+def remembered(state: Any) -> list[float]:
+    return [float(number) for number in (state.scale, state.peak, state.share)]
+
+
+update = jax.jit(OPTIMIZER.update)
+
+
+@settings(max_examples=50, deadline=None)
+@given(entries)
+@example([0.0] * COUNT)
+def test_peak_and_share_are_those_of_all_scaled_gradients(entries: list[float]) -> None:
+    gradients = tree_of(entries)
+    peak, share = seen_in(gradients.values(), EDGE)
+    _, state = update(gradients, OPTIMIZER.init(gradients))
+    assert float(state.policy_state.peak) == peak
+    assert float(state.policy_state.share) == pytest.approx(share, rel=1e-6)
+    assert last_step(state).peak == peak
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_an_overflow_says_nothing_and_leaves_the_next_step_as_it_was(bad: float) -> None:
+    gradients = tree_of([1.0] * COUNT)
+    spoilt = tree_of([*[1.0] * (COUNT - 1), bad])
+    _, state = update(gradients, OPTIMIZER.init(gradients))
+    _, state = update(spoilt, state)
+    assert remembered(state.policy_state) == [2.0, 1.0, 0.0]
+    assert last_step(state).peak is None
+
+
+def test_what_float32_cannot_hold_is_no_infinite_peak() -> None:
+    with jax.enable_x64(True):
+        reading = reading_of(POLICY, jnp.array([1e100, 0.0]), True)
+    assert reading.peak == np.finfo(np.float32).max
+    assert (reading.peak.dtype, float(reading.share)) == (jnp.float32, 0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_compiled_step_sees_what_it_cuts_off(dtype: str) -> None:
+    """Gradients of float16 products become float32 inside the conditional: their entries are the same."""
+
+    def low(params: Any, x: Any) -> Any:
+        return loss(jax.tree.map(lambda leaf: leaf.astype(dtype), params), x.astype(dtype))
+
+    params, (x, _) = parameters(), next(batches("0"))
+    state = OPTIMIZER.init(params)
+    _, scaled = scaled_value_and_grad(low)(state, params, x)
+    *_, reading = differentiated(low)(LossScale(POLICY), params, x)
+    train = jax.jit(step(low, OPTIMIZER), donate_argnums=(0, 1))
+    _, params, state = train(params, state, x)
+    expected = seen_in(jax.tree.leaves(scaled), EDGE)
+    assert (last_step(state).peak, float(state.policy_state.share)) == pytest.approx(expected, rel=1e-6)
+    assert (float(reading.peak), float(reading.share)) == pytest.approx(expected, rel=1e-6)
+    train(params, state, x)
+    assert train._cache_size() == 1
+
+
+def test_a_loss_scale_advances_on_the_reading() -> None:
+    *_, reading = differentiated(lambda w: jnp.sum(w * w))(LossScale(POLICY), jnp.array([0.5, -2.0, 0.0]))
+    after = LossScale(POLICY).advance(reading)
+    assert remembered(after.state) == [4.0, 16.0, pytest.approx(2 / 3)]
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_shards_of_gradients_are_seen_as_one(checked: bool) -> None:
+    """Each device has a row of one gradient. All have the other, which counts once where that is known."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("d",))
+    whole, split = PartitionSpec(), PartitionSpec("d")
+    optimizer = loss_scaled(optax.sgd(1.0), POLICY, axis_name="d")
+    gradients = {"row": np.array([[1.0], [-7.0], [3.0], [0.5]], "float32"), "all": np.full(4, 5.0, "float32")}
+    places = {"row": split, "all": whole}
+
+    def update(params: Any, state: Any, scaled: Any) -> Any:
+        return apply_gradients(optimizer, scaled, state, params)
+
+    state = optimizer.init(gradients)
+    train = jax.jit(shard_map(update, mesh, (places, whole, places), (places, whole), checked))
+    _, state = train(gradients, state, gradients)
+    copies = 1 if checked else 4
+    peak, share = seen_in([gradients["row"], *[gradients["all"]] * copies], EDGE)
+    assert remembered(state.policy_state) == [4.0, peak, pytest.approx(share)]
+
+
+def test_a_policy_that_sees_nothing_has_no_more_to_remember() -> None:
+    state = loss_scaled(optax.sgd(1.0), Dynamic()).init(parameters())
+    assert state.peak is None
+    assert len(jax.tree.leaves(state)) == 9
+
+
+def test_headroom_moves_in_compiled_steps_as_on_floats() -> None:
+    """Gradients are float16 and of all sizes; what overflows is for the rule to find out."""
+    policy = Headroom(init_scale=2.0**30, margin=1)
+
+    def low(w: Any, x: Any) -> Any:
+        return jnp.sum(w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32) * 2.0**-8
+
+    optimizer = loss_scaled(optax.sgd(2.0**-10), policy)
+    w = jnp.ones(4)
+    state, train, steps = optimizer.init(w), jax.jit(step(low, optimizer)), []
+    for x in np.random.default_rng(0).lognormal(-6.0, 1.5, (60, 4)).astype("float32"):
+        _, w, state = train(w, state, x)
+        steps.append(last_step(state))
+    assert [one.new_scale for one in steps] == scales_after(policy, steps)
+    assert {one.skipped for one in steps} == {True, False}
+    assert len({one.scale for one in steps}) > 3

@@ -1,0 +1,115 @@
+"""What a policy that sees is shown: the peak and the share of the scaled gradients, on every backend."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from preamp import Dynamic, Headroom
+from preamp.keras import LossScaleOptimizer
+from tests.seeing import Remembering, scales_after, seen_in
+
+from .driving import INF, WAYS, Run, array, same
+
+EDGE = 3.0
+POLICY = Remembering(limit=EDGE)
+COUNT = 8
+
+each_way = pytest.mark.parametrize("way", WAYS)
+magnitudes = st.sampled_from([0.0, -0.0, EDGE, -EDGE, float(np.nextafter(np.float32(EDGE), 0.0))])
+entries = st.lists(magnitudes | st.floats(-6e4, 6e4, width=16), min_size=COUNT, max_size=COUNT)
+
+
+@cache
+def run_of(way: str) -> Run:
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=POLICY)
+    run = Run(optimizer, np.ones((2, 3)), np.ones(2), np.ones((0, 2)), way=way)
+    optimizer.scale_loss(1.0)
+    return run
+
+
+def remembered(run: Run) -> list[float]:
+    state = run.optimizer._ledger.state
+    return [float(array(variable)) for variable in (state.scale, state.peak, state.share)]
+
+
+@each_way
+@settings(max_examples=25, deadline=None)
+@given(entries=entries)
+@example(entries=[0.0] * COUNT)
+def test_peak_and_share_are_those_of_all_scaled_gradients(way: str, entries: list[float]) -> None:
+    run = run_of(way)
+    gradients = np.array(entries[:6]).reshape(2, 3), np.array(entries[6:]), np.zeros((0, 2))
+    run.apply(*gradients)
+    peak, share = seen_in([gradient.astype("float32") for gradient in gradients], EDGE)
+    assert remembered(run)[1:] == [peak, pytest.approx(share, rel=1e-6)]
+    assert run.optimizer.last_step.peak == peak
+
+
+@each_way
+@pytest.mark.parametrize("bad", [INF, float("nan")])
+def test_an_overflow_says_nothing(way: str, bad: float) -> None:
+    run = run_of(way)
+    run.apply(np.ones((2, 3)), np.full(2, -5.0), np.zeros((0, 2)))
+    scale, *before = remembered(run)
+    run.apply(np.full((2, 3), bad), np.ones(2), np.zeros((0, 2)))
+    assert before == [5.0, 0.25]
+    assert remembered(run) == [scale / 2, *before]
+    assert run.optimizer.last_step.peak is None
+
+
+@each_way
+def test_what_is_asked_for_alone_is_measured(way: str) -> None:
+    class Peaks(Remembering):
+        sees = frozenset({"peak"})
+
+        def advance(self, state: Any, reading: Any, where: Any = None) -> Any:
+            assert reading.share is None
+            return super().advance(state, reading._replace(share=0.0), where)
+
+    run = Run(LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=Peaks()), np.ones(2), way=way)
+    run.step([0.5, 1.0])
+    assert remembered(run) == [4.0, 4.0, 0.0]
+    blind = LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=Dynamic())
+    assert [v.name for v in run.optimizer.variables if v.name not in {w.name for w in blind.variables}] == [
+        "peak",
+        "share",
+        "last_peak",
+    ]
+
+
+def test_what_keras_overwrites_with_its_gradient_is_no_gradient() -> None:
+    run = Run(LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=POLICY), np.ones(2), np.ones(1))
+    run.variables[1].overwrite_with_gradient = True
+    run.step([1.0, -0.5], [100.0])
+    assert remembered(run)[1:] == [4.0, 0.5]
+
+
+def test_a_file_keeps_what_the_policy_remembers() -> None:
+    run, optimizer = run_of("eager"), LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=POLICY)
+    run.apply(np.full((2, 3), 5.0), np.ones(2), np.zeros((0, 2)))
+    saved: dict[str, Any] = {}
+    run.optimizer.save_own_variables(saved)
+    optimizer.load_own_variables(saved)
+    assert optimizer.last_step == run.optimizer.last_step
+    assert optimizer.last_step.peak == 5.0
+    kept = [[array(variable) for variable in each._ledger.variables] for each in (run.optimizer, optimizer)]
+    assert same(*kept)
+
+
+@each_way
+def test_headroom_moves_as_on_floats(way: str) -> None:
+    policy = Headroom(init_scale=2.0**30, margin=1)
+    run = Run(LossScaleOptimizer(keras.optimizers.SGD(2.0**-10), policy=policy), np.ones(4), way=way)
+    steps = []
+    for gradient in np.random.default_rng(0).lognormal(-6.0, 1.5, (24, 4)).astype("float32"):
+        run.step(np.where(gradient * run.scale > 65504.0, INF, gradient))
+        steps.append(run.optimizer.last_step)
+    assert [step.new_scale for step in steps] == scales_after(policy, steps)
+    assert {step.skipped for step in steps} == {True, False}

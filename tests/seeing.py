@@ -1,0 +1,71 @@
+"""A policy that remembers what it was shown, and what it should have been shown, by NumPy in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from preamp import Policy, Reading, Step
+from preamp.policy import Where, choose
+
+__all__ = ["Remembered", "Remembering", "scales_after", "seen_in"]
+
+
+class Remembered(NamedTuple):
+    """The scale, clean steps, and what the last of them was shown."""
+
+    scale: Any
+    good: Any
+    peak: Any
+    share: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Remembering(Policy[Remembered]):
+    """Halves the scale after an overflow, and keeps the last reading that says something."""
+
+    init_scale: float = 4.0
+    limit: float = 1.0
+
+    sees = frozenset({"peak", "share"})
+
+    @property
+    def edge(self) -> float:
+        return self.limit
+
+    def start(self) -> Remembered:
+        return Remembered(self.init_scale, 0.0, 0.0, 0.0)
+
+    def advance(self, state: Remembered, reading: Reading, where: Where = choose) -> Remembered:
+        return Remembered(
+            where(reading.finite, state.scale, state.scale * 0.5),
+            where(reading.finite, state.good + 1.0, state.good),
+            where(reading.finite, self.seen("peak", reading), state.peak),
+            where(reading.finite, self.seen("share", reading), state.share),
+        )
+
+
+def scales_after(policy: Policy[Any], steps: Iterable[Step]) -> list[float]:
+    """Return the scale after each step, of a policy on floats that is shown the peaks that were recorded."""
+    state, scales = policy.start(), []
+    for step in steps:
+        state = policy.step(state, Reading(step.finite, step.peak))
+        scales.append(state.scale)
+    return scales
+
+
+def seen_in(arrays: Iterable[Any], edge: float) -> tuple[float, float]:
+    """Return the peak of scaled gradients, and the share of their entries from the edge on.
+
+    Of complex ones the real and the imaginary parts are entries.
+    """
+    parts = [
+        part
+        for array in map(np.asarray, arrays)
+        for part in (array.real, array.imag)[: 1 + np.iscomplexobj(array)]
+    ]
+    entries = np.concatenate([np.abs(part.astype("float64")).ravel() for part in parts])
+    return float(entries.max(initial=0.0)), float((entries >= edge).mean())

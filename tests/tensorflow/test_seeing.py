@@ -1,0 +1,124 @@
+"""What a policy that sees is shown: the peak and the share of the gradients while they were scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from preamp import Headroom
+from preamp.tensorflow import LossScaleOptimizer
+from tests.seeing import Remembering, scales_after, seen_in
+
+from .kinds import inner
+from .test_distributed import per_replica, strategy, trainer
+
+__all__ = ["strategy"]
+
+EDGE, SCALE = 3.0, 4.0
+POLICY = Remembering(SCALE, EDGE)
+INF = float("inf")
+# What is for one of tf_keras's kinds is for the other.
+each_kind, of_tf_keras = (
+    pytest.mark.parametrize("kind", [pytest.param("legacy", marks=pytest.mark.slow), "tf_keras", *others])
+    for others in (["keras"], [])
+)
+SCRIPT = [
+    [0.5, -0.25],
+    [0.0, 0.0],
+    [0.75, 0.875],
+    [INF, 1.0],
+    [1e-3, -100.0],
+    [float("nan"), 7.0],
+    [2.0, 2.0],
+]
+
+
+def remembered(optimizer: Any) -> list[float]:
+    """Return the scale, the peak and the share that the policy remembers."""
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        state = optimizer._ledger.state._asdict()
+    else:
+        state = optimizer._loss_scale._parts
+    return [float(tf.convert_to_tensor(state[name])) for name in ("scale", "peak", "share")]
+
+
+def stepping(optimizer: Any, variable: Any) -> Callable[[Any], None]:
+    """Return what takes a step with given true gradients."""
+
+    def take(values: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(tf.reduce_sum(variable * values))
+        (gradient,) = optimizer.get_unscaled_gradients(tape.gradient(loss, [variable]))
+        optimizer.apply_gradients([(gradient, variable)])
+
+    return take
+
+
+@each_kind
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+def test_a_policy_sees_gradients_as_they_were_before_they_were_unscaled(kind: str, compiled: bool) -> None:
+    optimizer, variable = LossScaleOptimizer(inner(kind), policy=POLICY), tf.Variable([1.0, 2.0])
+    take = stepping(optimizer, variable)
+    take = tf.function(take, autograph=False) if compiled else take
+    scale, expected = SCALE, (0.0, 0.0)
+    for values in SCRIPT:
+        clean = bool(np.isfinite(values).all())
+        expected = seen_in([np.float32(values) * scale], EDGE) if clean else expected
+        scale = scale if clean else scale / 2
+        take(tf.constant(values))
+        assert remembered(optimizer) == [scale, *map(pytest.approx, expected)]
+        assert optimizer.last_step.peak == (pytest.approx(expected[0]) if clean else None)
+
+
+@each_kind
+def test_replicas_are_seen_as_one(kind: str, strategy: Any) -> None:
+    """Keras looks at each replica's gradients, tf_keras at their sum, which all replicas have."""
+    with strategy.scope():
+        variable, optimizer = tf.Variable([1.0, 2.0]), LossScaleOptimizer(inner(kind), policy=POLICY)
+    train = trainer(strategy, optimizer, variable)
+    train(per_replica(strategy, [0.5, -0.75]))
+    expected = [3.0, 0.5] if kind == "keras" else [1.0, 0.0]
+    assert remembered(optimizer) == [4.0, *expected]
+    train(per_replica(strategy, [INF, 5.0]))
+    assert remembered(optimizer) == [2.0, *expected]
+    assert optimizer.last_step.peak is None
+
+
+@of_tf_keras
+def test_gradients_that_are_not_summed_are_seen_on_all_replicas(kind: str, strategy: Any) -> None:
+    with strategy.scope():
+        variable, optimizer = tf.Variable([1.0, 2.0]), LossScaleOptimizer(inner(kind), policy=POLICY)
+    train = trainer(strategy, optimizer, variable, experimental_aggregate_gradients=False)
+    train(per_replica(strategy, [0.5, -0.75]))
+    assert remembered(optimizer) == [4.0, 3.0, 0.5]
+
+
+@of_tf_keras
+def test_what_a_policy_remembers_is_in_the_configuration(kind: str) -> None:
+    optimizer, variable = LossScaleOptimizer(inner(kind), policy=POLICY), tf.Variable([1.0, 2.0])
+    take = stepping(optimizer, variable)
+    for values in SCRIPT[:4]:
+        take(tf.constant(values))
+    again = LossScaleOptimizer(inner(kind), policy=POLICY)
+    again._loss_scale.restore(optimizer._loss_scale.numbers())
+    assert remembered(again) == remembered(optimizer) == [2.0, 3.5, 1.0]
+    assert again.last_step == optimizer.last_step
+
+
+@of_tf_keras
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+def test_headroom_moves_as_on_floats(kind: str, compiled: bool) -> None:
+    policy = Headroom(init_scale=2.0**30, margin=1)
+    optimizer, variable = LossScaleOptimizer(inner(kind), policy=policy), tf.Variable(tf.ones(4))
+    take, steps = stepping(optimizer, variable), []
+    take = tf.function(take, autograph=False) if compiled else take
+    for gradient in np.random.default_rng(0).lognormal(-6.0, 1.5, (24, 4)).astype("float32"):
+        take(tf.constant(np.where(gradient * float(optimizer.loss_scale) > 65504.0, INF, gradient)))
+        steps.append(optimizer.last_step)
+    assert [step.new_scale for step in steps] == scales_after(policy, steps)
+    assert {step.skipped for step in steps} == {True, False}

@@ -1,0 +1,271 @@
+"""What a lens saw: what follows for the scale, and its way through the file of a trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preamp import ExponentHistogram, Look, LookRow, Step, Trace, TraceError
+from preamp.exponents import BANDS
+
+from .strategies import looks, steps
+
+few = settings(deadline=None, max_examples=60)
+KINDS = ["activation", "flow", "gradient"]
+
+
+def row(name: str, what: Any, exponent: int | None = 0, *, dtype: str = "float16", bad: int = 0) -> LookRow:
+    counts = () if exponent is None else (1,)
+    return LookRow(name, what, dtype, ExponentHistogram(exponent or 0, counts, zeros=1, nonfinite=bad))
+
+
+def look(*rows: LookRow, scale: float = 2.0**10, low_dtype: str = "float16") -> Look:
+    return Look(7, scale, low_dtype, rows)
+
+
+# What follows
+
+
+def test_the_path_of_an_inf_begins_where_it_was_computed_first() -> None:
+    rows = [
+        row("a", "activation"),
+        row("b", "activation"),
+        row("b", "flow", bad=1),
+        row("a", "flow", bad=3),
+        row("a", "gradient", bad=2),
+    ]
+    seen = look(*rows)
+    assert seen.path == tuple(rows[2:])
+    assert seen.first_overflow == rows[2]
+    forward = look(row("mask", "activation", bad=4), *rows)
+    assert forward.first_overflow == forward.rows[0]
+    masked = look(row("mask", "activation", bad=4), *rows[:2], row("b", "flow"))
+    assert masked.first_overflow is None
+    assert len(masked.path) == 1
+
+
+def test_the_limit_is_the_largest_of_what_is_in_the_low_dtype() -> None:
+    linear, norm = row("linear", "flow", 3), row("norm", "flow", 9, dtype="float32")
+    weights = row("linear", "gradient", 5, dtype="float32")
+    of_norm = row("norm", "gradient", 12, dtype="float32")
+    activation = row("linear", "activation", 14)
+    assert look(activation, norm, of_norm, linear).limit == linear
+    assert look(activation, norm, of_norm, linear, weights).limit == weights
+    assert look(activation, norm, of_norm).limit == of_norm  # nothing is low: all of it counts
+    assert look(activation).limit is None
+    assert look(row("linear", "flow", None)).limit is None
+    assert look(linear, row("other", "flow", 3)).limit == linear
+
+
+@few
+@given(
+    peaks=st.lists(st.integers(-40, 15), min_size=1, max_size=4),
+    power=st.integers(-20, 30),
+    margin=st.integers(0, 6),
+    low_dtype=st.sampled_from(list(BANDS)),
+)
+def test_at_the_best_scale_the_peak_keeps_its_margin_and_at_twice_that_it_does_not(
+    peaks: list[int], power: int, margin: int, low_dtype: str
+) -> None:
+    rows = [row(str(n), "flow", peak, dtype=low_dtype) for n, peak in enumerate(peaks)]
+    seen = look(*rows, scale=2.0**power, low_dtype=low_dtype)
+    best = seen.best_scale(margin)
+    assert best is not None
+    assert math.log2(best).is_integer()
+    rooms = [seen.fit(one, best).headroom for one in rows]
+    assert min(room for room in rooms if room is not None) == margin
+    assert seen.limit == rows[peaks.index(max(peaks))]
+
+
+def test_an_overflow_lowers_the_best_scale() -> None:
+    assert look(row("a", "flow", -3, bad=1)).best_scale(1) == 2.0**8
+    assert look(row("a", "flow", 14)).best_scale(1) == 2.0**10
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0])
+def test_a_scale_that_is_lost_gives_no_best_one(scale: float) -> None:
+    assert look(row("a", "flow"), scale=scale).best_scale() is None
+
+
+def test_how_a_row_fits_at_another_scale() -> None:
+    small = row("a", "flow", -27, dtype="float32")
+    seen = look(small, row("a", "activation", -27, dtype="float32"))
+    assert seen.fit(small)._asdict() == {"zeros": 0.5, "flushed": 1.0, "subnormal": 0.0, "headroom": 42}
+    assert seen.fit(small, 2.0**12)._asdict() == {
+        "zeros": 0.5,
+        "flushed": 0.0,
+        "subnormal": 1.0,
+        "headroom": 40,
+    }
+    assert seen.fit(seen.rows[1], 2.0**12).flushed == 1.0  # an activation is not scaled
+    assert seen.band == BANDS["float16"]
+
+
+# Files
+
+
+@pytest.fixture
+def path(tmp_path_factory: Any) -> Path:
+    return Path(tmp_path_factory.mktemp("looks") / "run.jsonl")
+
+
+@settings(deadline=None, max_examples=40)
+@given(recorded=st.lists(steps, max_size=3), seen=st.lists(looks, max_size=3))
+def test_looks_are_read_back_as_they_were_written(
+    tmp_path_factory: Any, recorded: list[Step], seen: list[Look]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "looks.jsonl"
+    with Trace(path=path, mode="replace") as streamed:
+        for step in recorded:
+            streamed(step)
+        for one in seen:
+            streamed.look(one)
+    assert repr(Trace.read(path).looks) == repr(seen)  # NaN is not NaN
+    assert Trace.read(path) == streamed
+    with Trace(path=path, mode="append") as more:
+        assert repr(more.looks) == repr(seen)
+        more.look(look())
+    assert len(Trace.read(path).looks) == len(seen) + 1
+    streamed.write(path)
+    assert Trace.read(path) == streamed
+    assert len(path.read_text().splitlines()) == 1 + len(recorded) + len(seen)
+
+
+def test_traces_are_equal_if_their_looks_are() -> None:
+    one, other = Trace(), Trace()
+    one.look(look(row("a", "flow")))
+    assert one != other
+    other.look(look(row("a", "flow")))
+    assert one == other
+    for twin in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert twin == one
+        twin.look(look())
+        assert twin != one
+    assert len(one) == 0
+
+
+def test_a_look_after_the_end_leaves_the_reason_for_it(path: Path) -> None:
+    with Trace(path=path) as trace:
+        trace.stop("out of patience")
+        trace.look(look())
+    assert Trace.read(path).stopped == "out of patience"
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        look(low_dtype="float12"),
+        look()._replace(index="seven"),
+        look(row("a", "flow")._replace(what="weight")),
+        look(row("a", "flow")._replace(dtype=3)),
+        look()._replace(scale="large"),
+    ],
+)
+def test_a_look_that_could_not_be_read_back_is_not_recorded(path: Path, unfit: Look) -> None:
+    with Trace(path=path) as trace:
+        with pytest.raises((TraceError, ValueError)):
+            trace.look(unfit)
+        assert trace.looks == []
+    assert Trace.read(path).looks == []
+
+
+ROW = {
+    "name": "a",
+    "what": "flow",
+    "dtype": "float16",
+    "low": -3,
+    "counts": [1, 0, 2],
+    "zeros": 0,
+    "nonfinite": 0,
+}
+LOOK = {"index": 3, "scale": 8.0, "low_dtype": "float16", "rows": [ROW]}
+ABSENT = object()
+
+
+def changed(entry: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    return {key: kept for key, kept in {**entry, name: value}.items() if kept is not ABSENT}
+
+
+HOSTILE = [
+    *[(value, "a look is") for value in (None, [], 3, "x")],
+    *[(changed(LOOK, name, ABSENT), f"without {name}") for name in LOOK],
+    *[(changed(LOOK, "rows", [changed(ROW, name, ABSENT)]), f"without {name}") for name in ROW],
+    (changed(LOOK, "colour", 1), "'colour'"),
+    (changed(LOOK, "rows", [changed(ROW, "colour", 1)]), "'colour'"),
+    *[(changed(LOOK, "index", value), "index") for value in (True, 0.5, "1", None, 10**400)],
+    *[(changed(LOOK, "scale", value), "scale") for value in (True, "2", None, [], 10**400)],
+    *[(changed(LOOK, "low_dtype", value), "low_dtype") for value in (16, None, "float12", "")],
+    *[(changed(LOOK, "rows", value), "rows") for value in (None, {}, "x")],
+    *[(changed(LOOK, "rows", [value]), "a look's row") for value in (None, [], 1)],
+    *[(changed(LOOK, "rows", [changed(ROW, "name", value)]), "name") for value in (1, None)],
+    *[(changed(LOOK, "rows", [changed(ROW, "what", value)]), "what") for value in (1, None, "weights")],
+    *[
+        (changed(LOOK, "rows", [changed(ROW, "low", value)]), "low")
+        for value in (True, 0.5, None, 10**9, -(10**9), 4095)
+    ],
+    *[
+        (changed(LOOK, "rows", [changed(ROW, "counts", value)]), "count")
+        for value in (None, 3, "11", {}, [-1], [True], [0.5], [None], [[1]], [10**400], [2**63])
+    ],
+    *[
+        (changed(LOOK, "rows", [changed(ROW, name, value)]), "count" if type(value) is int else name)
+        for name in ("zeros", "nonfinite")
+        for value in (-1, 2**63, True, 0.5, None, "0")
+    ],
+]
+
+
+@pytest.mark.parametrize(("entry", "why"), HOSTILE)
+def test_what_is_no_look_is_refused_with_the_line(path: Path, entry: Any, why: str) -> None:
+    good = json.dumps({"look": LOOK})
+    path.write_text('{"preamp_trace": 1}\n' + good + "\n" + json.dumps({"look": entry}) + "\n")
+    with pytest.raises(TraceError) as refused:
+        Trace.read(path)
+    message = str(refused.value)
+    assert message.startswith(f"{path}, line 3: ")
+    assert why in message
+    assert len(message) < len(str(path)) + 250
+
+
+def test_a_look_with_endless_counts_is_refused(path: Path) -> None:
+    entry = changed(LOOK, "rows", [changed(ROW, "counts", [1] * 5000)])
+    path.write_text('{"preamp_trace": 1}\n' + json.dumps({"look": entry}) + "\n")
+    with pytest.raises(TraceError, match="line 2: low is"):
+        Trace.read(path)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seen=looks, data=st.data())
+def test_a_file_with_looks_that_was_damaged_is_read_or_refused_by_the_line(
+    tmp_path_factory: Any, seen: Look, data: Any
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
+    trace = Trace()
+    trace.look(seen)
+    trace.write(path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(20, len(content) - 1))
+        content[place : place + data.draw(st.integers(0, 3))] = data.draw(st.sampled_from(JUNK))
+    path.write_bytes(content)
+    try:
+        read = Trace.read(path)
+    except TraceError as error:
+        assert str(error).startswith(f"{path}, line ")  # noqa: PT017 - either outcome is right
+    else:
+        for one in read.looks:
+            assert one.best_scale() is None or one.best_scale() > 0.0
+            assert all(0.0 <= one.fit(row, 2.0).flushed <= 1.0 for row in one.rows)
+        read.write(path)
+        assert Trace.read(path) == read
+
+
+JUNK = [b"", b"9", b"-", b'"', b"[", b"}", b",", b"null", b"1e999", b"\xff", b"NaN", b"0" * 30, b"\n"]
