@@ -52,6 +52,7 @@ test-r: .venv/test.stamp
 bench: .venv/test.stamp
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/simulate.py
+	$(BIN)/python benchmarks/policies.py --quick
 	$(BIN)/python benchmarks/torch_scaler.py
 	$(BIN)/python benchmarks/torch_autocast.py
 	$(BIN)/python benchmarks/keras_optimizer.py

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import platform
 import statistics
@@ -39,7 +40,7 @@ LARGEST = {torch.float16: 65504.0, torch.float8_e5m2: 57344.0}
 RULES: dict[str, Callable[[float], Policy[Any]]] = {
     "backoff, 50": lambda largest: Dynamic(growth_interval=50),
     "backoff, 2000": lambda largest: Dynamic(),
-    "LogMax": lambda largest: LogMax(),
+    "LogMax": lambda largest: LogMax(log_max=math.log2(largest)),
     "Histogram": lambda largest: Histogram(largest=largest),
     "Headroom": lambda largest: Headroom(largest=largest),
 }

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preamp import Dynamic, Starved, Static, Step, Tolerant, dialects
+from preamp import Dynamic, Headroom, Histogram, LogMax, Starved, Static, Step, Tolerant, dialects
 
 SCRIPT = "0010000110000000001" + "11111" + "0100010100" + "000"
 POLICIES: dict[str, Any] = {
@@ -30,6 +30,9 @@ POLICIES: dict[str, Any] = {
     "hysteresis": dialects.DEEPSPEED(init_scale=2.0**10, scale_window=3, raise_error_at_min_scale=False),
     "fixed": Static(2.0**7),
     "gives up": Dynamic(init_scale=2.0**10, growth_interval=3, max_consecutive_overflows=3),
+    "sees the peak": Headroom(init_scale=4.0, memory=4, patience=4),
+    "sees the peak too": LogMax(init_scale=4.0, mean_steps=4, variance_steps=4, growth_interval=2),
+    "sees the share": Histogram(init_scale=4.0, growth_interval=2),
 }
 STARTS = [np.array([1.0, -2.0, 3.0], "float32"), np.array([[0.5], [4.0]], "float32")]
 RATE = 0.25

@@ -25,7 +25,7 @@ FLOORS = ((0, 2.0**-20), (100, 2.0**-10), (200, 2.0**30))  # the last is higher 
 
 BLIND: list[Policy[Any]] = [
     Dynamic(growth_interval=10, **WIDE),
-    FloorSchedule(growth_interval=10, floors=FLOORS, **WIDE),
+    FloorSchedule(growth_interval=10, floors=FLOORS, patience=1, **WIDE),
 ]
 SEEING: list[Policy[Any]] = [LogMax(**WIDE), Histogram(**WIDE), Headroom(**WIDE)]
 each = pytest.mark.parametrize("policy", BLIND + SEEING, ids=lambda policy: type(policy).__name__)
@@ -113,7 +113,7 @@ def test_overflows_in_a_row_lower_the_scale_to_its_floor(policy: Any, past: Any)
 @given(past=readings, level=st.integers(-30, 30))
 def test_from_anywhere_steps_come_back_that_are_clean_and_seen(policy: Any, past: Any, level: int) -> None:
     steps = run(policy, around(level, 0.25, 1500), after(policy, past))[1000:]
-    assert skipped(steps) <= 50
+    assert skipped(steps) <= (100 if isinstance(policy, FloorSchedule) else 50)  # 2 in 12, or 1 in 11
     assert unseen(steps) == 0
 
 

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from preamp import Reading, Starved
+
 from .conformance_worker import PEERS as ADAPTERS
-from .conformance_worker import POLICIES, SCRIPT, policies
-from .strategies import play
+from .conformance_worker import POLICIES, SCRIPT, factors, policies
 
 # Framework, backend of Keras, adapter.
 PEERS = [
@@ -53,10 +55,25 @@ each_peer = pytest.mark.parametrize(
 
 def trace_of_the_core(policy):
     """Return (scale, finite, skipped, new_scale) of every step; None for the one at which it gives up."""
-    states = play(policy, SCRIPT)
-    moves = zip(states, states[1:], SCRIPT, strict=False)
-    trace = [[before.scale, mark == "0", mark == "1", after.scale] for before, after, mark in moves]
-    return trace if len(trace) == len(SCRIPT) else [*trace, None]
+    state, trace = policy.start(), []
+    for number, mark in enumerate(SCRIPT):
+        reading = seen(policy, state.scale, factors(number, mark == "1"))
+        try:
+            after = policy.step(state, reading)
+        except Starved:
+            return [*trace, None]
+        trace.append([state.scale, reading.finite, not reading.finite, after.scale])
+        state = after
+    return trace
+
+
+def seen(policy, scale, gradients):
+    """Return what there is to see in gradients times a scale."""
+    entries = np.concatenate([np.abs(one).ravel() * scale for one in gradients])
+    finite = bool(np.isfinite(entries).all())
+    if not finite:
+        return Reading(finite)
+    return Reading(finite, float(entries.max()), float((entries >= policy.edge).mean()))
 
 
 @pytest.fixture(scope="module")

@@ -402,3 +402,17 @@ def test_any_program_under_any_table_computes_what_casts_by_hand_compute(table, 
             pool.append(results[0])
         else:
             assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["bitwise_and_", "bitwise_or_", "bitwise_xor_", "remainder_", "fmod_", "add_"]
+)
+@pytest.mark.parametrize("emulate", [False, True])
+def test_integers_are_written_to_with_numbers_as_outside(name, emulate):
+    outside, inside = torch.tensor([5, 6]), torch.tensor([5, 6])
+    getattr(outside, name)(3)
+    with autocast("cpu", torch.bfloat16, emulate=emulate):
+        torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)  # from the first cast on, writes are watched
+        getattr(inside, name)(3)
+        getattr(inside, name)(torch.tensor(3))
+    assert inside.tolist() == getattr(outside, name)(torch.tensor(3)).tolist()

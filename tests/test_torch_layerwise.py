@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -228,6 +231,22 @@ def test_of_layers_that_run_in_a_loop_every_turn_has_its_factor():
     assert relative_error(found, exact) < 0.01
 
 
+def test_a_weight_that_many_turns_share_keeps_none_of_them_back():
+    model, x = parametrizations.weight_norm(deep(depth=1)[0]), torch.randn(32, 16)
+
+    def loss(x=x):
+        with parametrize.cached():  # computed once: the turns meet again above the leaves
+            for _ in range(6):
+                x = torch.sigmoid(model(x))
+        return x.square().mean() * FAINT
+
+    layerwise = LayerwiseScale(model)
+    for _ in range(3):
+        expected = backward_of(torch.Tensor.backward, model, loss())
+        assert_same(backward_of(layerwise.backward, model, loss()), expected)
+    assert layerwise.factors == {"": 1024.0}
+
+
 # When statistics are taken, and what they cost
 
 
@@ -285,17 +304,38 @@ def test_large_gradients_are_not_raised_and_a_limit_lowers_what_was_raised():
 
     assert factors(2.0**8) == [1.0] * 3
     assert min(factors(2.0**-30)) >= 2.0**10
-    # A few large entries among many zeros: the standard deviation asks for a factor, the peak forbids it.
-    mask = torch.zeros(4, 16)
-    mask[0, 0] = 2.0**12
-    last = nn.Sequential(nn.Linear(16, 4096, bias=False), nn.Linear(4096, 16, bias=False))
-    with torch.no_grad():
-        last[1].weight.mul_(2.0**-24)
-        last[1].weight[0, 0] = 1.0
-    other = LayerwiseScale(last, every=1)
-    for _ in range(2):
-        other.backward((last(x) * mask).sum())
-    assert other.factors == {"1": 1.0, "0": 1.0}
+
+
+class OneEntry(nn.Linear):
+    """A layer whose weight is zero but for one entry: its standard deviation says little of its peak."""
+
+    def __init__(self):
+        super().__init__(64, 64, bias=False)
+        nn.init.zeros_(self.weight)
+        self.weight.data[0, 0] = 1.0
+
+
+@pytest.mark.parametrize("emulate", [False, True], ids=["leaves", "casts of leaves"])
+@pytest.mark.parametrize(("x", "factor"), [(0.0, 2.0**9), (2.0**10, 2.0**1)])
+def test_limits_are_set_by_the_largest_entries(x, factor, emulate):
+    """65504 has room for 64 products of 1 raised by 2**9, and for 16 times a weight's 2**10 raised by 2."""
+    model = nn.Sequential(OneEntry(), OneEntry())
+    layerwise = LayerwiseScale(model, every=1, flushed=1e-9, layer_bound=2.0**40, bound=2.0**40)
+    incoming = torch.zeros(4096, 64)
+    incoming[0, 0] = 1.0
+    for _ in range(4):
+        with autocast("cpu", torch.float16, enabled=emulate, emulate=emulate):
+            y = model(torch.full((4096, 64), x))
+        layerwise.backward(y, incoming.to(y.dtype))
+    assert list(layerwise.factors.values()) == [factor, factor]
+
+
+def test_of_gradients_that_are_all_zero_nothing_is_learned():
+    model, x = deep(depth=3), torch.randn(4, 16)
+    layerwise = LayerwiseScale(model, every=1)
+    for factor in (FAINT, FAINT, 0.0, FAINT):
+        layerwise.backward(model(x).square().mean() * factor)
+    assert list(layerwise.factors.values()) == [16.0, 256.0, 1024.0]
 
 
 @pytest.mark.parametrize(
@@ -312,17 +352,17 @@ def test_bounds_hold_for_a_layer_and_for_the_product(layer_bound, bound, largest
 def test_the_papers_formula():
     """Its sigma is rms(g) rms(W) sqrt(n / 2), its factor u_min / (sqrt(2) erfinv(T) sigma)."""
     torch.manual_seed(0)
-    layer = nn.Linear(32, 64, bias=False)
-    x = torch.randn(8, 32)
+    layer = nn.Linear(8, 512, bias=False)
+    x = torch.randn(8, 8)
     layerwise = LayerwiseScale(layer, layer_bound=2.0**40, bound=2.0**40, flushed=0.01)
-    incoming = torch.randn(8, 64) * 1e-7
+    incoming = torch.randn(8, 512) * 1e-7
     for _ in range(2):
         layerwise.backward(layer(x), incoming)
-    sigma = math.sqrt(incoming.square().mean() * layer.weight.detach().square().mean() * 64 / 2)
+    sigma = math.sqrt(incoming.square().mean() * layer.weight.detach().square().mean() * 512 / 2)
     erfinv = torch.erfinv(torch.tensor(0.01)).item()
     factor = 2.0**-24 / (math.sqrt(2.0) * erfinv * sigma)
     assert layerwise.factors == {"": 2.0 ** math.floor(math.log2(factor))}
-    wide = torch.randn(4096, 64) * 1e-7  # so many rows that the prediction can be compared with what leaves
+    wide = torch.randn(4096, 512) * 1e-7  # so many rows that the prediction can be compared with what leaves
     out = (wide @ layer.weight.detach()).std()
     assert out == pytest.approx(math.sqrt(2.0) * sigma, rel=0.1)
 
@@ -491,18 +531,33 @@ def test_close_takes_every_hook_away():
     assert_same(backward_of(layerwise.backward, model, loss), expected)
 
 
-def test_under_ddp_the_reducer_gets_gradients_without_factors():
+@pytest.fixture
+def one_rank():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model, x = deep(depth=3), torch.randn(4, 16)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        layerwise = LayerwiseScale(parallel)
-        for _ in range(3):
-            expected = backward_of(torch.Tensor.backward, model, model(x).square().mean() * FAINT)
-            assert_same(backward_of(layerwise.backward, model, parallel(x).square().mean() * FAINT), expected)
-        assert layerwise.factors["module.0"] == 1024.0
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model[::2]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "distribute", [nn.parallel.DistributedDataParallel, pytest.param(shard, marks=pytest.mark.slow)]
+)
+def test_what_distributes_gradients_gets_them_without_factors(distribute, one_rank):
+    model, x = deep(depth=3), torch.randn(4, 16)
+    parallel = distribute(copy.deepcopy(model))
+    layerwise = LayerwiseScale(parallel)
+    for _ in range(3):
+        expected = backward_of(torch.Tensor.backward, model, model(x).square().mean() * FAINT)
+        found = backward_of(layerwise.backward, parallel, parallel(x).square().mean() * FAINT)
+        whole = [getattr(gradient, "full_tensor", lambda one=gradient: one)() for gradient in found.values()]
+        assert_same(dict(zip(expected, whole, strict=True)), expected)
+    assert list(layerwise.factors.values()) == [16.0, 256.0, 1024.0]
 
 
 @pytest.mark.slow

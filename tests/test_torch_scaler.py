@@ -9,7 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, InexactScale, PolicyError, Starved, Static, Tolerant, Trace, dialects, simulate
+from preamp import (
+    Dynamic,
+    FloorSchedule,
+    Headroom,
+    Histogram,
+    InexactScale,
+    LogMax,
+    PolicyError,
+    Starved,
+    Static,
+    Tolerant,
+    Trace,
+    dialects,
+    simulate,
+)
 from preamp.torch import GradScaler
 
 INF, NAN = float("inf"), float("nan")
@@ -211,6 +225,22 @@ def test_a_checkpoint_keeps_what_the_policy_remembers():
     resumed.scaler.load_state_dict(training.scaler.state_dict())
     resumed.step(INF)
     assert resumed.scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    "policy", [LogMax(), Histogram(), Headroom(), FloorSchedule(floors=((0, 1.0), (5, 2.0**20)))], ids=repr
+)
+def test_a_run_resumed_with_what_was_seen_is_the_uninterrupted_run(policy):
+    whole, half = (Training(GradScaler("cpu", policy=policy)) for _ in range(2))
+    for number, factor in enumerate([1.0, 2.0, INF, 0.5, 0.0, 1.0, 1.0, 4.0]):
+        if number == 5:
+            saved = half.scaler.state_dict()
+            half.scaler = GradScaler("cpu", policy=policy)
+            half.scaler.load_state_dict(saved)
+        whole.step(factor)
+        half.step(factor)
+    assert half.scaler.state_dict() == whole.scaler.state_dict()
+    assert half.values() == whole.values()
 
 
 @pytest.mark.parametrize("scale", [0.0, INF, NAN, -1.0, 1e-46, 1e39])

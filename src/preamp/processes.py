@@ -94,8 +94,8 @@ class Process(ABC):
         depth: how many powers of two below the typical peak the middle of the entries lies.
         spread: standard deviation of log2 of the entries' magnitudes, before they are cut off at the peak.
 
-    With the defaults of `depth` and `spread`, float16 loses about 0.03 percent at the best scale, and 2 percent
-    at a scale 4096 times lower: the order of what a small network on handwritten digits loses.
+    With the defaults of `depth` and `spread`, float16 loses about 0.03 percent at the best scale, and 2
+    percent at a scale 4096 times lower: the order of what a small network on handwritten digits loses.
     """
 
     dtype: str = "float16"

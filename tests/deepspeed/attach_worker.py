@@ -337,7 +337,7 @@ def shown(kind: str) -> Seen:
     return {"peaks": peaks, "readings": [list(reading) for reading in Listing.readings]}
 
 
-@each(ESSENTIAL)
+@each(("0", "1"))
 def resumed_with_eyes(kind: str) -> list[list[float]]:
     return cut_everywhere(kind, Headroom(init_scale=2.0**9))
 

@@ -12,7 +12,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, Policy, Reading, Starved, Static, Tolerant, dialects
+from preamp import (
+    Dynamic,
+    FloorSchedule,
+    Headroom,
+    LogMax,
+    Policy,
+    Reading,
+    Starved,
+    Static,
+    Tolerant,
+    dialects,
+)
 from preamp.checks import FLOAT32_TINY
 from preamp.jax import LossScale, all_finite, scaled_value_and_grad, value_and_grad
 from tests.strategies import dynamics, play, quietly, scripts, statics, tolerants
@@ -127,9 +138,12 @@ def test_that_a_policy_gave_up_is_not_forgotten_in_later_steps() -> None:
         scale.check_starved()
 
 
-@pytest.mark.parametrize("policy", [Dynamic(min_scale=4.0), Static(8.0), Tolerant(), dialects.FLAX], ids=repr)
+MOVING = [Dynamic(min_scale=4.0), Tolerant(), dialects.FLAX, FloorSchedule(), LogMax(), Headroom()]
+
+
+@pytest.mark.parametrize("policy", [Static(8.0), *MOVING], ids=repr)
 def test_a_loss_scale_survives_every_way_through_a_tree_and_back(policy: Policy[Any]) -> None:
-    scale = LossScale(policy).advance(False).advance(True)
+    scale = LossScale(policy).advance(Reading(False, peak=np.inf)).advance(Reading(True, peak=2.0))
     leaves, structure = jax.tree.flatten(scale)
     paths, _ = jax.tree_util.tree_flatten_with_path(scale)
     for copy in (

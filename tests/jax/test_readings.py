@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from preamp import Dynamic, Headroom
+from preamp import Dynamic, Headroom, PolicyError
 from preamp.jax import LossScale, apply_gradients, last_step, loss_scaled, scaled_value_and_grad, step
 from preamp.jax import value_and_grad as differentiated
 from preamp.jax.readings import reading_of
@@ -103,6 +103,8 @@ def test_a_compiled_step_sees_what_it_cuts_off(dtype: str) -> None:
 def test_a_loss_scale_advances_on_the_reading() -> None:
     *_, reading = differentiated(lambda w: jnp.sum(w * w))(LossScale(POLICY), jnp.array([0.5, -2.0, 0.0]))
     after = LossScale(POLICY).advance(reading)
+    with pytest.raises(PolicyError, match="peak of the gradients"):
+        after.advance(reading.finite)
     assert remembered(after.state) == [4.0, 16.0, pytest.approx(2 / 3)]
 
 

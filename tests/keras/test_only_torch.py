@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from preamp import Static
 from preamp.keras import LossScaleOptimizer
+from tests.seeing import Remembering
 
 from .driving import INF, Run, Stock, array, close, same
 from .test_training import BATCH, adam, data, model_of, weights
@@ -94,6 +96,15 @@ def test_a_step_costs_a_few_operators_and_one_read(inner: str, count: int) -> No
     assert plain.reads == 0
     assert stock == (plain.operators + 9 + 6 * count, 2)
     assert ours == (plain.operators + ADDED, 1)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_a_policy_that_sees_looks_at_each_gradient_and_reads_no_more(count: int) -> None:
+    blind, seeing = (
+        cost(lambda inner, policy=policy: LossScaleOptimizer(inner, policy=policy), "SGD", count)
+        for policy in (Static(4.0), Remembering())
+    )
+    assert seeing == (blind.operators + 9 + 4 * count, 1)
 
 
 @pytest.mark.parametrize("count", [2, 6])

@@ -16,7 +16,18 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import Dynamic, Policy, Starved, Static, Tolerant, dialects
+from preamp import (
+    Dynamic,
+    FloorSchedule,
+    Headroom,
+    Histogram,
+    LogMax,
+    Policy,
+    Starved,
+    Static,
+    Tolerant,
+    dialects,
+)
 from preamp.keras import LossScaleOptimizer
 
 from .driving import INF, Run, Stock, array, dtype_policy, same
@@ -30,7 +41,17 @@ POLICIES: list[Policy[Any]] = [
     dialects.FAIRSEQ,
     Dynamic(hysteresis_reset=("growth", "backoff"), hysteresis=2, growth_interval=2),
 ]
-each_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
+SEEING: list[Policy[Any]] = [LogMax(init_scale=64.0), Histogram(init_scale=64.0), Headroom(init_scale=64.0)]
+each_policy = pytest.mark.parametrize(
+    "policy",
+    [
+        *POLICIES,
+        FloorSchedule(init_scale=64.0, floors=((0, 32.0), (4, 256.0))),
+        SEEING[0],
+        *[pytest.param(policy, marks=pytest.mark.slow) for policy in SEEING[1:]],
+    ],
+    ids=repr,
+)
 
 
 def adam(**arguments: Any) -> LossScaleOptimizer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -99,14 +100,19 @@ def as_flags(policy: Policy[Any], settings: Mapping[str, Any]) -> str:
     >>> as_flags(Dynamic(init_scale=2.0**24), {"growth_interval": 2000})
     '--policy.init-scale 16777216 --policy.growth-interval 2000'
     """
-    if type(policy) not in (Dynamic, Static, Tolerant) or any(map(_is_list, _told(policy).values())):
+    name = type(policy).__name__
+    if OURS.get(name) is not type(policy) or any(
+        isinstance(value, tuple) for value in _told(policy).values()
+    ):
         return ""
     told = {**_told(policy), **{name: getattr(policy, name) for name in settings if hasattr(policy, name)}}
-    return " ".join(f"--policy.{name.replace('_', '-')} {_word(value)}" for name, value in told.items())
+    rule = [] if isinstance(policy, Dynamic | Static | Tolerant) else [f"--rule {_kebab(name)}"]
+    words = [f"--policy.{name.replace('_', '-')} {_word(value)}" for name, value in told.items()]
+    return " ".join([*rule, *words])
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, tuple)
+def _kebab(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
 
 
 def _told(policy: Policy[Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from statistics import median
 from typing import Any, Final, TypeAlias
 
 from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
@@ -68,7 +67,7 @@ def _way_out(record: Record, skipped: list[Step]) -> Remedy:
     scale, floor = skipped[-1].scale, record.band.normal
     stands = len({step.scale for step in skipped[-LEAST_HUNGRY:]}) == 1
     if stands and isinstance(record.policy, Static) and scale > 1.0:
-        return "This scale is too high. Let it move.", {"init_scale": min(scale, USUAL_SCALE)}
+        return "This scale is too high. Let it move.", {"init_scale": scale}
     if stands and scale > floor:
         return f"Lower the floor. If it starves at {power(floor)} as well, look for NaN.", {
             "min_scale": floor
@@ -137,7 +136,7 @@ def _or_a_ceiling(undone: list[Skip]) -> str:
 
 def _nearer_start(record: Record, undone: list[Skip]) -> Mapping[str, Any]:
     """Return as the first scale the level it came to, where a longer interval would not take it there."""
-    level = median(skip.after for skip in undone)
+    level = sorted(skip.after for skip in undone)[len(undone) // 10]
     is_far = exponent_of(level) - exponent_of(record.steps[0].scale) >= FEWEST
     return {"init_scale": level} if is_far and not record.fell_early(level) else {}
 
@@ -186,7 +185,7 @@ def slow(record: Record) -> Finding | None:
         f"{lowered:,} of them lowered the scale: hysteresis={hysteresis} waits for so many.",
         advice="Back off at every overflow.",
         numbers={"skipped": len(record.skips), "share": share, "lowered": lowered},
-        settings={"hysteresis": 1},
+        settings={"hysteresis": 1, **_longer(record), **_nearer_start(record, record.skips)},
     )
 
 
@@ -217,7 +216,11 @@ def _lower(record: Record) -> Remedy:
         return "Let the scale move.", {"init_scale": record.policy.scale}
     if isinstance(record.policy, Tolerant):
         tolerated = percent(record.policy.tolerance)
-        return f"The rule tolerates up to {tolerated}. Tolerate less.", {"tolerance": 1 / RARE, **longer}
+        return f"The rule tolerates up to {tolerated}. Tolerate less.", {
+            "tolerance": 1 / RARE,
+            **longer,
+            **_nearer_start(record, record.skips),
+        }
     if longer and len(record.skips) < 3 * record.growths:
         return "The scale grows too soon. Wait longer.", longer
     return "They overflow at any scale: look at their data, and at the learning rate.", {}

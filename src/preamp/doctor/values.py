@@ -15,11 +15,21 @@ from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.looks import Look
 from preamp.words import percent, power, powers
 
-__all__ = ["Lost", "bfloat16_would_do", "limited", "lost", "lost_words", "overflowed", "saves_something"]
+__all__ = [
+    "Lost",
+    "bfloat16_would_do",
+    "limited",
+    "lost",
+    "lost_words",
+    "needs_no_scale",
+    "overflowed",
+    "saves_something",
+]
 
 FEW: Final = 1 / 1000
 """Below this share of entries nothing is said to be lost."""
 WIDE: Final = 1e30
+"""A format that holds such values has the range of float32."""
 FAR: Final = 4
 """Powers of two that one module has to be above all others for other advice than a scale."""
 

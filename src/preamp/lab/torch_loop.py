@@ -25,7 +25,7 @@ from preamp.policy import Policy
 from preamp.torch import GradScaler, Lens, autocast
 from preamp.trace import Step
 
-__all__ = ["TorchLoop"]
+__all__ = ["Dense", "TorchLoop"]
 
 
 class Dense(torch.nn.Module):

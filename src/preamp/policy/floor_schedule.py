@@ -36,7 +36,7 @@ class FloorSchedule(Moving[FloorState]):
     Args:
         floors: pairs of a step and the floor from it on. Steps, below 2**24, and floors rise. On the
             command line, the flag is repeated for each pair.
-        patience: overflows in a row that the floor withstands.
+        patience: overflows in a row that a floor withstands, each time the scale has grown back to it.
 
     The other arguments are those of `Moving`.
 

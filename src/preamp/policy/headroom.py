@@ -144,8 +144,9 @@ class Headroom(Policy[HeadroomState]):
         gap = where(laps == laps // 1.0, state.gap - laps, state.gap)
         gap = where(gap > 0.0, gap, 0.0)
         wider = rise - state.bad + 1.0  # one power below the scale that overflowed last
-        believed = where(state.bad > 1.0, gap + ALONE, where(gap > ALONE, WIDEST, ALONE))
-        wider = _least(_least(wider, believed, where), WIDEST, where)
+        alone = where(gap > ALONE, wider, _least(wider, ALONE, where))
+        in_a_row = _least(wider, gap + ALONE, where)
+        wider = _least(where(state.bad > 1.0, in_a_row, alone), WIDEST, where)
         return where((state.bad > 0.0) & (wider > gap), wider, gap)
 
     def _bounded(self, scale: Scalar, where: Where) -> Scalar:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from preamp.checks import FLOAT32_TINY, assign, between, positive, to_float32
+from preamp.checks import FLOAT32_TINY, assign, between, is_number, positive, to_float32
 from preamp.policy.base import Reading, State, Where, choose
 from preamp.policy.dynamic import Moving
 
@@ -50,7 +50,8 @@ class Histogram(Moving[State]):
     limit: float = 1e-7
     growth_interval: int = 8
 
-    _edge: ClassVar[float]  # what follows from the settings, set when the policy is made
+    _edge: ClassVar[float]  # as they are used, in float32
+    _limit: ClassVar[float]
 
     @property
     def edge(self) -> float:
@@ -69,16 +70,16 @@ class Histogram(Moving[State]):
         raised = where(grows, self._up(scale, where), scale)
         lowered = self._down(scale, where)
         return State(
-            where(finite, where(share > self.limit, lowered, raised), lowered),
+            where(finite, where(share > self._limit, lowered, raised), lowered),
             where(finite, where(grows, float(self.growth_delay), good), 0.0),
             where(finite, 0.0, state.bad + 1.0),
         )
 
     def __post_init__(self) -> None:
+        if is_number(self.largest):
+            assign(self, largest=to_float32(float(self.largest)))
         positive("largest", self.largest, "largest=65504.0, which is float16's")
         between("location", self.location, 0.0, 1.0, instead="location=0.125")
         between("limit", self.limit, 0.0, 1.0, instead="limit=1e-7")
-        for name in ("largest", "location", "limit"):
-            assign(self, **{name: to_float32(float(getattr(self, name)))})
-        assign(self, _edge=to_float32(self.largest * self.location))
+        assign(self, _edge=to_float32(self.largest * self.location), _limit=to_float32(float(self.limit)))
         Moving.__post_init__(self)

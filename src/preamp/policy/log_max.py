@@ -93,6 +93,9 @@ class LogMax(Moving[LogMaxState]):
     growth_interval: int = 16
     growth_factor: float = 4.0
 
+    _log_max: ClassVar[float]  # as they are used: on the grid, and in float32
+    _deviations: ClassVar[float]
+
     def start(self) -> LogMaxState:
         return LogMaxState(self.init_scale, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -102,7 +105,7 @@ class LogMax(Moving[LogMaxState]):
         known = where(finite, peak >= FLOAT32_TINY, seen >= 1.0)
         unseen = where(known, 0.0, state.unseen + 1.0)
 
-        top = where(finite, peak, 2.0**self.log_max)
+        top = where(finite, peak, 2.0**self._log_max)
         latest = log2_near(self._stored(top / state.scale), where)
         mean, variance = self._averages(state._replace(seen=seen), latest, finite, where)
         aim = self._aim(mean, variance, latest, where)
@@ -136,9 +139,9 @@ class LogMax(Moving[LogMaxState]):
 
     def _aim(self, mean: Any, variance: Any, latest: Any, where: Where) -> Any:
         """Return the scale that overflows with the chosen probability, and does not with the latest peak."""
-        margin = on_grid(self._stored(self.deviations * self._stored(variance**0.5)))
-        power = self.log_max - mean - where(margin < MOST_MARGIN, margin, MOST_MARGIN)
-        highest = self.log_max - latest
+        margin = on_grid(self._stored(self._deviations * self._stored(variance**0.5)))
+        power = self._log_max - mean - where(margin < MOST_MARGIN, margin, MOST_MARGIN)
+        highest = self._log_max - latest
         return self._bounded(two_to(where(power < highest, power, highest), where), where)
 
     def _unsettled(self, scale: Any, aim: Any, where: Where) -> Any:
@@ -152,7 +155,7 @@ class LogMax(Moving[LogMaxState]):
         between("deviations", self.deviations, 0.0, math.inf, instead="deviations=3.09")
         power_of_two("mean_steps", self.mean_steps, most=LONGEST, instead="mean_steps=128")
         power_of_two("variance_steps", self.variance_steps, most=LONGEST, instead="variance_steps=1024")
-        assign(self, log_max=on_grid(float(self.log_max)), deviations=to_float32(float(self.deviations)))
+        assign(self, _log_max=on_grid(float(self.log_max)), _deviations=to_float32(float(self.deviations)))
         Moving.__post_init__(self)
 
 

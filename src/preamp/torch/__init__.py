@@ -10,8 +10,8 @@ except ImportError as error:
 from preamp.torch import amp, cpu, cuda
 from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
 from preamp.torch.autocasting.region import autocast
-from preamp.torch.lens import Lens
 from preamp.torch.layerwise import LayerwiseScale
+from preamp.torch.lens import Lens
 from preamp.torch.loss_scale_optimizer import LossScaleOptimizer
 from preamp.torch.scaler import GradScaler
 from preamp.torch.sharded import ShardedGradScaler

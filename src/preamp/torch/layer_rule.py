@@ -105,14 +105,14 @@ class Statistics:
         return incoming, sizes, dict(zip(peaks, numbers, strict=True))
 
     def _see_incoming(self, mark: Mark, gradients: Gradients) -> None:
-        found = [_size(gradient) for gradient in gradients if gradient is not None and gradient.numel()]
+        found = [_size(gradient) for gradient in gradients if gradient is not None]
         if found:
             self._incoming[mark] = torch.stack(found).amax(0)
 
     def _see_leaving(self, slots: list[tuple[int, int]], gradients: Gradients, _: Gradients) -> None:
         for slot, part in slots:
             gradient = gradients[slot]
-            if gradient is not None and gradient.numel():
+            if gradient is not None:
                 self._leaving[part].append(_size(gradient))
 
 
@@ -206,14 +206,15 @@ def _terms(layer: Any) -> int:
 
 @torch.no_grad()
 def _size(tensor: Any) -> Tensor:
-    """Return root mean square and largest magnitude, unread, of shape [2]."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    dense = whole.coalesce().values() if whole.is_sparse else whole
-    wide = dense.to(
-        torch.promote_types(dense.dtype, torch.float32) if dense.element_size() > 1 else torch.float32
-    )
+    """Return root mean square and largest magnitude, unread, of shape [2]; of a DTensor, this rank's."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    dense = local.coalesce().values() if local.is_sparse else local
+    narrow = dense.element_size() == 1  # float8, which PyTorch does not promote
+    wide = dense.to(torch.float32 if narrow else torch.promote_types(dense.dtype, torch.float32))
+    if not wide.numel():
+        return torch.zeros(2, device=wide.device)
     norm, peak = torch.linalg.vector_norm(wide), torch.linalg.vector_norm(wide, math.inf)
-    return torch.stack([norm / math.sqrt(dense.numel()), peak])
+    return torch.stack([norm / math.sqrt(wide.numel()), peak])
 
 
 def _power(name: str, bound: Any, instead: str) -> int:

@@ -96,7 +96,7 @@ class LayerwiseScale:
     def factors(self) -> dict[str, float]:
         """By which factor each layer's gradients were raised in the latest backward pass, by its name.
 
-        In the order of backward. Of a layer that ran several times, the largest.
+        In the order of backward. Of a layer that ran several times, that of the run it reached last.
         """
         return dict(self._factors)
 
@@ -157,7 +157,7 @@ class LayerwiseScale:
             for handle in handles:
                 handle.remove()
         self._passes += 1
-        self._factors = _largest(graph, potentials)
+        self._factors = {mark.name: 2.0 ** potentials[mark.below] for mark in graph.marks}
         if statistics:
             self._due = not self._rule.learn(statistics, potentials)
 
@@ -232,10 +232,3 @@ def _refuse_activations(inputs: list[Tensor]) -> None:
             "inputs= has a tensor that is computed from others: its gradient would show factors. "
             "Write inputs=[...] with leaves alone, or loss.backward(inputs=...)."
         )
-
-
-def _largest(graph: Graph, potentials: dict[int, int]) -> dict[str, float]:
-    factors: dict[str, float] = {}
-    for mark in graph.marks:
-        factors[mark.name] = max(2.0 ** potentials[mark.below], factors.get(mark.name, 0.0))
-    return factors

@@ -1,0 +1,243 @@
+"""What a lens costs, that it leaves nothing behind, what else may hold the model, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from preamp import Look, PolicyError, UsageError
+from preamp.torch import Lens
+
+from .lens_models import X, hooks, mlp, rows_of, scalers, seen, train
+
+# What it costs
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_a_step(model: nn.Module, scaler: Any) -> list[str]:
+    with Calls() as calls:
+        train(model, 1, scaler=scaler)
+    return calls.names
+
+
+@pytest.mark.parametrize("kind", scalers())
+def test_a_pass_that_is_not_sampled_runs_no_operator_more_and_has_one_hook(kind: str) -> None:
+    model = mlp()
+    scaler = scalers()[kind](model)
+    train(model, 2, scaler=scaler)
+    plain = calls_of_a_step(model, scaler)
+    with Lens(model, every=3, scaler=scaler):
+        train(model, 2, scaler=scaler)  # sampled, and the one that reads it
+        assert calls_of_a_step(model, scaler) == plain
+        assert hooks(model) == 1
+    assert calls_of_a_step(model, scaler) == plain
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_a_sample_reads_each_tensor_in_one_chain_and_reads_the_host_once(kind: str) -> None:
+    model = mlp()
+    scaler = scalers()[kind](model)
+    train(model, 2, scaler=scaler)
+    plain = calls_of_a_step(model, scaler)
+    with Lens(model, scaler=scaler) as lens, Calls() as calls:
+        train(model, 1, scaler=scaler)
+        before = len(calls.names)
+        assert lens.last is not None
+        reading = calls.names[before:]
+    added = {name: calls.names.count(name) - plain.count(name) for name in {*calls.names, *plain}}
+    tensors = 6 + 4  # outputs and flows of three layers, gradients of four parameters
+    for name in ("aten.bincount.default", "aten.__rshift__.Scalar", "aten._to_copy.default"):
+        assert added[name] - reading.count(name) == tensors
+    assert added["aten._local_scalar_dense.default"] == 0
+    assert reading.count("aten.cat.default") == 1
+    assert not [name for name in reading if "bincount" in name or "rshift" in name]
+
+
+# What stays behind: nothing
+
+
+def test_hooks_are_on_the_model_in_the_sampled_forward_alone() -> None:
+    model, inside = mlp(), []
+    model[1].register_forward_pre_hook(lambda *_: inside.append(hooks(model)))
+    lens = Lens(model, every=2)
+    out = model(X)
+    after = hooks(model)
+    out.sum().backward()
+    train(model, 1)
+    assert inside == [4, 2]  # mine; the counter; on a sampled pass the root's, and one for all modules
+    assert after == 2 + 4  # waiting for four gradients
+    assert hooks(model) == 2
+    lens.close()
+    assert hooks(model) == 1
+
+
+def test_a_forward_that_fails_leaves_no_hook() -> None:
+    model = mlp()
+    with Lens(model, every=1) as lens:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(2, 7))
+        assert hooks(model) <= 1 + 4
+        assert not module_hooks._global_forward_hooks
+        train(model, 1)
+        assert lens.last is not None
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("moment", ["before", "after a forward", "after a backward"])
+def test_copies_of_a_model_have_no_lens(moment: str) -> None:
+    model, looks = mlp(), []
+    with Lens(model, every=1, on_look=looks.append):
+        if moment != "before":
+            loss = model(X).sum()
+            if moment == "after a backward":
+                loss.backward()
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert b"preamp" not in file.getvalue()
+        file.seek(0)
+        copies = [
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(file, weights_only=False),
+        ]
+        for twin in copies:
+            assert torch.equal(twin(X), model[2](model[1](model[0](X))))
+            train(twin, 2)
+        model.load_state_dict(copies[0].state_dict())
+    assert len(looks) == (moment == "after a backward")
+
+
+def test_two_lenses_on_one_model_see_the_same() -> None:
+    model = mlp()
+    torch._dynamo.reset()  # which loads the compiler
+    with Lens(model) as one, Lens(model) as other:
+        train(model, 1)
+        assert one.last == other.last
+        assert one.last is not None
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_training_is_the_same_with_a_lens() -> None:
+    def trained(lens: Callable[[nn.Module], Any]) -> list[Any]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with lens(model):
+            for _ in range(5):
+                optimizer.zero_grad()
+                model(X).square().mean().backward()
+                optimizer.step()
+        return [parameter.tolist() for parameter in model.parameters()]
+
+    assert trained(lambda model: Lens(model, every=2)) == trained(lambda _: nullcontext())
+
+
+# Other things that hold models
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_model_runs_eagerly_when_it_is_sampled_and_is_compiled_once() -> None:
+    model = mlp()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plain = rows_of(seen(model, X))
+    looks: list[Look] = []
+    with Lens(compiled, every=3, on_look=looks.append):
+        train(compiled, 7)
+    assert [rows_of(look) for look in looks] == [plain] * 3
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_step_that_is_compiled_whole_is_not_seen_and_not_broken() -> None:
+    model, looks = mlp(), []
+    with Lens(model, every=1, on_look=looks.append):
+        step = torch.compile(lambda x: model(x).sum(), backend="aot_eager", fullgraph=True)
+        step(X).backward()
+        step(X).backward()
+    assert looks == []
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_model_that_compiles_itself_is_refused() -> None:
+    model = mlp()
+    model.compile(backend="eager")
+    with pytest.raises(UsageError, match=r"Lens\(compiled\)"):
+        Lens(model)
+    assert hooks(model) == 0
+
+
+def test_under_ddp_names_are_the_models_own() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = mlp()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        expected = rows_of(seen(copy.deepcopy(model), X))
+        assert rows_of(seen(wrapped, X)) == expected
+        assert hooks(wrapped) == 0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_under_torch_func_nothing_is_seen_and_nothing_breaks() -> None:
+    model = mlp()
+    with Lens(model, every=1) as lens:
+        parameters = dict(model.named_parameters())
+        gradients = torch.func.grad(lambda p: torch.func.functional_call(model, p, (X,)).sum())(parameters)
+        per_sample = torch.func.vmap(model)(X)
+        assert lens.last is None
+    assert gradients.keys() == parameters.keys()
+    assert per_sample.shape == (4, 2)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"model": "mlp"}, r"model='mlp' is no module\. Write Lens\(model\)"),
+        ({"every": 0}, r"every=0 must be a whole number of at least 1\. Write every=100"),
+        ({"every": 2.5}, "every=2.5"),
+        ({"on_look": []}, r"on_look=\[\] cannot be called\. Write on_look=trace\.look"),
+        ({"scaler": 3.0}, r"scaler=3\.0 has no loss scale\. Write scaler=GradScaler\(\)"),
+        ({"low_dtype": "half"}, r"low_dtype='half' is unknown\. Write one of 'float16'"),
+        ({"low_dtype": torch.float64}, "low_dtype=torch.float64 is unknown"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], why: str) -> None:
+    model = mlp()
+    with pytest.raises(PolicyError, match=why):
+        Lens(**{"model": model, **arguments})
+    assert hooks(model) == 0
