@@ -5,7 +5,8 @@ Run: python benchmarks/policies.py --processes 2. Reports; asserts nothing.
 Every gradient with respect to a parameter, and to the output of a layer that has parameters, is rounded to
 the low precision, as a tensor core stores it. `flushed` is the share of the entries that are not zero before
 that and zero after it, in the mean of the steps that were not skipped. The steps themselves are those of
-`preamp.torch.GradScaler`.
+`preamp.torch.GradScaler`. Where the loss is divided, Adam's epsilon is divided too: the same training, with
+smaller gradients.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def train(job: Job) -> Outcome:
     problem = PROBLEMS[job.cell.problem]
     model = problem.model()
     rounding = Rounding(model, job.cell.dtype)
-    optimizer = torch.optim.Adam(model.parameters(), lr=problem.learning_rate, fused=True)
+    eps = 1e-8 / job.cell.divisor  # so that a divided loss is the same training
+    optimizer = torch.optim.Adam(model.parameters(), lr=problem.learning_rate, eps=eps, fused=True)
     scaler = GradScaler("cpu", policy=policy_of(job))
     scales, skipped, flushed = [], [], []
     for inputs, labels in problem.batches(job.seed, job.steps):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import preamp
 from preamp import Dynamic, Look, LookRow, Policy, Reading, Static, Step, Tolerant, Trace, dialects, simulate
 from preamp.cli import app
-from preamp.doctor import Diagnosis, diagnose, lost_words
+from preamp.doctor import Diagnosis, best_scale, diagnose, lost_words
 from preamp.doctor.advice import as_code, as_flags, recorded_policy
 from preamp.doctor.values import lost
 from preamp.exponents import BANDS, ExponentHistogram
@@ -179,6 +179,45 @@ def test_a_loss_that_is_not_scaled_is_found_where_it_matters(about: dict[str, An
 
 def test_no_steps_are_no_finding() -> None:
     assert kinds(diagnose(Trace())) == ["no steps"]
+
+
+def test_steps_without_a_scale_are_counted_and_looks_without_steps_are_read() -> None:
+    lost = diagnose(Trace([Step(n, 0.0, finite=False, skipped=True) for n in range(3)]))
+    assert "None of the 3 steps" in lost.findings[0].sentence
+    alone = Trace()
+    alone.look(Look(0, 1.0, "float16", (row("a", "flow", -6, (1,)),)))
+    assert kinds(diagnose(alone)) == ["no steps", "limit", "bfloat16"]
+
+
+def test_a_record_without_a_rule_is_not_told_when_it_would_grow() -> None:
+    sentence = diagnose(Trace(simulate(Dynamic(), [False] * 300))).findings[0].sentence
+    assert sentence.startswith("The scale stayed at 2¹⁶ in all 300 steps.")
+
+
+def test_advice_stays_within_what_a_scale_can_be() -> None:
+    tiny = [Step(n, 2.0**16, finite=True, skipped=False, peak=1e-30) for n in range(300)]
+    better = diagnose(Trace(tiny)).better()
+    assert isinstance(better, Dynamic)
+    assert better.init_scale == 2.0**127
+    huge = [Step(n, 1.7e308, finite=True, skipped=False, peak=1e-300) for n in range(30)]
+    assert isinstance(diagnose(Trace(huge)).better(), Dynamic)
+
+
+def test_only_peaks_of_finite_steps_are_played_again() -> None:
+    starved = Trace([Step(n, 8.0, finite=False, skipped=True, peak=5.0) for n in range(50)])
+    found = diagnose(Trace(starved, policy=repr(Static(8.0))))
+    assert found.better() is not None
+    assert not found.rehearsal()
+
+
+def test_values_that_no_float_holds_have_words() -> None:
+    assert diagnose(looked_at(row("a", "flow", -4000, (1,) * 7000))).findings
+
+
+def test_no_scale_is_called_best_for_a_step_that_overflowed() -> None:
+    (look,) = looked_at(row("a", "flow", -20, (1,), nonfinite=1)).looks
+    assert best_scale(look) is None
+    assert "would" not in lost_words(look)
     assert diagnose(Trace()).healthy
 
 
@@ -267,7 +306,7 @@ def test_what_a_module_limits_and_whether_it_does_so_alone() -> None:
     (finding,) = [f for f in diagnose(looked_at(*rows)).findings if f.kind == "limit"]
     assert finding.numbers == {"room": 12, "alone": 8}
     assert finding.sentence.startswith(
-        "body.1 limits the scale: at step 2,999 the largest gradient of its output"
+        "Module body.1 limits the scale: at step 2,999 the largest gradient of its output"
     )
     assert "autocast(enabled=False)" in finding.advice
 
@@ -275,7 +314,7 @@ def test_what_a_module_limits_and_whether_it_does_so_alone() -> None:
 def test_who_overflows_first_is_taken_from_looks() -> None:
     trace = looked_at(row("late", "flow", 3, (1,), nonfinite=2), row("early", "flow", 3, (1,), nonfinite=1))
     (finding,) = [f for f in diagnose(trace).findings if f.kind == "overflows first"]
-    assert finding.sentence == "In 1 of 1 overflows, late came first."
+    assert finding.sentence == "In 1 of 1 overflows, module late came first."
 
 
 @pytest.mark.parametrize(("low", "does"), [(-100, True), (-150, False)])

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import ExponentHistogram, Look, LookRow, Step, Trace, TraceError
+from preamp import ExponentHistogram, Look, LookRow, PolicyError, Step, Trace, TraceError
 from preamp.exponents import BANDS
 
 from .strategies import looks, steps
@@ -88,6 +88,19 @@ def test_at_the_best_scale_the_peak_keeps_its_margin_and_at_twice_that_it_does_n
 def test_an_overflow_lowers_the_best_scale() -> None:
     assert look(row("a", "flow", -3, bad=1)).best_scale(1) == 2.0**8
     assert look(row("a", "flow", 14)).best_scale(1) == 2.0**10
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, "8"])
+def test_a_fit_at_no_scale_is_refused(scale: Any) -> None:
+    one = row("a", "flow")
+    with pytest.raises(PolicyError, match=r"Write scale=look\.best_scale"):
+        look(one).fit(one, scale)
+
+
+@pytest.mark.parametrize("margin", [-1, 0.5, "2"])
+def test_a_margin_that_is_none_is_refused(margin: Any) -> None:
+    with pytest.raises(PolicyError, match="Write margin=2"):
+        look(row("a", "flow")).best_scale(margin)
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0])

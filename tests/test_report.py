@@ -251,7 +251,7 @@ def test_long_names_are_told_apart_by_what_they_do_not_share():
 
 def test_an_overflow_is_said_with_the_module_that_was_first():
     seen = look(nonfinite=1)
-    assert "step 7 overflows, in body.2 first" in heat_figure(seen, "flow")
+    assert "step 7: inf or NaN, first in module body.2" in heat_figure(seen, "flow")
 
 
 @pytest.mark.parametrize(

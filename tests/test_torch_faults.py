@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Trace
+from preamp import PolicyError, Trace
 from preamp.torch import GradScaler
 
 from .torch_pairs import INF, NAN, contents, make, ours, state_of, theirs
@@ -282,3 +282,12 @@ def test_the_digits_are_learnt_step_for_step_as_with_the_original(kind, half):
     assert state_of(runs[0][2]) == state_of(runs[1][2])
     assert losses[0] < 0.7
     assert (skipped > 3) == half
+
+
+@pytest.mark.parametrize("more", [None, "x", NAN, {"steps": NAN}, {"steps": -1}, {"steps": "2"}])
+def test_what_we_did_not_save_is_refused_and_changes_nothing(more):
+    scaler = ours()
+    before = scaler.state_dict()
+    with pytest.raises(PolicyError, match=r"preamp_state=.* Leave it out"):
+        scaler.load_state_dict({**before, "scale": 8.0, "preamp_state": more})
+    assert scaler.state_dict() == before

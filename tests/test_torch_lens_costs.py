@@ -234,6 +234,7 @@ def test_under_torch_func_nothing_is_seen_and_nothing_breaks() -> None:
         ({"scaler": 3.0}, r"scaler=3\.0 has no loss scale\. Write scaler=GradScaler\(\)"),
         ({"low_dtype": "half"}, r"low_dtype='half' is unknown\. Write one of 'float16'"),
         ({"low_dtype": torch.float64}, "low_dtype=torch.float64 is unknown"),
+        ({"low_dtype": ["float16"]}, "is unknown"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any], why: str) -> None:

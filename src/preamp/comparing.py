@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from preamp import __version__
-from preamp.errors import TraceError
+from preamp.errors import PreampError, TraceError
 from preamp.exponents import BANDS
 from preamp.policy import Policy
 from preamp.processes import Drawn, Drifting, HeavyTailed, Process, Recorded, Spiky, Stationary
@@ -88,6 +88,7 @@ def compare(rules: Mapping[str, Policy[Any]], steps: Steps, path: Path) -> None:
     from preamp.report import Curve, write_report
 
     given = steps.given
+    _refuse_without_peaks(rules, given)
     traces = {name: simulate(rule, given) for name, rule in rules.items()}
     rows = [_row(name, one, given) for name, one in traces.items()]
     trends = [{"trend": sparkline(one)} for one in traces.values()]
@@ -104,6 +105,15 @@ def compare(rules: Mapping[str, Policy[Any]], steps: Steps, path: Path) -> None:
         footer=footer(f"{name}: {rule!r}" for name, rule in rules.items()),
     )
     print_open(path)
+
+
+def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], given: Process | list[bool]) -> None:
+    seeing = [name for name, rule in rules.items() if rule.sees]
+    if seeing and not isinstance(given, Process):
+        raise PreampError(
+            f"{seeing[0]} looks at how large gradients are, and of these steps it is not known. "
+            "Write --process stationary, --trace of a run with peaks, or --rule dynamic."
+        )
 
 
 def _lead(steps: Steps) -> list[str]:

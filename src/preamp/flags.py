@@ -19,6 +19,7 @@ from preamp.errors import PreampError
 from preamp.lab import Precision
 from preamp.policy import Dynamic, Policy
 from preamp.policy.saved import OURS
+from preamp.words import kebab
 
 __all__ = ["Given", "find_dialect", "find_rule", "policy_of", "precisions_and_rule", "rules"]
 
@@ -100,7 +101,7 @@ def policy_of(rule: str | None, given: Given | None, short: bool = False) -> Pol
     if lacking:
         raise PreampError(
             f"{_flag(lacking[0])} is no setting of {name}. Leave it out, or write "
-            f"--rule {_kebab(_kinds_with(lacking[0])[0])}."
+            f"--rule {kebab(_kinds_with(lacking[0])[0])}."
         )
     kind = OURS[name]
     if short and getattr(kind, "growth_interval", None) == Dynamic.growth_interval:
@@ -123,12 +124,8 @@ def find_rule(name: str) -> str:
     key = re.sub("[-_]", "", name).lower()
     if key not in known:
         near = [known[one] for one in difflib.get_close_matches(key, known, n=3)] or OURS
-        raise PreampError(f"--rule {name} is unknown. Write one of {', '.join(map(_kebab, near))}.")
+        raise PreampError(f"--rule {name} is unknown. Write one of {', '.join(map(kebab, near))}.")
     return known[key]
-
-
-def _kebab(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
 
 
 def _flag(setting: str) -> str:
@@ -183,7 +180,7 @@ def _own(names: Sequence[str], policy: Given | None, is_alone: bool) -> dict[str
             "--policy.* with several rules says not whose settings these are. Write one --rule."
         )
     if kinds:
-        return {_kebab(kind): policy_of(kind, policy) for kind in kinds}
+        return {kebab(kind): policy_of(kind, policy) for kind in kinds}
     return {"preamp": policy_of(None, policy)} if policy is not None or is_alone else {}
 
 

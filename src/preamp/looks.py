@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
+from preamp.checks import positive, whole
 from preamp.errors import TraceError
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.json_numbers import is_number, to_json
@@ -112,7 +113,11 @@ class Look(NamedTuple):
 
         Returns:
             The scale; None where there is nothing to go by.
+
+        Raises:
+            PolicyError: for a margin that is no whole number from 0 on.
         """
+        whole("margin", margin, least=0, instead=f"margin={MARGIN}")
         found = self._highest()
         if found is None or not 0.0 < self.scale < math.inf:
             return None
@@ -126,8 +131,13 @@ class Look(NamedTuple):
             row: one of `rows`.
             scale: the loss scale to answer for, a power of two away from this step's; None for this step's.
                 Activations are the same at all of them.
+
+        Raises:
+            PolicyError: for a scale that is no finite number above 0.
         """
         seen, shift = row.histogram, 0
+        if scale is not None:
+            positive("scale", scale, instead="scale=look.best_scale()")
         if scale is not None and row.what != "activation":
             shift = exponent_of(scale) - exponent_of(self.scale)
         return Fit(

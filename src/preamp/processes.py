@@ -39,6 +39,7 @@ __all__ = [
     "Recorded",
     "Spiky",
     "Stationary",
+    "has_peak",
 ]
 
 ENTRIES = 2**20  # the peak is one of so many
@@ -355,7 +356,7 @@ class Recorded(Process):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not any(_has_peak(step) for step in self.trace):
+        if not any(has_peak(step) for step in self.trace):
             raise TraceError(
                 f"{self.trace!r} has no peaks, so what overflows at another scale is not known. "
                 "Write simulate(policy, trace), where the same steps overflow at every scale."
@@ -363,7 +364,7 @@ class Recorded(Process):
 
     def draw(self) -> Iterator[Gradients]:
         known = next(
-            step.peak / step.scale for step in self.trace if step.peak is not None and _has_peak(step)
+            step.peak / step.scale for step in self.trace if step.peak is not None and has_peak(step)
         )
         for step in self.trace:
             peak = self._peak(step, known)
@@ -375,11 +376,12 @@ class Recorded(Process):
             return known if step.finite else math.inf
         if not step.finite:
             return max(known, math.nextafter(self.top / step.scale, math.inf))
-        recorded = step.peak / step.scale if step.peak is not None and _has_peak(step) else known
+        recorded = step.peak / step.scale if step.peak is not None and has_peak(step) else known
         return min(recorded, math.nextafter(self.top, 0.0) / step.scale)
 
 
-def _has_peak(step: Step) -> bool:
+def has_peak(step: Step) -> bool:
+    """Return whether a step tells how large its gradients were without the scale."""
     known = step.finite and step.peak is not None and math.isfinite(step.peak)
     return known and 0.0 < step.scale < math.inf
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from statistics import median
 
 from preamp.trace import Trace
 
-__all__ = ["exponent", "of_steps", "percent", "power", "powers", "sparkline", "spread"]
+__all__ = [
+    "exponent",
+    "kebab",
+    "of_steps",
+    "percent",
+    "power",
+    "powers",
+    "sparkline",
+    "spread",
+    "two_to",
+]
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -32,8 +43,17 @@ def power(scale: float | None) -> str:
     if scale is None:
         return "-"
     if 0.0 < scale < math.inf and math.frexp(scale)[0] == 0.5:
-        return "2" + str(math.frexp(scale)[1] - 1).translate(SUPERSCRIPT)
+        return two_to(math.frexp(scale)[1] - 1)
     return f"{scale:.5g}" if 1.0 < scale < 1e5 else f"{scale:.3g}"
+
+
+def two_to(exponent: int) -> str:
+    """Return a power of two, also one that no float can hold.
+
+    >>> two_to(16), two_to(-2000)
+    ('2¹⁶', '2⁻²⁰⁰⁰')
+    """
+    return "2" + str(exponent).translate(SUPERSCRIPT)
 
 
 def powers(count: int) -> str:
@@ -43,6 +63,15 @@ def powers(count: int) -> str:
     ('1 power of two', '8 powers of two')
     """
     return f"{count} power{'' if count == 1 else 's'} of two"
+
+
+def kebab(name: str) -> str:
+    """Return the name of a class as a flag has it.
+
+    >>> kebab("LogMax")
+    'log-max'
+    """
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
 
 
 def of_steps(count: int, steps: int) -> str:

@@ -41,7 +41,7 @@ POLICIES: list[Policy[Any]] = [
     dialects.FAIRSEQ,
     Dynamic(hysteresis_reset=("growth", "backoff"), hysteresis=2, growth_interval=2),
 ]
-SEEING: list[Policy[Any]] = [LogMax(init_scale=64.0), Histogram(init_scale=64.0), Headroom(init_scale=64.0)]
+SEEING: list[Policy[Any]] = [Headroom(init_scale=64.0), LogMax(init_scale=64.0), Histogram(init_scale=64.0)]
 each_policy = pytest.mark.parametrize(
     "policy",
     [

@@ -7,6 +7,6 @@ to know who trained what, and prints nothing.
 
 from preamp.doctor.diagnosis import Diagnosis, diagnose
 from preamp.doctor.finding import Finding, Severity
-from preamp.doctor.values import lost_words, needs_no_scale
+from preamp.doctor.values import best_scale, lost_words
 
-__all__ = ["Diagnosis", "Finding", "Severity", "diagnose", "lost_words", "needs_no_scale"]
+__all__ = ["Diagnosis", "Finding", "Severity", "best_scale", "diagnose", "lost_words"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -18,6 +17,7 @@ from preamp.dialects import ALL
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy import Dynamic, Policy, Static, Tolerant
 from preamp.policy.saved import OURS
+from preamp.words import kebab
 
 __all__ = ["as_code", "as_flags", "changed", "recorded_policy"]
 
@@ -106,13 +106,9 @@ def as_flags(policy: Policy[Any], settings: Mapping[str, Any]) -> str:
     ):
         return ""
     told = {**_told(policy), **{name: getattr(policy, name) for name in settings if hasattr(policy, name)}}
-    rule = [] if isinstance(policy, Dynamic | Static | Tolerant) else [f"--rule {_kebab(name)}"]
+    rule = [] if isinstance(policy, Dynamic | Static | Tolerant) else [f"--rule {kebab(name)}"]
     words = [f"--policy.{name.replace('_', '-')} {_word(value)}" for name, value in told.items()]
     return " ".join([*rule, *words])
-
-
-def _kebab(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
 
 
 def _told(policy: Policy[Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from preamp.doctor.room import at_ceiling, never_grew, not_scaled, too_low, vani
 from preamp.doctor.skipping import dragged, oscillating, slow, starving, too_high, wrong_start
 from preamp.doctor.values import bfloat16_would_do, limited, needs_no_scale, overflowed
 from preamp.policy import Policy
-from preamp.processes import Recorded
+from preamp.processes import Recorded, has_peak
 from preamp.simulate import simulate
 from preamp.trace import Trace
 from preamp.words import of_steps, power, powers
@@ -21,6 +21,7 @@ from preamp.words import of_steps, power, powers
 __all__ = ["Diagnosis", "diagnose"]
 
 Rule = Callable[[Record], Finding | None]
+NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
 STANDSTILL: tuple[Rule, ...] = (not_scaled, starving)
@@ -77,7 +78,7 @@ class Diagnosis:
     def rehearsal(self) -> str:
         """Say what the rule that heeds all findings does over the peaks of this run; "" where it has none."""
         policy, trace = self.better(), self.record.trace
-        if policy is None or not any(step.peak for step in trace):
+        if policy is None or not any(map(has_peak, trace)):
             return ""
         then = simulate(policy, Recorded(trace=trace, dtype=self.record.band.name)).summary()
         now = trace.summary()
@@ -108,10 +109,16 @@ def diagnose(trace: Trace) -> Diagnosis:
 
 def _findings(record: Record) -> list[Finding]:
     if not record.steps:
-        return [Finding(kind="no steps", severity="note", sentence="There are no steps in this record.")]
+        return [_no_steps(record), *_all(SEEN, record)]
     groups = ((wrong_start,), SKIPPED, UNUSED)
     of_scale = _first(STANDSTILL, record) or [found for rules in groups for found in _first(rules, record)]
     return [*(of_scale or [_healthy(record)]), *_all(SEEN, record)]
+
+
+def _no_steps(record: Record) -> Finding:
+    count = len(record.trace)
+    sentence = f"None of the {count:,} steps has a scale that can be used." if count else NO_STEPS
+    return Finding(kind="no steps", severity="note", sentence=sentence)
 
 
 def _all(rules: Iterable[Rule], record: Record) -> list[Finding]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import median
+from statistics import median, median_low
 from typing import Any, Final
 
 from preamp.doctor.finding import FEWEST, OFTEN, Finding, Severity
@@ -85,7 +85,7 @@ def at_ceiling(record: Record) -> Finding | None:
 
 def never_grew(record: Record) -> Finding | None:
     """Find a run that is shorter than the first growth takes."""
-    interval = getattr(record.policy, "growth_interval", 0) if record.policy else len(record.steps) + 1
+    interval = getattr(record.policy, "growth_interval", 0) if record.policy else math.inf
     is_scaled = any(scale != 1.0 for scale in record.scales)
     has_moved = record.growths or record.skips or record.opening
     if has_moved or not is_scaled or interval <= len(record.settled):
@@ -97,19 +97,26 @@ def never_grew(record: Record) -> Finding | None:
     return Finding(
         kind="never grew",
         severity="warning" if record.room else "note",
-        sentence=f"The scale stayed at {power(record.scales[-1])}: it would grow after {interval:,} clean "
-        f"steps, and the run has {len(record.settled):,}{_room_words(record)}.{lost_words(record.look)}",
+        sentence=f"The scale stayed at {power(record.scales[-1])}{_too_short(record, interval)}"
+        f"{_room_words(record)}.{lost_words(record.look)}",
         advice="Start higher." if record.room else "Whether it could be higher is not known. Let it try.",
         numbers={"steps": len(record.settled), "room": record.room or 0},
         settings=_higher_start(record) or (tries if is_long else {}),
     )
 
 
+def _too_short(record: Record, interval: float) -> str:
+    steps = len(record.settled)
+    if math.isinf(interval):  # the record names no rule
+        return f" in all {steps:,} steps"
+    return f": it would grow after {interval:,} clean steps, and the run has {steps:,}"
+
+
 def too_low(record: Record) -> Finding | None:
     """Find a scale far below what the gradients allow."""
     if record.room is None or not _is_wasted(record):
         return None
-    usual, settings = median(step.scale for step in record.late), _higher_start(record)
+    usual, settings = median_low(step.scale for step in record.late), _higher_start(record)
     return Finding(
         kind="too low",
         severity="warning",
@@ -135,7 +142,12 @@ def _room_words(record: Record) -> str:
 
 def _higher(record: Record, ceiling: float) -> float:
     highest = record.highest_scale(record.late)
-    return math.ldexp(1.0, min(127, exponent_of(ceiling) + 8 if highest is None else highest))
+    return _scale(exponent_of(ceiling) + 8 if highest is None else highest)
+
+
+def _scale(exponent: int) -> float:
+    """Return the power of two, or the nearest that a float32 can hold."""
+    return math.ldexp(1.0, min(max(exponent, -126), 127))
 
 
 def _higher_start(record: Record) -> Mapping[str, Any]:
@@ -144,9 +156,9 @@ def _higher_start(record: Record) -> Mapping[str, Any]:
     late = record.highest_scale(record.late)
     if early is None or late is None:
         return {}
-    climb, first = late - early, math.ldexp(1.0, early - 1)
+    climb, first = late - early, _scale(early - 1)
     if isinstance(record.policy, Static) and abs(climb) < FEWEST:
-        lowest = math.ldexp(1.0, min(early, late) - 1)
+        lowest = _scale(min(early, late) - 1)
         return {"scale": lowest} if lowest > record.policy.scale else {}
     return {"init_scale": first, **(_climbing(record, climb, late) if climb >= FEWEST else {})}
 
@@ -154,6 +166,6 @@ def _higher_start(record: Record) -> Mapping[str, Any]:
 def _climbing(record: Record, climb: int, late: int) -> Mapping[str, Any]:
     """Return an interval that keeps up with gradients that shrink, and a ceiling that is high enough."""
     interval = max(SHORTEST_INTERVAL, len(record.steps) // (2 * climb))
-    ceiling, needed = getattr(record.policy, "max_scale", math.inf), math.ldexp(1.0, late)
+    ceiling, needed = getattr(record.policy, "max_scale", math.inf), _scale(late)
     sooner = {"growth_interval": interval} if interval < record.interval else {}
     return {**sooner, **({"max_scale": needed} if ceiling and ceiling < needed else {})}

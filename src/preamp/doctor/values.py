@@ -13,10 +13,11 @@ from preamp.doctor.finding import Finding
 from preamp.doctor.record import Record
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.looks import Look
-from preamp.words import percent, power, powers
+from preamp.words import percent, power, powers, two_to
 
 __all__ = [
     "Lost",
+    "best_scale",
     "bfloat16_would_do",
     "limited",
     "lost",
@@ -69,11 +70,16 @@ def saves_something(look: Look | None) -> bool | None:
     return all_zero or lost(look).flushed + lost(look).subnormal >= FEW
 
 
+def best_scale(look: Look) -> float | None:
+    """Return the best scale for what was seen; None where none is needed, or an overflow hides it."""
+    return None if needs_no_scale(look.band) or look.first_overflow else look.best_scale()
+
+
 def lost_words(look: Look | None) -> str:
     """Say what is lost at the scale of a look and what would be at the best one; "" for no look."""
     if look is None:
         return ""
-    now, best = lost(look), None if needs_no_scale(look.band) else look.best_scale()
+    now, best = lost(look), best_scale(look)
     words = (
         f" At {power(look.scale)}, {percent(now.zeros)} of the gradient entries are exactly zero, "
         f"{percent(now.flushed)} round to zero and {percent(now.subnormal)} lose digits"
@@ -96,7 +102,7 @@ def overflowed(record: Record) -> Finding | None:
     """Name who overflows first on skipped steps."""
     firsts = [row for look in record.looks if (row := look.first_overflow)]
     modules = [name.rpartition(".")[0] or name for name in record.culprits.elements()]
-    names = [row.name or "the whole model" for row in firsts] or modules
+    names = [_module(row.name) for row in firsts] or modules
     if not names:
         return None
     worst = max(set(names), key=lambda name: (names.count(name), name))
@@ -115,17 +121,22 @@ def limited(record: Record) -> Finding | None:
     row = look and look.limit
     if look is None or row is None or needs_no_scale(look.band):
         return None
-    name, room = row.name or "the whole model", look.fit(row).headroom
+    name, room = _module(row.name), look.fit(row).headroom
     alone = _alone(look, row.name)
     return Finding(
         kind="limit",
         severity="note",
-        sentence=f"{name} limits the scale: at step {look.index:,} the largest {_WHAT[row.what]} had "
-        f"{powers(room or 0)} of head room in {look.low_dtype} at {power(look.scale)}"
-        + (f". Without it the scale could be {power(2.0**alone)} times higher." if alone >= FAR else "."),
+        sentence=f"{name[0].upper()}{name[1:]} limits the scale: at step {look.index:,} the largest "
+        f"{_WHAT[row.what]} had {powers(room or 0)} of head room in {look.low_dtype} at {power(look.scale)}"
+        + (f". Without it the scale could be {two_to(alone)} times higher." if alone >= FAR else "."),
         advice=f"Run {name} in float32, in a region with autocast(enabled=False)." if alone >= FAR else "",
         numbers={"room": room or 0, "alone": alone},
     )
+
+
+def _module(name: str) -> str:
+    """Return what to call a module; those of a `Sequential` have numbers as names."""
+    return f"module {name}" if name else "the whole model"
 
 
 _WHAT: Final = {
@@ -150,7 +161,7 @@ def bfloat16_would_do(record: Record) -> Finding | None:
     seen = _seen(look).shifted(-exponent_of(look.scale))
     below, room = seen.flushed(BANDS["bfloat16"]), seen.headroom(BANDS["bfloat16"]) or 0
     would = "do without a scale" if below < FEW and room > 0 else "not do without one"
-    least, most = power(2.0**seen.low), power(2.0 ** (seen.peak_exponent or 0))
+    least, most = two_to(seen.low), two_to(seen.peak_exponent or 0)
     return Finding(
         kind="bfloat16",
         severity="note",

@@ -350,7 +350,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         described: dict[str, Any]
         if isinstance(self.policy, Static):
             described = {"loss_scale_factor": self.policy.scale}
-        elif self.policy == Dynamic.holding(self.initial_scale, growth_interval=self.dynamic_growth_steps):
+        elif isinstance(self.policy, Dynamic) and self.policy == Dynamic.holding(
+            self.initial_scale, growth_interval=self.policy.growth_interval
+        ):
             described = {
                 "initial_scale": self.initial_scale,
                 "dynamic_growth_steps": self.dynamic_growth_steps,

@@ -5,14 +5,15 @@ This room multiplies and reads tensors, and has replicas agree. It refuses to kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from preamp import tensorflow_arithmetic
 from preamp.errors import UsageError
 from preamp.policy import Reading
-from preamp.tensorflow_arithmetic import divided, seen, values_of, widened
+from preamp.tensorflow_arithmetic import divided, values_of, widened
 
 __all__ = ["apply", "are_finite", "bakes", "read", "seen", "stateless_inputs", "unscale", "write"]
 
@@ -100,6 +101,11 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> t
         tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(mine), tf.float32)
     )
     return unscaled, tf.equal(overflows, 0.0)
+
+
+def seen(sees: Collection[str], edge: Any, gradients: Sequence[Any]) -> dict[str, Any]:
+    """Return what a policy looks at in the gradients of all replicas."""
+    return tensorflow_arithmetic.seen(sees, edge, gradients)
 
 
 def are_finite(tensors: Sequence[Any]) -> Any:

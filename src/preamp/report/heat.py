@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
-from preamp.doctor import needs_no_scale
+from preamp.doctor import best_scale
 from preamp.exponents import Band, ExponentHistogram, exponent_of
 from preamp.looks import Fit, Kind, Look, LookRow
 from preamp.report.drawing import in_style, to_svg
@@ -202,14 +202,18 @@ class _Plan:
 
     def _overflow(self) -> str:
         first = next((row for row in self.look.path if row.what == self.what), None)
-        return f" overflows, in {_legible(first.name or WHOLE, LONGEST_NAME)} first" if first else ""
+        if first is None:
+            return ""
+        name = f"module {_legible(first.name, LONGEST_NAME)}" if first.name else f"the {WHOLE}"
+        return f": inf or NaN, first in {name}"
 
 
 def _scales(look: Look, what: Kind) -> list[float]:
     """Return the scale of the step and, where it matters, the best one."""
     if what == "activation":
         return [1.0]
-    return [look.scale] if needs_no_scale(look.band) else [look.scale, look.best_scale() or look.scale]
+    best = best_scale(look)
+    return [look.scale] if best is None else [look.scale, best]
 
 
 def _columns(rows: Sequence[LookRow], spans: Sequence[Span], shift: int) -> tuple[int, int]:

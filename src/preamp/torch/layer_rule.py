@@ -43,7 +43,7 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, LAYERS)
 
 
-class Wish(NamedTuple):
+class _Wish(NamedTuple):
     """What statistics say of the part below a layer, as potentials.
 
     Attributes:
@@ -57,7 +57,7 @@ class Wish(NamedTuple):
     finite: bool = True
 
 
-class Size(NamedTuple):
+class _Size(NamedTuple):
     """Root mean square and largest magnitude of a tensor, as it was seen."""
 
     rms: float
@@ -86,7 +86,9 @@ class Statistics:
         for node, found in slots.items():
             yield node.register_hook(partial(self._see_leaving, found))
 
-    def read(self, weights: dict[str, Tensor]) -> tuple[dict[Mark, Size], dict[str, Size], dict[int, float]]:
+    def read(
+        self, weights: dict[str, Tensor]
+    ) -> tuple[dict[Mark, _Size], dict[str, _Size], dict[int, float]]:
         """Return all sizes, with one read to the host.
 
         Args:
@@ -100,8 +102,8 @@ class Statistics:
         peaks = {part: torch.stack(found).amax(0)[1:] for part, found in self._leaving.items()}
         tensors = [*self._incoming.values(), *map(_size, weights.values()), *peaks.values()]
         numbers = iter(torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).tolist())
-        incoming = {mark: Size(next(numbers), next(numbers)) for mark in self._incoming}
-        sizes = {name: Size(next(numbers), next(numbers)) for name in weights}
+        incoming = {mark: _Size(next(numbers), next(numbers)) for mark in self._incoming}
+        sizes = {name: _Size(next(numbers), next(numbers)) for name in weights}
         return incoming, sizes, dict(zip(peaks, numbers, strict=True))
 
     def _see_incoming(self, mark: Mark, gradients: Gradients) -> None:
@@ -141,7 +143,7 @@ class LayerRule:
         self._largest = info.max
         self._layer_power = _power("layer_bound", layer_bound, "16.0")
         self._power = _power("bound", bound, "1024.0")
-        self._wishes: dict[tuple[str, int], Wish] = {}
+        self._wishes: dict[tuple[str, int], _Wish] = {}
 
     def potential_below(self, mark: Mark, above: int) -> int:
         """Return the potential wanted below a layer that has the potential `above` above it."""
@@ -174,7 +176,9 @@ class LayerRule:
         self._wishes |= learned
         return all(wish.finite for wish in learned.values())
 
-    def _wish(self, mark: Mark, seen: Size, weight: Size, leaving: float, potentials: dict[int, int]) -> Wish:
+    def _wish(
+        self, mark: Mark, seen: _Size, weight: _Size, leaving: float, potentials: dict[int, int]
+    ) -> _Wish:
         """Make a wish of what came to a layer, its weight, and the largest entry that left the part below."""
         above, below = potentials[mark.above], potentials[mark.below]
         terms = _terms(self._layers[mark.name])
@@ -182,11 +186,11 @@ class LayerRule:
         computed = math.ldexp(seen.peak, -above) * max(HEADROOM, weight.peak * terms)
         most = computed + math.ldexp(leaving, -below) * HEADROOM
         if not math.isfinite(outgoing + most):
-            return Wish(below, max(below - 1, 0), finite=False)
+            return _Wish(below, max(below - 1, 0), finite=False)
         before = self._wishes.get((mark.name, mark.use))
         unknown = before.raised if before else above  # of what was flushed whole
         raised = _powers(self._enough, outgoing) + above if outgoing else unknown
-        return Wish(raised, _powers(self._largest, most) if most else self._power)
+        return _Wish(raised, _powers(self._largest, most) if most else self._power)
 
 
 def _with_tails(peaks: dict[int, float], graph: Graph, potentials: dict[int, int]) -> dict[int, float]:

@@ -217,6 +217,6 @@ def _scaler(scaler: Any) -> Any:
 
 def _low_dtype(low_dtype: Any) -> str | None:
     name = dtype_name(low_dtype) if isinstance(low_dtype, torch.dtype) else low_dtype
-    if name is None or name in BANDS:
+    if name is None or (isinstance(name, str) and name in BANDS):
         return name
     raise PolicyError(f"low_dtype={low_dtype!r} is unknown. Write one of {', '.join(map(repr, BANDS))}.")

@@ -11,20 +11,34 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from preamp.checks import FLOAT32_MAX, to_float32
+from preamp.checks import FLOAT32_MAX, is_number, to_float32
 from preamp.errors import InexactScale, PolicyError
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
 
-__all__ = ["SETTINGS", "LossScale"]
+__all__ = ["SETTINGS", "LossScale", "remembered"]
 
 SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+def remembered(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a checkpoint holds besides PyTorch's entries, with the number of steps.
+
+    Raises:
+        PolicyError: for what this library has not written.
+    """
+    more = state_dict.get("preamp_state", {})
+    steps: Any = more.get("steps", 0) if isinstance(more, Mapping) else None
+    if not is_number(steps) or steps < 0:
+        raise PolicyError(f"preamp_state={more!r} is not what a scaler saves. Leave it out to begin afresh.")
+    return {**more, "steps": int(steps)}
 
 
 class LossScale:

@@ -24,7 +24,7 @@ from preamp.policy import Dynamic, Policy
 from preamp.torch.agreement import Agreement
 from preamp.torch.culprits import backward_order
 from preamp.torch.gradients import gather
-from preamp.torch.loss_scale import SETTINGS, LossScale
+from preamp.torch.loss_scale import SETTINGS, LossScale, remembered
 from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes_scaler
 from preamp.torch.outcome import Outcome, reading_of, step_of
 from preamp.torch.readings import Readings
@@ -326,9 +326,9 @@ class GradScaler(Stepping):
             )
         numbers = {"scale": state_dict["scale"]}
         settings = {name: state_dict[name] for name in SETTINGS[1:]}
-        numbers |= {"good": state_dict["_growth_tracker"], **state_dict.get("preamp_state", {})}
+        numbers |= {"good": state_dict["_growth_tracker"], **remembered(state_dict)}
         self._loss_scale.restore(numbers, settings)
-        self._steps_seen = self._steps_seen * 0 + int(numbers.get("steps", 0))  # stays a tensor if it is one
+        self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
