@@ -165,7 +165,7 @@ def table(runs: dict[str, list[Run]]) -> None:
 
 
 def orderings(runs: dict[str, list[Run]]) -> None:
-    """Say of every pair that the paper ranks, and of training without scaling as the last, what came out here.
+    """Say of every pair that the paper ranks, with training unscaled as the last, what came out here.
 
     Wilcoxon's signed-rank test over the seeds: losses of runs that fail are far from normal.
     """
