@@ -53,6 +53,8 @@ bench: .venv/test.stamp
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/policies.py --quick
+	$(BIN)/python benchmarks/lens.py
+	$(BIN)/python benchmarks/layerwise.py
 	$(BIN)/python benchmarks/torch_scaler.py
 	$(BIN)/python benchmarks/torch_autocast.py
 	$(BIN)/python benchmarks/keras_optimizer.py

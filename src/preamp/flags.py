@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypedDict, get_args, get_type_hints
 
 from preamp.config import Settings, load
 from preamp.dialect import Dialect
@@ -27,8 +27,8 @@ __all__ = ["Given", "find_dialect", "find_rule", "policy_of", "precisions_and_ru
 SHORT_INTERVAL = 100
 
 
-class Given:
-    """The settings that flags can give, of all our rules. Its fields are made below, from the rules."""
+class Given(TypedDict, total=False):
+    """The settings that flags can give, of all our rules. Its keys are made below, from the rules."""
 
 
 def _kinds_with(setting: str) -> list[str]:
@@ -68,19 +68,15 @@ def _shown(value: Any) -> str:
 
 
 def _complete(given: type[Given]) -> None:
-    """Give the class a field for every setting, which the command line makes into a flag."""
+    """Give the type a key for every setting, which the command line makes into a flag."""
     names = dict.fromkeys(field.name for kind in OURS.values() for field in fields(kind))
     settings = {name: _setting(name) for name in names}
     given.__annotations__ = {name: kind for name, (kind, _) in settings.items()}
-    for name in names:
-        setattr(given, name, UNSET)
     described = "".join(f"    {name}: {text}\n" for name, (_, text) in settings.items())
     given.__doc__ = f"The settings of a rule.\n\nArgs:\n{described}"
-    dataclass(kw_only=True)(given)
 
 
 _ENTRY = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
-UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
 _complete(Given)
 
 
@@ -95,7 +91,7 @@ def policy_of(rule: str | None, given: Given | None, short: bool = False) -> Pol
     Raises:
         PreampError: for an unknown rule, and for settings that the rule, or every rule, lacks.
     """
-    settings = {name: value for name, value in vars(given).items() if value is not UNSET} if given else {}
+    settings: dict[str, Any] = {**(given or {})}
     name = _rule_with(settings) if rule is None else find_rule(rule)
     lacking = [setting for setting in settings if name not in _kinds_with(setting)]
     if lacking:
