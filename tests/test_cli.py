@@ -11,7 +11,7 @@ from dataclasses import fields
 from html import escape
 from pathlib import Path
 
-import pydantic as _  # noqa: F401  # where it is loaded, cyclopts checks values and defaults with it
+import pydantic  # noqa: F401  # where it is loaded, cyclopts checks values and defaults with it
 import pytest
 
 from preamp import (
