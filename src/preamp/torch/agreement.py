@@ -87,12 +87,7 @@ class Agreement:
         Raises:
             PolicyError: for gradients on several meshes.
         """
-        if len(meshes) > 1:
-            raise PolicyError(
-                f"max_norm needs one norm, but the gradients lie on {len(meshes)} meshes of which none has "
-                "the ranks of all, so which of them are copies cannot be told. Write "
-                "distribute_tensor(parameter, mesh, placements) with one mesh for all; Replicate() copies."
-            )
+        _refuse_several(meshes, "max_norm needs one norm", "leave max_norm out")
 
     def refuse_share(self, meshes: Sequence[Any]) -> None:
         """Refuse to count entries where it cannot be told which of them are copies.
@@ -100,12 +95,18 @@ class Agreement:
         Raises:
             PolicyError: for gradients on several meshes.
         """
-        if len(meshes) > 1:
-            raise PolicyError(
-                f"the policy asks for a share of all entries, but the gradients lie on {len(meshes)} meshes "
-                "of which none has the ranks of all, so which entries are copies cannot be told. Write a "
-                "policy that sees the peak alone, or distribute_tensor(...) with one mesh for all."
-            )
+        _refuse_several(
+            meshes, "the policy asks for a share of all entries", "take a policy that sees the peak alone"
+        )
+
+
+def _refuse_several(meshes: Sequence[Any], wanted: str, otherwise: str) -> None:
+    if len(meshes) > 1:
+        raise PolicyError(
+            f"{wanted}, but the gradients lie on {len(meshes)} meshes of which none has the ranks of all, so "
+            "which of them are copies cannot be told. Write distribute_tensor(parameter, mesh, placements) "
+            f"with one mesh for all, where Replicate() copies, or {otherwise}."
+        )
 
 
 def _is_group(group: Any) -> bool:
