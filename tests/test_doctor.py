@@ -177,6 +177,12 @@ def test_a_loss_that_is_not_scaled_is_found_where_it_matters(about: dict[str, An
     assert (found.findings[0].severity == "problem") == (kind == "not scaled")
 
 
+def test_a_run_too_short_to_judge_is_not_called_well() -> None:
+    (finding,) = diagnose(simulate(Dynamic(), [True, False, False])).findings
+    assert (finding.kind, finding.severity) == ("too few", "note")
+    assert finding.sentence.startswith("1 of 3 steps (33 %) were skipped")
+
+
 def test_no_steps_are_no_finding() -> None:
     assert kinds(diagnose(Trace())) == ["no steps"]
 

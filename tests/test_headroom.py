@@ -235,3 +235,10 @@ def test_a_wider_margin_is_a_lower_scale() -> None:
 def test_refuses_settings_that_cannot_work(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(PolicyError, match=says.replace("*", r"\*")):
         quietly(Headroom, **settings)
+
+
+@pytest.mark.parametrize("level", [math.inf, -math.inf, math.nan, 1e39])
+def test_a_saved_field_that_may_be_negative_is_a_number_still(level: float) -> None:
+    assert Headroom().restore({"level": -7.0}).level == -7.0
+    with pytest.raises(PolicyError, match=r"level=.* Write "):
+        Headroom().restore({"level": level})

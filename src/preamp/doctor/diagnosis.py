@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from preamp.doctor.advice import as_code, as_flags, changed
-from preamp.doctor.finding import Finding
+from preamp.doctor.finding import OFTEN, Finding
 from preamp.doctor.record import Record
 from preamp.doctor.room import at_ceiling, never_grew, not_scaled, too_low, vanished
 from preamp.doctor.skipping import dragged, oscillating, slow, starving, too_high, wrong_start
@@ -133,6 +133,8 @@ def _healthy(record: Record) -> Finding:
     summary = record.trace.summary()
     if needs_no_scale(record.band) and summary.max_scale == 1.0:
         return Finding(kind="healthy", severity="fine", sentence=f"{record.band.name} needs no loss scale.")
+    if summary.skipped >= OFTEN * summary.steps:
+        return _too_few(summary.skipped, summary.steps)
     low, high = power(summary.min_scale), power(summary.max_scale)
     moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
     return Finding(
@@ -141,6 +143,16 @@ def _healthy(record: Record) -> Finding:
         sentence=f"Nothing is wrong with the scale: "
         f"{of_steps(summary.skipped, summary.steps)} were skipped while it {moved}.{_room_words(record)}",
         numbers={"skipped": summary.skipped, "steps": summary.steps, "room": record.room or 0},
+    )
+
+
+def _too_few(skipped: int, steps: int) -> Finding:
+    return Finding(
+        kind="too few",
+        severity="note",
+        sentence=f"{of_steps(skipped, steps)} were skipped, too few to say whether that goes on.",
+        advice="Record a longer run.",
+        numbers={"skipped": skipped, "steps": steps},
     )
 
 

@@ -185,8 +185,8 @@ class Policy(ABC, Generic[S]):
         known = {name: saved[name] for name in state._fields if name in saved}
         for name, value in known.items():
             rounded = to_float32(value) if is_number(value) else math.nan
-            least = -math.inf if name in self.signed else 0.0
-            if not (0.0 < rounded < math.inf if name == "scale" else least <= rounded < math.inf):
+            is_allowed = rounded > 0.0 if name == "scale" else rounded >= 0.0 or name in self.signed
+            if not (math.isfinite(rounded) and is_allowed):
                 raise PolicyError(
                     f"{name}={value!r} is no state to go on from: a scale must be a finite float32 above 0, "
                     "a count not negative. Write scale=2.0**16, or 0 for a count."

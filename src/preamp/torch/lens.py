@@ -141,11 +141,23 @@ class Lens:
             inner_of(self._model), self._scaler, self._passes - 1, activations=self._activations
         )
         self._forward.enter_context(_eagerly())
-        handle = self._model.register_forward_hook(self._end_forward, always_call=True)
+        handle = self._model.register_forward_hook(self._end_or_forget(), always_call=True)
         self._forward.callback(handle.remove)
         self._forward.callback(self._sample.end_forward)
 
-    def _end_forward(self, *_: Any) -> None:
+    def _end_or_forget(self) -> Callable[..., None]:
+        """Return the hook that ends the forward pass. One that raised is forgotten: no backward pass follows."""
+        before = sys.exception()
+
+        def hook(*_: Any) -> None:
+            self._end_forward()
+            if sys.exception() is not before and self._sample is not None:
+                self._sample.close()
+                self._sample = None
+
+        return hook
+
+    def _end_forward(self) -> None:
         self._forward.close()
 
     def _settle(self) -> None:
