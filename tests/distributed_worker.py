@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -30,156 +29,21 @@ from torch.nn.parallel import DistributedDataParallel
 import preamp.torch
 from preamp.errors import PolicyError, UsageError
 from preamp.torch import stepping
-from tests.seeing import Remembering
+from tests.distributed_training import (
+    BATCH,
+    OVERFLOW,
+    STEPS,
+    Seen,
+    Training,
+    backpropagate,
+    batch,
+    entries,
+    net,
+    spoil,
+    whole,
+)
 
 TIMEOUT = timedelta(seconds=20)  # of a collective that not every rank calls
-SETTINGS = {"init_scale": 2.0**10, "growth_interval": 2}
-STEPS, OVERFLOW = 5, 1
-BATCH = 8
-SCALERS = {
-    "ours": preamp.torch.GradScaler,
-    "ours, sharded": preamp.torch.ShardedGradScaler,
-    "original": torch.amp.GradScaler,
-    "original, sharded": ShardedGradScaler,
-}
-
-Seen = dict[str, Any]
-
-
-# What one process does too.
-
-
-def net(width: int = 5) -> nn.Sequential:
-    """Return a net. Of its last layer's one row only one rank can hold something."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
-def batch(step: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
-    """Return one rank's rows of a batch."""
-    random = torch.Generator().manual_seed(step)
-    rows = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
-    return torch.randn(BATCH, 3, generator=random)[rows], torch.randn(BATCH, 1, generator=random)[rows]
-
-
-class Training:
-    """Some steps of one optimizer with one scaler, and what is seen of them.
-
-    Args:
-        model: what is trained; called with a batch.
-        optimizer: the name of its class.
-        options: for the optimizer.
-        scaler: one of `SCALERS`.
-        unscale: whether to call `unscale_`.
-        closure: whether the optimizer evaluates a closure.
-        compiled: whether to compile the end of an iteration, after the first.
-        clip: for our `step`; PyTorch's scaler gets clipped by PyTorch's functions.
-        edge: of a policy that sees, if that is to be used.
-        more: for the scaler.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        optimizer: str = "SGD",
-        options: dict[str, Any] | None = None,
-        scaler: str = "ours",
-        unscale: bool = False,
-        closure: bool = False,
-        compiled: bool = False,
-        clip: dict[str, float] | None = None,
-        edge: float | None = None,
-        **more: Any,
-    ) -> None:
-        self.model, self.unscale, self.closure, self.clip = model, unscale, closure, clip or {}
-        self.named = dict(model.named_parameters())
-        self.optimizer = getattr(torch.optim, optimizer)(self.named.items(), lr=0.1, **(options or {}))
-        self.ours = scaler.startswith("ours")
-        rule = SETTINGS if edge is None else {"policy": Remembering(SETTINGS["init_scale"], edge)}
-        self.scaler = SCALERS[scaler]("cpu", **rule, **more)
-        self.finish: Callable[..., None] = self._finish
-        self.compiled = compiled
-
-    def run(self, backward: Callable[[int], object], plant: Callable[[], object] = lambda: None) -> Seen:
-        """Train; return a list for each of the things seen, and how it ended."""
-        rows = []
-        for step in range(STEPS):
-
-            def evaluate(step: int = step) -> None:
-                self.optimizer.zero_grad()
-                backward(step)
-                if step == OVERFLOW:
-                    plant()
-
-            if not self.closure:
-                evaluate()
-            rows.append(self._step(*([evaluate] if self.closure else [])))
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        return {**columns, "state": self.scaler.state_dict(), "parameters": self.values()}
-
-    def values(self) -> dict[str, list[float]]:
-        """Return every parameter, whole where PyTorch knows how."""
-        return {name: _whole(p.detach()).flatten().tolist() for name, p in self.named.items()}
-
-    def _step(self, *closure: Callable[[], None]) -> Seen:
-        before, norm = self.values(), None
-        if self.unscale or (self.clip and not self.ours):
-            self.scaler.unscale_(self.optimizer)
-        if not self.ours:
-            norm = self._clip_as_torch_does()
-        self.finish(*closure)
-        if self.compiled:
-            self.finish = torch.compile(self._finish, fullgraph=True, backend="eager")
-        last = self.scaler.last_step if self.ours else None
-        return {
-            "scales": self.scaler.get_scale(),
-            "moved": before != self.values(),
-            "skipped": last.skipped if last else before == self.values(),
-            "norms": last.grad_norm if last else norm,
-            "culprits": last.culprits if last else (),
-            "peaks": last.peak if last else None,
-        }
-
-    def _finish(self, *closure: Callable[[], None]) -> None:
-        self.scaler.step(self.optimizer, *closure, **(self.clip if self.ours else {}))
-        self.scaler.update()
-
-    def _clip_as_torch_does(self) -> float | None:
-        norm = None
-        if "max_value" in self.clip:
-            nn.utils.clip_grad_value_(self.named.values(), self.clip["max_value"])
-        if "max_norm" in self.clip:
-            norm = float(nn.utils.clip_grad_norm_(self.named.values(), self.clip["max_norm"]))
-        return norm if norm is not None and math.isfinite(norm) else None
-
-
-def alone(model: nn.Module | None = None, *, planted: bool = True, **how: Any) -> Seen:
-    """Train in one process, with PyTorch's scaler unless told otherwise."""
-    training = Training(net() if model is None else model, **{"scaler": "original", **how})
-    first = next(iter(training.named.values()))
-    return training.run(
-        lambda step: _backward(training, step), lambda: _spoil(first.grad) if planted else None
-    )
-
-
-def _backward(training: Training, step: int, rank: int = 0, ranks: int = 1, factor: float = 1.0) -> None:
-    x, y = batch(step, rank, ranks)
-    loss = (training.model(x) - y).square().mean()
-    training.scaler.scale(loss * factor).backward()
-
-
-def _whole(parameter: Any) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _spoil(gradient: Any, value: float = math.inf) -> None:
-    """Write an infinity, or something else, into what this rank holds of a gradient."""
-    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-    local.view(-1)[0] = value
-
-
-# What several ranks do.
 
 
 def _here() -> tuple[int, int]:
@@ -192,16 +56,9 @@ def _planter(training: Training, on: int | None = -1, name: str = "") -> Callabl
     def plant() -> None:
         rank, ranks = _here()
         if on is not None and rank == on % ranks:
-            _spoil(next(p.grad for n, p in training.named.items() if name in n and _entries(p.grad)))
+            spoil(next(p.grad for n, p in training.named.items() if name in n and entries(p.grad)))
 
     return plant
-
-
-def _entries(gradient: Any) -> int:
-    """Return how many entries of a gradient this rank holds."""
-    if gradient is None:
-        return 0
-    return int((gradient.to_local() if isinstance(gradient, DTensor) else gradient).numel())
 
 
 def ddp(*, first_listens: bool = False, **how: Any) -> Seen:
@@ -220,7 +77,7 @@ def ddp(*, first_listens: bool = False, **how: Any) -> Seen:
 
     def backward(step: int) -> None:
         overflows = rank == ranks - 1 and step == OVERFLOW
-        _backward(training, step, rank, ranks, factor=math.inf if overflows else 1.0)
+        backpropagate(training, step, rank, ranks, factor=math.inf if overflows else 1.0)
 
     steps: list[int] = []
     training.optimizer.register_step_post_hook(lambda *_: steps.append(1))
@@ -256,7 +113,7 @@ def fsdp2(
     training = Training(model, **how)
 
     def backward(step: int) -> None:
-        _backward(training, step, *_here())
+        backpropagate(training, step, *_here())
         for parameter in copied:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
@@ -280,7 +137,7 @@ def tensor_parallel(*, shape: list[int], **how: Any) -> Seen:
         fully_shard(model, mesh=mesh["dp"])
         rank, ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
     training = Training(model, **how)
-    return training.run(lambda step: _backward(training, step, rank, ranks), _planter(training))
+    return training.run(lambda step: backpropagate(training, step, rank, ranks), _planter(training))
 
 
 def sums_of_dtensors(**how: Any) -> Seen:
@@ -381,7 +238,7 @@ def split(
 
     def backward(step: int) -> None:
         calls.append([])
-        _backward(training, step)
+        backpropagate(training, step)
         if rank == bare:
             training.optimizer.zero_grad()
         if "twin" in training.named:
@@ -474,13 +331,13 @@ def loss_scale_optimizer(*, spoilt: dict[str, float], **how: Any) -> Seen:
         x, y = batch(step, rank, ranks)
         optimizer.backward((model(x) - y).square().mean())
         if str(step) in spoilt and rank == ranks - 1:
-            _spoil(model[0].weight.grad, spoilt[str(step)])
+            spoil(model[0].weight.grad, spoilt[str(step)])
         optimizer.step()
         assert optimizer.last_step is not None
         scales.append(optimizer.loss_scale)
         skipped.append(optimizer.last_step.skipped)
     optimizer.finalize_variable_values()
-    parameters = {name: _whole(p.detach()).flatten().tolist() for name, p in model.named_parameters()}
+    parameters = {name: whole(p.detach()).flatten().tolist() for name, p in model.named_parameters()}
     return {"scales": scales, "skipped": skipped, "parameters": parameters, "updates": optimizer.iterations}
 
 

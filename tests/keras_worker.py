@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from recorded.record import Scales, walk
+from recorded.drivers import Scales, walk
 
 import preamp
 from preamp.policy.saved import from_json

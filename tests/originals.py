@@ -1,4 +1,4 @@
-"""How the systems installed here are driven through an overflow script: `recorded/record.py`, live.
+"""How the systems installed here are driven through an overflow script: `recorded/drivers.py`, live.
 
 This file knows no rule of any scaler and nothing of preamp. Each function takes the original's own
 arguments and a script; what it returns is said in `recorded/record.py`. A class is an original one step at
@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
-from .recorded.record import Arguments, Scales, walk
+from .recorded.drivers import Arguments, Scales, walk
 
 HERE = Path(__file__).parent
 

@@ -31,7 +31,7 @@ from preamp import (
 from preamp.checks import to_float32
 from preamp.exponents import BANDS
 
-from .recorded.record import Scales, walk
+from .recorded.drivers import Scales, walk
 
 scripts = st.text("01", max_size=60)
 

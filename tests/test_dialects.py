@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from preamp import InexactScale, PolicyError, Reading, Starved, State, dialects
 
 from . import originals
-from .recorded.record import Arguments, Scales
+from .recorded.drivers import Arguments, Scales
 from .strategies import walked
 
 # The systems that are installed

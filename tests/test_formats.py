@@ -16,7 +16,7 @@ from preamp import Dynamic, Policy, State, Static, TolerantState, dialects
 from preamp.errors import CheckpointError, LossyConversion, PolicyError
 
 from . import originals
-from .recorded.record import Arguments
+from .recorded.drivers import Arguments
 from .strategies import dynamics, play, scripts, walked
 
 # The systems that are installed

@@ -18,20 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as OriginalSharded
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from preamp import UsageError
 from preamp.torch import GradScaler, ShardedGradScaler
-from preamp.torch.agreement import Agreement
-from preamp.torch.readings import Readings
 from preamp.torch.sight import WIDTH
 
 from . import distributed_worker as worker
-from .distributed_worker import Seen, alone, net
+from .distributed_training import OVERFLOW, STEPS, Seen, alone, net
 
 WORKER = Path(worker.__file__)
 PATIENCE = 60.0  # seconds to wait for an answer
@@ -122,7 +115,7 @@ def agreed(seen: list[Seen], *also: str) -> Seen:
 
 def culprits(seen: list[Seen]) -> list[list[str]]:
     """Return what each rank names in the step that overflowed."""
-    return [one["culprits"][worker.OVERFLOW] for one in seen]
+    return [one["culprits"][OVERFLOW] for one in seen]
 
 
 def assert_trained_as(seen: Seen, reference: Seen, norms: bool = True) -> None:
@@ -164,7 +157,7 @@ def test_copies_stay_equal_to_the_bit_where_one_rank_listens(two, clip):
     seen = two("ddp", first_listens=True, clip=clip, **FUSED_ADAMW)
     seen[0]["state"].pop("preamp_state")  # it counts the steps for whom it tells of them
     agreed(seen, "parameters")
-    assert [one["stepped"] for one in seen] == [worker.STEPS - 1, worker.STEPS]  # the listener can tell
+    assert [one["stepped"] for one in seen] == [STEPS - 1, STEPS]  # the listener can tell
 
 
 # DTensors.
@@ -246,7 +239,7 @@ def test_on_meshes_that_cross_all_skip_together_and_no_norm_is_invented(four):
     agreed(four("crossed_meshes"))
     seen = four("crossed_meshes", clip=CLIP)
     assert all("lie on 2 meshes" in one["refused"] for one in seen)
-    assert agreed(four("crossed_meshes", capturable=True))["norms"] == [None] * worker.STEPS
+    assert agreed(four("crossed_meshes", capturable=True))["norms"] == [None] * STEPS
 
 
 # Plain tensors that differ from rank to rank.
@@ -261,7 +254,7 @@ def test_plain_shards_train_as_one_process_does(two, how, capturable, clip, agre
     assert culprits(seen) == [[], ["into"]]
     assert_trained_as(joined(seen), alone(worker.Split(), clip=clip, **how))
     for one in seen:
-        assert one["calls"] == [["torch.float64 [2]"] * (agree != "group")] * worker.STEPS
+        assert one["calls"] == [["torch.float64 [2]"] * (agree != "group")] * STEPS
 
 
 @pytest.mark.parametrize("clip", [{}, CLIP], ids=["", "clipped"])
@@ -312,7 +305,7 @@ def test_a_rank_that_reads_agrees_with_one_that_does_not(two, how, clip, unscale
 @pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
 def test_what_overflows_after_all_have_agreed_does_not_part_the_ranks(two, capturable):
     seen = two("split", late=True, unscale=True, capturable=[capturable] * 2)
-    assert [one["skipped"] for one in seen] == [[False] * worker.STEPS] * 2  # as in PyTorch
+    assert [one["skipped"] for one in seen] == [[False] * STEPS] * 2  # as in PyTorch
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
@@ -322,7 +315,7 @@ def test_a_gradient_that_two_parameters_share_on_one_rank_does_not_part_the_rank
     seen = two("split", twins=True, agree="in place", clip=clip, capturable=[capturable] * 2, **how)
     agreed(seen)
     for one in seen:
-        assert one["calls"] == [["torch.float64 [2]"]] * worker.STEPS
+        assert one["calls"] == [["torch.float64 [2]"]] * STEPS
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
@@ -373,7 +366,7 @@ def test_unfused_it_does_what_the_original_does(two):
 
 def test_fused_the_original_lets_one_rank_step_alone(two):
     first, last = two("fsdp1", scaler="original, sharded", **FUSED_ADAMW)
-    assert (first["skipped"], last["skipped"]) == ([False] * worker.STEPS, SKIPPED)
+    assert (first["skipped"], last["skipped"]) == ([False] * STEPS, SKIPPED)
     assert first["scales"] != last["scales"]
     agreed(two("fsdp1", scaler="ours, sharded", **FUSED_ADAMW))
 
@@ -402,7 +395,7 @@ SEEING: dict[str, Any] = {"edge": 512.0, **PLAIN_SGD}
 def assert_saw_as(seen: Seen, reference: Seen) -> None:
     """Check that ranks saw the share that one process sees, and its peak to the next power of two above."""
     assert seen["peaks"] == [peak and 2.0 ** math.ceil(math.log2(peak)) for peak in reference["peaks"]]
-    assert seen["peaks"][worker.OVERFLOW] is None
+    assert seen["peaks"][OVERFLOW] is None
     shown, expected = (one["state"]["preamp_state"] for one in (seen, reference))
     assert shown["peak"] == seen["peaks"][-1]
     assert 0.0 < shown["share"] < 1.0
@@ -418,7 +411,7 @@ def test_all_ranks_are_shown_the_peak_and_the_share_of_all(two, how, capturable)
     how.pop("twins", None)
     assert_saw_as(seen[0], alone(worker.Split(), scaler="ours", **how, **SEEING))
     lengths = [2 + WIDTH] + [2] * ("max_value" in how.get("clip", {}))
-    assert seen[0]["calls"] == [[f"torch.float64 [{length}]" for length in lengths]] * worker.STEPS
+    assert seen[0]["calls"] == [[f"torch.float64 [{length}]" for length in lengths]] * STEPS
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
@@ -458,7 +451,7 @@ def test_the_optimizer_accumulates_and_clips_shards_as_one_process_does(two, how
             assert one["parameters"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
 
 
-# What is refused, and where readings go.
+# What is refused.
 
 
 @pytest.mark.parametrize(
@@ -471,59 +464,3 @@ def test_the_optimizer_accumulates_and_clips_shards_as_one_process_does(two, how
 )
 def test_gradients_that_are_final_only_after_communication_cannot_be_watched(two, kind, reason):
     assert all(reason in one["refused"] for one in two("watching", kind=kind))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_single_rank_can_watch_what_is_no_dtensor():
-    weight = torch.nn.Parameter(torch.ones(2))
-    assert GradScaler("cpu").watch(torch.optim.SGD([weight]))
-    sharded = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
-    with pytest.raises(UsageError, match="are DTensors"):
-        GradScaler("cpu").watch(torch.optim.SGD([torch.nn.Parameter(sharded)]))
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_sharded_scaler_wants_a_loss_on_every_rank():
-    weight = torch.nn.Parameter(torch.ones(1))
-    weight.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([weight])
-    with pytest.raises(AssertionError, match="_scale is None"):
-        ShardedGradScaler("cpu").step(optimizer)
-    GradScaler("cpu", process_group=dist.group.WORLD).step(optimizer)
-
-
-@pytest.mark.parametrize("others", [0.0, 1.0])
-def test_an_optimizer_that_asks_for_flags_hears_of_other_ranks(others):
-    scaler = GradScaler("cpu", reduce=lambda readings: readings + torch.tensor([others, 0.0]))
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # has no gradient here
-    assert list(scaler._check_inf_per_device(optimizer).values()) == [torch.tensor(others)]
-    scaler.update()
-    assert scaler.get_scale() == 2.0**16 * 0.5**others
-
-
-@pytest.mark.parametrize("gradient", [torch.ones(1), None], ids=["a gradient", "no gradient"])
-def test_other_ranks_hear_of_a_gradient_on_the_device_of_the_loss(gradient):
-    places = []
-
-    def reduce(readings: torch.Tensor) -> torch.Tensor:
-        places.append(readings.device.type)
-        return torch.zeros(2, dtype=torch.float64)
-
-    scaler = GradScaler("cpu", reduce=reduce)
-    weight = torch.nn.Parameter(torch.ones(1))  # as one that is offloaded to the CPU
-    weight.grad = gradient
-    optimizer = torch.optim.SGD([weight])
-    scaler.scale(torch.zeros((), device="meta"))
-    scaler.step(optimizer, max_norm=1.0)
-    scaler.update()
-    optimizer.zero_grad()
-    scaler.unscale_(optimizer)
-    Readings(Agreement(reduce=reduce)).flags({weight.device: torch.zeros(())}, [], torch.device("meta"))
-    assert places == ["meta"] * 3

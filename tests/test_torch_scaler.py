@@ -1,6 +1,5 @@
 """`preamp.torch.GradScaler` beside `torch.amp.GradScaler`: the same calls, the same numbers."""
 
-import copy
 import pickle
 from collections.abc import Callable
 
@@ -11,11 +10,7 @@ from hypothesis import strategies as st
 
 from preamp import (
     Dynamic,
-    FloorSchedule,
-    Headroom,
-    Histogram,
     InexactScale,
-    LogMax,
     PolicyError,
     Starved,
     Static,
@@ -189,60 +184,6 @@ def test_a_constructor_refuses_what_cannot_work(changes):
         ours(**changes)
 
 
-@pytest.mark.parametrize(("first", "second"), [(ours, theirs), (theirs, ours), (ours, ours)])
-def test_checkpoints_travel_between_the_two(first, second):
-    """A run that changes scalers half-way equals one that does not."""
-    whole, half = Training(theirs()), Training(first())
-    script = [1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0]
-    for number, factor in enumerate(script):
-        if number == 6:
-            saved = half.scaler.state_dict()
-            half.scaler = second(init_scale=4.0, growth_interval=7)
-            half.scaler.load_state_dict(saved)
-        whole.step(factor)
-        half.step(factor)
-    assert half.scaler.state_dict() == whole.scaler.state_dict()
-    assert half.values() == whole.values()
-
-
-def test_a_checkpoint_of_another_policy_gives_what_both_know():
-    training = Training(GradScaler("cpu", policy=Tolerant(init_scale=16.0, growth_interval=7)))
-    for factor in (1.0, INF, 1.0, 1.0):
-        training.step(factor)
-    other = GradScaler("cpu", policy=Dynamic(hysteresis=2))
-    other.load_state_dict(training.scaler.state_dict())
-    assert other.get_scale() == training.scaler.get_scale() == 8.0
-    assert other.state_dict()["_growth_tracker"] == 2
-
-
-def test_a_checkpoint_keeps_what_the_policy_remembers():
-    """Hysteresis half used up survives: the next overflow backs off."""
-    policy = Dynamic(init_scale=16.0, hysteresis=2, hysteresis_reset=("growth",))
-    training = Training(GradScaler("cpu", policy=policy))
-    training.step(INF)
-    assert training.scaler.get_scale() == 16.0
-    resumed = Training(GradScaler("cpu", policy=policy))
-    resumed.scaler.load_state_dict(training.scaler.state_dict())
-    resumed.step(INF)
-    assert resumed.scaler.get_scale() == 8.0
-
-
-@pytest.mark.parametrize(
-    "policy", [LogMax(), Histogram(), Headroom(), FloorSchedule(floors=((0, 1.0), (5, 2.0**20)))], ids=repr
-)
-def test_a_run_resumed_with_what_was_seen_is_the_uninterrupted_run(policy):
-    whole, half = (Training(GradScaler("cpu", policy=policy)) for _ in range(2))
-    for number, factor in enumerate([1.0, 2.0, INF, 0.5, 0.0, 1.0, 1.0, 4.0]):
-        if number == 5:
-            saved = half.scaler.state_dict()
-            half.scaler = GradScaler("cpu", policy=policy)
-            half.scaler.load_state_dict(saved)
-        whole.step(factor)
-        half.step(factor)
-    assert half.scaler.state_dict() == whole.scaler.state_dict()
-    assert half.values() == whole.values()
-
-
 @pytest.mark.parametrize("scale", [0.0, INF, NAN, -1.0, 1e-46, 1e39])
 def test_a_bad_scale_is_refused_and_changes_nothing(scale):
     training = Training(ours())
@@ -261,18 +202,6 @@ def test_update_accepts_a_new_scale(scale):
     scaler.scale(loss())
     scaler.update(scale)
     assert scaler.get_scale() == scaler.scale(torch.ones(())).item() == 4.0
-
-
-def test_pickling_and_copying_keep_the_state():
-    training = Training(ours(policy=None))
-    for factor in (1.0, INF, 1.0):
-        training.step(factor)
-    expected = training.scaler.state_dict()
-    for scaler in (pickle.loads(pickle.dumps(training.scaler)), copy.deepcopy(training.scaler)):
-        assert scaler.state_dict() == expected
-        twin = Training(scaler)
-        twin.step(INF)
-        assert scaler.get_scale() == training.scaler.get_scale() / 2
 
 
 def test_setters_change_the_rule():
@@ -449,24 +378,6 @@ def test_a_step_that_ends_with_a_scale_set_by_hand_is_recorded():
     assert training.scaler.get_scale() == 4.0
 
 
-def test_a_given_policy_stays_as_it_is_when_a_checkpoint_is_loaded():
-    saved = theirs(growth_interval=9).state_dict()
-    dynamic = GradScaler("cpu", policy=Dynamic(growth_interval=500))
-    dynamic.load_state_dict(saved)
-    assert (dynamic.get_growth_interval(), dynamic.get_scale()) == (500, 2.0**10)
-    static = GradScaler("cpu", policy=Static(128.0))
-    static.load_state_dict(saved)
-    assert static.get_scale() == 128.0
-
-
-def test_steps_are_counted_across_a_restart():
-    first, second = Training(ours(on_step=Trace())), Training(ours(on_step=Trace()))
-    first.step()
-    second.scaler.load_state_dict(first.scaler.state_dict())
-    second.step()
-    assert second.scaler.last_step.index == 1
-
-
 def test_a_backoff_factor_that_is_set_is_used_by_every_dialect():
     training = Training(GradScaler("cpu", policy=dialects.JMP))
     training.scaler.set_backoff_factor(0.25)
@@ -488,17 +399,6 @@ def test_a_factor_that_rounds_is_told_once():
     assert [warning.filename for warning in told] == [__file__]
     scaler.load_state_dict(scaler.state_dict())  # warnings are errors here
     GradScaler("cpu", policy=dialects.FLAX).set_growth_interval(3)
-
-
-def test_a_scaler_with_a_recording_trace_can_be_copied(tmp_path):
-    with Trace(path=tmp_path / "trace.jsonl") as trace:
-        training = Training(ours(on_step=trace))
-        training.step()
-        twin = Training(copy.deepcopy(training.scaler))
-        training.step(INF)
-        twin.step(INF)
-    assert twin.scaler.state_dict() == training.scaler.state_dict()
-    assert len(Trace.read(tmp_path / "trace.jsonl")) == 2
 
 
 @pytest.mark.parametrize("scale", [0.0, INF, NAN])

@@ -26,8 +26,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import record
-from record import Arguments, changes, dense, original, randomly, walk
+import drivers
+from drivers import Arguments, original, walk
+from record import changes, dense, randomly
 
 Saved = dict[str, Any]
 
@@ -77,14 +78,14 @@ def load_megatron(scaler: Any, saved: Saved) -> None:
 
 
 def load_nemo(scaler: Any, saved: Saved) -> None:
-    record.nemo_scale(scaler)  # it makes its trackers at the first use, whatever was loaded before
+    drivers.nemo_scale(scaler)  # it makes its trackers at the first use, whatever was loaded before
     scaler.load_state_dict(saved)
 
 
 PEERS = {
     "MEGATRON": Peer(
         "megatron-core",
-        record.megatron_scaler,
+        drivers.megatron_scaler,
         lambda scaler: scaler.scale.item(),
         lambda scaler, overflow: scaler.update(overflow),
         save_megatron,
@@ -98,9 +99,9 @@ PEERS = {
     ),
     "NEMO": Peer(
         "nemo_toolkit",
-        record.nemo_scaler,
-        record.nemo_scale,
-        record.nemo_update,
+        drivers.nemo_scaler,
+        drivers.nemo_scale,
+        drivers.nemo_update,
         lambda scaler: scaler.state_dict(),
         load_nemo,
         lambda saved: dict.fromkeys(
@@ -114,9 +115,9 @@ PEERS = {
     ),
     "FAIRSEQ": Peer(
         "fairseq",
-        record.fairseq_scaler,
+        drivers.fairseq_scaler,
         lambda scaler: scaler.scale(1.0),
-        record.fairseq_update,
+        drivers.fairseq_update,
         save_fairseq,
         load_fairseq,
         lambda saved: {},
