@@ -7,6 +7,7 @@ What is for one backend of Keras runs in the process that has it.
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import subprocess
@@ -21,6 +22,9 @@ os.environ.setdefault(
     "KERAS_BACKEND", "tensorflow"
 )  # one for the whole process; the Makefile has the others run
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# What XLA compiles for one test or process it need not compile for the next.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 with suppress(ImportError):
     import triton as _  # noqa: F401  # PyTorch for CUDA has it; loaded after TensorFlow it crashes
 
@@ -89,3 +93,9 @@ pytest_collect_file = (
         document_types={".py": PythonDocStringDocument},
     )
 ).pytest()
+
+
+def pytest_collection_finish(session: Any) -> None:
+    """Keep what every test shares, some millions of objects, out of each garbage collection."""
+    gc.collect()
+    gc.freeze()

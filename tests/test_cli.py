@@ -41,19 +41,6 @@ def preamp(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch, capsys):
-    """The same in this process, which has loaded everything already."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        capsys.readouterr()
-        status = run_here(arguments)
-        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
-
-    return run
-
-
 def test_train_writes_traces_a_summary_and_a_report(tmp_path):
     done = preamp("train", "--epochs", "2", "--seeds", "2", "--precision", "all", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

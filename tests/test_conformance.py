@@ -43,9 +43,11 @@ PEERS = [
 ]
 # What these do is done in a graph as well, which is quicker.
 ALSO = [
+    ("keras", "jax", "eager"),
     ("keras", "tensorflow", "eager"),
     ("tensorflow", "tensorflow", "legacy, eager"),
     ("tensorflow", "tensorflow", "tf_keras, eager"),
+    ("tensorflow", "tensorflow", "keras, eager"),
 ]
 each_peer = pytest.mark.parametrize(
     "peer",

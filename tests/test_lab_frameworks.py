@@ -81,7 +81,7 @@ def torch_peer(tmp_path_factory):
     return start("torch", "torch", tmp_path_factory.mktemp("torch"))
 
 
-ALSO = ("keras-jax", "keras-torch")  # the loop of keras-tensorflow again
+ALSO = ("keras-jax", "keras-tensorflow")  # the loop of keras-torch again
 EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in ALSO)) for name in PEERS]
 
 

@@ -358,14 +358,20 @@ def inspect(*arguments, cwd):
 
 def test_inspect_shows_what_a_function_cast_and_writes_a_page(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    for target in ("train.py:step", "train:step"):
-        done = inspect(target, "--dtype", "float16", "--out", "o/inspect.html", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert re.search("linear +Linear +1 +f32 → f16", done.stdout)
-        assert max(map(len, done.stdout.splitlines())) <= 80
-        page = (tmp_path / "o/inspect.html").read_text()
-        assert '<td data-label="operator">linear</td>' in page
-        assert "f32 → f16" in page
+    done = inspect("train:step", "--dtype", "float16", "--out", "o/inspect.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search("linear +Linear +1 +f32 → f16", done.stdout)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    page = (tmp_path / "o/inspect.html").read_text()
+    assert '<td data-label="operator">linear</td>' in page
+    assert "f32 → f16" in page
+
+
+def test_inspect_takes_a_file(here, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = here("inspect", "train.py:step", "--dtype", "float16")
+    assert done.returncode == 0, done.stderr
+    assert re.search("linear +Linear +1 +f32 → f16", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -378,9 +384,9 @@ def test_inspect_shows_what_a_function_cast_and_writes_a_page(tmp_path):
         ("train.py:limit", "has no function 'limit'"),
     ],
 )
-def test_inspect_says_what_is_wrong_with_a_target(target, problem, tmp_path):
+def test_inspect_says_what_is_wrong_with_a_target(here, target, problem, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = inspect(target, cwd=tmp_path)
+    done = here("inspect", target)
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr
     assert done.stderr.startswith("preamp: ")

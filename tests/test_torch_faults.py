@@ -81,23 +81,23 @@ def faults(seed, steps=500):
 @kinds
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 0.1}])
 @pytest.mark.parametrize("watched", [False, True])
-def test_no_planted_fault_gets_through_and_each_is_told(kind, limits, watched):
-    for seed in (0, 1):
-        trace, planted = Trace(), faults(seed)
-        training = Training(kind, ours(on_step=trace, init_scale=SCALE, growth_interval=40), watched=watched)
-        scale, good = SCALE, 0
-        for number in range(500):
-            training.step(number, planted.get(number, ()), **limits)
-            assert all(value.isfinite().all() for value in training.numbers())
-            told = trace[number]
-            assert (told.index, told.scale, told.skipped) == (number, scale, number in planted)
-            assert list(told.culprits) == [name for name in training.reached if name in training.poison]
-            good = 0 if told.skipped else good + 1
-            scale *= 0.5 if told.skipped else 2.0 if good == 40 else 1.0
-            good %= 40
-            assert told.new_scale == scale
-            assert training.scaler.last_step == told
-        assert sum(step.skipped for step in trace) == len(planted) == 25
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_planted_fault_gets_through_and_each_is_told(kind, limits, watched, seed):
+    trace, planted = Trace(), faults(seed)
+    training = Training(kind, ours(on_step=trace, init_scale=SCALE, growth_interval=40), watched=watched)
+    scale, good = SCALE, 0
+    for number in range(500):
+        training.step(number, planted.get(number, ()), **limits)
+        assert all(value.isfinite().all() for value in training.numbers())
+        told = trace[number]
+        assert (told.index, told.scale, told.skipped) == (number, scale, number in planted)
+        assert list(told.culprits) == [name for name in training.reached if name in training.poison]
+        good = 0 if told.skipped else good + 1
+        scale *= 0.5 if told.skipped else 2.0 if good == 40 else 1.0
+        good %= 40
+        assert told.new_scale == scale
+        assert training.scaler.last_step == told
+    assert sum(step.skipped for step in trace) == len(planted) == 25
 
 
 @kinds

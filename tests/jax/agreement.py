@@ -175,6 +175,11 @@ def slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def every_other(values: list[Any]) -> list[Any]:
+    """Return parameters of which `make test` runs with every other one, the first among them."""
+    return [*values[::2], *slow(*values[1::2])]
+
+
 @jax.jit
 def weighed(results: list[Any]) -> Any:
     """Return one number that depends on every result differently."""

@@ -11,21 +11,32 @@ import pytest
 from preamp.jax import autocast
 
 from . import library_programs, programs
-from .agreement import ROUNDINGS, Run, compiled_agrees, eager_agrees, off_by, products_are_low, run, slow
+from .agreement import (
+    ROUNDINGS,
+    Run,
+    compiled_agrees,
+    eager_agrees,
+    every_other,
+    off_by,
+    products_are_low,
+    run,
+    slow,
+)
 from .programs import PROGRAMS, Program, written_in, x
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 half = pytest.mark.parametrize("low", [jnp.float16, *slow(jnp.bfloat16)])
-each_program = pytest.mark.parametrize("name", written_in(programs, library_programs))
+NAMES = written_in(programs, library_programs)
+each_program = pytest.mark.parametrize("name", NAMES)
 
 
 @half
-@each_program
+@pytest.mark.parametrize("name", every_other(NAMES))
 def test_the_compiled_program_agrees_with_float32(name: str, low: Any) -> None:
     compiled_agrees(name, low)
 
 
-@pytest.mark.parametrize("name", slow(*written_in(programs, library_programs)))
+@pytest.mark.parametrize("name", slow(*NAMES))
 def test_the_program_agrees_with_float32_without_jit(name: str) -> None:
     eager_agrees(name, jnp.float16)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from . import derivative_programs, structured_programs
-from .agreement import compiled_agrees, eager_agrees, products_are_low, slow
+from .agreement import compiled_agrees, eager_agrees, every_other, products_are_low, slow
 from .programs import written_in
 
 pytestmark = [
@@ -16,12 +16,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The jitted function .* includes a pmap:UserWarning"),  # before JAX 0.8
 ]
 half = pytest.mark.parametrize("low", [jnp.float16, *slow(jnp.bfloat16)])
-each_program = pytest.mark.parametrize("name", written_in(structured_programs, derivative_programs))
-without_jit = pytest.mark.parametrize("name", slow(*written_in(structured_programs, derivative_programs)))
+NAMES = written_in(structured_programs, derivative_programs)
+each_program = pytest.mark.parametrize("name", NAMES)
+without_jit = pytest.mark.parametrize("name", slow(*NAMES))
 
 
 @half
-@each_program
+@pytest.mark.parametrize("name", every_other(NAMES))
 def test_the_compiled_program_agrees_with_float32(name: str, low: Any) -> None:
     compiled_agrees(name, low)
 

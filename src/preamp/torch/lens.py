@@ -146,7 +146,7 @@ class Lens:
         self._forward.callback(self._sample.end_forward)
 
     def _end_or_forget(self) -> Callable[..., None]:
-        """Return the hook that ends the forward pass. One that raised is forgotten: no backward pass follows."""
+        """Return the hook that ends the forward pass. One that raised has no backward pass: forget it."""
         before = sys.exception()
 
         def hook(*_: Any) -> None:
