@@ -28,6 +28,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 with suppress(ImportError):
     import triton as _  # noqa: F401  # PyTorch for CUDA has it; loaded after TensorFlow it crashes
 
+import pytest
 from sybil import Example, Sybil
 from sybil.document import PythonDocStringDocument
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
@@ -95,7 +96,9 @@ pytest_collect_file = (
 ).pytest()
 
 
-def pytest_collection_finish(session: Any) -> None:
-    """Keep what every test shares, some millions of objects, out of each garbage collection."""
-    gc.collect()
-    gc.freeze()
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Keep what is there before a file's first test, some millions of objects, out of garbage collection."""
+    if getattr(item.session, "file_of_the_last_test", None) != item.path:
+        item.session.file_of_the_last_test = item.path  # type: ignore[attr-defined]
+        gc.collect()
+        gc.freeze()

