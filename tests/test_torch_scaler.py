@@ -1,5 +1,6 @@
 """`preamp.torch.GradScaler` beside `torch.amp.GradScaler`: the same calls, the same numbers."""
 
+import gc
 import pickle
 from collections.abc import Callable
 
@@ -410,3 +411,17 @@ def test_a_ruinous_scale_written_by_other_code_reaches_no_parameter(scale):
     with pytest.raises(PolicyError, match="scale="):
         training.step()
     assert training.values() == before
+
+
+def test_an_optimizer_that_nobody_keeps_is_not_taken_for_the_next_one():
+    """Until `update` an `id` must not come twice."""
+    scaler, seen = ours(), set()
+    for _ in range(5):
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        seen.add(id(optimizer))
+        del optimizer
+        gc.collect()
+    assert len(seen) == 5

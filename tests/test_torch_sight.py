@@ -52,7 +52,7 @@ class Training:
                 parameter.grad = gradient
             if shared and self.optimizers:
                 parameters.append(self.optimizers[0].param_groups[0]["params"][0])
-            self.optimizers.append(make(kind.removesuffix(" fused") if shared else kind, parameters))
+            self.optimizers.append(make("SGD" if shared else kind, parameters))  # which takes sparse ones
 
     def step(self, *, unscale: bool, spoil: bool, **limits: float) -> None:
         for optimizer in self.optimizers:

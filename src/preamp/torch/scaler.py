@@ -187,7 +187,7 @@ class GradScaler(Stepping):
         if not self._enabled:
             return
         self._require_scale("unscale_")
-        ledger = self._per_optimizer_states[id(optimizer)]
+        ledger = self._ledger_of(optimizer)
         if ledger["stage"] is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
@@ -252,7 +252,7 @@ class GradScaler(Stepping):
         evaluates = callable(args[0] if args else kwargs.get("closure"))
         if not evaluates:  # a closure scales later
             self._require_scale("step")
-        ledger = self._per_optimizer_states[id(optimizer)]
+        ledger = self._ledger_of(optimizer)
         if ledger["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if evaluates:
@@ -329,6 +329,11 @@ class GradScaler(Stepping):
         numbers |= {"good": state_dict["_growth_tracker"], **remembered(state_dict)}
         self._loss_scale.restore(numbers, settings)
         self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
+
+    def _ledger_of(self, optimizer: torch.optim.Optimizer) -> Ledger:
+        ledger = self._per_optimizer_states[id(optimizer)]
+        ledger["optimizer"] = optimizer  # which lives until `update`, so that no other has its id
+        return ledger
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:

@@ -41,7 +41,9 @@ from preamp.trace import Step
 
 __all__ = ["Clip", "Ledger", "Stepping", "fresh", "no_flag"]
 
-Ledger: TypeAlias = dict[str, Any]  # PyTorch's: "stage" and "found_inf_per_device"; ours: "outcome", "sight"
+Ledger: TypeAlias = dict[
+    str, Any
+]  # PyTorch's: "stage", "found_inf_per_device"; ours: "outcome", "sight", ...
 LARGE = 2.0**100  # the reciprocal of a larger number loses digits in float32, or is 0
 
 
