@@ -41,9 +41,8 @@ from preamp.trace import Step
 
 __all__ = ["Clip", "Ledger", "Stepping", "fresh", "no_flag"]
 
-Ledger: TypeAlias = dict[
-    str, Any
-]  # PyTorch's: "stage", "found_inf_per_device"; ours: "outcome", "sight", ...
+# PyTorch's: "stage", "found_inf_per_device"; ours: "optimizer", "outcome", "sight", "meshes".
+Ledger: TypeAlias = dict[str, Any]
 LARGE = 2.0**100  # the reciprocal of a larger number loses digits in float32, or is 0
 
 
