@@ -82,7 +82,7 @@ def teardown(namespace: dict[str, Any]) -> None:
 pytest_collect_file = (
     Sybil(
         parsers=[PythonCodeBlockParser(), ConsoleBlockParser(), SkipParser()],
-        patterns=["README.md", "docs/*.md"],
+        patterns=["README.md", "docs/*.md", "docs/*/*.md"],
         setup=setup,
         teardown=teardown,
         path=str(HERE),
