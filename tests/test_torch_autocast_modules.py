@@ -444,7 +444,12 @@ def trained(seed: int, precision: str, scale: float = 2.0**16) -> float:
     return sum(losses[-LAST:]) / LAST
 
 
-@pytest.mark.parametrize("precision", ["float16", "emulated float16"])
+each_float16 = pytest.mark.parametrize(
+    "precision", ["emulated float16", pytest.param("float16", marks=pytest.mark.slow)]
+)
+
+
+@each_float16
 def test_a_transformer_learns_in_float16_what_it_learns_in_float32(precision):
     full, half = ([trained(seed, one) for seed in range(SEEDS)] for one in ("float32", precision))
     spread = max(full) - min(full)
@@ -453,6 +458,6 @@ def test_a_transformer_learns_in_float16_what_it_learns_in_float32(precision):
     assert max(full) < 2.6
 
 
-@pytest.mark.parametrize("precision", ["float16", "emulated float16"])
+@each_float16
 def test_and_learns_nothing_where_its_gradients_vanish(precision):
     assert trained(0, precision, scale=2.0**-24) > 3.5
