@@ -5,17 +5,17 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
-OF_KERAS := tests/keras src/preamp/keras docs/keras.md
+OF_KERAS := tests/keras src/preamp/keras docs/keras.md docs/recipes/keras_fit.md
 OLDEST_JAX := .venv-oldest-jax
 MATRIX := tests/jax/test_autocast_programs.py tests/jax/test_autocast_structures.py
 ARGS ?=
 
-.PHONY: train test lint typecheck imports check-code pytest pytest-keras test-slow test-oldest-jax test-r bench format clean
+.PHONY: train test lint typecheck imports check-code pytest pytest-keras test-slow test-oldest-jax test-r docs fresh bench format clean
 
 train: .venv/train.stamp
 	$(BIN)/preamp train $(ARGS)
 
-test: check-code pytest pytest-keras
+test: check-code docs pytest pytest-keras
 
 check-code: lint typecheck imports
 
@@ -44,23 +44,21 @@ test-slow: .venv/test.stamp
 test-oldest-jax: $(OLDEST_JAX)/test.stamp
 	$(OLDEST_JAX)/bin/pytest -n 2 --dist loadfile $(MATRIX) $(ARGS)
 
+# What a newcomer meets: an empty home, Python, pip and make. Half an hour more with ARGS=--all.
+fresh:
+	$(PYTHON) tests/fresh_machine.py $(ARGS)
+
 # Needs R with reticulate and testthat.
 test-r: .venv/test.stamp
 	r/preamp/check $(CURDIR)/$(BIN)/python
 
-# Reports, asserts nothing. Not part of test.
+# Warnings are errors. Open build/docs/index.html.
+docs: .venv/test.stamp
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --quiet docs build/docs
+
+# Writes docs/benchmarks.md; asserts nothing. Not part of test. Twenty minutes on two quiet cores; ARGS=--quick tries it.
 bench: .venv/test.stamp
-	$(BIN)/python benchmarks/core.py
-	$(BIN)/python benchmarks/simulate.py
-	$(BIN)/python benchmarks/policies.py --quick
-	$(BIN)/python benchmarks/lens.py
-	$(BIN)/python benchmarks/layerwise.py
-	$(BIN)/python benchmarks/torch_scaler.py
-	$(BIN)/python benchmarks/torch_autocast.py
-	$(BIN)/python benchmarks/keras_optimizer.py
-	$(BIN)/python benchmarks/jax_step.py
-	$(BIN)/python benchmarks/jax_autocast.py
-	$(BIN)/python benchmarks/deepspeed_overflow.py
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 format: .venv/test.stamp
 	$(BIN)/ruff check --fix .

@@ -1,14 +1,16 @@
 """Every example in README.md, docs/ and docstrings runs as a test.
 
-A `python` block and a docstring's `>>>` run as they are. In a `console` block every line after `$ ` runs and
-must succeed, and its output must contain the lines printed below it. Each file runs in a folder of its own.
-What is for one backend of Keras runs in the process that has it.
+A `python` block and a docstring's `>>>` run as they are; a block below the comment `<!--- file: train.py -->`
+is written to that file. In a `console` block every line after `$ ` runs and must succeed, and its output must
+contain the lines printed below it. Each file runs in a folder of its own. What is for one backend of Keras
+runs in the process that has it.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -31,10 +33,26 @@ with suppress(ImportError):
 import pytest
 from sybil import Example, Sybil
 from sybil.document import PythonDocStringDocument
-from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+from sybil.evaluators.python import PythonEvaluator
+from sybil.integration.pytest import SybilItem
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from sybil.parsers.rest import DocTestParser
 
 HERE = Path(__file__).parent
+
+
+class PythonBlockParser(CodeBlockParser):
+    """Blocks of Python: they run, or are written to the file that the comment above them names."""
+
+    language = "python"
+    run = PythonEvaluator()
+
+    def evaluate(self, example: Example) -> str | None:
+        named = re.search(r"<!--- file: (\S+) -->\s*$", example.document.text[: example.region.start])
+        if named is None:
+            return self.run(example)
+        Path(named[1]).write_text(example.parsed)
+        return None
 
 
 class ConsoleBlockParser(CodeBlockParser):
@@ -59,7 +77,8 @@ def run(command: str, expected: list[str]) -> str | None:
         if command.startswith("preamp")
         else shlex.split(command)
     )
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+    beside = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300, env=beside)
     printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
     missing = [line for line in expected if line != "..." and " ".join(line.split()) not in printed]
     if done.returncode or missing:
@@ -79,9 +98,19 @@ def teardown(namespace: dict[str, Any]) -> None:
         sys.modules["keras"].config.set_dtype_policy("float32")
 
 
+def traceback_of(item: SybilItem, error: pytest.ExceptionInfo[BaseException]) -> Any:
+    """Return what is shown of an error: of one outside of the examples, as a file left open, all of it."""
+    try:
+        return of_examples(item, error)
+    except IndexError:
+        return error.traceback
+
+
+of_examples, SybilItem._traceback_filter = SybilItem._traceback_filter, traceback_of
+
 pytest_collect_file = (
     Sybil(
-        parsers=[PythonCodeBlockParser(), ConsoleBlockParser(), SkipParser()],
+        parsers=[PythonBlockParser(), ConsoleBlockParser(), SkipParser()],
         patterns=["README.md", "docs/*.md", "docs/*/*.md"],
         setup=setup,
         teardown=teardown,

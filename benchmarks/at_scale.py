@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -37,11 +36,6 @@ RULES: dict[str, Policy[Any]] = {
     "Headroom": Headroom(),
 }
 WAYS = {"one of 2 numbers": (2,), "one of 282 numbers": (282,), "two of 1 number": (1, 1)}
-
-
-def chance_of_one(tail: str, powers: float) -> float:
-    """Return the chance p that a rank overflows whose typical peak is some powers of two below."""
-    return 0.5 * math.erfc(powers / JITTER / math.sqrt(2.0)) if tail == "normal" else 2.0 ** (-TAIL * powers)
 
 
 def chance_of_step(p: float, ranks: int) -> float:
@@ -161,25 +155,25 @@ def measure(world: int) -> None:
 
 
 def work(rank: int, world: int, meeting: str) -> None:
-    """Time the ways to agree, interleaved, in one of the processes."""
+    """Time the ways to agree, which take turns, in one of the processes."""
     import torch
     import torch.distributed as dist
+    from timing import Effort, interleaved, spread
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(ROUNDS):
-        for name, sizes in WAYS.items():
-            tensors = [torch.zeros(size, dtype=torch.float64) for size in sizes]
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                for tensor in tensors:
-                    dist.all_reduce(tensor)
-            times[name].append((time.perf_counter() - start) / CALLS)
+
+    def agree(tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors * CALLS:
+            dist.all_reduce(tensor)
+
+    sent = {name: [torch.zeros(size, dtype=torch.float64) for size in sizes] for name, sizes in WAYS.items()}
+    works = {name: partial(agree, tensors) for name, tensors in sent.items()}
+    alike = Effort(ROUNDS, seconds=math.inf)  # all ranks make as many rounds
+    times = interleaved(works, alike, before=lambda _: dist.barrier())
     dist.destroy_process_group()
     if rank == 0:
-        cells = [f"{name} {statistics.median(taken) * 1e6:.0f} µs" for name, taken in times.items()]
+        cells = [f"{name} {spread(taken).middle / CALLS * 1e6:.0f} µs" for name, taken in times.items()]
         print(f"{world} processes: " + ", ".join(cells), flush=True)
 
 

@@ -1,19 +1,23 @@
-"""What the state machine costs on the host. Reports; asserts nothing. Run: python benchmarks/core.py."""
+"""What the state machine costs on the host, beside a rule that is written by hand. Plain Python.
+
+Run: python benchmarks/core.py [--quick]. Reports; asserts nothing.
+"""
 
 from __future__ import annotations
 
-import platform
 import random
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from rows import Area, Options, Row, main
 
 from preamp import Dynamic, Policy, Reading, Tolerant, dialects, simulate
 
-ROUNDS = 5
-STEPS = 1_000_000
+STEPS = 20_000
+BY_HAND = "growth and backoff by hand"
 
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[str, Policy[Any]] = {
     "Dynamic": Dynamic(),
     "Tolerant": Tolerant(),
     "dialects.TORCH": dialects.TORCH,
@@ -21,34 +25,51 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return how long a call takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+class ByHand:
+    """What a training script writes that has no library: no bounds, no record."""
+
+    def __init__(self) -> None:
+        self.scale, self.good = 65536.0, 0
+
+    def step(self, finite: bool) -> None:
+        if not finite:
+            self.scale, self.good = self.scale / 2.0, 0
+            return
+        self.good += 1
+        if self.good == 2000:
+            self.scale, self.good = self.scale * 2.0, 0
 
 
-def steps(policy: Policy, count: int) -> None:
-    """Advance a policy on clean steps."""
-    state, clean = policy.start(), Reading(finite=True)
-    for _ in range(count):
-        state = policy.step(state, clean)
+def by_hand(overflows: list[bool]) -> None:
+    rule = ByHand()
+    for overflow in overflows:
+        rule.step(not overflow)
 
 
-def main() -> None:
-    """Print one line per policy, rounds interleaved."""
+def stepped(policy: Policy[Any], overflows: list[bool]) -> None:
+    """Advance a policy as an adapter does."""
+    state = policy.start()
+    for overflow in overflows:
+        state = policy.step(state, Reading(finite=not overflow))
+
+
+def measure(options: Options) -> Iterator[Row]:
+    """Yield a row for each policy: a step in training, and a step in a simulation, which keeps a record."""
+    area = Area("core")
     rng = random.Random(0)
-    overflows = [rng.random() < 0.001 for _ in range(STEPS)]
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in POLICIES}
-    for _ in range(ROUNDS):
-        for name, policy in POLICIES.items():
-            one = seconds(lambda policy=policy: steps(policy, 100_000)) / 100_000
-            times[name].append((one, seconds(lambda policy=policy: simulate(policy, overflows))))
-    print(f"Python {platform.python_version()}, {platform.machine()}; medians of {ROUNDS} rounds")
-    for name, rounds in times.items():
-        step, whole = (statistics.median(column) for column in zip(*rounds, strict=True))
-        print(f"{name:18}  step {step * 1e6:5.2f} us   simulate 1,000,000 steps {whole:5.2f} s")
+    overflows = [rng.random() < 0.001 for _ in range(100 if options.quick else STEPS)]
+    ways: dict[str, Callable[[Policy[Any]], object]] = {
+        "a step of": lambda policy: stepped(policy, overflows),
+        "simulate, a step of": lambda policy: simulate(policy, overflows),
+    }
+    for way, run in ways.items():
+        works = {name: partial(run, policy) for name, policy in POLICIES.items()}
+        times = options.interleaved({**works, BY_HAND: partial(by_hand, overflows)})
+        for name in POLICIES:
+            yield from area.timed(
+                f"{way} {name}", times, name, floors=[BY_HAND], unit="µs", calls=len(overflows)
+            )
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__)

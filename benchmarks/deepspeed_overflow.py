@@ -1,29 +1,28 @@
-"""What DeepSpeed's overflow check and scaler cost beside ours. Reports; asserts nothing.
+"""What DeepSpeed's overflow check and scaler cost beside ours, and beside reading the memory. On one thread.
 
-Run: python benchmarks/deepspeed_overflow.py [--rounds 15] [--device cpu] [--threads 1]
+Run: python benchmarks/deepspeed_overflow.py [--device cuda] [--quick]. Reports; asserts nothing.
 
-All ways are interleaved in one process; a ratio is the median of the rounds' ratios. "sum" is the check that
-the document shows, `float(x.float().sum())`. Every check ends in a Python bool.
+"sum" is the check that DeepSpeed's document shows, `float(x.float().sum())`; finite numbers with a large sum
+count as an overflow. Every check ends in a Python bool.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
-import platform
-import statistics
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler as Original
-from torch_scaler import interleaved, ratio
+from rows import Area, Options, Row, main
+from timing import Work
 
 from preamp.deepspeed import DynamicLossScaler
 
-SIZE = 8_388_608
+DEEPSPEED, SUM, MEMORY = "deepspeed", "the document's sum", "reading the memory once"
+SIZES: list[tuple[int, ...]] = [(4096, 1024), (1024,)] * 12 + [(256,)] * 137
 SETTINGS: dict[str, Any] = {
     "init_scale": 2.0**16,
     "scale_window": 1000,
@@ -31,87 +30,84 @@ SETTINGS: dict[str, Any] = {
     "delayed_shift": 2,
     "consecutive_hysteresis": False,
 }
-Works = dict[str, Callable[[], object]]
 
 
 def by_sum(x: torch.Tensor) -> bool:
-    """Check as the document does; finite numbers with a large sum count as an overflow."""
     total = float(x.float().sum())
     return math.isinf(total) or total != total
 
 
-def row(label: str, times: dict[str, list[float]], unit: float) -> None:
-    """Print the median times, and ours over each of the others."""
-    cells = [f"{name} {unit * statistics.median(values):.2f}" for name, values in times.items()]
-    cells += [f"ours/{name} {ratio(times, 'ours', name):.3f}" for name in times if name != "ours"]
-    print(f"{label:34} " + "  ".join(f"{cell:24}" for cell in cells))
+def memory(size: int, dtype: torch.dtype, device: str) -> Work:
+    """Return what reads as many bytes as so many numbers have, and does next to nothing with them."""
+    flat = torch.zeros(size * dtype.itemsize // 4, device=device)
+    return lambda: torch.dot(flat, flat).item()
 
 
-def report_one(device: str, rounds: int) -> None:
-    """Print the check of one large gradient."""
-    print(f"\none gradient of {SIZE / 1e6:.1f}M numbers, ms")
+def checks_of_one(options: Options, area: Area) -> Iterator[Row]:
+    """Yield rows of the check of one large gradient."""
+    size = 1024 if options.quick else 8_388_608
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        x = torch.randn(SIZE, device=device).to(dtype)
-        works: Works = {
-            "sum": lambda x=x: by_sum(x),
-            "deepspeed": lambda x=x: bool(Original._has_inf_or_nan(x)),
-            "ours": lambda x=x: bool(DynamicLossScaler._has_inf_or_nan(x)),
+        x = torch.randn(size, device=options.device).to(dtype)
+        works: dict[str, Work] = {
+            "preamp": lambda x=x: bool(DynamicLossScaler._has_inf_or_nan(x)),
+            DEEPSPEED: lambda x=x: bool(Original._has_inf_or_nan(x)),
+            SUM: lambda x=x: by_sum(x),
+            MEMORY: memory(size, dtype, options.device),
         }
-        row(str(dtype), interleaved(works, rounds, device), 1e3)
+        times, what = options.interleaved(works), f"the check of {size / 1e6:.1f}M numbers, {_name(dtype)}"
+        yield from area.timed(what, times, "preamp", [DEEPSPEED, SUM], [MEMORY])
 
 
-def report_many(device: str, rounds: int) -> None:
-    """Print the check of the gradients of a model, large and small ones."""
-    sizes = [(4096, 1024), (1024,)] * 12 + [(256,)] * 137
-    print(f"\n{len(sizes)} gradients, {sum(math.prod(size) for size in sizes) / 1e6:.1f}M numbers, ms")
+def checks_of_many(options: Options, area: Area) -> Iterator[Row]:
+    """Yield rows of the check of the gradients of a model, large and small ones."""
+    sizes = SIZES[24:] if options.quick else SIZES
+    numbers = sum(math.prod(size) for size in sizes)
     for dtype in (torch.float16, torch.float32):
-        parameters = [torch.nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) for size in sizes]
+        parameters = [
+            torch.nn.Parameter(torch.zeros(size, device=options.device, dtype=dtype)) for size in sizes
+        ]
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        scaler = DynamicLossScaler(**SETTINGS)
-        works: Works = {
-            "sum": lambda p=parameters: any(by_sum(one.grad) for one in p),
-            "deepspeed": lambda p=parameters: any(bool(Original._has_inf_or_nan(one.grad)) for one in p),
-            "ours": lambda p=parameters, s=scaler: s.has_overflow_serial(p),
+        gradients, scaler = [parameter.grad for parameter in parameters], DynamicLossScaler(**SETTINGS)
+        works: dict[str, Work] = {
+            "preamp": lambda p=parameters, s=scaler: s.has_overflow_serial(p),
+            DEEPSPEED: lambda g=gradients: any(bool(Original._has_inf_or_nan(one)) for one in g),
+            SUM: lambda g=gradients: any(by_sum(one) for one in g),
+            MEMORY: memory(numbers, dtype, options.device),
         }
-        row(str(dtype), interleaved(works, rounds, device), 1e3)
+        what = f"the check of {len(sizes)} gradients, {numbers / 1e6:.1f}M numbers, {_name(dtype)}"
+        yield from area.timed(what, options.interleaved(works), "preamp", [DEEPSPEED, SUM], [MEMORY])
 
 
-def report_update(rounds: int) -> None:
-    """Print what moving the scale costs, and a step that is skipped and logged."""
-    print("\nupdate_scale, us")
-    for label, overflow in (("clean step", False), ("overflow", True)):
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def updates(options: Options, area: Area) -> Iterator[Row]:
+    """Yield rows of what moving the scale costs. A step that overflows is logged."""
+    for label, overflow in (("a clean step", False), ("an overflow", True)):
         still = {**SETTINGS, "raise_error_at_min_scale": False}
         theirs, ours = Original(**still), DynamicLossScaler(**still)
-        works: Works = {
-            "deepspeed": lambda s=theirs, o=overflow: s.update_scale(o),
-            "ours": lambda s=ours, o=overflow: s.update_scale(o),
+        works: dict[str, Work] = {
+            "preamp": lambda s=ours, o=overflow: s.update_scale(o),
+            DEEPSPEED: lambda s=theirs, o=overflow: s.update_scale(o),
         }
-        row(label, interleaved(works, rounds, "cpu", repeat=200), 1e6)
+        times = options.interleaved(works)
+        yield from area.timed(f"update_scale after {label}", times, "preamp", [DEEPSPEED], unit="µs")
 
 
-def main() -> None:
-    """Print three tables."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+def measure(options: Options) -> Iterator[Row]:
+    """Yield all rows."""
+    torch.set_num_threads(1)
     logging.getLogger("preamp.deepspeed").addHandler(logging.NullHandler())
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     deepspeed.ops.__compatible_ops__ = {}  # or it compiles one for its all-reduce
     deepspeed.init_distributed("gloo", verbose=False)  # its scaler asks for its rank
-    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-    print(
-        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, {name}, "
-        f"{options.threads} threads, {options.rounds} rounds"
-    )
-    report_one(options.device, options.rounds)
-    report_many(options.device, options.rounds)
-    report_update(options.rounds)
+    area = Area("deepspeed", options.device)
+    for part in (checks_of_one, checks_of_many, updates):
+        yield from part(options, area)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__)

@@ -1,21 +1,16 @@
-"""What loss scaling costs a compiled training step, beside its peers. Reports; asserts nothing.
+"""What loss scaling costs a compiled training step in JAX, beside its peers and beside none. On all cores.
 
-Run: python benchmarks/jax_step.py [--rounds 15] [--model gpt] [--compute float16] [--counts] [--quick]
+Run: python benchmarks/jax_step.py [--model mlp] [--device cuda] [--quick]. Reports; asserts nothing.
 
-Whole steps of AdamW with donated state: forward, backward, check, clip, update. Those of one table take turns
-in one process. A number is relative to the step without loss scaling, with optax's own clip where there is
-one: of times the median of the rounds' ratios, of the rest the compiler's own count. With `--compute float16`
-every variant trains the same network, cast by hand; mpx casts its arguments besides, as it always does.
+Whole steps of AdamW with donated state take turns: forward, backward, check, clip, update. The peers and the
+step without loss scaling clip with optax. Bytes are the compiler's count. In float16 all train the same
+network, cast by hand; mpx casts its arguments besides, as it always does.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import importlib.metadata
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,19 +21,19 @@ import mpx
 import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
+from rows import Area, Options, Row, main
+from timing import Work
 
 from preamp import Dynamic
 from preamp.jax import autocast, loss_scaled, scaled_value_and_grad, step
 
 INIT, RATE, MAX_NORM = 2.0**15, 1e-4, 1.0
 MLP, ROWS = (784, 2048, 2048, 2048, 256, 10), 64
-GPT = models.Sizes(layers=5, width=448, heads=7, words=896, length=80, batch=4)
+GPT = models.Sizes(layers=3, width=576, heads=9, words=896, length=80, batch=4)
 SMALL_MLP = (64, 32, 10)
 SMALL_GPT = models.Sizes(layers=1, width=32, heads=2, words=64, length=16, batch=2)
-LIBRARIES = ("jax", "optax", "jmp", "flax", "mixed_precision_for_JAX")
 State = Any
 Step = Callable[[State, Any], tuple[State, Any]]
-Times = dict[str, list[tuple[float, float]]]
 Loss = Callable[[Any, Any], Any]
 Make = Callable[["Task", Any], tuple[State, Step]]
 select = jmp.select_tree
@@ -171,88 +166,50 @@ def by_hand(task: Task, params: Any) -> tuple[State, Step]:
     return (params, optimizer.init(params), jnp.float32(INIT)), advance
 
 
-VARIANTS: dict[str, Make] = {
-    "no loss scaling": unscaled,
-    "preamp step": preamp_step,
-    "preamp loss_scaled": preamp_loss_scaled,
+STEP, TRANSFORMATION, CAST = "preamp's step", "preamp's loss_scaled", "preamp's step and autocast"
+NONE = "no loss scaling"
+PEERS: dict[str, Make] = {
     "jmp": with_jmp,
     "flax DynamicScale": with_flax,
-    "apply_if_finite": by_hand,
+    "optax apply_if_finite": by_hand,
 }
-IN_FLOAT16 = {"preamp step + autocast": preamp_step_autocast, "mpx": with_mpx}
+VARIANTS = {STEP: preamp_step, TRANSFORMATION: preamp_loss_scaled, **PEERS, NONE: unscaled}
+IN_FLOAT16: dict[str, Make] = {CAST: preamp_step_autocast, "mpx": with_mpx}
 
 
 class Compiled(NamedTuple):
     """A training step, and what the compiler says of it."""
 
-    run: Callable[[], None]
+    run: Work
     megabytes: float
-    gigaflops: float
-    temporary: float
-    conditionals: int
-    seconds: float
 
 
-def compiled(
-    make: Callable[[Task, Any], tuple[State, Step]], task: Task, params: Any, batch: Any
-) -> Compiled:
+def compiled(make: Make, task: Task, params: Any, batch: Any) -> Compiled:
     """Compile a variant's step with its state donated."""
     state, advance = make(task, params)
     state = jax.tree.map(jnp.array, state)
-    began = time.perf_counter()
     program = jax.jit(advance, donate_argnums=0).lower(state, batch).compile()
-    seconds = time.perf_counter() - began
-    cost, memory = program.cost_analysis(), program.memory_analysis()
 
     def run() -> None:
         nonlocal state
         state, _ = jax.block_until_ready(program(state, batch))
 
-    return Compiled(
-        run,
-        cost["bytes accessed"] / 1e6,
-        cost["flops"] / 1e9,
-        memory.temp_size_in_bytes / 1e6,
-        program.as_text().count(" conditional("),
-        seconds,
-    )
+    return Compiled(run, program.cost_analysis()["bytes accessed"] / 1e6)
 
 
-def interleaved(steps: dict[str, Compiled], rounds: int) -> Times:
-    """Return wall and CPU seconds of a step, a pair a round, in an order that changes every round."""
-    times: Times = {name: [] for name in steps}
-    names = list(steps)
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            wall, cpu = time.perf_counter(), time.process_time()
-            steps[name].run()
-            times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return times
-
-
-def ratios(times: Times, name: str) -> list[str]:
-    """Return wall and CPU time over those of the first variant."""
-    pairs = list(zip(times[name], next(iter(times.values())), strict=True))
-    return [f"{statistics.median(a[clock] / b[clock] for a, b in pairs):.3f}" for clock in (0, 1)]
-
-
-def report(title: str, steps: dict[str, Compiled], rounds: int) -> None:
-    """Print one table."""
-    base = next(iter(steps.values()))
-    times: Times = {}
-    took = ""
-    if rounds:
-        interleaved(steps, 2)
-        times = interleaved(steps, rounds)
-        took = f"{1e3 * statistics.median(wall for wall, _ in next(iter(times.values()))):.0f} ms, "
-    print(f"\n{title}; without loss scaling {took}{base.megabytes:.0f} MB, {base.gigaflops:.1f} GFLOP")
-    print(f"{'':24}{'wall':>7}{'CPU':>7}{'bytes':>8}{'FLOPs':>8}{'temp MB':>9}{'conds':>7}{'compile s':>10}")
-    for name, one in steps.items():
-        wall, cpu = ratios(times, name) if times else ("-", "-")
-        relative = f"{one.megabytes / base.megabytes:8.3f}{one.gigaflops / base.gigaflops:8.3f}"
-        rest = f"{one.temporary:9.1f}{one.conditionals:7}{one.seconds:10.1f}"
-        print(f"{name:24}{wall:>7}{cpu:>7}{relative}{rest}", flush=True)
+def rows_of(area: Area, what: str, steps: dict[str, Compiled], options: Options) -> Iterator[Row]:
+    """Yield what our ways to write a step cost: time, and bytes accessed."""
+    times = options.interleaved({name: step.run for name, step in steps.items()})
+    peers = [name for name in steps if name in PEERS or name == "mpx"]
+    compared = {STEP: (peers, [NONE]), TRANSFORMATION: ([], [NONE])}
+    if CAST in steps:
+        compared[CAST] = ([STEP], [])
+    for ours, (same, less) in compared.items():
+        way = ours.removeprefix("preamp's ")
+        yield from area.timed(f"{way}: {what}", times, ours, same, less)
+        for other in (*same, *less):
+            sizes = steps[ours].megabytes, steps[other].megabytes
+            yield area.counted(f"{way}: {what}, bytes accessed", other, *sizes, "MB", other in same)
 
 
 def prepare(model: str, quick: bool) -> tuple[Any, Any, Callable[[Any], Loss]]:
@@ -268,31 +225,21 @@ def prepare(model: str, quick: bool) -> tuple[Any, Any, Callable[[Any], Loss]]:
     return models.gpt_params(rng, sizes), batch, make_loss
 
 
-def main() -> None:
-    """Print a table for each model, dtype and clip."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--model", choices=("gpt", "mlp"))
-    parser.add_argument("--compute", choices=("float32", "float16"))
-    parser.add_argument("--counts", action="store_true", help="compile only: what needs no quiet machine")
-    parser.add_argument("--quick", action="store_true", help="tiny models and two rounds")
-    options = parser.parse_args()
-    rounds = 0 if options.counts else 2 if options.quick else options.rounds
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
-    print(f"{versions}; {jax.default_backend()}, {rounds} rounds")
-    for model in (options.model,) if options.model else ("gpt", "mlp"):
-        params, batch, make_loss = prepare(model, options.quick)
-        for compute in (options.compute,) if options.compute else ("float32", "float16"):
-            for max_norm in (None, MAX_NORM):
-                low = None if compute == "float32" else jnp.float16
-                task = Task(make_loss(low), make_loss(None), max_norm)
-                made = {**VARIANTS, **(IN_FLOAT16 if low else {})}
-                steps = {name: compiled(make, task, params, batch) for name, make in made.items()}
-                clip = "" if max_norm is None else f", clip at {max_norm:g}"
-                report(f"{model} {models.count(params) / 1e6:.1f}M {compute}{clip}", steps, rounds)
-                del steps
-                gc.collect()
+def measure(options: Options) -> Iterator[Row]:
+    """Yield the rows of a model, in two precisions, with and without a clip."""
+    area = Area("jax step", options.device)
+    params, batch, make_loss = prepare(options.model, options.quick)
+    size = f"{options.model} of {models.count(params) / 1e6:.1f}M numbers"
+    for low in (jnp.float16,) if options.quick else (None, jnp.float16):
+        for max_norm in (MAX_NORM,) if options.quick else (None, MAX_NORM):
+            task = Task(make_loss(low), make_loss(None), max_norm)
+            made = {**VARIANTS, **(IN_FLOAT16 if low else {})}
+            steps = {name: compiled(make, task, params, batch) for name, make in made.items()}
+            what = f"{size}, {'float16' if low else 'float32'}, {'clip' if max_norm else 'no clip'}"
+            yield from rows_of(area, what, steps, options)
+            del steps
+            gc.collect()
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, model=("gpt", "mlp"))

@@ -1,89 +1,64 @@
-"""What the Keras optimizer costs a training step, beside Keras's own. Reports; asserts nothing.
+"""What Keras's LossScaleOptimizer costs beside Keras's own, on each backend. On one thread.
 
-Run: python benchmarks/keras_optimizer.py [--rounds 41] [--backend torch]
+Run: python benchmarks/keras_optimizer.py [--backend jax] [--device cuda] [--quick]. Reports; asserts nothing.
 
-A 784-512-512-10 network, Adam, 128 rows. One process per backend; in it three training steps, compiled as
-Keras compiles them, take turns: bare (Adam alone), stock (Keras's LossScaleOptimizer around it) and ours.
-Times are medians over the rounds; what a wrapper adds is the median of the paired differences.
+A 784-512-512-10 network, Adam, 128 rows. Training steps take turns, compiled as Keras compiles them: Adam
+alone, Keras's wrapper around it and ours. On JAX and TensorFlow the compiled update is measured alone too, as
+what a wrapper adds drowns in a whole step's noise. One process has one backend.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-BACKENDS = ("torch", "jax", "tensorflow")
-ROWS, STEPS = 128, 5
+from rows import Area, Options, Row, main
+from timing import Work
+
+ROWS = 128
+ALONE, KERAS = "Adam alone", "keras.optimizers.LossScaleOptimizer"
+KINDS = ("preamp", KERAS, ALONE)
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--backend", choices=BACKENDS)
-    parser.add_argument("--policy", default="float32", help="a Keras dtype policy, such as mixed_float16")
-    parser.add_argument("--jit", action="store_true", help="XLA on tensorflow, torch.compile on torch")
-    arguments = parser.parse_args()
-    if arguments.backend is None:
-        for backend in BACKENDS:
-            environment = {
-                **os.environ,
-                "KERAS_BACKEND": backend,
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "OMP_NUM_THREADS": "1",
-                "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
-                "TF_NUM_INTRAOP_THREADS": "1",
-                "TF_NUM_INTEROP_THREADS": "1",
-            }
-            words = [sys.executable, __file__, *sys.argv[1:], "--backend", backend]
-            done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-            print(done.stdout or done.stderr[-3000:], end="", flush=True)
-        return
-    report(arguments)
-
-
-def report(arguments: argparse.Namespace) -> None:
-    """Time and count one backend's steps."""
+def measure(options: Options) -> Iterator[Row]:
+    """Yield the rows of a backend. It is imported here because it reads the environment when it is."""
+    os.environ.update(ONE_THREAD, KERAS_BACKEND=options.backend)
     import keras
 
-    keras.config.set_dtype_policy(arguments.policy)
-    steps = {kind: prepare(kind, arguments.jit) for kind in ("bare", "stock", "ours")}
-    for step, _ in steps.values():
-        for _ in range(3):
-            step()
-    walls, times = interleaved({kind: step for kind, (step, _) in steps.items()}, arguments.rounds)
-    print(f"{arguments.backend}, Adam, {arguments.policy}{', jit' if arguments.jit else ''}")
-    print_added("CPU", times)
-    print_added("wall", walls)
-    if arguments.backend != "torch":
-        report_alone(arguments.backend, arguments.rounds)
-    for kind, (_, counts) in steps.items():
-        print(f"  {kind:5} " + ", ".join(f"{value} {name}" for name, value in counts().items()))
+    area = Area(f"keras on {options.backend}", options.device)
+    for policy in ("float32",) if options.quick else ("float32", "mixed_float16"):
+        keras.config.set_dtype_policy(policy)
+        yield from steps(options, area, policy)
+    keras.config.set_dtype_policy("float32")
+    if options.backend != "torch":
+        yield from updates(options, area)
 
 
-def print_added(name: str, seconds: dict[str, list[float]]) -> None:
-    """Print what each wrapper adds to the bare optimizer."""
-    bare = statistics.median(seconds["bare"])
-    added = {
-        kind: statistics.median(a - b for a, b in zip(seconds[kind], seconds["bare"], strict=True))
-        for kind in ("stock", "ours")
-    }
-    print(
-        f"  {name:5} bare {1e3 * bare:6.2f} ms, stock +{1e3 * added['stock']:5.2f} ms, "
-        f"ours +{1e3 * added['ours']:5.2f} ms: {added['ours'] / added['stock']:.2f} of stock's"
-    )
+def steps(options: Options, area: Area, policy: str) -> Iterator[Row]:
+    """Yield rows of whole training steps, and of what is counted in them."""
+    made = {kind: prepare(kind) for kind in KINDS}
+    times = options.interleaved({kind: step for kind, (step, _) in made.items()})
+    yield from area.timed(f"a training step, {policy}", times, "preamp", [KERAS], [ALONE])
+    yield area.added(f"what is added to a training step, {policy}", times, ALONE, KERAS)
+    ours, theirs = (made[kind][1]() for kind in ("preamp", KERAS))
+    for unit, figure in ours.items():
+        yield area.counted(f"in a training step, {policy}", KERAS, figure, theirs[unit], unit)
 
 
-def report_alone(backend: str, rounds: int) -> None:
-    """Time the compiled update alone: what the wrappers add to it drowns in a whole step's noise."""
-    update = {"jax": update_on_jax, "tensorflow": update_on_tensorflow}[backend]
-    _, times = interleaved({kind: update(wrapped(kind)) for kind in ("bare", "stock", "ours")}, 5 * rounds)
-    print_added("alone", times)
+def updates(options: Options, area: Area) -> Iterator[Row]:
+    """Yield rows of the compiled update."""
+    update = {"jax": update_on_jax, "tensorflow": update_on_tensorflow}[options.backend]
+    times = options.interleaved({kind: update(wrapped(kind)) for kind in KINDS})
+    yield from area.timed("the compiled update", times, "preamp", [KERAS], [ALONE])
+    yield area.added("what is added to the compiled update", times, ALONE, KERAS)
 
 
 def weights_of(optimizer: Any) -> tuple[list[Any], list[Any]]:
@@ -100,7 +75,7 @@ def weights_of(optimizer: Any) -> tuple[list[Any], list[Any]]:
     return variables, [keras.ops.convert_to_tensor(rng.normal(size=s), "float32") for s in shapes]
 
 
-def update_on_jax(optimizer: Any) -> Callable[[], None]:
+def update_on_jax(optimizer: Any) -> Work:
     import jax
 
     variables, gradients = weights_of(optimizer)
@@ -117,7 +92,7 @@ def update_on_jax(optimizer: Any) -> Callable[[], None]:
     return once
 
 
-def update_on_tensorflow(optimizer: Any) -> Callable[[], None]:
+def update_on_tensorflow(optimizer: Any) -> Work:
     import tensorflow as tf
 
     variables, gradients = weights_of(optimizer)
@@ -132,29 +107,12 @@ def wrapped(kind: str) -> Any:
 
     from preamp.keras import LossScaleOptimizer
 
-    wrap = {"stock": keras.optimizers.LossScaleOptimizer, "ours": LossScaleOptimizer}
+    wrap = {KERAS: keras.optimizers.LossScaleOptimizer, "preamp": LossScaleOptimizer}
     adam = keras.optimizers.Adam(1e-3)
-    return adam if kind == "bare" else wrap[kind](adam)
+    return adam if kind == ALONE else wrap[kind](adam)
 
 
-def interleaved(
-    steps: dict[str, Callable[[], None]], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return wall and CPU seconds per step, in an order that changes every round."""
-    walls: dict[str, list[float]] = {kind: [] for kind in steps}
-    times: dict[str, list[float]] = {kind: [] for kind in steps}
-    kinds = list(steps)
-    for number in range(rounds):
-        for kind in kinds[number % 3 :] + kinds[: number % 3]:
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(STEPS):
-                steps[kind]()
-            walls[kind].append((time.perf_counter() - wall) / STEPS)
-            times[kind].append((time.process_time() - cpu) / STEPS)
-    return walls, times
-
-
-def prepare(kind: str, jit: bool) -> tuple[Callable[[], None], Callable[[], dict[str, Any]]]:
+def prepare(kind: str) -> tuple[Work, Callable[[], dict[str, Any]]]:
     """Return a training step, and what counts its work."""
     import keras
     import numpy as np
@@ -170,7 +128,7 @@ def prepare(kind: str, jit: bool) -> tuple[Callable[[], None], Callable[[], dict
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(wrapped(kind), loss, auto_scale_loss=False, jit_compile=jit or "auto")
+    model.compile(wrapped(kind), loss, auto_scale_loss=False)
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(ROWS, 784)).astype("float32")
     labels = rng.integers(0, 10, size=ROWS)
@@ -209,7 +167,7 @@ def on_torch(model: Any, rows: Any, labels: Any) -> Any:
                 model.train_step(data)
         finally:
             torch.Tensor.tolist = plain  # type: ignore[method-assign]
-        return {"operators": counting.calls, "host reads": counting.reads + lists}
+        return {"operators": counting.calls, "reads to the host": counting.reads + lists}
 
     return lambda: model.train_function([data]), counts
 
@@ -238,7 +196,7 @@ def on_jax(model: Any, rows: Any, labels: Any) -> Any:
         return {
             "MB accessed": round(cost["bytes accessed"] / 1e6, 1),
             "conditionals": text.count(" conditional("),
-            "instructions": text.count(" = "),
+            "instructions of XLA": text.count(" = "),
         }
 
     return once, counts
@@ -254,10 +212,11 @@ def on_tensorflow(model: Any, rows: Any, labels: Any) -> Any:
     def counts() -> dict[str, int]:
         everywhere = [node for f in graph.as_graph_def().library.function for node in f.node_def]
         nodes = [*graph.as_graph_def().node, *everywhere]
-        return {"nodes": len(nodes), "conds": sum(node.op in ("If", "StatelessIf") for node in nodes)}
+        conditionals = sum(node.op in ("If", "StatelessIf") for node in nodes)
+        return {"nodes of the graph": len(nodes), "conditionals": conditionals}
 
     return lambda: step(data)["loss"].numpy(), counts
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, backend=("torch", "jax", "tensorflow"))

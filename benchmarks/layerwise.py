@@ -1,25 +1,22 @@
-"""What `LayerwiseScale` costs: a training step with it in the time of one without. Reports; asserts nothing.
+"""What `LayerwiseScale` costs: forward and backward, in the time they take without it. On one thread.
 
-Run: python benchmarks/layerwise.py [--rounds 15]
+Run: python benchmarks/layerwise.py [--device cuda] [--quick]. Reports; asserts nothing.
 
-Steps with and without alternate in one process; a number is the median of the rounds' ratios. Factors are at
-work: the loss is so small that most layers are raised.
+Factors are at work: the loss is so small that most layers are raised.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
+from rows import Area, Options, Row, main
 from torch import Tensor, nn
 
 from preamp.torch import LayerwiseScale
 
+WITHOUT = "without LayerwiseScale"
 NEVER = 10**9
 FAINT = 2.0**-24
 
@@ -48,22 +45,16 @@ def transformer() -> tuple[nn.Module, Tensor]:
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(8, 64, 256)
 
 
-def seconds(run: Callable[[], Any], times: int) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        run()
-    return (time.perf_counter() - start) / times
-
-
 def step(model: nn.Module, x: Tensor, backward: Callable[[Tensor], None]) -> None:
     model.zero_grad()
     backward(model(x).square().mean() * FAINT)
 
 
-def measure(make: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> None:
+def measure_network(make: Callable[[], tuple[nn.Module, Tensor]], options: Options) -> Iterator[Row]:
+    """Yield a row of passes with factors, and one of passes that take statistics."""
     torch.manual_seed(0)
     model, x = make()
-    plain = partial(step, model, x, Tensor.backward)
+    model, x = model.to(options.device), x.to(options.device)
     layerwise = LayerwiseScale(model, every=NEVER)
     scaled = partial(step, model, x, layerwise.backward)
     for _ in range(2):
@@ -73,25 +64,32 @@ def measure(make: Callable[[], tuple[nn.Module, Tensor]], rounds: int) -> None:
         layerwise.measure()
         scaled()
 
-    times = max(2, int(0.1 / seconds(plain, 5)))
-    found = [[seconds(run, times) for run in (plain, scaled, measured)] for _ in range(rounds)]
-    ratios = [statistics.median(row[n] / row[0] for row in found) for n in (1, 2)]
-    ms = 1e3 * statistics.median(row[0] for row in found)
+    works = {
+        WITHOUT: partial(step, model, x, Tensor.backward),
+        "with factors": scaled,
+        "with statistics": measured,
+    }
+    times = options.interleaved(works)
     raised = sum(factor > 1.0 for factor in layerwise.factors.values())
-    print(f"| {make.__doc__} | {raised} | {ms:.2g} | {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
+    network = (make.__doc__ or "").rstrip(".")
+    yield from area(options).timed(
+        f"{network}; {raised} layers raised", times, "with factors", floors=[WITHOUT]
+    )
+    yield from area(options).timed(
+        f"{network}; a pass that takes statistics", times, "with statistics", floors=[WITHOUT]
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+def area(options: Options) -> Area:
+    return Area("torch LayerwiseScale", options.device)
+
+
+def measure(options: Options) -> Iterator[Row]:
+    """Yield two rows for each network."""
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} thread")
-    print("| network | layers raised | step, ms | with factors | with statistics |")
-    print("| --- | --- | --- | --- | --- |")
-    for make in (dense, wide, convolutions, transformer):
-        measure(make, arguments.rounds)
+    for make in (dense,) if options.quick else (dense, wide, convolutions, transformer):
+        yield from measure_network(make, options)
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__)

@@ -1,24 +1,23 @@
-"""What a lens adds to a training run. Reports; asserts nothing.
+"""What a lens adds to a training step. On one thread.
 
-Run: python benchmarks/lens.py [--rounds 200] [--device cpu] [--every 100]
+Run: python benchmarks/lens.py [--device cuda] [--quick]. Reports; asserts nothing.
 
-One step of each kind is timed in turn: without a lens, with a lens on a pass that it does not sample, and
-with one that samples every pass, whose reading is included. The last column is what follows at `--every`.
+Whole steps take turns: without a lens, with one on a pass that it does not sample, and with one on a pass
+that it does, whose reading is included. What a run costs that samples one pass in a hundred follows.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Iterator
 
 import torch
+from rows import Area, Options, Row, main
 from torch import Tensor, nn
 
 from preamp.torch import GradScaler, Lens
 
-NEVER = 10**9
+NEVER, EVERY = 10**9, 100
+WITHOUT, IDLE, SAMPLED = "without a lens", "a pass that is not sampled", "a pass that is sampled"
 
 
 class Transformer(nn.Module):
@@ -73,46 +72,29 @@ class Training:
         if every:
             Lens(self.model, every, scaler=self.scaler)
 
-    def step(self) -> float:
-        """Train on one batch; return the seconds it took."""
-        start = time.perf_counter()
+    def step(self) -> None:
+        """Train on one batch."""
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(self.batch), self.labels)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
 
 
-def measure(name: str, device: str, rounds: int) -> tuple[float, float, float]:
-    """Return median seconds of a step: without a lens, not sampled, sampled."""
-    trainings = [Training(name, device, every) for every in (None, NEVER, 1)]
-    for training in trainings:
-        training.step(), training.step()
-    times = [[training.step() for training in trainings] for _ in range(rounds)]
-    plain, idle, sampled = zip(*times, strict=True)
-    return median(plain), median(idle), median(sampled)
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--every", type=int, default=100)
-    args = parser.parse_args()
+def measure(options: Options) -> Iterator[Row]:
+    """Yield three rows for each network."""
     torch.set_num_threads(1)
-    print(f"{'':42}{'step':>10}{'idle lens':>11}{'sampled':>10}{'adds at 1 in ' + str(args.every):>19}")
-    for name in PROBLEMS:
-        plain, idle, sampled = measure(name, args.device, args.rounds)
-        added = (sampled - plain) / (args.every * plain)
-        print(
-            f"{name:42}{plain * 1e3:8.2f}ms{idle / plain:10.3f}x{sampled / plain:9.2f}x{added:19.2%}",
-            flush=True,
+    area, sampled_run = Area("torch Lens", options.device), f"a run that samples 1 pass in {EVERY}"
+    for name in list(PROBLEMS)[: 1 if options.quick else None]:
+        kinds = {WITHOUT: None, IDLE: NEVER, SAMPLED: 1}
+        times = options.interleaved(
+            {kind: Training(name, options.device, every).step for kind, every in kinds.items()}
         )
+        pairs = zip(times[WITHOUT], times[SAMPLED], strict=True)
+        times[sampled_run] = [plain + (sampled - plain) / EVERY for plain, sampled in pairs]
+        for kind in (IDLE, SAMPLED, sampled_run):
+            yield from area.timed(f"{name}: {kind}", times, kind, floors=[WITHOUT])
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__)

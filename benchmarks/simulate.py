@@ -1,18 +1,15 @@
-"""What playing gradients through ten rules takes. Reports; asserts nothing.
+"""What playing gradients through ten rules takes, beside drawing them. Plain Python.
 
-Run: python benchmarks/simulate.py [--steps 100000] [--rounds 3]
-
-Processor time of one thread, drawing the gradients included; the total is the median of the rounds' totals.
+Run: python benchmarks/simulate.py [--quick]. Reports; asserts nothing.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
+
+from rows import Area, Options, Row, main
 
 from preamp import (
     Dynamic,
@@ -28,52 +25,42 @@ from preamp import (
     simulate,
 )
 
-RULES: dict[str, Policy[Any]] = {
-    "Static": Static(2.0**20),
-    "Dynamic": Dynamic(),
-    "Tolerant": Tolerant(),
-    "FloorSchedule": FloorSchedule(),
-    "LogMax": LogMax(),
-    "Histogram": Histogram(),
-    "Headroom": Headroom(),
-    "TORCH": dialects.TORCH,
-    "DEEPSPEED": dialects.DEEPSPEED,
-    "MEGATRON": dialects.MEGATRON,
-}
+STEPS = 20_000
+RULES: tuple[Policy[Any], ...] = (
+    Static(2.0**20),
+    Dynamic(),
+    Tolerant(),
+    FloorSchedule(),
+    LogMax(),
+    Histogram(),
+    Headroom(),
+    dialects.TORCH,
+    dialects.DEEPSPEED,
+    dialects.MEGATRON,
+)
+DRAWING = "drawing the gradients, which they share"
 KINDS = (processes.Stationary, processes.Drifting, processes.Spiky, processes.HeavyTailed)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the processor time that a call takes."""
-    start = time.process_time()
-    work()
-    return time.process_time() - start
-
-
-def one_round(kind: type[processes.Drawn], steps: int) -> dict[str, float]:
-    """Return the seconds of every rule, and of drawing."""
+def play(kind: type[processes.Drawn], steps: int) -> None:
+    """Draw gradients, and play them through every rule."""
     process = kind(steps=steps)
-    taken = {"drawing": seconds(lambda: list(process))}
-    for name, rule in RULES.items():
-        taken[name] = seconds(lambda rule=rule: simulate(rule, process))
-    return taken
+    for rule in RULES:
+        simulate(rule, process)
 
 
-def main() -> None:
-    """Print a line for every process."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    print(
-        f"Python {platform.python_version()}, {platform.machine()}; {given.steps:,} steps, {len(RULES)} rules"
-    )
+def measure(options: Options) -> Iterator[Row]:
+    """Yield a row for each process."""
+    area, steps = Area("simulate"), 100 if options.quick else STEPS
     for kind in KINDS:
-        rounds = [one_round(kind, given.steps) for _ in range(given.rounds)]
-        total = statistics.median(sum(one.values()) for one in rounds)
-        parts = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-        print(f"{kind.__name__:12} {total:5.2f} s: " + ", ".join(f"{n} {t:.2f}" for n, t in parts.items()))
+        works = {
+            "preamp": partial(play, kind, steps),
+            DRAWING: lambda kind=kind: list(kind(steps=steps)),
+        }
+        times = options.interleaved(works)
+        what = f"{kind.__name__}, {steps:,} steps, {len(RULES)} rules"
+        yield from area.timed(what, times, "preamp", floors=[DRAWING], unit="s")
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__)

@@ -1,27 +1,31 @@
-"""What the PyTorch scaler costs beside PyTorch's own. Reports; asserts nothing.
+"""What loss scaling for PyTorch costs beside PyTorch's own, the bare optimizer and the memory. On all cores.
 
-Run: python benchmarks/torch_scaler.py [--rounds 15] [--device cpu]
+Run: python benchmarks/torch_scaler.py [--device cuda] [--quick]. Reports; asserts nothing.
 
-Every row compares whole iterations, interleaved in one process; a number is the median of the rounds' ratios.
+Whole iterations take turns: scale, unscale, check, clip, step, update. Only the last rows have a network.
+Where gradients have four numbers each, what is left is Python and dispatch, on one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import platform
-import statistics
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from rows import Area, Options, Row, difference, main
+from timing import Times, Work, spread
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp.torch import GradScaler
+from preamp import Dynamic
+from preamp.torch import GradScaler, LossScaleOptimizer
 
 MAX_NORM = 1.0
+ALONE, PYTORCH, MEMORY = "the optimizer alone", "torch.amp.GradScaler", "reading the gradients once"
+WRAPPER, WATCHED = "preamp's LossScaleOptimizer", "preamp, watched"
+NEITHER, BEYOND = "neither scaling nor clipping", "ATen calls beyond the optimizer's"
 Shapes = list[tuple[int, ...]]
 
 
@@ -31,15 +35,8 @@ def resnet50() -> Shapes:
     width = 64
     for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
-            out = 4 * planes
-            shapes += [
-                (planes, width, 1, 1),
-                (planes,),
-                (planes,),
-                (planes, planes, 3, 3),
-                (planes,),
-                (planes,),
-            ]
+            out, norm = 4 * planes, [(planes,), (planes,)]
+            shapes += [(planes, width, 1, 1), *norm, (planes, planes, 3, 3), *norm]
             shapes += [(out, planes, 1, 1), (out,), (out,)]
             shapes += [(out, width, 1, 1), (out,), (out,)] if block == 0 else []
             width = out
@@ -49,44 +46,48 @@ def resnet50() -> Shapes:
 def gpt2() -> Shapes:
     """148 tensors, 124.4M numbers."""
     d = 768
-    block = [
-        (d,),
-        (d,),
-        (3 * d, d),
-        (3 * d,),
-        (d, d),
-        (d,),
-        (d,),
-        (d,),
-        (4 * d, d),
-        (4 * d,),
-        (d, 4 * d),
-        (d,),
-    ]
-    return [(50257, d), (1024, d), *(block * 12), (d,), (d,)]
+    attention: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,)]
+    feed_forward: Shapes = [(d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
+    return [(50257, d), (1024, d), *((attention + feed_forward) * 12), (d,), (d,)]
 
 
 def small() -> Shapes:
-    """161 tensors of four numbers: what is left is Python and dispatch."""
+    """161 tensors of 4 numbers."""
     return [(4,)] * 161
 
 
 class Iteration:
-    """An optimizer with gradients, and scalers of both kinds to step it with."""
+    """An optimizer with gradients, and scalers of all kinds to step it with."""
 
     def __init__(self, shapes: Shapes, device: str, kind: str) -> None:
         self.parameters = [torch.nn.Parameter(torch.randn(s, device=device) * 0.02) for s in shapes]
         for parameter in self.parameters:
             parameter.grad = torch.randn_like(parameter)
-        self.optimizer: Any = (
-            torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
-            if kind == "AdamW(fused)"
-            else torch.optim.SGD(self.parameters, lr=1e-4, foreach=True)
-        )
+        self.kind = kind
+        self.optimizer = self.make_optimizer()
         self.loss = torch.ones((), device=device)
         never = {"init_scale": 1.0, "growth_interval": 10**9}
-        self.stock = torch.amp.GradScaler(device, **never)
-        self.ours = GradScaler(device, **never)
+        self.stock, self.ours = torch.amp.GradScaler(device, **never), GradScaler(device, **never)
+        self.clipping, self.wrapper = (
+            LossScaleOptimizer(self.make_optimizer(), policy=Dynamic(**never), global_clipnorm=norm)
+            for norm in (MAX_NORM, None)
+        )
+        self.flat = torch.randn(sum(parameter.numel() for parameter in self.parameters), device=device)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        if self.kind == "AdamW(fused)":
+            return torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
+        return torch.optim.SGD(self.parameters, lr=1e-4, foreach=True)
+
+    def works(self, clip: bool) -> dict[str, Work]:
+        """Return the ways to make an iteration, and what each contains at least."""
+        return {
+            "preamp": self.ours_clip if clip else self.ours_plain,
+            WRAPPER: self.wrapped_clip if clip else self.wrapped_plain,
+            PYTORCH: self.stock_clip if clip else self.stock_plain,
+            ALONE: self.bare,
+            MEMORY: self.floor,
+        }
 
     def stock_clip(self) -> None:
         self.stock.scale(self.loss)
@@ -100,6 +101,10 @@ class Iteration:
         self.ours.step(self.optimizer, max_norm=MAX_NORM)
         self.ours.update()
 
+    def wrapped_clip(self) -> None:
+        self.clipping.scale_loss(self.loss)
+        self.clipping.step()
+
     def stock_plain(self) -> None:
         self.stock.scale(self.loss)
         self.stock.step(self.optimizer)
@@ -110,16 +115,22 @@ class Iteration:
         self.ours.step(self.optimizer)
         self.ours.update()
 
+    def wrapped_plain(self) -> None:
+        self.wrapper.scale_loss(self.loss)
+        self.wrapper.step()
+
     def bare(self) -> None:
         self.optimizer.step()
 
+    def floor(self) -> None:
+        torch.dot(self.flat, self.flat)
+
 
 class Network:
-    """A real network: backward and step of a transformer-like stack, 25M parameters."""
+    """A network of dense layers, to run backward through and step."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, width: int, depth: int) -> None:
         torch.manual_seed(0)
-        width, depth = 1024, 24
         layers = [m for _ in range(depth) for m in (torch.nn.Linear(width, width), torch.nn.GELU())]
         self.model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10)).to(device)
         self.batch = torch.randn(300, width, device=device)
@@ -127,29 +138,34 @@ class Network:
         never = {"init_scale": 2.0**10, "growth_interval": 10**9}
         self.stock, self.ours = torch.amp.GradScaler(device, **never), GradScaler(device, **never)
         self.watched = GradScaler(device, **never)
+        self.handle: Any = None
 
-    def loss(self) -> torch.Tensor:
+    def forward(self, name: str) -> None:
+        """Make the loss for the next turn, whose time is that of backward and step."""
+        if self.handle:
+            self.handle.remove()
+        self.handle = self.watched.watch(self.optimizer) if name == WATCHED else None
         self.optimizer.zero_grad()
-        return self.model(self.batch).square().mean()
+        self.loss = self.model(self.batch).square().mean()
 
-    def neither(self, loss: torch.Tensor) -> None:
-        loss.backward()
+    def neither(self) -> None:
+        self.loss.backward()
         self.optimizer.step()
 
-    def stock_clip(self, loss: torch.Tensor) -> None:
-        self.stock.scale(loss).backward()
+    def stock_clip(self) -> None:
+        self.stock.scale(self.loss).backward()
         self.stock.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.stock.step(self.optimizer)
         self.stock.update()
 
-    def combined(self, loss: torch.Tensor) -> None:
-        self.ours.scale(loss).backward()
+    def combined(self) -> None:
+        self.ours.scale(self.loss).backward()
         self.ours.step(self.optimizer, max_norm=MAX_NORM)
         self.ours.update()
 
-    def watching(self, loss: torch.Tensor) -> None:
-        self.watched.scale(loss).backward()
+    def watching(self) -> None:
+        self.watched.scale(self.loss).backward()
         self.watched.step(self.optimizer, max_norm=MAX_NORM)
         self.watched.update()
 
@@ -167,139 +183,98 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Return how long a call takes, with what it started on the device."""
-    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
-    sync()
-    start = time.perf_counter()
+def count(work: Work) -> Calls:
+    """Return the ATen calls of a work that is not at its first call."""
     work()
-    sync()
-    return time.perf_counter() - start
-
-
-def interleaved(
-    works: dict[str, Callable[[], object]], rounds: int, device: str, repeat: int = 1
-) -> dict[str, list[float]]:
-    """Return the times of each work, one of each per round."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work()
-    for _ in range(rounds):
-        for name, work in works.items():
-            times[name].append(sum(seconds(work, device) for _ in range(repeat)) / repeat)
-    return times
-
-
-def ratio(times: dict[str, list[float]], a: str, b: str) -> float:
-    """Return the median of the rounds' ratios."""
-    return statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
-
-
-def floor(shapes: Shapes, device: str) -> Callable[[], object]:
-    """Return a work that reads as many bytes once as the gradients have."""
-    flat = torch.randn(sum(torch.Size(s).numel() for s in shapes), device=device)
-    return lambda: torch.dot(flat, flat)
-
-
-def report_iterations(device: str, rounds: int) -> None:
-    """Print what an iteration costs without the network."""
-    print("\niteration without the network              stock ms  ours ms  ours/stock  bare/stock  floor ms")
-    for model, shapes in (("ResNet-50-like", resnet50()), ("GPT-2-small-like", gpt2())):
-        for kind in ("AdamW(fused)", "SGD(foreach)"):
-            it = Iteration(shapes, device, kind)
-            works: dict[str, Callable[[], object]] = {
-                "stock clip": it.stock_clip,
-                "ours clip": it.ours_clip,
-                "stock plain": it.stock_plain,
-                "ours plain": it.ours_plain,
-                "bare": it.bare,
-                "floor": floor(shapes, device),
-            }
-            times = interleaved(works, rounds, device)
-            for what in ("clip", "plain"):
-                stock, ours = f"stock {what}", f"ours {what}"
-                label = f"{model}, {kind}, {'clip' if what == 'clip' else 'no clip'}"
-                print(
-                    f"{label:42} {1e3 * statistics.median(times[stock]):8.1f}"
-                    f" {1e3 * statistics.median(times[ours]):8.1f} {ratio(times, ours, stock):11.3f}"
-                    f" {ratio(times, 'bare', stock):11.3f} {1e3 * statistics.median(times['floor']):9.1f}"
-                )
-            del it, works
-            gc.collect()
-
-
-def report_small(device: str, rounds: int) -> None:
-    """Print what Python and dispatch cost, and count the calls."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    print(
-        "\n161 gradients of 4 numbers, 1 thread       stock us  ours us  ours/stock   calls stock/ours  reads"
-    )
-    for kind in ("AdamW(fused)", "SGD(foreach)"):
-        it = Iteration(small(), device, kind)
-        for what, stock, ours in (
-            ("clip", it.stock_clip, it.ours_clip),
-            ("no clip", it.stock_plain, it.ours_plain),
-        ):
-            times = interleaved({"stock": stock, "ours": ours}, 4 * rounds, device, repeat=10)
-            counts = [count(work) for work in (stock, ours, it.bare)]
-            own = counts[2].calls
-            print(
-                f"{kind + ', ' + what:42} {1e6 * statistics.median(times['stock']):8.0f}"
-                f" {1e6 * statistics.median(times['ours']):8.0f} {ratio(times, 'ours', 'stock'):11.3f}"
-                f" {counts[0].calls - own:13} / {counts[1].calls - own}"
-                f" {counts[0].reads - counts[2].reads:5} / {counts[1].reads - counts[2].reads}"
-            )
-    it = Iteration(small(), device, "AdamW(fused)")
-    with patch("preamp.torch.stepping._reads_are_free", lambda _: False):
-        it.ours_clip()
-        ours, own = count(it.ours_clip), count(it.bare)
-    print(f"AdamW(fused), clip, as on an accelerator: {ours.calls - own.calls} calls, {ours.reads} reads")
-    torch.set_num_threads(threads)
-
-
-def count(work: Callable[[], object]) -> Calls:
-    """Return the ATen calls of a work."""
     with Calls() as calls:
         work()
     return calls
 
 
-def report_network(device: str, rounds: int) -> None:
-    """Print backward + step of a real network."""
-    net = Network(device)
-    names = ("neither", "stock_clip", "combined", "watching")
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        for name in names:
-            handle = net.watched.watch(net.optimizer) if name == "watching" else None
-            loss = net.loss()
-            took = seconds(lambda name=name, loss=loss: getattr(net, name)(loss), device)
-            if handle:
-                handle.remove()
-            if turn:
-                times[name].append(took)
-    print("\nbackward + step of a network of 25M parameters, over that with neither scaling nor clipping")
-    for name in names:
-        ms = 1e3 * statistics.median(times[name])
-        print(
-            f"{name.replace('_', ' ') + (' with clip' if name in names[2:] else ''):42} {ms:8.1f} ms"
-            f" {ratio(times, name, 'neither'):8.3f}"
-        )
+def iterations(options: Options) -> Iterator[Row]:
+    """Yield rows of iterations without a network."""
+    scaler, wrapper = areas(options)
+    for shapes in (small(),) if options.quick else (resnet50(), gpt2()):
+        for kind in ("AdamW(fused)", "SGD(foreach)"):
+            iteration = Iteration(shapes, options.device, kind)
+            for clip in (True, False):
+                times = options.interleaved(iteration.works(clip))
+                what = f"{kind}, {described(shapes)}, {'clip' if clip else 'no clip'}"
+                yield from scaler.timed(what, times, "preamp", [PYTORCH], [ALONE])
+                yield _over_memory(scaler, what, times)
+                yield from wrapper.timed(what, times, WRAPPER, [PYTORCH], [ALONE])
+            del iteration
+            gc.collect()
 
 
-def main() -> None:
-    """Print three tables."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
-    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-    print(f"torch {torch.__version__}, {name}, {torch.get_num_threads()} threads, {options.rounds} rounds")
-    report_iterations(options.device, options.rounds)
-    report_small(options.device, options.rounds)
-    report_network(options.device, options.rounds)
+def areas(options: Options) -> tuple[Area, Area]:
+    """Return the area of the scaler, and that of the optimizer that wraps another."""
+    return Area("torch GradScaler", options.device), Area("torch LossScaleOptimizer", options.device)
+
+
+def described(shapes: Shapes) -> str:
+    """Return how many tensors and numbers there are."""
+    numbers = sum(math.prod(shape) for shape in shapes)
+    return f"{len(shapes)} tensors, {numbers / 1e6:.1f}M numbers"
+
+
+def _over_memory(area: Area, what: str, times: Times) -> Row:
+    added, memory = difference(times, "preamp", ALONE), spread(1e3 * taken for taken in times[MEMORY])
+    return area.over(f"{what}: what it adds to the optimizer", MEMORY, added, memory, peer=False)
+
+
+def dispatch(options: Options) -> Iterator[Row]:
+    """Yield rows of what Python and dispatch cost, and of ATen calls beyond the optimizer's own."""
+    scaler, wrapper = areas(options)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for kind in ("AdamW(fused)", "SGD(foreach)"):
+        for clip in (True, False):
+            works = Iteration(small(), options.device, kind).works(clip)
+            del works[MEMORY]
+            times = options.interleaved(works)
+            what = f"{kind}, 161 tensors of 4 numbers, {'clip' if clip else 'no clip'}"
+            yield from scaler.timed(what, times, "preamp", [PYTORCH], unit="µs")
+            yield from wrapper.timed(what, times, WRAPPER, [PYTORCH], unit="µs")
+            ours, theirs, own = (count(works[name]).calls for name in ("preamp", PYTORCH, ALONE))
+            yield scaler.counted(f"{what}: {BEYOND}", PYTORCH, ours - own, theirs - own, "calls")
+    yield from as_on_an_accelerator(scaler, options.device)
+    torch.set_num_threads(threads)
+
+
+def as_on_an_accelerator(area: Area, device: str) -> Iterator[Row]:
+    """Yield the counts of the way that is taken where a read to the host has its price."""
+    iteration = Iteration(small(), device, "AdamW(fused)")
+    with patch("preamp.torch.stepping._reads_are_free", lambda _: False):
+        ours = count(iteration.ours_clip)
+    theirs, own = count(iteration.stock_clip), count(iteration.bare)
+    what = "AdamW(fused), clip, as on an accelerator"
+    calls = ours.calls - own.calls, theirs.calls - own.calls
+    yield area.counted(f"{what}: {BEYOND}", PYTORCH, *calls, "calls")
+    yield area.counted(f"{what}: reads to the host", PYTORCH, ours.reads, theirs.reads, "reads")
+
+
+def network(options: Options) -> Iterator[Row]:
+    """Yield rows of backward and step of a real network."""
+    net = Network(options.device, *((32, 2) if options.quick else (1024, 24)))
+    numbers = sum(parameter.numel() for parameter in net.model.parameters())
+    works: dict[str, Work] = {
+        "preamp": net.combined,
+        WATCHED: net.watching,
+        PYTORCH: net.stock_clip,
+        NEITHER: net.neither,
+    }
+    times = options.interleaved(works, before=net.forward)
+    area, what = areas(options)[0], f"backward and step of a network of {numbers / 1e6:.1f}M numbers"
+    yield from area.timed(f"{what}, clip", times, "preamp", [PYTORCH], [NEITHER])
+    yield from area.timed(f"{what}, clip, watched", times, WATCHED, [PYTORCH], [NEITHER])
+
+
+def measure(options: Options) -> Iterator[Row]:
+    """Yield all rows."""
+    for part in (iterations, dispatch, network):
+        yield from part(options)
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__)

@@ -1,9 +1,9 @@
-"""A process of its own for one framework: Keras has one backend for life.
+"""Every adapter, in a process of its own for each framework: Keras has one backend for life.
 
-    python conformance_worker.py FRAMEWORK FILE
+    python conformance_worker.py FILE NUMBER...
 
-drives every adapter of the framework through `SCRIPT` under every policy, and writes to FILE what each step
-came to. Gradients are the framework's own: the loss is a sum of weights times factors, one of which is not
+drives the adapters of some `ROWS` through `SCRIPT` under every policy, and writes to FILE what each step came
+to. Gradients are the framework's own: the loss is a sum of weights times factors, one of which is not
 finite where the script says so.
 """
 
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -405,41 +406,57 @@ def in_graph(step: Any) -> Any:
     return on_tensors(tf.function(step, autograph=False))
 
 
-PEERS: dict[str, dict[str, Callable[[Any], Peer]]] = {
-    "torch": {
-        "GradScaler": lambda policy: torch_peer(policy, wrapper=False),
-        "GradScaler, fused": lambda policy: torch_peer(policy, wrapper=False, fused=True),
-        "LossScaleOptimizer": lambda policy: torch_peer(policy, wrapper=True),
-        "DeepSpeed's scaler": deepspeed_scaler_peer,
-        "DeepSpeed's engine": deepspeed_engine_peer,
-    },
-    "jax": {
-        "step, compiled": lambda policy: jax_peer(policy, whole_step),
-        "apply_gradients, compiled": lambda policy: jax_peer(policy, own_gradients),
-        "update, eager": lambda policy: jax_peer(policy, optax_idiom),
-        "step, in one scan": lambda policy: jax_peer(policy, whole_script),
-        "LossScale, compiled": by_hand,
-    },
-    "keras": {  # nothing compiles it on PyTorch
-        "eager": lambda policy: keras_peer(policy, compiled=False),
-        **({} if BACKEND == "torch" else {"compiled": lambda policy: keras_peer(policy, compiled=True)}),
-    },
-    "tensorflow": {
-        f"{kind}, {'compiled' if compiled else 'eager'}": (
-            lambda policy, kind=kind, compiled=compiled: tensorflow_peer(policy, kind=kind, compiled=compiled)
+class Row(NamedTuple):
+    """One adapter: in which framework, on which backend of Keras, and what makes a peer for a policy.
+
+    Attributes:
+        only: the policies that the adapter has words for; None for all.
+        is_repeated: whether another row does the same in a graph, which is quicker.
+    """
+
+    framework: str
+    backend: str
+    adapter: str
+    make: Callable[[Any], Peer]
+    only: frozenset[str] | None = None
+    is_repeated: bool = False
+
+    def policies(self) -> dict[str, Any]:
+        """Return the policies that the adapter has words for."""
+        return {name: rule for name, rule in POLICIES.items() if self.only is None or name in self.only}
+
+
+ROWS = [
+    Row("torch", "torch", "GradScaler", lambda policy: torch_peer(policy, wrapper=False)),
+    Row("torch", "torch", "GradScaler, fused", lambda policy: torch_peer(policy, wrapper=False, fused=True)),
+    Row("torch", "torch", "LossScaleOptimizer", lambda policy: torch_peer(policy, wrapper=True)),
+    Row("torch", "torch", "DeepSpeed's scaler", deepspeed_scaler_peer, only=frozenset({"hysteresis"})),
+    Row("torch", "torch", "DeepSpeed's engine", deepspeed_engine_peer),
+    Row("jax", "jax", "step, compiled", lambda policy: jax_peer(policy, whole_step)),
+    Row("jax", "jax", "apply_gradients, compiled", lambda policy: jax_peer(policy, own_gradients)),
+    Row("jax", "jax", "update, eager", lambda policy: jax_peer(policy, optax_idiom)),
+    Row("jax", "jax", "step, in one scan", lambda policy: jax_peer(policy, whole_script)),
+    Row("jax", "jax", "LossScale, compiled", by_hand),
+    *[
+        Row("keras", backend, "compiled", partial(keras_peer, compiled=True))
+        for backend in ("jax", "tensorflow")  # nothing compiles it on PyTorch
+    ],
+    *[
+        Row("keras", backend, "eager", partial(keras_peer, compiled=False), is_repeated=backend != "torch")
+        for backend in ("jax", "torch", "tensorflow")
+    ],
+    *[
+        Row(
+            "tensorflow",
+            "tensorflow",
+            f"{kind}, {'compiled' if compiled else 'eager'}",
+            partial(tensorflow_peer, kind=kind, compiled=compiled),
+            is_repeated=not compiled,
         )
         for kind in ("legacy", "tf_keras", "keras")
         for compiled in (False, True)
-    },
-}
-
-# An adapter that has words for some of the policies only.
-ONLY: dict[str, set[str]] = {"DeepSpeed's scaler": {"hysteresis"}}
-
-
-def policies(adapter: str) -> dict[str, Any]:
-    """Return the policies that an adapter has words for."""
-    return {name: rule for name, rule in POLICIES.items() if name in ONLY.get(adapter, POLICIES)}
+    ],
+]
 
 
 def walk(peer: Peer) -> list[dict[str, Any]]:
@@ -472,9 +489,9 @@ def photograph(peer: Peer) -> list[list[bytes]]:
 
 
 if __name__ == "__main__":
-    framework, file, *adapters = sys.argv[1:]
+    file, *numbers = sys.argv[1:]
     found = [
-        {policy: walk(PEERS[framework][name](rule)) for policy, rule in policies(name).items()}
-        for name in adapters
+        {name: walk(row.make(policy)) for name, policy in row.policies().items()}
+        for row in map(ROWS.__getitem__, map(int, numbers))
     ]
     Path(file).write_text(json.dumps(found))

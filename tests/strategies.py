@@ -6,6 +6,8 @@ A script is a string with one mark a step; "1" is an overflow, as in `recorded/r
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from preamp import (
     LookRow,
     Moving,
     Policy,
+    PolicyError,
     Reading,
     Starved,
     Static,
@@ -30,6 +33,7 @@ from preamp import (
 )
 from preamp.checks import to_float32
 from preamp.exponents import BANDS
+from preamp.policy.saved import OURS
 
 from .recorded.drivers import Scales, walk
 
@@ -150,9 +154,36 @@ def headrooms(draw: st.DrawFn) -> Headroom:
     )
 
 
-seeing: st.SearchStrategy[Policy[Any]] = log_maxes() | histograms() | headrooms()
-blind: st.SearchStrategy[Policy[Any]] = statics | moving() | floor_schedules()
-policies: st.SearchStrategy[Policy[Any]] = blind | seeing
+@st.composite
+def near_the_defaults(draw: st.DrawFn, kind: type[Policy[Any]]) -> Policy[Any]:
+    """Draw a policy of any kind: numbers some powers of two from their defaults, where these go together."""
+    numbers = {one.name: one.default for one in fields(kind) if type(one.default) in (int, float)}
+    try:
+        return quietly(
+            kind, **{name: type(n)(n * 2.0 ** draw(st.integers(-4, 4))) for name, n in numbers.items()}
+        )
+    except PolicyError:
+        return kind()
+
+
+OWN: dict[type[Policy[Any]], st.SearchStrategy[Any]] = {
+    Static: statics,
+    Dynamic: dynamics(),
+    Tolerant: tolerants(),
+    FloorSchedule: floor_schedules(),
+    LogMax: log_maxes(),
+    Histogram: histograms(),
+    Headroom: headrooms(),
+}
+
+
+def _each(kinds: Iterable[type[Policy[Any]]]) -> st.SearchStrategy[Policy[Any]]:
+    return st.one_of([OWN.get(kind, near_the_defaults(kind)) for kind in kinds])
+
+
+seeing = _each(kind for kind in OURS.values() if kind.sees)
+blind = _each(kind for kind in OURS.values() if not kind.sees)
+policies = blind | seeing
 
 
 def reading(policy: Policy[Any], state: Any, mark: str) -> Reading:

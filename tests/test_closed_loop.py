@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, FloorSchedule, Headroom, Histogram, LogMax, Policy, Reading
+from preamp import Dynamic, FloorSchedule, Policy, Reading
+from preamp.policy.saved import OURS
 
 from .strategies import floor_schedules, moving, seeing
 
@@ -27,7 +28,11 @@ BLIND: list[Policy[Any]] = [
     Dynamic(growth_interval=10, **WIDE),
     FloorSchedule(growth_interval=10, floors=FLOORS, patience=1, **WIDE),
 ]
-SEEING: list[Policy[Any]] = [LogMax(**WIDE), Histogram(**WIDE), Headroom(**WIDE)]
+SEEING = [
+    kind(**{name: bound for name, bound in WIDE.items() if name in kind.__dataclass_fields__})
+    for kind in OURS.values()
+    if kind.sees
+]
 each = pytest.mark.parametrize("policy", BLIND + SEEING, ids=lambda policy: type(policy).__name__)
 each_that_sees = pytest.mark.parametrize("policy", SEEING, ids=lambda policy: type(policy).__name__)
 

@@ -14,44 +14,11 @@ import pytest
 
 from preamp import Reading, Starved
 
-from .conformance_worker import PEERS as ADAPTERS
-from .conformance_worker import POLICIES, SCRIPT, factors, policies
+from .conformance_worker import POLICIES, ROWS, SCRIPT, Row, factors
 
-# Framework, backend of Keras, adapter.
-PEERS = [
-    ("torch", "torch", "GradScaler"),
-    ("torch", "torch", "GradScaler, fused"),
-    ("torch", "torch", "LossScaleOptimizer"),
-    ("torch", "torch", "DeepSpeed's scaler"),
-    ("torch", "torch", "DeepSpeed's engine"),
-    ("jax", "jax", "step, compiled"),
-    ("jax", "jax", "apply_gradients, compiled"),
-    ("jax", "jax", "update, eager"),
-    ("jax", "jax", "step, in one scan"),
-    ("jax", "jax", "LossScale, compiled"),
-    ("keras", "jax", "eager"),
-    ("keras", "jax", "compiled"),
-    ("keras", "torch", "eager"),
-    ("keras", "tensorflow", "eager"),
-    ("keras", "tensorflow", "compiled"),
-    ("tensorflow", "tensorflow", "legacy, eager"),
-    ("tensorflow", "tensorflow", "legacy, compiled"),
-    ("tensorflow", "tensorflow", "tf_keras, eager"),
-    ("tensorflow", "tensorflow", "tf_keras, compiled"),
-    ("tensorflow", "tensorflow", "keras, eager"),
-    ("tensorflow", "tensorflow", "keras, compiled"),
-]
-# What these do is done in a graph as well, which is quicker.
-ALSO = [
-    ("keras", "jax", "eager"),
-    ("keras", "tensorflow", "eager"),
-    ("tensorflow", "tensorflow", "legacy, eager"),
-    ("tensorflow", "tensorflow", "tf_keras, eager"),
-    ("tensorflow", "tensorflow", "keras, eager"),
-]
-each_peer = pytest.mark.parametrize(
-    "peer",
-    [pytest.param(peer, id=" ".join(peer), marks=[pytest.mark.slow] * (peer in ALSO)) for peer in PEERS],
+each_row = pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=" ".join(row[:3]), marks=[pytest.mark.slow] * row.is_repeated) for row in ROWS],
 )
 
 
@@ -83,24 +50,26 @@ def walks(tmp_path_factory):
     """Return what an adapter did under each policy; the process of its framework is asked once."""
     found = {}
 
-    def ask(peer):
-        if peer not in found:
-            file = tmp_path_factory.mktemp(peer[0]) / "walks.json"
-            together = [
-                other for other in PEERS if other[:2] == peer[:2] and (other in ALSO) == (peer in ALSO)
-            ]
-            walked = run_worker(*peer[:2], file, [adapter for *_, adapter in together])
+    def ask(row: Row):
+        if row not in found:
+            together = [other for other in ROWS if process_of(other) == process_of(row)]
+            walked = run_worker(row.backend, tmp_path_factory.mktemp("walks") / "walks.json", together)
             found.update(zip(together, walked, strict=True))
-        return found[peer]
+        return found[row]
 
     return ask
 
 
-def run_worker(framework, backend, file, adapters):
+def process_of(row: Row):
+    return row.framework, row.backend, row.is_repeated
+
+
+def run_worker(backend: str, file: Path, rows: list[Row]):
     worker = str(Path(__file__).with_name("conformance_worker.py"))
     quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1"}
+    numbers = [str(ROWS.index(row)) for row in rows]
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", worker, framework, str(file), *adapters],
+        [sys.executable, "-W", "error::UserWarning", worker, str(file), *numbers],
         env={**os.environ, **quick, "KERAS_BACKEND": backend},
         capture_output=True,
         text=True,
@@ -110,22 +79,17 @@ def run_worker(framework, backend, file, adapters):
     return json.loads(file.read_text())
 
 
-@each_peer
-def test_the_trace_is_the_cores(walks, peer):
-    traces = {policy: [step["trace"] for step in steps] for policy, steps in walks(peer).items()}
-    assert traces == {name: trace_of_the_core(policy) for name, policy in policies(peer[-1]).items()}
+@each_row
+def test_the_trace_is_the_cores(walks, row):
+    traces = {policy: [step["trace"] for step in steps] for policy, steps in walks(row).items()}
+    assert traces == {name: trace_of_the_core(policy) for name, policy in row.policies().items()}
 
 
-@each_peer
-def test_a_skipped_step_leaves_every_bit_and_others_move_weights_and_state(walks, peer):
-    for steps in walks(peer).values():
+@each_row
+def test_a_skipped_step_leaves_every_bit_and_others_move_weights_and_state(walks, row):
+    for steps in walks(row).values():
         moved = [step["moved"] for step in steps]
         assert moved == [{"weights": mark == "0", "state": mark == "0"} for mark in SCRIPT[: len(steps)]]
-
-
-def test_every_adapter_is_in_the_table():
-    named = {framework: set(adapters) for framework, adapters in ADAPTERS.items()}
-    assert named == {one: {adapter for other, _, adapter in PEERS if other == one} for one in named}
 
 
 def test_the_script_tells_the_policies_apart():

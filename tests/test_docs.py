@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from preamp import casting, processes, simulate
+from preamp import processes, simulate
 
 from .torch_operators import DIFFERENCES
 
@@ -19,14 +19,6 @@ def test_the_guide_to_autocast_lists_how_the_release_differs_from_its_document()
         f"| {d.device} | {d.document} | {d.release} | {d.reason} | `{'` `'.join(d.names.split())}` |"
         for d in DIFFERENCES
     ]
-
-
-def test_the_guide_to_jax_lists_what_runs_in_what():
-    lines = (DOCS / "jax.md").read_text().splitlines()
-    for rule in ("lower", "float32"):
-        row = next(line for line in lines if line.startswith(f"| {rule} |"))
-        named = [name for name, has in casting.JAX.rules.items() if has == rule]
-        assert row.endswith(f"| `{'` `'.join(named)}` |")
 
 
 def load_benchmark(name: str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import subprocess
@@ -34,6 +35,16 @@ def test_importing_preamp_loads_no_framework() -> None:
     ).stdout.split()
     assert "preamp" in loaded
     assert not HEAVY & set(loaded)
+
+
+def test_keras_without_its_backend_says_which_to_write() -> None:
+    code = "import sys; sys.modules['tensorflow'] = None; import preamp.keras"
+    environment = os.environ | {"KERAS_BACKEND": "tensorflow"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stderr.endswith(
+        "MissingExtra: Keras is to compute with tensorflow, which is missing. Run: pip install tensorflow, "
+        "or write before Keras is imported: os.environ['KERAS_BACKEND'] = 'jax'\n"
+    )
 
 
 def test_the_heavy_names_are_names_of_something_installed() -> None:

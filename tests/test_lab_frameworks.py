@@ -208,13 +208,17 @@ def refusal(tmp_path: Path, framework: str, backend: str, absent: str = "") -> s
     return done.stderr
 
 
+def slow(*values: str) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("framework", "backend", "absent", "said"),
     [
-        ("jax", "", "jax", "jax is missing. Run: pip install 'preamp[jax]'"),
         ("jax", "", "optax", "optax is missing. Run: pip install 'preamp[jax]'"),
-        ("keras", "jax", "keras", "keras is missing. Run: pip install 'preamp[keras]'"),
-        ("tensorflow", "", "tensorflow", "tensorflow is missing. Run: pip install 'preamp[tensorflow]'"),
+        slow("jax", "", "jax", "jax is missing. Run: pip install 'preamp[jax]'"),
+        slow("keras", "jax", "keras", "keras is missing. Run: pip install 'preamp[keras]'"),
+        slow("tensorflow", "", "tensorflow", "tensorflow is missing. Run: pip install 'preamp[tensorflow]'"),
         (
             "keras",
             "jax",
@@ -222,21 +226,21 @@ def refusal(tmp_path: Path, framework: str, backend: str, absent: str = "") -> s
             "jax is missing. Keras is to run on it. Run: pip install jax, "
             "or set KERAS_BACKEND to torch or tensorflow.",
         ),
-        (
+        slow(
             "keras",
             "",
             "tensorflow",
             "tensorflow is missing. Keras is to run on it. Run: pip install tensorflow, "
             "or set KERAS_BACKEND to jax or torch.",
         ),
-        (
+        slow(
             "keras",
             "openvino",
             "openvino",
             "openvino is missing. This training cannot run on it anyway. "
             "Set KERAS_BACKEND to jax or torch or tensorflow.",
         ),
-        (
+        slow(
             "tensorflow",
             "jax",
             "jax",
@@ -251,13 +255,13 @@ def test_a_missing_package_is_one_line_with_the_remedy(tmp_path, framework, back
 @pytest.mark.parametrize(
     ("framework", "backend", "said"),
     [
-        ("keras", "abacus", "abacus. Set KERAS_BACKEND to one of jax, torch, tensorflow."),
+        slow("keras", "abacus", "abacus. Set KERAS_BACKEND to one of jax, torch, tensorflow."),
         (
             "keras",
             "numpy",
             "Keras cannot train on numpy. Set KERAS_BACKEND to one of jax, torch, tensorflow.",
         ),
-        ("tensorflow", "jax", "KERAS_BACKEND=jax, and the optimizers of tf.keras are Keras's."),
+        slow("tensorflow", "jax", "KERAS_BACKEND=jax, and the optimizers of tf.keras are Keras's."),
     ],
 )
 def test_a_backend_that_cannot_train_is_one_line(tmp_path, framework, backend, said):

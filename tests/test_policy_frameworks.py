@@ -27,6 +27,7 @@ from preamp import (
     Tolerant,
 )
 from preamp.checks import to_float32
+from preamp.policy.saved import OURS
 
 from .originals import keras_worker
 from .strategies import quietly
@@ -53,10 +54,8 @@ SETTINGS: list[tuple[type[Policy[Any]], dict[str, Any]]] = [
         FloorSchedule,
         {"growth_interval": 5, "floors": ((0, 4.0), (90, 2.0**15), (300, 2.0**17)), "patience": 3},
     ),
-    (LogMax, {}),
-    (Histogram, {}),
-    (Headroom, {}),
 ]
+SETTINGS += [(kind, {}) for kind in OURS.values() if kind not in dict(SETTINGS)]
 OTHERS: list[tuple[type[Policy[Any]], dict[str, Any]]] = [
     (LogMax, {"log_max": 12.3, "deviations": 1.7, "mean_steps": 8, "variance_steps": 32, **BOUNDED}),
     (LogMax, {"init_scale": 1000.0, "growth_factor": 3.0, "backoff_factor": 0.3, **BOUNDED}),

@@ -68,7 +68,7 @@ class Training:
 NAMES = [name for name, _ in Training().model.named_parameters()]
 
 
-def faults(seed, steps=500):
+def faults(seed, steps):
     """Return, for some steps, which gradients get what."""
     draw = random.Random(seed)
     planted = draw.sample(range(steps), steps // 20)
@@ -81,12 +81,12 @@ def faults(seed, steps=500):
 @kinds
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 0.1}])
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_no_planted_fault_gets_through_and_each_is_told(kind, limits, watched, seed):
-    trace, planted = Trace(), faults(seed)
+@pytest.mark.parametrize("steps", [140, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_planted_fault_gets_through_and_each_is_told(kind, limits, watched, steps):
+    trace, planted = Trace(), faults(0, steps)
     training = Training(kind, ours(on_step=trace, init_scale=SCALE, growth_interval=40), watched=watched)
     scale, good = SCALE, 0
-    for number in range(500):
+    for number in range(steps):
         training.step(number, planted.get(number, ()), **limits)
         assert all(value.isfinite().all() for value in training.numbers())
         told = trace[number]
@@ -97,7 +97,7 @@ def test_no_planted_fault_gets_through_and_each_is_told(kind, limits, watched, s
         good %= 40
         assert told.new_scale == scale
         assert training.scaler.last_step == told
-    assert sum(step.skipped for step in trace) == len(planted) == 25
+    assert sum(step.skipped for step in trace) == len(planted) == steps // 20
 
 
 @kinds

@@ -217,13 +217,8 @@ QUICK_LIBRARIES = [fabric, lightning, accelerate, SLOW_TRAINER]
 
 pytestmark = [
     pytest.mark.usefixtures("alone"),
-    # Lightning asks PyTorch's pytrees in a way that PyTorch has deprecated,
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning:lightning"),
-    # says that a training that is resumed finds its own checkpoints,
+    # Lightning says that a training that is resumed finds its own checkpoints.
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning:lightning"),
-    # and advises those who have many cores or a GPU.
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many:UserWarning:lightning"),
-    pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning:lightning"),
 ]
 
 

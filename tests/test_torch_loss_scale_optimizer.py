@@ -80,7 +80,7 @@ def test_an_overflow_changes_nothing_and_halves_the_scale(inner):
     run.step(2)
     run.step(3)
     assert run.optimizer.loss_scale == 1024.0
-    assert run.optimizer.iterations == 3
+    assert (run.optimizer.iterations, run.optimizer.skipped_steps) == (3, 1)
 
 
 def clip_each(gradients: list[torch.Tensor], limit: float) -> None:
@@ -265,6 +265,7 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(inner, options, pause, tmp
             run.step(number, INF if number in (1, 5) else 1.0)
     assert torch.equal(whole.values(), half.values())
     assert whole.optimizer.loss_scale == half.optimizer.loss_scale
+    assert whole.optimizer.skipped_steps == half.optimizer.skipped_steps == 2
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3])
@@ -350,6 +351,8 @@ def test_any_policy_works_and_may_give_up():
     before = run.values()
     with pytest.raises(Starved):
         run.step(0, INF)
+    assert run.optimizer.skipped_steps == 1
+    assert run.optimizer.policy.at_floor == "raise"
     assert torch.equal(run.values(), before)
 
 
@@ -386,6 +389,7 @@ def test_a_mean_that_overflows_is_told(limit):
         optimizer.backward((weight * factor).sum())
         optimizer.step()
         assert optimizer.last_step.skipped == skipped
+    assert optimizer.skipped_steps == 1
     assert optimizer.last_step.grad_norm == (pytest.approx(3.0) if limit == "global_clipnorm" else None)
     assert optimizer.iterations == 1
 

@@ -5,16 +5,8 @@ import pickle
 
 import pytest
 
-from preamp import (
-    Dynamic,
-    FloorSchedule,
-    Headroom,
-    Histogram,
-    LogMax,
-    Static,
-    Tolerant,
-    Trace,
-)
+from preamp import Dynamic, FloorSchedule, Static, Tolerant, Trace
+from preamp.policy.saved import OURS
 from preamp.torch import GradScaler
 
 from .test_torch_scaler import INF, Training, ours, theirs
@@ -59,7 +51,12 @@ def test_a_checkpoint_keeps_what_the_policy_remembers():
 
 
 @pytest.mark.parametrize(
-    "policy", [LogMax(), Histogram(), Headroom(), FloorSchedule(floors=((0, 1.0), (5, 2.0**20)))], ids=repr
+    "policy",
+    [
+        FloorSchedule(floors=((0, 1.0), (5, 2.0**20))),
+        *[kind() for kind in OURS.values() if kind not in (Dynamic, FloorSchedule)],
+    ],
+    ids=repr,
 )
 def test_a_run_resumed_with_what_was_seen_is_the_uninterrupted_run(policy):
     whole, half = (Training(GradScaler("cpu", policy=policy)) for _ in range(2))

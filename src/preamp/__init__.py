@@ -82,4 +82,4 @@ __all__ = [
     "simulate",
 ]
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -1,12 +1,13 @@
-"""Numbers that cannot work as a setting, and what to write instead.
+"""What cannot work as a setting, and what to write instead.
 
-This room refuses numbers, by name and with the line to write, and rounds them to their storage. It refuses to
-know what they are for.
+This room refuses numbers, words and functions, by name and with the line to write, and rounds numbers to
+their storage. It refuses to know what they are for.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 import struct
 import sys
 import warnings
@@ -22,11 +23,13 @@ __all__ = [
     "ROUND",
     "assign",
     "between",
+    "callable_or_none",
     "is_number",
     "level_of_caller",
     "one_of",
     "positive",
     "power_of_two",
+    "shown",
     "to_float32",
     "warn_if_inexact",
     "whole",
@@ -36,6 +39,11 @@ FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 FLOAT32_TINY = 2.0**-126
 
 _FLOAT32 = struct.Struct("f")
+
+_BRIEFLY = reprlib.Repr()
+_BRIEFLY.maxlevel = 3
+_BRIEFLY.maxlist = _BRIEFLY.maxtuple = _BRIEFLY.maxdict = 10
+_BRIEFLY.maxstring = _BRIEFLY.maxlong = _BRIEFLY.maxother = 80
 
 
 def to_float32(x: float) -> float:
@@ -52,6 +60,18 @@ def assign(settings: object, **values: Any) -> None:
         object.__setattr__(settings, name, value)
 
 
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: on one line, and cut short.
+
+    >>> shown([2.0, None]), shown(list(range(1000))), shown(10**5000)
+    ('[2.0, None]', '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...]', 'a very large int')
+    """
+    try:
+        return " ".join(_BRIEFLY.repr(value).split())
+    except ValueError:  # more digits than Python prints
+        return f"a very large {type(value).__name__}"
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value is a real number that a float can hold; True and False are not."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -65,33 +85,41 @@ def is_number(value: Any) -> bool:
 def positive(name: str, value: Any, instead: str) -> None:
     """Refuse what is not a finite number above 0."""
     if not (is_number(value) and value > 0.0):
-        raise PolicyError(f"{name}={value!r} is not a finite number above 0. Write {instead}.")
+        raise PolicyError(f"{name}={shown(value)} is not a finite number above 0. Write {instead}.")
 
 
 def between(name: str, value: Any, low: float, high: float, *, instead: str) -> None:
     """Refuse what is not a number strictly between two bounds."""
     if not (is_number(value) and low < value < high):
         bounds = f"above {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}, both excluded"
-        raise PolicyError(f"{name}={value!r} must be a number {bounds}. Write {instead}.")
+        raise PolicyError(f"{name}={shown(value)} must be a number {bounds}. Write {instead}.")
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuse what is not one of some words."""
     if value not in choices:
-        raise PolicyError(f"{name}={value!r} is unknown. Write one of {', '.join(map(repr, choices))}.")
+        raise PolicyError(f"{name}={shown(value)} is unknown. Write one of {', '.join(map(repr, choices))}.")
 
 
 def whole(name: str, value: Any, *, least: int, instead: str) -> None:
     """Refuse what is not a whole number of a least size."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise PolicyError(f"{name}={value!r} must be a whole number of at least {least}. Write {instead}.")
+        raise PolicyError(
+            f"{name}={shown(value)} must be a whole number of at least {least}. Write {instead}."
+        )
+
+
+def callable_or_none(name: str, value: Any, instead: str) -> None:
+    """Refuse what is neither None nor can be called."""
+    if value is not None and not callable(value):
+        raise PolicyError(f"{name}={shown(value)} cannot be called. Write {instead}.")
 
 
 def power_of_two(name: str, value: Any, *, most: int, instead: str) -> None:
     """Refuse what is not 1, 2, 4, 8 ... `most`."""
     whole(name, value, least=1, instead=instead)
     if value & (value - 1) or value > most:
-        raise PolicyError(f"{name}={value!r} is not a power of two up to {most}. Write {instead}.")
+        raise PolicyError(f"{name}={shown(value)} is not a power of two up to {most}. Write {instead}.")
 
 
 def warn_if_inexact(name: str, value: float | None) -> None:

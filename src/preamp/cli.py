@@ -24,6 +24,7 @@ from preamp.errors import PreampError
 from preamp.flags import SHORT_INTERVAL, Given, find_dialect, precisions_and_rule, rules
 from preamp.lab import Framework, Precision, Task
 from preamp.policy import Dynamic
+from preamp.policy.saved import OURS
 from preamp.processes import Process
 from preamp.terminal import (
     Row,
@@ -36,6 +37,7 @@ from preamp.terminal import (
     until_done,
 )
 from preamp.trace import Trace
+from preamp.words import kebab
 
 if TYPE_CHECKING:
     from preamp.lab.problem import Problem
@@ -63,7 +65,7 @@ LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float
 RULE = Parameter(
     group=Group(
         "Rule for the loss scale",
-        help="Without --rule, the first that has all the settings given; Dynamic comes first. "
+        help=f"{', '.join(map(kebab, OURS))}. Without --rule, the first that has all the settings given. "
         f"In train, a growth interval of {Dynamic.growth_interval} by default is {SHORT_INTERVAL}.",
     ),
     show_default=False,
@@ -82,7 +84,7 @@ COLORS = {  # by precision and whether the loss was scaled
     ("bfloat16", False): "#009e73",
 }
 
-app = App(
+app: App = App(
     name="preamp",
     help="Loss scaling that tells you what it did.",
     version=f"preamp {__version__}",
@@ -142,7 +144,7 @@ def train(
         precision: float16 runs twice, without and with loss scaling. Can be given several times.
             Default: float32, and float16 or what the configuration computes in.
         emulate: compute in float32 and round where a GPU stores low precision; --native computes in it.
-        rule: dynamic, tolerant, floor-schedule, headroom, histogram, log-max or static.
+        rule: a rule of ours, by its name above.
         policy: the settings of the rule.
         dialect: use another system's rule; see preamp dialects.
         config: use the precision and the rule of a DeepSpeed configuration, and nothing else of it.
@@ -202,8 +204,7 @@ def simulate(
     own scale. Otherwise the same steps overflow for every policy.
 
     Args:
-        rule: a rule of ours: dynamic, tolerant, floor-schedule, headroom, histogram, log-max or static;
-            can be given several times, "all" for every one.
+        rule: a rule of ours, by its name above; can be given several times, "all" for every one.
         policy: the settings of the rule.
         dialect: another system's rule; can be given several times, "all" for every one.
         config: the rule of a DeepSpeed configuration; can be given several times.

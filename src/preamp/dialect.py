@@ -36,7 +36,7 @@ class Dialect(Policy[Any], Generic[P]):
         self, make: Callable[P, Policy[Any]], system: str, odd: str, format: Format | None = None
     ) -> None:
         self._make = make
-        self.name = make.__name__
+        self.name: str = make.__name__
         self.__module__ = make.__module__  # where a pickle looks for the name
         self.system = system
         self.odd = odd

@@ -21,6 +21,8 @@ UserWarning
 from __future__ import annotations
 
 import math
+import shlex
+from typing import Self
 
 __all__ = [
     "CastingError",
@@ -87,6 +89,16 @@ class DataError(PreampError, ValueError):
 
 class MissingExtra(PreampError, ImportError):
     """An optional dependency is absent."""
+
+    @classmethod
+    def of(cls, error: ImportError, install: str | None = None) -> Self:
+        """Return the error that says what could not be imported, and how to install it.
+
+        Args:
+            error: what was raised.
+            install: what brings it, as pip calls it. None: the package itself.
+        """
+        return cls(f"{error.name} is missing. Run: pip install {shlex.quote(install or str(error.name))}")
 
 
 class InexactScale(UserWarning):

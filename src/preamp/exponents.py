@@ -17,6 +17,7 @@ from preamp.errors import TraceError
 __all__ = ["BANDS", "FIELDS", "Band", "ExponentHistogram", "exponent_of"]
 
 FARTHEST = 4096  # float64 ends at 2**-1074 and 2**1023; the rest is room for scales
+SEEN = 2048  # what was recorded is no farther, so that it can be shifted by any scale
 MOST = 2**63
 FIELDS = 256  # the exponent fields of a float32: zeros and subnormals first, inf and NaN last
 BIAS = 127
@@ -189,7 +190,10 @@ class ExponentHistogram:
         values = {name: entry.get(name) for name in ("low", "counts", "zeros", "nonfinite")}
         if not isinstance(values["counts"], list):
             raise TraceError(f"counts is {values['counts']!r:.60}, not a list")
-        return cls(**{**values, "counts": tuple(values["counts"])})  # type: ignore[arg-type]  # it checks
+        seen = cls(**{**values, "counts": tuple(values["counts"])})  # type: ignore[arg-type]  # it checks
+        if not -SEEN <= seen.low <= SEEN - len(seen.counts):
+            raise TraceError(f"low is {seen.low}, the exponent of no number that was seen")
+        return seen
 
 
 def _check(histogram: ExponentHistogram) -> None:

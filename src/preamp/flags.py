@@ -48,19 +48,26 @@ def _setting(name: str) -> tuple[Any, str]:
     """Return the type of a setting, and how it is described: where rules differ, by each."""
     kinds = {rule: OURS[rule] for rule in _kinds_with(name)}
     first = next(iter(kinds.values()))
+    texts = _by_rule({rule: _described(kind).get(name, "") for rule, kind in kinds.items()})
     defaults = _by_rule(
         {rule: _shown(kind.__dataclass_fields__[name].default) for rule, kind in kinds.items()}
     )
-    whose = "" if len(kinds) > 2 else f"Of {', '.join(kinds)}. "
-    return get_type_hints(first)[name], f"{_described(first)[name]} {whose}Default: {'; '.join(defaults)}."
+    if len(texts) > 1 or len(kinds) <= 2:
+        meaning = " ".join(f"Of {', '.join(rules)}: {text}" for text, rules in texts.items())
+    else:
+        meaning = next(iter(texts))
+    default = "; ".join(
+        value if len(defaults) == 1 else f"{value} of {', '.join(rules)}" for value, rules in defaults.items()
+    )
+    return get_type_hints(first)[name], f"{meaning} Default: {default}."
 
 
-def _by_rule(values: dict[str, str]) -> list[str]:
-    """Return values, and where they differ of which rules they are."""
+def _by_rule(values: dict[str, str]) -> dict[str, list[str]]:
+    """Return values, and of which rules each is."""
     same: dict[str, list[str]] = {}
     for rule, value in values.items():
         same.setdefault(value, []).append(rule)
-    return [value if len(same) == 1 else f"{value} of {', '.join(rules)}" for value, rules in same.items()]
+    return same
 
 
 def _shown(value: Any) -> str:

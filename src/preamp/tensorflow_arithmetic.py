@@ -6,12 +6,30 @@ follows from an overflow.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
-__all__ = ["agreed", "are_finite", "as_stored", "divided", "multiplied", "seen", "values_of", "widened"]
+__all__ = [
+    "agreed",
+    "are_finite",
+    "as_stored",
+    "divided",
+    "multiplied",
+    "seen",
+    "unconverted",
+    "values_of",
+    "widened",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def unconverted(function: F) -> F:
+    """Keep AutoGraph from converting a function, which takes seconds and finds nothing to convert."""
+    kept: F = tf.autograph.experimental.do_not_convert(function)
+    return kept
 
 
 def multiplied(loss: Any, scale: Any) -> Any:

@@ -55,25 +55,31 @@ def print_table(rows: Sequence[Row]) -> None:
         )
         table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("system", "oddity"))
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*map(_printable, row.values()))
     out.print(table)
+
+
+def _printable(text: str) -> str:
+    """Return a text without what a terminal would obey: a file's names may come from anybody."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print each line."""
     for line in lines:
-        out.print(line)
+        out.print(_printable(line))
 
 
 def print_diagnosis(name: str, found: Diagnosis) -> None:
     """Print what a doctor found in a run, worst first."""
-    out.print(f"\n{name}", style="bold")
+    out.print(f"\n{_printable(name)}", style="bold")
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 1))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for finding in found.findings:
         said = f"{finding.sentence} {finding.advice}".strip()
-        table.add_row(finding.severity, "\n".join(filter(None, (said, found.remedy(finding)))))
+        lines = map(_printable, filter(None, (said, found.remedy(finding))))
+        table.add_row(finding.severity, "\n".join(lines))
     if sum(bool(finding.settings) for finding in found.findings) > 1:
         table.add_row("all this", found.remedy())
     if rehearsal := found.rehearsal():

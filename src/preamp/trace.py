@@ -12,8 +12,9 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, overload
+from typing import IO, Any, ClassVar, Literal, NamedTuple, overload
 
+from preamp.checks import shown
 from preamp.errors import TraceError
 from preamp.json_numbers import is_number, to_json
 from preamp.looks import Look, look_from_json, look_to_json
@@ -113,7 +114,7 @@ class Trace:
     ) -> None:
         self._rows: list[tuple[Any, ...]] = []  # plain tuples: the garbage collector can forget them
         self.looks: list[Look] = []
-        self.about = about
+        self.about: dict[str, Any] = about
         self.stopped: str | None = None
         self._file = None if path is None else self._open(Path(path), mode)
         for step in steps:
@@ -160,6 +161,7 @@ class Trace:
         if is_there and mode == "append":
             before = Trace.read(path)
             self._rows, self.looks, self.about = before._rows, before.looks, before.about
+            _end_last_line(path)
             return path.open("a", encoding="utf-8", buffering=1)
         head = _head(self.about)
         file = path.open("w", encoding="utf-8", buffering=1)  # line buffered: whole lines reach the file
@@ -185,7 +187,7 @@ class Trace:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Trace) and list(self._lines()) == list(other._lines())
 
-    __hash__ = None  # type: ignore[assignment]  # a trace changes while it is recorded
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # a trace changes while it is recorded
 
     def __repr__(self) -> str:
         about = "".join(f", {key}={value!r}" for key, value in self.about.items())
@@ -221,7 +223,7 @@ class Trace:
 
     @classmethod
     def read(cls, path: str | Path) -> Trace:
-        """Read a file of JSON lines.
+        """Read a file of JSON lines. A last line that was not written to its end is left out.
 
         Raises:
             TraceError: naming the line that cannot be read and why.
@@ -232,11 +234,13 @@ class Trace:
         except UnicodeDecodeError as error:
             number = error.object[: error.start].count(b"\n") + 1
             raise TraceError(f"{path}, line {number}: not text ({error.reason}), so not a trace.") from error
-        lines = text.removesuffix("\n").split("\n")
+        *lines, last = text.split("\n")
+        if not lines or (last and _is_whole(last)):
+            lines.append(last)
         trace = cls()
         trace.about = _about(path, lines[0])  # not as arguments: a file must not say what is opened
         for number, line in enumerate(lines[1:], start=2):
-            entry = _parse(path, number, line, is_last=number == len(lines))
+            entry = _parse(path, number, line)
             if set(entry) == {"stopped"} and isinstance(entry["stopped"], str):
                 trace.stopped = entry["stopped"]
             elif set(entry) == {"look"}:
@@ -316,13 +320,31 @@ def _about(path: str | Path, line: str) -> dict[str, Any]:
     )
 
 
-def _parse(path: str | Path, number: int, line: str, is_last: bool = False) -> dict[str, Any]:
+def _is_whole(line: str) -> bool:
+    """Return whether a line without an end was written to its end: no part of an object in braces is JSON."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _end_last_line(path: Path) -> None:
+    """Make the last line of a file that could be read a whole one, or take it away."""
+    with path.open("rb+") as file:
+        before, newline, last = file.read().rpartition(b"\n")
+        if last and _is_whole(last.decode()):
+            file.write(b"\n")
+        else:
+            file.truncate(len(before + newline))
+
+
+def _parse(path: str | Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        advice = " If the run was killed while writing, delete this line." if is_last else ""
-        raise TraceError(f"{path}, line {number}: not JSON ({reason}).{advice}") from error
+        raise TraceError(f"{path}, line {number}: not JSON ({reason}).") from error
     if not isinstance(entry, dict):
         raise TraceError(f"{path}, line {number}: expected an object in braces, found {line[:40]!r}.")
     return entry
@@ -355,15 +377,15 @@ def _problem(entry: dict[str, Any]) -> str:
     missing = [name for name in _REQUIRED if name not in entry]
     unknown = [name for name in entry if name not in Step._fields]
     if missing or unknown:
-        return f"a step without {', '.join(missing)}" if missing else f"unknown entry {unknown[0]!r}"
+        return f"a step without {', '.join(missing)}" if missing else f"unknown entry {shown(unknown[0])}"
     for name, value in entry.items():
         if name in _NUMBERS and not is_number(value):
-            return f"{name} is {value!r}, not a number"
+            return f"{name} is {shown(value)}, not a number"
         if name in ("finite", "skipped") and not isinstance(value, bool):
-            return f"{name} is {value!r}, neither true nor false"
+            return f"{name} is {shown(value)}, neither true nor false"
     if not (isinstance(entry["index"], int) and is_number(entry["index"])):
-        return f"index is {entry['index']!r}, not a whole number"
+        return f"index is {shown(entry['index'])}, not a whole number"
     culprits = entry.get("culprits", [])
     if not (isinstance(culprits, list) and all(isinstance(name, str) for name in culprits)):
-        return f"culprits is {culprits!r}, not a list of names"
+        return f"culprits is {shown(culprits)}, not a list of names"
     return ""

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them, in a terminal or on a page."""
+"""Numbers as a person reads them. This room refuses to know whether in a terminal or on a page."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def walk(
     norms = []
     for x in BATCHES:
         _, params, state = train(params, state, x)
-        norms.append(float(np.ravel(state.norm)[0]))
+        norms.append(float(np.ravel(state.grad_norm)[0]))
     return norms, params, state
 
 
@@ -165,7 +165,7 @@ def test_unchecked_shards_agree_as_well(mesh: Mesh) -> None:
     state = optimizer.init(params)
     after, state = train(params, state, jnp.full(DEVICES, 4.0))
     assert np.allclose(after, 1.0 - 8**-0.5)
-    assert float(state.norm) == pytest.approx(8**0.5)
+    assert float(state.grad_norm) == pytest.approx(8**0.5)
     kept, state = train(after, state, jnp.full(DEVICES, 4.0).at[5].set(jnp.nan))
     assert identical(kept, after)
     assert float(state.policy_state.scale) == 2.0

@@ -153,5 +153,5 @@ def test_a_loss_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
     with pytest.raises(UsageError, match="not a scalar"):
         train(W, STATE, True)
     _, after, state = train(W, STATE, False)
-    assert (int(state.steps), int(state.skipped)) == (1, 0)
+    assert (int(state.steps), int(state.skipped_steps)) == (1, 0)
     assert jnp.allclose(after, 0.9)

@@ -40,7 +40,7 @@ def walk(train: Callable[..., Any], optimizer: Any = OPTIMIZER) -> tuple[Any, An
 def same(after: tuple[Any, Any], trained: tuple[Any, Any]) -> None:
     """Check that programs compiled apart skipped alike, and came to the same but for rounding."""
     assert identical(after[1].policy_state, trained[1].policy_state)
-    assert (int(after[1].skipped), int(after[1].steps)) == (SCRIPT.count("1"), len(SCRIPT))
+    assert (int(after[1].skipped_steps), int(after[1].steps)) == (SCRIPT.count("1"), len(SCRIPT))
     assert off_by(after[0], trained[0]) < 1e-5
     assert off_by(after[1].inner_state, trained[1].inner_state) < 1e-5
 
@@ -118,7 +118,7 @@ def test_an_ensemble_in_which_each_member_skips_for_itself(trained: Any) -> None
     first, second, third = (jax.tree.map(lambda leaf, i=i: leaf[i], tuple(members)) for i in range(3))
     same(first, trained)
     assert identical(first, third)
-    assert int(second[1].skipped) == 0
+    assert int(second[1].skipped_steps) == 0
     assert last_step(second[1]).new_scale == 2.0**15
 
 

@@ -89,7 +89,7 @@ def walk(inner: str, dtype: str, make: Callable[[Any], Any]) -> None:
             moved = moved or not identical(params, before)
     assert moved
     assert train._cache_size() == 1
-    assert (int(state.steps), int(state.skipped)) == (len(SCRIPT), SCRIPT.count("1"))
+    assert (int(state.steps), int(state.skipped_steps)) == (len(SCRIPT), SCRIPT.count("1"))
 
 
 @each_inner
@@ -179,10 +179,10 @@ def test_updates_of_a_skip_are_negative_zeros_which_leave_the_sign_of_a_zero() -
 def test_the_norm_is_that_before_clipping_of_true_gradients_in_float32() -> None:
     optimizer = loss_scaled(optax.sgd(1.0), Static(4.0), max_norm=1.0)
     state = optimizer.init(jnp.zeros(2))
-    assert (float(state.norm), last_step(state)) == (0.0, None)
+    assert (float(state.grad_norm), last_step(state)) == (0.0, None)
     for dtype in (jnp.float16, jnp.float32):
         updates, after = optimizer.update(jnp.array([300.0, -400.0], dtype) * 4, state)
-        assert float(after.norm) == 500.0
+        assert float(after.grad_norm) == 500.0
         assert np.allclose(updates, [-0.6, 0.8], rtol=1e-6)
         assert updates.dtype == jnp.float32
 
@@ -203,7 +203,7 @@ def test_a_scale_that_has_reached_zero_skips_and_never_divides() -> None:
     updates, state = optimizer.update(jnp.zeros(2), state)
     assert updates.tolist() == [0.0, 0.0]
     assert not state.finite
-    assert float(state.norm) == np.inf
+    assert float(state.grad_norm) == np.inf
 
 
 def test_what_each_step_came_to_is_in_the_state() -> None:

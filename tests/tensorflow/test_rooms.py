@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import tf_keras
 
 from preamp.tensorflow import LossScaleOptimizer
 
@@ -35,7 +37,9 @@ print("tf_keras" in sys.modules)
     assert python(code).split() == ["False", "False", "False"]
 
 
-@pytest.mark.parametrize("legacy", ["0", "1"], ids=["Keras 3", "tf_keras"])
+@pytest.mark.parametrize(
+    "legacy", [pytest.param("0", id="Keras 3", marks=pytest.mark.slow), pytest.param("1", id="tf_keras")]
+)
 def test_the_examples_of_the_document_print_the_same_with_either_keras(legacy: str) -> None:
     code = """
 import doctest, tensorflow as tf
@@ -62,17 +66,13 @@ def test_the_line_that_installs_what_is_missing() -> None:
     assert "pip install 'preamp[tensorflow]'" in python(code)
 
 
-def test_a_file_of_an_older_format_is_read_where_nothing_was_wrapped_yet(tmp_path: object) -> None:
-    make = f"""
-import tf_keras, preamp.tensorflow
-model = tf_keras.Sequential([tf_keras.layers.Input((3,)), tf_keras.layers.Dense(2)])
-inner = tf_keras.optimizers.SGD()
-model.compile(preamp.tensorflow.LossScaleOptimizer(inner, initial_scale=8.0), "mse")
-model.save("{tmp_path}/model.h5")
-"""
-    read = f"""
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_file_of_an_older_format_is_read_where_nothing_was_wrapped_yet(tmp_path: Path) -> None:
+    model = tf_keras.Sequential([tf_keras.layers.Input((3,)), tf_keras.layers.Dense(2)])
+    model.compile(LossScaleOptimizer(tf_keras.optimizers.SGD(), initial_scale=8.0), "mse")
+    model.save(tmp_path / "model.h5")
+    code = f"""
 import tf_keras, preamp.tensorflow
 print(float(tf_keras.models.load_model("{tmp_path}/model.h5").optimizer.loss_scale))
 """
-    python(make + "print(1)")
-    assert python(read).split() == ["8.0"]
+    assert python(code).split() == ["8.0"]

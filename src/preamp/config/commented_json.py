@@ -16,8 +16,9 @@ from preamp.errors import ConfigError
 
 __all__ = ["read"]
 
-TEXT = r'("(?:\\.|[^"\\\n])*")'
-COMMENT = re.compile(TEXT + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+# Text and comments may lack their ends: what matches at once is not searched again from every place inside.
+TEXT = r'("(?:\\.|[^"\\\n])*"?)'
+COMMENT = re.compile(TEXT + r"|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 LAST_COMMA = re.compile(TEXT + r"|(?<=[\"}\]\w])\s*,(?=\s*[}\]])")
 
 
@@ -48,7 +49,8 @@ def read(path: Path) -> Any:
 
 def _blank(match: re.Match[str]) -> str:
     """Return text as it is and anything else as spaces, so that positions stay right."""
-    return match[1] or re.sub(r"[^\n]", " ", match[0])
+    endless = match[0].startswith("/*") and (len(match[0]) < len("/**/") or not match[0].endswith("*/"))
+    return match[0] if match[1] or endless else re.sub(r"[^\n]", " ", match[0])
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, is_number
+from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, is_number, shown
 from preamp.errors import ConfigError
 
 __all__ = ["AUTOCAST", "BF16", "FP16", "SECTIONS", "TOP", "Key", "by_name", "line_for", "read_section"]
@@ -106,7 +106,10 @@ def _line(name: str, value: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, default=repr)
+    try:
+        return json.dumps(value, default=repr)
+    except (TypeError, ValueError, RecursionError):  # no JSON at all
+        return shown(value)
 
 
 def _flag(value: Any) -> bool:
@@ -165,7 +168,7 @@ def _zero(value: Any) -> Mapping[str, Any]:
 def _dtype(value: Any) -> str:
     names = {"float16": ("fp16", "float16", "half"), "bfloat16": ("bf16", "bfloat16")}
     for dtype, aliases in names.items():
-        if str(value).removeprefix("torch.") in aliases:
+        if not is_number(value) and str(value).removeprefix("torch.") in aliases:
             return dtype
     raise ValueError("is not a low precision")
 

@@ -44,7 +44,7 @@ def read(path: Path) -> Any:
     except CheckpointError:
         raise
     except ImportError as error:
-        raise MissingExtra(f"{error.name} is missing. Run: pip install {error.name}") from error
+        raise MissingExtra.of(error) from error
     except pickle.UnpicklingError as error:  # whose own words advise to execute it
         raise CheckpointError(f"{path} is broken, or more than tensors and plain containers.") from error
     except Exception as error:  # a broken file, in the words of whatever library met it

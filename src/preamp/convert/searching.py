@@ -38,13 +38,18 @@ def find(tree: Any, dialect: Dialect[...], source: Path) -> Found:
     dialect.known_format()
     found, problems = _loadable(tree, dialect)
     if not found:
-        raise problems[0] if problems else _nothing(tree, dialect, source)
+        raise _at(source, problems[0]) if problems else _nothing(tree, dialect, source)
     if any((one.state, one.policy) != (found[0].state, found[0].policy) for one in found):
         places = ", ".join(f"{one.where} ({one.state.scale:g})" for one in found)
         raise CheckpointError(
             f"{source} holds loss scales that differ, at {places}. Save the right one in a file of its own."
         )
     return found[0]
+
+
+def _at(source: Path, problem: Exception) -> Exception:
+    """Return an error of the same kind that names the file."""
+    return type(problem)(f"{source}: {problem}")
 
 
 def _nothing(tree: Any, dialect: Dialect[...], source: Path) -> CheckpointError:

@@ -47,7 +47,7 @@ def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
     try:
         content = WRITERS[path.suffix](entries, dialect)
     except ImportError as error:
-        raise MissingExtra(f"{error.name} is missing. Run: pip install {error.name}") from error
+        raise MissingExtra.of(error) from error
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         unfinished.write_bytes(content)

@@ -1,6 +1,8 @@
 """preamp for DeepSpeed's users: its loss scalers under its names, on plain PyTorch.
 
-Only PyTorch is needed; DeepSpeed itself is not.
+Only PyTorch is needed; DeepSpeed itself is not. This room decides how DeepSpeed's configuration, engine
+and files come to a policy. It refuses to know when a scale moves: the policy does. docs/architecture.md
+says what each file decides.
 """
 
 from preamp.errors import MissingExtra
@@ -8,7 +10,7 @@ from preamp.errors import MissingExtra
 try:
     import torch as _  # noqa: F401  # only to say what is missing
 except ImportError as error:
-    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
+    raise MissingExtra.of(error, "preamp[torch]") from error
 
 from preamp.deepspeed.attached import Attached, attach
 from preamp.deepspeed.engine import Engine

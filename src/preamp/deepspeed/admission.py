@@ -53,7 +53,7 @@ def _check_engine(engine: Any) -> None:
         engines = import_module("deepspeed.runtime.engine")
         pipelines = import_module("deepspeed.runtime.pipe.engine")
     except ImportError as error:
-        raise MissingExtra(f"{error.name} is missing. Run: pip install deepspeed") from error
+        raise MissingExtra.of(error, "deepspeed") from error
     if not isinstance(engine, engines.DeepSpeedEngine):
         raise UsageError(
             f"{type(engine).__name__} is not DeepSpeed's engine. "

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from preamp import config
+from preamp.checks import callable_or_none
 from preamp.deepspeed.admission import admitted
 from preamp.deepspeed.hooks import Hooks
 from preamp.deepspeed.hosts import TESTED, Host, Stage0, require
 from preamp.deepspeed.mirror import Mirror
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
-from preamp.errors import PolicyError, Starved, UsageError
+from preamp.errors import Starved, UsageError
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Policy, Reading
 from preamp.torch.sight import Sight, combined
@@ -57,11 +58,10 @@ def attach(
 
     Raises:
         UsageError: for an engine that a policy cannot be attached to. It is as it was.
-        PolicyError: for what is no policy.
+        PolicyError: for what is no policy, and for an `on_step` that cannot be called.
         ConfigError: for a section "fp16" that DeepSpeed takes and that cannot work.
     """
-    if on_step is not None and not callable(on_step):
-        raise PolicyError(f"on_step={on_step!r} cannot be called. Write on_step=Trace(), or any function.")
+    callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
     host = admitted(engine)
     rule = _configured(engine) if policy is None else given_policy(policy, {})
     if rule.sees and host.hides_gradients():
@@ -94,9 +94,10 @@ class Attached:
     """
 
     def __init__(self, host: Host, policy: Policy[Any], on_step: Callable[[Step], object] | None) -> None:
-        self.policy, self.on_step = policy, on_step
+        self.policy: Policy[Any] = policy
+        self.on_step: Callable[[Step], object] | None = on_step
         self.last_step: Step | None = None
-        self.overflow_log = OverflowLog()
+        self.overflow_log: OverflowLog = OverflowLog()
         self._host, self._mirror, self._hooks = host, Mirror(policy), Hooks()
         self._outcome: _Outcome | None = None
         self._norm: float | None = None

@@ -60,12 +60,21 @@ class Engine(nn.Module):
         on_step: Callable[[Step], object] | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.optimizer, self.lr_scheduler = module, optimizer, lr_scheduler
-        self.settings, self.on_step = settings, on_step
+        self.module: nn.Module = module
+        self.optimizer: LossScaleOptimizer | None = optimizer
+        self.lr_scheduler: Any = lr_scheduler
+        self.settings: Settings = settings
+        self.on_step: Callable[[Step], object] | None = on_step
         self.training_dataloader: Any = None
-        self.device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-        self.global_rank, self.world_size = rank(), number_of_ranks()
-        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
+        self.device: torch.device = next(
+            (tensor.device for tensor in module.parameters()), torch.device("cpu")
+        )
+        self.global_rank: int = rank()
+        self.world_size: int = number_of_ranks()
+        self.global_steps: int = 0
+        self.skipped_steps: int = 0
+        self.micro_steps: int = 0
+        self.global_samples: int = 0
         self.last_step: Step | None = None
         self._train_batch, self._micro_batch, self._accumulation = batch
         self._calls = 0  # of step since the latest update

@@ -70,7 +70,8 @@ class Host(ABC):
     looks_first: ClassVar[bool] = False
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.optimizer = engine, engine.optimizer
+        self.engine: Any = engine
+        self.optimizer: Any = engine.optimizer
         require(engine, self.engine_uses)
         require(self.optimizer, self.uses)
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from preamp.checks import callable_or_none
 from preamp.config import Settings, load
 from preamp.deepspeed.engine import Engine
 from preamp.deepspeed.precision import cast_model, dtype_named
@@ -93,6 +94,7 @@ def initialize(
 
     Raises:
         ConfigError: for a configuration that cannot work.
+        PolicyError: for an `on_step` that cannot be called.
         UsageError: for what only DeepSpeed itself can do, and for arguments that do not fit together.
 
     >>> import torch
@@ -107,6 +109,7 @@ def initialize(
     >>> engine.was_step_applied(), engine.cur_scale
     (True, 256.0)
     """
+    callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
     settings = _settings(args, config if config is not None else config_params)
     _refuse_others(mpu=mpu, mesh_param=mesh_param)
     bare = _bare(model)

@@ -54,7 +54,9 @@ class OverflowLog:
     ) -> None:
         whole("limit", limit, least=1, instead="limit=10")
         positive("period", period, "period=60.0")
-        self.limit, self.period, self.clock = limit, period, clock
+        self.limit: int = limit
+        self.period: float = period
+        self.clock: Callable[[], float] = clock
         self._began, self._written, self._left_out = -math.inf, 0, 0
 
     def __call__(self, step: Step, hysteresis_left: int | None = None) -> None:

@@ -46,14 +46,14 @@ class LossScalerBase:
         PolicyError: for a scale that is not a finite number above 0.
     """
 
-    overflow_log = OverflowLog()
+    overflow_log: OverflowLog = OverflowLog()
     _updates = 0
     _culprits: tuple[str, ...] = ()
 
     def __init__(self, cur_scale: float) -> None:
         positive("cur_scale", cur_scale, "cur_scale=2.0**16")
-        self.cur_scale = cur_scale
-        self.dynamic = False
+        self.cur_scale: float = cur_scale
+        self.dynamic: bool = False
 
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
@@ -153,17 +153,17 @@ class DynamicLossScaler(LossScalerBase):
         positive("min_scale", min_scale, "min_scale=1.0")
         _check_counts(scale_window, delayed_shift)
         super().__init__(init_scale)
-        self.cur_iter = 0
-        self.last_overflow_iter = -1
-        self.scale_factor = 2.0
-        self.scale_window = scale_window
-        self.min_scale = min_scale
-        self.delayed_shift = delayed_shift
-        self.cur_hysteresis = delayed_shift
-        self.consecutive_hysteresis = consecutive_hysteresis
-        self.raise_error_at_min_scale = raise_error_at_min_scale
+        self.cur_iter: int = 0
+        self.last_overflow_iter: int = -1
+        self.scale_factor: float = 2.0
+        self.scale_window: int = scale_window
+        self.min_scale: float = min_scale
+        self.delayed_shift: int = delayed_shift
+        self.cur_hysteresis: int = delayed_shift
+        self.consecutive_hysteresis: bool = consecutive_hysteresis
+        self.raise_error_at_min_scale: bool = raise_error_at_min_scale
         self.dynamic = True
-        self.dtype = dtype
+        self.dtype: torch.dtype = dtype
 
     def has_overflow(self, params: Parameters, process_group: Any = None) -> bool:
         """Return whether a gradient is not finite, on any rank. Every rank has to call.
@@ -227,7 +227,8 @@ class DynamicLossScaler(LossScalerBase):
         if overflow:
             self._log(Step(self.cur_iter, self.cur_scale, False, True, after.scale), left)
             self.last_overflow_iter = self.cur_iter
-        self.cur_scale, self.cur_hysteresis = after.scale, left
+        self.cur_scale: float = after.scale
+        self.cur_hysteresis = left
         self.cur_iter += 1
 
     def _starved(self, error: Starved) -> Starved:

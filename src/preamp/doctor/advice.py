@@ -15,7 +15,7 @@ from typing import Any
 from preamp.dialect import Dialect
 from preamp.dialects import ALL
 from preamp.errors import InexactScale, PolicyError
-from preamp.policy import Dynamic, Policy, Static, Tolerant
+from preamp.policy import Dynamic, Policy
 from preamp.policy.saved import OURS
 from preamp.words import kebab
 
@@ -31,8 +31,9 @@ def recorded_policy(text: object) -> Policy[Any] | None:
     100
     """
     try:
-        return _evaluated(ast.parse(str(text), mode="eval").body)
-    except (SyntaxError, ValueError, TypeError, RecursionError, PolicyError):
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # whoever wrote it
+            return _evaluated(ast.parse(str(text), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, PolicyError):
         return None
 
 
@@ -106,7 +107,7 @@ def as_flags(policy: Policy[Any], settings: Mapping[str, Any]) -> str:
     ):
         return ""
     told = {**_told(policy), **{name: getattr(policy, name) for name in settings if hasattr(policy, name)}}
-    rule = [] if isinstance(policy, Dynamic | Static | Tolerant) else [f"--rule {kebab(name)}"]
+    rule = [] if isinstance(policy, Dynamic) else [f"--rule {kebab(name)}"]
     words = [f"--policy.{name.replace('_', '-')} {_word(value)}" for name, value in told.items()]
     return " ".join([*rule, *words])
 

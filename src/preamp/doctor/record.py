@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import takewhile
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from preamp.doctor.advice import recorded_policy
 from preamp.doctor.finding import RARE
 from preamp.exponents import BANDS, Band, exponent_of
 from preamp.looks import Look
+from preamp.policy import Policy
 from preamp.trace import Step, Trace
 
 __all__ = ["Cause", "Record", "Skip"]
@@ -48,10 +49,10 @@ class Record:
     """
 
     def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.steps = [step for step in trace if 0.0 < step.scale < math.inf]
-        self.policy = recorded_policy(trace.about.get("policy"))
-        self.looks = [look for look in trace.looks if 0.0 < look.scale < math.inf]
+        self.trace: Trace = trace
+        self.steps: list[Step] = [step for step in trace if 0.0 < step.scale < math.inf]
+        self.policy: Policy[Any] | None = recorded_policy(trace.about.get("policy"))
+        self.looks: list[Look] = [look for look in trace.looks if 0.0 < look.scale < math.inf]
 
     @cached_property
     def band(self) -> Band:

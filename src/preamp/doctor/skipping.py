@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
 from preamp.doctor.record import Record, Skip
 from preamp.exponents import exponent_of
-from preamp.policy import Static, Tolerant
+from preamp.policy import Dynamic, Static, Tolerant
 from preamp.trace import Step
 from preamp.words import of_steps, percent, power
 
@@ -21,8 +21,6 @@ __all__ = ["dragged", "oscillating", "slow", "starving", "too_high", "wrong_star
 
 RECENT: Final = 100
 LEAST_HUNGRY: Final = 10
-USUAL_SCALE: Final = 2.0**16
-USUAL_INTERVAL: Final = 2000
 
 Remedy: TypeAlias = tuple[str, Mapping[str, Any]]
 """What to do, in words and as settings."""
@@ -73,7 +71,7 @@ def _way_out(record: Record, skipped: list[Step]) -> Remedy:
             "min_scale": floor
         }
     if not stands and scale > 1.0:
-        return "The scale is still falling. Start lower.", {"init_scale": min(scale, USUAL_SCALE)}
+        return "The scale is still falling. Start lower.", {"init_scale": min(scale, Dynamic.init_scale)}
     return "At so low a scale nothing finite overflows: it is NaN. Look for it in the data and the loss.", {}
 
 
@@ -116,7 +114,11 @@ def oscillating(record: Record) -> Finding | None:
         f"had just grown: every {interval:,} clean steps it tries again what has failed.",
         advice=f"Wait longer{_or_a_ceiling(undone)}.",
         numbers={"skipped": len(undone), "share": share, "growth_interval": interval},
-        settings={"growth_interval": USUAL_INTERVAL, **_at_once(record), **_nearer_start(record, undone)},
+        settings={
+            "growth_interval": Dynamic.growth_interval,
+            **_at_once(record),
+            **_nearer_start(record, undone),
+        },
     )
 
 
@@ -207,7 +209,7 @@ def too_high(record: Record) -> Finding | None:
 
 
 def _longer(record: Record) -> Mapping[str, Any]:
-    return {"growth_interval": USUAL_INTERVAL} if record.interval < RARE else {}
+    return {"growth_interval": Dynamic.growth_interval} if record.interval < RARE else {}
 
 
 def _lower(record: Record) -> Remedy:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from preamp.errors import CheckpointError
+from preamp.checks import shown
+from preamp.errors import CheckpointError, PolicyError
 from preamp.policy import Dynamic, Policy, State
 
 __all__ = [
@@ -44,7 +45,13 @@ class Format(ABC):
 
     def policy(self, saved: Mapping[str, Any], rest: Policy[Any]) -> Policy[Any]:
         """Return the policy that was saved; what the format does not carry is as in `rest`."""
-        return replace(rest, **self.settings(saved))
+        settings = self.settings(saved)
+        unknown = [name for name in settings if not hasattr(rest, name)]
+        if unknown:
+            raise PolicyError(
+                f"policy={rest!r} has no {unknown[0]}, which was saved. Write one of this dialect, or none."
+            )
+        return replace(rest, **settings)
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a `Moving` policy that were saved."""
@@ -96,7 +103,7 @@ def number(saved: Mapping[str, Any], name: str) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise CheckpointError(
-            f"the saved {name}={_short(value)} is not one number. Write one, such as 1.0."
+            f"the saved {name}={shown(value)} is not one number. Write one, such as 1.0."
         ) from None
 
 
@@ -119,9 +126,13 @@ def flag(saved: Mapping[str, Any], name: str) -> bool:
         CheckpointError: if it is missing, or neither.
     """
     value = _entry(saved, name)
-    if value not in (True, False):
+    try:
+        known = value in (True, False)
+    except (TypeError, ValueError, RuntimeError):  # an array of several
+        known = False
+    if not known:
         raise CheckpointError(
-            f"the saved {name}={_short(value)} is neither True nor False. Write one of them."
+            f"the saved {name}={shown(value)} is neither True nor False. Write one of them."
         )
     return bool(value)
 
@@ -145,8 +156,3 @@ def _entry(saved: Mapping[str, Any], name: str) -> Any:
     if name not in saved:
         raise CheckpointError(f"the saved loss scale has no entry {name}.")
     return saved[name]
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) < 80 else f"{text[:77]}..."

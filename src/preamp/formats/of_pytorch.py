@@ -86,7 +86,7 @@ class Apex(Counting):
 
     def find(self, saved: Any) -> Mapping[str, Any] | None:
         scalers = [value for name, value in entries_of(saved).items() if str(name).startswith("loss_scaler")]
-        if any(scaler != scalers[0] for scaler in scalers):
+        if len({tuple(number(entries_of(one), name) for name in self.entries) for one in scalers}) > 1:
             raise CheckpointError(
                 f"{len(scalers)} losses have a scale of their own here. Write saved['loss_scaler0'] for one."
             )

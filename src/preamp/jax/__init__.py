@@ -1,17 +1,7 @@
-"""preamp for JAX: loss scaling, and what to do with scaled gradients.
+"""preamp for JAX: autocast, and loss scaling inside the compiled step.
 
-| file | decides |
-| --- | --- |
-| `autocasting/` | which operator runs in which precision |
-| `loss_scale.py` | a policy and its state as one tree |
-| `differentiation.py` | how the scale enters: as the seed of the derivative |
-| `transformation.py` | when the inner optimizer runs, and what is remembered: an optax transformation |
-| `stepping.py` | a whole step in one conditional |
-| `gradients.py` | arithmetic on trees of gradients |
-| `exponents.py` | histograms of exponents, and looks made of them |
-| `readings.py` | what a policy asks to see of gradients |
-| `tails.py` | what gradients end in, and may wait |
-| `axes.py` | what devices combine |
+This room decides what a primitive computes in, and where in a compiled step an update is left out. It refuses
+to know when a scale moves: the policy does. docs/architecture.md says what each file decides.
 """
 
 from preamp.errors import MissingExtra
@@ -20,7 +10,7 @@ try:
     import jax as _jax  # noqa: F401  # only to say what is missing
     import optax as _optax  # noqa: F401
 except ImportError as error:
-    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[jax]'") from error
+    raise MissingExtra.of(error, "preamp[jax]") from error
 
 from preamp.jax.autocasting.census import casts
 from preamp.jax.autocasting.transform import autocast

@@ -5,7 +5,7 @@ This room counts, and names what was counted. It refuses to know when to look an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from preamp.jax.gradients import is_inexact
 from preamp.looks import Kind, Look, LookRow
 
 __all__ = ["exponent_histogram", "flow_slot", "look", "watch"]
+
+T = TypeVar("T")
 
 
 def exponent_histogram(tree: Any) -> Any:
@@ -78,8 +80,7 @@ def flow_slot() -> jax.Array:
     return jnp.zeros(FIELDS, jnp.float32)
 
 
-@jax.custom_vjp
-def watch(x: Any, slot: Any) -> Any:
+def watch(x: T, slot: Any) -> T:
     """Return `x`. The derivative with respect to `slot` is the histogram of that with respect to `x`.
 
     So the gradients that flow between layers are counted in the same backward pass, without a callback. Where
@@ -96,6 +97,12 @@ def watch(x: Any, slot: Any) -> Any:
     >>> float(flows[127 + 2])
     3.0
     """
+    watched: T = _watched(x, slot)
+    return watched
+
+
+@jax.custom_vjp
+def _watched(x: Any, slot: Any) -> Any:
     return x
 
 
@@ -107,7 +114,7 @@ def _watch_backward(_: None, flow: Any) -> tuple[Any, Any]:
     return flow, _count(flow).astype(jnp.float32)
 
 
-watch.defvjp(_watch_forward, _watch_backward)
+_watched.defvjp(_watch_forward, _watch_backward)
 
 
 def _count(array: Any) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from preamp.errors import UsageError
 from preamp.jax.gradients import multiplied
+from preamp.jax_arithmetic import to_host
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
 
@@ -110,12 +111,7 @@ def read(scalars: Sequence[Any]) -> list[float]:
     Raises:
         UsageError: inside a function that JAX transforms, and for the scalars of several trainings at once.
     """
-    if any(isinstance(scalar, jax.core.Tracer) for scalar in scalars):
-        raise UsageError(
-            "what a step came to is read to the host, which no function can do while JAX transforms it. "
-            "Ask for it outside, after the step."
-        )
-    values = jax.device_get(list(scalars))
+    values = to_host(scalars)
     shape = jnp.shape(values[0])
     if shape:
         raise UsageError(

@@ -33,10 +33,11 @@ class LossScaledState(NamedTuple):
         inner_state: the inner transformation's.
         scale: float32; the scale that was in the last loss.
         finite: boolean; whether the last gradients were.
-        norm: float32; the global L2 norm of the last unscaled gradients before clipping, inf if not finite.
+        grad_norm: float32; the global L2 norm of the last unscaled gradients before clipping, inf if not
+            finite.
         starved: float32; at how many overflows the policy gave up, 0 if it has not.
         steps: int32; steps taken or skipped.
-        skipped: int32; steps skipped.
+        skipped_steps: int32; steps skipped.
         peak: float32; the largest magnitude among the last scaled gradients, if finite. None, which is no
             leaf, where the policy does not ask for it.
     """
@@ -45,10 +46,10 @@ class LossScaledState(NamedTuple):
     inner_state: Any
     scale: Any
     finite: Any
-    norm: Any
+    grad_norm: Any
     starved: Any
     steps: Any
-    skipped: Any
+    skipped_steps: Any
     peak: Any = None
 
 
@@ -89,7 +90,7 @@ def loss_scaled(
     >>> optimizer.update(4.0 * jnp.array([3.0, 4.0]), state, params)[0].tolist()
     [-0.30000001192092896, -0.4000000059604645]
     >>> updates, state = optimizer.update(jnp.array([jnp.inf, 0.0]), state, params)
-    >>> float(state.policy_state.scale), int(state.skipped)
+    >>> float(state.policy_state.scale), int(state.skipped_steps)
     (2.0, 1)
     """
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
@@ -129,10 +130,10 @@ class Scaling:
             inner_state=inner,
             scale=_copy(start.scale),
             finite=jnp.ones((), bool),
-            norm=jnp.zeros((), jnp.float32),
+            grad_norm=jnp.zeros((), jnp.float32),
             starved=jnp.zeros((), jnp.float32),
             steps=jnp.zeros((), jnp.int32),
-            skipped=jnp.zeros((), jnp.int32),
+            skipped_steps=jnp.zeros((), jnp.int32),
             peak=jnp.zeros((), jnp.float32) if "peak" in self.policy.sees else None,
         )
 
@@ -197,10 +198,10 @@ class Scaling:
             inner_state=inner,
             scale=_copy(state.policy_state.scale),
             finite=reading.finite,
-            norm=jnp.where(reading.finite, norm, jnp.inf).astype(jnp.float32),
+            grad_norm=jnp.where(reading.finite, norm, jnp.inf).astype(jnp.float32),
             starved=after.starved,
             steps=state.steps + 1,
-            skipped=state.skipped + jnp.where(reading.finite, 0, 1).astype(jnp.int32),
+            skipped_steps=state.skipped_steps + jnp.where(reading.finite, 0, 1).astype(jnp.int32),
             peak=None if reading.peak is None else _copy(reading.peak),
         )
 
@@ -245,7 +246,7 @@ def last_step(opt_state: Any) -> Step | None:
         UsageError: for another state, and inside a function that JAX transforms.
     """
     state = find(opt_state)
-    record = state.steps, state.scale, state.finite, state.norm, state.policy_state.scale
+    record = state.steps, state.scale, state.finite, state.grad_norm, state.policy_state.scale
     peaks = [] if state.peak is None else [state.peak]
     steps, scale, finite, norm, new_scale, *measured = read([*record, *peaks])
     if not steps:

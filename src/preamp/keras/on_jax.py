@@ -14,7 +14,7 @@ import keras
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # Keras exports the scope alone
 
 from preamp.errors import UsageError
-from preamp.jax_arithmetic import count_from, largest
+from preamp.jax_arithmetic import count_from, largest, to_host
 from preamp.policy import Reading
 
 __all__ = ["apply", "are_finite", "bakes", "read", "seen", "stateless_inputs", "unscale", "write"]
@@ -109,12 +109,7 @@ def read(scalars: Sequence[Any]) -> list[float]:
     Raises:
         UsageError: in a function that is being transformed.
     """
-    if any(isinstance(value, jax.core.Tracer) for value in scalars):
-        raise UsageError(
-            "what a step came to is read to the host, which no function can do while JAX transforms it. "
-            "Ask for it outside, after the step."
-        )
-    return [float(value) for value in jax.device_get(list(scalars))]
+    return [float(value) for value in to_host(scalars)]
 
 
 def write(variable: Any, value: float) -> None:

@@ -13,12 +13,12 @@ import tensorflow as tf
 from preamp import tensorflow_arithmetic
 from preamp.errors import UsageError
 from preamp.policy import Reading
-from preamp.tensorflow_arithmetic import divided, values_of, widened
+from preamp.tensorflow_arithmetic import divided, unconverted, values_of, widened
 
 __all__ = ["apply", "are_finite", "bakes", "read", "seen", "stateless_inputs", "unscale", "write"]
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
+@unconverted
 def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
     """Update the variables or skip, on all replicas alike.
 

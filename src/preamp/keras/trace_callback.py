@@ -6,14 +6,16 @@ This room listens to `fit`. It refuses to know how a step is taken: it reads wha
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import keras
 
+from preamp.checks import callable_or_none
 from preamp.errors import Starved, UsageError
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, framework
-from preamp.trace import Trace
+from preamp.trace import Step, Trace
 
 __all__ = ["TraceCallback"]
 
@@ -29,12 +31,14 @@ class TraceCallback(keras.callbacks.Callback):
         path: the file to write, which is closed after `fit` and gone on with in the next; or a `Trace`, which
             stays open; or None to keep the trace in memory.
         mode: for a file that is there: "new" refuses, "append" goes on, "replace" forgets it.
+        on_step: called with each `Step` once it is recorded.
         **about: anything JSON can hold that describes the run.
 
     Attributes:
         trace: the record. A step's `loss` is what Keras logs: the mean over the epoch so far.
 
     Raises:
+        PolicyError: for an `on_step` that cannot be called.
         TraceError: for a file that cannot be gone on with.
         UsageError: for settings of a file beside a `Trace`; from `fit`, for a model whose optimizer is no
             `preamp.keras.LossScaleOptimizer`.
@@ -46,16 +50,19 @@ class TraceCallback(keras.callbacks.Callback):
         path: str | Path | Trace | None = None,
         *,
         mode: Literal["new", "append", "replace"] = "new",
+        on_step: Callable[[Step], object] | None = None,
         **about: Any,
     ) -> None:
         super().__init__()
+        callable_or_none("on_step", on_step, "on_step=log, or any function")
         if isinstance(path, Trace) and (about or mode != "new"):
             raise UsageError(
                 f"{', '.join(about) or 'mode'}: this is for a file to be written, but a Trace is given. "
                 "Write them where it is made: TraceCallback(Trace(path, mode=..., name=...))."
             )
+        self.on_step: Callable[[Step], object] | None = on_step
         self._path = None if isinstance(path, Trace) else path
-        self.trace = path if isinstance(path, Trace) else self._opened(mode, **about)
+        self.trace: Trace = path if isinstance(path, Trace) else self._opened(mode, **about)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Look at the optimizer, and open the file again that the last `fit` closed."""
@@ -75,7 +82,10 @@ class TraceCallback(keras.callbacks.Callback):
         if step is None:
             return
         loss = None if logs is None else logs.get("loss")
-        self.trace(step._replace(loss=None if loss is None else float(loss)))
+        step = step._replace(loss=None if loss is None else float(loss))
+        self.trace(step)
+        if self.on_step is not None:
+            self.on_step(step)
         if logs is not None:
             logs["loss_scale"], logs["skipped_steps"] = step.new_scale, int(numbers[-1])
         try:

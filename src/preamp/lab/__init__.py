@@ -3,6 +3,9 @@
 One problem per file (`autoencoder`, `classify`), one loop per framework (`torch_loop`, `jax_loop`,
 `keras_loop`, `tensorflow_loop`); `runs` puts them together, `results` puts them in rows and words. This room
 refuses to know how they are drawn.
+
+Low precision is what a tensor core does: operands, results and their gradients are stored in float16 or
+bfloat16, products are summed in float32. Every loop can rehearse it, and can compute in it natively.
 """
 
 from typing import Final, Literal, TypeAlias

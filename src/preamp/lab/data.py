@@ -17,7 +17,7 @@ try:
     from numpy.typing import NDArray
     from sklearn.datasets import load_digits
 except ImportError as error:
-    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[lab]'") from error
+    raise MissingExtra.of(error, "preamp[lab]") from error
 
 __all__ = ["Table", "digits", "read_csv"]
 

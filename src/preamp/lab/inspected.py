@@ -50,7 +50,7 @@ def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) ->
 
         from preamp.torch.amp import autocast, is_autocast_available
     except ImportError as error:
-        raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
+        raise MissingExtra.of(error, "preamp[torch]") from error
     try:
         is_autocast_available(device)
     except RuntimeError as error:
@@ -65,7 +65,7 @@ def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
     try:
         import jax
     except ImportError as error:
-        raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[jax]'") from error
+        raise MissingExtra.of(error, "preamp[jax]") from error
     from preamp.jax import casts
 
     function = find_function(target)

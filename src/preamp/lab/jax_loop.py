@@ -1,8 +1,7 @@
 """The training loop in JAX: one compiled step, as a user of `preamp.jax` would write it.
 
-Low precision is what a tensor core does: operands, results and their gradients are stored in float16 or
-bfloat16, products are summed in float32. `autocast(emulate=True)` rehearses it. JAX's own float16 products
-are summed in float32 too, at float32's speed.
+`autocast(emulate=True)` rehearses low precision. JAX's own float16 products are summed in float32 too, at
+float32's speed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from preamp.jax import apply_gradients, autocast, check_starved, last_step, loss_scaled, scaled_value_and_grad
 from preamp.lab import ADAM_EPSILON, ZEROS_EVERY, Precision
-from preamp.lab.problem import Problem
+from preamp.lab.problem import Problem, share_of_zeros
 from preamp.policy import Policy
 from preamp.trace import Step
 
@@ -59,7 +58,7 @@ class JaxLoop:
             start = time.perf_counter()
             after = self.train_step(self.layers, self.state, inputs[rows], labels[rows])
             loss, gradients, peak, self.layers, self.state = after
-            zeros = _zeros(gradients) if index % ZEROS_EVERY == 0 else None
+            zeros = share_of_zeros(gradients) if index % ZEROS_EVERY == 0 else None
             step = last_step(self.state) if self.policy else None
             step = step or Step(index, 1.0, finite=True, skipped=False)
             step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
@@ -109,9 +108,3 @@ def _products(layers: Layers, values: jax.Array) -> jax.Array:
 def _peak(gradients: list[jax.Array]) -> jax.Array:
     """Return the largest finite magnitude."""
     return jnp.stack([jnp.max(jnp.abs(g), initial=0.0, where=jnp.isfinite(g)) for g in gradients]).max()
-
-
-def _zeros(gradients: list[jax.Array]) -> float:
-    """Return the share of entries that are exactly zero."""
-    arrays = [np.asarray(gradient) for gradient in gradients]
-    return 1.0 - sum(int(np.count_nonzero(array)) for array in arrays) / sum(int(a.size) for a in arrays)

@@ -3,9 +3,8 @@
 The network, the loss and the optimizer are the same on all three. The step is what differs: JAX jits a pure
 function, PyTorch runs backward, TensorFlow records a tape in a graph. `KERAS_BACKEND` says which one runs.
 
-Low precision is what a tensor core does: operands, results and their gradients are stored in float16 or
-bfloat16, products are summed in float32. Casting down and up again rehearses it; the gradients are rounded at
-the same places. Natively, Keras's own policies such as "mixed_float16" do the work.
+Casting down and up again rehearses low precision; the gradients are rounded at the same places. Natively,
+Keras's own policies such as "mixed_float16" do the work.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from preamp.errors import PreampError, Starved
 from preamp.lab import ADAM_EPSILON, KERAS_BACKENDS, ZEROS_EVERY, Precision
-from preamp.lab.problem import Problem
+from preamp.lab.problem import Problem, share_of_zeros
 from preamp.policy import Policy
 from preamp.trace import Step
 
@@ -103,7 +102,7 @@ class KerasLoop:
             start = time.perf_counter()
             with keras.device("cpu"):
                 loss, gradients, peak, gives_up = self.train_step(inputs[rows], targets[rows])
-                zeros = _zeros(gradients[::2]) if index % ZEROS_EVERY == 0 else None
+                zeros = share_of_zeros(gradients[::2]) if index % ZEROS_EVERY == 0 else None
             step = self.optimizer.last_step if self.scaled else None
             step = step or Step(index, 1.0, finite=True, skipped=False)
             step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
@@ -143,12 +142,6 @@ def _peak(gradients: list[Any]) -> Any:
     """Return the largest finite magnitude among the gradients of kernels."""
     entries = keras.ops.concatenate([keras.ops.reshape(gradient, [-1]) for gradient in gradients[::2]])
     return keras.ops.max(keras.ops.where(keras.ops.isfinite(entries), keras.ops.abs(entries), 0.0))
-
-
-def _zeros(gradients: list[Any]) -> float:
-    """Return the share of entries that are exactly zero."""
-    arrays = [keras.ops.convert_to_numpy(gradient) for gradient in gradients]
-    return 1.0 - sum(int(np.count_nonzero(array)) for array in arrays) / sum(int(a.size) for a in arrays)
 
 
 def _jax_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:

@@ -5,9 +5,9 @@ A problem says what to train. It refuses to know the framework and the precision
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from preamp.lab import Task
 from preamp.lab.data import Table
 
-__all__ = ["Problem"]
+__all__ = ["Problem", "share_of_zeros"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,9 @@ class Problem:
             return float(np.mean((outputs - self.table.test) ** 2)), None
         accuracy = float(np.mean(outputs.argmax(axis=1) == self.table.test_labels))
         return 1.0 - accuracy, accuracy
+
+
+def share_of_zeros(gradients: Iterable[Any]) -> float:
+    """Return the share of entries that are exactly zero, of arrays that NumPy can read."""
+    arrays = list(map(np.asarray, gradients))
+    return 1.0 - sum(int(np.count_nonzero(array)) for array in arrays) / sum(array.size for array in arrays)

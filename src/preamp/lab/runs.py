@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,23 +29,17 @@ from preamp.lab.problem import Problem
 from preamp.policy import Policy
 from preamp.trace import Step, Trace
 
-__all__ = ["FRAMEWORKS", "TASKS", "Loop", "Plan", "Run", "find_loop", "plans", "train", "write_summary"]
+__all__ = ["TASKS", "Loop", "Plan", "Run", "find_loop", "plans", "train", "write_summary"]
 
 TASKS: dict[Task, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
-
-# A framework is one module of this room with one class that has the methods of `Loop`.
-FRAMEWORKS: dict[Framework, tuple[str, str]] = {
-    "torch": ("preamp.lab.torch_loop", "TorchLoop"),
-    "jax": ("preamp.lab.jax_loop", "JaxLoop"),
-    "keras": ("preamp.lab.keras_loop", "KerasLoop"),
-    "tensorflow": ("preamp.lab.tensorflow_loop", "TensorFlowLoop"),
-}
 
 CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::InitializeLog")
 
 
 class Loop(Protocol):
-    """What a framework's loop can do. One that has a `lens` as well is looked through.
+    """What a framework's loop can do: the one class of `lab/NAME_loop.py`.
+
+    One that has a `lens` as well is looked through.
 
     Args of its constructor:
         problem: what to train.
@@ -127,12 +121,14 @@ def find_loop(framework: Framework) -> Callable[..., Loop]:
         PreampError: for a framework without a loop, or one that cannot work in this process.
         MissingExtra: for a framework that is not installed.
     """
-    if framework not in FRAMEWORKS:
-        raise PreampError(f"framework {framework!r} is unknown. Write one of {', '.join(FRAMEWORKS)}.")
-    module, name = FRAMEWORKS[framework]
+    known = get_args(Framework)
+    if framework not in known:
+        raise PreampError(f"framework {framework!r} is unknown. Write one of {', '.join(known)}.")
     try:
         with _without_chatter():
-            return getattr(import_module(module), name)  # type: ignore[no-any-return]
+            module = import_module(f"preamp.lab.{framework}_loop")
+            (name,) = module.__all__
+            return getattr(module, name)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}") from error
 

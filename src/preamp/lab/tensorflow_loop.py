@@ -1,8 +1,7 @@
 """The training loop in TensorFlow: a tape in a graph, as a user of `preamp.tensorflow` would write it.
 
-Low precision is what a tensor core does: operands, results and their gradients are stored in float16 or
-bfloat16, products are summed in float32. Casting down and up again rehearses it; the gradients are rounded at
-the same places. TensorFlow's own float16 products take forty times as long on a CPU.
+Low precision is rehearsed as in `keras_loop`. TensorFlow's own float16 products take forty times as long on
+a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from preamp.errors import PreampError
 from preamp.lab import ADAM_EPSILON, ZEROS_EVERY, Precision
-from preamp.lab.problem import Problem
+from preamp.lab.problem import Problem, share_of_zeros
 from preamp.policy import Policy
 from preamp.trace import Step
 
@@ -69,7 +68,7 @@ class TensorFlowLoop:
             start = time.perf_counter()
             with tf.device("CPU"):
                 loss, gradients, peak = self.train_step(inputs[rows], labels[rows])
-                zeros = _zeros(gradients) if index % ZEROS_EVERY == 0 else None
+                zeros = share_of_zeros(gradients) if index % ZEROS_EVERY == 0 else None
             step = self.optimizer.last_step if self.scaled else None
             step = step or Step(index, 1.0, finite=True, skipped=False)
             step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
@@ -120,9 +119,3 @@ def _peak(gradients: list[tf.Tensor]) -> tf.Tensor:
     """Return the largest finite magnitude."""
     entries = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
     return tf.reduce_max(tf.where(tf.math.is_finite(entries), tf.abs(entries), 0.0))
-
-
-def _zeros(gradients: list[tf.Tensor]) -> float:
-    """Return the share of entries that are exactly zero."""
-    entries = tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
-    return 1.0 - int(tf.math.count_nonzero(entries)) / len(entries)

@@ -1,8 +1,7 @@
 """The training loop in PyTorch, as a user of `preamp.torch` would write it.
 
-Low precision is what a tensor core does: operands, results and their gradients are stored in float16 or
-bfloat16, products are summed in float32. `autocast(emulate=True)` rehearses it, because a CPU's own float16
-products are up to 200 times slower.
+`autocast(emulate=True)` rehearses low precision, because a CPU's own float16 products are up to 200 times
+slower.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class TorchLoop:
             start = time.perf_counter()
             loss = self._loss(inputs[rows], labels[rows])
             self.optimizer.zero_grad()
-            self.scaler.scale(loss).backward()
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             zeros, peak = self._zeros() if index % ZEROS_EVERY == 0 else None, self._peak()
             self.scaler.step(self.optimizer)
             gives_up = self._update()

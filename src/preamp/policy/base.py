@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
-from preamp.checks import is_number, to_float32
+from preamp.checks import is_number, shown, to_float32
 from preamp.errors import PolicyError, Starved
 
 __all__ = ["Policy", "Reading", "State", "Where", "choose"]
 
 Where: TypeAlias = Callable[[Any, Any, Any], Any]
 S = TypeVar("S", bound=Any)
+COUNTS = ("good", "bad", "age")
+MOST = 2**31  # PyTorch's tracker is an int32
 
 
 class State(NamedTuple):
@@ -179,17 +181,19 @@ class Policy(ABC, Generic[S]):
             saved: the state's fields by name, such as a checkpoint holds; others are not looked at.
 
         Raises:
-            PolicyError: for a scale that is not a finite float32 above 0, or a negative count.
+            PolicyError: for a scale that is not a finite float32 above 0, or what is no count.
         """
         state = self.start()
         known = {name: saved[name] for name in state._fields if name in saved}
         for name, value in known.items():
             rounded = to_float32(value) if is_number(value) else math.nan
             is_allowed = rounded > 0.0 if name == "scale" else rounded >= 0.0 or name in self.signed
+            if name in COUNTS:
+                is_allowed = 0.0 <= rounded < MOST and float(value).is_integer()
             if not (math.isfinite(rounded) and is_allowed):
                 raise PolicyError(
-                    f"{name}={value!r} is no state to go on from: a scale must be a finite float32 above 0, "
-                    "a count not negative. Write scale=2.0**16, or 0 for a count."
+                    f"{name}={shown(value)} is no state to go on from: a scale must be a finite float32 "
+                    "above 0, a count a whole number from 0 to below 2**31. Write scale=2.0**16 or good=0."
                 )
         restored: S = state._replace(**{name: float(value) for name, value in known.items()})
         return restored

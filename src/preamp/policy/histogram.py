@@ -24,8 +24,7 @@ class Histogram(Moving[State]):
     the peak lies far below and is not 0. Between lies a band in which the scale rests. An overflow backs off.
 
     Args:
-        largest: the largest finite number of what the gradients are computed in: 65504 for float16, 57344
-            for float8_e5m2.
+        largest: the largest finite number of the low precision: 65504.0 for float16, 57344.0 for float8_e5m2.
         location: where the edge lies, as a part of `largest`. Between 0 and 1.
         limit: the share of the entries that may lie beyond the edge.
         growth_interval: clean steps with room for a growth, in a row, before the scale grows.

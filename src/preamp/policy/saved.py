@@ -1,37 +1,39 @@
-"""A policy as JSON and back, for a model's file.
+"""Which rules are ours, and a policy as JSON and back, for a model's file.
 
-This room names classes and their settings. It refuses to load code: a policy of your own has to be known to
-the framework that reads the file.
+This room finds the rules that stand in files of this folder: a new file is all that a new rule takes. It
+refuses to load other code: a policy of your own has to be known to the framework that reads the file.
 """
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from preamp.checks import shown
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy.base import Policy
 from preamp.policy.dynamic import Dynamic
-from preamp.policy.floor_schedule import FloorSchedule
-from preamp.policy.headroom import Headroom
-from preamp.policy.histogram import Histogram
-from preamp.policy.log_max import LogMax
-from preamp.policy.static import Static
-from preamp.policy.tolerant import Tolerant
 
 __all__ = ["OURS", "from_json", "to_json"]
 
-_KINDS: tuple[type[Policy[Any]], ...] = (
-    Dynamic,
-    Tolerant,
-    Static,
-    FloorSchedule,
-    Headroom,
-    Histogram,
-    LogMax,
-)
-OURS = {kind.__name__: kind for kind in _KINDS}
+
+def _found() -> Iterator[type[Policy[Any]]]:
+    """Yield the usual rule, then the policies that the files of this folder define, file by file."""
+    yield Dynamic
+    for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        module = import_module(f"{__package__}.{file.name}")
+        for value in vars(module).values():
+            is_rule = inspect.isclass(value) and issubclass(value, Policy) and not inspect.isabstract(value)
+            if is_rule and value.__module__ == module.__name__:
+                yield value
+
+
+OURS = {kind.__name__: kind for kind in _found()}
 REGISTER = '@keras.saving.register_keras_serializable(package="mine")'
 
 
@@ -62,18 +64,36 @@ def from_json(saved: Mapping[str, Any], find: Callable[[str], Any]) -> Policy[An
     """Return the policy that was saved.
 
     Raises:
-        PolicyError: for a class that is not known here.
+        PolicyError: for a class that is not known here, and for what `to_json` did not write.
     """
-    kind = OURS.get(saved["class"]) or find(saved["class"])
-    if kind is None:
+    name, settings = _parts(saved)
+    kind = OURS.get(name) or find(name)
+    if not (inspect.isclass(kind) and issubclass(kind, Policy)):
         raise PolicyError(
-            f"the policy {saved['class']!r} of a saved optimizer is not known. Import its module, where "
+            f"the policy {shown(name)} of a saved optimizer is not known. Import its module, where "
             f"{REGISTER} stands above the class."
         )
-    settings = {name: _tuples(value) for name, value in saved["settings"].items()}
-    with warnings.catch_warnings(action="ignore", category=InexactScale):  # said when it was made
-        policy: Policy[Any] = kind(**settings)
+    try:
+        with warnings.catch_warnings(action="ignore", category=InexactScale):  # said when it was made
+            policy: Policy[Any] = kind(**{key: _tuples(value) for key, value in settings.items()})
+    except TypeError as error:  # another release's settings, or nobody's
+        raise PolicyError(
+            f"the saved settings of {name} cannot work: {error}. Make the policy anew."
+        ) from None
     return policy
+
+
+def _parts(saved: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of the class and the settings."""
+    name, settings = (
+        (saved.get("class"), saved.get("settings")) if isinstance(saved, Mapping) else (None, None)
+    )
+    if not (isinstance(name, str) and isinstance(settings, Mapping)):
+        raise PolicyError(
+            f"{shown(saved)} is no saved policy: that has a class and settings. "
+            'Write {"class": "Dynamic", "settings": {}}.'
+        )
+    return name, settings
 
 
 def _tuples(value: Any) -> Any:

@@ -8,7 +8,7 @@ from preamp.errors import MissingExtra
 try:
     import matplotlib as _  # noqa: F401  # only to say what is missing
 except ImportError as error:
-    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[report]'") from error
+    raise MissingExtra.of(error, "preamp[report]") from error
 
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import heat_figure

@@ -1,4 +1,8 @@
-"""preamp for TensorFlow: `from preamp.tensorflow import LossScaleOptimizer` is the only line to change."""
+"""preamp for TensorFlow: `from preamp.tensorflow import LossScaleOptimizer` is the only line to change.
+
+This room decides which class an inner optimizer is wrapped in, and in what order tf.keras's methods may
+be called. It refuses to know when a scale moves: the policy does.
+"""
 
 import sys
 
@@ -7,7 +11,7 @@ from preamp.errors import MissingExtra
 try:
     import tensorflow as _  # noqa: F401  # only to say what is missing
 except ImportError as error:
-    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[tensorflow]'") from error
+    raise MissingExtra.of(error, "preamp[tensorflow]") from error
 
 from preamp.tensorflow.optimizer import LossScaleOptimizer
 

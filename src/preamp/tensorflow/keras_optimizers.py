@@ -21,7 +21,7 @@ from preamp.tensorflow.arguments import rule
 from preamp.tensorflow.hyperparameters import is_hyperparameter
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
 from preamp.tensorflow.optimizer import check_tape
-from preamp.tensorflow_arithmetic import as_stored
+from preamp.tensorflow_arithmetic import as_stored, unconverted
 
 __all__ = ["LossScaleOptimizer"]
 
@@ -93,18 +93,18 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         gradients = self.get_unscaled_gradients(tape.gradient(scaled, tensors))
         return list(zip(gradients, variables, strict=True))
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
+    @unconverted
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss times the scale, as Keras's `fit` does: it then applies gradients as they are."""
         self._gradients_are_scaled = True
         return super().scale_loss(loss)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
+    @unconverted
     def get_scaled_loss(self, loss: Any) -> Any:
         self._gradients_are_scaled, self._was_scaled = False, True
         return super().get_scaled_loss(loss)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
+    @unconverted
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         self._gradients_are_scaled = False
         unscaled: list[Any] = super().get_unscaled_gradients(grads)
@@ -127,7 +127,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             )
         super().apply(grads, trainable_variables)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
+    @unconverted
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

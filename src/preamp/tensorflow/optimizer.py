@@ -11,13 +11,11 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
-import tensorflow as tf
-
 from preamp.checks import level_of_caller
 from preamp.errors import UsageError
 from preamp.policy import Moving, Policy, Static
 from preamp.tensorflow.arguments import ArgumentTypeError
-from preamp.tensorflow_arithmetic import divided, multiplied
+from preamp.tensorflow_arithmetic import divided, multiplied, unconverted
 from preamp.trace import Step
 
 __all__ = ["LossScaleOptimizer", "check_tape"]
@@ -183,7 +181,7 @@ class LossScaleOptimizer:
         """Steps with finite gradients in a row after which the scale grows. None if it never does."""
         return self.policy.growth_interval if isinstance(self.policy, Moving) else None
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
+    @unconverted
     def get_scaled_loss(self, loss: Any) -> Any:
         """Return the loss times the scale, to compute gradients of.
 
@@ -196,7 +194,7 @@ class LossScaleOptimizer:
             return lambda: multiplied(loss(), self.loss_scale)
         return multiplied(loss, self.loss_scale)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
+    @unconverted
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Return the gradients divided by the scale.
 

@@ -20,7 +20,7 @@ from preamp.policy.saved import from_json, to_json
 from preamp.tensorflow.arguments import rule
 from preamp.tensorflow.optimizer import LossScaleOptimizer
 from preamp.tensorflow.tf_keras_state import LossScaleState
-from preamp.tensorflow_arithmetic import as_stored
+from preamp.tensorflow_arithmetic import as_stored, unconverted
 from preamp.trace import Step
 
 __all__ = ["OverTfKeras"]
@@ -77,7 +77,7 @@ class OverTfKeras(LossScaleOptimizer):
     def check_starved(self) -> None:
         self._loss_scale.check_starved()
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it would take seconds
+    @unconverted
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
         self._warn_if_forgotten()
         # In the variables' dtype before they are checked: 1e6 becomes inf in float16.

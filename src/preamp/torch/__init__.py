@@ -1,11 +1,15 @@
-"""preamp for PyTorch: `from preamp.torch import GradScaler, autocast` is the only line to change."""
+"""preamp for PyTorch: `from preamp.torch import GradScaler, autocast` is the only line to change.
+
+This room decides what an operator computes in, and whether an optimizer steps. It refuses to know when a
+scale moves: the policy does. docs/architecture.md says what each file decides.
+"""
 
 from preamp.errors import MissingExtra
 
 try:
     import torch as _  # noqa: F401  # only to say what is missing
 except ImportError as error:
-    raise MissingExtra(f"{error.name} is missing. Run: pip install 'preamp[torch]'") from error
+    raise MissingExtra.of(error, "preamp[torch]") from error
 
 from preamp.torch import amp, cpu, cuda
 from preamp.torch.autocasting.custom import custom_bwd, custom_fwd

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from preamp.checks import shown, whole
+from preamp.errors import PolicyError
 from preamp.torch.gradients import HALF_DTYPES
+from preamp.torch.structure import check_shapes
 
 __all__ = ["Accumulation"]
 
@@ -53,6 +56,20 @@ class Accumulation:
         """Return what a checkpoint has to hold."""
         sums = [None if total is None else total.clone() for total in self.sums]
         return {"sums": sums, "calls": self.calls, "summed": self.summed}
+
+    def check(self, saved: Any, parameters: Sequence[Tensor]) -> None:
+        """Refuse what `saved` has not returned for such parameters.
+
+        Raises:
+            PolicyError: saying what is wrong.
+        """
+        if saved is None:
+            return
+        if not isinstance(saved, Mapping) or {"sums", "calls", "summed"} - set(saved):
+            raise PolicyError(f"accumulation={shown(saved)} is no saved sum. Write None to begin anew.")
+        check_shapes("sums of gradients", saved["sums"], parameters, may_lack=True)
+        whole("calls", saved["calls"], least=0, instead="accumulation=None to begin anew")
+        whole("summed", saved["summed"], least=0, instead="accumulation=None to begin anew")
 
     def load(self, saved: dict[str, Any] | None, parameters: Sequence[Tensor]) -> None:
         """Go on from a checkpoint, on the parameters' devices; one without sums begins anew."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from preamp.checks import callable_or_none
 from preamp.errors import PolicyError
 
 __all__ = ["WORLD", "Agreement", "number_of_ranks"]
@@ -42,10 +43,7 @@ class Agreement:
     """
 
     def __init__(self, process_group: Any = None, reduce: Callable[[Tensor], Tensor | None] | None = None):
-        if reduce is not None and not callable(reduce):
-            raise PolicyError(
-                f"reduce={reduce!r} cannot be called. Write reduce=torch.distributed.all_reduce."
-            )
+        callable_or_none("reduce", reduce, "reduce=torch.distributed.all_reduce")
         if process_group is not None and process_group != WORLD and not _is_group(process_group):
             raise PolicyError(
                 f"process_group={process_group!r} is no ProcessGroup. "

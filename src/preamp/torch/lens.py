@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from preamp.checks import whole
+from preamp.checks import callable_or_none, whole
 from preamp.errors import PolicyError, UsageError
 from preamp.exponents import BANDS
 from preamp.looks import Look
@@ -83,11 +83,9 @@ class Lens:
     ) -> None:
         _check_model(model)
         whole("every", every, least=1, instead="every=100")
-        if on_look is not None and not callable(on_look):
-            raise PolicyError(
-                f"on_look={on_look!r} cannot be called. Write on_look=trace.look, or any function."
-            )
-        self.every, self.on_look = every, on_look
+        callable_or_none("on_look", on_look, "on_look=trace.look, or any function")
+        self.every: int = every
+        self.on_look = on_look
         self._model, self._activations = model, activations
         self._scaler, self._low_dtype = _scaler(scaler), _low_dtype(low_dtype)
         self._tells_skips = scaler if isinstance(scaler, (GradScaler, LossScaleOptimizer)) else None

@@ -18,27 +18,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preamp.checks import FLOAT32_MAX, is_number, to_float32
+from preamp.checks import FLOAT32_MAX, is_number, shown, to_float32
 from preamp.errors import InexactScale, PolicyError
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
 
-__all__ = ["SETTINGS", "LossScale", "remembered"]
+__all__ = ["SETTINGS", "LossScale", "numbers_and_settings"]
 
 SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+MOST_STEPS = 2**63  # of an int64
 
 
-def remembered(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a checkpoint holds besides PyTorch's entries, with the number of steps.
+def numbers_and_settings(state_dict: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a checkpoint holds: the state by name, with the number of steps, and PyTorch's settings.
 
     Raises:
-        PolicyError: for what this library has not written.
+        RuntimeError: for the empty state of a disabled scaler.
+        KeyError: for a missing entry.
+        PolicyError: for what neither PyTorch nor this library has written.
     """
+    if not isinstance(state_dict, Mapping):
+        raise PolicyError(f"{shown(state_dict)} is no state dict. Write scaler.state_dict() to get one.")
+    if not state_dict:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved "
+            "from a disabled instance of GradScaler."
+        )
     more = state_dict.get("preamp_state", {})
     steps: Any = more.get("steps", 0) if isinstance(more, Mapping) else None
-    if not is_number(steps) or steps < 0:
-        raise PolicyError(f"preamp_state={more!r} is not what a scaler saves. Leave it out to begin afresh.")
-    return {**more, "steps": int(steps)}
+    if not (is_number(steps) and 0 <= steps < MOST_STEPS):
+        raise PolicyError(
+            f"preamp_state={shown(more)} is not what a scaler saves. Leave it out to begin afresh."
+        )
+    scale, settings = state_dict["scale"], {name: state_dict[name] for name in SETTINGS[1:]}
+    return {**more, "steps": int(steps), "scale": scale, "good": state_dict["_growth_tracker"]}, settings
 
 
 class LossScale:
@@ -198,13 +211,21 @@ class LossScale:
             numbers: fields of the state by name.
             settings: those of the policy; a policy that was given stays as it is.
         """
-        state = self.policy.restore(numbers)
-        if self.owns_rule:
-            self._obey(_changed(self.policy, **settings))
+        state, policy = self.restored(numbers, settings)
+        self._obey(policy)
         self.state, on_device, self.on_device = state, self.on_device, False
         self._mirror()
         if on_device:
             self.to_device()
+
+    def restored(self, numbers: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, Policy[Any]]:
+        """Return the state and the policy that `restore` would go on from; nothing is changed.
+
+        Raises:
+            PolicyError: for a number that cannot work.
+        """
+        state = self.policy.restore(numbers)
+        return state, _changed(self.policy, **settings) if self.owns_rule else self.policy
 
     def setting(self, name: str) -> Any:
         """Return a setting of the policy; of a policy without it the usual value."""

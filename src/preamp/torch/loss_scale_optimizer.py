@@ -7,13 +7,15 @@ This room owns that idiom. It refuses to know how gradients are unscaled and whe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from preamp.checks import callable_or_none, whole
 from preamp.errors import PolicyError
 from preamp.loss_scale_arguments import (
     INITIAL_SCALE,
@@ -31,11 +33,13 @@ from preamp.torch.masters import MasterWeights
 from preamp.torch.optimizers import parameters_of
 from preamp.torch.scaler import GradScaler
 from preamp.torch.stepping import Clip
+from preamp.torch.structure import check_shapes
 from preamp.trace import Step
 
 __all__ = ["LossScaleOptimizer"]
 
 OURS = "loss_scale_optimizer"
+SAVED = ("scaler", "iterations", "skipped_steps", "averages", "accumulation", "masters")
 
 
 class LossScaleOptimizer(torch.optim.Optimizer):
@@ -71,6 +75,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         inner_optimizer: the wrapped optimizer.
         scaler: the `GradScaler` at work.
         iterations: updates made.
+        skipped_steps: calls of `step` whose gradients overflowed.
         last_step: what the latest call of `step` came to. None before.
 
     Raises:
@@ -108,7 +113,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         reduce: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:
-        _check_inner(inner_optimizer, weight_decay, bool(gradient_accumulation_steps or master_weights))
+        apart = (gradient_accumulation_steps, master_weights, clipnorm, weight_decay)
+        _check_inner(inner_optimizer, weight_decay, steps_apart=any(apart))
         check_limits(
             clipnorm=clipnorm,
             clipvalue=clipvalue,
@@ -116,24 +122,25 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             weight_decay=weight_decay,
             loss_scale_factor=loss_scale_factor,
         )
-        if on_step is not None and not callable(on_step):
-            raise PolicyError(
-                f"on_step={on_step!r} cannot be called. Write on_step=Trace(), or any function."
-            )
+        callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
         check_averaging(ema_momentum, ema_overwrite_frequency, gradient_accumulation_steps)
-        self.inner_optimizer, self.name = inner_optimizer, name
-        self.scaler = _scaler(
+        self.inner_optimizer: torch.optim.Optimizer = inner_optimizer
+        self.name: str | None = name
+        self.scaler: GradScaler = _scaler(
             inner_optimizer, initial_scale, dynamic_growth_steps, policy, process_group, reduce
         )
         self.scaler._loss_factor = 1.0 if loss_scale_factor is None else float(loss_scale_factor)
         self.scaler._always_reads = True  # whether a step was taken decides what follows here
-        self.on_step = on_step
+        self.on_step: Callable[[Step], object] | None = on_step
         self.last_step: Step | None = None
-        self.weight_decay, self.clipnorm = weight_decay, clipnorm
-        self.clipvalue, self.global_clipnorm = clipvalue, global_clipnorm
-        self.ema_overwrite_frequency = ema_overwrite_frequency
-        self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.iterations = 0
+        self.weight_decay: float | None = weight_decay
+        self.clipnorm: float | None = clipnorm
+        self.clipvalue: float | None = clipvalue
+        self.global_clipnorm: float | None = global_clipnorm
+        self.ema_overwrite_frequency: int | None = ema_overwrite_frequency
+        self.gradient_accumulation_steps: int | None = gradient_accumulation_steps
+        self.iterations: int = 0
+        self.skipped_steps: int = 0
         self._averages = Averages(ema_momentum) if use_ema else None
         self._accumulation = Accumulation() if gradient_accumulation_steps else None
         self._masters = MasterWeights() if master_weights else None
@@ -142,6 +149,11 @@ class LossScaleOptimizer(torch.optim.Optimizer):
                 self._masters.replace(inner_optimizer, group)
         super().__init__(inner_optimizer.param_groups, inner_optimizer.defaults)
         self._share()
+
+    @property
+    def policy(self) -> Policy[Any]:
+        """The rule for the loss scale."""
+        return self.scaler.policy
 
     @property
     def loss_scale(self) -> float:
@@ -181,7 +193,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             AssertionError: if nothing was scaled, or no parameter has a gradient.
             Starved: if the policy was told to give up. The parameters are as they were.
         """
-        if self._accumulation is None and self._masters is None:
+        if not self._evaluates_first():
             result = self._full_step(*([] if closure is None else [closure]))
         else:
             with torch.enable_grad():
@@ -243,6 +255,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         state[OURS] = {
             "scaler": self.scaler.state_dict(),
             "iterations": self.iterations,
+            "skipped_steps": self.skipped_steps,
             "averages": [] if averages is None else [value.clone() for value in averages.values],
             "accumulation": None if accumulation is None else accumulation.saved(),
             "masters": [] if masters is None else masters.saved(),
@@ -275,33 +288,55 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._share()
 
+    def _evaluates_first(self) -> bool:
+        """Return whether something is to be done between a closure's gradients and the inner optimizer."""
+        works = (self._accumulation, self._masters, self.clipnorm, self.weight_decay or None)
+        return any(work is not None for work in works)
+
     def _full_step(self, *closure: Callable[[], Any]) -> Any:
         if self.clipnorm is not None:
-            self.scaler.unscale_(self.inner_optimizer)
+            self._unscale()
             self._clip_each()
         limits = {"max_norm": self.global_clipnorm, "max_value": self.clipvalue}
-        result = self.scaler.step(self.inner_optimizer, *closure, **limits)
+        try:
+            result = self.scaler.step(self.inner_optimizer, *closure, **limits)
+        except BaseException:
+            if self.clipnorm is not None:
+                self.scaler._scale_again(self.inner_optimizer)
+            raise
         if self._update_scale():
             self._updated()
         return result
 
+    def _unscale(self) -> None:
+        """Unscale the gradients; nothing is changed where there are none."""
+        self.scaler._require_gradients(self.inner_optimizer)
+        self.scaler.unscale_(self.inner_optimizer)
+
     def _update_scale(self) -> bool:
         """Move the scale; return whether the gradients were finite."""
+        before = self.scaler.last_step
         try:
             self.scaler.update()
         finally:
             self.last_step = self.scaler.last_step
+            if self.last_step is not before and self.last_step is not None:
+                self.skipped_steps += self.last_step.skipped
         return self.last_step is not None and not self.last_step.skipped
 
     def _micro_step(self, accumulation: Accumulation) -> None:
         """Sum the gradients up or drop them; with enough of them, update."""
-        self.scaler.unscale_(self.inner_optimizer)
+        self._unscale()
         accumulation.calls += 1
-        if self._update_scale():
+        finite = False
+        try:
+            finite = self._update_scale()
+        finally:
+            if not finite:
+                self.inner_optimizer.zero_grad()
+        if finite:
             accumulation.add(parameters_of(self))
-        else:
-            self.inner_optimizer.zero_grad()
-        if accumulation.calls == self.gradient_accumulation_steps:
+        if accumulation.calls >= (self.gradient_accumulation_steps or 0):
             self._update_with_mean(accumulation)
 
     def _update_with_mean(self, accumulation: Accumulation) -> None:
@@ -319,6 +354,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         if self.last_step is not None:
             self.last_step = self.last_step._replace(grad_norm=norm)
             if not finite:  # a sum of finite numbers need not be
+                self.skipped_steps += not self.last_step.skipped
                 self.last_step = self.last_step._replace(finite=False, skipped=True)
 
     def _clip_each(self) -> None:
@@ -357,8 +393,18 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         if self._masters is not None:
             self._masters.follow()
 
-    def _check_saved(self, ours: dict[str, Any]) -> None:
-        """Refuse what another optimizer saved."""
+    def _check_saved(self, ours: Any) -> None:
+        """Refuse what another optimizer saved, and what none did."""
+        missing = [name for name in SAVED if not isinstance(ours, Mapping) or name not in ours]
+        if missing:
+            raise PolicyError(
+                f"state_dict[{OURS!r}] has no {missing[0]}: no LossScaleOptimizer saved it. Leave it out to "
+                "load the inner optimizer alone."
+            )
+        if self.scaler.is_enabled():  # a disabled one loads nothing
+            self.scaler._saved(ours["scaler"])
+        for name in ("iterations", "skipped_steps"):
+            whole(name, ours[name], least=0, instead=f"{name}=0")
         if self._masters is not None:
             self._masters.check(ours["masters"])
         if ours["averages"] and self._averages is None:
@@ -366,18 +412,15 @@ class LossScaleOptimizer(torch.optim.Optimizer):
                 "the checkpoint has averages of the weights, which would be lost. "
                 f"Write use_ema=True, or state_dict[{OURS!r}]['averages'] = [] to drop them."
             )
-        theirs, weights = [value.shape for value in ours["averages"]], [p.shape for p in parameters_of(self)]
-        if theirs != weights[: len(theirs)]:
-            raise PolicyError(
-                f"the checkpoint has averages of shapes {list(map(tuple, theirs))}, the optimizer weights of "
-                f"{list(map(tuple, weights))}. Make the optimizer as it was when the checkpoint was written."
-            )
+        check_shapes("averages", ours["averages"], parameters_of(self))
+        if self._accumulation is not None:
+            self._accumulation.check(ours["accumulation"], parameters_of(self))
 
     def _load(self, ours: dict[str, Any]) -> None:
         self.scaler.load_state_dict(ours["scaler"])
         if self._masters is not None:
             self._masters.load(ours["masters"])
-        self.iterations = ours["iterations"]
+        self.iterations, self.skipped_steps = ours["iterations"], ours["skipped_steps"]
         if self._averages is not None:
             self._averages.load(ours["averages"], parameters_of(self))
         if self._accumulation is not None:
@@ -385,7 +428,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Have the inner optimizer's groups and state, and be asked before it steps."""
-        self.param_groups, self.state = self.inner_optimizer.param_groups, self.inner_optimizer.state
+        self.param_groups: list[dict[str, Any]] = self.inner_optimizer.param_groups
+        self.state: defaultdict[Tensor, Any] = self.inner_optimizer.state
         hooks = self.inner_optimizer._optimizer_step_pre_hooks
         if not any(isinstance(hook, _Decay) and hook.owner() is self for hook in hooks.values()):
             self.inner_optimizer.register_step_pre_hook(_Decay(self))
@@ -430,8 +474,8 @@ def _check_inner(inner: Any, weight_decay: float | None, steps_apart: bool) -> N
         raise PolicyError("inner_optimizer scales the loss already. Write LossScaleOptimizer(SGD(...)).")
     if steps_apart and isinstance(inner, torch.optim.LBFGS):
         raise PolicyError(
-            "LBFGS evaluates its closure itself: its gradients cannot be accumulated or copied to masters. "
-            "Leave out gradient_accumulation_steps and master_weights."
+            "LBFGS evaluates its closure itself: nothing can be done between its gradients and its step. "
+            "Leave out gradient_accumulation_steps, master_weights, clipnorm and weight_decay."
         )
     decays = [group["weight_decay"] for group in inner.param_groups if group.get("weight_decay")]
     if weight_decay and decays:

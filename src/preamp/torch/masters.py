@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preamp.errors import PolicyError
 from preamp.torch.gradients import HALF_DTYPES
+from preamp.torch.structure import check_shapes
 
 __all__ = ["MasterWeights"]
 
@@ -71,12 +71,7 @@ class MasterWeights:
         Raises:
             PolicyError: if their shapes are not the same.
         """
-        theirs, ours = [m.shape for m in saved], [m.shape for _, m in self.weights]
-        if theirs != ours:
-            raise PolicyError(
-                f"the checkpoint has master weights of shapes {list(map(tuple, theirs))}, the optimizer of "
-                f"{list(map(tuple, ours))}. Make the optimizer as it was when the checkpoint was written."
-            )
+        check_shapes("master weights", saved, [master for _, master in self.weights], all_of_them=True)
 
     @torch.no_grad()
     def load(self, saved: list[Tensor]) -> None:

@@ -12,19 +12,20 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from numbers import Real
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from preamp.checks import is_number
+from preamp.checks import callable_or_none, is_number, shown
 from preamp.errors import PolicyError, Starved
 from preamp.policy import Dynamic, Policy
 from preamp.torch.agreement import Agreement
 from preamp.torch.culprits import backward_order
 from preamp.torch.gradients import gather
-from preamp.torch.loss_scale import SETTINGS, LossScale, remembered
+from preamp.torch.loss_scale import SETTINGS, LossScale, numbers_and_settings
 from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes_scaler
 from preamp.torch.outcome import Outcome, reading_of, step_of
 from preamp.torch.readings import Readings
@@ -34,6 +35,8 @@ from preamp.torch.watch import Watch
 from preamp.trace import Step
 
 __all__ = ["GradScaler"]
+
+T = TypeVar("T")
 
 
 def _setting(name: str) -> Any:
@@ -107,10 +110,7 @@ class GradScaler(Stepping):
         reduce: Callable[[Tensor], Tensor | None] | None = None,
         capturable: bool = False,
     ) -> None:
-        if on_step is not None and not callable(on_step):
-            raise PolicyError(
-                f"on_step={on_step!r} cannot be called. Write on_step=Trace(), or any function."
-            )
+        callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
         self._device, self._enabled = device, enabled and _is_there(device)
         values = (init_scale, growth_factor, backoff_factor, growth_interval)
         self._settings = dict(zip(SETTINGS, values, strict=True))
@@ -161,7 +161,7 @@ class GradScaler(Stepping):
         step = self._last_of.get(id(optimizer))
         return step() if step else None
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: T) -> T:
         """Multiply by the scale: a tensor, or all tensors in lists, tuples, dicts and other iterables.
 
         Returns:
@@ -317,18 +317,16 @@ class GradScaler(Stepping):
             KeyError: for a missing entry.
             PolicyError: for a scale or setting that cannot work. The scaler is left as it was.
         """
-        if not self._enabled:
-            return
-        if not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
-        numbers = {"scale": state_dict["scale"]}
-        settings = {name: state_dict[name] for name in SETTINGS[1:]}
-        numbers |= {"good": state_dict["_growth_tracker"], **remembered(state_dict)}
-        self._loss_scale.restore(numbers, settings)
-        self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
+        if self._enabled:
+            numbers, settings = self._saved(state_dict)
+            self._loss_scale.restore(numbers, settings)
+            self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
+
+    def _saved(self, state_dict: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the numbers and the settings in a checkpoint; raise what `load_state_dict` raises."""
+        numbers, settings = numbers_and_settings(state_dict)
+        self._loss_scale.restored(numbers, settings)
+        return numbers, settings
 
     def _ledger_of(self, optimizer: torch.optim.Optimizer) -> Ledger:
         ledger = self._per_optimizer_states[id(optimizer)]
@@ -429,7 +427,7 @@ class GradScaler(Stepping):
         return self._readings.agreement.needed(())
 
     def _scale_by_hand(self, new_scale: float | Tensor) -> float:
-        """Return the number, after PyTorch's own checks of it."""
+        """Return the number, after PyTorch's own checks of a tensor."""
         if isinstance(new_scale, Tensor):
             here = new_scale.device.type == str(self._device).partition(":")[0]
             if not here or new_scale.numel() != 1 or new_scale.requires_grad:
@@ -437,7 +435,8 @@ class GradScaler(Stepping):
                     "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                     "torch.FloatTensor with requires_grad=False."
                 )
-        return float(new_scale)
+            return float(new_scale)
+        return new_scale
 
     def _advance(self, outcomes: dict[int, Outcome]) -> None:
         try:
@@ -492,7 +491,10 @@ def _limit(name: str, value: Any) -> float | None:
     """Refuse what nothing can be clipped to. inf clips nothing."""
     if value is None:
         return None
-    limit = float(value) if isinstance(value, Tensor) else value
-    if limit != math.inf and not (is_number(limit) and limit > 0.0):
-        raise PolicyError(f"{name}={value!r} is no number above 0. Write {name}=1.0, or None not to clip.")
+    limit = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+    is_infinite = isinstance(limit, Real) and limit == math.inf
+    if not is_infinite and not (is_number(limit) and limit > 0.0):
+        raise PolicyError(
+            f"{name}={shown(value)} is no number above 0. Write {name}=1.0, or None not to clip."
+        )
     return float(limit)

@@ -78,7 +78,7 @@ class Stepping(torch.amp.GradScaler):
 
     def _step_on_host(self, optimizer: Any, ledger: Ledger, clip: Clip, args: Any, kwargs: Any) -> Any:
         """Read one flag and decide here: on a CPU, and wherever no fused optimizer decides by itself."""
-        fused = is_fused(optimizer)
+        fused, began = is_fused(optimizer), ledger["stage"]
         gradients, divisor = self._settle(optimizer, ledger, clip, together=fused)
         if ledger["outcome"].finite and fused:
             where = self._device_of_scale()
@@ -87,9 +87,8 @@ class Stepping(torch.amp.GradScaler):
         elif divisor != 1.0:
             arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
         self._note_flag(ledger)  # subclasses decide by it in _maybe_opt_step
-        result = self._let(
-            optimizer, ledger, partial(self._maybe_opt_step, optimizer, ledger, *args, **kwargs)
-        )
+        step = partial(self._maybe_opt_step, optimizer, ledger, *args, **kwargs)
+        result = self._let(optimizer, ledger, step, began)
         arithmetic.note_writing(gradients.tensors if fused else ())
         self._stepped(optimizer, ledger)
         return result
@@ -110,6 +109,7 @@ class Stepping(torch.amp.GradScaler):
         self._loss_scale.adopt()
         together = together or clip != Clip() or self._readings.watches(optimizer)
         if ledger["stage"] is OptState.READY and not together:
+            self._require_gradients(optimizer)
             self.unscale_(optimizer)
         gradients = gather(optimizer) if together else Gradients([], [])
         ready = self._is_ready(optimizer, ledger, gradients, clip)
@@ -148,6 +148,7 @@ class Stepping(torch.amp.GradScaler):
         """Read nothing: what is seen goes to the optimizer and to the policy on the device."""
         self._loss_scale.to_device()
         self._loss_scale.adopt()
+        began = ledger["stage"]
         gradients = gather(optimizer)
         ready = self._is_ready(optimizer, ledger, gradients, clip)
 
@@ -188,26 +189,36 @@ class Stepping(torch.amp.GradScaler):
         else:
             arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
             step = partial(step_where, optimizer, finite, *args, **kwargs)
-        result = self._let(optimizer, ledger, step)
+        result = self._let(optimizer, ledger, step, began)
         arithmetic.note_writing(gradients.tensors)
         self._stepped(optimizer, ledger)
         return result
 
-    def _let(self, optimizer: Any, ledger: Ledger, step: Callable[[], Any]) -> Any:
-        """Let an optimizer step. If it raises, the step may be tried again."""
+    def _let(self, optimizer: Any, ledger: Ledger, step: Callable[[], Any], began: OptState) -> Any:
+        """Let an optimizer step. If it raises, the step may be tried again, or left out without `update`."""
         try:
             return step()
         except BaseException:
-            if is_fused(optimizer) and ledger["stage"] is OptState.READY:
-                ledger.clear()
-                ledger.update(fresh())
-            else:
-                ledger["stage"] = OptState.UNSCALED
+            if not (is_fused(optimizer) and ledger["stage"] is OptState.READY) and began is OptState.READY:
+                self._scale_again(optimizer)
+            ledger["stage"] = began
             raise
         finally:
             for name in ("grad_scale", "found_inf"):
                 if is_fused(optimizer) and hasattr(optimizer, name):
                     delattr(optimizer, name)
+
+    def _require_gradients(self, optimizer: Any) -> None:
+        """Refuse an optimizer with nothing to unscale, unless other ranks may have something."""
+        present = any(parameter.grad is not None for parameter in parameters_of(optimizer))
+        if not present and not self._readings.agreement.needed(()):
+            raise AssertionError(_no_gradients(optimizer))
+
+    def _scale_again(self, optimizer: Any) -> None:
+        """Multiply gradients that were unscaled for a step which then failed."""
+        factor = self._require_scale("step") * self._loss_factor
+        arithmetic.multiply_(gather(optimizer).tensors, factor)
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
 
     def _step_with_closure(self, optimizer: Any, ledger: Ledger, clip: Clip, args: Any, kwargs: Any) -> Any:
         """Let the optimizer evaluate the loss as often as it likes; take all back if one overflows."""

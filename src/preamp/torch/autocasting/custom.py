@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -28,11 +28,18 @@ __all__ = ["custom_bwd", "custom_fwd"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@overload
+def custom_fwd(fwd: F, *, device_type: str, cast_inputs: torch.dtype | None = None) -> F: ...
+
+
+@overload
 def custom_fwd(
-    fwd: Callable[..., Any] | None = None,
-    *,
-    device_type: str,
-    cast_inputs: torch.dtype | None = None,
+    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
+) -> Callable[[F], F]: ...
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
 ) -> Any:
     """Decorate the `forward` of an autograd function for use in autocast regions.
 
@@ -62,6 +69,14 @@ def custom_fwd(
             return fwd(ctx, *_cast(args, device_type, cast_inputs), **_cast(kwargs, device_type, cast_inputs))
 
     return forward
+
+
+@overload
+def custom_bwd(bwd: F, *, device_type: str) -> F: ...
+
+
+@overload
+def custom_bwd(bwd: None = None, *, device_type: str) -> Callable[[F], F]: ...
 
 
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:

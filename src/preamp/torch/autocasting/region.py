@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import (
@@ -97,15 +97,15 @@ class autocast(TorchAutocast):  # PyTorch's name
         casting: Any = None,
         report: Any = False,
         emulate: Any = False,
-    ) -> Any:
+    ) -> Self:
         """Return a region: PyTorch's own while PyTorch traces, which knows how to compile it."""
         if cls is autocast:
             if casting is not None or report or emulate:
                 from preamp.torch.autocasting.edited import EditedRegion
 
-                return object.__new__(EditedRegion)
+                return object.__new__(EditedRegion)  # type: ignore[no-any-return]  # a subclass
             if torch.compiler.is_compiling():
-                return TorchAutocast(device_type, dtype, enabled, cache_enabled)
+                return TorchAutocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[return-value]
         return object.__new__(cls)
 
     def __init__(

@@ -12,8 +12,8 @@ from preamp.torch.amp.by_device import DeviceGradScaler
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
-custom_fwd = functools.partial(amp.custom_fwd, device_type="cuda")
-custom_bwd = functools.partial(amp.custom_bwd, device_type="cuda")
+custom_fwd: functools.partial[Any] = functools.partial(amp.custom_fwd, device_type="cuda")
+custom_bwd: functools.partial[Any] = functools.partial(amp.custom_bwd, device_type="cuda")
 
 
 def autocast(

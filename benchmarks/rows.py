@@ -1,0 +1,195 @@
+"""What every benchmark yields: rows, and how they are printed and kept. It does not know what they are of.
+
+A row says what preamp takes over what something else takes: below 1 it takes less. The other is a peer, which
+does the same job, or a floor, which does less: the optimizer alone, one reading of the memory.
+
+A new benchmark is a script that hands `main` a generator of rows, and a line in `run.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from timing import QUICK, Effort, Spread, Times, Work, interleaved, spread
+
+__all__ = ["Area", "Options", "Row", "difference", "main", "markdown", "number", "saved"]
+
+UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        area: what part of preamp it is about.
+        device: "cpu" or "cuda".
+        what: the job.
+        against: what preamp is compared with.
+        ratio: preamp's figure over the other's, the median over the rounds.
+        low: the lower quartile; the ratio itself where things are counted.
+        high: the upper quartile.
+        ours: preamp's figure.
+        unit: of `ours`.
+        peer: whether the other does the same job.
+    """
+
+    area: str
+    device: str
+    what: str
+    against: str
+    ratio: float
+    low: float
+    high: float
+    ours: float
+    unit: str
+    peer: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """Whether preamp wins. Beside a floor it can only cost."""
+        if not self.peer:
+            return "cost"
+        low, high = round(self.low, 3), round(self.high, 3)
+        return "wins" if high < 1.0 else "loses" if low > 1.0 else "even"
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text."""
+        counted = self.low == self.ratio == self.high
+        quartiles = "" if counted else f"{number(self.low)} to {number(self.high)}"
+        figure = f"{number(self.ours)} {self.unit}"
+        rest = (number(self.ratio), quartiles, figure, self.verdict)
+        return self.area, self.device, self.what, self.against, *rest
+
+
+HEADS = ("area", "device", "what", "against", "ratio", "quartiles", "preamp's", "verdict")
+
+
+def number(value: float) -> str:
+    """Return a number with three digits, four around 1, and whole ones as they are.
+
+    >>> number(0.06013), number(1.0024), number(17.94), number(1234.5), number(8), number(float("inf"))
+    ('0.0601', '1.002', '17.9', '1,234', '8', 'inf')
+    """
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value) or value == 0.0:
+        return f"{value:g}"
+    digits = 3 if 0.9 < value < 1.1 else 2 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{min(max(digits, 0), 6)}f}"
+
+
+def difference(times: Times, name: str, base: str, unit: str = "ms") -> Spread:
+    """Return what a work takes more than another."""
+    return spread((a - b) * UNITS[unit] for a, b in zip(times[name], times[base], strict=True))
+
+
+@dataclass(frozen=True)
+class Area:
+    """Makes the rows of one part of preamp, measured on one device."""
+
+    name: str
+    device: str = "cpu"
+
+    def timed(
+        self,
+        what: str,
+        times: Times,
+        ours: str,
+        peers: Sequence[str] = (),
+        floors: Sequence[str] = (),
+        unit: str = "ms",
+        calls: int = 1,
+    ) -> Iterator[Row]:
+        """Yield a row for each peer and floor: the rounds' ratios. `calls` are those that one work makes."""
+        for other in (*peers, *floors):
+            ratios = spread(a / b for a, b in zip(times[ours], times[other], strict=True))
+            taken = spread(times[ours]).middle * UNITS[unit] / calls
+            yield self.row(what, other, ratios, taken, unit, other in peers)
+
+    def added(self, what: str, times: Times, base: str, peer: str) -> Row:
+        """Return what "preamp" adds to a base over what a peer adds."""
+        ours, theirs = (difference(times, name, base) for name in ("preamp", peer))
+        return self.over(what, f"{peer}: what it adds", ours, theirs)
+
+    def over(
+        self, what: str, against: str, ours: Spread, theirs: Spread, unit: str = "ms", peer: bool = True
+    ) -> Row:
+        """Return a row of figures of which each has a spread of its own.
+
+        Where the other's may be nothing or less, noise hides what is measured: any ratio is possible.
+        """
+        ratios = Spread(math.nan, -math.inf, math.inf)
+        if theirs.low > 0.0:
+            ends = [
+                ours.low / theirs.low,
+                ours.low / theirs.high,
+                ours.high / theirs.low,
+                ours.high / theirs.high,
+            ]
+            ratios = Spread(ours.middle / theirs.middle, min(ends), max(ends))
+        return self.row(what, against, ratios, ours.middle, unit, peer)
+
+    def counted(
+        self, what: str, against: str, ours: float, theirs: float, unit: str, peer: bool = True
+    ) -> Row:
+        """Return a row of what is counted, and has no spread."""
+        ratio = ours / theirs if theirs else math.inf if ours else 1.0
+        return self.row(what, against, Spread(ratio, ratio, ratio), ours, unit, peer)
+
+    def row(self, what: str, against: str, ratios: Spread, ours: float, unit: str, peer: bool = True) -> Row:
+        """Return a row of this area."""
+        ratio, low, high = ratios
+        return Row(self.name, self.device, what, against, ratio, low, high, ours, unit, peer)
+
+
+def markdown(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the lines of a table; a row that loses is in bold."""
+    yield f"| {' | '.join(HEADS)} |"
+    yield "| --- | --- | --- | --- | ---: | --- | ---: | --- |"
+    for row in rows:
+        cells = [f"**{cell}**" if row.verdict == "loses" and cell else cell for cell in row.cells()]
+        yield f"| {' | '.join(cells)} |"
+
+
+def saved(path: Path) -> list[Row]:
+    """Return rows from a file of JSON lines."""
+    return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+class Options(argparse.Namespace):
+    """What a benchmark is asked for; further choices of its own are attributes too."""
+
+    device: str
+    quick: bool
+    rows: Path | None
+
+    def interleaved(self, works: Mapping[str, Work], before: Callable[[str], object] | None = None) -> Times:
+        """Return what works take that take turns, as `timing.interleaved` does."""
+        return interleaved(works, QUICK if self.quick else Effort(), self.device, before)
+
+
+def main(measure: Callable[[Options], Iterable[Row]], doc: str | None, **choices: Sequence[str]) -> None:
+    """Run one benchmark from the command line: print its rows as they come, and keep them with `--rows`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--quick", action="store_true", help="two rounds and small sizes: to try it")
+    parser.add_argument("--rows", type=Path, help="append the rows to this file, as JSON lines")
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", choices=values, default=values[0])
+    options = parser.parse_args(namespace=Options())
+    for row in measure(options):
+        print(_line(row), flush=True)
+        if options.rows:
+            with options.rows.open("a") as file:
+                print(json.dumps(asdict(row)), file=file)
+
+
+def _line(row: Row) -> str:
+    _, _, what, against, ratio, quartiles, figure, verdict = row.cells()
+    return f"{verdict:6}{ratio:>8}  {quartiles:18}{figure:>16}  {what}; against {against}"

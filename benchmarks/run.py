@@ -1,0 +1,117 @@
+"""All benchmarks, each in a process of its own, and one page of what they found.
+
+Run: python benchmarks/run.py [--quick] [--only torch_scaler] [--page docs/benchmarks.md]
+
+On the CPU always, and on CUDA as well where there is a device. A benchmark that fails is named on the page,
+and the exit status is 1. With `--quick` or `--only` the page is build/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from page import Run, page
+from rows import Row, saved
+
+HERE = Path(__file__).parent
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+CUDA_DEVICE = {
+    "torch": "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')",
+    "jax": "import jax; print(next((d.device_kind for d in jax.devices() if d.platform == 'gpu'), ''))",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A benchmark with its choices. `cuda` is the framework whose device it runs on as well."""
+
+    script: str
+    choices: tuple[str, ...] = ()
+    cuda: str | None = None
+
+    def __str__(self) -> str:
+        return " ".join((self.script, *self.choices))
+
+
+JOBS = (
+    Job("core"),
+    Job("simulate"),
+    Job("policies"),
+    Job("torch_scaler", cuda="torch"),
+    Job("lens", cuda="torch"),
+    Job("layerwise", cuda="torch"),
+    Job("torch_autocast", cuda="torch"),
+    Job("keras_optimizer", ("--backend", "torch"), cuda="torch"),
+    Job("keras_optimizer", ("--backend", "jax"), cuda="jax"),
+    Job("keras_optimizer", ("--backend", "tensorflow")),
+    Job("jax_step", ("--model", "gpt"), cuda="jax"),
+    Job("jax_step", ("--model", "mlp"), cuda="jax"),
+    Job("jax_autocast", cuda="jax"),
+    Job("deepspeed_overflow", cuda="torch"),
+)
+
+
+def cuda_devices() -> dict[str, str]:
+    """Return the name of the CUDA device of each framework that has one."""
+    found = {}
+    for framework, code in CUDA_DEVICE.items():
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        if name := done.stdout.strip():
+            found[framework] = name
+    return found
+
+
+def run(job: Job, device: str, quick: bool) -> tuple[list[Row], bool]:
+    """Run a benchmark, which prints as it goes; return its rows, and whether it ended well."""
+    environment = {**os.environ, **(ON_CPU if device == "cpu" else {})}
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "rows.jsonl"
+        kept.touch()
+        words = [sys.executable, str(HERE / f"{job.script}.py"), *job.choices]
+        words += ["--device", device, "--rows", str(kept), *(["--quick"] if quick else [])]
+        done = subprocess.run(words, env=environment, check=False)
+        return saved(kept), done.returncode == 0
+
+
+def run_all(jobs: Sequence[Job], quick: bool) -> Run:
+    """Run benchmarks one after the other."""
+    busy, began, start = os.getloadavg()[0], date.today().isoformat(), time.perf_counter()
+    cuda, rows, failed = cuda_devices(), list[Row](), list[str]()
+    for job in jobs:
+        for device in ("cpu", "cuda") if job.cuda in cuda else ("cpu",):
+            minutes = (time.perf_counter() - start) / 60
+            print(f"\n{job}, {device}, after {minutes:.1f} minutes", flush=True)
+            yielded, well = run(job, device, quick)
+            rows += yielded
+            failed += [] if well else [f"{job}, {device}"]
+    minutes, gpu = (time.perf_counter() - start) / 60, next(iter(cuda.values()), None)
+    return Run(rows, [job.script for job in jobs], failed, gpu, began, minutes, busy, quick)
+
+
+def main() -> None:
+    """Run what is asked for, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two rounds and small sizes: to try it")
+    parser.add_argument("--only", action="append", choices=list(dict.fromkeys(job.script for job in JOBS)))
+    parser.add_argument("--page", type=Path)
+    given = parser.parse_args()
+    done = run_all([job for job in JOBS if not given.only or job.script in given.only], given.quick)
+    folder = "build" if given.quick or given.only else "docs"
+    path = given.page or HERE.parent / folder / "benchmarks.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(page(done))
+    print(f"\n{len(done.rows)} rows, {done.minutes:.1f} minutes: {path}")
+    raise SystemExit(f"Did not run to the end: {'; '.join(done.failed)}" if done.failed else 0)
+
+
+if __name__ == "__main__":
+    main()

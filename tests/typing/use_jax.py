@@ -1,0 +1,86 @@
+"""A user's code on JAX."""
+
+from typing import Any, assert_type
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from preamp import Dynamic, Look, Step, casting
+from preamp.casts import CastReport
+from preamp.jax import (
+    LossScale,
+    LossScaledState,
+    all_finite,
+    apply_gradients,
+    autocast,
+    casts,
+    check_starved,
+    exponent_histogram,
+    flow_slot,
+    last_step,
+    look,
+    loss_scaled,
+    scaled_value_and_grad,
+    step,
+    value_and_grad,
+    watch,
+)
+
+
+def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def train(w: jax.Array, x: jax.Array) -> Step | None:
+    optimizer = loss_scaled(optax.adamw(1e-3), Dynamic(), max_norm=1.0)
+    state = optimizer.init(w)
+    _, w, state = step(autocast(loss, jnp.float16), optimizer)(w, state, x)
+    _, gradients = scaled_value_and_grad(loss)(state, w, x)
+    w, state = apply_gradients(optimizer, gradients, state, w)
+    check_starved(state, Dynamic())
+    return last_step(state)
+
+
+@autocast(dtype=jnp.bfloat16, casting=casting.JAX.float32("dot_general"))
+def scores(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ w
+
+
+def keeps_the_signature(w: jax.Array) -> None:
+    assert_type(autocast(loss, jnp.float16)(w, w), jax.Array)
+    assert_type(scores(w, w), jax.Array)
+    assert_type(casts(loss, w, w, dtype=jnp.float16), CastReport)
+
+
+def by_hand(w: jax.Array, x: jax.Array) -> LossScale:
+    scale = LossScale(Dynamic())
+    _, gradients = value_and_grad(loss)(w, x)
+    assert_type(scale.advance(all_finite(scale.unscale(gradients))), LossScale)
+    scale.check_starved()
+    return scale
+
+
+def see(w: jax.Array) -> Look:
+    slot: jax.Array = flow_slot()
+    assert_type(watch(w, slot), jax.Array)
+    return look(exponent_histogram(w), index=3, scale=8.0, low_dtype="float16")
+
+
+def named(state: LossScaledState) -> Any:
+    return state.scale
+
+
+def mistakes(w: jax.Array) -> None:
+    loss_scaled(optax.adamw(1e-3), 3)  # type: ignore[arg-type]
+    loss_scaled(optax.adamw(1e-3), maximum_norm=1.0)  # type: ignore[call-arg]
+    loss_scaled(optax.adamw(1e-3), max_norm="1")  # type: ignore[arg-type]
+    LossScale(3)  # type: ignore[arg-type]
+    casts("loss", w)  # type: ignore[arg-type]
+    casts(loss, w, casting="lower")  # type: ignore[arg-type]
+    autocast(loss, jnp.float16, "table")  # type: ignore[call-overload]
+    autocast(loss, jnp.float16)(w)  # type: ignore[call-arg]
+    scores("w", w)  # type: ignore[arg-type]
+    look(w)  # type: ignore[call-arg]
+    look(w, index=3, what="weights")  # type: ignore[arg-type]
+    value_and_grad(3)  # type: ignore[arg-type]

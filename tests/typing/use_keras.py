@@ -1,0 +1,42 @@
+"""A user's code on Keras 3, whose own names have no types."""
+
+from typing import Any, assert_type
+
+from preamp import Dynamic, Policy, Step, Trace
+from preamp.keras import LossScaleOptimizer, TraceCallback
+
+
+def compile_and_fit(model: Any, inner: Any, x: Any, y: Any) -> Step | None:
+    optimizer = LossScaleOptimizer(
+        inner, policy=Dynamic(), global_clipnorm=1.0, gradient_accumulation_steps=2
+    )
+    callback = TraceCallback("fit.jsonl", mode="replace", name="fit")
+    model.compile(optimizer, loss="mse")
+    model.fit(x, y, callbacks=[callback, TraceCallback(on_step=print), TraceCallback(Trace())])
+    assert_type(optimizer.loss_scale, float)
+    assert_type(optimizer.skipped_steps, int)
+    assert_type(optimizer.policy, Policy[Any])
+    assert_type(optimizer.dynamic_growth_steps, int | None)
+    assert_type(optimizer.get_config(), dict[str, Any])
+    assert_type(LossScaleOptimizer.from_config(optimizer.get_config()), LossScaleOptimizer)
+    optimizer.check_starved()
+    optimizer.dynamic_growth_steps = 50
+    return optimizer.last_step
+
+
+class Mine(LossScaleOptimizer):
+    """A user's own optimizer."""
+
+    def scale_loss(self, loss: Any) -> Any:
+        return super().scale_loss(loss)
+
+
+def mistakes(inner: Any) -> None:
+    LossScaleOptimizer()  # type: ignore[call-arg]
+    LossScaleOptimizer(inner, initial_scale="big")  # type: ignore[arg-type]
+    LossScaleOptimizer(inner, policy=3)  # type: ignore[arg-type]
+    LossScaleOptimizer(inner, policies=3)  # type: ignore[call-arg]
+    LossScaleOptimizer(inner).dynamic_growth_steps = "2"  # type: ignore[assignment]
+    LossScaleOptimizer(inner).loss_scale = 2.0  # type: ignore[misc]
+    TraceCallback("fit.jsonl", mode="overwrite")  # type: ignore[arg-type]
+    TraceCallback(3)  # type: ignore[arg-type]
