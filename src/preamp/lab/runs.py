@@ -37,7 +37,7 @@ CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::Initi
 
 
 class Loop(Protocol):
-    """What a framework's loop can do: the one class of `lab/NAME_loop.py`.
+    """What a framework's loop can do: the class of `lab/NAME_loop.py` whose name ends in `Loop`.
 
     One that has a `lens` as well is looked through.
 
@@ -127,7 +127,7 @@ def find_loop(framework: Framework) -> Callable[..., Loop]:
     try:
         with _without_chatter():
             module = import_module(f"preamp.lab.{framework}_loop")
-            (name,) = module.__all__
+            (name,) = (name for name in module.__all__ if name.endswith("Loop"))
             return getattr(module, name)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}") from error
