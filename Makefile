@@ -10,12 +10,18 @@ OLDEST_JAX := .venv-oldest-jax
 MATRIX := tests/jax/test_autocast_programs.py tests/jax/test_autocast_structures.py
 ARGS ?=
 
-.PHONY: train test lint typecheck imports check-code pytest pytest-keras test-slow test-oldest-jax test-r docs fresh bench format clean
+.PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-oldest-jax test-r docs fresh bench format clean
 
 train: .venv/train.stamp
 	$(BIN)/preamp train $(ARGS)
 
-test: check-code docs pytest pytest-keras
+# What runs on one core each runs two at a time.
+BESIDE := --no-print-directory --jobs 2 --output-sync
+
+test: .venv/test.stamp
+	$(MAKE) $(BESIDE) check-code docs
+	$(MAKE) --no-print-directory pytest
+	$(MAKE) $(BESIDE) pytest-keras
 
 check-code: lint typecheck imports
 
@@ -33,9 +39,10 @@ pytest: .venv/test.stamp
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # Keras has one backend a process. pytest above has run with TensorFlow.
-pytest-keras: .venv/test.stamp
-	KERAS_BACKEND=jax $(BIN)/pytest -n 2 --dist loadfile $(OF_KERAS)
-	KERAS_BACKEND=torch $(BIN)/pytest -n 2 --dist loadfile $(OF_KERAS)
+pytest-keras: keras-jax keras-torch
+
+keras-jax keras-torch: keras-%: .venv/test.stamp
+	KERAS_BACKEND=$* $(BIN)/pytest --quiet $(OF_KERAS)
 
 test-slow: .venv/test.stamp
 	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)

@@ -79,7 +79,7 @@ def _head(run: Run) -> Iterator[str]:
 
 
 def _machine(run: Run) -> Iterator[str]:
-    yield f"- {run.began}, {run.minutes:.0f} minutes; {run.busy:.1f} processes wanted a core before it."
+    yield f"- {run.began}, in {run.minutes:.0f} min; the load before was {run.busy:.1f} processes."
     yield f"- Machine: {_processor()}, {len(os.sched_getaffinity(0))} cores; {run.gpu or 'no CUDA device'}."
     yield f"- Versions: Python {platform.python_version()}, {', '.join(_versions())}."
 

@@ -63,11 +63,11 @@ class Row:
         counted = self.low == self.ratio == self.high
         quartiles = "" if counted else f"{number(self.low)} to {number(self.high)}"
         figure = f"{number(self.ours)} {self.unit}"
-        rest = (number(self.ratio), quartiles, figure, self.verdict)
-        return self.area, self.device, self.what, self.against, *rest
+        found = (self.area, number(self.ratio), self.verdict, self.what, self.against)
+        return *found, quartiles, figure, self.device
 
 
-HEADS = ("area", "device", "what", "against", "ratio", "quartiles", "preamp's", "verdict")
+HEADS = ("area", "ratio", "verdict", "what", "against", "quartiles", "preamp's", "device")
 
 
 def number(value: float) -> str:
@@ -151,7 +151,7 @@ class Area:
 def markdown(rows: Iterable[Row]) -> Iterator[str]:
     """Yield the lines of a table; a row that loses is in bold."""
     yield f"| {' | '.join(HEADS)} |"
-    yield "| --- | --- | --- | --- | ---: | --- | ---: | --- |"
+    yield "| --- | ---: | --- | --- | --- | --- | ---: | --- |"
     for row in rows:
         cells = [f"**{cell}**" if row.verdict == "loses" and cell else cell for cell in row.cells()]
         yield f"| {' | '.join(cells)} |"
@@ -191,5 +191,5 @@ def main(measure: Callable[[Options], Iterable[Row]], doc: str | None, **choices
 
 
 def _line(row: Row) -> str:
-    _, _, what, against, ratio, quartiles, figure, verdict = row.cells()
+    _, ratio, verdict, what, against, quartiles, figure, _ = row.cells()
     return f"{verdict:6}{ratio:>8}  {quartiles:18}{figure:>16}  {what}; against {against}"
