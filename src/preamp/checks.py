@@ -26,6 +26,7 @@ __all__ = [
     "callable_or_none",
     "is_number",
     "level_of_caller",
+    "not_subnormal",
     "one_of",
     "positive",
     "power_of_two",
@@ -86,6 +87,15 @@ def positive(name: str, value: Any, instead: str) -> None:
     """Refuse what is not a finite number above 0."""
     if not (is_number(value) and value > 0.0):
         raise PolicyError(f"{name}={shown(value)} is not a finite number above 0. Write {instead}.")
+
+
+def not_subnormal(name: str, value: float | None) -> None:
+    """Refuse a scale that has no finite inverse in float32, and that compilers flush to 0."""
+    if value is not None and value < FLOAT32_TINY:
+        raise PolicyError(
+            f"{name}={value!r} is below float32's smallest normal number: dividing by it overflows. "
+            f"Write {name}=2.0**-126."
+        )
 
 
 def between(name: str, value: Any, low: float, high: float, *, instead: str) -> None:

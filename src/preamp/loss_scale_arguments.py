@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from preamp.checks import is_number, positive, whole
+from preamp.checks import is_number, not_subnormal, positive, whole
 from preamp.dialect import Dialect
 from preamp.errors import PolicyError
 from preamp.policy import Policy
@@ -64,6 +64,7 @@ def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) ->
 def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
     """Refuse a first scale and an interval that cannot work."""
     positive("initial_scale", initial_scale, "initial_scale=2.0**15")
+    not_subnormal("initial_scale", initial_scale)
     whole("dynamic_growth_steps", dynamic_growth_steps, least=1, instead="dynamic_growth_steps=2000")
 
 

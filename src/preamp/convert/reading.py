@@ -23,6 +23,7 @@ __all__ = ["read"]
 
 SHELLS = ("argparse", "deepspeed", "megatron", "numpy", "omegaconf", "preamp")
 HDF5, ZIP = b"\x89HDF\r\n\x1a\n", b"PK\x03\x04"
+MOST_GROWTH, SMALL = 10, 2**26
 PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 WEIGHTS, CONFIG = "model.weights.h5", "config.json"  # in a .keras archive
 
@@ -70,6 +71,9 @@ def _reader(path: Path) -> Callable[[Path], Any]:
 
 def _archive(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > MOST_GROWTH * path.stat().st_size + SMALL:  # neither PyTorch nor Keras packs at all
+            raise CheckpointError(f"{path} would be {unpacked:,} bytes unpacked, and is not read.")
         if WEIGHTS not in archive.namelist():
             return _torch(path)
         config = json.loads(archive.read(CONFIG))

@@ -78,11 +78,22 @@ class LossScale:
 
         Raises:
             PolicyError: for a reading that lacks what the policy sees.
+            UsageError: for what is neither a reading nor a boolean: a loss, or NaN, counts as true.
         """
         if not isinstance(reading, Reading):
-            reading = Reading(jnp.asarray(reading))
+            reading = Reading(self._flag(reading))
         state, starved = self.policy.advance_or_stay(self.state, self.starved, reading, jnp.where)
         return replace(self, state=state, starved=starved)
+
+    def _flag(self, finite: Any) -> Any:
+        """Return a boolean as an array; of other numbers NaN would count as true."""
+        kind, shape = getattr(finite, "dtype", type(finite)), jnp.shape(self.loss_scale)
+        if kind not in (bool, jnp.bool_) or jnp.shape(finite) != shape:
+            raise UsageError(
+                f"advance({finite!r:.60}): this does not say whether the gradients were finite. Write "
+                "advance(reading) with the reading of value_and_grad, or advance(all_finite(gradients))."
+            )
+        return jnp.asarray(finite)
 
     def check_starved(self) -> None:
         """Raise if the policy has given up.

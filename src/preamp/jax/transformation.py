@@ -177,6 +177,11 @@ class Scaling:
         complete: Callable[[Any], Any] = lambda scaled: scaled,
     ) -> tuple[Any, LossScaledState]:
         """Return `finish` of the inner updates, or `before` on a skip: all of it in one conditional."""
+        if not isinstance(state, LossScaledState):
+            raise UsageError(
+                f"the state is a {type(state).__name__}, not one of loss_scaled. Write optimizer.init(params)"
+                " to make it, and give each step what the last one returned."
+            )
         seen = gradients.look(scaled, state.policy_state.scale, self.names)
         reading = reading_of(self.policy, scaled, seen.finite, self.names)
 

@@ -6,14 +6,15 @@ optimizer does with gradients (`inner`).
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from preamp.checks import positive
+from preamp.checks import not_subnormal, positive, shown
 from preamp.errors import PolicyError
 from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale, given_policy
 from preamp.policy import Dynamic, Policy, Static
 
-__all__ = ["check_rule", "rule"]
+__all__ = ["check_config", "check_rule", "rule"]
 
 LONGEST = 2**24  # the counter is a float32 variable, which counts no further
 
@@ -58,6 +59,7 @@ def rule(
     if factor is None:
         return Dynamic.holding(scale, growth_interval=steps)
     positive("loss_scale_factor", factor, "loss_scale_factor=2.0**15, or None for a scale that moves")
+    not_subnormal("loss_scale_factor", factor)
     for name, (value, default) in instead.items():
         if value != default:
             raise PolicyError(
@@ -78,4 +80,22 @@ def check_rule(scale: Any, steps: Any) -> None:
         raise PolicyError(
             f"dynamic_growth_steps={steps!r} is more than 2**24, as far as the counter counts. "
             f"Write loss_scale_factor={scale!r} for a scale that does not move."
+        )
+
+
+def check_config(config: Any, known: Collection[str]) -> None:
+    """Refuse a configuration that no LossScaleOptimizer has returned.
+
+    Args:
+        config: what was read.
+        known: the arguments of the class.
+
+    Raises:
+        PolicyError: for what is no mapping, lacks the inner optimizer, or has an unknown entry.
+    """
+    entries = config if isinstance(config, Mapping) else {}
+    if not entries.get("inner_optimizer") or set(entries) - set(known):
+        raise PolicyError(
+            f"{shown(config)} is no configuration of a LossScaleOptimizer: that has an inner_optimizer and "
+            "arguments. Write optimizer.get_config() to get one."
         )

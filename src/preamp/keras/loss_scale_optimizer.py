@@ -7,6 +7,7 @@ inner optimizer does with a gradient (Keras), and how a framework computes (`on_
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ import keras
 
 from preamp.checks import level_of_caller
 from preamp.errors import PolicyError, UsageError
-from preamp.keras.arguments import check_rule, rule
+from preamp.keras.arguments import check_config, check_rule, rule
 from preamp.keras.inner import Handed, adopt, check_inner, hand_over, is_hyperparameter
 from preamp.keras.ledger import Ledger, saved_state
 from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, UNUSED
@@ -367,7 +368,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> LossScaleOptimizer:
-        """Return the optimizer that a configuration describes; one of Keras's own will do."""
+        """Return the optimizer that a configuration describes; one of Keras's own will do.
+
+        Raises:
+            PolicyError: for what describes none.
+        """
+        check_config(config, inspect.signature(cls).parameters)
         settings = dict(config)
         inner = keras.saving.deserialize_keras_object(settings.pop("inner_optimizer"), custom_objects)
         if settings.get("policy") is not None:

@@ -60,7 +60,8 @@ class LogMax(Moving[LogMaxState]):
     something to see, with which the averages begin anew.
 
     Args:
-        log_max: the logarithm to the base 2 of where the gradients overflow: 16 for float16 and float8_e5m2.
+        log_max: the logarithm to the base 2 of where the gradients overflow: 16 for float16, 15.8 for
+            float8_e5m2.
         deviations: how many standard deviations lie between the mean and `log_max`. 3.09: one step in
             a thousand overflows.
         mean_steps: the memory of the mean, in steps. A power of two, at most 4096.

@@ -1,0 +1,62 @@
+"""A training that is killed with SIGKILL at random moments ends as one that was not."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from preamp import Trace, simulate
+
+from . import killed_training
+from .killed_training import POLICY, Training, overflows
+
+STEPS = 1_000_000  # more than it gets to
+
+
+def trained_until(folder: Path, lines: int) -> None:
+    """Start the training, and kill it when its trace has so many lines."""
+    path = folder / "trace.jsonl"
+    command = [sys.executable, killed_training.__file__, str(folder), str(STEPS)]
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        deadline = time.monotonic() + 120
+        while not (path.exists() and path.read_bytes().count(b"\n") >= lines):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_killed_training_goes_on_as_if_it_had_not_been(tmp_path: Path, kills: int) -> None:
+    draw, lines = random.Random(), 1
+    for _ in range(kills):
+        lines += draw.randint(20, 120)
+        trained_until(tmp_path, lines)
+        read = Trace.read(tmp_path / "trace.jsonl")
+        lines = len(read) + 1
+        resumed = Training()
+        resumed.load(tmp_path / "checkpoint.pt")
+
+        # Every step of every start has the scale that the policy gives it, the lost ones twice.
+        last = max(step.index for step in read)
+        alone = simulate(POLICY, [overflows(number) for number in range(last + 1)])
+        assert [step.scale for step in read] == [alone[step.index].scale for step in read]
+        assert [step.skipped for step in read] == [overflows(step.index) for step in read]
+        assert {step.index for step in read} == set(range(last + 1))
+
+        # What was saved is what an unbroken training has after as many steps.
+        unbroken = Training()
+        for _ in range(resumed.done):
+            unbroken.step()
+        assert resumed.scaler.policy_state == unbroken.scaler.policy_state
+        for ours, theirs in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)

@@ -1,0 +1,248 @@
+"""Whatever a file holds, reading it ends in what was saved or in one of our errors that names the file.
+
+Traces, configurations, checkpoints of ours and of other systems, policies: cut short, with flipped bits, and
+forged on purpose. No code of a file runs, and nothing hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preamp import (
+    CheckpointError,
+    ConfigError,
+    ExponentHistogram,
+    Look,
+    LookRow,
+    Policy,
+    PolicyError,
+    PreampError,
+    Step,
+    Trace,
+    TraceError,
+    config,
+    dialects,
+)
+from preamp.convert import convert
+from preamp.doctor import diagnose
+from preamp.policy.saved import from_json, to_json
+from preamp.report import Curve, write_report
+from tests.strategies import policies
+
+from .hostile import damaged, forged, often, seldom
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def fuzzed(few: int, **drawn: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a test a few examples in every push and many with `-m slow`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        both = pytest.mark.parametrize("examples", ["few", pytest.param("many", marks=pytest.mark.slow)])
+
+        def run(folder: Path, examples: str) -> None:
+            how = often if examples == "many" else seldom(few)
+            how(given(**drawn)(lambda **values: test(folder, **values)))()
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return both(run)
+
+    return decorate
+
+
+# Traces
+
+SEEN = ExponentHistogram(-26, (3, 0, 1), zeros=4)
+LOOK = Look(
+    1,
+    2.0**16,
+    "float16",
+    (LookRow("block.0", "flow", "float16", SEEN), LookRow("block.0", "gradient", "float32", SEEN)),
+)
+STEPS = [
+    Step(
+        i,
+        2.0**16,
+        i % 7 != 3,
+        i % 7 == 3,
+        2.0**15 if i % 7 == 3 else 2.0**16,
+        loss=1.0 / (i + 1),
+        peak=3.0,
+        zeros=0.1,
+        grad_norm=1.0,
+        culprits=("a.b",) if i % 7 == 3 else (),
+    )
+    for i in range(40)
+]
+
+
+def recorded() -> list[Any]:
+    """Return the lines of a trace, as what JSON holds."""
+    trace = Trace(STEPS, name="run", policy="Dynamic(growth_interval=100)", precision="float16")
+    trace.look(LOOK)
+    trace.stop("enough")
+    return [json.loads(line) for line in trace._lines()]
+
+
+LINES = recorded()
+
+
+def write_lines(path: Path, lines: Any) -> None:
+    listed = lines if isinstance(lines, list) else [lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in listed))
+
+
+def use(path: Path, page: Path) -> None:
+    """Do with a trace's file all that reads one; the file's name is in every refusal."""
+    try:
+        trace = Trace.read(path)
+    except TraceError as error:
+        assert str(path) in str(error) and len(str(error)) < 1000  # noqa: PT017, PT018 - either is right
+        return
+    trace.summary()
+    found = diagnose(trace)
+    said = [finding.sentence + found.remedy(finding) for finding in found.findings]
+    assert all(said)
+    found.rehearsal()
+    write_report(page, title="t", lead=said, curves=[Curve(str(trace.about.get("name")), trace)], table=[])
+    assert "<script" not in page.read_text().lower()
+
+
+@fuzzed(10, lines=forged(LINES))
+def test_a_forged_trace_is_refused_or_can_be_reported_and_diagnosed(folder: Path, lines: Any) -> None:
+    path = folder / "forged.jsonl"
+    write_lines(path, lines)
+    use(path, folder / "page.html")
+
+
+@fuzzed(10, content=damaged("".join(json.dumps(line) + "\n" for line in LINES).encode()))
+def test_a_damaged_trace_is_refused_or_can_be_reported_and_diagnosed(folder: Path, content: bytes) -> None:
+    path = folder / "damaged.jsonl"
+    path.write_bytes(content)
+    use(path, folder / "page.html")
+
+
+# Configurations
+
+CONFIG = {
+    "fp16": {"enabled": True, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "betas": [0.9, 0.95]}},
+    "gradient_clipping": 1.0,
+    "train_batch_size": 32,
+    "zero_optimization": {"stage": 1},
+    "wandb": {"enabled": False},
+}
+
+
+def load_config(source: Any, name: str) -> None:
+    try:
+        config.load(source).to_deepspeed()
+    except ConfigError as error:
+        assert name in str(error)  # noqa: PT017 - either outcome is right
+
+
+@fuzzed(40, forgery=forged(CONFIG))
+def test_a_forged_configuration_is_refused_or_read(folder: Path, forgery: Any) -> None:
+    path = folder / "forged.json"
+    path.write_text(json.dumps(forgery))
+    load_config(path, "")
+    if isinstance(forgery, dict):
+        load_config(forgery, "")
+
+
+@fuzzed(40, content=damaged(json.dumps(CONFIG, indent=1).replace("\n", " // c\n").encode()))
+def test_a_damaged_configuration_is_refused_or_read(folder: Path, content: bytes) -> None:
+    path = folder / "damaged.json"
+    path.write_bytes(content)
+    load_config(path, "")
+
+
+# Policies
+
+
+@fuzzed(40, data=st.data())
+def test_a_forged_policy_is_refused_or_a_policy(folder: Path, data: Any) -> None:
+    saved = json.loads(
+        json.dumps(to_json(data.draw(policies), lambda kind: kind.__name__, lambda name: None))
+    )
+    try:
+        made = from_json(data.draw(forged(saved)), lambda name: None)
+    except PolicyError:
+        return
+    assert isinstance(made, Policy)
+    assert 0.0 < made.start().scale < math.inf
+
+
+# Checkpoints of other systems
+
+KNOWN = {name: dialect for name, dialect in dialects.ALL.items() if dialect.format}
+
+
+@fuzzed(60, data=st.data())
+def test_a_forged_state_is_refused_or_can_be_gone_on_with(folder: Path, data: Any) -> None:
+    dialect = KNOWN[data.draw(st.sampled_from(sorted(KNOWN)))]
+    saved = data.draw(forged(dialect.dump(dialect.start())))
+    try:
+        state, policy = dialect.load(saved), dialect.load_policy(saved)
+    except (CheckpointError, PolicyError):
+        return
+    assert 0.0 < state.scale < math.inf
+    assert all(map(math.isfinite, state))
+    assert isinstance(policy, Policy)
+
+
+def bytes_of(suffix: str, entries: Any) -> bytes:
+    with tempfile.TemporaryDirectory() as name:
+        from preamp.convert.writing import write
+
+        path = Path(name) / f"x{suffix}"
+        write(path, entries, dialects.TORCH)
+        return path.read_bytes()
+
+
+TORCH_STATE = dialects.TORCH.dump(dialects.TORCH.start())
+SAVED = {suffix: bytes_of(suffix, TORCH_STATE) for suffix in (".pt", ".json", ".msgpack")}
+
+
+def carry(source: Path, out: Path) -> None:
+    out.unlink(missing_ok=True)
+    try:
+        convert(source, dialects.TORCH, out, dialects.MEGATRON)
+    except PreampError as error:
+        assert str(source) in str(error)  # noqa: PT017 - either outcome is right
+        assert not out.exists()
+
+
+@fuzzed(40, data=st.data())
+def test_a_damaged_checkpoint_is_refused_by_name_or_carried_over(folder: Path, data: Any) -> None:
+    suffix = data.draw(st.sampled_from(sorted(SAVED)))
+    source = folder / f"damaged{suffix}"
+    source.write_bytes(data.draw(damaged(SAVED[suffix])))
+    carry(source, folder / "out.json")
+
+
+@fuzzed(40, data=st.data())
+def test_a_forged_checkpoint_is_refused_by_name_or_carried_over(folder: Path, data: Any) -> None:
+    import torch
+
+    tree = data.draw(forged({"model": {"w": [1.0]}, "scaler": TORCH_STATE}))
+    if data.draw(st.booleans()):
+        source = folder / "forged.json"
+        source.write_text(json.dumps(tree))
+    else:
+        source = folder / "forged.pt"
+        torch.save(tree, source)
+    carry(source, folder / "out.json")
