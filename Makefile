@@ -55,9 +55,9 @@ test-oldest-jax: $(OLDEST_JAX)/test.stamp
 fresh:
 	$(PYTHON) tests/fresh_machine.py $(ARGS)
 
-# Needs R with reticulate and testthat.
+# Needs R with reticulate and testthat. On one backend of Keras with ARGS=jax.
 test-r: .venv/test.stamp
-	r/preamp/check $(CURDIR)/$(BIN)/python
+	r/preamp/check $(CURDIR)/$(BIN)/python $(ARGS)
 
 # Warnings are errors. Open build/docs/index.html.
 docs: .venv/test.stamp

@@ -411,7 +411,7 @@ class Row(NamedTuple):
 
     Attributes:
         only: the policies that the adapter has words for; None for all.
-        is_repeated: whether another row does the same in a graph, which is quicker.
+        is_repeated: whether another row does the same: in a graph, which is quicker, or for newer optimizers.
     """
 
     framework: str
@@ -451,7 +451,7 @@ ROWS = [
             "tensorflow",
             f"{kind}, {'compiled' if compiled else 'eager'}",
             partial(tensorflow_peer, kind=kind, compiled=compiled),
-            is_repeated=not compiled,
+            is_repeated=not compiled or kind == "legacy",
         )
         for kind in ("legacy", "tf_keras", "keras")
         for compiled in (False, True)

@@ -19,6 +19,11 @@ Peer: Any = tf_keras.mixed_precision.LossScaleOptimizer
 each_kind = pytest.mark.parametrize("kind", KINDS)
 of_tf_keras = pytest.mark.parametrize("kind", ["legacy", "tf_keras"])
 
+# Where whole trainings run, the older optimizers have to wait for `make test-slow`.
+_LEGACY = pytest.param("legacy", marks=pytest.mark.slow)
+each_kind_trained = pytest.mark.parametrize("kind", [_LEGACY, "tf_keras", "keras"])
+of_tf_keras_trained = pytest.mark.parametrize("kind", [_LEGACY, "tf_keras"])
+
 
 def inner(kind: str, name: str = "SGD", *args: Any, **settings: Any) -> Any:
     """Return an optimizer to wrap."""

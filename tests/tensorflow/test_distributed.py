@@ -13,7 +13,7 @@ import tf_keras
 from preamp import Dynamic, Starved, UsageError
 from preamp.tensorflow import LossScaleOptimizer
 
-from .kinds import KINDS, Peer, each_kind, inner, numbers, of_tf_keras, rules
+from .kinds import KINDS, Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, rules
 
 INF = float("inf")
 SCRIPT = ["00", "01", "10", "11", "00", "00", "01"]
@@ -63,7 +63,7 @@ def run(strategy: Any, make: Any, script: list[str], **arguments: Any) -> list[A
     return seen
 
 
-@each_kind
+@each_kind_trained
 def test_an_overflow_on_either_replica_skips_on_both(kind: str, strategy: Any) -> None:
     with strategy.scope():
         optimizer = LossScaleOptimizer(inner(kind), **ARGUMENTS)
@@ -78,7 +78,7 @@ def test_an_overflow_on_either_replica_skips_on_both(kind: str, strategy: Any) -
         before = first
 
 
-@of_tf_keras
+@of_tf_keras_trained
 def test_replicas_agree_as_those_of_tf_keras(kind: str, strategy: Any) -> None:
     ours = run(strategy, lambda: LossScaleOptimizer(inner(kind), **ARGUMENTS), SCRIPT)
     assert ours == run(strategy, lambda: Peer(inner(kind), **ARGUMENTS), SCRIPT)
@@ -103,7 +103,7 @@ def test_gradients_that_are_not_summed_are_agreed_on_all_the_same(
     assert not np.isfinite(theirs[-1][1]).all()  # it looks at the first replica alone
 
 
-@each_kind
+@each_kind_trained
 def test_a_fixed_scale_skips_on_all_replicas(kind: str, strategy: Any) -> None:
     make = lambda: LossScaleOptimizer(inner(kind), dynamic=False, initial_scale=64.0)  # noqa: E731
     seen = run(strategy, make, ["00", "01"])
@@ -111,7 +111,7 @@ def test_a_fixed_scale_skips_on_all_replicas(kind: str, strategy: Any) -> None:
     assert seen[0][1] == seen[1][1] == [[0.0, 1.0]] * 2
 
 
-@each_kind
+@each_kind_trained
 def test_a_policy_that_gives_up_is_asked_after_the_step(kind: str, strategy: Any) -> None:
     with strategy.scope():
         optimizer = LossScaleOptimizer(
@@ -122,7 +122,7 @@ def test_a_policy_that_gives_up_is_asked_after_the_step(kind: str, strategy: Any
         optimizer.check_starved()
 
 
-@each_kind
+@each_kind_trained
 def test_a_sum_that_overflows_skips(kind: str, strategy: Any) -> None:
     with strategy.scope():
         optimizer = LossScaleOptimizer(inner(kind), initial_scale=1.0)
@@ -141,7 +141,7 @@ def model_of(kind: str, strategy: Any, optimizer: Any) -> Any:
     return model
 
 
-@each_kind
+@each_kind_trained
 @pytest.mark.parametrize("row", [0, 3], ids=["first", "second"])
 def test_fit_skips_an_overflow_of_either_replica(kind: str, row: int, strategy: Any) -> None:
     model = model_of(kind, strategy, lambda: LossScaleOptimizer(inner(kind), **ARGUMENTS))
@@ -158,7 +158,7 @@ def test_fit_skips_an_overflow_of_either_replica(kind: str, row: int, strategy: 
     assert not np.array_equal(model.get_weights()[0], before[0])
 
 
-@each_kind
+@each_kind_trained
 def test_what_replicas_share_is_saved_and_restored(kind: str, strategy: Any, tmp_path: Any) -> None:
     with strategy.scope():
         optimizer = LossScaleOptimizer(inner(kind), **ARGUMENTS)

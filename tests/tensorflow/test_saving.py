@@ -18,7 +18,7 @@ import tf_keras
 from preamp import Dynamic, Policy, Tolerant, dialects
 from preamp.tensorflow import LossScaleOptimizer
 
-from .kinds import Peer, each_kind, inner, numbers, of_tf_keras, play
+from .kinds import Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, play
 
 LIBRARIES = {"legacy": tf_keras, "tf_keras": tf_keras, "keras": keras}
 ARGUMENTS = {"initial_scale": 64.0, "dynamic_growth_steps": 3}
@@ -90,7 +90,7 @@ def after_a_checkpoint(kind: str, path: Path, script: str, from_: Any, to: Any) 
     return was, variable, again, other, status
 
 
-@each_kind
+@each_kind_trained
 @pytest.mark.parametrize("policy", [None, *POLICIES], ids=repr)
 def test_a_checkpoint_restores_everything(kind: str, policy: Any, tmp_path: Path) -> None:
     arguments = ARGUMENTS if policy is None else {"policy": policy}
@@ -105,7 +105,7 @@ def test_a_checkpoint_restores_everything(kind: str, policy: Any, tmp_path: Path
     assert int(again.iterations) == int(was.iterations)
 
 
-@of_tf_keras
+@of_tf_keras_trained
 @pytest.mark.parametrize("ours_to_theirs", [False, True])
 def test_checkpoints_go_from_tf_keras_to_preamp_and_back(
     kind: str, ours_to_theirs: bool, tmp_path: Path
@@ -121,7 +121,7 @@ def test_checkpoints_go_from_tf_keras_to_preamp_and_back(
     assert variable.numpy().tolist() == other.numpy().tolist()
 
 
-@of_tf_keras
+@of_tf_keras_trained
 def test_a_fixed_scale_is_not_moved_by_a_checkpoint(kind: str, tmp_path: Path) -> None:
     make = lambda scale: lambda: adam(kind, dynamic=False, initial_scale=scale)  # noqa: E731
     _, _, again, other, _ = after_a_checkpoint(kind, tmp_path, "01", make(64.0), make(8.0))
@@ -129,7 +129,7 @@ def test_a_fixed_scale_is_not_moved_by_a_checkpoint(kind: str, tmp_path: Path) -
     assert float(again.loss_scale) == 8.0
 
 
-@each_kind
+@each_kind_trained
 def test_a_counter_restored_past_the_interval_still_grows(kind: str, tmp_path: Path) -> None:
     _, _, again, other, _ = after_a_checkpoint(
         kind,
@@ -150,7 +150,7 @@ def test_keras_files_restore_every_policy(kind: str, policy: Any, tmp_path: Path
     restores(kind, {"policy": policy}, tmp_path)
 
 
-@each_kind
+@each_kind_trained
 def test_keras_files_restore_the_scale_and_the_counter(kind: str, tmp_path: Path) -> None:
     restores(kind, ARGUMENTS, tmp_path)
 
@@ -177,7 +177,7 @@ def test_keras_files_hold_every_number_once(kind: str, tmp_path: Path) -> None:
     assert len(wrapped) - len(bare) < 12  # the wrapper's own scalars
 
 
-@of_tf_keras
+@of_tf_keras_trained
 @pytest.mark.parametrize("name", ["model.h5", "saved_model"])
 def test_the_older_formats_of_tf_keras_restore_them_too(kind: str, name: str, tmp_path: Path) -> None:
     model = train(model_of(kind, adam(kind, **ARGUMENTS)), "00010")
@@ -190,7 +190,7 @@ def test_the_older_formats_of_tf_keras_restore_them_too(kind: str, name: str, tm
         assert same_weights(again, model)
 
 
-@of_tf_keras
+@of_tf_keras_trained
 @pytest.mark.parametrize("name", ["model.keras", "model.h5", "saved_model"])
 def test_tf_keras_starts_again_with_all_of_them(kind: str, name: str, tmp_path: Path) -> None:
     model = train(model_of(kind, adam(kind, Peer, **ARGUMENTS)), "001")
@@ -199,7 +199,7 @@ def test_tf_keras_starts_again_with_all_of_them(kind: str, name: str, tmp_path: 
     assert numbers(again.optimizer) == (64.0, 0.0)
 
 
-@of_tf_keras
+@of_tf_keras_trained
 def test_a_configuration_says_where_the_scale_stands(kind: str) -> None:
     optimizer = adam(kind, **ARGUMENTS)
     play(optimizer, "0010", tf.Variable([1.0, 2.0]))
@@ -209,7 +209,7 @@ def test_a_configuration_says_where_the_scale_stands(kind: str) -> None:
     assert again.initial_scale == 64.0
 
 
-@of_tf_keras
+@of_tf_keras_trained
 @pytest.mark.parametrize(("name", "value"), [("scale", 0.0), ("scale", INF), ("good", -1.0)])
 def test_a_state_that_is_none_is_refused(kind: str, name: str, value: float) -> None:
     config = adam(kind, **ARGUMENTS).get_config()

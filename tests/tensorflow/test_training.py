@@ -17,7 +17,7 @@ from preamp import Dynamic, Starved, Static
 from preamp.keras import TraceCallback
 from preamp.tensorflow import LossScaleOptimizer
 
-from .kinds import Peer, each_kind, inner, numbers, of_tf_keras, wrapped
+from .kinds import Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, wrapped
 
 LIBRARIES = {"legacy": tf_keras, "tf_keras": tf_keras, "keras": keras}
 INF = float("inf")
@@ -58,7 +58,7 @@ def fit(model: Any, **arguments: Any) -> Any:
     return model.fit(x, y, batch_size=4, verbose=0, shuffle=False, **arguments).history["loss"]
 
 
-@each_kind
+@each_kind_trained
 @pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}, {"jit_compile": True}], ids=str)
 def test_fit_takes_the_steps_of_the_bare_optimizer(kind: str, arguments: Any) -> None:
     """To the last bit: scaling by a power of two rounds nothing."""
@@ -73,7 +73,7 @@ def test_fit_takes_the_steps_of_the_bare_optimizer(kind: str, arguments: Any) ->
     assert model.optimizer.skipped_steps == 0
 
 
-@each_kind
+@each_kind_trained
 def test_compile_under_mixed_float16_takes_it_as_it_is(kind: str) -> None:
     with policy_of(LIBRARIES[kind], "mixed_float16"):
         optimizer = LossScaleOptimizer(inner(kind, "Adam", 0.05), dynamic_growth_steps=10)
@@ -86,7 +86,7 @@ def test_compile_under_mixed_float16_takes_it_as_it_is(kind: str) -> None:
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
-@of_tf_keras
+@of_tf_keras_trained
 def test_fit_under_mixed_float16_is_that_of_tf_keras(kind: str) -> None:
     seen = []
     for wrapper in (LossScaleOptimizer, Peer):
@@ -97,7 +97,7 @@ def test_fit_under_mixed_float16_is_that_of_tf_keras(kind: str) -> None:
     assert seen[0] == seen[1]
 
 
-@each_kind
+@each_kind_trained
 def test_fit_skips_a_batch_that_overflows(kind: str) -> None:
     model = model_of(kind, wrapped(kind, initial_scale=64.0))
     x, y = data(4)
@@ -109,7 +109,7 @@ def test_fit_skips_a_batch_that_overflows(kind: str) -> None:
     assert not np.array_equal(model.get_weights()[0], before[0])
 
 
-@each_kind
+@each_kind_trained
 def test_170_bad_batches_and_a_good_one_leave_finite_weights(kind: str) -> None:
     model = model_of(kind, wrapped(kind))
     x, y = data(4)
@@ -122,7 +122,7 @@ def test_170_bad_batches_and_a_good_one_leave_finite_weights(kind: str) -> None:
     assert model.optimizer.skipped_steps == 170
 
 
-@each_kind
+@each_kind_trained
 def test_callbacks_set_the_learning_rate(kind: str) -> None:
     callbacks = LIBRARIES[kind].callbacks
     model = model_of(kind, LossScaleOptimizer(inner(kind, "SGD", 0.5)))
@@ -142,7 +142,7 @@ def test_callbacks_set_the_learning_rate(kind: str) -> None:
     assert rate() == 0.0625 / 4
 
 
-@each_kind
+@each_kind_trained
 def test_a_fixed_scale_in_fit(kind: str) -> None:
     model = model_of(kind, LossScaleOptimizer(inner(kind, "SGD", 0.125), dynamic=False, initial_scale=128.0))
     losses = fit(model, epochs=3)
@@ -151,7 +151,7 @@ def test_a_fixed_scale_in_fit(kind: str) -> None:
     assert model.optimizer.policy == Static(128.0)
 
 
-@each_kind
+@each_kind_trained
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loop_with_a_tape_takes_the_steps_of_fit(kind: str, compiled: bool) -> None:
     fitted, looped = (model_of(kind, wrapped(kind)) for _ in range(2))
@@ -201,7 +201,7 @@ def test_the_trace_of_keras(tmp_path: Path) -> None:
     assert history["loss_scale"] == [256.0]
 
 
-@each_kind
+@each_kind_trained
 def test_a_policy_that_gives_up_is_asked_by_a_callback(kind: str) -> None:
     policy = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
     model = model_of(kind, wrapped(kind, policy=policy))
