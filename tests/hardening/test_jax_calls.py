@@ -164,7 +164,7 @@ class TransformationCalls(Calling):
         self.refused(PreampError, loss_scaled, optax.sgd(0.1), wrong)
         self.refused(PreampError, LossScale, wrong)
 
-    @rule(wrong=st.sampled_from([1.0, math.nan, jnp.float32(0.5), "yes", None, [True, False], 1]))
+    @rule(wrong=st.sampled_from([1.0, math.nan, np.float32(0.5), "yes", None, [True, False], 1]))
     def advance_by_what_is_no_flag(self, wrong: Any) -> None:
         self.refused(PreampError, self.scale.advance, wrong)
 
