@@ -61,9 +61,11 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """Return the row as text."""
         counted = self.low == self.ratio == self.high
-        quartiles = "" if counted else f"{number(self.low)} to {number(self.high)}"
+        hidden = math.isnan(self.ratio)
+        quartiles = "" if counted or hidden else f"{number(self.low)} to {number(self.high)}"
         figure = f"{number(self.ours)} {self.unit}"
-        found = (self.area, number(self.ratio), self.verdict, self.what, self.against)
+        ratio = "noise" if hidden else number(self.ratio)
+        found = (self.area, ratio, self.verdict, self.what, self.against)
         return *found, quartiles, figure, self.device
 
 
