@@ -31,10 +31,11 @@ PACKAGES = (
 )
 HOW_TO_READ = """\
 What is compared takes turns in one process, in an order that changes every round. A ratio is preamp's
-figure over the other's, the median of the rounds' ratios: below 1 preamp takes less. Their quartiles stand
-beside it. What is counted (bytes, calls, casts) has none, and where there is "noise" the other's figure cannot
-be told from nothing. Against something that does the same job preamp wins or loses if both quartiles are on one side of 1, and is even otherwise. Beside something that does
-less, as the optimizer alone or one reading of the memory, a row says what preamp costs."""
+figure over the other's, the median of the rounds' ratios: below 1 preamp takes less. Their quartiles
+stand beside it. What is counted (bytes, calls, casts) has none, and where there is "noise" the other's
+figure cannot be told from nothing. Against something that does the same job preamp wins or loses if both
+quartiles are on one side of 1, and is even otherwise. Beside something that does less, as the optimizer
+alone or one reading of the memory, a row says what preamp costs."""
 VERDICTS = ("wins", "even", "loses", "cost")
 
 
