@@ -155,6 +155,32 @@ def test_micro_steps_add_up_in_float32(section):
     assert master(engine) == -(4096.0 + 7 * 1.0) / 8
 
 
+@pytest.mark.parametrize("section", HALVES)
+def test_a_program_may_assign_gradients_in_the_parameters_own_precision(section):
+    low = fp16() if section == "fp16" else {section: {"enabled": True}, "gradient_clipping": 0.0}
+    engine = trained(Weight(), low)
+    weight = engine.module.weight
+    engine.backward(engine(1.0))
+    weight.grad = weight.grad.to(weight.dtype) * 2  # as a hook that edits gradients does
+    engine.step()
+    assert master(engine) == -2.0
+
+
+@pytest.mark.parametrize("change", ["set_train_batch_size", "set_gradient_accumulation_boundary"])
+def test_micro_steps_that_are_asked_for_later_add_up_in_float32(change):
+    engine = trained(Weight(), {**fp16(initial_scale_power=0), "gradient_clipping": 0.0})
+    step(engine, 1.0)
+    before = master(engine)
+    if change == "set_train_batch_size":
+        engine.set_train_batch_size(8)
+    for number, gradient in enumerate((4096.0, *[1.0] * 7)):
+        if change == "set_gradient_accumulation_boundary":
+            engine.set_gradient_accumulation_boundary(number == 7)
+        step(engine, gradient)
+    parts = 8 if change == "set_train_batch_size" else 1
+    assert master(engine) == before - (4096.0 + 7 * 1.0) / parts
+
+
 def test_a_loss_in_float16_is_shared_before_it_is_scaled():
     model = Weight()
     engine = trained(model, {**fp16(initial_scale_power=16), "gradient_accumulation_steps": 4})

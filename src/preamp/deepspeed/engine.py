@@ -179,6 +179,7 @@ class Engine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next calls of `step` make updates. None: every `gradient_accumulation_steps`."""
         self._boundary = is_boundary
+        self._sum_in_float32()
 
     def was_step_applied(self) -> bool:
         """Return whether the latest call of `step` changed parameters."""
@@ -234,6 +235,7 @@ class Engine(nn.Module):
                 f"{self.world_size} ranks. Write engine.set_train_batch_size({unit})."
             )
         self._train_batch, self._accumulation = train_batch_size, train_batch_size // unit
+        self._sum_in_float32()
 
     def gradient_clipping(self) -> float:
         """Return the norm that gradients are clipped to, 0 if they are not."""
@@ -321,10 +323,18 @@ class Engine(nn.Module):
         self._calls, self._scaled = 0, False
 
     def _sum_in_float32(self) -> None:
-        """Have autograd add the micro-steps of half-precision parameters up in float32."""
+        """Have autograd add the micro-steps of half-precision parameters up in float32.
+
+        Only where there are several: such a parameter takes float32 gradients only, and a program that assigns
+        to `parameter.grad` has gradients in the parameter's own precision.
+        """
+        if self._accumulation == 1 and self._boundary is None:
+            return
         for parameter in self.module.parameters():
             if parameter.dtype in HALF_DTYPES:
+                gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = torch.float32
+                parameter.grad = None if gradient is None else gradient.float()
 
     def _clip_unchecked(self, optimizer: LossScaleOptimizer) -> Tensor | None:
         """Clip gradients that nobody checks, as PyTorch does; return their norm."""

@@ -1,7 +1,7 @@
 """One model on several ranks: equal at the start, its gradients averaged before an update.
 
-Gradients are averaged when all micro-steps of an update have been added up, in the dtype they were added up
-in: float32 for half-precision parameters. What overflowed on one rank is then not finite on all, so that all
+Gradients are averaged when all micro-steps of an update have been added up, those of half-precision parameters
+in float32. What overflowed on one rank is then not finite on all, so that all
 skip. This room refuses to know scales and optimizers. A single process communicates nothing.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from preamp.errors import UsageError
 from preamp.torch.agreement import number_of_ranks
+from preamp.torch.gradients import HALF_DTYPES
 
 __all__ = ["all_agree", "average_gradients", "begin_alike", "join", "rank", "unlike"]
 
@@ -131,9 +132,14 @@ def _kind(gradient: Tensor | None) -> int:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    return parameter.grad
+    """Return the gradient to average: a half-precision one in float32, so that the sum keeps what is small."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        gradient = torch.zeros_like(parameter)
+    if gradient.dtype in HALF_DTYPES:
+        parameter.grad_dtype, gradient = None, gradient.float()
+    parameter.grad = gradient
+    return gradient
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
