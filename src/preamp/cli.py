@@ -344,6 +344,7 @@ def convert(
 
     done = carry_over(source, find_dialect("from", origin), out_file, find_dialect("to", target))
     counts = ", ".join(f"{name} {value:g}" for name, value in done.state._asdict().items())
+    counts += "".join(f" and {name}" for name in done.extras)
     rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."
     out.print(f"{out_file}: carried {counts} from {done.where} of {source}. {rest}", soft_wrap=True)
     return 0

@@ -118,17 +118,31 @@ class Dialect(Policy[Any], Generic[P]):
             )
         return saved
 
+    def extras(self, saved: Any) -> dict[str, Any]:
+        """Return what preamp's own adapter has saved beside the system's entries, such as a policy's counts.
+
+        Args:
+            saved: as for `load`.
+        """
+        return self.known_format().extras(self._entries(saved))
+
     def dump_and_tell(
-        self, state: Any, policy: Policy[Any] | None = None
+        self, state: Any, policy: Policy[Any] | None = None, extras: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return what `dump` returns and, instead of a warning, what is lost."""
+        """Return what `dump` returns and, instead of a warning, what is lost.
+
+        Args:
+            state: as for `dump`.
+            policy: as for `dump`.
+            extras: what `extras` found in a checkpoint of the same format, to be written too.
+        """
         given = self._or_own(policy)
         form = self.known_format()
         if not isinstance(given, Moving) and not (isinstance(given, Static) and form.has_static):
             raise PolicyError(f"policy={policy!r} is no rule that {self.system} has. Write {self!r} instead.")
         kept = _counted_as(self.policy, type(state)(*map(float, state)), given)
         kept = kept._replace(scale=self._usable(kept.scale, self.policy))
-        saved = form.save(kept, given)
+        saved = form.with_extras(form.save(kept, given), extras or {})
         rule = self.load_policy(saved)
         lost = _lost(_settings(given), _settings(rule))
         return saved, lost + _lost(_counts(given, kept), _counts(rule, self.load(saved)))
@@ -207,6 +221,7 @@ def _settings(policy: Policy[Any]) -> dict[str, Any]:
         "growth_factor": policy.growth_factor,
         "backoff_factor": backoff_factor(policy),
         "growth_interval": policy.growth_interval,
+        "growth_delay": getattr(policy, "growth_delay", 0),
         "hysteresis": hysteresis(policy),
         "tolerance": getattr(policy, "tolerance", 0.0),
         "max_consecutive_overflows": getattr(policy, "max_consecutive_overflows", None),

@@ -6,6 +6,7 @@ entries (`formats`) and rules (`dialects`). Nothing in a file is ever executed: 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from preamp.convert.reading import read
 from preamp.convert.searching import find
 from preamp.convert.writing import check_name, write
 from preamp.dialect import Dialect
-from preamp.policy import Policy, Tolerant
+from preamp.policy import Policy
 
 __all__ = ["Conversion", "convert"]
 
@@ -26,12 +27,15 @@ class Conversion(NamedTuple):
         state: the state that was carried over.
         policy: the policy that was saved with it, the origin's defaults for what was not.
         lost: what the target's format has no place for, in words.
+        extras: what preamp's own adapter had saved beside the origin's entries, such as the counts of a
+            policy that the origin does not have, and what was written again.
     """
 
     where: str
     state: Any
     policy: Policy[Any]
     lost: list[str]
+    extras: dict[str, Any]
 
 
 def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...]) -> Conversion:
@@ -52,15 +56,19 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
         OSError: for a file that cannot be opened or written.
     """
     check_name(out)
-    where, state, policy = find(read(source), origin, source)
-    entries, lost = target.dump_and_tell(state, policy)
+    where, state, policy, extras = find(read(source), origin, source)
+    kept = extras if type(origin.format) is type(target.format) else {}
+    entries, lost = target.dump_and_tell(state, policy, kept)
     write(out, entries, target)
-    return Conversion(where, state, policy, lost + _uncounted(state, policy))
+    return Conversion(where, state, policy, lost + _named(extras if not kept else {}), kept)
 
 
-def _uncounted(state: Any, policy: Any) -> list[str]:
-    """Name what our own adapters counted for a policy that is not in the checkpoint."""
-    counts_overflows = getattr(policy, "hysteresis", 1) > 1 or isinstance(policy, Tolerant)
-    if counts_overflows or not state.bad:
-        return []
-    return [f"bad={state.bad:g} (counted for a policy that the checkpoint does not hold)"]
+def _named(extras: Mapping[str, Any]) -> list[str]:
+    """Name what preamp itself saved and the target does not have. A count of 0 is what it begins with."""
+    return [_name(name, value) for name, value in extras.items() if value]
+
+
+def _name(name: str, value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return f"{name}={value!r}"
+    return f"{name} ({', '.join(_name(part, held) for part, held in value.items() if held)})"

@@ -16,11 +16,12 @@ __all__ = ["Found", "find"]
 
 
 class Found(NamedTuple):
-    """A state in a checkpoint, the way to it, and its policy."""
+    """A state in a checkpoint, where it was found, its policy, and what our own adapter saved besides."""
 
     where: str
     state: Any
     policy: Policy[Any]
+    extras: dict[str, Any]
 
 
 def find(tree: Any, dialect: Dialect[...], source: Path) -> Found:
@@ -39,7 +40,7 @@ def find(tree: Any, dialect: Dialect[...], source: Path) -> Found:
     found, problems = _loadable(tree, dialect)
     if not found:
         raise _at(source, problems[0]) if problems else _nothing(tree, dialect, source)
-    if any((one.state, one.policy) != (found[0].state, found[0].policy) for one in found):
+    if any(one[1:] != found[0][1:] for one in found):
         places = ", ".join(f"{one.where} ({one.state.scale:g})" for one in found)
         raise CheckpointError(
             f"{source} holds loss scales that differ, at {places}. Save the right one in a file of its own."
@@ -68,7 +69,8 @@ def _loadable(tree: Any, dialect: Dialect[...]) -> tuple[list[Found], list[Excep
             entries = dialect.known_format().find(node)
             if entries is not None and not any(entries is other for other in seen):
                 seen.append(entries)
-                found.append(Found(where or "the top", dialect.load(entries), dialect.load_policy(entries)))
+                state, policy = dialect.load(entries), dialect.load_policy(entries)
+                found.append(Found(where or "the top", state, policy, dialect.extras(entries)))
         except (CheckpointError, PolicyError) as problem:
             problems.append(problem)
     return found, problems

@@ -325,8 +325,8 @@ class Engine(nn.Module):
     def _sum_in_float32(self) -> None:
         """Have autograd add the micro-steps of half-precision parameters up in float32.
 
-        Only where there are several: such a parameter takes float32 gradients only, and a program that assigns
-        to `parameter.grad` has gradients in the parameter's own precision.
+        Only where there are several: a parameter with this setting refuses gradients in its own precision,
+        which is what a program that assigns to `parameter.grad` has.
         """
         if self._accumulation == 1 and self._boundary is None:
             return

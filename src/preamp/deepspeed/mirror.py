@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from preamp import dialects, formats
+from preamp.formats import COUNTS, RECORD
 from preamp.policy import Dynamic, Moving, Policy, Static
 
-__all__ = ["RECORD", "Mirror"]
+__all__ = ["Mirror"]
 
 SETTINGS = ("dynamic", *formats.DEEPSPEED.setting_names)
-COUNTS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 UNUSED = {"delayed_shift": 1, "cur_hysteresis": 1}  # stage 0 counts no hysteresis
-RECORD = "preamp_state"  # the attribute that has what the others cannot hold
 
 
 class Mirror:

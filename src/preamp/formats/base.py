@@ -24,6 +24,7 @@ __all__ = [
     "hysteresis",
     "number",
     "overflows_left",
+    "plain",
 ]
 
 
@@ -32,10 +33,12 @@ class Format(ABC):
 
     Attributes:
         entries: the names by which its saved state is known.
+        ours: the names of what preamp's own adapters save beside them, which the system itself ignores.
         has_static: whether it saves scales that never move, too.
     """
 
     entries: ClassVar[tuple[str, ...]]
+    ours: ClassVar[tuple[str, ...]] = ()
     has_static: ClassVar[bool] = False
 
     def find(self, saved: Any) -> Mapping[str, Any] | None:
@@ -56,6 +59,14 @@ class Format(ABC):
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a `Moving` policy that were saved."""
         return {}
+
+    def extras(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what preamp's own adapter saved beside the system's entries, as plain numbers and names."""
+        return {name: plain(saved[name]) for name in self.ours if name in saved}
+
+    def with_extras(self, entries: dict[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries to write, with those that `extras` found in a checkpoint of the same format."""
+        return {**entries, **extras}
 
     @abstractmethod
     def state(self, saved: Mapping[str, Any], policy: Any) -> Any:
@@ -150,6 +161,15 @@ def hysteresis(policy: Any) -> int:
 def overflows_left(policy: Any, state: Any) -> int:
     """Return how many of them are missing."""
     return policy.overflows_left(state) if isinstance(policy, Dynamic) else 1
+
+
+def plain(value: Any) -> Any:
+    """Return a value with Python's own numbers in it, whichever framework's they were."""
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return value.item() if hasattr(value, "item") else value
 
 
 def _entry(saved: Mapping[str, Any], name: str) -> Any:

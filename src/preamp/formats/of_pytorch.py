@@ -31,6 +31,7 @@ class Torch(Counting):
         "backoff_factor",
         "growth_interval",
     )
+    ours: ClassVar[tuple[str, ...]] = ("preamp_state",)
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -56,6 +57,7 @@ class Nemo(Torch):
     """PyTorch's, and the overflows left. NeMo writes them under one name and reads them under another."""
 
     entries = (*Torch.entries, "_hysteresis_tracker")
+    ours = ()
 
     def bad(self, saved: Mapping[str, Any], policy: Any) -> int:
         return hysteresis(policy) - count(saved, "_hysteresis_tracker")
