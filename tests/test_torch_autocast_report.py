@@ -134,14 +134,14 @@ def test_a_cast_that_is_repeated_is_reported_with_its_reason(reason):
     assert not [text for text in counted(lambda: x @ tensor, **arguments).warnings if "times" in text]
 
 
-def test_a_weight_written_to_in_between_is_reported():
+def test_a_weight_that_an_optimizer_writes_in_between_is_reported():
     weight, x = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8).bfloat16()
+    optimizer, weight.grad = torch.optim.SGD([weight], lr=1.0), torch.ones(8, 8)
 
     def use():
         for _ in range(2):
             x @ weight
-            with torch.no_grad():
-                weight.add_(1.0)
+            optimizer.step()
 
     assert any("written to" in text for text in counted(use).warnings)
 

@@ -210,10 +210,11 @@ def model(entries, regions):
     return [(*states[device], cache) for device in DEVICES], dtypes
 
 
-def walk(script, order, writes):
+def walk(script, order, steps):
     """Enter and leave regions as the script says, then leave what is still open in a given order."""
     regions = [autocast(device, **options) for device, options in OPTIONS]
     before, entries, w = everything(), [], weight()
+    optimizer, w.grad = torch.optim.SGD([w], lr=1.0), torch.ones_like(w)
     try:
         for place, enters in script:
             if enters:
@@ -228,8 +229,8 @@ def walk(script, order, writes):
             assert everything() == model(entries, regions)
             enabled, low, _ = state()
             assert same(F.linear(X, w), by_hand(X, w, low if enabled else FULL))
-            if writes:
-                w.data.add_(1)
+            if steps:
+                optimizer.step()
     finally:
         for place in sorted(entries, key=order.index):
             regions[place].__exit__(None, None, None)
@@ -243,12 +244,12 @@ PLACE = st.integers(0, len(OPTIONS) - 1)
 @given(
     script=st.lists(st.tuples(PLACE, st.booleans()), max_size=14),
     order=st.permutations(range(len(OPTIONS))),
-    writes=st.booleans(),
+    steps=st.booleans(),
 )
 @example([(0, True), (1, True), (0, True), (3, True), (0, False), (3, False)], range(9), True)
 @example([(0, True), (5, True), (8, True), (5, False)], range(9), False)
-def test_regions_can_be_entered_and_left_in_any_order(script, order, writes):
-    in_thread(lambda: walk(script, order, writes))
+def test_regions_can_be_entered_and_left_in_any_order(script, order, steps):
+    in_thread(lambda: walk(script, order, steps))
 
 
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("mm")}], ids=str)

@@ -1,18 +1,13 @@
 """Casts of weights: used again while they are right, and never longer; `torch.autocast` beside ours."""
 
-import weakref
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp.torch import autocast
-from preamp.torch.autocasting import weights
+from preamp.torch import GradScaler, LossScaleOptimizer, autocast
 
 from .torch_regions import (
     BASE,
@@ -33,14 +28,6 @@ from .torch_regions import (
 X, ONES = numbers(5, 4), torch.ones(3, 4)
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
 lows = pytest.mark.parametrize("low", [HALF, BRAIN])
-
-
-@pytest.fixture
-def unwatched():
-    """Take away what sees writes: it stays for the whole process, and the original would gain by it."""
-    with autocast("cpu"):
-        pass
-    weights._watching.pop("cpu")._destroy()
 
 
 # Precisions do not share casts
@@ -78,16 +65,16 @@ LEVEL = st.tuples(
 NESTED = st.recursive(LEVEL, lambda inside: st.tuples(LEVEL, st.lists(inside, max_size=3)), max_leaves=8)
 
 
-def used_everywhere(script, writes):
-    """Use a weight wherever a region begins or ends; write to it after some of the uses."""
-    w, pending = weight(), iter(writes)
+def used_everywhere(script, steps):
+    """Use a weight wherever a region begins or ends; step an optimizer of it after some of the uses."""
+    w, pending = weight(), iter(steps)
+    optimizer, w.grad = torch.optim.SGD([w], lr=1.0), ONES
 
     def use():
         enabled, dtype, _ = state()
         assert same(F.linear(X, w), by_hand(X, w, dtype if enabled else FULL))
         if next(pending, False):
-            with torch.no_grad():
-                w.add_(1)
+            optimizer.step()
 
     def walk(level):
         level, inside = level if isinstance(level[0], tuple) else (level, [])
@@ -105,16 +92,16 @@ OFF, HALVES = (("cpu", HALF, on, None) for on in (False, True))
 
 
 @settings(max_examples=150, deadline=None)
-@given(script=st.lists(NESTED, min_size=1, max_size=3), writes=st.lists(st.booleans(), max_size=20))
+@given(script=st.lists(NESTED, min_size=1, max_size=3), steps=st.lists(st.booleans(), max_size=20))
 @example([(OFF, [HALVES, HALVES])], [False, False, True])
 @example([(("xpu", HALF, True, None), [HALVES, HALVES])], [False, False, True])
 @example([(("cpu", BRAIN, True, None), [(("cpu", HALF, True, False), [("cpu", HALF, True, True)])])], [])
-def test_wherever_a_weight_is_used_its_cast_is_that_of_the_region_and_of_the_moment(script, writes):
-    used_everywhere(script, writes)
+def test_wherever_a_weight_is_used_its_cast_is_that_of_the_region_and_of_the_moment(script, steps):
+    used_everywhere(script, steps)
     assert state() == BASE
 
 
-# What is written to is cast anew
+# What an optimizer writes is cast again; what is written by hand is not, as in PyTorch
 
 
 def stepped(name, **options):
@@ -172,6 +159,18 @@ def unfrozen(w):
     w.requires_grad_(True)
 
 
+def scaled_step(w):
+    scaler, optimizer = GradScaler("cpu"), torch.optim.SGD([w], lr=0.1)
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
+
+
+def step_of_ours(w):
+    optimizer = LossScaleOptimizer(torch.optim.SGD([w], lr=0.1))
+    optimizer.backward(w.sum())
+    optimizer.step()
+
+
 OPTIMIZERS = [
     *[
         (name, {"foreach": foreach})
@@ -221,69 +220,95 @@ WRITES = {
     "_foreach_add_": under_no_grad(lambda w: torch._foreach_add_([w], 1.0)),
     "_foreach_mul_ data": lambda w: torch._foreach_mul_([w.data], 2.0),
     "_foreach_copy_": under_no_grad(lambda w: torch._foreach_copy_([w], [ONES])),
-    **{f"{name} {options}": stepped(name, **options) for name, options in OPTIMIZERS},
+    "NumPy": lambda w: w.detach().numpy().fill(1),
+    "out=": under_no_grad(lambda w: torch.add(w, ONES, out=w)),
+    "eye_": nn.init.eye_,
+    "vector_to_parameters": lambda w: nn.utils.vector_to_parameters(ONES.flatten(), [w]),
+    "relu_": under_no_grad(lambda w: F.relu(w, inplace=True)),
+    ".data =": data_assign,
+    "in a disabled region": torch.autocast("cpu", enabled=False)(under_no_grad(lambda w: w.add_(1))),
+    "in another thread": lambda w: in_thread(lambda: w.data.add_(1)),
 }
-writes = pytest.mark.parametrize("write", list(WRITES))
-IN_OURS = {
-    "in a disabled region": autocast("cpu", enabled=False)(under_no_grad(lambda w: w.add_(1))),
-    "in another thread's region": lambda w: in_thread(lambda: autocast("cpu")(w.data.add_)(1)),
+SGD = stepped("SGD")
+STEPS = {
+    **{f"{name} {options}": stepped(name, **options) for name, options in OPTIMIZERS},
+    "in a disabled region": torch.autocast("cpu", enabled=False)(SGD),
+    "in another thread": lambda w: in_thread(lambda: SGD(w)),
+    "by GradScaler": scaled_step,
+    "by LossScaleOptimizer": step_of_ours,
+    "under inference mode": torch.inference_mode()(SGD),
+}
+IN_REGIONS = {  # which empty the cache in PyTorch too
+    "in a disabled region of ours": autocast("cpu", enabled=False)(SGD),
+    "in another thread's region of ours": lambda w: in_thread(lambda: autocast("cpu")(SGD)(w)),
+    "in another thread's region": lambda w: in_thread(lambda: torch.autocast("cpu")(SGD)(w)),
 }
 
 
 def used_around(write, region, w):
-    """Return what a linear layer gives in a region after its weight was written to."""
-    before = w.detach().clone()
+    """Return what a linear layer gives in a region before and after its weight is written to."""
+    old = w.detach().clone()
     with region("cpu"):
-        F.linear(X, w)
-        (WRITES | IN_OURS)[write](w)
-        result = F.linear(X, w)
-    assert not torch.equal(before, w)
-    return result
+        before = F.linear(X, w)
+        write(w)
+        after = F.linear(X, w)
+    assert not torch.equal(old, w)
+    return before, after
 
 
-@pytest.mark.parametrize("write", [*WRITES, *IN_OURS])
-def test_a_weight_that_is_written_to_inside_is_cast_anew(write):
+@pytest.mark.parametrize("step", (STEPS | IN_REGIONS).values(), ids=list(STEPS | IN_REGIONS))
+def test_a_weight_that_an_optimizer_writes_inside_is_cast_again(step):
     w = weight()
-    result = used_around(write, autocast, w)
+    _, result = used_around(step, autocast, w)
     assert same(result, by_hand(X, w))
     assert same(*[torch.autograd.grad(y.sum(), w)[0] for y in (result, by_hand(X, w))])
 
 
-@writes
-def test_in_the_original_its_old_cast_is_used(write, unwatched):
-    w = weight()
-    assert not torch.equal(used_around(write, torch.autocast, w), by_hand(X, w))
+@pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
+def test_in_the_original_its_old_cast_is_used(step):
+    assert same(*used_around(step, torch.autocast, weight()))
 
 
-def through_numpy(w):
-    w.detach().numpy()[:] = 1
-
-
-ADD = under_no_grad(lambda w: w.add_(1))
-UNSEEN = {
-    "NumPy": through_numpy,
-    "out=": under_no_grad(lambda w: torch.add(w, ONES, out=w)),
-    "eye_": nn.init.eye_,
-    ".data =": data_assign,
-    "vector_to_parameters": lambda w: nn.utils.vector_to_parameters(ONES.flatten(), [w]),
-    "relu_": under_no_grad(lambda w: F.relu(w, inplace=True)),
-    "tanh_": under_no_grad(torch.tanh_),
-    "another thread": lambda w: in_thread(lambda: ADD(w)),
-    "a disabled region of PyTorch": torch.autocast("cpu", enabled=False)(ADD),
-}
-
-
-@pytest.mark.parametrize("write", UNSEEN.values(), ids=list(UNSEEN))
-def test_writes_that_are_documented_as_unseen_need_the_cache_emptied(write):
-    with autocast("cpu"), torch.no_grad():
-        write(weight())  # tracing empties the cache
+@makes
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+def test_a_weight_that_is_written_by_hand_inside_needs_the_cache_emptied(write, region):
+    with torch.no_grad():
         w = weight()
-        before = F.linear(X, w)
-        write(w)
-        assert same(F.linear(X, w), before)
-        assert not same(F.linear(X, w), by_hand(X, w))
-        torch.clear_autocast_cache()
-        assert same(F.linear(X, w), by_hand(X, w))
+        before, after = used_around(write, region, w)
+        assert same(before, after)
+
+        def write_and_clear(w):
+            write(w)
+            torch.clear_autocast_cache()
+
+        w = weight()
+        assert same(used_around(write_and_clear, region, w)[1], by_hand(X, w))
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize(
+    "step", [lambda o, c: o.step(c), lambda o, c: o.step(closure=c)], ids=["place", "name"]
+)
+def test_each_call_of_a_closure_takes_the_weight_of_the_moment(search, step):
+    def losses(region, **options):
+        w, seen = weight(), []
+        optimizer = torch.optim.LBFGS([w], lr=0.5, max_iter=8, line_search_fn=search)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (F.linear(X, w).float() - 1).square().mean()
+            loss.backward()
+            seen.append(loss.item())
+            return loss
+
+        with region("cpu", **options):
+            step(optimizer, closure)
+        return seen
+
+    without = losses(torch.autocast, cache_enabled=False)
+    assert len(set(without)) > 3
+    assert losses(autocast) == without
+    assert losses(torch.autocast) != without
 
 
 class Subclass(torch.Tensor):
@@ -345,7 +370,7 @@ def trained(region, optimizer, **options):
 @pytest.mark.parametrize(
     "optimizer", [("SGD", {}), ("Adam", {"foreach": True}), ("AdamW", {"fused": True})], ids=str
 )
-def test_training_inside_one_region_learns_what_it_learns_without_a_cache(optimizer, unwatched):
+def test_training_inside_one_region_learns_what_it_learns_without_a_cache(optimizer):
     without, original = (
         trained(torch.autocast, optimizer, cache_enabled=False),
         trained(torch.autocast, optimizer),
@@ -446,43 +471,3 @@ def test_after_the_outermost_region_nothing_is_kept(region):
             with region("cpu"):
                 F.linear(X, w)
     assert casts.count == 3
-
-
-# What nobody needs is not kept
-
-
-class Sizes(TorchDispatchMode):
-    """Remembers which low-precision copies were made."""
-
-    def __init__(self):
-        super().__init__()
-        self.copies = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._to_copy.default:
-            self.copies.append((StorageWeakRef(result.untyped_storage()), result.nbytes))
-        return result
-
-    def alive(self):
-        return sum(size for copy, size in self.copies if not copy.expired())
-
-
-def most_alive(region, width=1024, layers=40):
-    """Return how many bytes of casts live at most while layers are made, used once and dropped."""
-    x, most, seen = torch.zeros(1, width), 0, []
-    with Sizes() as sizes, region("cpu"):
-        for _ in range(layers):
-            layer = nn.Linear(width, width, bias=False)
-            layer(x)
-            seen.append(weakref.ref(layer.weight))
-            del layer
-            most = max(most, sizes.alive())
-    assert (sizes.alive(), len(sizes.copies)) == (0, 2 * layers)
-    assert not any(one() for one in seen)
-    return most / width**2 / BRAIN.itemsize
-
-
-def test_layers_that_are_made_and_dropped_inside_are_not_kept_alive(unwatched):
-    assert most_alive(torch.autocast) >= 40
-    assert most_alive(autocast) < 2

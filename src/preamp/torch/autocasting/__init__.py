@@ -4,7 +4,7 @@
 | --- | --- |
 | `region.py` | where autocast is on, in which thread, and what is restored when a region is left |
 | `edited.py` | regions that change what operators do: another table, emulation, a report |
-| `weights.py` | when the framework's cache of cast weights may be used, and when it must be emptied |
+| `weight_cache.py` | which thread may use PyTorch's cache of cast weights, and when it is emptied |
 | `operators.py` | which operators of the dispatcher a name stands for |
 | `kernels.py` | what an edited operator does with its inputs |
 | `installed.py` | which kernels stand in the dispatcher, and for how long |

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["EditedRegion", "Edits"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-KEEP_FROM = 2  # an instance that is entered again keeps its kernels for as long as it lives
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -70,7 +68,7 @@ class EditedRegion(autocast, _UnmanagedAutocast):
         self._float8 = dtype if emulate and dtype in FLOAT8 else None
         super().__init__(device_type, torch.float16 if self._float8 else dtype, enabled, cache_enabled)
         self.device = device_type.partition(":")[0]
-        self._casting, self._emulate, self._entries = casting, emulate, 0
+        self._casting, self._emulate = casting, emulate
         self._census: Census | None = None
         if report:
             from preamp.torch.autocasting.census import Census
@@ -86,10 +84,6 @@ class EditedRegion(autocast, _UnmanagedAutocast):
         change = self._change(thread.change_in_force(self.device))
         _compiled_code_waits()
         installed.hold(self.device, change.names)
-        self._entries += 1
-        if self._entries == KEEP_FROM:
-            installed.hold(self.device, change.names)
-            weakref.finalize(self, installed.let_go, self.device, change.names)
         super().__enter__()
         thread.frames[-1].change = change
         thread.follow_changes()

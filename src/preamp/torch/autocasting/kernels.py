@@ -41,7 +41,7 @@ def make(rule: Rule, name: str, device_type: str) -> Kernel:
         device_type: whose tensors are cast.
     """
     if rule == "untouched":
-        return operators.without_autocast(name, device_type)  # type: ignore[no-any-return]
+        return operators.without_autocast(name, device_type)
     if rule == "refuse":
         return _refuse(name)
     if rule == "widest":

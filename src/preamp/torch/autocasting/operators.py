@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -23,17 +23,13 @@ __all__ = [
     "dispatch_key",
     "empty_library",
     "find",
-    "framework_kernel",
-    "in_place_names",
     "is_composite",
-    "is_only_for_operators",
     "keys_below",
     "listed",
     "overloads",
     "put",
     "resolve",
     "untraced",
-    "with_autocast_off",
     "with_number",
     "without_autocast",
 ]
@@ -119,11 +115,6 @@ def put(library: Any, name: str, key: str, kernel: Callable[..., Any]) -> None:
         )
 
 
-def framework_kernel(name: str, key: str) -> Callable[..., Any]:
-    """Return what PyTorch has for an operator at a dispatch key; numbers are given as numbers."""
-    return _numbers_apart(name, key) if with_number(name) else _kernel_at(name, key)
-
-
 @cache
 def with_number(name: str) -> Any:
     """Return the overload for a number of an operator that Python gives numbers as tensors; else None."""
@@ -136,13 +127,8 @@ def with_number(name: str) -> Any:
 
 
 @cache
-def _kernel_at(name: str, key: str) -> Callable[..., Any]:
-    return torch.library.get_kernel(f"aten::{name}", key).call_boxed
-
-
-@cache
 def _numbers_apart(name: str, key: str) -> Callable[..., Any]:
-    as_number, as_tensor = with_number(name), _kernel_at(name, key)
+    as_number, as_tensor = with_number(name), torch.library.get_kernel(f"aten::{name}", key).call_boxed
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -186,24 +172,6 @@ def call(name: str) -> Any:
     return either
 
 
-def in_place_names() -> Iterator[str]:
-    """Yield the names of the operators that write to their first argument and do so themselves."""
-    for base, names in _names().items():
-        if base.endswith("_") and not base.startswith("__"):
-            for name in names:
-                arguments = find(name)._schema.arguments
-                writes = arguments and arguments[0].alias_info and arguments[0].alias_info.is_write
-                if writes and not is_composite(name):
-                    yield name
-
-
-def is_only_for_operators(name: str) -> bool:
-    """Return whether an in-place operator is one that Python does not call: it passes numbers as tensors."""
-    base, _, overload = name.partition(".")
-    sibling = f"{base}.{overload.replace('Scalar', 'Tensor')}"
-    return overload.startswith("Scalar") and sibling in _names()[base] and bool(with_number(sibling))
-
-
 def is_composite(name: str) -> bool:
     """Return whether an operator is made of others, which the dispatcher sees in turn."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd")
@@ -219,30 +187,12 @@ def untraced(function: F) -> F:
 
 
 @cache
-def without_autocast(name: str, device_type: str) -> Any:
-    """Return an operator that runs, with all that it calls, as if autocast were off."""
-    return with_autocast_off(_given_numbers(name), device_type)
+def without_autocast(name: str, device_type: str) -> Callable[..., Any]:
+    """Return an operator that runs, with all that it calls, as if autocast were off.
 
-
-def _given_numbers(name: str) -> Any:
-    """Return what calls an operator that takes tensors, with the numbers that Python gives it as tensors."""
-    function, (base, _, overload) = call(name), name.partition(".")
-    if overload != "Tensor" or torch._C._should_allow_numbers_as_tensors(base):
-        return function
-
-    @untraced
-    def run(target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], (bool, int, float, complex)):
-            dtype = target.dtype if target.is_floating_point() and not isinstance(args[0], complex) else None
-            args = torch.tensor(args[0], dtype=dtype, device=target.device), *args[1:]
-        return function(target, *args, **kwargs)
-
-    return run
-
-
-def with_autocast_off(function: Callable[..., Any], device_type: str) -> Any:
-    """Return a function that runs as if autocast were off; the keys of the call go before its arguments."""
-    switch = torch.set_autocast_enabled
+    It is called with the set of dispatch keys before its own arguments, and has no use for them.
+    """
+    function, switch = call(name), torch.set_autocast_enabled
 
     @untraced
     def run(_: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from torch import (
 from preamp.casting import Casting
 from preamp.checks import level_of_caller
 from preamp.errors import UsageError
+from preamp.torch.autocasting.installed import remove_unneeded, unneeded
 from preamp.torch.autocasting.stepwise import wrap
 from preamp.torch.autocasting.thread import Frame, thread
 
@@ -139,7 +140,7 @@ class autocast(TorchAutocast):  # PyTorch's name
             self, is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
         )
         claim = thread.claim
-        cached = self._cache_enabled and claim.take(device)
+        cached = self._cache_enabled and claim.take()
         if claim.held and before.dtype is not self.fast_dtype:
             clear_autocast_cache()
         thread.frames.append(before)
@@ -165,11 +166,13 @@ class autocast(TorchAutocast):  # PyTorch's name
             before = self._leave_early(frames)
         autocast_decrement_nesting()
         claim = thread.claim
-        if claim.held:
-            if not frames:
+        if not frames:
+            if claim.held:
                 claim.release()
-            elif before.dtype is not self.fast_dtype or not (self._enabled and before.enabled):
-                clear_autocast_cache()  # writes are seen where autocast is on
+            if unneeded:
+                remove_unneeded()
+        elif claim.held and before.dtype is not self.fast_dtype:
+            clear_autocast_cache()
         return False
 
     def __call__(self, function: F) -> F:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from preamp.torch.autocasting.weights import Claim
+from preamp.torch.autocasting.weight_cache import Claim
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +67,7 @@ class Thread(threading.local):
         rules: what edited operators do, by device type and name. Never changed in place.
         claim: whether the framework's weight cache is this thread's.
         traced: the framework's regions that stand for ours while a program is traced.
+        end: what acts when the thread ends, in a thread that was in an edited region.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class Thread(threading.local):
         self.rules: dict[str, Kernel] = {}
         self.claim = Claim()
         self.traced: list[tuple[autocast, torch.autocast]] = []
+        self.end: object = None
 
     def change_in_force(self, device_type: str) -> Change | None:
         """Return what the innermost edited region of a device type changes."""

@@ -1,0 +1,114 @@
+"""PyTorch's cache of cast weights: which thread may use it, and when it is emptied.
+
+PyTorch keeps the low-precision copy of a float32 leaf until the thread's outermost region ends. The copies of
+all threads are in one map, and its keys are the weights alone: not their version, precision or thread. So
+
+- one thread at a time uses the cache, and other threads cast every time;
+- a region of another precision starts and ends with an empty cache;
+- the step of an optimizer, in any thread, empties it.
+
+Other writes to a weight are not noticed, as in PyTorch: after those, call `torch.clear_autocast_cache()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import clear_autocast_cache
+from torch.optim import optimizer as module
+
+from preamp.torch.autocasting.operators import untraced
+
+__all__ = ["Claim"]
+
+_cache = threading.Lock()
+_optimizers: Any = module
+
+
+class Claim:
+    """A thread's right to use the cache. It ends with the thread at the latest.
+
+    Attributes:
+        held: whether this thread uses the cache.
+    """
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = False
+
+    def take(self) -> bool:
+        """Take the cache unless another thread has it; return whether it is this thread's."""
+        if not self.held and _cache.acquire(blocking=False):
+            self.held = True
+            _optimizers._global_optimizer_pre_hooks = _BEFORE
+            _optimizers._global_optimizer_post_hooks = _AFTER
+        return self.held
+
+    def release(self) -> None:
+        """Empty the cache and let another thread use it."""
+        _optimizers._global_optimizer_pre_hooks = _BEFORE.data
+        _optimizers._global_optimizer_post_hooks = _AFTER.data
+        clear_autocast_cache()
+        self.held = False
+        _cache.release()
+
+    def __del__(self) -> None:
+        if self.held:
+            self.release()
+
+
+class _WithOneMore(UserDict[int, Any]):
+    """PyTorch's hooks for the steps of all optimizers, with one more at the end.
+
+    It takes the place of PyTorch's dictionary while the cache is in use. Adding a hook to the dictionary
+    itself would raise "OrderedDict mutated during iteration" in a thread that is running the hooks of a step.
+    Hooks that users add or remove in the meantime are added to PyTorch's dictionary or removed from it.
+    """
+
+    def __init__(self, hooks: Any, hook: Callable[..., Any]) -> None:
+        self.data, self._hook = hooks, hook
+
+    @untraced
+    def values(self) -> Any:
+        return [*self.data.values(), self._hook]
+
+
+def _outside_of_graphs(hook: Any) -> Any:
+    """Have the compiler call a hook, not trace it: its graphs would lose that the cache is emptied.
+
+    This is what `torch.compiler.disable` does, without its import of the compiler.
+    """
+    hook._torchdynamo_disable = True
+    return untraced(hook)
+
+
+@_outside_of_graphs
+def _before_step(_: Any, args: Any, kwargs: Any) -> Any:
+    """Empty the cache before each call of a closure: an optimizer such as LBFGS writes weights in between."""
+    closure = kwargs.get("closure") if len(args) < 2 else args[1]
+    if not callable(closure):
+        return None
+
+    @untraced
+    @functools.wraps(closure)
+    def with_empty_cache(*given: Any, **named: Any) -> Any:
+        clear_autocast_cache()
+        return closure(*given, **named)
+
+    if len(args) < 2:
+        return args, {**kwargs, "closure": with_empty_cache}
+    return (args[0], with_empty_cache, *args[2:]), kwargs
+
+
+@_outside_of_graphs
+def _after_step(*_: Any) -> None:
+    clear_autocast_cache()
+
+
+_BEFORE = _WithOneMore(_optimizers._global_optimizer_pre_hooks, _before_step)
+_AFTER = _WithOneMore(_optimizers._global_optimizer_post_hooks, _after_step)
