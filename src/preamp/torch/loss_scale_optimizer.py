@@ -33,7 +33,7 @@ from preamp.torch.masters import MasterWeights
 from preamp.torch.optimizers import parameters_of
 from preamp.torch.scaler import GradScaler
 from preamp.torch.stepping import Clip
-from preamp.torch.structure import check_shapes
+from preamp.torch.structure import check_shapes, require_tensor
 from preamp.trace import Step
 
 __all__ = ["LossScaleOptimizer"]
@@ -177,7 +177,11 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         Args:
             loss: 0-dim, or with `gradient=` in the options.
             **options: for `Tensor.backward`.
+
+        Raises:
+            UsageError: for a loss that is not a tensor.
         """
+        require_tensor(loss, "optimizer.backward(loss)")
         torch.autograd.backward(self.scale_loss(loss), **_renamed(options))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -472,6 +476,11 @@ def _check_inner(inner: Any, weight_decay: float | None, steps_apart: bool) -> N
         )
     if isinstance(inner, LossScaleOptimizer):
         raise PolicyError("inner_optimizer scales the loss already. Write LossScaleOptimizer(SGD(...)).")
+    if any(parameter.is_meta for parameter in parameters_of(inner)):
+        raise PolicyError(
+            "the optimizer's parameters are on the device meta, which has no numbers to train. Make the "
+            'optimizer after model.to_empty(device="cuda"), or whatever puts the model on its device.'
+        )
     if steps_apart and isinstance(inner, torch.optim.LBFGS):
         raise PolicyError(
             "LBFGS evaluates its closure itself: nothing can be done between its gradients and its step. "

@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from preamp.checks import callable_or_none, is_number, shown
-from preamp.errors import PolicyError, Starved
+from preamp.errors import PolicyError, Starved, UsageError
+from preamp.loss_scale_arguments import warn_if_out_of_bounds
 from preamp.policy import Dynamic, Policy
 from preamp.torch.agreement import Agreement
 from preamp.torch.culprits import backward_order
+from preamp.torch.device import check_device
 from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale, numbers_and_settings
 from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes_scaler
@@ -79,7 +81,8 @@ class GradScaler(Stepping):
 
     Raises:
         AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.
-        PolicyError: for settings that PyTorch accepts and that cannot work.
+        PolicyError: for settings that PyTorch accepts and that cannot work, and for a device that never
+            computes ("meta") or does not exist ("gpu").
         InexactScale: a warning, for a scale or factor that is not a power of two.
         Starved: from `update`, if the policy was told to give up at its floor.
 
@@ -110,6 +113,7 @@ class GradScaler(Stepping):
         reduce: Callable[[Tensor], Tensor | None] | None = None,
         capturable: bool = False,
     ) -> None:
+        check_device(device)
         callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
         self._device, self._enabled = device, enabled and _is_there(device)
         values = (init_scale, growth_factor, backoff_factor, growth_interval)
@@ -316,10 +320,12 @@ class GradScaler(Stepping):
             RuntimeError: for the empty state of a disabled scaler.
             KeyError: for a missing entry.
             PolicyError: for a scale or setting that cannot work. The scaler is left as it was.
+            UserWarning: a warning, for a scale outside the policy's bounds, which is kept.
         """
         if self._enabled:
             numbers, settings = self._saved(state_dict)
-            self._loss_scale.restore(numbers, settings)
+            scale = self._loss_scale.restore(numbers, settings)
+            warn_if_out_of_bounds(self.policy, scale, 'state_dict["scale"] = {bound!r} before loading')
             self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
 
     def _saved(self, state_dict: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -329,6 +335,11 @@ class GradScaler(Stepping):
         return numbers, settings
 
     def _ledger_of(self, optimizer: torch.optim.Optimizer) -> Ledger:
+        if not hasattr(optimizer, "param_groups"):
+            raise UsageError(
+                f"{shown(optimizer)} is not an optimizer: it has no param_groups. "
+                "Write scaler.step(optimizer), once for each optimizer."
+            )
         ledger = self._per_optimizer_states[id(optimizer)]
         ledger["optimizer"] = optimizer  # which lives until `update`, so that no other has its id
         return ledger
