@@ -303,7 +303,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             self._clip_each()
         limits = {"max_norm": self.global_clipnorm, "max_value": self.clipvalue}
         try:
-            result = self.scaler.step(self.inner_optimizer, *closure, **limits)
+            result = self.scaler.step(self.inner_optimizer, *closure, **limits, optimizer_kwargs={})
         except BaseException:
             if self.clipnorm is not None:
                 self.scaler._scale_again(self.inner_optimizer)
