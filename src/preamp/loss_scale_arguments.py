@@ -5,10 +5,11 @@ This room knows Keras's arguments. It refuses to know what an optimizer is and h
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from preamp.checks import is_number, not_subnormal, positive, whole
+from preamp.checks import is_number, level_of_caller, not_subnormal, positive, whole
 from preamp.dialect import Dialect
 from preamp.errors import PolicyError
 from preamp.policy import Policy
@@ -21,6 +22,7 @@ __all__ = [
     "check_limits",
     "check_scale",
     "given_policy",
+    "warn_if_out_of_bounds",
 ]
 
 INITIAL_SCALE = 2.0**15
@@ -66,6 +68,33 @@ def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
     positive("initial_scale", initial_scale, "initial_scale=2.0**15")
     not_subnormal("initial_scale", initial_scale)
     whole("dynamic_growth_steps", dynamic_growth_steps, least=1, instead="dynamic_growth_steps=2000")
+
+
+def warn_if_out_of_bounds(policy: Any, scale: float, instead: str, *, of: str = "checkpoint") -> None:
+    """Warn of a scale to resume from that lies outside the floor and the ceiling of the policy in force.
+
+    Args:
+        policy: the rule in force; one without bounds allows any scale.
+        scale: the one to resume from.
+        instead: what to write to start inside the bounds, with `{bound}` where the number belongs.
+        of: where the scale comes from.
+    """
+    floor, ceiling = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
+    if floor is not None and scale < floor:
+        side, name, bound = "below", "min_scale", floor
+    elif ceiling is not None and scale > ceiling:
+        side, name, bound = "above", "max_scale", ceiling
+    else:
+        return
+    kind = type(policy).__name__
+    warnings.warn(
+        f"the {of}'s loss scale {scale!r} is {side} {name}={bound!r} of {kind}. Training resumes at that "
+        "scale, and the bound holds again once the policy has moved it back. "
+        f"Write policy={kind}({name}={scale!r}) to allow it, or {instead.format(bound=bound)} "
+        "to start inside.",
+        UserWarning,
+        stacklevel=level_of_caller(),
+    )
 
 
 def check_limits(**limits: float | None) -> None:

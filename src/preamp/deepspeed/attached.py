@@ -25,7 +25,7 @@ from preamp.deepspeed.hosts import TESTED, Host, Stage0, require
 from preamp.deepspeed.mirror import Mirror
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import Starved, UsageError
-from preamp.loss_scale_arguments import given_policy
+from preamp.loss_scale_arguments import given_policy, warn_if_out_of_bounds
 from preamp.policy import Policy, Reading
 from preamp.torch.sight import Sight, combined
 from preamp.trace import Step
@@ -64,6 +64,10 @@ def attach(
     callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
     host = admitted(engine)
     rule = _configured(engine) if policy is None else given_policy(policy, {})
+    if host.saved().get("cur_iter"):
+        warn_if_out_of_bounds(
+            rule, host.scale, "cur_scale={bound!r} into the engine's loss scaler", of="engine"
+        )
     if rule.sees and host.hides_gradients():
         raise UsageError(
             f"{rule!r} looks at gradients, which lie on a disk here. "

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from preamp.checks import callable_or_none
+from preamp.checks import callable_or_none, shown
 from preamp.errors import PolicyError
 
 __all__ = ["WORLD", "Agreement", "number_of_ranks"]
@@ -31,8 +31,9 @@ class Agreement:
 
     Args:
         process_group: the ranks that hold different gradients of one model, such as those of a tensor,
-            pipeline or fully sharded parallel group; `WORLD` for all. None: gradients are the same on all
-            ranks, as with DDP, or they are DTensors, which know their mesh.
+            pipeline or fully sharded parallel group; `WORLD` for all. A `ProcessGroup`, or any object with
+            its methods `rank()`, `size()` and `allreduce(tensors, options)`. None: gradients are the same on
+            all ranks, as with DDP, or they are DTensors, which know their mesh.
         reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm of unscaled
             gradients); sums it over ranks in place, or returns the sum. For a policy that sees the shape is
             [282]: then come 278 bins, one for each binary exponent of float32 from -149 to 128, with a one
@@ -44,10 +45,10 @@ class Agreement:
 
     def __init__(self, process_group: Any = None, reduce: Callable[[Tensor], Tensor | None] | None = None):
         callable_or_none("reduce", reduce, "reduce=torch.distributed.all_reduce")
-        if process_group is not None and process_group != WORLD and not _is_group(process_group):
+        if process_group is not None and not _is_world(process_group) and not _is_group(process_group):
             raise PolicyError(
-                f"process_group={process_group!r} is no ProcessGroup. "
-                "Write process_group=torch.distributed.group.WORLD, or mesh.get_group()."
+                f"process_group={shown(process_group)} is not a ProcessGroup and has no rank(), size() and "
+                "allreduce(). Write process_group=torch.distributed.group.WORLD, or mesh.get_group()."
             )
         if reduce is not None and process_group is not None:
             raise PolicyError("process_group= and reduce= are both given. Write only one of them.")
@@ -64,7 +65,7 @@ class Agreement:
             returned = self.reduce(readings)
             return returned if isinstance(returned, Tensor) else readings
         if self.process_group is not None:
-            dist.all_reduce(readings, group=None if self.process_group == WORLD else self.process_group)
+            dist.all_reduce(readings, group=None if _is_world(self.process_group) else self.process_group)
             return readings
         return self.over_meshes(readings, meshes)
 
@@ -107,5 +108,12 @@ def _refuse_several(meshes: Sequence[Any], wanted: str, otherwise: str) -> None:
         )
 
 
+def _is_world(group: Any) -> bool:
+    return isinstance(group, str) and group == WORLD
+
+
 def _is_group(group: Any) -> bool:
-    return dist.is_available() and isinstance(group, dist.ProcessGroup)
+    """Return whether `torch.distributed.all_reduce` can use a group: by its methods, not by its class."""
+    methods = ("rank", "size", "allreduce")
+    callable_ = not isinstance(group, type) and all(callable(getattr(group, name, None)) for name in methods)
+    return dist.is_available() and callable_

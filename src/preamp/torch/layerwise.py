@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from preamp.checks import whole
+from preamp.checks import shown, whole
 from preamp.errors import PolicyError, UsageError
 from preamp.torch.layer_rule import Gradients, LayerRule, Statistics, is_layer
 from preamp.torch.potentials import Graph
+from preamp.torch.structure import require_tensor
 
 __all__ = ["LayerwiseScale"]
 
@@ -79,6 +80,11 @@ class LayerwiseScale:
         layer_bound: float = 16.0,
         bound: float = 1024.0,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise PolicyError(
+                f"model={shown(model)} is not a torch.nn.Module. "
+                "Write LayerwiseScale(model) with the model itself."
+            )
         whole("every", every, least=1, instead="every=100")
         layers = {name: module for name, module in model.named_modules() if is_layer(module)}
         if not layers:
@@ -118,10 +124,11 @@ class LayerwiseScale:
             inputs: as for `Tensor.backward`, leaves only.
 
         Raises:
-            UsageError: before anything has happened, for a loss that no layer of the model led to, for a
-                reentrant checkpoint, and for `inputs` that are not leaves. During backward, if a hidden
-                graph gives a parameter its gradient.
+            UsageError: before anything has happened, for a loss that is not a tensor or that no layer of the
+                model led to, for a reentrant checkpoint, and for `inputs` that are not leaves. During
+                backward, if a hidden graph gives a parameter its gradient.
         """
+        require_tensor(loss, "layerwise.backward(loss)")
         leaves = None if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
         run = partial(loss.backward, gradient, retain_graph, create_graph, leaves)
         if not self._handles or loss.grad_fn is None:

@@ -204,12 +204,15 @@ class LossScale:
         """Go on with another count of clean steps."""
         self._set(good=float(good))
 
-    def restore(self, numbers: dict[str, Any], settings: dict[str, Any]) -> None:
-        """Go on from a checkpoint; all of it or, if a number cannot work, nothing.
+    def restore(self, numbers: dict[str, Any], settings: dict[str, Any]) -> float:
+        """Resume from a checkpoint; all of it or, if a number cannot work, nothing.
 
         Args:
             numbers: fields of the state by name.
             settings: those of the policy; a policy that was given stays as it is.
+
+        Returns:
+            The scale that training resumes at.
         """
         state, policy = self.restored(numbers, settings)
         self._obey(policy)
@@ -217,6 +220,7 @@ class LossScale:
         self._mirror()
         if on_device:
             self.to_device()
+        return float(state.scale)
 
     def restored(self, numbers: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, Policy[Any]]:
         """Return the state and the policy that `restore` would go on from; nothing is changed.

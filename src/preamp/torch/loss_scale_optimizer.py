@@ -10,13 +10,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from preamp.checks import callable_or_none, whole
-from preamp.errors import PolicyError
+from preamp.errors import PolicyError, UsageError
 from preamp.loss_scale_arguments import (
     INITIAL_SCALE,
     INTERVAL,
@@ -33,7 +34,7 @@ from preamp.torch.masters import MasterWeights
 from preamp.torch.optimizers import parameters_of
 from preamp.torch.scaler import GradScaler
 from preamp.torch.stepping import Clip
-from preamp.torch.structure import check_shapes
+from preamp.torch.structure import check_shapes, require_tensor
 from preamp.trace import Step
 
 __all__ = ["LossScaleOptimizer"]
@@ -131,6 +132,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         )
         self.scaler._loss_factor = 1.0 if loss_scale_factor is None else float(loss_scale_factor)
         self.scaler._always_reads = True  # whether a step was taken decides what follows here
+        self.scaler._how_to_scale = "optimizer.backward(loss)"
+        self._scaled = _Scaled()
         self.on_step: Callable[[Step], object] | None = on_step
         self.last_step: Step | None = None
         self.weight_decay: float | None = weight_decay
@@ -167,8 +170,13 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         return [originals.get(id(parameter), parameter) for parameter in parameters_of(self)]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, to call `backward` on."""
+        """Return the scaled loss, to call `backward` on.
+
+        Of a loss of 1 it is the factor that gradients made by hand have to be multiplied by.
+        """
         scaled: Tensor = self.scaler.scale(loss)
+        self._scaled.note(self.scaler, loss)
+        self._scaled.loss = True
         return scaled
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -177,11 +185,21 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         Args:
             loss: 0-dim, or with `gradient=` in the options.
             **options: for `Tensor.backward`.
+
+        Raises:
+            UsageError: for a loss that is not a tensor.
         """
-        torch.autograd.backward(self.scale_loss(loss), **_renamed(options))
+        require_tensor(loss, "optimizer.backward(loss)")
+        scaled = self.scaler.scale(loss)
+        self._scaled.note(self.scaler, loss)
+        torch.autograd.backward(scaled, **_renamed(options))
+        self._scaled.gradients = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, unless a gradient is not finite, and move the scale.
+
+        Gradients are taken to be scaled. So a loss has to be scaled for every step, by `backward` or
+        `scale_loss`; one `backward` that comes after `zero_grad` suffices, however many losses are added up.
 
         Args:
             closure: evaluates the loss, calling `backward` of this optimizer; returns it.
@@ -190,14 +208,18 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             The closure's loss; None without a closure, and from an inner optimizer that was not called.
 
         Raises:
-            AssertionError: if nothing was scaled, or no parameter has a gradient.
+            UsageError: if no loss was scaled since the last step, or none since `zero_grad` cleared the
+                gradients of `backward`. With `process_group` or `reduce` from this rank's first loss on: a
+                pipeline's first stages have none. Nothing was changed.
+            AssertionError: as PyTorch, if no parameter has a gradient.
             Starved: if the policy was told to give up. The parameters are as they were.
         """
+        if closure is None:
+            self._require_scaled()
         if not self._evaluates_first():
             result = self._full_step(*([] if closure is None else [closure]))
         else:
-            with torch.enable_grad():
-                result = None if closure is None else closure()
+            result = None if closure is None else self._evaluate(closure)
             if self._masters is not None:
                 self._masters.take_gradients()
             if self._accumulation is None:
@@ -213,6 +235,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         self.inner_optimizer.zero_grad(set_to_none)
         if self._masters is not None:
             self._masters.zero_grad(set_to_none)
+        self._scaled.gradients = False
 
     def finalize_variable_values(self) -> None:
         """Overwrite the weights with their moving averages, if there are any."""
@@ -293,13 +316,37 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         works = (self._accumulation, self._masters, self.clipnorm, self.weight_decay or None)
         return any(work is not None for work in works)
 
+    def _require_scaled(self) -> None:
+        """Refuse gradients that nobody has scaled: they would be divided by the scale all the same."""
+        scaled, scaler = self._scaled, self.scaler
+        elsewhere = scaler._loss_is_elsewhere() and not scaled.ever
+        if scaled.now(scaler) or elsewhere or not scaler.is_enabled():
+            return
+        raise UsageError(
+            f"no loss was scaled since the last step, and step would divide the gradients by {self.loss_scale:g}. "
+            "Write optimizer.backward(loss) instead of loss.backward(). Gradients made by hand have to be "
+            "multiplied by optimizer.scale_loss(torch.ones(()))."
+        )
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Return what a closure returns, which has to scale its own loss."""
+        before, self._scaled = self._scaled, self._scaled.nothing(self.scaler)
+        try:
+            with torch.enable_grad():
+                result = closure()
+            self._require_scaled()
+        except BaseException:
+            self._scaled = before
+            raise
+        return result
+
     def _full_step(self, *closure: Callable[[], Any]) -> Any:
         if self.clipnorm is not None:
             self._unscale()
             self._clip_each()
         limits = {"max_norm": self.global_clipnorm, "max_value": self.clipvalue}
         try:
-            result = self.scaler.step(self.inner_optimizer, *closure, **limits)
+            result = self.scaler.step(self.inner_optimizer, *closure, **limits, optimizer_kwargs={})
         except BaseException:
             if self.clipnorm is not None:
                 self.scaler._scale_again(self.inner_optimizer)
@@ -322,6 +369,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             self.last_step = self.scaler.last_step
             if self.last_step is not before and self.last_step is not None:
                 self.skipped_steps += self.last_step.skipped
+                self._scaled = self._scaled.nothing(self.scaler)
         return self.last_step is not None and not self.last_step.skipped
 
     def _micro_step(self, accumulation: Accumulation) -> None:
@@ -418,6 +466,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
 
     def _load(self, ours: dict[str, Any]) -> None:
         self.scaler.load_state_dict(ours["scaler"])
+        self._scaled = self._scaled.nothing(self.scaler)  # gradients from before have another scale
         if self._masters is not None:
             self._masters.load(ours["masters"])
         self.iterations, self.skipped_steps = ours["iterations"], ours["skipped_steps"]
@@ -433,6 +482,43 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         hooks = self.inner_optimizer._optimizer_step_pre_hooks
         if not any(isinstance(hook, _Decay) and hook.owner() is self for hook in hooks.values()):
             self.inner_optimizer.register_step_pre_hook(_Decay(self))
+
+
+@dataclass(slots=True)
+class _Scaled:
+    """What has been scaled for the next step.
+
+    Attributes:
+        loss: by `scale_loss`. Its gradients may come at any time, after `zero_grad` as well.
+        gradients: by `backward`, and not cleared since.
+        ever: whether anything was scaled before.
+        captured: whether it was scaled while a CUDA graph was captured, which replays it unheard.
+        count: how many times the scaler has scaled, as far as is known here. Beyond that others called it.
+    """
+
+    loss: bool = False
+    gradients: bool = False
+    ever: bool = False
+    captured: bool = False
+    count: int = 0
+
+    def note(self, scaler: GradScaler, loss: Any) -> None:
+        """Note that the scaler has scaled a loss."""
+        self.ever, self.count = True, scaler._scalings
+        self.captured = self.captured or _is_captured(loss)
+
+    def now(self, scaler: GradScaler) -> bool:
+        """Return whether gradients can be scaled ones."""
+        return self.loss or self.gradients or self.captured or scaler._scalings > self.count
+
+    def nothing(self, scaler: GradScaler) -> _Scaled:
+        """Return what there is after a step."""
+        return _Scaled(ever=self.ever, captured=self.captured, count=scaler._scalings)
+
+
+def _is_captured(loss: Any) -> bool:
+    """Return whether what is computed now is recorded into a CUDA graph."""
+    return getattr(loss, "is_cuda", False) and torch.cuda.is_current_stream_capturing()
 
 
 class _Decay:
@@ -472,6 +558,11 @@ def _check_inner(inner: Any, weight_decay: float | None, steps_apart: bool) -> N
         )
     if isinstance(inner, LossScaleOptimizer):
         raise PolicyError("inner_optimizer scales the loss already. Write LossScaleOptimizer(SGD(...)).")
+    if any(parameter.is_meta for parameter in parameters_of(inner)):
+        raise PolicyError(
+            "the optimizer's parameters are on the device meta, which has no numbers to train. Make the "
+            'optimizer after model.to_empty(device="cuda"), or whatever puts the model on its device.'
+        )
     if steps_apart and isinstance(inner, torch.optim.LBFGS):
         raise PolicyError(
             "LBFGS evaluates its closure itself: nothing can be done between its gradients and its step. "

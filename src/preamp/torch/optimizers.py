@@ -17,7 +17,7 @@ __all__ = [
     "parameters_of",
     "preset",
     "step_after",
-    "takes_scaler",
+    "takes",
 ]
 
 
@@ -63,10 +63,18 @@ def evaluates_often(optimizer: Any) -> bool:
     return not is_of_torch(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
 
 
+def takes(optimizer: Any, name: str) -> bool:
+    """Return whether an optimizer's `step` has an argument of this name."""
+    kind: Any = type(optimizer)
+    return _step_takes(kind, name)
+
+
 @lru_cache
-def takes_scaler(kind: Any) -> bool:
-    """Return whether `step` is of the old kind that takes the scaler as an argument."""
-    return "grad_scaler" in inspect.signature(kind.step).parameters
+def _step_takes(kind: Any, name: str) -> bool:
+    try:
+        return name in inspect.signature(kind.step).parameters
+    except (AttributeError, TypeError, ValueError):  # found elsewhere by a wrapper, or not written in Python
+        return False
 
 
 def step_after(optimizer: Any, clip: Callable[[], None] | None, args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from preamp.checks import callable_or_none, is_number, shown
-from preamp.errors import PolicyError, Starved
+from preamp.errors import PolicyError, Starved, UsageError
+from preamp.loss_scale_arguments import warn_if_out_of_bounds
 from preamp.policy import Dynamic, Policy
 from preamp.torch.agreement import Agreement
 from preamp.torch.culprits import backward_order
+from preamp.torch.device import check_device
 from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale, numbers_and_settings
-from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes_scaler
+from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes
 from preamp.torch.outcome import Outcome, reading_of, step_of
 from preamp.torch.readings import Readings
 from preamp.torch.stepping import Clip, Ledger, Stepping, fresh
@@ -79,7 +81,8 @@ class GradScaler(Stepping):
 
     Raises:
         AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.
-        PolicyError: for settings that PyTorch accepts and that cannot work.
+        PolicyError: for settings that PyTorch accepts and that cannot work, and for a device that never
+            computes ("meta") or does not exist ("gpu").
         InexactScale: a warning, for a scale or factor that is not a power of two.
         Starved: from `update`, if the policy was told to give up at its floor.
 
@@ -110,6 +113,7 @@ class GradScaler(Stepping):
         reduce: Callable[[Tensor], Tensor | None] | None = None,
         capturable: bool = False,
     ) -> None:
+        check_device(device)
         callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
         self._device, self._enabled = device, enabled and _is_there(device)
         values = (init_scale, growth_factor, backoff_factor, growth_interval)
@@ -216,6 +220,7 @@ class GradScaler(Stepping):
         *args: Any,
         max_norm: float | None = None,
         max_value: float | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Step the optimizer unless a gradient is not finite; unscale and clip first.
@@ -232,6 +237,8 @@ class GradScaler(Stepping):
             max_norm: clip the unscaled gradients so that their global L2 norm is at most this.
                 `math.inf` only measures it.
             max_value: clip every unscaled entry to [-max_value, max_value] before that.
+            optimizer_kwargs: keyword arguments for `optimizer.step`, of any name. The only way to give it a
+                `max_norm`, `max_value` or `optimizer_kwargs` of its own.
             **kwargs: for `optimizer.step`.
 
         Returns:
@@ -241,8 +248,11 @@ class GradScaler(Stepping):
             PolicyError: if other code wrote a scale of 0, inf or NaN. No parameter was changed.
             AssertionError: as PyTorch, when there is nothing to check.
             RuntimeError: as PyTorch, for a second call before `update`.
-            UsageError: for a closure that does not scale its loss.
+            UsageError: for a closure that does not scale its loss, for what is not an optimizer, and for a
+                `max_norm` or `max_value` that `optimizer.step` takes as well, without `optimizer_kwargs` to
+                say whose it is.
         """
+        kwargs = _for_optimizer(optimizer, optimizer_kwargs, kwargs, max_norm=max_norm, max_value=max_value)
         clip = Clip(_limit("max_norm", max_norm), _limit("max_value", max_value))
         if not self._enabled:
             clips = None if clip == Clip() else partial(self._clip, optimizer, clip)
@@ -257,7 +267,7 @@ class GradScaler(Stepping):
             raise RuntimeError("step() has already been called since the last update().")
         if evaluates:
             return self._step_with_closure(optimizer, ledger, clip, args, kwargs)
-        if is_fused(optimizer) and takes_scaler(type(optimizer)):  # type: ignore[arg-type]
+        if is_fused(optimizer) and takes(optimizer, "grad_scaler"):
             return self._step_of_old_kind(optimizer, ledger, args, kwargs)
         if self._stays_on_device(optimizer):
             return self._step_on_device(optimizer, ledger, clip, args, kwargs)
@@ -316,10 +326,12 @@ class GradScaler(Stepping):
             RuntimeError: for the empty state of a disabled scaler.
             KeyError: for a missing entry.
             PolicyError: for a scale or setting that cannot work. The scaler is left as it was.
+            UserWarning: a warning, for a scale outside the policy's bounds, which is kept.
         """
         if self._enabled:
             numbers, settings = self._saved(state_dict)
-            self._loss_scale.restore(numbers, settings)
+            scale = self._loss_scale.restore(numbers, settings)
+            warn_if_out_of_bounds(self.policy, scale, 'state_dict["scale"] = {bound!r} before loading')
             self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
 
     def _saved(self, state_dict: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -329,6 +341,11 @@ class GradScaler(Stepping):
         return numbers, settings
 
     def _ledger_of(self, optimizer: torch.optim.Optimizer) -> Ledger:
+        if not hasattr(optimizer, "param_groups"):
+            raise UsageError(
+                f"{shown(optimizer)} is not an optimizer: it has no param_groups. "
+                "Write scaler.step(optimizer), once for each optimizer."
+            )
         ledger = self._per_optimizer_states[id(optimizer)]
         ledger["optimizer"] = optimizer  # which lives until `update`, so that no other has its id
         return ledger
@@ -485,6 +502,39 @@ def _is_there(device: Any) -> bool:
         )
         return False
     return True
+
+
+def _for_optimizer(
+    optimizer: Any, given: Mapping[str, Any] | None, kwargs: dict[str, Any], **limits: Any
+) -> dict[str, Any]:
+    """Return the keyword arguments for an optimizer's own `step`.
+
+    Args:
+        optimizer: whose step it is.
+        given: `optimizer_kwargs`.
+        kwargs: the other keyword arguments.
+        limits: the arguments that are the scaler's, which `step` of this optimizer may have as well.
+    """
+    if given is None:
+        for name in [name for name, limit in limits.items() if limit is not None]:
+            if takes(optimizer, name):
+                kind, value = type(optimizer).__name__, shown(limits[name])
+                raise UsageError(
+                    f"{name}={value} clips in scaler.step, and {kind}.step has an argument {name} too. "
+                    f'Write optimizer_kwargs={{"{name}": {value}}} to give it to the optimizer, or '
+                    f"{name}={value}, optimizer_kwargs={{}} to clip here."
+                )
+        return kwargs
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f'optimizer_kwargs={shown(given)} is not a dict. Write optimizer_kwargs={{"name": value}}.'
+        )
+    twice = sorted(set(given) & set(kwargs))
+    if twice:
+        raise UsageError(
+            f"{twice[0]} is given twice, in optimizer_kwargs and beside it. Write it in one place."
+        )
+    return {**kwargs, **given}
 
 
 def _limit(name: str, value: Any) -> float | None:

@@ -73,6 +73,7 @@ class Stepping(torch.amp.GradScaler):
         self._loss_factor = 1.0  # a constant in every loss, besides the scale
         self._always_reads = False
         self._scalings = 0
+        self._how_to_scale = "scaler.scale(loss).backward()"  # what the user of this scaler writes
         self._already = AlreadyUnscaled()
         self._order: dict[int, int] | None = None  # in which backward reaches parameters, by their id
 
@@ -233,9 +234,7 @@ class Stepping(torch.amp.GradScaler):
             with torch.enable_grad():
                 loss = closure()
             if self._scalings == scalings:
-                raise UsageError(
-                    "the closure did not scale its loss. Write scaler.scale(loss).backward() in it."
-                )
+                raise UsageError(f"the closure did not scale its loss. Write {self._how_to_scale} in it.")
             gradients, divisor = self._settle(optimizer, ledger, clip, together=True)
             if not ledger["outcome"].finite:
                 arithmetic.multiply_(gradients.tensors, 1.0 / divisor)

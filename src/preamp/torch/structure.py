@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from preamp.checks import shown
-from preamp.errors import PolicyError
+from preamp.errors import PolicyError, UsageError
 
-__all__ = ["check_shapes", "map_tensors"]
+__all__ = ["check_shapes", "map_tensors", "require_tensor"]
 
 T = TypeVar("T")
 
@@ -46,6 +46,23 @@ def _mapped(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
     if hasattr(outputs, "_fields"):
         return type(outputs)(*items)
     return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
+
+
+def require_tensor(loss: Any, line: str) -> None:
+    """Refuse a loss that is not a tensor, such as a Python number.
+
+    Args:
+        loss: what was given.
+        line: what to write for a loss that the model led to.
+
+    Raises:
+        UsageError: naming the loss.
+    """
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"the loss is {shown(loss)}, a {type(loss).__name__} and not a tensor, so it has no gradient. "
+            f"Write {line} with the tensor that the model's outputs led to, without .item() or float()."
+        )
 
 
 def check_shapes(
