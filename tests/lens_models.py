@@ -22,7 +22,8 @@ def mlp(seed: int = 0) -> nn.Sequential:
 
 
 def histogram(*tensors: Tensor) -> ExponentHistogram:
-    return sum(read([count(tensor) for tensor in tensors])[0], ExponentHistogram())
+    measured, _ = read([count(tensor) for tensor in tensors])
+    return sum((one.histogram for one in measured), ExponentHistogram())
 
 
 def rows_of(look: Look | None) -> dict[tuple[str, str], ExponentHistogram]:

@@ -33,6 +33,7 @@ from preamp import (
 )
 from preamp.checks import to_float32
 from preamp.exponents import BANDS
+from preamp.looks import Kind
 from preamp.policy.saved import OURS
 
 from .recorded.drivers import Scales, walk
@@ -247,7 +248,29 @@ _counts = st.integers(0, 3) | st.integers(0, 2**63 - 1)
 histograms = st.builds(
     _histogram, st.integers(-1074, 1023), st.lists(_counts, max_size=12), zeros=_counts, nonfinite=_counts
 )
-_kinds = st.sampled_from(["activation", "flow", "gradient"])
 _low_dtypes = st.sampled_from(list(BANDS))
-look_rows = st.builds(LookRow, _names, _kinds, st.sampled_from(["float16", "float32", "x"]), histograms)
-looks = st.builds(Look, st.integers(), st.floats(), _low_dtypes, st.lists(look_rows, max_size=5).map(tuple))
+_magnitudes = st.none() | st.floats(0.0, exclude_min=True, allow_infinity=False)
+
+
+@st.composite
+def look_rows(draw: st.DrawFn, *kinds: Kind) -> LookRow:
+    """Draw a row of one of some kinds, with or without what only some lenses measure."""
+    seen = draw(histograms)
+    name, dtype = draw(_names), draw(st.sampled_from(["float16", "float32", "x"]))
+    exact = draw(_magnitudes), draw(_magnitudes), draw(st.none() | st.integers(0, seen.nonfinite))
+    return LookRow(name, draw(st.sampled_from(kinds)), dtype, seen, *exact)
+
+
+def _rows(most: int, *kinds: Kind) -> st.SearchStrategy[tuple[LookRow, ...]]:
+    return st.lists(look_rows(*kinds), max_size=most).map(tuple)
+
+
+looks = st.builds(
+    Look,
+    st.integers(),
+    st.floats(),
+    _low_dtypes,
+    _rows(5, "activation", "flow", "gradient"),
+    _rows(2, "input"),
+    _rows(2, "weight"),
+)

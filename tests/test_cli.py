@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, real files, real exit statuses."""
 
+import difflib
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pydantic  # noqa: F401  # where it is loaded, cyclopts checks values and defaults with it
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from preamp import (
     Dynamic,
@@ -20,18 +23,21 @@ from preamp import (
     Headroom,
     Histogram,
     LogMax,
+    PreampError,
     Static,
     Step,
     Tolerant,
     Trace,
+    dialects,
     processes,
     simulate,
 )
 from preamp.cli import run as run_here
 from preamp.dialects import ALL
+from preamp.flags import find_dialect, find_policy
 from preamp.policy.saved import OURS
 from preamp.processes import Stationary
-from preamp.words import power
+from preamp.words import kebab, power
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
 
@@ -104,6 +110,15 @@ def test_the_same_seed_gives_the_same_run_and_the_policy_flags_start_from_what_i
     assert policies == ["Dynamic(growth_interval=100)"] * 2 + ["Dynamic(growth_interval=100, hysteresis=2)"]
 
 
+@pytest.mark.parametrize("steps", ["1", "13"])
+def test_a_training_takes_as_many_steps_as_asked_for(steps, here, tmp_path):
+    arguments = ["--steps", steps, "--policy", "headroom", "--precision", "float16", "--out", "o"]
+    assert here("train", *arguments).returncode == 0
+    runs = json.loads((tmp_path / "o/summary.json").read_text())["runs"]
+    assert [run["steps"] for run in runs] == [int(steps)] * 2
+    assert runs[-1]["policy"] == "Headroom()"
+
+
 def test_ctrl_c_leaves_traces_and_a_report_of_what_ran(tmp_path):
     command = [sys.executable, "-m", "preamp", "train", "--precision", "float16", "--out", "out"]
     process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
@@ -144,9 +159,17 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(here, tmp_path):
         (["train", "--policy.growth-interval", "0"], "growth_interval=0"),
         (["train", "--policy.scale", "8", "--policy.tolerance", "0.1"], "Tolerant"),
         (["train", "--rule", "maxlog"], "log-max"),
+        (["train", "--policy", "headrom"], "Write one of headroom, "),
+        (["simulate", "--policy", "torhc"], "Write one of torch, "),
+        (["train", "--policy", "torch", "--policy.scale", "8"], "cannot change the policy of torch"),
+        (["train", "--policy", "torch", "--dialect", "torch"], "--policy torch and --dialect torch"),
+        (["convert", "a.pt", "b.pt", "--from", "torhc", "--to", "torch"], "Write one of torch, "),
+        (["convert", "a.pt", "b.pt", "--from", "torch", "--to", "flx"], "Write one of flax, "),
+        (["train", "--steps", "0"], "--steps"),
+        (["train", "--steps", "5", "--epochs", "1"], "--epochs 1 and --steps 5 are both given"),
         (["train", "--rule", "log-max", "--dialect", "torch"], "both"),
-        (["train", "--rule", "log-max", "--policy.tolerance", "0.1"], "--rule tolerant"),
-        (["simulate", "--rule", "all", "--policy.min-scale", "1"], "one --rule"),
+        (["train", "--rule", "log-max", "--policy.tolerance", "0.1"], "--policy tolerant"),
+        (["simulate", "--rule", "all", "--policy.min-scale", "1"], "one --policy"),
         (["train", "--data", "absent.csv"], "absent.csv"),
         (["train", "--data", "."], "."),
         (["train", "--seed", "-1"], "--seed"),
@@ -314,6 +337,9 @@ def test_every_policy_setting_is_a_flag(tmp_path):
         (["--policy.deviations", "2"], {"preamp": LogMax(deviations=2)}),
         (["--rule", "logmax", "--policy.growth-interval", "100"], {"log-max": LogMax(growth_interval=100)}),
         (["--rule", "Histogram", "--rule", "head_room"], {"histogram": Histogram(), "headroom": Headroom()}),
+        (["--policy", "log-max"], {"log-max": LogMax()}),
+        (["--policy=LogMax", "--policy.growth-interval", "100"], {"log-max": LogMax(growth_interval=100)}),
+        (["--policy", "tf-keras", "--policy", "static"], {"tf_keras": dialects.TF_KERAS, "static": Static()}),
         (
             ["--policy.floors", "0", "1", "--policy.floors", "9", "8", "--policy.max-scale", "none"],
             {"preamp": FloorSchedule(floors=((0, 1.0), (9, 8.0)), max_scale=None)},
@@ -326,6 +352,32 @@ def test_flags_choose_a_rule_and_its_settings(flags, policy, monkeypatch):
     monkeypatch.setattr("preamp.comparing.compare", lambda rules, *_: chosen.update(rules))
     assert run_here(["simulate", *flags]) == 0
     assert chosen == policy
+
+
+NAMES = [*map(kebab, OURS), *map(str.lower, ALL)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(name=st.sampled_from(NAMES), noise=st.text("abcdehlmnoprst-_X1", max_size=3), data=st.data())
+def test_a_misspelled_name_is_answered_with_all_names_and_the_nearest_first(name, noise, data):
+    place = data.draw(st.integers(0, len(name)))
+    wrong = name[:place] + noise + name[place + len(noise) :]
+    plain = {re.sub("[-_]", "", one): one for one in NAMES}
+    for find, known in ((find_policy, NAMES), (lambda it: find_dialect("to", it), [*map(str.lower, ALL)])):
+        key = re.sub("[-_]", "", wrong).lower()
+        if plain.get(key) in known:
+            find(wrong)
+            continue
+        with pytest.raises(PreampError) as refused:
+            find(wrong)
+        listed = str(refused.value).partition("Write one of ")[2].rstrip(".").split(", ")
+        assert sorted(listed) == sorted(known)
+        (nearest,) = difflib.get_close_matches(key, [re.sub("[-_]", "", one) for one in known], 1, 0.0)
+        first, best = (
+            difflib.SequenceMatcher(None, one, key).ratio()
+            for one in (re.sub("[-_]", "", listed[0]), nearest)
+        )
+        assert first == best
 
 
 def test_a_narrow_or_ascii_terminal_shows_whole_cells(tmp_path):

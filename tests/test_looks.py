@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from preamp import ExponentHistogram, Look, LookRow, PolicyError, Step, Trace, TraceError
 from preamp.exponents import BANDS
+from preamp.looks import look_to_json
 
 from .strategies import looks, runs
 
@@ -229,6 +231,16 @@ HOSTILE = [
         for value in (None, 3, "11", {}, [-1], [True], [0.5], [None], [[1]], [10**400], [2**63])
     ],
     *[
+        (changed(LOOK, "rows", [changed(ROW, name, value)]), name)
+        for name in ("smallest", "largest", "nans")
+        for value in (-1, True, None, "1", [], math.inf, 10**400)
+    ],
+    (changed(LOOK, "rows", [changed(ROW, "smallest", 0.0)]), "smallest"),
+    (changed(LOOK, "rows", [changed(ROW, "nans", 1)]), "nans"),
+    *[(changed(LOOK, name, value), name) for name in ("inputs", "weights") for value in (None, {}, 1)],
+    *[(changed(LOOK, name, [ROW]), "what is 'flow'") for name in ("inputs", "weights")],
+    (changed(LOOK, "rows", [changed(ROW, "what", "input")]), "what is 'input'"),
+    *[
         (changed(LOOK, "rows", [changed(ROW, name, value)]), "count" if type(value) is int else name)
         for name in ("zeros", "nonfinite")
         for value in (-1, 2**63, True, 0.5, None, "0")
@@ -282,3 +294,109 @@ def test_a_file_with_looks_that_was_damaged_is_read_or_refused_by_the_line(
 
 
 JUNK = [b"", b"9", b"-", b'"', b"[", b"}", b",", b"null", b"1e999", b"\xff", b"NaN", b"0" * 30, b"\n"]
+
+# As text
+
+
+def widths(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+def test_the_table_has_each_module_once_with_its_numbers() -> None:
+    seen_there = LookRow(
+        "body.0",
+        "activation",
+        "float16",
+        ExponentHistogram(-3, (5, 0, 2), zeros=3, nonfinite=2),
+        0.15,
+        0.9,
+        1,
+    )
+    given = seen_there._replace(
+        what="input", histogram=ExponentHistogram(zeros=4), smallest=None, largest=None, nans=0
+    )
+    back = seen_there._replace(
+        what="flow", histogram=ExponentHistogram(-9, (4,)), smallest=None, largest=None, nans=None
+    )
+    weight = given._replace(what="weight", histogram=ExponentHistogram(), dtype="float8_e4m3fn")
+    text = str(Look(12, 1024.0, "float16", (seen_there, back), (given,), (weight,)))
+    assert text.splitlines() == [
+        "step 12, loss scale 1024; float16 holds 6e-08 to 65504",
+        "min: smallest magnitude other than 0; max: largest finite magnitude",
+        "",
+        "forward pass                         min       max  zero %  inf, NaN",
+        "  body.0",
+        "    input        float16               0         0   100.0",
+        "    weight       float8_e4m3fn         -         -       -",
+        "    output       float16        1.50e-01  9.00e-01    25.0  1 inf, 1 NaN",
+        "",
+        "backward pass, scaled                min       max  zero %  inf, NaN",
+        "  body.0",
+        "    output grad  float16            2^-9      2^-9     0.0",
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(seen=looks, modules=st.none() | st.integers(1, 6))
+def test_any_look_is_a_table_of_at_most_80_columns_that_names_what_it_leaves_out(
+    seen: Look, modules: int | None
+) -> None:
+    text = seen.table(modules)
+    assert widths(text) <= 80
+    assert all(letter.isprintable() for letter in text.replace("\n", ""))
+    everything = seen.table(None)
+    shown = len(re.findall(r"^    \w", text, re.MULTILINE))
+    assert len(re.findall(r"^    \w", everything, re.MULTILINE)) == len(
+        seen.rows + seen.inputs + seen.weights
+    )
+    hidden = sum(map(int, re.findall(r"^  \.\.\. (\d+) more$", text, re.MULTILINE)))
+    assert ("print(look.table(None)) shows all modules." in text) == (hidden > 0)
+    assert (hidden == 0) == (text == everything)
+    assert shown or not seen.rows
+    assert str(seen) == seen.table()
+    copied = Trace()
+    copied.look(seen)
+    assert repr(copied.looks) == repr([seen])
+
+
+def test_of_many_modules_those_next_to_the_overflow_are_shown_or_those_that_lose_most() -> None:
+    names = [f"layers.{n}.attention.out" for n in range(300)]
+    sound = [row(name, "flow", 3) for name in names]
+    bad = [
+        one._replace(histogram=ExponentHistogram(nonfinite=1)) if n >= 200 else one
+        for n, one in enumerate(sound)
+    ]
+    around = look(*bad).table(6).splitlines()
+    assert [line.strip() for line in around if line.startswith("  ") and line[2] != " "] == [
+        "... 197 more",
+        *names[197:203],
+        "... 97 more",
+    ]
+    lossy = [
+        one._replace(histogram=ExponentHistogram(-40, (1,))) if n in (7, 250) else one
+        for n, one in enumerate(sound)
+    ]
+    worst = str(look(*lossy)).splitlines()
+    for n in (7, 250):
+        assert f"  {names[n]}" in worst
+    assert len(worst) < 100
+
+
+@pytest.mark.parametrize("modules", [0, -1, 2.5, "all", True])
+def test_a_number_of_modules_that_is_none_is_refused(modules: Any) -> None:
+    with pytest.raises(PolicyError, match="Write modules=40"):
+        look(row("a", "flow")).table(modules)
+
+
+# Files from before inputs, weights and extremes
+
+
+def test_a_file_from_before_they_were_recorded_is_read(path: Path) -> None:
+    path.write_text('{"preamp_trace": 1}\n' + json.dumps({"look": LOOK}) + "\n")
+    (read,) = Trace.read(path).looks
+    assert read == Look(
+        3, 8.0, "float16", (LookRow("a", "flow", "float16", ExponentHistogram(-3, (1, 0, 2))),)
+    )
+    assert read.inputs == read.weights == ()
+    assert json.loads(json.dumps(look_to_json(read))) == LOOK
+    assert "    output grad  float16            2^-3      2^-1     0.0" in str(read).splitlines()

@@ -62,14 +62,13 @@ Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
-RULE = Parameter(
-    group=Group(
-        "Rule for the loss scale",
-        help=f"{', '.join(map(kebab, OURS))}. Without --rule, the first that has all the settings given. "
-        f"In train, a growth interval of {Dynamic.growth_interval} by default is {SHORT_INTERVAL}.",
-    ),
-    show_default=False,
+RULES = Group(
+    "Policy for the loss scale",
+    help=f"{', '.join(map(kebab, OURS))}. Without a name, the first that has all the settings given. "
+    f"In train, a growth interval of {Dynamic.growth_interval} by default is {SHORT_INTERVAL}.",
 )
+NAME = Parameter(name=["--policy", "--rule"], group=RULES, show_default=False)
+SETTINGS = Parameter(name="--policy", group=RULES, show_default=False)
 
 BAD_INPUT, INTERRUPTED = 2, 130
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
@@ -126,13 +125,14 @@ def train(
     framework: Framework = "torch",
     precision: tuple[Precision | Literal["all"], ...] = (),
     emulate: Annotated[bool, Parameter(negative="--native")] = True,
-    rule: Annotated[str | None, RULE] = None,
-    policy: Annotated[Given | None, RULE] = None,
+    rule: Annotated[str | None, NAME] = None,
+    policy: Annotated[Given | None, SETTINGS] = None,
     dialect: str | None = None,
     config: Path | None = None,
     seed: Seed = 0,
     seeds: Count = 1,
     epochs: Count | None = None,
+    steps: Count | None = None,
     out_dir: Annotated[Path, Parameter(name="--out")] = Path("runs/train"),
 ) -> int:
     """Train a small real model in several precisions, side by side, and see what loss scaling did.
@@ -144,13 +144,14 @@ def train(
         precision: float16 runs twice, without and with loss scaling. Can be given several times.
             Default: float32, and float16 or what the configuration computes in.
         emulate: compute in float32 and round where a GPU stores low precision; --native computes in it.
-        rule: a rule of ours, by its name above.
-        policy: the settings of the rule.
+        rule: the name of a policy above, or of another system's; see preamp dialects.
+        policy: the settings of the policy.
         dialect: use another system's rule; see preamp dialects.
         config: use the precision and the rule of a DeepSpeed configuration, and nothing else of it.
         seed: of the first run.
         seeds: how many seeds to run.
-        epochs: passes over the data.
+        epochs: passes over the data. Default: as many as the task takes.
+        steps: how many steps to train, instead of --epochs.
         out_dir: the folder for report.html, summary.json and the traces.
     """
     import preamp.report  # noqa: F401  # what is missing is said before the work, not after
@@ -158,10 +159,14 @@ def train(
     from preamp.lab.results import grouped, row
     from preamp.lab.runs import TASKS, find_loop, plans, write_summary
 
+    if epochs is not None and steps is not None:
+        raise PreampError(f"--epochs {epochs} and --steps {steps} are both given. Write one of them.")
     make_loop = partial(find_loop(framework), emulate=emulate)
     precisions, chosen = precisions_and_rule(precision, rule, policy, dialect, config)
     table = tables.read_csv(data) if data else tables.digits()
     problem = TASKS[task or ("classify" if data else "autoencoder")](table, epochs)
+    if steps is not None:
+        problem = problem.with_steps(steps)
     todo = plans(precisions, chosen, seeds, seed)
 
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -185,8 +190,8 @@ def train(
 @app.command
 def simulate(
     *,
-    rule: Annotated[tuple[str, ...], RULE] = (),
-    policy: Annotated[Given | None, RULE] = None,
+    rule: Annotated[tuple[str, ...], NAME] = (),
+    policy: Annotated[Given | None, SETTINGS] = None,
     dialect: tuple[str, ...] = (),
     config: tuple[Path, ...] = (),
     trace: Path | None = None,
@@ -204,8 +209,9 @@ def simulate(
     own scale. Otherwise the same steps overflow for every policy.
 
     Args:
-        rule: a rule of ours, by its name above; can be given several times, "all" for every one.
-        policy: the settings of the rule.
+        rule: the name of a policy above, or of another system's, see preamp dialects; can be given several
+            times, "all" for every one above.
+        policy: the settings of the policy.
         dialect: another system's rule; can be given several times, "all" for every one.
         config: the rule of a DeepSpeed configuration; can be given several times.
         trace: take a recorded run.

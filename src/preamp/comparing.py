@@ -112,7 +112,7 @@ def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], given: Process | lis
     if seeing and not isinstance(given, Process):
         raise PreampError(
             f"{seeing[0]} looks at how large gradients are, and of these steps it is not known. "
-            "Write --process stationary, --trace of a run with peaks, or --rule dynamic."
+            "Write --process stationary, --trace of a run with peaks, or --policy dynamic."
         )
 
 

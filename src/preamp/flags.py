@@ -1,14 +1,11 @@
-"""Which precisions and which rules for the scale the flags of a command ask for.
-
-This room refuses flags that contradict each other. It refuses to know how flags are read.
-"""
+"""Which precisions and policies the flags of a command ask for. Flags that contradict each other raise."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, TypedDict, get_args, get_type_hints
 
@@ -21,7 +18,15 @@ from preamp.policy import Dynamic, Policy
 from preamp.policy.saved import OURS
 from preamp.words import kebab
 
-__all__ = ["Given", "find_dialect", "find_rule", "policy_of", "precisions_and_rule", "rules"]
+__all__ = [
+    "Given",
+    "find_dialect",
+    "find_policy",
+    "nearest_first",
+    "policy_of",
+    "precisions_and_rule",
+    "rules",
+]
 
 # In a run of a few thousand steps the usual interval would hardly see the scale move.
 SHORT_INTERVAL = 100
@@ -87,26 +92,33 @@ _ENTRY = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
 _complete(Given)
 
 
-def policy_of(rule: str | None, given: Given | None, short: bool = False) -> Policy[Any]:
-    """Return the policy that `--rule` and `--policy.*` ask for.
+def policy_of(name: str | None, given: Given | None, short: bool = False) -> Policy[Any]:
+    """Return the policy that `--policy NAME` and `--policy.*` ask for.
 
     Args:
-        rule: the name of one of our rules; None: the first that has the settings.
+        name: a policy of ours or a dialect; None: the first policy of ours that has the settings.
         given: the settings.
         short: whether intervals are to suit runs of a few thousand steps, where nothing else is said.
 
     Raises:
-        PreampError: for an unknown rule, and for settings that the rule, or every rule, lacks.
+        PreampError: for an unknown name, for settings that the policy, or every policy, lacks, and for a
+            dialect with settings.
     """
     settings: dict[str, Any] = {**(given or {})}
-    name = _rule_with(settings) if rule is None else find_rule(rule)
-    lacking = [setting for setting in settings if name not in _kinds_with(setting)]
+    kind = OURS[_rule_with(settings)] if name is None else find_policy(name)
+    if isinstance(kind, Dialect):
+        if settings:
+            raise PreampError(
+                f"{_flag(next(iter(settings)))} cannot change the policy of {kind.name.lower()}: the "
+                "settings are those of our own policies. Leave one of the two out."
+            )
+        return kind
+    lacking = [setting for setting in settings if setting not in kind.__dataclass_fields__]
     if lacking:
         raise PreampError(
-            f"{_flag(lacking[0])} is no setting of {name}. Leave it out, or write "
-            f"--rule {kebab(_kinds_with(lacking[0])[0])}."
+            f"{_flag(lacking[0])} is no setting of {kind.__name__}. Leave it out, or write "
+            f"--policy {kebab(_kinds_with(lacking[0])[0])}."
         )
-    kind = OURS[name]
     if short and getattr(kind, "growth_interval", None) == Dynamic.growth_interval:
         settings = {"growth_interval": SHORT_INTERVAL, **settings}
     return kind(**settings)
@@ -121,14 +133,49 @@ def _rule_with(settings: Collection[str]) -> str:
     raise PreampError(f"No rule has both {' and '.join(whose)}. Write the flags of one of them.")
 
 
-def find_rule(name: str) -> str:
-    """Return the class name of one of our rules, given in any spelling."""
-    known = {kind.lower(): kind for kind in OURS}
-    key = re.sub("[-_]", "", name).lower()
-    if key not in known:
-        near = [known[one] for one in difflib.get_close_matches(key, known, n=3)] or OURS
-        raise PreampError(f"--rule {name} is unknown. Write one of {', '.join(map(kebab, near))}.")
-    return known[key]
+def find_policy(name: str) -> type[Policy[Any]] | Dialect[...]:
+    """Return one of our policies, or a dialect, by its name in any spelling.
+
+    Raises:
+        PreampError: for an unknown name, with all names.
+    """
+    known: dict[str, type[Policy[Any]] | Dialect[...]] = {
+        **{_key(dialect): value for dialect, value in ALL.items()},
+        **{_key(kind): value for kind, value in OURS.items()},
+    }
+    if _key(name) not in known:
+        raise _unknown("policy", name, [*map(kebab, OURS), *map(str.lower, ALL)])
+    return known[_key(name)]
+
+
+def find_dialect(flag: str, name: str) -> Dialect[...]:
+    """Return the dialect that a flag names, in any spelling.
+
+    Raises:
+        PreampError: for an unknown name, with all names.
+    """
+    known = {_key(dialect): value for dialect, value in ALL.items()}
+    if _key(name) not in known:
+        raise _unknown(flag, name, map(str.lower, ALL))
+    return known[_key(name)]
+
+
+def nearest_first(name: str, known: Iterable[str]) -> list[str]:
+    """Return all known names, those most like a misspelled one first.
+
+    >>> nearest_first("torhc", ["keras", "apex", "torch"])[0]
+    'torch'
+    """
+    return sorted(known, key=lambda one: -SequenceMatcher(None, _key(one), _key(name)).ratio())
+
+
+def _unknown(flag: str, name: str, known: Iterable[str]) -> PreampError:
+    return PreampError(f"--{flag} {name} is unknown. Write one of {', '.join(nearest_first(name, known))}.")
+
+
+def _key(name: str) -> str:
+    """Return a name without what spellings differ in: "LogMax", "log-max" and "log_max" are one."""
+    return re.sub("[-_]", "", name).lower()
 
 
 def _flag(setting: str) -> str:
@@ -136,16 +183,16 @@ def _flag(setting: str) -> str:
 
 
 def precisions_and_rule(
-    given: Sequence[str], rule: str | None, policy: Given | None, dialect: str | None, config: Path | None
+    given: Sequence[str], name: str | None, policy: Given | None, dialect: str | None, config: Path | None
 ) -> tuple[list[Precision], Policy[Any]]:
-    """Return what the flags of `train` ask for: the precisions to train in, and the rule for float16."""
-    ours = {f"--rule {rule}": rule} if rule else {"--policy": policy}
+    """Return what the flags of `train` ask for: the precisions to train in, and the policy for float16."""
+    ours = {f"--policy {name}": name} if name else {"--policy.*": policy}
     flags = {**ours, f"--dialect {dialect}": dialect, f"--config {config}": config}
     both = [flag for flag, value in flags.items() if value]
     if len(both) > 1:
         raise PreampError(f"{' and '.join(both)} are both given. Write one of them.")
     if config is None:
-        chosen = find_dialect("dialect", dialect) if dialect else policy_of(rule, policy, short=True)
+        chosen = find_dialect("dialect", dialect) if dialect else policy_of(name, policy, short=True)
         return _precisions(given or ("float32", "float16")), chosen
     settings = load(config, skip_blanks=True)
     precisions = _precisions(given or ("float32", settings.precision))
@@ -165,7 +212,7 @@ def _scaling(path: Path, settings: Settings) -> Policy[Any]:
 def rules(
     ours: Sequence[str], policy: Given | None, names: Sequence[str], configs: Sequence[Path]
 ) -> dict[str, Policy[Any]]:
-    """Return the rules that the flags of `simulate` ask for, by name."""
+    """Return the policies that the flags of `simulate` ask for, by name."""
     asked = [find_dialect("dialect", name) for name in names if name != "all"]
     chosen = ALL.values() if "all" in names else asked
     read = {str(path): _scaling(path, load(path, skip_blanks=True)) for path in configs}
@@ -177,20 +224,15 @@ def rules(
 
 
 def _own(names: Sequence[str], policy: Given | None, is_alone: bool) -> dict[str, Policy[Any]]:
-    kinds = list(OURS) if "all" in names else [find_rule(name) for name in names]
-    if policy is not None and len(kinds) > 1:
+    chosen = list(OURS) if "all" in names else names
+    if policy is not None and len(chosen) > 1:
         raise PreampError(
-            "--policy.* with several rules says not whose settings these are. Write one --rule."
+            "--policy.* with several policies does not say whose settings these are. Write one --policy."
         )
-    if kinds:
-        return {kebab(kind): policy_of(kind, policy) for kind in kinds}
+    if chosen:
+        return {_told(find_policy(name)): policy_of(name, policy) for name in chosen}
     return {"preamp": policy_of(None, policy)} if policy is not None or is_alone else {}
 
 
-def find_dialect(flag: str, name: str) -> Dialect[...]:
-    """Return the dialect that a flag names, in any spelling of `preamp dialects`."""
-    key = name.upper().replace("-", "_")
-    if key not in ALL:
-        near = difflib.get_close_matches(key, ALL, n=3) or list(ALL)
-        raise PreampError(f"--{flag} {name} is unknown. Write one of {', '.join(near).lower()}.")
-    return ALL[key]
+def _told(kind: type[Policy[Any]] | Dialect[...]) -> str:
+    return kind.name.lower() if isinstance(kind, Dialect) else kebab(kind.__name__)

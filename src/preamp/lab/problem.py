@@ -1,12 +1,10 @@
-"""What a problem is, for every framework's loop: arrays, layer sizes and a recipe.
-
-A problem says what to train. It refuses to know the framework and the precision.
-"""
+"""What a problem is, for every framework's loop: arrays, layer sizes and a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +30,7 @@ class Problem:
         learning_rate: Adam's.
         batch_size: rows per step.
         epochs: passes over the training rows.
+        most_steps: where the last pass ends early; None for a whole number of passes.
     """
 
     task: Task
@@ -42,11 +41,21 @@ class Problem:
     learning_rate: float
     batch_size: int
     epochs: int
+    most_steps: int | None = None
 
     @property
     def steps(self) -> int:
         """The number of training steps."""
-        return self.epochs * -(-len(self.table.train) // self.batch_size)
+        steps = self.epochs * self._steps_per_epoch
+        return steps if self.most_steps is None else min(steps, self.most_steps)
+
+    def with_steps(self, steps: int) -> Problem:
+        """Return the same problem, trained for this many steps."""
+        return replace(self, epochs=-(-steps // self._steps_per_epoch), most_steps=steps)
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return -(-len(self.table.train) // self.batch_size)
 
     def initial_weights(self, seed: int) -> list[NDArray[np.float32]]:
         """Return one weight per layer, of shape (out, in)."""
@@ -58,7 +67,10 @@ class Problem:
         ]
 
     def batches(self, seed: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the rows of every step: each epoch sees every row once, in an order of its own."""
+        """Yield the rows of every step: each epoch has every row once, in an order of its own."""
+        yield from islice(self._batches(seed), self.steps)
+
+    def _batches(self, seed: int) -> Iterator[NDArray[np.int64]]:
         rng = np.random.default_rng(seed + 1)
         for _ in range(self.epochs):
             order = rng.permutation(len(self.table.train))

@@ -1,45 +1,76 @@
-"""How many entries of a tensor there are of each binary exponent, counted where the tensor lies.
-
-This room counts and reads. It refuses to know whose values they are and when to look at them.
-"""
+"""How many entries of a tensor there are of each binary exponent, and its extremes, found where it lies."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from preamp.exponents import FIELDS, ExponentHistogram
 
-__all__ = ["count", "read"]
+__all__ = ["Counts", "Measured", "add", "count", "read"]
 
 CHUNK = 2**18  # its fields fit a cache, and a large tensor needs no large copy
 
 
-def count(tensor: Tensor) -> Tensor:
-    """Return how many entries have which exponent field as a float32. Nothing is read to the host.
+class Counts(NamedTuple):
+    """What was counted of a tensor, on its device and not read.
 
-    The first bin holds zeros and what is smaller than the smallest normal float32, 2**-126; the last one
-    holds inf, NaN and what no float32 can hold. Between them, bin b is that of the exponent b - 127. Complex
-    entries count as two.
+    Attributes:
+        fields: entries per exponent field as a float32, of shape [256], int64. The first bin holds zeros and
+            what is smaller than the smallest normal float32, 2**-126; the last one holds inf, NaN and what no
+            float32 can hold. Between them, bin b is that of the exponent b - 127. Complex entries count as
+            two.
+        nans: how many entries are NaN, of shape [], int64.
+        extremes: of shape [2]: the smallest magnitude other than 0, inf where there is none, and the largest
+            finite magnitude. As float64 of float64 tensors, otherwise as float32.
+    """
+
+    fields: Tensor
+    nans: Tensor
+    extremes: Tensor
+
+
+class Measured(NamedTuple):
+    """What `Counts` say, on the host.
+
+    Attributes:
+        histogram: values by their exponents.
+        nans: how many are NaN.
+        smallest: the smallest magnitude other than 0; None where all are 0 or not finite.
+        largest: the largest finite magnitude; None likewise.
+    """
+
+    histogram: ExponentHistogram
+    nans: int
+    smallest: float | None
+    largest: float | None
+
+
+def count(tensor: Tensor) -> Counts:
+    """Count the entries of a tensor by their exponents. Nothing is read to the host.
 
     Args:
         tensor: of any floating or complex dtype and layout; only the values that a sparse one stores count.
-
-    Returns:
-        Counts of shape [256], int64, on the tensor's device.
     """
     flat = _flat(tensor.detach())
     if flat.numel() <= CHUNK:
         return _count(flat)
-    return reduce(Tensor.add_, map(_count, torch.split(flat, CHUNK)))
+    return reduce(add, map(_count, torch.split(flat, CHUNK)))
 
 
-def read(
-    counts: Sequence[Tensor], numbers: Sequence[Tensor] = ()
-) -> tuple[list[ExponentHistogram], list[float]]:
+def add(one: Counts, other: Counts) -> Counts:
+    """Return the counts of two tensors together."""
+    (low, high), (other_low, other_high) = one.extremes, other.extremes
+    extremes = torch.stack([torch.minimum(low, other_low), torch.maximum(high, other_high)])
+    return Counts(one.fields + other.fields, one.nans + other.nans, extremes)
+
+
+def read(counts: Sequence[Counts], numbers: Sequence[Tensor] = ()) -> tuple[list[Measured], list[float]]:
     """Read counts to the host, all in one transfer.
 
     Args:
@@ -47,12 +78,25 @@ def read(
         numbers: scalars to read along.
 
     Returns:
-        A histogram for each count, and the numbers.
+        What was measured for each of the counts, and the numbers.
     """
-    parts = [*[number.to(torch.float64).view(torch.int64).view(1) for number in numbers], *counts]
-    host = torch.cat([part.to(counts[0].device) for part in parts]).cpu()
-    table = host[len(numbers) :].view(-1, FIELDS).tolist()
-    return list(map(ExponentHistogram.of_fields, table)), host[: len(numbers)].view(torch.float64).tolist()
+    device = counts[0].fields.device
+    wide = [number.view(-1).to(device, torch.float64) for number in (*numbers, *(c.extremes for c in counts))]
+    integers = [part.view(-1).to(device) for c in counts for part in (c.fields, c.nans)]
+    host = torch.cat([*(part.view(torch.int64) for part in wide), *integers]).cpu()
+    split = len(numbers) + 2 * len(counts)
+    floats = host[:split].view(torch.float64).tolist()
+    table = host[split:].view(-1, FIELDS + 1).tolist()
+    pairs = zip(floats[len(numbers) :: 2], floats[len(numbers) + 1 :: 2], strict=True)
+    measured = [_measured(row, *pair) for row, pair in zip(table, pairs, strict=True)]
+    return measured, floats[: len(numbers)]
+
+
+def _measured(row: list[int], smallest: float, largest: float) -> Measured:
+    histogram = ExponentHistogram.of_fields(row[:FIELDS])
+    if smallest == math.inf:
+        return Measured(histogram, row[FIELDS], None, None)
+    return Measured(histogram, row[FIELDS], smallest, largest)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -69,20 +113,30 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
 
-def _count(piece: Tensor) -> Tensor:
-    fields = _fields(piece)
-    if piece.is_cpu:
+def _count(piece: Tensor) -> Counts:
+    wide = piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
+    if not wide.numel():
+        extremes = torch.tensor([math.inf, 0.0], dtype=wide.dtype, device=wide.device)
+        return Counts(
+            _histogram(_fields(wide)), torch.zeros((), dtype=torch.int64, device=wide.device), extremes
+        )
+    magnitudes = wide.abs()
+    smallest = torch.where(magnitudes > 0, magnitudes, math.inf).amin()
+    largest = magnitudes.nan_to_num(0.0, posinf=0.0).amax()
+    return Counts(_histogram(_fields(wide)), wide.isnan().count_nonzero(), torch.stack([smallest, largest]))
+
+
+def _histogram(fields: Tensor) -> Tensor:
+    if fields.is_cpu:
         return fields.bincount(minlength=FIELDS)
-    one = torch.ones((), dtype=torch.int64, device=piece.device)  # bincount would wait for the largest
-    zeros = torch.zeros(FIELDS, dtype=torch.int64, device=piece.device)
+    one = torch.ones((), dtype=torch.int64, device=fields.device)  # bincount would wait for the largest
+    zeros = torch.zeros(FIELDS, dtype=torch.int64, device=fields.device)
     return zeros.scatter_add_(0, fields.long(), one.expand_as(fields))
 
 
-def _fields(piece: Tensor) -> Tensor:
+def _fields(wide: Tensor) -> Tensor:
     """Return the exponent fields as uint8. A cast to it keeps the last eight bits, and so not the sign."""
-    if piece.dtype is torch.float64:
-        wide = (piece.view(torch.int64) >> 52) & 0x7FF
-        return (wide - (1023 - 127)).clamp(0, FIELDS - 1).to(torch.uint8)
-    if piece.dtype is torch.bfloat16:
-        return (piece.view(torch.int16) >> 7).to(torch.uint8)
-    return (piece.float().view(torch.int32) >> 23).to(torch.uint8)
+    if wide.dtype is torch.float64:
+        field = (wide.view(torch.int64) >> 52) & 0x7FF
+        return (field - (1023 - 127)).clamp(0, FIELDS - 1).to(torch.uint8)
+    return (wide.view(torch.int32) >> 23).to(torch.uint8)

@@ -1,35 +1,40 @@
-"""A lens on a model: which powers of two its activations and gradients take, on some of its steps.
+"""A lens on a model: how large its weights, activations and gradients are, module by module, on some steps.
 
-This room decides when to look, and owns what a user calls. It refuses to know what is counted.
+What is decided here is when to record; `sample` decides what.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
-from preamp.checks import callable_or_none, whole
+from preamp.checks import callable_or_none, level_of_caller, whole
 from preamp.errors import PolicyError, UsageError
 from preamp.exponents import BANDS
 from preamp.looks import Look
 from preamp.torch.loss_scale_optimizer import LossScaleOptimizer
-from preamp.torch.sample import Sample, dtype_name, inner_of
+from preamp.torch.sample import Sample, dtype_name, inner_of, tensors_in
 from preamp.torch.scaler import GradScaler
 
 __all__ = ["Lens"]
 
 
 class Lens:
-    """Histograms of binary exponents, module by module, of one forward and backward pass in `every`.
+    """How large values are, module by module, in one forward and backward pass of `every`.
+
+    `print(lens.last)` shows it as a table.
 
     On a sampled pass it counts what each module puts out ("activation"), the gradient with respect to that
-    ("flow"), and the gradients of the parameters that the module itself owns ("gradient"). Every tensor is
-    read once, for the innermost module that puts it out, and all counts reach the host in one transfer. On
-    other passes the model has no hook but one that counts passes.
+    ("flow"), and the gradients of the parameters that the module itself owns ("gradient"); and what modules
+    are called with ("input") and their parameters ("weight"). Each of these has a histogram of binary
+    exponents, the smallest and the largest magnitude, and the number of zeros, inf and NaN. Every tensor is
+    read once, outputs for the innermost module that puts them out, and all counts reach the host in one
+    transfer. On other passes the model has no hook but one that counts passes, and nothing is read.
 
     A pass is one call of the model with gradients enabled, so with accumulation it is a micro-batch.
     Evaluation under `torch.no_grad()` does not count. What a pass has shown is read when the next one
@@ -42,8 +47,10 @@ class Lens:
     `flushed` says is about wider values, such as the float32 gradients of parameters.
 
     A model in `torch.compile(model)` runs eagerly on a sampled pass, and nothing is compiled again. Where a
-    whole training step is compiled, the lens sees nothing. What a checkpoint computes again is not counted
-    again; flows inside of a reentrant one are not seen.
+    whole training step is compiled, the lens records nothing, and warns when the step is compiled. It warns
+    too where parts of the model are called and trained but the model itself is not, as by `model.encoder(x)`
+    and `model.forward(x)`. What a checkpoint computes again is not counted again; flows inside of a reentrant
+    one are not seen.
 
     Args:
         model: the model that the training loop calls: as it is, wrapped by DDP, or by `torch.compile`.
@@ -52,7 +59,7 @@ class Lens:
         on_look: called with every `Look`; `trace.look` is such a callable.
         low_dtype: what overflows and underflows, as a dtype or its name. None: autocast's dtype, or the
             narrowest that is seen, or float16.
-        activations: False counts gradients alone.
+        activations: False counts gradients alone, without weights, inputs and outputs.
 
     Attributes:
         every: as given. It may be changed at any time.
@@ -60,7 +67,7 @@ class Lens:
 
     Raises:
         PolicyError: for arguments that cannot work.
-        UsageError: for a model that compiles itself.
+        UsageError: for a model that compiles itself, and for one without a `forward`, such as a `ModuleDict`.
 
     >>> import torch
     >>> from preamp.torch import Lens
@@ -94,16 +101,22 @@ class Lens:
         self._last: Look | None = None
         self._sample: Sample | None = None
         self._forward = ExitStack()
-        self._counter = model.register_forward_pre_hook(_Counter(self))
+        self._counter = model.register_forward_pre_hook(_Hook(self._count), with_kwargs=True)
+        self._bypass: _Bypass | None = _Bypass(model)
 
     @property
     def last(self) -> Look | None:
         """The latest look; None before there is one. Reads what the latest backward pass has left."""
+        if self._bypass is not None:
+            self._bypass.warn_if_trained()
         self._settle()
         return self._last
 
     def close(self) -> None:
         """Leave the model as it was. What a backward pass has left is read first."""
+        if self._bypass is not None:
+            self._bypass.warn_if_trained()
+            self._bypass.remove()
         self._counter.remove()
         self._end_forward()
         self._settle()
@@ -115,15 +128,21 @@ class Lens:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _count(self) -> None:
+    def _count(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Count a pass that begins, and sample it if it is time."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_inside():
+        if torch.compiler.is_compiling():
+            _warn_of_compilation()
+            return
+        if self._bypass is not None:
+            self._bypass.remove()
+            self._bypass = None
+        if not torch.is_grad_enabled() or _is_inside():
             return
         self._settle()
         is_due = self._passes % self.every == 0
         self._passes += 1
         if self._after_skip() or is_due:
-            self._begin()
+            self._begin(args, kwargs)
 
     def _after_skip(self) -> bool:
         """Return whether the latest step is the first of some that were skipped in a row."""
@@ -131,13 +150,14 @@ class Lens:
         before, self._streak = self._streak, step is not None and step.skipped
         return self._streak and not before
 
-    def _begin(self) -> None:
+    def _begin(self, args: Any, kwargs: Any) -> None:
         self._end_forward()
         if self._sample is not None:
             self._sample.close()
-        self._sample = Sample(
-            inner_of(self._model), self._scaler, self._passes - 1, activations=self._activations
-        )
+        inner = inner_of(self._model)
+        self._sample = Sample(inner, self._scaler, self._passes - 1, activations=self._activations)
+        if inner is self._model and self._activations:
+            self._sample.see_input(inner, args, kwargs)  # its call has begun: new hooks on it come too late
         self._forward.enter_context(_eagerly())
         handle = self._model.register_forward_hook(self._end_or_forget(), always_call=True)
         self._forward.callback(handle.remove)
@@ -170,17 +190,107 @@ class Lens:
             self.on_look(self._last)
 
 
-class _Counter:
-    """The hook that stays on a model. A copy of the model, or a pickled one, has a hook that does nothing."""
+class _Hook:
+    """A hook that stays on a module. A copy of the module, or a pickled one, has a hook that does nothing."""
 
-    def __init__(self, lens: Lens) -> None:
-        self._lens = lens
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
 
-    def __call__(self, *_: Any) -> None:
-        self._lens._count()
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, ({}, "get")  # of a module and its arguments, an empty dict gives the arguments
+        return getattr, (nullcontext(), "__exit__")  # which takes anything and returns None
+
+
+class _Bypass:
+    """Warns if modules inside a model are called and trained while the model itself is not called.
+
+    It has hooks on them until the first call of the model, or its warning.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model, self._inner = model, inner_of(model)
+        self._names = {id(part): name for name, part in self._inner.named_modules() if part is not model}
+        self._called: dict[str, None] = {}
+        self._trained = False
+        self._handles = [
+            part.register_forward_hook(_Hook(self._note))
+            for part in self._inner.modules()
+            if part is not model
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def warn_if_trained(self) -> None:
+        """Warn once, if a backward pass has come through one of the parts."""
+        if self._trained and self._handles:
+            self.remove()
+            warnings.warn(self._warning(), stacklevel=level_of_caller("torch"))
+
+    def _note(self, part: torch.nn.Module, _: Any, output: Any) -> None:
+        """Note a call of a part, and ask autograd to tell of its backward pass."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_inside():
+            return
+        self.warn_if_trained()
+        name = self._names.get(id(part))
+        if name is not None and self._handles:
+            self._called[name] = None
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+
+    def _note_backward(self, _: torch.Tensor) -> None:
+        self._trained = True
+
+    def _warning(self) -> str:
+        kind = type(self._model).__name__
+        if "" in self._called:
+            return (
+                f"Lens(model) records nothing: model is a {kind}, which is not called, but the module inside "
+                "it is. Call the model that Lens was given, or give it the one that is called."
+            )
+        outer = [name for name in self._called if not any(map(self._called.__contains__, _parents(name)))]
+        more = f" and {len(outer) - 4} more" if len(outer) > 4 else ""
+        return (
+            f"Lens(model) records nothing: the {kind} itself is not called, but parts of it are: "
+            f"{', '.join(outer[:4])}{more}. Call model(...), not its forward or its parts, or write "
+            f"Lens({_access(outer[0])}) for one of them."
+        )
+
+
+def _parents(name: str) -> list[str]:
+    words = name.split(".")
+    return [".".join(words[:count]) for count in range(1, len(words))]
+
+
+def _access(name: str) -> str:
+    """Return how to write a module inside of a model.
+
+    >>> _access("encoder.layers"), _access("layers.0")
+    ('model.encoder.layers', "model.get_submodule('layers.0')")
+    """
+    is_plain = all(map(str.isidentifier, name.split(".")))
+    return f"model.{name}" if is_plain else f"model.get_submodule({name!r})"
+
+
+def _warn_of_compilation() -> None:
+    """Say that a call of the model is part of a larger function that is being compiled."""
+    if not torch.compiler.is_exporting():
+        warnings.warn(
+            "Lens(model) records nothing of this call: it is compiled, alone or in a larger function. Write "
+            "compiled = torch.compile(model), train that outside of other compiled functions, and write "
+            "Lens(compiled).",
+            stacklevel=2,
+        )
+
+
+# The compiler runs it once, when it traces the call, and leaves it out of what it compiles. This is what
+# torch.compiler.assume_constant_result sets, which would load the compiler, and that takes seconds.
+_warn_of_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _eagerly() -> AbstractContextManager[Any]:
@@ -208,6 +318,13 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise PolicyError(
             f"model={model!r} is no module. Write Lens(model) for what the training loop calls."
+        )
+    if getattr(type(model), "forward", None) is torch.nn.Module.forward and "forward" not in vars(model):
+        parts = [name for name, _ in model.named_children()]
+        part = f"Lens(model.get_submodule({parts[0]!r}))" if parts else "Lens(model)"
+        raise UsageError(
+            f"model is a {type(model).__name__}, which has no forward and cannot be called: nothing could be "
+            f"recorded. Write {part} for a part that is called, or give Lens a module that calls the parts."
         )
     if model._compiled_call_impl is not None:
         raise UsageError(
