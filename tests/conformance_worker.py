@@ -203,11 +203,12 @@ def own_gradients(optimizer: Any) -> Any:
     """Multiply the loss by hand, as with other libraries."""
     import jax
 
-    from preamp.jax import apply_gradients
+    from preamp.jax import ScaledGradients, apply_gradients
 
     def update(state: Any, weights: Any, factors: Any) -> Any:
-        gradients = jax.grad(lambda w: jax_loss(w, factors) * state.policy_state.scale)(weights)
-        weights, state = apply_gradients(optimizer, gradients, state, weights)
+        scale = state.policy_state.scale
+        gradients = jax.grad(lambda w: jax_loss(w, factors) * scale)(weights)
+        weights, state = apply_gradients(optimizer, ScaledGradients(gradients, scale), state, weights)
         return state, weights
 
     return jax.jit(update)

@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from preamp import Dynamic, Policy, PreampError, Reading, Tolerant
-from preamp.jax import LossScale, LossScaledState, apply_gradients, check_starved, last_step, loss_scaled
+from preamp.jax import (
+    LossScale,
+    LossScaledState,
+    ScaledGradients,
+    apply_gradients,
+    check_starved,
+    last_step,
+    loss_scaled,
+)
 from preamp.jax import step as make_step
 
 from .calling import Calling, drive, drive_long
@@ -68,7 +76,7 @@ class TransformationCalls(Calling):
 
     def gradients(self, factor: float) -> Any:
         scale = self.opt_state.policy_state.scale
-        return {"b": jnp.full(2, factor * scale), "w": jnp.full(3, scale)}
+        return ScaledGradients({"b": jnp.full(2, factor * scale), "w": jnp.full(3, scale)}, scale)
 
     def went(self, finite: bool, before: list[bytes]) -> None:
         """Compare with the policy after a step."""
@@ -144,6 +152,22 @@ class TransformationCalls(Calling):
     def swap_arguments(self) -> None:
         self.refused(PreampError, self.compiled, self.opt_state, self.params, 1.0)
         self.refused(PreampError, apply_gradients, self.optimizer, self.gradients(1.0), self.opt_state, None)
+
+    @rule()
+    def give_gradients_without_a_scale(self) -> None:
+        plain = self.gradients(1.0).gradients
+        self.refused(PreampError, self.updated, plain, self.opt_state, self.params)
+        self.refused(PreampError, apply_gradients, self.optimizer, plain, self.opt_state, self.params)
+
+    @rule(name=st.sampled_from(["b", "w"]), leaf=st.sampled_from([None, jnp.ones(7), ...]))
+    def give_gradients_that_do_not_match(self, name: str, leaf: Any) -> None:
+        scaled = self.gradients(1.0)
+        wrong = {**scaled.gradients, name: leaf}
+        if leaf is ...:
+            del wrong[name]
+        given = ScaledGradients(wrong, scaled.scale)
+        self.refused(PreampError, self.updated, given, self.opt_state, self.params)
+        self.refused(PreampError, apply_gradients, self.optimizer, given, self.opt_state, self.params)
 
     @rule()
     def wrap_twice(self) -> None:

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from preamp.jax import apply_gradients, loss_scaled, scaled_value_and_grad, step
+from preamp.jax import (
+    LossScaledState,
+    ScaledGradients,
+    apply_gradients,
+    loss_scaled,
+    scaled_value_and_grad,
+    step,
+)
 from tests.seeing import Remembering
 
 from .trainings import loss as small_loss
@@ -47,11 +54,14 @@ def update_alone(optimizer: Any, ours: bool) -> Costs:
     """Return what an update of a million parameters costs, the gradients given."""
 
     def stock(params: Any, state: Any, gradients: Any) -> Any:
+        if isinstance(state, LossScaledState):
+            gradients = ScaledGradients(gradients, state.policy_state.scale)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
     def whole(params: Any, state: Any, gradients: Any) -> Any:
-        return apply_gradients(optimizer, gradients, state, params)
+        scaled = ScaledGradients(gradients, state.policy_state.scale)
+        return apply_gradients(optimizer, scaled, state, params)
 
     params = floats(1 << 20)
     state = jax.eval_shape(optimizer.init, params)

@@ -20,7 +20,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import preamp
 from preamp import Dynamic
-from preamp.jax import LossScale, apply_gradients, loss_scaled, scaled_value_and_grad, step, value_and_grad
+from preamp.jax import (
+    LossScale,
+    ScaledGradients,
+    apply_gradients,
+    loss_scaled,
+    scaled_value_and_grad,
+    step,
+    value_and_grad,
+)
 
 from .trainings import SCRIPT, batches, identical, loss, off_by, parameters, shard_map
 
@@ -158,7 +166,7 @@ def test_unchecked_shards_agree_as_well(mesh: Mesh) -> None:
     optimizer = loss_scaled(optax.sgd(1.0), Dynamic(init_scale=4.0), max_norm=1.0, axis_name="d")
 
     def update(params: Any, state: Any, scaled: Any) -> Any:
-        return apply_gradients(optimizer, scaled, state, params)
+        return apply_gradients(optimizer, ScaledGradients(scaled, state.policy_state.scale), state, params)
 
     train = jax.jit(shard_map(update, mesh, (SPLIT, WHOLE, SPLIT), (SPLIT, WHOLE), False))
     params = jnp.ones(DEVICES)
@@ -195,7 +203,7 @@ def test_float16_gradients_are_averaged_in_float32(mesh: Mesh) -> None:
     mapped = jax.jit(shard_map(differentiate, mesh, (WHOLE, WHOLE, SPLIT), WHOLE, False))
     scale, x = LossScale(Dynamic(init_scale=1.0)), jnp.full(DEVICES, 6e4, jnp.float16)
     value, gradient = mapped(scale, jnp.ones((), jnp.float16), x)
-    assert float(value) == float(gradient) == float(jnp.float16(6e4))
+    assert float(value) == float(gradient.gradients) == float(jnp.float16(6e4))
     sums = [line for line in str(jax.make_jaxpr(mapped)(scale, x[0], x)).splitlines() if "psum" in line]
     assert sums
     assert not any("f16" in line.split("=")[0] for line in sums)

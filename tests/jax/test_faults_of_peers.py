@@ -14,7 +14,15 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 from preamp import Dynamic, Static, dialects
-from preamp.jax import LossScale, apply_gradients, last_step, loss_scaled, step, value_and_grad
+from preamp.jax import (
+    LossScale,
+    ScaledGradients,
+    apply_gradients,
+    last_step,
+    loss_scaled,
+    step,
+    value_and_grad,
+)
 
 
 def square(w: Any) -> Any:
@@ -143,7 +151,7 @@ def test_bfloat16_parameters_take_float32_gradients_step_after_step(micro_steps:
     optimizer = loss_scaled(inner, Dynamic(init_scale=1.0))
 
     def ours(carry: Any, gradient: Any) -> Any:
-        return apply_gradients(optimizer, gradient, carry[1], carry[0]), None
+        return apply_gradients(optimizer, ScaledGradients(gradient, 1.0), carry[1], carry[0]), None
 
     (after, state), _ = jax.lax.scan(ours, (w, optimizer.init(w)), gradients)
     assert after.dtype == jnp.bfloat16
@@ -156,7 +164,7 @@ def test_a_float16_norm_does_not_overflow_into_updates_of_zero() -> None:
     clip = optax.clip_by_global_norm(1.0)
     assert clip.update(gradients, clip.init(gradients))[0].tolist() == [0.0, 0.0]
     optimizer = loss_scaled(optax.sgd(1.0), Dynamic(init_scale=1.0), max_norm=1.0)
-    updates, _ = optimizer.update(gradients, optimizer.init(gradients))
+    updates, _ = optimizer.update(ScaledGradients(gradients, 1.0), optimizer.init(gradients))
     assert np.allclose(updates, -(0.5**0.5))
 
 
@@ -167,7 +175,7 @@ def test_no_number_of_overflows_lets_one_through() -> None:
     their_state, our_state = theirs.init(w), ours.init(w)
     for _ in range(3):
         updates, their_state = theirs.update(bad, their_state, w)
-        mine, our_state = ours.update(bad, our_state, w)
+        mine, our_state = ours.update(ScaledGradients(bad, 1.0), our_state, w)
     assert np.isnan(updates).any()
     assert mine.tolist() == [0.0, 0.0]
 
@@ -182,7 +190,7 @@ def test_accumulated_gradients_recover_from_an_overflow() -> None:
     for entry in (1.0, jnp.inf, 1.0, 1.0, 1.0):
         gradient = jnp.full(2, entry)
         updates, their_state = theirs.update(gradient, their_state, w)
-        mine, our_state = ours.update(gradient, our_state, w)
+        mine, our_state = ours.update(ScaledGradients(gradient, 1.0), our_state, w)
         totals += jnp.stack([updates, mine])
     assert np.isnan(their_state.acc_grads).all()
     assert totals.tolist() == [[0.0, 0.0], [-2.0, -2.0]]

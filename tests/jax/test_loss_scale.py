@@ -225,7 +225,7 @@ def test_a_loss_of_any_dtype_has_exact_gradients_at_any_scale(dtype: str, expone
     assert reading.finite
     assert gradient.tolist() == [1.0, -0.5]
     raw, scaled = scaled_value_and_grad(lambda w: (w * w).sum())(scale, jnp.array([0.5, -0.25], dtype))
-    assert scaled.tolist() == [2.0**exponent, -(2.0 ** (exponent - 1))]
+    assert scaled.gradients.tolist() == [2.0**exponent, -(2.0 ** (exponent - 1))]
     assert raw == value
 
 

@@ -13,6 +13,7 @@ import pytest
 from preamp import Dynamic, PolicyError, Tolerant, UsageError
 from preamp.jax import (
     LossScale,
+    ScaledGradients,
     apply_gradients,
     check_starved,
     last_step,
@@ -26,6 +27,7 @@ W = jnp.ones(3)
 SGD = optax.sgd(0.1)
 OURS = loss_scaled(SGD)
 STATE = OURS.init(W)
+SCALED = ScaledGradients(W, 1.0)
 OUTSIDE = optax.MultiSteps(OURS, 2)
 
 
@@ -36,8 +38,8 @@ def total(w: Any) -> Any:
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "policy": (PolicyError, r"policy='dynamic'.*Write policy=Dynamic\(\)", lambda: LossScale("dynamic")),  # type: ignore[arg-type]
     "policy of an optimizer": (PolicyError, r"policy=2\.0", lambda: loss_scaled(SGD, 2.0)),  # type: ignore[arg-type]
-    "inner": (UsageError, r"3 is no transformation.*Write loss_scaled\(optax", lambda: loss_scaled(3)),
-    "class of an optimizer": (UsageError, "no transformation", lambda: loss_scaled(optax.adam)),
+    "inner": (UsageError, r"3 is not a transformation.*Write loss_scaled\(optax", lambda: loss_scaled(3)),
+    "class of an optimizer": (UsageError, "not a transformation", lambda: loss_scaled(optax.adam)),
     "two scales around": (UsageError, "scales losses already", lambda: loss_scaled(OURS).init(W)),
     "loss function": (
         UsageError,
@@ -80,8 +82,12 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "complex loss": (UsageError, r"dtype complex64.*loss\.real", lambda: of(lambda w: w.sum() * 1j)),
     "integer loss": (UsageError, "dtype int32", lambda: of(lambda w: w.sum().astype(int))),
-    "no parameters": (UsageError, "params=None", lambda: apply_gradients(OURS, W, STATE, None)),
-    "state of another": (UsageError, "holds no loss scale", lambda: apply_gradients(SGD, W, SGD.init(W), W)),
+    "no parameters": (UsageError, "params=None", lambda: apply_gradients(OURS, SCALED, STATE, None)),
+    "state of another": (
+        UsageError,
+        "holds no loss scale",
+        lambda: apply_gradients(SGD, SCALED, SGD.init(W), W),
+    ),
     "step of another": (
         UsageError,
         r"Write loss_scaled\(optimizer\)",
@@ -101,14 +107,14 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "state of another kind of policy": (
         UsageError,
-        "a State, is not that of Tolerant.*start anew",
-        lambda: loss_scaled(SGD, Tolerant()).update(W, STATE),
+        r"a State, is not that of Tolerant.*Write opt_state = restart_loss_scale\(opt_state, policy\)",
+        lambda: loss_scaled(SGD, Tolerant()).update(SCALED, STATE),
     ),
     "two states": (UsageError, "holds 2 loss scales", lambda: last_step((STATE, STATE))),
     "inside MultiSteps": (
         UsageError,
-        r"stays NaN.*Write loss_scaled\(optax\.MultiSteps",
-        lambda: step(total, OUTSIDE)(W, OUTSIDE.init(W)),
+        r"made by 'MultiSteps'.*loss_scaled\(optax\.MultiSteps",
+        lambda: step(total, OUTSIDE),
     ),
     "while tracing": (UsageError, "Ask for it outside", lambda: jax.jit(lambda s: last_step(s) and 0)(STATE)),
     "while tracing a scale": (
@@ -132,7 +138,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
             r"max_norm=.*Write max_norm=1\.0, or None",
             lambda norm=norm: loss_scaled(SGD, max_norm=norm),
         )
-        for norm in (0, -1.0, float("nan"), float("inf"), "1", True)
+        for norm in (0, -1.0, float("nan"), "1", True, [1.0])
     },
 }
 

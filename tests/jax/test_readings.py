@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from preamp import Dynamic, Headroom, PolicyError
-from preamp.jax import LossScale, apply_gradients, last_step, loss_scaled, scaled_value_and_grad, step
+from preamp.jax import (
+    LossScale,
+    ScaledGradients,
+    apply_gradients,
+    last_step,
+    loss_scaled,
+    scaled_value_and_grad,
+    step,
+)
 from preamp.jax import value_and_grad as differentiated
 from preamp.jax.readings import reading_of
 from tests.seeing import Remembering, scales_after, seen_in
@@ -57,7 +65,7 @@ update = jax.jit(OPTIMIZER.update)
 def test_peak_and_share_are_those_of_all_scaled_gradients(entries: list[float]) -> None:
     gradients = tree_of(entries)
     peak, share = seen_in(gradients.values(), EDGE)
-    _, state = update(gradients, OPTIMIZER.init(gradients))
+    _, state = update(ScaledGradients(gradients, 1.0), OPTIMIZER.init(gradients))
     assert float(state.policy_state.peak) == peak
     assert float(state.policy_state.share) == pytest.approx(share, rel=1e-6)
     assert last_step(state).peak == peak
@@ -67,8 +75,8 @@ def test_peak_and_share_are_those_of_all_scaled_gradients(entries: list[float]) 
 def test_an_overflow_says_nothing_and_leaves_the_next_step_as_it_was(bad: float) -> None:
     gradients = tree_of([1.0] * COUNT)
     spoilt = tree_of([*[1.0] * (COUNT - 1), bad])
-    _, state = update(gradients, OPTIMIZER.init(gradients))
-    _, state = update(spoilt, state)
+    _, state = update(ScaledGradients(gradients, 1.0), OPTIMIZER.init(gradients))
+    _, state = update(ScaledGradients(spoilt, 1.0), state)
     assert remembered(state.policy_state) == [2.0, 1.0, 0.0]
     assert last_step(state).peak is None
 
@@ -93,7 +101,7 @@ def test_a_compiled_step_sees_what_it_cuts_off(dtype: str) -> None:
     *_, reading = differentiated(low)(LossScale(POLICY), params, x)
     train = jax.jit(step(low, OPTIMIZER), donate_argnums=(0, 1))
     _, params, state = train(params, state, x)
-    expected = seen_in(jax.tree.leaves(scaled), EDGE)
+    expected = seen_in(jax.tree.leaves(scaled.gradients), EDGE)
     assert (last_step(state).peak, float(state.policy_state.share)) == pytest.approx(expected, rel=1e-6)
     assert (float(reading.peak), float(reading.share)) == pytest.approx(expected, rel=1e-6)
     train(params, state, x)
@@ -118,7 +126,7 @@ def test_shards_of_gradients_are_seen_as_one(checked: bool) -> None:
     places = {"row": split, "all": whole}
 
     def update(params: Any, state: Any, scaled: Any) -> Any:
-        return apply_gradients(optimizer, scaled, state, params)
+        return apply_gradients(optimizer, ScaledGradients(scaled, state.policy_state.scale), state, params)
 
     state = optimizer.init(gradients)
     train = jax.jit(shard_map(update, mesh, (places, whole, places), (places, whole), checked))
@@ -131,7 +139,7 @@ def test_shards_of_gradients_are_seen_as_one(checked: bool) -> None:
 def test_a_policy_that_sees_nothing_has_no_more_to_remember() -> None:
     state = loss_scaled(optax.sgd(1.0), Dynamic()).init(parameters())
     assert state.peak is None
-    assert len(jax.tree.leaves(state)) == 9
+    assert len(jax.tree.leaves(state)) == 10
 
 
 def test_headroom_moves_in_compiled_steps_as_on_floats() -> None:

@@ -11,6 +11,7 @@ from preamp.casts import CastReport
 from preamp.jax import (
     LossScale,
     LossScaledState,
+    ScaledGradients,
     all_finite,
     apply_gradients,
     autocast,
@@ -21,6 +22,7 @@ from preamp.jax import (
     last_step,
     look,
     loss_scaled,
+    restart_loss_scale,
     scaled_value_and_grad,
     step,
     value_and_grad,
@@ -38,6 +40,10 @@ def train(w: jax.Array, x: jax.Array) -> Step | None:
     _, w, state = step(autocast(loss, jnp.float16), optimizer)(w, state, x)
     _, gradients = scaled_value_and_grad(loss)(state, w, x)
     w, state = apply_gradients(optimizer, gradients, state, w)
+    scaled = ScaledGradients(w, 8.0)
+    assert_type((scaled + scaled.map(jnp.negative)).unscale(), Any)
+    w, state = apply_gradients(optimizer, sum([scaled, scaled], start=scaled), state, w)
+    assert_type(restart_loss_scale(state, Dynamic()), LossScaledState)
     check_starved(state, Dynamic())
     return last_step(state)
 
@@ -68,7 +74,7 @@ def see(w: jax.Array) -> Look:
 
 
 def named(state: LossScaledState) -> Any:
-    return state.scale
+    return state.last_scale
 
 
 def mistakes(w: jax.Array) -> None:

@@ -1,7 +1,6 @@
 """preamp for JAX: autocast, and loss scaling inside the compiled step.
 
-This room decides what a primitive computes in, and where in a compiled step an update is left out. It refuses
-to know when a scale moves: the policy does. docs/architecture.md says what each file decides.
+The policy decides when the scale moves. docs/architecture.md says what each file decides.
 """
 
 from preamp.errors import MissingExtra
@@ -18,12 +17,15 @@ from preamp.jax.differentiation import scaled_value_and_grad, value_and_grad
 from preamp.jax.exponents import exponent_histogram, flow_slot, look, watch
 from preamp.jax.gradients import all_finite
 from preamp.jax.loss_scale import LossScale
+from preamp.jax.scaled_gradients import ScaledGradients
+from preamp.jax.states import LossScaledState
 from preamp.jax.stepping import apply_gradients, step
-from preamp.jax.transformation import LossScaledState, check_starved, last_step, loss_scaled
+from preamp.jax.transformation import check_starved, last_step, loss_scaled, restart_loss_scale
 
 __all__ = [
     "LossScale",
     "LossScaledState",
+    "ScaledGradients",
     "all_finite",
     "apply_gradients",
     "autocast",
@@ -34,6 +36,7 @@ __all__ = [
     "last_step",
     "look",
     "loss_scaled",
+    "restart_loss_scale",
     "scaled_value_and_grad",
     "step",
     "value_and_grad",

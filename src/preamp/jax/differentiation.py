@@ -1,7 +1,7 @@
 """Gradients of a scaled loss, though no loss is ever multiplied.
 
 The scale enters as the seed of the vector-Jacobian product. So the loss cannot overflow, and its value needs
-no unscaling. This room differentiates. It refuses to know what becomes of gradients.
+no unscaling.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from preamp.errors import UsageError
 from preamp.jax import axes, gradients
 from preamp.jax.loss_scale import LossScale
 from preamp.jax.readings import reading_of
-from preamp.jax.transformation import find, found_in
+from preamp.jax.scaled_gradients import ScaledGradients
+from preamp.jax.states import find, found_in, kind_of
 from preamp.policy import Reading
 
-__all__ = ["scaled_value_and_grad", "value_and_grad"]
+__all__ = ["differentiated", "scale_in", "scaled_value_and_grad", "unscaled_loss", "value_and_grad"]
 
 
 def value_and_grad(
@@ -51,11 +52,12 @@ def value_and_grad(
     >>> float(value), float(gradient), bool(reading.finite)
     (9.0, 6.0, True)
     """
-    differentiate = scaled_value_and_grad(loss_fn, argnums, has_aux, axis_name)
+    differentiate = differentiated(loss_fn, argnums, has_aux, axis_name)
 
     def call(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
-        value, scaled = differentiate(loss_scale, *args, **kwargs)
-        seen = gradients.look(scaled, _scale_in(loss_scale))
+        scale = scale_in(loss_scale)
+        value, scaled = differentiate(scale, *args, **kwargs)
+        seen = gradients.look(scaled, scale)
         reading = Reading(seen.finite)
         if isinstance(loss_scale, LossScale):  # an optimizer's state does not know its policy
             reading = reading_of(loss_scale.policy, scaled, seen.finite)
@@ -70,13 +72,36 @@ def scaled_value_and_grad(
     has_aux: bool = False,
     axis_name: Hashable = None,
 ) -> Callable[..., Any]:
-    """Return a function that returns the value, or (value, aux), and the gradients, still scaled.
+    """Return a function that returns the value, or (value, aux), and the gradients as `ScaledGradients`.
 
-    That is what `apply_gradients` and the `update` of `loss_scaled` take. The first argument is a `LossScale`
-    or the state of an optimizer made with `loss_scaled`; the others are those of `loss_fn`.
+    That is what `apply_gradients` and the `update` of `loss_scaled` take. The first argument is the state of
+    an optimizer made with `loss_scaled`, or a `LossScale`; the others are those of `loss_fn`.
 
     The arguments and errors are those of `value_and_grad`.
+
+    >>> import jax.numpy as jnp
+    >>> from preamp.jax import LossScale
+    >>> value, scaled = scaled_value_and_grad(jnp.square)(LossScale(), jnp.float32(3.0))
+    >>> float(value), float(scaled.unscale()), float(scaled.scale)
+    (9.0, 6.0, 65536.0)
     """
+    differentiate = differentiated(loss_fn, argnums, has_aux, axis_name)
+
+    def call(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = scale_in(loss_scale)
+        result, scaled = differentiate(scale, *args, **kwargs)
+        return result, ScaledGradients(scaled, scale)
+
+    return call
+
+
+def differentiated(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    axis_name: Hashable = None,
+) -> Callable[..., Any]:
+    """Return `scaled_value_and_grad`, but of a function of the scale itself to a plain tree."""
     if not callable(loss_fn):
         raise UsageError(
             f"a {type(loss_fn).__name__} cannot be called as a loss. Write value_and_grad(loss_fn), or "
@@ -85,8 +110,7 @@ def scaled_value_and_grad(
     numbers = _numbers(argnums)
     names = axes.names_of(axis_name)
 
-    def call(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
-        scale = _scale_in(loss_scale)
+    def call(scale: Any, *args: Any, **kwargs: Any) -> Any:
         _check_range(numbers, len(args))
 
         def loss_of(*chosen: Any) -> tuple[Any, Any]:
@@ -106,6 +130,38 @@ def scaled_value_and_grad(
     return call
 
 
+def unscaled_loss(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    axis_name: Hashable,
+    scale: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Callable[[Any], Any]:
+    """Return the loss as a function of the parameters alone, for line searches that evaluate it again.
+
+    Their gradients are computed from the scaled loss and unscaled, so that they do not underflow either.
+    """
+    names = axes.names_of(axis_name)
+    differentiate = differentiated(loss_fn, 0, has_aux, axis_name)
+
+    def value_and_gradient(params: Any) -> tuple[Any, Any]:
+        result, scaled = differentiate(scale, params, *args, **kwargs)
+        value = result[0] if has_aux else result
+        return value, gradients.like(gradients.multiplied(scaled, 1.0 / scale), params)
+
+    @jax.custom_vjp
+    def value_fn(params: Any) -> Any:
+        loss, _ = _parts(loss_fn(params, *args, **kwargs), has_aux)
+        return lax.pmean(gradients.wide(loss), names) if names else loss
+
+    def backward(gradient: Any, seed: Any) -> tuple[Any]:
+        return (gradients.like(gradients.multiplied(gradient, seed), gradient),)
+
+    value_fn.defvjp(value_and_gradient, backward)
+    return value_fn
+
+
 def _pulled_back(pull_back: Callable[[Any], Any], value: Any, scale: Any) -> Any:
     """Return gradients times the scale, as much of it through the network as the loss's dtype can hold."""
     dtype = value.dtype
@@ -121,16 +177,18 @@ def _as_seed(number: Any, value: Any) -> Any:
     return jnp.where(value == value, number, number)
 
 
-def _scale_in(loss_scale: Any) -> Any:
+def scale_in(loss_scale: Any) -> Any:
+    """Return the scale of the next loss, of a `LossScale` or the state of `loss_scaled`."""
     if isinstance(loss_scale, LossScale):
         return loss_scale.loss_scale
-    if not found_in(loss_scale):
-        raise UsageError(
-            f"the first argument holds no loss scale: it is {_kind(loss_scale)}. Write "
-            "value_and_grad(loss_fn)(LossScale(), params), or "
-            "scaled_value_and_grad(loss_fn)(opt_state, params) with a state made by loss_scaled."
-        )
-    return find(loss_scale).policy_state.scale
+    if loss_scale is None or isinstance(loss_scale, dict) or found_in(loss_scale):
+        scale = find(loss_scale).policy_state.scale
+        return scale if isinstance(scale, jax.Array) else jnp.asarray(scale)  # nnx keeps it in a variable
+    raise UsageError(
+        f"the first argument holds no loss scale: it is {kind_of(loss_scale)}. Write "
+        "value_and_grad(loss_fn)(LossScale(), params), or "
+        "scaled_value_and_grad(loss_fn)(opt_state, params) with a state made by loss_scaled."
+    )
 
 
 def _numbers(argnums: Any) -> tuple[int, ...]:
@@ -155,12 +213,12 @@ def _parts(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Return the loss and aux, for what the loss function returned."""
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         raise UsageError(
-            f"has_aux=True, but the loss function returned {_kind(result)}. Write return loss, aux."
+            f"has_aux=True, but the loss function returned {kind_of(result)}. Write return loss, aux."
         )
     loss, aux = result if has_aux else (result, None)
     if not isinstance(loss, jax.Array | np.ndarray | np.generic | complex | float | int) or jnp.shape(loss):
         raise UsageError(
-            f"the loss is {_kind(loss)}, not a scalar. Write return jnp.mean(loss), or has_aux=True."
+            f"the loss is {kind_of(loss)}, not a scalar. Write return jnp.mean(loss), or has_aux=True."
         )
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -169,10 +227,3 @@ def _parts(result: Any, has_aux: bool) -> tuple[Any, Any]:
             "loss.real, or loss.astype(jnp.float32)."
         )
     return loss, aux
-
-
-def _kind(value: Any) -> str:
-    """Return what a value is, in words that know of no tracers."""
-    if hasattr(value, "shape"):
-        return f"an array of shape {value.shape}"
-    return f"a {type(value).__name__}"

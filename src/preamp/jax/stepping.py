@@ -1,7 +1,4 @@
-"""A training step whose update is one conditional: what makes loss scaling cost nothing.
-
-This room puts the pieces in order. It refuses to know what each of them does.
-"""
+"""A training step whose update is one conditional: what makes loss scaling cost nothing."""
 
 from __future__ import annotations
 
@@ -11,43 +8,47 @@ from typing import Any
 import jax
 import optax
 
+from preamp.checks import shown
 from preamp.errors import UsageError
 from preamp.jax import gradients, tails
-from preamp.jax.differentiation import scaled_value_and_grad
-from preamp.jax.transformation import LossScaledState, Scaling, find, found_in
+from preamp.jax.differentiation import differentiated, scale_in, unscaled_loss
+from preamp.jax.model_state import keep_on_skip
+from preamp.jax.scaled_gradients import ScaledGradients
+from preamp.jax.states import LossScaledState, find, found_in
+from preamp.jax.transformation import Scaling, declared
 
 __all__ = ["apply_gradients", "step"]
 
 
 def apply_gradients(
-    optimizer: optax.GradientTransformation, scaled_gradients: Any, opt_state: Any, params: Any, **extra: Any
+    optimizer: optax.GradientTransformation,
+    scaled_gradients: ScaledGradients,
+    opt_state: LossScaledState,
+    params: Any,
+    **extra: Any,
 ) -> tuple[Any, Any]:
     """Return the parameters and the optimizer's state after a step, both as they were if it is skipped.
 
-    Under `jit` all of the update, `optax.apply_updates` included, is one branch of one conditional, if the
-    optimizer is what `loss_scaled` returned. For one that has it inside (`optax.chain`, `optax.masked`) this
-    is `optimizer.update` and `optax.apply_updates`.
+    Under `jit` all of the update, `optax.apply_updates` included, is one branch of one conditional.
 
     Args:
-        optimizer: made with `loss_scaled`.
+        optimizer: what `loss_scaled` returned, not a transformation with that inside.
         scaled_gradients: of `scaled_value_and_grad`, a tree like `params`.
         opt_state: of `optimizer.init(params)`.
         params: a tree of arrays.
-        extra: what the inner optimizer's `update` takes besides, such as `value`.
+        extra: what the inner optimizer's `update` takes besides, such as `value`, which is also recorded as
+            the step's loss. A `grad` may be `ScaledGradients`; without one it is the gradients of this step.
 
     Raises:
-        UsageError: for a state without a loss scale, or without parameters.
+        UsageError: for an optimizer or a state that is not of `loss_scaled`, gradients that do not say their
+            scale, and gradients that are not a tree like the parameters.
     """
     if params is None:
         raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
     find(opt_state)
-    scaling = _scaling(optimizer, opt_state)
-    if scaling:
-        return scaling.apply(scaled_gradients, opt_state, params, extra)
-    updates, opt_state = optax.with_extra_args_support(optimizer).update(
-        scaled_gradients, opt_state, params, **extra
-    )
-    return optax.apply_updates(params, updates), opt_state
+    scaling = _scaling(optimizer)
+    scaled, extra = declared(scaled_gradients, extra)
+    return scaling.apply(scaled, opt_state, params, extra)
 
 
 def step(
@@ -55,22 +56,33 @@ def step(
     optimizer: optax.GradientTransformation,
     has_aux: bool = False,
     axis_name: Hashable = None,
+    keep_state: bool | None = None,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """Return a training step: ``step(params, opt_state, *args) -> value, params, opt_state``.
 
     With `has_aux` the first is (value, aux). Compile it: ``jax.jit(step, donate_argnums=(0, 1))``. Where
     parameters are sharded over explicit axes, make the state with ``jax.jit(optimizer.init)(params)``.
 
+    A model's state, such as the running statistics of a batch norm, goes in as an argument and comes back in
+    aux. On a skipped step it comes back as it was: an overflow in forward would otherwise leave inf or NaN in
+    it for ever. New state is recognized by being, in aux, a dictionary, module or other tree with names that
+    has the structure and shapes of one argument or of a part of it.
+
     Args:
         loss_fn: a function of the parameters and what else the step is given, by position or by name, to a
-            floating scalar; or to a pair of it and anything.
-        optimizer: made with `loss_scaled`. Its `update` is given `value` as well, for what takes it.
+            floating scalar; or to a pair of it and anything. Of `optax.LookaheadParams` it is given the fast
+            ones.
+        optimizer: what `loss_scaled` returned, not a transformation with that inside. Its `update` is given
+            `value`, `grad` and `value_fn` as well, for what takes them.
         has_aux: whether `loss_fn` returns a pair.
         axis_name: the axis of `pmap` or `shard_map` along which devices have other examples, or a tuple of
             them: value and gradients are averaged.
+        keep_state: whether state in aux comes back as it was on a skipped step. None: where it is recognized.
+            True: it has to be recognized. False: aux is what the loss function returned.
 
     Raises:
-        UsageError: as `value_and_grad` and `apply_gradients` do, and for parameters without a gradient.
+        UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; for state
+            in aux that could be that of several arguments, and for `keep_state=True` without any.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from preamp.jax import last_step, loss_scaled
@@ -84,26 +96,58 @@ def step(
     >>> float(value), float(w), last_step(state).new_scale
     (inf, 0.5, 32768.0)
     """
-    differentiate = scaled_value_and_grad(loss_fn, has_aux=has_aux, axis_name=axis_name)
+    scaling = _scaling(optimizer)
+    differentiate = differentiated(loss_fn, 0, has_aux, axis_name)
+    _check_keep_state(keep_state, has_aux)
 
     def train(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        _check_arguments(params, opt_state)
-        scaling = _scaling(optimizer, opt_state)
-        if scaling and isinstance(opt_state.policy_state.scale, jax.core.Tracer):
-            result, scaled, complete = tails.cut(differentiate, opt_state, params, *args, **kwargs)
-            extra = {"value": result[0] if has_aux else result}
-            return result, *scaling.apply(scaled, opt_state, params, extra, complete)
-        result, scaled = differentiate(opt_state, params, *args, **kwargs)
+        fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+        _check_arguments(fast, opt_state)
+        scale, complete = scale_in(opt_state), None
+        if isinstance(scale, jax.core.Tracer):
+            result, scaled, complete = tails.cut(differentiate, scale, fast, *args, **kwargs)
+        else:
+            result, scaled = differentiate(scale, fast, *args, **kwargs)
         value = result[0] if has_aux else result
-        return result, *apply_gradients(optimizer, scaled, opt_state, params, value=value)
+        value_fn = unscaled_loss(loss_fn, has_aux, axis_name, scale, args, kwargs)
+        extra = {"value": value, "value_fn": value_fn}
+        params, opt_state = scaling.apply(ScaledGradients(scaled, scale), opt_state, params, extra, complete)
+        if has_aux and keep_state is not False:
+            aux = keep_on_skip(result[1], opt_state.finite, args, kwargs, required=keep_state is True)
+            result = value, aux
+        return result, params, opt_state
 
     return train
 
 
-def _scaling(optimizer: Any, opt_state: Any) -> Scaling | None:
-    """Return what `loss_scaled` made, if that is the whole optimizer."""
-    scaling = getattr(optimizer.update, "__self__", None)
-    return scaling if isinstance(scaling, Scaling) and isinstance(opt_state, LossScaledState) else None
+def _scaling(optimizer: Any) -> Scaling:
+    """Return what `loss_scaled` made.
+
+    Raises:
+        UsageError: for any other optimizer, and for one that has `loss_scaled` inside.
+    """
+    scaling = getattr(getattr(optimizer, "update", None), "__self__", None)
+    if not isinstance(scaling, Scaling):
+        maker = getattr(getattr(optimizer, "init", optimizer), "__qualname__", repr(optimizer)).split(".")[0]
+        raise UsageError(
+            f"the optimizer was made by {shown(maker)}, not by loss_scaled, which has to be the outermost: "
+            "what is around it would be given gradients that are still scaled, or run on skipped steps. "
+            "Write loss_scaled(optimizer) around the whole optimizer, such as loss_scaled(optax.chain(...)) "
+            "or loss_scaled(optax.MultiSteps(inner, k))."
+        )
+    return scaling
+
+
+def _check_keep_state(keep_state: Any, has_aux: bool) -> None:
+    if keep_state is not None and not isinstance(keep_state, bool):
+        raise UsageError(
+            f"keep_state={keep_state!r:.60} is not a boolean. Write keep_state=True, or leave it out."
+        )
+    if keep_state and not has_aux:
+        raise UsageError(
+            "keep_state=True, but without has_aux=True the loss function returns no state. Write return "
+            "loss, state and step(loss_fn, optimizer, has_aux=True)."
+        )
 
 
 def _check_arguments(params: Any, opt_state: Any) -> None:

@@ -1,56 +1,31 @@
-"""Loss scaling as an optax transformation: what is not finite is skipped, and the record is in the state.
-
-This room runs the inner optimizer or does not, and moves the policy. It refuses to know losses.
-"""
+"""Loss scaling as an optax transformation: what is not finite is skipped, and the record is in the state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from preamp.checks import positive
-from preamp.errors import UsageError
+from preamp.checks import is_number, shown
+from preamp.errors import PolicyError, UsageError
 from preamp.jax import axes, gradients
 from preamp.jax.loss_scale import LossScale, read, start_of
+from preamp.jax.matching import check_gradients, check_inner_state
 from preamp.jax.readings import reading_of
+from preamp.jax.scaled_gradients import ScaledGradients
+from preamp.jax.states import LossScaledState, check_scalars, find, found_in, kind_of
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
 from preamp.trace import Step
 
-__all__ = ["LossScaledState", "Scaling", "check_starved", "find", "found_in", "last_step", "loss_scaled"]
+__all__ = ["Scaling", "check_starved", "declared", "last_step", "loss_scaled", "restart_loss_scale"]
 
-
-class LossScaledState(NamedTuple):
-    """What `loss_scaled` remembers: arrays only, scalars but for the inner state.
-
-    Attributes:
-        policy_state: the policy's state, float32; `policy_state.scale` is what the next loss is scaled by.
-        inner_state: the inner transformation's.
-        scale: float32; the scale that was in the last loss.
-        finite: boolean; whether the last gradients were.
-        grad_norm: float32; the global L2 norm of the last unscaled gradients before clipping, inf if not
-            finite.
-        starved: float32; at how many overflows the policy gave up, 0 if it has not.
-        steps: int32; steps taken or skipped.
-        skipped_steps: int32; steps skipped.
-        peak: float32; the largest magnitude among the last scaled gradients, if finite. None, which is no
-            leaf, where the policy does not ask for it.
-    """
-
-    policy_state: Any
-    inner_state: Any
-    scale: Any
-    finite: Any
-    grad_norm: Any
-    starved: Any
-    steps: Any
-    skipped_steps: Any
-    peak: Any = None
+UNKNOWN = -float("inf")  # the loss in a state that was not told one: a real loss is never this
 
 
 def loss_scaled(
@@ -59,53 +34,83 @@ def loss_scaled(
     max_norm: float | None = None,
     axis_name: Hashable = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation of scaled gradients: it unscales, checks, clips, and skips what is not finite.
+    """Return a transformation of `ScaledGradients`: it unscales, checks, clips, and skips what is not finite.
 
     On a skip the inner state keeps every bit and the updates are zeros, negative ones: added to a parameter
-    they leave every bit as well. The inner transformation is shown gradients and parameters in float32 where
+    they leave every bit as well. The inner transformation is given gradients and parameters in float32 where
     they are shorter; float64 and complex stay.
 
-    The loss to differentiate is scaled by what `policy_state.scale` holds: `step` and
-    `scaled_value_and_grad` see to that. All else belongs inside, as in ``loss_scaled(MultiSteps(inner, k))``:
-    in a chain, what stands before `loss_scaled` would see scaled gradients, and what stands after it would
-    run on skipped steps too.
+    The loss to differentiate is scaled by `policy_state.scale`: `step` and `scaled_value_and_grad` do that.
+    `update` takes what `scaled_value_and_grad` returns, and unscales it with the scale that it carries. Plain
+    gradients are refused, because nothing tells whether they are scaled: `ScaledGradients(gradients, scale)`
+    says so. A trainer that takes gradients apart (`nnx.Optimizer`) passes the scale beside them:
+    ``update(scaled.gradients, state, params, loss_scale=scaled.scale)``.
+
+    `loss_scaled` has to be the outermost transformation: all else belongs inside, as in
+    ``loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))``. In a chain, what stands
+    before `loss_scaled` would be given scaled gradients, and what stands after it would run on skipped steps.
+    `step`, `apply_gradients`, `scaled_value_and_grad` and `last_step` refuse the state of such a chain.
 
     Args:
         inner: any optax transformation or optimizer.
         policy: any policy or dialect of preamp. None: `Dynamic()`.
         max_norm: clip the unscaled gradients to this global L2 norm, as `optax.clip_by_global_norm` does.
+            None and inf do not clip.
         axis_name: the mapped axis, or a tuple of them, along which devices hold other gradients: shards
             of parameters. They then skip together, and the norm is that of all. Where gradients have been
             averaged over devices, and under `jit` with sharded arrays, nothing is to be given.
 
     Raises:
         PolicyError: for a policy or norm that cannot work.
-        UsageError: for an `inner` that is no transformation, or scales losses already.
+        UsageError: for an `inner` that is not a transformation, or scales losses already.
 
     >>> import jax.numpy as jnp, optax
     >>> from preamp import Dynamic
     >>> optimizer = loss_scaled(optax.sgd(0.5), Dynamic(init_scale=4.0), max_norm=1.0)
     >>> params = jnp.zeros(2)
     >>> state = optimizer.init(params)
-    >>> optimizer.update(4.0 * jnp.array([3.0, 4.0]), state, params)[0].tolist()
+    >>> scaled = ScaledGradients(4.0 * jnp.array([3.0, 4.0]), 4.0)  # of a loss that was multiplied by 4
+    >>> optimizer.update(scaled, state, params)[0].tolist()
     [-0.30000001192092896, -0.4000000059604645]
-    >>> updates, state = optimizer.update(jnp.array([jnp.inf, 0.0]), state, params)
+    >>> updates, state = optimizer.update(scaled.map(lambda g: g / 0.0), state, params)
     >>> float(state.policy_state.scale), int(state.skipped_steps)
     (2.0, 1)
     """
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         raise UsageError(
-            f"{inner!r} is no transformation: it has no init and update. Write loss_scaled(optax.adam(1e-3))."
+            f"{inner!r} is not a transformation: it has no init and update. Write "
+            "loss_scaled(optax.adam(1e-3))."
         )
-    if max_norm is not None:
-        positive("max_norm", max_norm, "max_norm=1.0, or None")
     scaling = Scaling(
         optax.with_extra_args_support(inner),
         given_policy(Dynamic() if policy is None else policy, {}),
-        None if max_norm is None else float(max_norm),
+        _norm(max_norm),
         axes.names_of(axis_name),
     )
     return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
+
+
+def _norm(max_norm: Any) -> float | None:
+    """Return a limit as a float; None for one that is never reached.
+
+    Raises:
+        PolicyError: for what is not a number above 0 that is known before the step is compiled.
+    """
+    if max_norm is None:
+        return None
+    if isinstance(max_norm, jax.core.Tracer):
+        raise PolicyError(
+            "max_norm is a value that JAX is tracing, and it has to be known before. Write max_norm=1.0, or "
+            "put optax.clip_by_global_norm(max_norm) into the inner optimizer."
+        )
+    limit = max_norm
+    if isinstance(max_norm, np.ndarray | np.generic | jax.Array) and max_norm.shape == ():
+        limit = max_norm.item()
+    if limit == float("inf"):
+        return None
+    if not (is_number(limit) and limit > 0.0):
+        raise PolicyError(f"max_norm={shown(max_norm)} is not a number above 0. Write max_norm=1.0, or None.")
+    return float(limit)
 
 
 @dataclass(frozen=True)
@@ -128,29 +133,51 @@ class Scaling:
         return LossScaledState(
             policy_state=start,
             inner_state=inner,
-            scale=_copy(start.scale),
+            last_scale=_copy(start.scale),
             finite=jnp.ones((), bool),
             grad_norm=jnp.zeros((), jnp.float32),
             starved=jnp.zeros((), jnp.float32),
             steps=jnp.zeros((), jnp.int32),
             skipped_steps=jnp.zeros((), jnp.int32),
-            peak=jnp.zeros((), jnp.float32) if "peak" in self.policy.sees else None,
+            loss=jnp.full((), UNKNOWN, jnp.float32),
+            peak=self.first_peak(),
         )
+
+    def first_peak(self) -> Any:
+        """Return the peak before the first step; None where the policy does not ask for it."""
+        return jnp.zeros((), jnp.float32) if "peak" in self.policy.sees else None
 
     def update(
         self, scaled: Any, state: LossScaledState, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         """Return updates, in the dtypes of the unscaled gradients, and the state after the step."""
-        nothing = gradients.each(lambda leaf: jnp.full_like(leaf, -0.0), gradients.wide(scaled))
-        return self._step(scaled, state, params, extra, lambda updates: updates, nothing)
+        scaled, extra = declared(scaled, extra)
+
+        return self._step(
+            scaled, state, params, extra, lambda updates: updates, self._zeros(scaled, state, params, extra)
+        )
+
+    def _zeros(self, scaled: ScaledGradients, state: LossScaledState, params: Any, extra: Any) -> Any:
+        """Return the updates of a skipped step: negative zeros, which change no bit."""
+        wide = gradients.wide(scaled.gradients)
+        like: Any = jax.tree.structure(wide)
+        if params is None or like == jax.tree.structure(params):
+            return gradients.each(lambda leaf: jnp.full_like(leaf, -0.0), wide)
+        # Updates need not be a tree like the gradients: those of optax.lookahead have fast and slow parts.
+        updates = jax.eval_shape(
+            lambda: self.inner.update(
+                wide, state.inner_state, gradients.wide(params), **{"grad": wide, **extra}
+            )[0]
+        )
+        return gradients.each(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates)
 
     def apply(
         self,
-        scaled: Any,
+        scaled: ScaledGradients,
         state: LossScaledState,
         params: Any,
         extra: dict[str, Any],
-        complete: Callable[[Any], Any] = lambda scaled: scaled,
+        complete: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, LossScaledState]:
         """Return the parameters and the state after the step.
 
@@ -162,87 +189,135 @@ class Scaling:
             complete: makes the gradients of `scaled`; called where the step is not skipped.
         """
         whole = gradients.wide(params)
-        return self._step(
-            scaled, state, params, extra, lambda u: optax.apply_updates(whole, u), params, complete
-        )
+
+        def applied(updates: Any) -> Any:
+            return optax.apply_updates(whole, jax.tree.map(_without_float0, updates))
+
+        return self._step(scaled, state, params, extra, applied, params, complete)
 
     def _step(
         self,
-        scaled: Any,
+        scaled: ScaledGradients,
         state: LossScaledState,
         params: Any,
         extra: dict[str, Any],
         finish: Callable[[Any], Any],
         before: Any,
-        complete: Callable[[Any], Any] = lambda scaled: scaled,
+        complete: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, LossScaledState]:
         """Return `finish` of the inner updates, or `before` on a skip: all of it in one conditional."""
-        if not isinstance(state, LossScaledState):
-            raise UsageError(
-                f"the state is a {type(state).__name__}, not one of loss_scaled. Write optimizer.init(params)"
-                " to make it, and give each step what the last one returned."
-            )
-        seen = gradients.look(scaled, state.policy_state.scale, self.names)
-        reading = reading_of(self.policy, scaled, seen.finite, self.names)
+        self._check_state(state)
+        if complete is None:
+            check_gradients(scaled.gradients, params)
+        scale = scaled.scale
+        seen = gradients.look(scaled.gradients, scale, self.names)
+        reading = reading_of(self.policy, scaled.gradients, seen.finite, self.names)
 
         def take() -> tuple[Any, Any]:
-            unscaled = gradients.multiplied(complete(scaled), seen.inverse * self._clip(seen.norm))
-            updates, inner = self.inner.update(unscaled, state.inner_state, gradients.wide(params), **extra)
-            return gradients.like(finish(updates), before), gradients.like(inner, state.inner_state)
+            whole = complete(scaled.gradients) if complete else scaled.gradients
+            unscaled = gradients.multiplied(whole, seen.inverse * self._clip(seen.norm))
+            # Line searches ask for the gradient of the loss, before clipping. Compiled, it costs nothing
+            # else.
+            plain = unscaled if self.max_norm is None else gradients.multiplied(whole, seen.inverse)
+            others = {"grad": plain, **extra}
+            updates, inner = self._inner_update(unscaled, state.inner_state, gradients.wide(params), others)
+            return gradients.like(finish(updates), before), inner
 
         result, inner = _either(seen.finite, take, lambda: (before, state.inner_state))
-        return result, self._after(state, inner, seen.norm, reading)
+        return result, self._after(state, inner, scale, seen.norm, reading, extra.get("value"))
+
+    def _inner_update(
+        self, unscaled: Any, inner_state: Any, params: Any, extra: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return the inner optimizer's updates and its state, in the dtypes that the state had.
+
+        Raises:
+            UsageError: for a state that is not one of these parameters.
+        """
+        like = params if params is not None else unscaled
+        try:
+            updates, after = self.inner.update(unscaled, inner_state, params, **extra)
+            after = gradients.like(after, inner_state)
+        except UsageError:
+            raise
+        except Exception as error:
+            check_inner_state(error, self.inner.init, like, inner_state)
+            raise
+        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (after, inner_state)]
+        if shapes[0] != shapes[1]:  # a leaf of another shape was broadcast
+            check_inner_state(None, self.inner.init, like, inner_state)
+        return updates, after
+
+    def _check_state(self, state: Any) -> None:
+        """Raise for a state of another optimizer, or of another policy."""
+        find(state)
+        check_scalars(state)
+        if (state.peak is None) != (self.first_peak() is None) or type(state.policy_state) is not type(
+            self.policy.start()
+        ):
+            raise UsageError(
+                f"the loss scale in opt_state, {kind_of(state.policy_state)}, is not that of "
+                f"{self.policy!r}: it was made by another policy. Write opt_state = "
+                "restart_loss_scale(opt_state, policy), which keeps the optimizer's state and starts the "
+                "policy's again; or restore with optimizer.init(params) as the template, if a file has lost "
+                "the types."
+            )
 
     def _clip(self, norm: Any) -> Any:
         return 1.0 if self.max_norm is None else self.max_norm / jnp.maximum(norm, self.max_norm)
 
-    def _after(self, state: LossScaledState, inner: Any, norm: Any, reading: Reading) -> LossScaledState:
+    def _after(
+        self, state: LossScaledState, inner: Any, scale: Any, norm: Any, reading: Reading, loss: Any
+    ) -> LossScaledState:
         after = LossScale(self.policy, state.policy_state, state.starved).advance(reading)
         return LossScaledState(
             policy_state=after.state,
             inner_state=inner,
-            scale=_copy(state.policy_state.scale),
+            last_scale=_copy(scale),
             finite=reading.finite,
             grad_norm=jnp.where(reading.finite, norm, jnp.inf).astype(jnp.float32),
             starved=after.starved,
             steps=state.steps + 1,
             skipped_steps=state.skipped_steps + jnp.where(reading.finite, 0, 1).astype(jnp.int32),
+            loss=_as_loss(loss, reading.finite),
             peak=None if reading.peak is None else _copy(reading.peak),
         )
 
 
-def find(state: Any) -> LossScaledState:
-    """Return the state of `loss_scaled` in that of an optimizer made with it.
+def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossScaledState:
+    """Return the state to resume a training from with another policy.
+
+    The inner optimizer's state, its moments and counts, and the counts of steps stay. The loss scale starts
+    as the policy starts it.
+
+    Args:
+        opt_state: of an optimizer made with `loss_scaled` and any policy.
+        policy: that of the `loss_scaled` which goes on.
 
     Raises:
-        UsageError: if there is none, more than one, or one inside `MultiSteps`, which cannot work.
+        PolicyError: for what is not a policy.
+        UsageError: for another state.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from preamp import Dynamic, Headroom
+    >>> state = loss_scaled(optax.adam(1e-3), Dynamic(init_scale=2.0**20)).init(jnp.zeros(2))
+    >>> policy = Headroom(init_scale=2.0**10)
+    >>> state = restart_loss_scale(state, policy)
+    >>> optimizer = loss_scaled(optax.adam(1e-3), policy)
+    >>> float(state.policy_state.scale)
+    1024.0
     """
-    found = found_in(state)
-    sums = jax.tree.leaves(
-        state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState | LossScaledState)
+    state = find(opt_state)
+    start = Scaling(optax.with_extra_args_support(optax.identity()), given_policy(policy, {}), None, ()).init(
+        ()
     )
-    for node in sums:
-        if isinstance(node, optax.MultiStepsState) and found_in(node):
-            raise UsageError(
-                "loss_scaled is inside MultiSteps, whose sum stays NaN for ever after one overflow. "
-                "Write loss_scaled(optax.MultiSteps(inner, k)): it is shown finite gradients only."
-            )
-    if len(found) != 1:
-        raise UsageError(
-            f"the optimizer's state holds {len(found) or 'no'} loss scale{'s' * (len(found) > 1)}, "
-            "and one loss needs one. Write loss_scaled(optimizer) around the whole optimizer."
-        )
-    return found[0]
-
-
-def found_in(tree: Any) -> list[LossScaledState]:
-    """Return the states of `loss_scaled` in a tree."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScaledState))
-    return [node for node in nodes if isinstance(node, LossScaledState)]
+    return state._replace(policy_state=start.policy_state, starved=start.starved, peak=start.peak)
 
 
 def last_step(opt_state: Any) -> Step | None:
     """Return what the last step came to, read to the host; None before the first.
+
+    The loss is in it where it is known: `step` tells the state, and so does `update(..., value=loss)`.
 
     Args:
         opt_state: the state of an optimizer made with `loss_scaled`, after the step.
@@ -251,9 +326,16 @@ def last_step(opt_state: Any) -> Step | None:
         UsageError: for another state, and inside a function that JAX transforms.
     """
     state = find(opt_state)
-    record = state.steps, state.scale, state.finite, state.grad_norm, state.policy_state.scale
+    record = (
+        state.steps,
+        state.last_scale,
+        state.finite,
+        state.grad_norm,
+        state.loss,
+        state.policy_state.scale,
+    )
     peaks = [] if state.peak is None else [state.peak]
-    steps, scale, finite, norm, new_scale, *measured = read([*record, *peaks])
+    steps, scale, finite, norm, loss, new_scale, *measured = read([*record, *peaks])
     if not steps:
         return None
     return Step(
@@ -262,6 +344,7 @@ def last_step(opt_state: Any) -> Step | None:
         finite=bool(finite),
         skipped=not finite,
         new_scale=new_scale,
+        loss=None if loss == UNKNOWN else loss,
         grad_norm=norm if finite else None,
         peak=measured[0] if measured and finite else None,
     )
@@ -287,6 +370,46 @@ def _either(finite: Any, take: Callable[[], Any], skip: Callable[[], Any]) -> An
     if isinstance(finite, jax.core.Tracer):
         return jax.lax.cond(finite, take, skip)
     return take() if finite else skip()
+
+
+def declared(scaled: Any, extra: dict[str, Any]) -> tuple[ScaledGradients, dict[str, Any]]:
+    """Return gradients with their scale, and what else there is for the inner optimizer.
+
+    Raises:
+        UsageError: for gradients without a scale: nothing tells whether they are scaled.
+    """
+    others = {name: _plain(value) for name, value in extra.items() if name != "loss_scale"}
+    if isinstance(scaled, ScaledGradients):
+        return scaled, others
+    if extra.get("loss_scale") is not None:
+        return ScaledGradients(scaled, extra["loss_scale"]), others
+    raise UsageError(
+        f"the gradients given to loss_scaled, {kind_of(scaled)}, do not say what they are scaled by: those "
+        "of jax.grad are not scaled at all, and would be divided by the loss scale. Write value, scaled = "
+        "scaled_value_and_grad(loss_fn)(opt_state, params, ...) and update(scaled, opt_state, params), or "
+        "step(loss_fn, optimizer) for all of it. Of a loss that was scaled by hand: "
+        "ScaledGradients(gradients, scale). For flax.nnx.Optimizer: "
+        "optimizer.update(model, scaled.gradients, loss_scale=scaled.scale)."
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument of the inner optimizer: it is not to be given scaled gradients, as `grad`."""
+    return value.unscale() if isinstance(value, ScaledGradients) else value
+
+
+def _as_loss(value: Any, finite: Any) -> Any:
+    """Return a loss as the state keeps it; averaged like the step."""
+    if value is None or not gradients.is_inexact(value) or jnp.shape(value):
+        return jnp.full((), UNKNOWN, jnp.float32)
+    loss = jnp.asarray(value).real.astype(jnp.float32)
+    apart = tuple(axes.varying(loss) - axes.varying(finite))
+    return jax.lax.pmean(loss, apart) if apart else loss + 0.0
+
+
+def _without_float0(update: Any) -> Any:
+    """Return an update that can be added: integers have a derivative of a dtype without arithmetic."""
+    return np.zeros(update.shape, bool) if update.dtype == jax.dtypes.float0 else update
 
 
 def _copy(scalar: Any) -> Any:

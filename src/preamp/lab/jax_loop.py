@@ -79,8 +79,9 @@ class JaxLoop:
             updates, state = self.optimizer.update(gradients, state, layers)
             layers = optax.apply_updates(layers, updates)
         else:
-            loss, gradients = scaled_value_and_grad(self._loss)(state, layers, inputs, labels)
-            layers, state = apply_gradients(self.optimizer, gradients, state, layers)
+            loss, scaled = scaled_value_and_grad(self._loss)(state, layers, inputs, labels)
+            layers, state = apply_gradients(self.optimizer, scaled, state, layers)
+            gradients = scaled.gradients
         of_weights = [weight for weight, _ in gradients]
         return loss, of_weights, _peak(of_weights), layers, state
 

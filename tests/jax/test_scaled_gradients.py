@@ -1,0 +1,273 @@
+"""Gradients that carry their scale: they survive JAX's transformations, and arithmetic on them raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from preamp import Dynamic, Static, UsageError
+from preamp.jax import (
+    LossScale,
+    ScaledGradients,
+    apply_gradients,
+    last_step,
+    loss_scaled,
+    scaled_value_and_grad,
+    step,
+)
+
+from .trainings import SCRIPT, batches, identical, loss, off_by, parameters, shard_map
+
+POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
+OPTIMIZER = loss_scaled(optax.adamw(0.05), POLICY, max_norm=1.0)
+X = next(batches("0"))[0]
+
+
+def scaled_of(params: Any = None, x: Any = X, scale: float = 2.0**10) -> ScaledGradients:
+    params = parameters() if params is None else params
+    _, scaled = scaled_value_and_grad(loss)(LossScale(Static(scale)), params, x)
+    return scaled
+
+
+def stacked(scaled: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), scaled)
+
+
+def over_one_device(scaled: Any) -> Any:
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("d",))
+    return jax.jit(shard_map(lambda s: s, mesh, PartitionSpec(), PartitionSpec()))(scaled)
+
+
+PASSES: dict[str, Callable[[Any], Any]] = {
+    "jit": jax.jit(lambda scaled: scaled),
+    "tree map": lambda scaled: jax.tree.map(lambda leaf: leaf, scaled),
+    "donation": lambda scaled: jax.jit(lambda s: s, donate_argnums=0)(jax.tree.map(jnp.copy, scaled)),
+    "scan carry": lambda scaled: lax.scan(lambda s, _: (s + s.map(jnp.zeros_like), None), scaled, None, 3)[0],
+    "scan output": lambda scaled: jax.tree.map(
+        lambda leaf: leaf[1], lax.scan(lambda c, _: (c, scaled), 0, None, 2)[1]
+    ),
+    "while": lambda scaled: lax.fori_loop(0, 2, lambda _, s: s, scaled),
+    "cond": lambda scaled: lax.cond(jnp.array(True), lambda s: s, lambda s: s.map(jnp.negative), scaled),
+    "select": lambda scaled: jax.tree.map(lambda a, b: jnp.where(True, a, b), scaled, scaled),
+    "vmap": lambda scaled: jax.tree.map(lambda leaf: leaf[1], jax.vmap(lambda s: s)(stacked(scaled))),
+    "pmap": lambda scaled: jax.tree.map(lambda leaf: leaf[1], jax.pmap(lambda s: s)(stacked(scaled))),
+    "shard_map": over_one_device,
+    "checkpoint": lambda scaled: jax.checkpoint(lambda s: s)(scaled),
+    "device_put": lambda scaled: jax.device_put(scaled, jax.devices("cpu")[0]),
+    "flatten": lambda scaled: jax.tree.unflatten(jax.tree.structure(scaled), jax.tree.leaves(scaled)),
+    "ahead of time": lambda scaled: jax.jit(lambda s: s).lower(scaled).compile()(scaled),
+}
+
+
+@pytest.mark.parametrize("way", PASSES)
+def test_gradients_and_scale_pass_through(way: str) -> None:
+    before = scaled_of()
+    after = PASSES[way](scaled_of())
+    assert isinstance(after, ScaledGradients)
+    assert float(after.scale) == 2.0**10
+    assert identical(after.gradients, before.gradients)
+
+
+COMPUTES: dict[str, Callable[[Any], Any]] = {
+    "times a number": lambda g: g * 2.0,
+    "plus": lambda g: g + 1.0,
+    "negative": lambda g: -g,
+    "clipped": lambda g: jnp.clip(g, -1.0, 1.0),
+    "squared": jnp.square,
+    "summed": jnp.sum,
+    "norm": jnp.linalg.norm,
+    "cast": lambda g: g.astype(jnp.float32),
+    "mean of devices": lambda g: lax.pmean(g, "i"),
+    "sum of two": lambda g: jnp.add(g, g),
+    "to NumPy": np.asarray,
+}
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_arithmetic_on_the_leaves_raises(compute: str, compiled: bool) -> None:
+    def mapped(scaled: Any) -> Any:
+        return jax.tree.map(COMPUTES[compute], scaled)
+
+    run = jax.vmap(mapped, axis_name="i")
+    with pytest.raises((TypeError, ValueError, NotImplementedError)):
+        (jax.jit(run) if compiled else run)(stacked(scaled_of()))
+
+
+@pytest.mark.parametrize("compute", ["times a number", "plus", "negative", "sum of two"])
+def test_the_error_of_arithmetic_says_what_to_write(compute: str) -> None:
+    with pytest.raises(TypeError, match=r"ScaledGradients.*loss_scaled\(optax\.chain\(\.\.\.\)\)"):
+        jax.tree.map(COMPUTES[compute], scaled_of())
+
+
+@pytest.mark.parametrize("maker", ["jit", "eager"])
+@pytest.mark.parametrize("scale", [2.0**-14, 1.0, 2.0**30])
+def test_a_gradient_is_unscaled_with_the_scale_that_was_in_its_loss(maker: str, scale: float) -> None:
+    """The optimizer's own scale is another one: it may have moved since, or never been used."""
+    optimizer = loss_scaled(optax.sgd(1.0), Static(4.0))
+    params = parameters()
+    gradients = jax.grad(loss)(params, X)
+    scaled = ScaledGradients(jax.tree.map(lambda g: g * scale, gradients), scale)
+    update = jax.jit(optimizer.update) if maker == "jit" else optimizer.update
+    updates, state = update(scaled, optimizer.init(params), params)
+    assert identical(updates, jax.tree.map(jnp.negative, gradients))
+    assert last_step(state).scale == scale
+    assert identical(scaled.unscale(), gradients)
+
+
+def test_sums_convert_to_the_scale_of_the_first() -> None:
+    params = parameters()
+    parts = [scaled_of(params, X * n, scale) for n, scale in ((1, 2.0**10), (2, 2.0**3), (3, 2.0**12))]
+    total = sum(parts)
+    assert isinstance(total, ScaledGradients)
+    assert float(total.scale) == 2.0**10
+    expected = jax.tree.map(lambda *gs: sum(gs), *(jax.grad(loss)(params, X * n) for n in (1, 2, 3)))
+    assert off_by(total.unscale(), expected) < 1e-6
+
+
+def test_map_is_a_mean_over_devices() -> None:
+    def train(params: Any, state: Any, x: Any) -> Any:
+        _, scaled = scaled_value_and_grad(loss)(state, params, x)
+        return apply_gradients(OPTIMIZER, scaled.map(lambda g: lax.pmean(g, "i")), state, params)
+
+    params = parameters()
+    xs = X.reshape(4, 2, -1)
+    after, state = jax.vmap(train, (None, None, 0), axis_name="i")(params, OPTIMIZER.init(params), xs)
+    _, alone, _ = step(loss, OPTIMIZER)(params, OPTIMIZER.init(params), X)
+    assert off_by(jax.tree.map(lambda leaf: leaf[2], after), alone) < 1e-5
+    assert state.finite.all()
+
+
+def trained() -> Any:
+    """Return parameters after the script, of `step`."""
+    params, train = parameters(), jax.jit(step(loss, OPTIMIZER))
+    state = OPTIMIZER.init(params)
+    for x, _ in batches():
+        _, params, state = train(params, state, x)
+    return params, state
+
+
+def test_flaxs_train_state_trains_as_step_does() -> None:
+    state = TrainState.create(apply_fn=None, params=parameters(), tx=OPTIMIZER)
+
+    @jax.jit
+    def train(state: Any, x: Any) -> Any:
+        _, scaled = scaled_value_and_grad(loss)(state.opt_state, state.params, x)
+        return state.apply_gradients(grads=scaled)
+
+    for x, _ in batches():
+        state = train(state, x)
+    assert off_by(state.params, trained()[0]) < 1e-5
+    assert int(state.opt_state.skipped_steps) == SCRIPT.count("1")
+
+
+def test_equinoxs_apply_updates_trains_as_step_does() -> None:
+    params, state = parameters(), OPTIMIZER.init(parameters())
+
+    @equinox.filter_jit
+    def train(params: Any, state: Any, x: Any) -> Any:
+        _, scaled = scaled_value_and_grad(loss)(state, params, x)
+        updates, state = OPTIMIZER.update(scaled, state, params)
+        return equinox.apply_updates(params, updates), state
+
+    for x, _ in batches():
+        params, state = train(params, state, x)
+    assert off_by(params, trained()[0]) < 1e-5
+
+
+class Layer(nnx.Module):
+    def __init__(self) -> None:
+        start = parameters()
+        self.w, self.b = nnx.Param(start["w"]), nnx.Param(start["b"])
+
+
+def test_nnxs_optimizer_trains_as_step_does() -> None:
+    model = Layer()
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+    @nnx.jit
+    def train(model: Any, optimizer: Any, x: Any) -> None:
+        def of(params: Any, x: Any) -> Any:
+            return loss(nnx.to_pure_dict(params), x)
+
+        _, scaled = scaled_value_and_grad(of)(optimizer.opt_state, nnx.state(model, nnx.Param), x)
+        optimizer.update(model, scaled.gradients, loss_scale=scaled.scale)
+
+    for x, _ in batches():
+        train(model, optimizer, x)
+    assert off_by(nnx.to_pure_dict(nnx.state(model, nnx.Param)), trained()[0]) < 1e-5
+    assert last_step(optimizer.opt_state).index == len(SCRIPT) - 1
+
+
+def test_nnxs_optimizer_drops_the_scale_and_is_told_how_to_pass_it() -> None:
+    model = Layer()
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+    _, scaled = scaled_value_and_grad(lambda p, x: loss(nnx.to_pure_dict(p), x))(
+        optimizer.opt_state, nnx.state(model, nnx.Param), X
+    )
+    with pytest.raises(UsageError, match=r"update\(model, scaled\.gradients, loss_scale=scaled\.scale\)"):
+        optimizer.update(model, scaled)
+
+
+PLAIN: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "update": lambda gradients, state, params: OPTIMIZER.update(gradients, state, params),
+    "compiled update": lambda *args: jax.jit(OPTIMIZER.update)(*args),
+    "apply_gradients": lambda gradients, state, params: apply_gradients(OPTIMIZER, gradients, state, params),
+    "TrainState": lambda gradients, _, params: TrainState.create(
+        apply_fn=None, params=params, tx=OPTIMIZER
+    ).apply_gradients(grads=gradients),
+}
+
+
+@pytest.mark.parametrize("way", PLAIN)
+def test_gradients_of_jax_grad_are_refused(way: str) -> None:
+    """Divided by the loss scale they would train almost nothing, without a word."""
+    params = parameters()
+    with pytest.raises(
+        UsageError, match=r"(?s)do not say.*scaled_value_and_grad.*ScaledGradients\(gradients"
+    ):
+        PLAIN[way](jax.grad(loss)(params, X), OPTIMIZER.init(params), params)
+
+
+def test_what_is_computed_with_them_is_refused_by_name() -> None:
+    scaled = scaled_of()
+    for wrong, message in (
+        (lambda: scaled["w"], r"cannot be indexed or unpacked, here by 'w'.*scaled\.unscale\(\)"),
+        (lambda: [*scaled], "indexed or unpacked, here by 0"),
+        (lambda: scaled + scaled.gradients, r"\+ dict: only ScaledGradients can be added"),
+        (lambda: scaled.map(2.0), r"map\(2\.0\) needs a function"),
+        (lambda: ScaledGradients(scaled, 2.0), "carry their own scale"),
+        (lambda: ScaledGradients(scaled.gradients, None), "is None, not a floating scalar"),
+        (lambda: ScaledGradients(scaled.gradients, jnp.ones(2)), r"is an array of shape \(2,\)"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            wrong()
+
+
+def test_a_compiled_update_pays_nothing_for_the_scale_that_gradients_carry() -> None:
+    params = parameters()
+    state = OPTIMIZER.init(params)
+
+    def declared(params: Any, state: Any, gradients: Any) -> Any:
+        return apply_gradients(OPTIMIZER, ScaledGradients(gradients, state.policy_state.scale), state, params)
+
+    def carried(params: Any, state: Any, scaled: Any) -> Any:
+        return apply_gradients(OPTIMIZER, scaled, state, params)
+
+    given = scaled_of()
+    passes = [
+        jax.jit(run).lower(params, state, gradients).compile().cost_analysis()["bytes accessed"]
+        for run, gradients in ((declared, given.gradients), (carried, given))
+    ]
+    assert passes[1] - passes[0] <= 64  # a scalar that is read instead of another
