@@ -245,7 +245,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Unscale gradients and update the variables, unless a gradient is not finite; move the scale.
 
         Args:
-            grads: scaled gradients, one for each variable; None for one without.
+            grads: scaled gradients, one for each variable; None for one without. Sparse ones stay sparse:
+                `tf.IndexedSlices`, JAX's `BCOO`, PyTorch's sparse tensors. NumPy arrays will do.
             trainable_variables: the variables. None: those it was built with.
 
         Raises:
@@ -254,7 +255,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             UsageError: on JAX under `jit`.
             Starved: if the policy was told to give up. The variables are as they were.
         """
-        gradients = list(grads)
+        gradients = [_tensor(gradient) for gradient in grads]
         if not gradients:
             return
         if trainable_variables is not None:
@@ -488,6 +489,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "all gradients are None. Compute the loss from these variables, where gradients are recorded."
             )
         return result, finite
+
+
+def _tensor(gradient: Any) -> Any:
+    """Return a gradient as the backend has it, which Keras accepts as NumPy arrays and lists as well."""
+    if gradient is None or keras.ops.is_tensor(gradient):
+        return gradient
+    return keras.ops.convert_to_tensor(gradient)
 
 
 def _kept(variable: Any) -> bool:
