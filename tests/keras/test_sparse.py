@@ -1,4 +1,4 @@
-"""Sparse gradients of each backend's kind, and NumPy's arrays, beside the bare optimizer and Keras's wrapper."""
+"""Sparse gradients of each backend's kind, and NumPy's arrays, beside the bare optimizer and Keras's own."""
 
 from __future__ import annotations
 
