@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from preamp.checks import is_number, level_of_caller, not_subnormal, positive, whole
+from preamp.checks import is_number, level_of_caller, not_subnormal, positive, shown, whole
 from preamp.dialect import Dialect
 from preamp.errors import PolicyError
 from preamp.policy import Policy
@@ -18,6 +18,7 @@ __all__ = [
     "INITIAL_SCALE",
     "INTERVAL",
     "UNUSED",
+    "as_whole",
     "check_averaging",
     "check_limits",
     "check_scale",
@@ -63,6 +64,11 @@ def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) ->
     return policy.policy if isinstance(policy, Dialect) else policy
 
 
+def as_whole(value: Any) -> Any:
+    """Return a float without a fraction, such as 2.0, as an int; anything else as it is."""
+    return int(value) if is_number(value) and value == int(value) else value
+
+
 def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
     """Refuse a first scale and an interval that cannot work."""
     positive("initial_scale", initial_scale, "initial_scale=2.0**15")
@@ -104,8 +110,15 @@ def check_limits(**limits: float | None) -> None:
         limits: by name: `weight_decay`, `loss_scale_factor`, `clipnorm`, `clipvalue`, `global_clipnorm`.
     """
     for name, value in limits.items():
-        if value is not None and not (name == "weight_decay" and is_number(value) and value == 0):
+        if value is None:
+            continue
+        if name != "weight_decay":
             positive(name, value, f"{name}=1.0, or None")
+        elif not (is_number(value) and value >= 0.0):
+            raise PolicyError(
+                f"weight_decay={shown(value)} is not a finite number of at least 0. "
+                "Write weight_decay=0.004, or None for no decay."
+            )
     clips = {name: value for name, value in limits.items() if name.startswith(("clip", "global_clip"))}
     given = [f"{name}={value!r}" for name, value in clips.items() if value is not None]
     if len(given) > 1:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
-from preamp import PolicyError, Static
+from preamp import Dynamic, PolicyError, Static
 from preamp.keras import LossScaleOptimizer
 
 from .driving import INF, WAYS, Run, Stock, array, close, same, walk_abreast
@@ -101,7 +102,6 @@ def test_equal_values_in_both_places_are_one(arguments: dict[str, Any]) -> None:
         ("global_clipnorm", 1.0, 2.0),
         ("ema_momentum", 0.5, 0.75),
         ("ema_overwrite_frequency", 2, 3),
-        ("loss_scale_factor", 8.0, 16.0),
         ("gradient_accumulation_steps", 2, 3),
     ],
 )
@@ -115,6 +115,73 @@ def test_conflicting_values_are_refused(argument: str, outer: Any, inner: Any) -
     assert repr(inner) in str(refused.value)
     assert {name: value for name, value in vars(optimizer).items() if not name.startswith("_")} == before
     LossScaleOptimizer(optimizer)  # nobody's yet
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scale"),
+    [
+        ({"loss_scale_factor": 8.0}, 8.0),
+        ({"initial_scale": 10.0}, 10.0),
+        ({"dynamic_growth_steps": 5}, 2.0**15),
+        ({"policy": Dynamic(init_scale=4.0)}, 4.0),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*is not a power of two:preamp.InexactScale")
+def test_what_the_wrapper_is_told_counts_more_than_a_factor_inside(
+    arguments: dict[str, Any], scale: float
+) -> None:
+    """Stock Keras wraps an optimizer that has a factor, and forgets it without a word."""
+    name = next(iter(arguments))
+    for make in (lambda: several(loss_scale_factor=5.0), lambda: INNERS["momentum"](loss_scale_factor=5.0)):
+        with pytest.warns(UserWarning, match=rf"^{name}=.* is used, and .*\(loss_scale_factor=5\.0\) is not"):
+            optimizer = LossScaleOptimizer(make(), **arguments)
+        run = Run(optimizer, *STARTS)
+        assert (run.scale, optimizer.inner_optimizer.loss_scale_factor) == (scale, None)
+        run.step(*run.gradients(0))
+        plain = Run(several(), *STARTS) if "multi" in optimizer.inner_optimizer.name else bare("momentum")
+        plain.step(*plain.gradients(0))
+        assert close(run.weights(), plain.weights())
+    stock = Stock(several(loss_scale_factor=5.0), 10.0)
+    stock.build([keras.Variable(np.ones(2, "float32"))])
+    assert array(stock.scale_loss(1.0)) == 10.0
+
+
+def test_the_same_factor_in_both_places_is_no_reason_to_warn() -> None:
+    with warnings.catch_warnings(action="error"):
+        optimizer = LossScaleOptimizer(several(loss_scale_factor=8.0), loss_scale_factor=8.0)
+    assert optimizer.loss_scale_factor == 8.0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("inner", ["AdamW", "subclass"])
+def test_an_argument_counts_more_than_what_the_inner_optimizer_has_by_default(inner: str, way: str) -> None:
+    class Mine(keras.optimizers.AdamW):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    kind = Mine if inner == "subclass" else keras.optimizers.AdamW
+    run = Run(LossScaleOptimizer(kind(0.125), weight_decay=0.25), *STARTS, way=way)
+    plain = Run(kind(0.125, weight_decay=0.25), *STARTS)
+    walk_abreast(run, plain, SCRIPT)
+    assert not close(run.weights(), Run(kind(0.125), *STARTS).walk("0000").weights())
+    with pytest.raises(PolicyError, match=r"weight_decay=0\.25 contradicts .*\(weight_decay=0\.5\)"):
+        LossScaleOptimizer(kind(weight_decay=0.5), weight_decay=0.25)
+
+
+@pytest.mark.parametrize("steps", [2.0, np.float32(2.0), np.int64(2)], ids=repr)
+def test_a_whole_number_of_steps_may_be_a_float(steps: Any) -> None:
+    run = ours("sgd", initial_scale=8.0, dynamic_growth_steps=steps)
+    assert [run.scale for _ in run.steps("0000")] == [8.0, 16.0, 16.0, 32.0]
+    assert type(run.optimizer.dynamic_growth_steps) is int
+    again = LossScaleOptimizer.from_config(run.optimizer.get_config())
+    assert (
+        again.policy
+        == run.optimizer.policy
+        == ours("sgd", initial_scale=8.0, dynamic_growth_steps=2).optimizer.policy
+    )
+    run.optimizer.dynamic_growth_steps = 3.0
+    assert run.optimizer.dynamic_growth_steps == 3
 
 
 @pytest.mark.parametrize("inside", [{"clipnorm": 1.0}, {"clipvalue": 1.0}, {"global_clipnorm": 1.0}])
@@ -269,8 +336,10 @@ def test_constraints_wait_for_an_update() -> None:
 
 
 def several(**arguments: Any) -> Any:
-    vectors, others = INNERS["momentum"](**arguments), INNERS["adam"](**arguments)
-    return keras.optimizers.MultiOptimizer(lambda variable: vectors if len(variable.shape) == 1 else others)
+    vectors, others = INNERS["momentum"](), INNERS["adam"]()
+    return keras.optimizers.MultiOptimizer(
+        lambda variable: vectors if len(variable.shape) == 1 else others, **arguments
+    )
 
 
 @each_way

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from jax.errors import UnexpectedTracerError
+from jax.experimental.sparse import BCOO, BCSR
 
 from preamp import Dynamic, Starved, UsageError
 from preamp.keras import LossScaleOptimizer
@@ -199,6 +200,29 @@ def test_an_empty_gradient_is_finite(way: str, shape: tuple[int, ...]) -> None:
     run.step(np.zeros(shape), [INF, 0.0])
     assert run.weights()[1].tolist() == [0.0, 1.0]
     assert run.scale == 2.0**14
+
+
+def test_a_kind_of_sparse_array_that_keras_cannot_apply_is_named() -> None:
+    optimizer, variables = of(np.ones((5, 3)))
+    optimizer.scale_loss(1.0)
+    before = array(variables[0]).tolist()
+    with pytest.raises(UsageError, match=r"is a BCSR, .*Write gradient\.to_bcoo\(\)"):
+        optimizer.apply([BCSR.fromdense(jnp.ones((5, 3)))], variables)
+    assert (array(variables[0]).tolist(), optimizer.last_step) == (before, None)
+
+
+def test_a_sparse_gradient_that_is_being_traced_is_noticed() -> None:
+    """Its parts are tracers, it is none itself."""
+    optimizer, variables = of(np.ones((5, 3)))
+    optimizer.scale_loss(1.0)
+    rows = jnp.ones((2, 1, 3))
+
+    def step(rows: Any) -> None:
+        optimizer.apply([BCOO((rows, jnp.array([[1]])), shape=(5, 3))], variables)
+
+    with pytest.raises(UsageError, match="stateless_apply"):
+        jax.vmap(step)(rows)
+    assert optimizer.last_step is None
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])

@@ -190,6 +190,21 @@ def test_a_layout_that_is_not_contiguous_is_unscaled_too() -> None:
     assert array(variable).tolist() == [[0.0, -2.0, -4.0], [-1.0, -3.0, -5.0]]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize(
+    ("own", "layout"), [(True, torch.sparse_coo), (False, torch.sparse_coo), (False, torch.sparse_csr)]
+)
+def test_a_sparse_gradient_is_unscaled_in_place_if_it_is_the_parameters_own(own: bool, layout: Any) -> None:
+    optimizer, (variable,) = built(LossScaleOptimizer, np.zeros((3, 2)), initial_scale=8.0)
+    with torch.sparse.check_sparse_tensor_invariants(True):
+        gradient = torch.tensor([[0.0, 0.0], [8.0, -16.0], [0.0, 0.0]]).to_sparse(layout=layout)
+    variable.value.grad = gradient if own else None
+    optimizer.apply([gradient], [variable])
+    assert array(variable).tolist() == [[0.0, 0.0], [-1.0, 2.0], [0.0, 0.0]]
+    assert gradient.to_dense()[1].tolist() == ([1.0, -2.0] if own else [8.0, -16.0])
+    assert gradient.layout is layout
+
+
 def test_stateless_apply_writes_none_of_its_inputs() -> None:
     """Stock Keras, and every bare optimizer of Keras on torch, writes in the weights it is given."""
     for make, writes in ((Stock, True), (LossScaleOptimizer, False)):

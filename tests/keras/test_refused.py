@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import keras
@@ -47,6 +50,30 @@ def test_values_that_cannot_work(argument: str, value: Any) -> None:
         LossScaleOptimizer(inner, **{argument: value})
     assert argument in str(refused.value) or "scale" in argument  # a rounded scale is `init_scale`
     LossScaleOptimizer(inner)  # nobody's yet
+
+
+@pytest.mark.parametrize("value", [-1, -0.5, NAN, INF, "a", True])
+def test_a_decay_that_cannot_work_is_not_told_to_be_100_percent(value: Any) -> None:
+    with pytest.raises(
+        PolicyError, match=r"is not a finite number of at least 0\. Write weight_decay=0\.004, or None"
+    ):
+        LossScaleOptimizer(sgd(), weight_decay=value)
+    LossScaleOptimizer(sgd(), weight_decay=0.0)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("numpy", marks=pytest.mark.slow), "openvino"])
+def test_a_backend_that_cannot_train(backend: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import preamp.keras"],
+        env={**os.environ, "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith(f"preamp.errors.MissingExtra: Keras computes with {backend} here, which has no")
+    assert "cannot train. Write before Keras is imported: os.environ['KERAS_BACKEND'] = 'jax'" in said
 
 
 @pytest.mark.parametrize("inner", ["sgd", None, 0.25, keras.optimizers.SGD], ids=str)

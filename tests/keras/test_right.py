@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import PolicyError
+from preamp import PolicyError, UsageError
 from preamp.keras import LossScaleOptimizer
 
 from .driving import BACKEND, INF, WAYS, Run, Stock, array, dtype_policy, same, tensor, walk_abreast
@@ -96,6 +96,38 @@ def test_nested_optimizers_are_refused() -> None:
     for make in (Stock, LossScaleOptimizer):
         with pytest.raises(PolicyError, match="LossScaleOptimizer"):
             LossScaleOptimizer(make(sgd()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_may_take_the_name_of_keras_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (keras.optimizers, keras.mixed_precision):
+        monkeypatch.setattr(module, "LossScaleOptimizer", LossScaleOptimizer)
+    run = Run(keras.optimizers.LossScaleOptimizer(sgd(), 8.0), np.ones(2), way=way)
+    walk_abreast(run, Run(sgd(), np.ones(2)), "0100")
+    assert (run.scale, run.optimizer.skipped_steps) == (4.0, 1)
+    for make in (Stock, LossScaleOptimizer):
+        with pytest.raises(PolicyError, match="scales the loss already"):
+            keras.optimizers.LossScaleOptimizer(make(sgd()))
+
+
+def test_a_model_trains_when_it_has_the_name_of_keras_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.optimizers, "LossScaleOptimizer", LossScaleOptimizer)
+    with dtype_policy("mixed_float16"):
+        model = small()
+        model.compile(keras.optimizers.LossScaleOptimizer(sgd()), "mse")
+    assert type(model.optimizer) is LossScaleOptimizer
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), batch_size=2, verbose=0)
+    assert model.optimizer.last_step.index == 1
+
+
+def test_a_factor_that_is_set_inside_afterwards_would_divide_twice() -> None:
+    inner = sgd()
+    run = Run(LossScaleOptimizer(inner), np.ones(2)).walk("0")
+    before = run.everything()
+    inner.loss_scale_factor = 8.0
+    with pytest.raises(UsageError, match=r"loss_scale_factor=8\.0 was set after it was wrapped"):
+        run.walk("0")
+    assert same(run.everything(), before)
 
 
 def test_an_inner_optimizer_has_one_wrapper() -> None:

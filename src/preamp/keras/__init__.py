@@ -7,16 +7,24 @@ refuses to know when a scale moves: the policy does. docs/architecture.md says w
 from preamp.errors import MissingExtra
 
 try:
-    import keras as _  # noqa: F401  # only to say what is missing
+    import keras
 except ImportError as error:
-    missing = str(error.name).partition(".")[0]
-    if missing in ("jax", "tensorflow", "torch"):  # Keras is there, and this is to compute
-        other = "torch" if missing == "jax" else "jax"
+    backend = str(error.name).partition(".")[0]
+    if backend in ("jax", "tensorflow", "torch"):  # Keras is there, and this is to compute
+        other = "torch" if backend == "jax" else "jax"
         raise MissingExtra(
-            f"Keras is to compute with {missing}, which is missing. Run: pip install {missing}, or write "
+            f"Keras is to compute with {backend}, which is missing. Run: pip install {backend}, or write "
             f"before Keras is imported: os.environ['KERAS_BACKEND'] = {other!r}"
         ) from error
-    raise MissingExtra.of(error, "preamp[keras]") from error
+    if backend != "openvino":
+        raise MissingExtra.of(error, "preamp[keras]") from error
+else:
+    backend = keras.backend.backend()
+if backend not in ("jax", "tensorflow", "torch"):
+    raise MissingExtra(
+        f"Keras computes with {backend} here, which has no gradients: it can predict and cannot train. Write "
+        "before Keras is imported: os.environ['KERAS_BACKEND'] = 'jax', or 'tensorflow' or 'torch'"
+    )
 
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer
 from preamp.keras.trace_callback import TraceCallback

@@ -6,12 +6,13 @@ optimizer does with gradients (`inner`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from preamp.checks import not_subnormal, positive, shown
+from preamp.checks import level_of_caller, not_subnormal, positive, shown
 from preamp.errors import PolicyError
-from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale, given_policy
+from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, as_whole, check_scale, given_policy
 from preamp.policy import Dynamic, Policy, Static
 
 __all__ = ["check_config", "check_rule", "rule"]
@@ -22,14 +23,15 @@ LONGEST = 2**24  # the counter is a float32 variable, which counts no further
 def rule(
     inner: Any,
     initial_scale: float | None,
-    steps: int | None,
+    steps: float | None,
     policy: Policy[Any] | None,
     factor: float | None,
 ) -> Policy[Any]:
     """Return the policy that the arguments describe.
 
     Args:
-        inner: the optimizer to wrap, which may have a `loss_scale_factor` as well.
+        inner: the optimizer to wrap. Its own `loss_scale_factor` counts where no argument says otherwise;
+            where one does, a warning says that it does not.
         initial_scale: the scale of the first step; None is the default.
         steps: finite steps before the scale grows; None is the default.
         policy: a rule instead of all others.
@@ -38,34 +40,56 @@ def rule(
     Raises:
         PolicyError: for arguments that cannot work, alone or together.
     """
-    theirs = inner.loss_scale_factor
-    if None not in (factor, theirs) and factor != theirs:
-        raise PolicyError(
-            f"loss_scale_factor={factor!r} contradicts {type(inner).__name__}(loss_scale_factor={theirs!r}). "
-            "Write it in one place."
-        )
-    factor = theirs if factor is None else factor
     scale = INITIAL_SCALE if initial_scale is None else initial_scale
-    steps = INTERVAL if steps is None else steps
+    steps = INTERVAL if steps is None else as_whole(steps)
     if isinstance(initial_scale, bool):
         raise PolicyError(
             f"initial_scale={initial_scale!r} is no scale; in tf.keras the second argument was dynamic. "
             "Write loss_scale_factor=2.0**15 for a fixed scale, initial_scale=2.0**15 for the first one."
         )
     check_rule(scale, steps)
-    instead = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
+    moving = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
+    given = {name: value for name, (value, default) in moving.items() if value != default}
+    made: Policy[Any]
     if policy is not None:
-        return given_policy(policy, {**instead, "loss_scale_factor": (factor, None)})
-    if factor is None:
-        return Dynamic.holding(scale, growth_interval=steps)
+        made = given_policy(policy, {**moving, "loss_scale_factor": (factor, None)})
+        given = {"policy": policy}
+    elif factor is not None:
+        made = _fixed(factor, given)
+        given = {"loss_scale_factor": factor}
+    elif given or inner.loss_scale_factor is None:
+        made = Dynamic.holding(scale, growth_interval=steps)
+    else:
+        made = _fixed(inner.loss_scale_factor, {})
+    agree = isinstance(made, Static) and made.scale == inner.loss_scale_factor
+    if given and inner.loss_scale_factor is not None and not agree:
+        first, value = next(iter(given.items()))
+        kind = type(inner).__name__
+        warnings.warn(
+            f"{first}={value!r} is used, and {kind}(loss_scale_factor={inner.loss_scale_factor!r}) is not: "
+            f"gradients are divided by one scale. Write {kind}(...) without it.",
+            stacklevel=level_of_caller("keras"),
+        )
+    return made
+
+
+def _fixed(factor: Any, moving: Mapping[str, Any]) -> Policy[Any]:
+    """Return the policy of a fixed scale.
+
+    Args:
+        factor: the scale.
+        moving: what was given that is for a scale that moves.
+
+    Raises:
+        PolicyError: for a factor that cannot work, or one beside such an argument.
+    """
     positive("loss_scale_factor", factor, "loss_scale_factor=2.0**15, or None for a scale that moves")
     not_subnormal("loss_scale_factor", factor)
-    for name, (value, default) in instead.items():
-        if value != default:
-            raise PolicyError(
-                f"loss_scale_factor={factor!r} fixes the scale, and {name}={value!r} moves it. "
-                "Write only one of them."
-            )
+    for name, value in moving.items():
+        raise PolicyError(
+            f"loss_scale_factor={factor!r} fixes the scale, and {name}={value!r} moves it. "
+            "Write only one of them."
+        )
     return Static(factor)
 
 

@@ -6,6 +6,7 @@ again: accumulating, clipping, decaying and averaging is the inner optimizer's w
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import Any
 
@@ -14,7 +15,10 @@ import keras
 from preamp.errors import PolicyError, UsageError
 from preamp.loss_scale_arguments import UNUSED, check_averaging, check_limits
 
-__all__ = ["Handed", "adopt", "check_inner", "hand_over", "is_hyperparameter"]
+__all__ = ["BaseLossScaleOptimizer", "Handed", "adopt", "check_inner", "hand_over", "is_hyperparameter"]
+
+# Bound here: people put this library's class in the place of Keras's name for its own.
+BaseLossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 
 LIMITS = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")
 NEED_VARIABLES = ("use_ema", "gradient_accumulation_steps")
@@ -51,7 +55,7 @@ def check_inner(inner: Any) -> None:
             f"inner_optimizer={inner!r} is no keras.optimizers.Optimizer. "
             "Write LossScaleOptimizer(keras.optimizers.Adam())."
         )
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+    if isinstance(inner, BaseLossScaleOptimizer):
         raise PolicyError(
             f"inner_optimizer={inner.name!r} scales the loss already; gradients would be unscaled twice. "
             "Write LossScaleOptimizer(keras.optimizers.Adam())."
@@ -73,7 +77,7 @@ def hand_over(inner: Any, given: dict[str, Any]) -> None:
     """Set what the wrapper was given on the inner optimizer.
 
     Args:
-        inner: the optimizer.
+        inner: the optimizer. What it has by default, as AdamW has a weight decay, gives way.
         given: values by name, as in `UNUSED`; defaults are not handed over.
 
     Raises:
@@ -84,7 +88,7 @@ def hand_over(inner: Any, given: dict[str, Any]) -> None:
     new = {name: value for name, value in given.items() if value != UNUSED[name]}
     for name, value in new.items():
         theirs = getattr(inner, name)
-        if theirs != UNUSED[name] and theirs != value:
+        if theirs not in (UNUSED[name], value, _default(type(inner), name)):
             raise PolicyError(
                 f"{name}={value!r} contradicts {type(inner).__name__}({name}={theirs!r}). "
                 f"Write {name} in one place, or the same value in both."
@@ -98,6 +102,15 @@ def is_hyperparameter(inner: Any, name: str) -> bool:
     """Return whether a name is a public setting of an optimizer, such as `beta_1` or `momentum`."""
     settings = vars(inner)
     return not name.startswith("_") and name in settings and not callable(settings[name])
+
+
+def _default(kind: type, name: str) -> Any:
+    """Return the default of an optimizer's argument: of the first class that names it."""
+    for base in kind.__mro__:
+        parameter = inspect.signature(base).parameters.get(name) if "__init__" in vars(base) else None
+        if parameter is not None:
+            return parameter.default
+    return UNUSED[name]
 
 
 def _check(inner: Any, new: dict[str, Any]) -> None:

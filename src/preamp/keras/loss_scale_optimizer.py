@@ -20,9 +20,16 @@ import keras
 from preamp.checks import level_of_caller
 from preamp.errors import PolicyError, UsageError
 from preamp.keras.arguments import check_config, check_rule, rule
-from preamp.keras.inner import Handed, adopt, check_inner, hand_over, is_hyperparameter
+from preamp.keras.inner import (
+    BaseLossScaleOptimizer,
+    Handed,
+    adopt,
+    check_inner,
+    hand_over,
+    is_hyperparameter,
+)
 from preamp.keras.ledger import Ledger, saved_state
-from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, UNUSED
+from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole
 from preamp.policy import Dynamic, Policy, Reading, Static
 from preamp.policy.saved import from_json, to_json
 from preamp.trace import Step
@@ -37,7 +44,7 @@ class CountError(UsageError, ValueError):
 
 
 @keras.saving.register_keras_serializable(package="preamp")
-class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(BaseLossScaleOptimizer):
     """An optimizer that scales the loss, skips the steps that overflow and moves the scale.
 
     It is a `keras.optimizers.LossScaleOptimizer`, so `Model.compile` takes it as it is. The arguments are
@@ -102,7 +109,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self,
         inner_optimizer: Any,
         initial_scale: float | None = INITIAL_SCALE,
-        dynamic_growth_steps: int | None = INTERVAL,
+        dynamic_growth_steps: float | None = INTERVAL,
         name: str | None = None,
         *,
         policy: Policy[Any] | None = None,
@@ -134,7 +141,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         hand_over(inner_optimizer, {n: UNUSED[n] if value is None else value for n, value in given.items()})
         inner_optimizer.loss_scale_factor = None  # the wrapper has it now; gradients are divided once
         # Not the constructor of Keras's own: it takes these arguments only to refuse them.
-        super(keras.optimizers.LossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
+        super(BaseLossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
         self._ledger = Ledger(made, self._scalar)
         self.dynamic_scale, self.step_counter = self._ledger.state.scale, self._ledger.state.good
         self._was_scaled = False
@@ -160,9 +167,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return getattr(self.policy, "growth_interval", None)
 
     @dynamic_growth_steps.setter
-    def dynamic_growth_steps(self, value: int) -> None:
+    def dynamic_growth_steps(self, value: float) -> None:
         if self.dynamic_growth_steps is None:
             raise PolicyError(f"dynamic_growth_steps={value!r}, but {self.policy!r} never grows.")
+        value = as_whole(value)
         check_rule(self.initial_scale, value)
         self._ledger.policy = replace(cast(Any, self.policy), growth_interval=value)
 
@@ -245,7 +253,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Unscale gradients and update the variables, unless a gradient is not finite; move the scale.
 
         Args:
-            grads: scaled gradients, one for each variable; None for one without.
+            grads: scaled gradients, one for each variable; None for one without. Sparse ones stay sparse:
+                `tf.IndexedSlices`, JAX's `BCOO`, PyTorch's sparse tensors. NumPy arrays will do.
             trainable_variables: the variables. None: those it was built with.
 
         Raises:
@@ -254,7 +263,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             UsageError: on JAX under `jit`.
             Starved: if the policy was told to give up. The variables are as they were.
         """
-        gradients = list(grads)
+        gradients = [_tensor(gradient) for gradient in grads]
         if not gradients:
             return
         if trainable_variables is not None:
@@ -298,7 +307,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"{len(grads)} gradients came for {len(self._trainable_variables)} variables. Write None for "
                 "a variable without a gradient."
             )
-        return super(keras.optimizers.LossScaleOptimizer, self).stateless_apply(  # type: ignore[no-any-return]
+        return super(BaseLossScaleOptimizer, self).stateless_apply(  # type: ignore[no-any-return]
             framework.stateless_inputs(optimizer_variables),
             list(grads),
             framework.stateless_inputs(trainable_variables),
@@ -470,6 +479,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         A variable that Keras overwrites with its gradient, as float8 statistics are, gets it as it is.
         """
+        twice = self.inner_optimizer.loss_scale_factor
+        if twice is not None:
+            raise UsageError(
+                f"inner_optimizer.loss_scale_factor={twice!r} was set after it was wrapped: gradients would "
+                "be divided twice. Write inner_optimizer.loss_scale_factor = None."
+            )
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         kept = [i for i in present if _kept(variables[i])]
         divided = [i for i in present if i not in kept]
@@ -488,6 +503,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 "all gradients are None. Compute the loss from these variables, where gradients are recorded."
             )
         return result, finite
+
+
+def _tensor(gradient: Any) -> Any:
+    """Return a gradient as the backend has it, which Keras accepts as NumPy arrays and lists as well."""
+    if gradient is None or keras.ops.is_tensor(gradient):
+        return gradient
+    return keras.ops.convert_to_tensor(gradient)
 
 
 def _kept(variable: Any) -> bool:

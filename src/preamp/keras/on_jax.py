@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from jax.experimental.sparse import BCOO, JAXSparse
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # Keras exports the scope alone
 
 from preamp.errors import UsageError
@@ -26,7 +27,8 @@ def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], sc
     Raises:
         UsageError: under `jit` outside a `StatelessScope`, where variables would be left with tracers.
     """
-    mapped = any(isinstance(array, jax.core.Tracer) for array in [scale.value, *gradients])
+    arrays = jax.tree_util.tree_leaves([scale.value, *gradients])  # a sparse gradient is several
+    mapped = any(isinstance(array, jax.core.Tracer) for array in arrays)
     if not mapped and not _is_compiled():
         optimizer._step_on_host(gradients, variables, scale.value)
         return
@@ -66,19 +68,50 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
 
 
 def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
-    """Return gradients divided by the scale, half types as float32, and whether all are finite."""
-    unscaled = [_wide(gradient) / scale for gradient in gradients]
-    totals = [_total(gradient, 1.0 / scale) for gradient in gradients]
+    """Return gradients divided by the scale, half types as float32, and whether all are finite.
+
+    A sparse gradient stays sparse: its stored entries are divided and checked.
+
+    Raises:
+        UsageError: for a sparse format that Keras's optimizers cannot apply.
+    """
+    unscaled = [_with_values(gradient, _wide(values_of(gradient)) / scale) for gradient in gradients]
+    totals = [_total(values_of(gradient), 1.0 / scale) for gradient in gradients]
     return unscaled, jnp.isfinite(jnp.stack(totals).sum())
 
 
-def _wide(gradient: Any) -> Any:
-    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+def values_of(gradient: Any) -> Any:
+    """Return a gradient's entries: those that a sparse one stores, or the array."""
+    return gradient.data if isinstance(gradient, JAXSparse) else gradient
+
+
+def _with_values(gradient: Any, values: Any) -> Any:
+    """Return a gradient with other entries in the same places."""
+    if not isinstance(gradient, JAXSparse):
+        return values
+    if not isinstance(gradient, BCOO):
+        raise UsageError(
+            f"a gradient is a {type(gradient).__name__}, which Keras's optimizers cannot apply: of JAX's "
+            "sparse arrays they take BCOO. Write gradient.to_bcoo(), or gradient.todense()."
+        )
+    return BCOO(
+        (values, gradient.indices),
+        shape=gradient.shape,
+        indices_sorted=gradient.indices_sorted,
+        unique_indices=gradient.unique_indices,
+    )
+
+
+def _wide(values: Any) -> Any:
+    return values.astype(jnp.promote_types(values.dtype, jnp.float32))
 
 
 def seen(sees: Collection[str], edge: float, gradients: Sequence[Any]) -> dict[str, Any]:
-    """Return the peak of gradients, and the share from the edge on, as far as asked: float32 scalars."""
-    wide, found = [_wide(gradient) for gradient in gradients], {}
+    """Return the peak of gradients, and the share from the edge on, as far as asked: float32 scalars.
+
+    Of a sparse gradient the stored entries count.
+    """
+    wide, found = [_wide(values_of(gradient)) for gradient in gradients], {}
     if "peak" in sees:
         found["peak"] = jnp.stack([jnp.zeros(()), *map(largest, wide)]).max()
     if "share" in sees:
@@ -89,7 +122,7 @@ def seen(sees: Collection[str], edge: float, gradients: Sequence[Any]) -> dict[s
 
 def are_finite(tensors: Sequence[Any]) -> Any:
     """Return whether all arrays are finite, and so are their sums: a sum keeps what is not."""
-    return jnp.isfinite(jnp.stack([_total(tensor, 1.0) for tensor in tensors]).sum())
+    return jnp.isfinite(jnp.stack([_total(values_of(tensor), 1.0) for tensor in tensors]).sum())
 
 
 def _total(tensor: Any, factor: Any) -> Any:

@@ -28,12 +28,14 @@ def unscale(gradients: Sequence[Tensor], variables: Sequence[Any], scale: Tensor
     """Return gradients divided by the scale, and whether all of them are finite, as a 0-dim tensor.
 
     A gradient that is its parameter's `.grad` is unscaled in place, as PyTorch's GradScaler does. What else
-    was given stays as it was. Half-precision gradients become float32.
+    was given stays as it was. Half-precision gradients become float32. A sparse gradient stays sparse: its
+    stored entries are unscaled and checked.
     """
     tensors = _writable(gradients, variables)
+    values = [_values(tensor) for tensor in tensors]
     found = torch.zeros((), dtype=torch.float32, device=scale.device)
-    flags = unscale_(tensors, scale.reciprocal(), found)
-    note_writing(tensors)
+    flags = unscale_(values, scale.reciprocal(), found)
+    note_writing(values)
     if len(flags) > 1:
         found = torch.stack([flag.to(scale.device) for flag in flags.values()]).sum()
     else:
@@ -42,10 +44,14 @@ def unscale(gradients: Sequence[Tensor], variables: Sequence[Any], scale: Tensor
 
 
 def seen(sees: Collection[str], edge: float, gradients: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the peak of gradients, and the share from the edge on, as far as asked: 0-dim tensors."""
+    """Return the peak of gradients, and the share from the edge on, as far as asked: 0-dim tensors.
+
+    Of a sparse gradient the stored entries count.
+    """
     if not gradients:
         return dict.fromkeys(sees, torch.zeros(()))
-    measured, found = Gradients(list(gradients), list(gradients)), {}
+    values = [_values(gradient) for gradient in gradients]
+    measured, found = Gradients(values, values), {}
     if "peak" in sees:
         found["peak"] = measured.largest().amax().clamp(max=FLOAT32_MAX)
     if "share" in sees:
@@ -55,7 +61,7 @@ def seen(sees: Collection[str], edge: float, gradients: Sequence[Tensor]) -> dic
 
 def are_finite(tensors: Sequence[Tensor]) -> Any:
     """Return whether all tensors are finite, as a 0-dim tensor."""
-    return torch.stack([t.isfinite().all() for t in tensors]).all()
+    return torch.stack([_values(tensor).isfinite().all() for tensor in tensors]).all()
 
 
 def read(scalars: Sequence[Tensor]) -> list[float]:
@@ -87,7 +93,7 @@ def _writable(gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Ten
     seen: set[int] = set()
     tensors = []
     for gradient, variable in zip(gradients, variables, strict=True):
-        place = gradient.data_ptr()
+        place = _values(gradient).data_ptr()
         owned = _tensor_of(variable).grad is gradient and place not in seen
         seen.add(place)
         if gradient.dtype in HALF_DTYPES:
@@ -95,6 +101,13 @@ def _writable(gradients: Sequence[Tensor], variables: Sequence[Any]) -> list[Ten
         else:
             tensors.append(gradient if owned else gradient.detach().clone())
     return tensors
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Return a gradient's entries, in its own memory: those that a sparse one stores, or the tensor."""
+    if gradient.layout is torch.strided:
+        return gradient
+    return gradient._values() if gradient.layout is torch.sparse_coo else gradient.values()
 
 
 def _tensor_of(variable: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from preamp.checks import warn_if_inexact
 from preamp.dialects import TF_KERAS
 from preamp.errors import PolicyError
-from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, check_scale, given_policy
+from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, as_whole, check_scale, given_policy
 from preamp.policy import Dynamic, Policy
 
 __all__ = ["ArgumentTypeError", "rule"]
@@ -36,6 +36,7 @@ def rule(
             f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}. '
             "Write dynamic=True, or dynamic=False, initial_scale=2.0**15 for a fixed scale."
         )
+    dynamic_growth_steps = as_whole(dynamic_growth_steps)
     if policy is not None:
         given = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
         return given_policy(policy, {"dynamic": (dynamic, True), **{k: (v, None) for k, v in given.items()}})

@@ -41,7 +41,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         inner_optimizer: Any,
         dynamic: bool = True,
         initial_scale: float | None = None,
-        dynamic_growth_steps: int | None = None,
+        dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
         name: str | None = None,

@@ -115,7 +115,7 @@ class LossScaleOptimizer:
             inner_optimizer: Any,
             dynamic: bool = True,
             initial_scale: float | None = None,
-            dynamic_growth_steps: int | None = None,
+            dynamic_growth_steps: float | None = None,
             *,
             policy: Policy[Any] | None = None,
         ) -> None: ...
@@ -253,12 +253,13 @@ def _kind(inner: Any) -> type[Any]:
     if "keras" in sys.modules:
         import keras
 
-        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-            raise _nested(inner)
         if isinstance(inner, keras.optimizers.Optimizer):
             _check_backend(keras.backend.backend())
+            from preamp.keras.inner import BaseLossScaleOptimizer
             from preamp.tensorflow import keras_optimizers
 
+            if isinstance(inner, BaseLossScaleOptimizer):
+                raise _nested(inner)
             return keras_optimizers.LossScaleOptimizer
     raise ArgumentTypeError(
         '"inner_optimizer" must be an instance of `tf.keras.optimizers.Optimizer` or '

@@ -38,7 +38,7 @@ class OverTfKeras(LossScaleOptimizer):
         inner_optimizer: Any,
         dynamic: bool = True,
         initial_scale: float | None = None,
-        dynamic_growth_steps: int | None = None,
+        dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
     ) -> None:

@@ -1,0 +1,174 @@
+"""Sparse gradients of each backend's kind, and NumPy's arrays, beside the bare optimizer and Keras's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from preamp import Headroom
+from preamp.keras import LossScaleOptimizer
+
+from .driving import BACKEND, INF, Stock, array, close, same, tensor
+
+SHAPE = (5, 3)
+ROWS = np.arange(1.0, 7.0, dtype="float32").reshape(2, 3)
+INNERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.5),
+    "momentum": lambda: keras.optimizers.SGD(0.5, momentum=0.5),
+    "adam": lambda: keras.optimizers.Adam(0.125),
+}
+
+
+def sparse(rows: np.ndarray, places: list[int], dtype: str = "float32", *, told: bool = True) -> Any:
+    """Return a gradient of shape `SHAPE` that stores some rows.
+
+    Args:
+        rows: the rows.
+        places: where they belong. Those of one place add up.
+        dtype: of the rows.
+        told: whether the gradient says that no place comes twice, where a backend asks for that.
+    """
+    rows = rows.astype(dtype)
+    if BACKEND == "jax":
+        import jax.numpy as jnp
+        from jax.experimental.sparse import BCOO
+
+        indices = jnp.array(places, "int32").reshape(-1, 1)
+        unique = told and len(set(places)) == len(places)
+        return BCOO((jnp.asarray(rows), indices), shape=SHAPE, unique_indices=unique)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.IndexedSlices(tf.constant(rows), tf.constant(places, tf.int32), tf.constant(SHAPE))
+    import torch
+
+    indices = torch.tensor([places], dtype=torch.int64)
+    return torch.sparse_coo_tensor(indices, torch.tensor(rows), SHAPE, check_invariants=True)
+
+
+def dense(rows: np.ndarray, places: list[int]) -> np.ndarray:
+    result = np.zeros(SHAPE, "float32")
+    np.add.at(result, places, rows)
+    return result
+
+
+def train(optimizer: Any, gradients: list[Any], *, compiled: bool = False) -> list[np.ndarray]:
+    """Take steps with scaled gradients of a matrix, and with ones for a vector; return both."""
+    variables = [keras.Variable(np.ones(SHAPE, "float32")), keras.Variable(np.ones(2, "float32"))]
+    optimizer.build(variables)
+    ones = optimizer.scale_loss(tensor(np.ones(2)))
+    for gradient in gradients:
+        if BACKEND == "tensorflow" and compiled:
+            import tensorflow as tf
+
+            tf.function(lambda gradient: optimizer.apply([gradient, ones], variables))(gradient)
+        elif compiled or (BACKEND == "jax" and type(optimizer) is Stock):
+            apply = optimizer.stateless_apply
+            if BACKEND == "jax":
+                import jax
+
+                apply = jax.jit(apply)
+            state, values = ([v.value for v in each] for each in (optimizer.variables, variables))
+            values, state = apply(state, [gradient, ones], values)
+            for variable, value in zip([*variables, *optimizer.variables], [*values, *state], strict=True):
+                variable.assign(value)
+        else:
+            optimizer.apply([gradient, ones], variables)
+    return [array(variable) for variable in variables]
+
+
+each_inner = pytest.mark.parametrize("inner", INNERS)
+each_way = pytest.mark.parametrize("compiled", [False, True])
+each_place = pytest.mark.parametrize("places", [[0, 2], [3, 3]], ids=["rows", "one row twice"])
+SCALE = 2.0**10
+
+
+@each_way
+@each_place
+@each_inner
+def test_a_sparse_gradient_updates_as_under_the_bare_optimizer(
+    inner: str, places: list[int], compiled: bool
+) -> None:
+    if BACKEND == "jax" and compiled and (inner, places) == ("adam", [3, 3]):
+        inner = "sgd"  # Keras's own Adam cannot add up rows of one place under jit
+    optimizer = LossScaleOptimizer(INNERS[inner](), SCALE)
+    ours = train(optimizer, [sparse(ROWS * SCALE, places)] * 2, compiled=compiled)
+    assert close(ours, train(INNERS[inner](), [sparse(ROWS, places)] * 2, compiled=compiled))
+    if inner != "adam":  # Keras's own Adam squares the rows of one place before it adds them up
+        assert close(ours, train(INNERS[inner](), [tensor(dense(ROWS, places))] * 2))
+    assert optimizer.skipped_steps == 0
+
+
+@each_place
+def test_a_sparse_gradient_updates_as_under_keras_own_wrapper(places: list[int]) -> None:
+    """On PyTorch Keras's own wrapper takes no sparse gradients: it is given the same ones dense."""
+    rows = [ROWS * SCALE, ROWS * INF, ROWS * SCALE / 2]
+    made = LossScaleOptimizer(INNERS["sgd"](), SCALE), Stock(INNERS["sgd"](), SCALE)
+    theirs = (lambda *given: tensor(dense(*given))) if BACKEND == "torch" else sparse
+    trained = [
+        train(each, [make(row, places) for row in rows])
+        for each, make in zip(made, (sparse, theirs), strict=True)
+    ]
+    assert close(*trained)
+    assert {float(array(optimizer.dynamic_scale)) for optimizer in made} == {SCALE / 2}
+
+
+@each_way
+@pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
+def test_one_stored_number_skips_the_step(bad: float, compiled: bool) -> None:
+    rows = ROWS * SCALE
+    rows[1, 2] = bad
+    optimizer = LossScaleOptimizer(INNERS["momentum"](), SCALE)
+    after = train(optimizer, [sparse(rows, [0, 2])], compiled=compiled)
+    assert same(after, [np.ones(SHAPE, "float32"), np.ones(2, "float32")])
+    assert (optimizer.skipped_steps, optimizer.loss_scale) == (1, SCALE / 2)
+
+
+@each_way
+def test_nothing_stored_is_finite(compiled: bool) -> None:
+    optimizer = LossScaleOptimizer(INNERS["sgd"]())
+    matrix, vector = train(optimizer, [sparse(ROWS[:0], [])], compiled=compiled)
+    assert same([matrix], [np.ones(SHAPE, "float32")])
+    assert vector.tolist() == [0.5, 0.5]
+
+
+@each_way
+def test_rows_of_half_precision_are_unscaled_in_float32(compiled: bool) -> None:
+    """1 / 2**25 is 0 in float16, and two rows of 40,000 add up to inf."""
+    optimizer = LossScaleOptimizer(INNERS["sgd"](), 2.0**25)
+    after = train(optimizer, [sparse(np.full((2, 3), 4e4), [3, 3], "float16")], compiled=compiled)
+    assert optimizer.skipped_steps == 0
+    assert after[0][3].tolist() == [1.0 - np.float32(4e4) * 2.0**-25] * 3
+
+
+@each_way
+def test_a_policy_is_shown_the_stored_entries(compiled: bool) -> None:
+    optimizer = LossScaleOptimizer(INNERS["sgd"](), policy=Headroom(init_scale=4.0))
+    train(optimizer, [sparse(-ROWS * 100, [0, 2])], compiled=compiled)
+    assert optimizer.last_step.peak == 600.0
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16", "list", "variable"])
+def test_gradients_that_are_no_tensors_are_taken_as_keras_takes_them(kind: str) -> None:
+    after = []
+    for make in (lambda: LossScaleOptimizer(INNERS["sgd"](), 4.0), lambda: Stock(INNERS["sgd"](), 4.0)):
+        variable, optimizer = keras.Variable([1.0, 1.0]), make()
+        optimizer.build([variable])
+        optimizer.scale_loss(1.0)
+        gradient = [4.0, -8.0] if kind in ("list", "variable") else np.array([4.0, -8.0], kind)
+        if kind == "variable":
+            gradient = keras.Variable(gradient)
+        if BACKEND == "jax" and type(optimizer) is Stock:
+            (value,), _ = optimizer.stateless_apply(
+                [v.value for v in optimizer.variables], [gradient], [variable.value]
+            )
+        else:
+            optimizer.apply([gradient], [variable])
+            value = variable.value
+        after.append(array(value))
+    assert same(*([each] for each in after))
+    assert after[0].tolist() == [0.5, 2.0]
