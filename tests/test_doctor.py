@@ -150,14 +150,18 @@ def test_nan_is_told_from_a_scale_that_is_too_high() -> None:
 def test_a_loss_that_is_not_finite_is_named() -> None:
     steps = [Step(n, 8.0, finite=False, skipped=True, new_scale=8.0, loss=math.inf) for n in range(50)]
     (finding,) = diagnose(Trace(steps, policy=repr(Static(8.0)))).findings
-    assert "loss itself" in finding.advice
+    assert (finding.kind, finding.severity) == ("forward overflow", "problem")
+    assert finding.sentence.startswith("The loss itself is inf or NaN in every step")
     assert not finding.settings
 
 
 def test_the_parameter_that_always_overflows_first_is_named() -> None:
     steps = [step._replace(culprits=("head.weight", "body.bias")) for step in simulate(Dynamic(), NAN)]
     found = diagnose(Trace(steps))
-    assert "head.weight overflowed first in 300 of 300 skipped steps" in found.findings[0].sentence
+    assert (
+        "In backward, head.weight was the first parameter with inf or NaN in 300 of 300 skipped steps."
+        in found.findings[0].sentence
+    )
     assert "In 300 of 300 overflows, a parameter of head came first." in [f.sentence for f in found.findings]
 
 

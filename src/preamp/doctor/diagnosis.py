@@ -7,6 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from preamp.doctor.advice import as_code, as_flags, changed
+from preamp.doctor.causes import (
+    backs_off_too_far,
+    bad_data,
+    dead_units,
+    exploding,
+    failed,
+    loss_spike,
+    lost_scale,
+    not_learning,
+    too_large,
+)
 from preamp.doctor.finding import OFTEN, Finding
 from preamp.doctor.record import Record
 from preamp.doctor.room import at_ceiling, never_grew, not_scaled, too_low, vanished
@@ -24,10 +35,11 @@ Rule = Callable[[Record], Finding | None]
 NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-STANDSTILL: tuple[Rule, ...] = (not_scaled, starving)
+STANDSTILL: tuple[Rule, ...] = (failed, not_scaled, starving, vanished, dead_units, not_learning)
 """What leaves nothing else to be said of the scale. Of each such group the first that applies is told."""
+DAMAGED: tuple[Rule, ...] = (too_large, lost_scale, bad_data, exploding, loss_spike, backs_off_too_far)
 SKIPPED: tuple[Rule, ...] = (oscillating, dragged, slow, too_high)
-UNUSED: tuple[Rule, ...] = (vanished, at_ceiling, never_grew, too_low)
+UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
 SEEN: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
 
 
@@ -108,9 +120,9 @@ def diagnose(trace: Trace) -> Diagnosis:
 
 
 def _findings(record: Record) -> list[Finding]:
-    if not record.steps:
+    if not len(record):
         return [_no_steps(record), *_all(SEEN, record)]
-    groups = ((wrong_start,), SKIPPED, UNUSED)
+    groups = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
     of_scale = _first(STANDSTILL, record) or [found for rules in groups for found in _first(rules, record)]
     return [*(of_scale or [_healthy(record)]), *_all(SEEN, record)]
 
@@ -130,7 +142,7 @@ def _first(rules: Iterable[Rule], record: Record) -> list[Finding]:
 
 
 def _healthy(record: Record) -> Finding:
-    summary = record.trace.summary()
+    summary = record.summary
     if needs_no_scale(record.band) and summary.max_scale == 1.0:
         return Finding(kind="healthy", severity="fine", sentence=f"{record.band.name} needs no loss scale.")
     if summary.skipped >= OFTEN * summary.steps:

@@ -22,6 +22,7 @@ __all__ = [
     "limited",
     "lost",
     "lost_words",
+    "module_name",
     "needs_no_scale",
     "overflowed",
     "saves_something",
@@ -102,7 +103,7 @@ def overflowed(record: Record) -> Finding | None:
     """Name who overflows first on skipped steps."""
     firsts = [row for look in record.looks if (row := look.first_overflow)]
     modules = [name.rpartition(".")[0] or name for name in record.culprits.elements()]
-    names = [_module(row.name) for row in firsts] or modules
+    names = [module_name(row.name) for row in firsts] or modules
     if not names:
         return None
     worst = max(set(names), key=lambda name: (names.count(name), name))
@@ -119,9 +120,9 @@ def limited(record: Record) -> Finding | None:
     """Name the module that keeps the scale from being higher, and say whether it does so alone."""
     look = record.look
     row = look and look.limit
-    if look is None or row is None or needs_no_scale(look.band):
+    if look is None or row is None or needs_no_scale(record.band):
         return None
-    name, room = _module(row.name), look.fit(row).headroom
+    name, room = module_name(row.name), look.fit(row).headroom
     alone = _alone(look, row.name)
     return Finding(
         kind="limit",
@@ -134,7 +135,7 @@ def limited(record: Record) -> Finding | None:
     )
 
 
-def _module(name: str) -> str:
+def module_name(name: str) -> str:
     """Return what to call a module; those of a `Sequential` have numbers as names."""
     return f"module {name}" if name else "the whole model"
 
@@ -156,7 +157,7 @@ def _alone(look: Look, name: str) -> int:
 def bfloat16_would_do(record: Record) -> Finding | None:
     """Say whether bfloat16 holds without a scale what was seen."""
     look = record.look
-    if look is None or needs_no_scale(look.band) or not _seen(look).nonzero:
+    if look is None or needs_no_scale(record.band) or not _seen(look).nonzero:
         return None
     seen = _seen(look).shifted(-exponent_of(look.scale))
     below, room = seen.flushed(BANDS["bfloat16"]), seen.headroom(BANDS["bfloat16"]) or 0
