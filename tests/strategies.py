@@ -230,6 +230,12 @@ steps = st.builds(
     zeros=_loose,
     culprits=st.lists(_names, max_size=3).map(tuple),
     seconds=_loose,
+    buffers=st.lists(_names, max_size=2).map(tuple),
+)
+runs = (
+    st.lists(steps, max_size=8)
+    .map(lambda run: sorted(run, key=lambda step: step.index))
+    .map(lambda run: [step for n, step in enumerate(run) if n == 0 or step.index > run[n - 1].index])
 )
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from preamp import ExponentHistogram, Look, LookRow, PolicyError, Step, Trace, TraceError
 from preamp.exponents import BANDS
 
-from .strategies import looks, steps
+from .strategies import looks, runs
 
 few = settings(deadline=None, max_examples=60)
 KINDS = ["activation", "flow", "gradient"]
@@ -131,7 +131,7 @@ def path(tmp_path_factory: Any) -> Path:
 
 
 @settings(deadline=None, max_examples=40)
-@given(recorded=st.lists(steps, max_size=3), seen=st.lists(looks, max_size=3))
+@given(recorded=runs, seen=st.lists(looks, max_size=3))
 def test_looks_are_read_back_as_they_were_written(
     tmp_path_factory: Any, recorded: list[Step], seen: list[Look]
 ) -> None:

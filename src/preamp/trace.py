@@ -8,20 +8,29 @@ are written whole, one at a time, so the file of an interrupted run can be read 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, NamedTuple, overload
 
-from preamp.checks import shown
+from preamp.columns import FIELDS, StepColumns
 from preamp.errors import TraceError
-from preamp.json_numbers import is_number, to_json
 from preamp.looks import Look, look_from_json, look_to_json
+from preamp.trace_lines import (
+    about_of,
+    entries,
+    head_line,
+    is_whole,
+    line_of,
+    parse,
+    row_of,
+    row_of_entry,
+    step_line,
+)
 
 __all__ = ["Step", "Summary", "Trace"]
-
-FORMAT = 1
 
 
 class Step(NamedTuple):
@@ -39,6 +48,8 @@ class Step(NamedTuple):
         zeros: the share of gradient entries that are exactly zero, from 0 to 1.
         culprits: names of the parameters whose gradients were not finite, first in backward order.
         seconds: wall time of the step.
+        buffers: names of module buffers, such as BatchNorm's running statistics, that were not finite after
+            a skipped step.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -52,6 +63,7 @@ class Step(NamedTuple):
     zeros: float | None = None
     culprits: tuple[str, ...] = ()
     seconds: float | None = None
+    buffers: tuple[str, ...] = ()
 
 
 class Summary(NamedTuple):
@@ -67,6 +79,8 @@ class Summary(NamedTuple):
         final_scale: the scale after the last step.
         growths: times the scale grew.
         backoffs: times the scale was lowered.
+        resumed: the steps at which the run was loaded from an older checkpoint, in the order it happened.
+            What was lost there is not counted.
     """
 
     steps: int
@@ -78,6 +92,7 @@ class Summary(NamedTuple):
     final_scale: float | None
     growths: int
     backoffs: int
+    resumed: tuple[int, ...] = ()
 
 
 class Trace:
@@ -94,6 +109,8 @@ class Trace:
         about: what describes the run.
         looks: what a lens saw, on the steps that it sampled.
         stopped: why the run ended before its time, or None.
+        resumed: the index of every step that did not follow the one before it: there the run was loaded from
+            an older checkpoint, and the steps it went through again have replaced those it lost.
 
     Raises:
         TraceError: if the file cannot be gone on with.
@@ -112,10 +129,12 @@ class Trace:
         mode: Literal["new", "append", "replace"] = "new",
         **about: Any,
     ) -> None:
-        self._rows: list[tuple[Any, ...]] = []  # plain tuples: the garbage collector can forget them
+        self._columns = StepColumns()
         self.looks: list[Look] = []
         self.about: dict[str, Any] = about
         self.stopped: str | None = None
+        self.resumed: list[int] = []
+        self._looks_before = 0  # how many of the looks came before the last step
         self._file = None if path is None else self._open(Path(path), mode)
         for step in steps:
             self(step)
@@ -124,19 +143,37 @@ class Trace:
         """Record a step, and write it if the trace has a file.
 
         Raises:
-            TypeError: for a step that holds something else than numbers, if the trace has a file.
+            TypeError: for a step that holds something other than numbers and names.
         """
+        row = row_of(step)
         if self._file is not None:
-            self._file.write(_line(_as_json(step)))
-        self._rows.append(tuple(step))
+            self._file.write(step_line(row))
+        self._record(row)
+        self.stopped = None  # it went on
 
     def extend(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Record many steps given as plain tuples, in the order of `Step`'s fields."""
-        if self._file is None:
-            self._rows.extend(rows)
-            return
         for row in rows:
-            self(Step._make(row))
+            self(Step(*row))
+
+    def _record(self, row: tuple[Any, ...]) -> None:
+        """Keep a row in memory, instead of what a run that was resumed there had done before."""
+        index, columns = row[0], self._columns
+        if columns and index <= columns.index[-1]:
+            self.resumed.append(index)
+            columns.truncate(columns.place_of(index))
+            self._forget_looks(index)
+        columns.append(row)
+        self._looks_before = len(self.looks)
+
+    def _forget_looks(self, index: int) -> None:
+        """Drop the looks at steps that were lost; a lens looks at a step before it is recorded."""
+        kept = [look for look in self.looks[: self._looks_before] if look.index < index]
+        for look in self.looks[self._looks_before :]:
+            while kept and kept[-1].index > look.index:
+                kept.pop()
+            kept.append(look)
+        self.looks[:] = kept
 
     def look(self, look: Look) -> None:
         """Record what a lens saw: `Lens(model, on_look=trace.look)`. It is written if the trace has a file.
@@ -144,7 +181,7 @@ class Trace:
         Raises:
             TraceError: for a look that could not be read back.
         """
-        line = _line({"look": look_to_json(look)})
+        line = line_of({"look": look_to_json(look)})
         if self._file is not None:
             self._file.write(line)
         self.looks.append(look)
@@ -160,19 +197,36 @@ class Trace:
             )
         if is_there and mode == "append":
             before = Trace.read(path)
-            self._rows, self.looks, self.about = before._rows, before.looks, before.about
+            self.__dict__.update(before.__dict__)
             _end_last_line(path)
             return path.open("a", encoding="utf-8", buffering=1)
-        head = _head(self.about)
+        head = head_line(self.about)
         file = path.open("w", encoding="utf-8", buffering=1)  # line buffered: whole lines reach the file
         file.write(head)
         return file
 
     def __iter__(self) -> Iterator[Step]:
-        return map(Step._make, self._rows)
+        return map(Step._make, self._columns.rows())
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._columns)
+
+    def column(self, name: str) -> Iterator[Any]:
+        """Return one field of every step, which is quicker and smaller than whole steps.
+
+        Args:
+            name: a field of `Step`.
+
+        Raises:
+            TraceError: for a name that `Step` does not have.
+
+        >>> trace = Trace([Step(index=0, scale=2.0, finite=True, skipped=False, loss=0.5)])
+        >>> list(trace.column("loss"))
+        [0.5]
+        """
+        if name not in FIELDS:
+            raise TraceError(f"column({name!r}): a step has no such field. Write one of {', '.join(FIELDS)}.")
+        return self._columns.values(name)
 
     @overload
     def __getitem__(self, index: int) -> Step: ...
@@ -181,11 +235,14 @@ class Trace:
     def __getitem__(self, index: slice) -> list[Step]: ...
 
     def __getitem__(self, index: int | slice) -> Step | list[Step]:
-        rows = self._rows[index]
-        return list(map(Step._make, rows)) if isinstance(index, slice) else Step._make(rows)
+        if isinstance(index, slice):
+            return [Step._make(self._columns.row(place)) for place in range(len(self))[index]]
+        return Step._make(self._columns.row(range(len(self))[index]))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Trace) and list(self._lines()) == list(other._lines())
+        if not isinstance(other, Trace):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip_longest(self._lines(), other._lines()))
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]  # a trace changes while it is recorded
 
@@ -207,7 +264,7 @@ class Trace:
         """Note why the run ends before its time."""
         self.stopped = reason
         if self._file is not None:
-            self._file.write(_line({"stopped": reason}))
+            self._file.write(line_of({"stopped": reason}))
 
     def close(self) -> None:
         """Close the file, if there is one. Nothing is lost without it."""
@@ -217,147 +274,101 @@ class Trace:
 
     def write(self, path: str | Path) -> None:
         """Write the whole trace to a file of JSON lines."""
-        lines = list(self._lines())
+        head_line(self.about)  # what cannot be written is refused before the file is touched
         with Path(path).open("w", encoding="utf-8") as file:
-            file.writelines(lines)
+            file.writelines(self._lines())
 
     @classmethod
-    def read(cls, path: str | Path) -> Trace:
+    def read(cls, path: str | Path, progress: Callable[[int, int], object] | None = None) -> Trace:
         """Read a file of JSON lines. A last line that was not written to its end is left out.
+
+        Where the index of a step is not above the one before it, the run was resumed from an older
+        checkpoint: later lines replace those of the steps that were lost.
+
+        Args:
+            path: the file.
+            progress: called now and then with the bytes read so far and the size of the file.
 
         Raises:
             TraceError: naming the line that cannot be read and why.
             OSError: if there is no such file.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            number = error.object[: error.start].count(b"\n") + 1
-            raise TraceError(f"{path}, line {number}: not text ({error.reason}), so not a trace.") from error
-        *lines, last = text.split("\n")
-        if not lines or (last and _is_whole(last)):
-            lines.append(last)
+        lines = entries(path, progress)
         trace = cls()
-        trace.about = _about(path, lines[0])  # not as arguments: a file must not say what is opened
-        for number, line in enumerate(lines[1:], start=2):
-            entry = _parse(path, number, line)
-            if set(entry) == {"stopped"} and isinstance(entry["stopped"], str):
-                trace.stopped = entry["stopped"]
-            elif set(entry) == {"look"}:
-                trace.looks.append(_as_look(path, number, entry["look"]))
-            else:
-                trace(_as_step(path, number, entry))
+        trace.about = about_of(path, next(lines)[1])  # not as arguments: a file must not say what is opened
+        for number, line in lines:
+            entry = parse(path, number, line)
+            if "index" in entry or len(entry) != 1:
+                trace._record(row_of_entry(path, number, entry))
                 trace.stopped = None  # it went on
+            else:
+                trace._note(path, number, entry)
         return trace
+
+    def _note(self, path: str | Path, number: int, entry: dict[str, Any]) -> None:
+        """Keep what a line that is not a step says."""
+        ((name, value),) = entry.items()
+        if name == "stopped" and isinstance(value, str):
+            self.stopped = value
+        elif name == "look":
+            self.looks.append(_as_look(path, number, value))
+        elif name == "resumed" and type(value) is int:
+            self.resumed.append(value)
+        else:
+            row_of_entry(path, number, entry)  # which says what is wrong with it
 
     def summary(self) -> Summary:
         """Count steps, skips and moves of the scale."""
         skipped = longest = streak = growths = backoffs = 0
-        scales = self._scales()
-        for step, after in zip(self, scales[1:], strict=False):
-            streak = streak + 1 if step.skipped else 0
-            longest, skipped = max(longest, streak), skipped + step.skipped
-            growths, backoffs = growths + (after > step.scale), backoffs + (after < step.scale)
+        low, high, before = math.inf, -math.inf, math.nan
+        for skip, scale in zip(chain(self.column("skipped"), (False,)), self._scales(), strict=False):
+            growths, backoffs = growths + (scale > before), backoffs + (scale < before)
+            low, high, before = min(low, scale), max(high, scale), scale  # of NaN the other one
+            streak = streak + 1 if skip else 0
+            longest, skipped = max(longest, streak), skipped + skip
+        steps, known = len(self), low <= high
         return Summary(
-            steps=len(self),
+            steps=steps,
             skipped=skipped,
-            skip_rate=skipped / len(self) if len(self) else 0.0,
+            skip_rate=skipped / steps if steps else 0.0,
             longest_streak=longest,
-            min_scale=min(scales, default=None),
-            max_scale=max(scales, default=None),
-            final_scale=scales[-1] if scales else None,
+            min_scale=low if known else None,
+            max_scale=high if known else None,
+            final_scale=before if steps else None,
             growths=growths,
             backoffs=backoffs,
+            resumed=tuple(self.resumed),
         )
 
     def _lines(self) -> Iterator[str]:
         """Return the lines of the file that holds this trace."""
-        yield _head(self.about)
-        yield from (_line(_as_json(step)) for step in self)
-        yield from (_line({"look": look_to_json(look)}) for look in self.looks)
+        yield head_line(self.about)
+        yield from (line_of({"resumed": index}) for index in self.resumed)
+        looks = deque(self.looks)
+        for row in self._columns.rows():
+            while looks and looks[0].index <= row[0]:  # before its step, as a lens records it
+                yield line_of({"look": look_to_json(looks.popleft())})
+            yield step_line(row)
+        yield from (line_of({"look": look_to_json(look)}) for look in looks)
         if self.stopped is not None:
-            yield _line({"stopped": self.stopped})
+            yield line_of({"stopped": self.stopped})
 
-    def _scales(self) -> list[float]:
+    def _scales(self) -> Iterator[float]:
         """Return the scale of every step and, last, the one after it."""
-        scales = [step.scale for step in self]
-        last = self[-1] if scales else None
-        return [*scales, last.scale if last.new_scale is None else last.new_scale] if last else []
-
-
-def _head(about: dict[str, Any]) -> str:
-    if "preamp_trace" in about:
-        raise TraceError("preamp_trace is how a trace's first line begins. Write another name.")
-    return _line({"preamp_trace": FORMAT, **about})
-
-
-def _line(entry: dict[str, Any]) -> str:
-    return json.dumps(entry, allow_nan=False) + "\n"
-
-
-def _as_json(step: Step) -> dict[str, Any]:
-    """Return what a step holds as JSON's own numbers, so that scalars of any framework can be recorded."""
-    entry = {name: _plain(name, value) for name, value in step._asdict().items() if value is not None}
-    return entry if step.culprits else {name: entry[name] for name in entry if name != "culprits"}
-
-
-def _plain(name: str, value: Any) -> Any:
-    try:
-        plain = _TYPES.get(name, float)(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"a step's {name} is {value!r}, which is not a number: {error}.") from error
-    return to_json(plain)
-
-
-def _about(path: str | Path, line: str) -> dict[str, Any]:
-    with suppress(TraceError):
-        about = _parse(path, 1, line)
-        if about.pop("preamp_trace", None) == FORMAT:
-            return about
-    found = repr(line[:40]) if line else "nothing"
-    raise TraceError(
-        f'{path}, line 1: found {found}, but a trace of this release begins with {{"preamp_trace": {FORMAT}'
-    )
-
-
-def _is_whole(line: str) -> bool:
-    """Return whether a line without an end was written to its end: no part of an object in braces is JSON."""
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        yield from self.column("scale")
+        if len(self):
+            last = self[-1]
+            yield last.scale if last.new_scale is None else last.new_scale
 
 
 def _end_last_line(path: Path) -> None:
     """Make the last line of a file that could be read a whole one, or take it away."""
     with path.open("rb+") as file:
         before, newline, last = file.read().rpartition(b"\n")
-        if last and _is_whole(last.decode()):
+        if last and is_whole(last.decode()):
             file.write(b"\n")
         else:
             file.truncate(len(before + newline))
-
-
-def _parse(path: str | Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise TraceError(f"{path}, line {number}: not JSON ({reason}).") from error
-    if not isinstance(entry, dict):
-        raise TraceError(f"{path}, line {number}: expected an object in braces, found {line[:40]!r}.")
-    return entry
-
-
-def _as_step(path: str | Path, number: int, entry: dict[str, Any]) -> Step:
-    problem = _problem(entry)
-    if problem:
-        raise TraceError(f"{path}, line {number}: {problem}.")
-    values: dict[str, Any] = {
-        name: float(value) if name in _NUMBERS else value for name, value in entry.items()
-    }
-    return Step(**{**values, "culprits": tuple(entry.get("culprits", ()))})
 
 
 def _as_look(path: str | Path, number: int, entry: Any) -> Look:
@@ -365,27 +376,3 @@ def _as_look(path: str | Path, number: int, entry: Any) -> Look:
         return look_from_json(entry)
     except TraceError as error:
         raise TraceError(f"{path}, line {number}: {error}.") from error
-
-
-_TYPES: dict[str, Any] = {"index": int, "finite": bool, "skipped": bool, "culprits": list}
-_NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
-_REQUIRED = ("index", "scale", "finite", "skipped")
-
-
-def _problem(entry: dict[str, Any]) -> str:
-    """Say what is wrong with a step's line, or nothing."""
-    missing = [name for name in _REQUIRED if name not in entry]
-    unknown = [name for name in entry if name not in Step._fields]
-    if missing or unknown:
-        return f"a step without {', '.join(missing)}" if missing else f"unknown entry {shown(unknown[0])}"
-    for name, value in entry.items():
-        if name in _NUMBERS and not is_number(value):
-            return f"{name} is {shown(value)}, not a number"
-        if name in ("finite", "skipped") and not isinstance(value, bool):
-            return f"{name} is {shown(value)}, neither true nor false"
-    if not (isinstance(entry["index"], int) and is_number(entry["index"])):
-        return f"index is {shown(entry['index'])}, not a whole number"
-    culprits = entry.get("culprits", [])
-    if not (isinstance(culprits, list) and all(isinstance(name, str) for name in culprits)):
-        return f"culprits is {shown(culprits)}, not a list of names"
-    return ""
