@@ -97,6 +97,7 @@ def test_the_advice_takes_the_finding_away(name: str) -> None:
 @pytest.mark.parametrize("name", SICK)
 def test_the_line_and_the_flags_make_the_rule_that_is_advised(name: str) -> None:
     found = examined(name)
+    found.record.trace.about["command"] = "preamp train"
     better, line = found.better(), found.remedy()
     code, _, flags = line.removeprefix("Write policy=").removesuffix(".").partition(", or ")
     assert quietly_evaluated(code) == better
@@ -162,7 +163,7 @@ def test_the_parameter_that_always_overflows_first_is_named() -> None:
         "In backward, head.weight was the first parameter with inf or NaN in 300 of 300 skipped steps."
         in found.findings[0].sentence
     )
-    assert "In 300 of 300 overflows, a parameter of head came first." in [f.sentence for f in found.findings]
+    assert len(found.findings) == 1  # what does not train gets no other advice
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,10 @@ def test_what_a_module_limits_and_whether_it_does_so_alone() -> None:
 def test_who_overflows_first_is_taken_from_looks() -> None:
     trace = looked_at(row("late", "flow", 3, (1,), nonfinite=2), row("early", "flow", 3, (1,), nonfinite=1))
     (finding,) = [f for f in diagnose(trace).findings if f.kind == "overflows first"]
-    assert finding.sentence == "In 1 of 1 overflows, module late came first."
+    assert finding.sentence == (
+        "In 1 of 1 looks at overflows, the gradient of the output of module late was the first with inf or NaN, "
+        "in backward."
+    )
 
 
 @pytest.mark.parametrize(("low", "does"), [(-100, True), (-150, False)])

@@ -42,8 +42,13 @@ TWOFOLD: Final = 1.0
 THOUSANDFOLD: Final = 999.0
 SHORT: Final = 50  # steps below which loss values say little
 NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
+EXPLODED: Final = 10
+"""From so many powers of two between the first and the largest gradient in backward, they explode."""
 FARTHEST_BACKOFF: Final = 2.0**-4
 SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
+LOAD: Final = (
+    "Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict()."
+)
 CLOSE: Final = 2  # powers of two below the largest number of a format
 
 
@@ -72,20 +77,17 @@ def failed(record: Record) -> Finding | None:
 
 def _diverged(record: Record, end: Failure, source: Origin | None) -> Finding | None:
     """Return the finding that the loss or the gradients grew before the run failed."""
-    losses = _until_frozen(record, end)
+    losses = record.loss.finite()  # those of skipped steps too: they show what the last update did
     loss, norm = rise(losses), rise(record.grad_norm.finite())
     grew = loss is not None and loss.ratio >= TENFOLD
     norm_grew = norm is not None and norm.ratio >= TENFOLD and (loss is None or loss.ratio >= TWOFOLD)
-    if (len(losses) < 2 or not grew) and not norm_grew:
+    if not grew and not norm_grew:
+        if not losses and _outputs_grew(record):
+            return _divergence(record, None, None, end)
         return _broken_by_updates(record, end, source)
     if _is_sudden(record, end, source):
         return None
     return _divergence(record, loss if grew else None, norm if norm_grew else None, end)
-
-
-def _until_frozen(record: Record, end: Failure) -> array[float]:
-    """Return the finite losses, those of skipped steps among them: they show what the last update did."""
-    return record.loss.finite()
 
 
 def _is_sudden(record: Record, end: Failure, source: Origin | None) -> bool:
@@ -105,7 +107,7 @@ def _divergence(record: Record, loss: Rise | None, norm: Rise | None, end: Failu
         parts.append(f"the gradient norm rose from {_number(norm.base)} to {_number(norm.peak)}")
     if loss is not None:
         parts.append(f"the loss rose from {_number(loss.base)} to {_number(loss.peak)}")
-    said = " and ".join(parts)
+    said = " and ".join(parts or ["the outputs of most modules grew at least 16-fold"])
     when = f" before the run failed at step {record.index[end.start]:,}" if end else ""
     return Finding(
         kind="diverged",
@@ -181,7 +183,7 @@ def _in_forward(record: Record, end: Failure, source: Origin) -> Finding | None:
     if update_count(record, end.start) and not _lost_before(record, end):
         return _broken_update(record, end, source)
     if source.is_first:
-        return _bad_inputs(record, end, source)
+        return _bad_inputs(end, source)
     return _forward_nan(record, end, source)
 
 
@@ -261,17 +263,23 @@ def _broken_update(record: Record, end: Failure, source: Origin | None) -> Findi
     )
 
 
-def _bad_inputs(record: Record, end: Failure, source: Origin | None) -> Finding:
-    where = (
-        f"already the output of {module_name(source.row.name)}, the first module, holds inf or NaN, and its "
-        "other values are far from overflowing"
-        if source
-        else "the loss is NaN"
-    )
+def _bad_inputs(end: Failure, source: Origin | None) -> Finding:
+    if source is None:
+        return Finding(
+            kind="forward NaN",
+            severity="problem",
+            sentence="The loss is NaN in every step, from the first on: the input data hold inf or NaN, or "
+            "forward makes it. No loss scale helps.",
+            advice="Check the batches first: `x.isfinite().all()`. If they are finite, look at the outputs of "
+            "the layers one by one (a preamp.torch.Lens names the first that is not finite).",
+            numbers=_counts(end),
+        )
     return Finding(
         kind="bad data",
         severity="problem",
-        sentence=f"In every step {where}: the input data hold inf or NaN. No loss scale helps.",
+        sentence=f"In every step already the output of {module_name(source.row.name)}, the first module, holds "
+        "inf or NaN, and its other values are far from overflowing: the input data hold inf or NaN. "
+        "No loss scale helps.",
         advice="Check the batches before the model: `x.isfinite().all()`. Mend or drop such rows. If the "
         "inputs are finite, look at the weights that the model starts with.",
         numbers=_counts(end),
@@ -298,7 +306,7 @@ def _in_loss(record: Record, end: Failure) -> Finding:
 def _without_look(record: Record, end: Failure) -> Finding:
     updates = update_count(record, end.start)
     if updates == 0 and not end.inf:
-        return _bad_inputs(record, end, None)
+        return _bad_inputs(end, None)
     if needs_no_scale(record.band) and updates:
         return _broken_update(record, end, None)
     return _forward_overflow(record, end, None)
@@ -437,11 +445,11 @@ def exploding(record: Record) -> Finding | None:
     norms = record.grad_norm.finite()
     spikes, highest = _spikes(norms)
     if spikes < FEWEST:
-        return None
+        return _growing_backward(record)
     return Finding(
         kind="exploding gradients",
         severity="warning",
-        sentence=f"In {spikes:,} steps the gradient norm was more than {SPIKE_OF_NORM:.0f} times that of the "
+        sentence=f"{spikes:,} times the gradient norm was more than {SPIKE_OF_NORM:.0f} times that of the "
         f"steps before, up to {_number(highest)}: the gradients explode now and then.",
         advice="Clip them (max_norm=1.0). In a recurrent net, take fewer time steps or smaller recurrent "
         "weights.",
@@ -449,14 +457,41 @@ def exploding(record: Record) -> Finding | None:
     )
 
 
+def _growing_backward(record: Record) -> Finding | None:
+    """Find gradients that grow from module to module on the way back, in a run that had to lower its scale."""
+    clean = [look for look in record.looks if look.first_overflow is None]
+    if not clean or max(record.opening, len(record.skips)) < FEWEST:
+        return None
+    look = clean[-1]
+    flows = [(row.histogram.peak_exponent, row.name) for row in look.rows if row.what == "flow"]
+    known = [(peak, name) for peak, name in flows if peak is not None]
+    if not known:
+        return None
+    (start, last), (most, first) = known[0], max(known)
+    if most - start < EXPLODED:
+        return None
+    return Finding(
+        kind="exploding gradients",
+        severity="warning",
+        sentence=f"In backward, the gradients grow {two_to(most - start)}-fold from {module_name(last)} to "
+        f"{module_name(first)}: they explode.",
+        advice="Use smaller initial weights, normalization, or fewer time steps, and clip (max_norm=1.0).",
+        numbers={"powers": most - start},
+    )
+
+
 def _spikes(norms: Sequence[float]) -> tuple[int, float]:
     """Return how many norms are far above the median of those just before them, and the largest such."""
     window: list[float] = []
-    count, highest = 0, 0.0
+    count, highest, was_high = 0, 0.0, False
     for place, norm in enumerate(norms):
         if len(window) == NORM_WINDOW:
-            if norm > SPIKE_OF_NORM * window[NORM_WINDOW // 2] > 0.0:
-                count, highest = count + 1, max(highest, norm)
+            is_high = norm > SPIKE_OF_NORM * window[NORM_WINDOW // 2] > 0.0
+            if is_high and not was_high:
+                count += 1
+            if is_high:
+                highest = max(highest, norm)
+            was_high = is_high
             del window[bisect_left(window, norms[place - NORM_WINDOW])]
         insort(window, norm)
     return count, highest
@@ -531,6 +566,16 @@ def loss_spike(record: Record) -> Finding | None:
 
 def lost_scale(record: Record) -> Finding | None:
     """Find a scale that jumped up between two steps, which no rule does: a restart without the saved scale."""
+    if record.resumed_at_start and record.opening >= FEWEST:
+        return Finding(
+            kind="lost scale",
+            severity="warning",
+            sentence=f"The record begins again at step {record.index[0]:,}, and the first {record.opening:,} steps "
+            f"were skipped while the scale fell from {power(record.scales[0])} to "
+            f"{power(record.scales[record.opening])}: the run was resumed without its scaler.",
+            advice=LOAD,
+            numbers={"skipped": record.opening},
+        )
     new = record.new_scale
     for place in range(1, len(record)):
         before, scale = new[place - 1], record.scales[place]
@@ -546,7 +591,7 @@ def lost_scale(record: Record) -> Finding | None:
             sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale jumped "
             f"from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was back: the run "
             "was resumed without its scale.",
-            advice="Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict().",
+            advice=LOAD,
             numbers={"before": before, "scale": scale, "skipped": skips},
         )
     return None

@@ -35,9 +35,9 @@ Rule = Callable[[Record], Finding | None]
 NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-STANDSTILL: tuple[Rule, ...] = (failed, not_scaled, starving, vanished, dead_units, not_learning)
+STANDSTILL: tuple[Rule, ...] = (failed, starving, vanished, dead_units, not_learning)
 """What leaves nothing else to be said of the scale. Of each such group the first that applies is told."""
-DAMAGED: tuple[Rule, ...] = (too_large, lost_scale, bad_data, exploding, loss_spike, backs_off_too_far)
+DAMAGED: tuple[Rule, ...] = (too_large, lost_scale, bad_data, loss_spike, exploding, backs_off_too_far)
 SKIPPED: tuple[Rule, ...] = (oscillating, dragged, slow, too_high)
 UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
 SEEN: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
@@ -79,12 +79,16 @@ class Diagnosis:
         return changed(self.policy, settings) if settings else None
 
     def remedy(self, finding: Finding | None = None) -> str:
-        """Return the line to write for a finding, or for all, in Python and as flags, or ""."""
+        """Return the line to write for a finding, or for all, or "".
+
+        For a run of the `preamp` command, which says so in its record, the flags that do the same follow.
+        """
         policy = self.better(finding)
         if policy is None:
             return ""
         settings = self.settings if finding is None else finding.settings
-        flags = as_flags(policy, settings)
+        by_command = str(self.record.trace.about.get("command", "")).startswith("preamp ")
+        flags = as_flags(policy, settings) if by_command else ""
         return f"Write policy={as_code(policy)}{f', or {flags}' if flags else ''}."
 
     def rehearsal(self) -> str:
@@ -112,7 +116,7 @@ def diagnose(trace: Trace) -> Diagnosis:
     >>> from preamp import Dynamic, simulate
     >>> found = diagnose(simulate(Dynamic(init_scale=2.0**32), [n < 16 for n in range(1000)]))
     >>> found.findings[0].kind, found.remedy()
-    ('wrong start', 'Write policy=Dynamic(), or --policy.init-scale 65536.')
+    ('wrong start', 'Write policy=Dynamic().')
     """
     record = Record(trace)
     found = sorted(_findings(record), key=lambda finding: WORST_FIRST.index(finding.severity))
@@ -122,9 +126,13 @@ def diagnose(trace: Trace) -> Diagnosis:
 def _findings(record: Record) -> list[Finding]:
     if not len(record):
         return [_no_steps(record), *_all(SEEN, record)]
+    if broken := _first(STANDSTILL, record):
+        return broken  # whoever does not train yet needs no advice on how to train better
+    if unscaled := _first((not_scaled,), record):
+        return [*unscaled, *_all(SEEN, record)]
     groups = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
-    of_scale = _first(STANDSTILL, record) or [found for rules in groups for found in _first(rules, record)]
-    return [*(of_scale or [_healthy(record)]), *_all(SEEN, record)]
+    found = [found for rules in groups for found in _first(rules, record)]
+    return [*(found or [_healthy(record)]), *_all(SEEN, record)]
 
 
 def _no_steps(record: Record) -> Finding:

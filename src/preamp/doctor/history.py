@@ -24,6 +24,8 @@ LEAST_NOT_FINITE: Final = 3
 """So few steps are enough where the loss is inf or NaN: people stop such a run."""
 NEAR: Final = 3
 """Powers of two from the largest number of a format within which values are about to overflow."""
+ENOUGH: Final = 8
+"""So many finite values show how large the others were."""
 LATEST: Final = 5
 FEW_UPDATES: Final = 4
 """A forward pass that worked and fails after fewer updates than this was broken by the updates."""
@@ -90,7 +92,6 @@ class Origin(NamedTuple):
             operation made it; "unknown": nothing finite was left.
         is_first: whether no module comes before it in forward.
         is_steady: whether the modules before it put out values as large as on earlier steps.
-        is_whole: whether outputs of modules were looked at.
     """
 
     row: LookRow
@@ -156,7 +157,8 @@ def origin(record: Record, failed: Failure) -> Origin | None:
         return None
     (name, what), _ = Counter((row.name, row.what) for _, row in rows).most_common(1)[0]
     same = [(look, row) for look, row in rows if (row.name, row.what) == (name, what)]
-    look, row = min(same, key=lambda pair: pair[0].scale)  # the lower the scale, the less is its fault
+    # Forward does not depend on the scale, and of gradients the lowest scale is the least to blame.
+    look, row = same[0] if what == "activation" else min(same, key=lambda pair: pair[0].scale)
     earlier = [one for one in normal if one.index < look.index]
     known = earlier[-1] if earlier else None
     outputs = [one.name for one in look.rows if one.what == "activation"]
@@ -180,7 +182,7 @@ def _first(look: Look, expected: set[str], only_backward: bool) -> LookRow | Non
 def _what(look: Look, row: LookRow, known: Look | None) -> What:
     top = exponent_of(look.band.largest) - NEAR
     peak = row.histogram.peak_exponent
-    if peak is not None:
+    if peak is not None and (peak >= top or row.histogram.nonzero >= ENOUGH):
         return "overflow" if peak >= top else "NaN"
     before = _same(known, row)
     if before is not None and before.histogram.peak_exponent is not None:

@@ -175,6 +175,11 @@ class Record:
         """The share of gradient entries of every step that are exactly zero."""
         return Column(self._kept("zeros"))
 
+    @property
+    def resumed_at_start(self) -> bool:
+        """Whether all steps that were recorded before the run was resumed have been replaced."""
+        return len(self) > 0 and self.index[0] in self.trace.resumed
+
     @cached_property
     def summary(self) -> Summary:
         """What the trace comes to."""

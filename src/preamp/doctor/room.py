@@ -74,6 +74,7 @@ def _zeros(record: Record, column: Column) -> tuple[int, int]:
 
 def at_ceiling(record: Record) -> Finding | None:
     """Find a scale that is kept from growing."""
+    settings = _higher_start(record)
     ceiling = float(getattr(record.policy, "max_scale", None) or math.inf)
     held = record.of(record.late).count(ceiling)
     if not held or held < len(record.late) / 2 or record.fell_early(ceiling) or not _is_wasted(record):
@@ -82,10 +83,10 @@ def at_ceiling(record: Record) -> Finding | None:
         kind="at the ceiling",
         severity="warning" if record.room else "note",
         sentence=f"The scale stood at max_scale={ceiling:g} in {held:,} of the last "
-        f"{len(record.late):,} steps{_room_words(record)}.{lost_words(record.look)}",
+        f"{len(record.late):,} steps{_room_words(record)}.{lost_words(record.look, _advised(settings))}",
         advice="Raise the ceiling.",
         numbers={"scale": ceiling, "steps": held, "room": record.room or 0},
-        settings={**_higher_start(record), "max_scale": _higher(record, ceiling)},
+        settings={**settings, "max_scale": _higher(record, ceiling)},
     )
 
 
@@ -98,16 +99,17 @@ def never_grew(record: Record) -> Finding | None:
         return None
     if not _is_wasted(record):
         return None
+    settings = _higher_start(record)
     tries = {"growth_interval": max(SHORTEST_INTERVAL, len(record) // 20)}
     is_long = len(record) > 2 * SHORTEST_INTERVAL
     return Finding(
         kind="never grew",
         severity="warning" if record.room else "note",
         sentence=f"The scale stayed at {power(record.scales[-1])}{_too_short(record, interval)}"
-        f"{_room_words(record)}.{lost_words(record.look)}",
+        f"{_room_words(record)}.{lost_words(record.look, _advised(settings))}",
         advice="Start higher." if record.room else "Whether it could be higher is not known. Let it try.",
         numbers={"steps": len(record.settled), "room": record.room or 0},
-        settings=_higher_start(record) or (tries if is_long else {}),
+        settings=settings or (tries if is_long else {}),
     )
 
 
@@ -127,7 +129,7 @@ def too_low(record: Record) -> Finding | None:
         kind="too low",
         severity="warning",
         sentence=f"The scale is {powers(record.room)} below what all late steps allow, at {power(usual)}."
-        f"{lost_words(record.look)}",
+        f"{lost_words(record.look, _advised(settings))}",
         advice="The gradients shrink: start lower and climb sooner, or follow their peaks with Headroom()."
         if "growth_interval" in settings
         else "Start higher.",
@@ -167,6 +169,11 @@ def _higher_start(record: Record) -> Mapping[str, Any]:
         lowest = _scale(min(early, late) - 1)
         return {"scale": lowest} if lowest > record.policy.scale else {}
     return {"init_scale": first, **(_climbing(record, climb, late) if climb >= FEWEST else {})}
+
+
+def _advised(settings: Mapping[str, Any]) -> float | None:
+    """Return the scale that some settings come to in the second half of a run, where they say one."""
+    return settings.get("max_scale") or settings.get("scale") or settings.get("init_scale")
 
 
 def _climbing(record: Record, climb: int, late: int) -> Mapping[str, Any]:
