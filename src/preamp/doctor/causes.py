@@ -16,7 +16,7 @@ from typing import Final
 
 from preamp.dialect import Dialect
 from preamp.doctor.finding import FEWEST, Finding
-from preamp.doctor.history import FEW_UPDATES, Failure, Origin, Rise, failure, origin, rise, update_count
+from preamp.doctor.history import FEW_UPDATES, Failure, Origin, Rise, failure, is_lost, origin, rise, update_count
 from preamp.doctor.record import Record
 from preamp.doctor.values import module_name, needs_no_scale
 from preamp.exponents import exponent_of
@@ -65,6 +65,8 @@ def failed(record: Record) -> Finding | None:
         return _not_skipped(record, end)
     if source is not None and source.row.what == "activation":
         return _in_forward(record, end, source)
+    if not end.is_forward and (kept := _not_of_this_pass(record, end)):
+        return kept
     if end.is_forward:
         return _without_look(record, end) if not _outputs_finite(record, end) else _in_loss(record, end)
     if end.is_backward or source is not None:
@@ -82,7 +84,7 @@ def _diverged(record: Record, end: Failure, source: Origin | None) -> Finding | 
     grew = loss is not None and loss.ratio >= TENFOLD
     norm_grew = norm is not None and norm.ratio >= TENFOLD and (loss is None or loss.ratio >= TWOFOLD)
     if not grew and not norm_grew:
-        if not losses and _outputs_grew(record):
+        if not losses and update_count(record, end.start) and _outputs_grew(record):
             return _divergence(record, None, None, end)
         return _broken_by_updates(record, end, source)
     if _is_sudden(record, end, source):
@@ -218,7 +220,7 @@ def _run_in_float32(name: str) -> str:
     path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
     return (
         f"Run {name} in float32: write `with torch.autocast(device, enabled=False): y = model{path}(x.float())`"
-        f" where {name} is called. Or make its inputs or weights smaller."
+        f" where {name} is called."
     )
 
 
@@ -239,11 +241,11 @@ def _forward_nan(record: Record, end: Failure, source: Origin) -> Finding:
         kind="forward NaN",
         severity="problem",
         sentence=f"The output of {module_name(row.name)} holds inf or NaN in forward "
-        f"{_since(record, end)},{others}: its inputs are finite and nothing is too large, so an "
-        "operation in it makes them. No loss scale helps.",
-        advice="Look for a division by zero, the logarithm or root of what may be zero or negative, and a "
-        "softmax over a row that is masked whole; a mask of -1e9 is -inf in float16. Add an epsilon, or mask "
-        "with torch.finfo(dtype).min.",
+        f"{_since(record, end)},{others}, and its inputs are finite: an operation in it makes them. No loss "
+        "scale helps, because the loss is scaled after it.",
+        advice=f"{_run_in_float32(source.row.name)} That cures an exponential, a sum or a mask of -1e9 that "
+        "is too large for float16. If it does not help, look for a division by zero, the logarithm or root of "
+        "what may be zero or negative, and a softmax over a row that is masked whole.",
         numbers=_counts(end),
     )
 
@@ -268,10 +270,11 @@ def _bad_inputs(end: Failure, source: Origin | None) -> Finding:
         return Finding(
             kind="forward NaN",
             severity="problem",
-            sentence="The loss is NaN in every step, from the first on: the input data hold inf or NaN, or "
-            "forward makes it. No loss scale helps.",
-            advice="Check the batches first: `x.isfinite().all()`. If they are finite, look at the outputs of "
-            "the layers one by one (a preamp.torch.Lens names the first that is not finite).",
+            sentence="The loss is NaN in every step, from the first on: forward overflows or makes NaN, or the "
+            "input data hold it. No loss scale helps, because the loss is scaled after it.",
+            advice="Check the batches first: `x.isfinite().all()`. If they are finite, find the first layer whose "
+            "output is not (a preamp.torch.Lens names it), and run that in float32: autocast(enabled=False) "
+            "around it.",
             numbers=_counts(end),
         )
     return Finding(
@@ -345,6 +348,29 @@ def _in_backward(record: Record, end: Failure, source: Origin | None) -> Finding
         f"derivative is inf or NaN.{_where_in_backward(record, source)}",
         advice="Look for sqrt, norm, log or a power at 0, a division by zero, or torch.where over a branch "
         "that is NaN (its gradient is NaN even where it is not chosen). Add an epsilon inside, or clamp.",
+        numbers=_counts(end),
+    )
+
+
+def _not_of_this_pass(record: Record, end: Failure) -> Finding | None:
+    """Find skipped steps whose own gradients are finite: what is not comes from another pass or rank."""
+    first = record.index[end.start]
+    looks = [look for look in record.looks if look.index >= first]
+    seen = [look for look in looks if any(row.what == "gradient" for row in look.rows)]
+    if not seen or any(look.path for look in seen):
+        return None
+    here = bool(record.culprits)
+    return Finding(
+        kind="gradients not cleared" if here else "another rank",
+        severity="problem",
+        sentence=f"Every step is skipped {_since(record, end)}, but what one pass adds to the gradients is finite: "
+        + (
+            f"an inf from an earlier step was never cleared.{first_parameter(record)}"
+            if here
+            else "the gradients of another rank, or of an earlier step, are not."
+        ),
+        advice="Call optimizer.zero_grad() after every step, skipped or not"
+        + (", also where gradients are accumulated." if here else ". With several ranks, look at their records."),
         numbers=_counts(end),
     )
 
@@ -603,6 +629,8 @@ def lost_scale(record: Record) -> Finding | None:
 def not_learning(record: Record) -> Finding | None:
     """Find losses that repeat exactly: the weights do not change."""
     losses = record.loss.finite()
+    if unused := _other_parameters(record):
+        return unused
     half = len(losses) // 2
     if half < SHORT or len(losses) < len(record) or not set(losses[half:]) <= set(losses[:half]):
         return None
@@ -616,6 +644,24 @@ def not_learning(record: Record) -> Finding | None:
         advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
         "model (after .to() and wrapping), and that the loss depends on them.",
         numbers={"values": values, "steps": len(losses)},
+    )
+
+
+def _other_parameters(record: Record) -> Finding | None:
+    """Find an optimizer whose gradients are all zero, while those of the model are not."""
+    norms = record.grad_norm.finite()
+    look = record.look
+    if len(norms) < SHORT or any(norms) or look is None:
+        return None
+    if not any(row.what == "gradient" and row.histogram.nonzero for row in look.rows):
+        return None
+    return Finding(
+        kind="not learning",
+        severity="problem",
+        sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the model were not: "
+        "the optimizer has other parameters.",
+        advice="Make the optimizer last, after model.to(...) and whatever copies or wraps the model.",
+        numbers={"steps": len(norms)},
     )
 
 
@@ -653,7 +699,7 @@ def _lost_before(record: Record, end: Failure) -> bool:
 def _outputs_finite(record: Record, end: Failure) -> bool:
     """Return whether outputs were looked at in the steps that failed, and all were finite."""
     first = record.index[end.start]
-    looks = [look for look in record.looks if look.index >= first]
+    looks = [look for look in record.looks if look.index >= first and is_lost(record, look)][:1]
     seen = [row for look in looks for row in look.rows if row.what == "activation"]
     return bool(seen) and not any(row.histogram.nonfinite for row in seen)
 

@@ -6,6 +6,7 @@ The functions here gather evidence from a record. What it means is for `causes` 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
@@ -15,7 +16,7 @@ from preamp.doctor.record import Record
 from preamp.exponents import exponent_of
 from preamp.looks import Look, LookRow
 
-__all__ = ["FEW_UPDATES", "Failure", "Origin", "Rise", "failure", "origin", "rise", "update_count"]
+__all__ = ["FEW_UPDATES", "Failure", "Origin", "Rise", "failure", "is_lost", "origin", "rise", "update_count"]
 
 MOSTLY: Final = 0.9
 """From this share of bad steps on, a run has failed."""
@@ -149,6 +150,8 @@ def origin(record: Record, failed: Failure) -> Origin | None:
     first = record.index[failed.start]
     looks = [look for look in record.looks if look.index >= first and look.first_overflow]
     normal = [look for look in record.looks if not look.first_overflow]
+    if failed.is_forward:  # what came first, of the steps whose loss was lost
+        looks = [look for look in looks if is_lost(record, look)][:1]
     if not looks:
         return None
     expected = {row.name for look in normal for row in look.path if row.what == "activation"}
@@ -169,6 +172,13 @@ def origin(record: Record, failed: Failure) -> Origin | None:
         is_first=what == "activation" and outputs[0] == name,
         is_steady=_is_steady(look, row, known),
     )
+
+
+def is_lost(record: Record, look: Look) -> bool:
+    """Return whether the loss of the step of a look was inf or NaN."""
+    place = bisect_left(record.index, look.index)
+    loss = record.loss[place] if place < len(record) else None
+    return loss is not None and not math.isfinite(loss)
 
 
 def _first(look: Look, expected: set[str], only_backward: bool) -> LookRow | None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from preamp.doctor.finding import FEWEST, OFTEN, Finding, Severity
 from preamp.doctor.record import Column, Record
-from preamp.doctor.values import lost_words, needs_no_scale, saves_something
+from preamp.doctor.values import lost, lost_words, needs_no_scale, saves_something
 from preamp.exponents import exponent_of
 from preamp.policy import Static
 from preamp.words import percent, power, powers
@@ -20,6 +20,9 @@ from preamp.words import percent, power, powers
 __all__ = ["at_ceiling", "never_grew", "not_scaled", "too_low", "vanished"]
 
 SHORTEST_INTERVAL: Final = 100
+MANY: Final = 1 / 10
+MUCH: Final = 12
+"""Entries lie some 20 powers of two apart, and float16 has 30 for normal numbers: from here on digits are lost."""
 FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
 
 
@@ -52,6 +55,8 @@ def vanished(record: Record) -> Finding | None:
     scale = record.scales[-1]
     if not known or zero < 0.9 * known:
         return None
+    if record.look and any(row.what == "gradient" and row.histogram.nonzero for row in record.look.rows):
+        return None  # they are not zero where they are made
     first = "scale" if isinstance(record.policy, Static) else "init_scale"
     is_low = scale < HIGHEST_TRY
     return Finding(
@@ -72,6 +77,16 @@ def _zeros(record: Record, column: Column) -> tuple[int, int]:
     return values.count(0.0), sum(value is not None for value in values)
 
 
+def _waste(record: Record) -> Severity:
+    """Return how bad unused head room is: digits are lost in many entries, or so many powers that they must be."""
+    if not record.room:
+        return "note"
+    if record.look is not None:
+        gone = lost(record.look)
+        return "warning" if gone.flushed + gone.subnormal >= MANY or record.room >= MUCH else "note"
+    return "warning" if record.room >= MUCH else "note"
+
+
 def at_ceiling(record: Record) -> Finding | None:
     """Find a scale that is kept from growing."""
     settings = _higher_start(record)
@@ -81,7 +96,7 @@ def at_ceiling(record: Record) -> Finding | None:
         return None
     return Finding(
         kind="at the ceiling",
-        severity="warning" if record.room else "note",
+        severity=_waste(record),
         sentence=f"The scale stood at max_scale={ceiling:g} in {held:,} of the last "
         f"{len(record.late):,} steps{_room_words(record)}.{lost_words(record.look, _advised(settings))}",
         advice="Raise the ceiling.",
@@ -104,7 +119,7 @@ def never_grew(record: Record) -> Finding | None:
     is_long = len(record) > 2 * SHORTEST_INTERVAL
     return Finding(
         kind="never grew",
-        severity="warning" if record.room else "note",
+        severity=_waste(record),
         sentence=f"The scale stayed at {power(record.scales[-1])}{_too_short(record, interval)}"
         f"{_room_words(record)}.{lost_words(record.look, _advised(settings))}",
         advice="Start higher." if record.room else "Whether it could be higher is not known. Let it try.",
@@ -127,7 +142,7 @@ def too_low(record: Record) -> Finding | None:
     usual, settings = median_low(record.of(record.late)), _higher_start(record)
     return Finding(
         kind="too low",
-        severity="warning",
+        severity=_waste(record),
         sentence=f"The scale is {powers(record.room)} below what all late steps allow, at {power(usual)}."
         f"{lost_words(record.look, _advised(settings))}",
         advice="The gradients shrink: start lower and climb sooner, or follow their peaks with Headroom()."
