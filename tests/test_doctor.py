@@ -97,6 +97,7 @@ def test_the_advice_takes_the_finding_away(name: str) -> None:
 @pytest.mark.parametrize("name", SICK)
 def test_the_line_and_the_flags_make_the_rule_that_is_advised(name: str) -> None:
     found = examined(name)
+    found.record.trace.about["command"] = "preamp train"
     better, line = found.better(), found.remedy()
     code, _, flags = line.removeprefix("Write policy=").removesuffix(".").partition(", or ")
     assert quietly_evaluated(code) == better
@@ -150,15 +151,19 @@ def test_nan_is_told_from_a_scale_that_is_too_high() -> None:
 def test_a_loss_that_is_not_finite_is_named() -> None:
     steps = [Step(n, 8.0, finite=False, skipped=True, new_scale=8.0, loss=math.inf) for n in range(50)]
     (finding,) = diagnose(Trace(steps, policy=repr(Static(8.0)))).findings
-    assert "loss itself" in finding.advice
+    assert (finding.kind, finding.severity) == ("forward overflow", "problem")
+    assert finding.sentence.startswith("The loss itself is inf or NaN in every step")
     assert not finding.settings
 
 
 def test_the_parameter_that_always_overflows_first_is_named() -> None:
     steps = [step._replace(culprits=("head.weight", "body.bias")) for step in simulate(Dynamic(), NAN)]
     found = diagnose(Trace(steps))
-    assert "head.weight overflowed first in 300 of 300 skipped steps" in found.findings[0].sentence
-    assert "In 300 of 300 overflows, a parameter of head came first." in [f.sentence for f in found.findings]
+    assert (
+        "In backward, head.weight was the first parameter with inf or NaN in 300 of 300 skipped steps."
+        in found.findings[0].sentence
+    )
+    assert len(found.findings) == 1  # what does not train gets no other advice
 
 
 @pytest.mark.parametrize(
@@ -328,7 +333,10 @@ def test_what_a_module_limits_and_whether_it_does_so_alone() -> None:
 def test_who_overflows_first_is_taken_from_looks() -> None:
     trace = looked_at(row("late", "flow", 3, (1,), nonfinite=2), row("early", "flow", 3, (1,), nonfinite=1))
     (finding,) = [f for f in diagnose(trace).findings if f.kind == "overflows first"]
-    assert finding.sentence == "In 1 of 1 overflows, module late came first."
+    assert finding.sentence == (
+        "In 1 of 1 looks at overflows, the gradient of the output of module late was the first with inf or NaN, "
+        "in backward."
+    )
 
 
 @pytest.mark.parametrize(("low", "does"), [(-100, True), (-150, False)])

@@ -77,7 +77,7 @@ def print_diagnosis(name: str, found: Diagnosis) -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for finding in found.findings:
-        said = f"{finding.sentence} {finding.advice}".strip()
+        said = f"{finding.kind.capitalize()}: {finding.sentence} {finding.advice}".strip()
         lines = map(_printable, filter(None, (said, found.remedy(finding))))
         table.add_row(finding.severity, "\n".join(lines))
     if sum(bool(finding.settings) for finding in found.findings) > 1:
@@ -135,6 +135,7 @@ def _train_one(
     path = folder / plan.file_name / "trace.jsonl"
     path.parent.mkdir(exist_ok=True)
     about: dict[str, Any] = {
+        "command": "preamp train",
         "name": plan.name,
         "task": problem.task,
         "framework": framework,

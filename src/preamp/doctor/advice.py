@@ -64,7 +64,9 @@ def changed(policy: Policy[Any] | None, settings: Mapping[str, Any]) -> Policy[A
     known, usual = before.get_config(), Dynamic().get_config()
     with warnings.catch_warnings(action="ignore", category=InexactScale):
         if set(settings) <= set(known):
-            return replace(before, **_holding(known, settings))
+            # How another system rounds a product is of no use to whoever writes the line.
+            plain = {"factor_dtype": Dynamic.factor_dtype} if "factor_dtype" in known else {}
+            return replace(before, **_holding(known, {**plain, **settings}))
         if "scale" in known:  # of a constant that is to move
             settings = {"init_scale": settings.get("scale", known["scale"]), **settings}
         settings = {name: value for name, value in settings.items() if name in usual}

@@ -7,6 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from preamp.doctor.advice import as_code, as_flags, changed
+from preamp.doctor.causes import (
+    backs_off_too_far,
+    bad_data,
+    dead_units,
+    exploding,
+    failed,
+    loss_spike,
+    lost_scale,
+    not_learning,
+    too_large,
+)
 from preamp.doctor.finding import OFTEN, Finding
 from preamp.doctor.record import Record
 from preamp.doctor.room import at_ceiling, never_grew, not_scaled, too_low, vanished
@@ -24,10 +35,11 @@ Rule = Callable[[Record], Finding | None]
 NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-STANDSTILL: tuple[Rule, ...] = (not_scaled, starving)
+STANDSTILL: tuple[Rule, ...] = (failed, starving, vanished, dead_units, not_learning)
 """What leaves nothing else to be said of the scale. Of each such group the first that applies is told."""
+DAMAGED: tuple[Rule, ...] = (too_large, lost_scale, bad_data, loss_spike, exploding, backs_off_too_far)
 SKIPPED: tuple[Rule, ...] = (oscillating, dragged, slow, too_high)
-UNUSED: tuple[Rule, ...] = (vanished, at_ceiling, never_grew, too_low)
+UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
 SEEN: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
 
 
@@ -67,12 +79,16 @@ class Diagnosis:
         return changed(self.policy, settings) if settings else None
 
     def remedy(self, finding: Finding | None = None) -> str:
-        """Return the line to write for a finding, or for all, in Python and as flags, or ""."""
+        """Return the line to write for a finding, or for all, or "".
+
+        For a run of the `preamp` command, which says so in its record, the flags that do the same follow.
+        """
         policy = self.better(finding)
         if policy is None:
             return ""
         settings = self.settings if finding is None else finding.settings
-        flags = as_flags(policy, settings)
+        by_command = str(self.record.trace.about.get("command", "")).startswith("preamp ")
+        flags = as_flags(policy, settings) if by_command else ""
         return f"Write policy={as_code(policy)}{f', or {flags}' if flags else ''}."
 
     def rehearsal(self) -> str:
@@ -100,7 +116,7 @@ def diagnose(trace: Trace) -> Diagnosis:
     >>> from preamp import Dynamic, simulate
     >>> found = diagnose(simulate(Dynamic(init_scale=2.0**32), [n < 16 for n in range(1000)]))
     >>> found.findings[0].kind, found.remedy()
-    ('wrong start', 'Write policy=Dynamic(), or --policy.init-scale 65536.')
+    ('wrong start', 'Write policy=Dynamic().')
     """
     record = Record(trace)
     found = sorted(_findings(record), key=lambda finding: WORST_FIRST.index(finding.severity))
@@ -108,11 +124,15 @@ def diagnose(trace: Trace) -> Diagnosis:
 
 
 def _findings(record: Record) -> list[Finding]:
-    if not record.steps:
+    if not len(record):
         return [_no_steps(record), *_all(SEEN, record)]
-    groups = ((wrong_start,), SKIPPED, UNUSED)
-    of_scale = _first(STANDSTILL, record) or [found for rules in groups for found in _first(rules, record)]
-    return [*(of_scale or [_healthy(record)]), *_all(SEEN, record)]
+    if broken := _first(STANDSTILL, record):
+        return broken  # whoever does not train yet needs no advice on how to train better
+    if unscaled := _first((not_scaled,), record):
+        return [*unscaled, *_all(SEEN, record)]
+    groups = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
+    found = [found for rules in groups for found in _first(rules, record)]
+    return [*(found or [_healthy(record)]), *_all(SEEN, record)]
 
 
 def _no_steps(record: Record) -> Finding:
@@ -130,7 +150,7 @@ def _first(rules: Iterable[Rule], record: Record) -> list[Finding]:
 
 
 def _healthy(record: Record) -> Finding:
-    summary = record.trace.summary()
+    summary = record.summary
     if needs_no_scale(record.band) and summary.max_scale == 1.0:
         return Finding(kind="healthy", severity="fine", sentence=f"{record.band.name} needs no loss scale.")
     if summary.skipped >= OFTEN * summary.steps:

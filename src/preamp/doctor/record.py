@@ -1,28 +1,31 @@
 """What a trace shows, counted once for all rules of the doctor.
 
-This room counts. It refuses to know what is too much.
+This module counts; the rules decide how much is too much. Numbers of many steps are kept in arrays and read
+in passes, because a trace may have millions of steps.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from preamp.doctor.advice import recorded_policy
 from preamp.doctor.finding import RARE
 from preamp.exponents import BANDS, Band, exponent_of
 from preamp.looks import Look
 from preamp.policy import Policy
-from preamp.trace import Step, Trace
+from preamp.trace import Summary, Trace
 
-__all__ = ["Cause", "Record", "Skip"]
+__all__ = ["CAUSES", "Cause", "Column", "Record", "Skip", "Skips"]
 
-Cause = Literal["growth", "streak", "sudden"]
+Cause: TypeAlias = Literal["growth", "streak", "sudden"]
+CAUSES: Final[tuple[Cause, ...]] = ("growth", "streak", "sudden")
 SOME = 100  # of so many steps one may be an outlier
 
 
@@ -30,98 +33,228 @@ class Skip(NamedTuple):
     """A skipped step, and what came before it.
 
     Attributes:
-        step: the step.
+        place: the step, counted from 0 among those of the record.
+        scale: the scale that was in its loss.
         after: the scale of the next step.
         cause: "growth": the scale had just grown; "streak": the step before was skipped too; "sudden":
             neither, the gradients rose at a scale that had held.
     """
 
-    step: Step
+    place: int
+    scale: float
     after: float
     cause: Cause
+
+
+class Column:
+    """One number of each step, which may not be known.
+
+    Attributes:
+        values: the numbers; 0 where there is none.
+        known: for each step, 1 where there is a number.
+    """
+
+    def __init__(self, values: Iterator[float | None]) -> None:
+        self.values = array("d")
+        self.known = bytearray()
+        for value in values:
+            self.values.append(0.0 if value is None else value)
+            self.known.append(value is not None)
+
+    def finite(self, start: int = 0, stop: int | None = None) -> array[float]:
+        """Return the finite numbers of some steps, in order."""
+        isfinite = math.isfinite
+        pairs = zip(self.values[start:stop], self.known[start:stop], strict=True)
+        return array("d", (value for value, known in pairs if known and isfinite(value)))
+
+    def count(self, start: int = 0, stop: int | None = None) -> int:
+        """Return how many of some steps have a number, finite or not."""
+        return sum(self.known[start:stop])
+
+    def __getitem__(self, place: int) -> float | None:
+        return self.values[place] if self.known[place] else None
+
+
+class Skips:
+    """The skipped steps of a record from the first that was taken on, in order."""
+
+    def __init__(self, scales: Sequence[float]) -> None:
+        self._scales = scales
+        self._places = array("q")
+        self._causes = bytearray()
+
+    def add(self, place: int, cause: Cause) -> None:
+        """Add a step."""
+        self._places.append(place)
+        self._causes.append(CAUSES.index(cause))
+
+    def of(self, cause: Cause) -> Skips:
+        """Return those of one cause."""
+        chosen, number = Skips(self._scales), CAUSES.index(cause)
+        for place, one in zip(self._places, self._causes, strict=True):
+            if one == number:
+                chosen.add(place, cause)
+        return chosen
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Skip]:
+        for place, cause in zip(self._places, self._causes, strict=True):
+            yield Skip(place, self._scales[place], self._scales[place + 1], CAUSES[cause])
 
 
 class Record:
     """A trace with what was counted in it.
 
     Args:
-        trace: the run. Steps without a usable scale are left out.
+        trace: the run. Steps without a usable scale are left out, and places count the others from 0.
+
+    Attributes:
+        scales: the scale of every step and, last, the one after it.
+        skipped: for every step, 1 if it was skipped.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace: Trace = trace
-        self.steps: list[Step] = [step for step in trace if 0.0 < step.scale < math.inf]
         self.policy: Policy[Any] | None = recorded_policy(trace.about.get("policy"))
         self.looks: list[Look] = [look for look in trace.looks if 0.0 < look.scale < math.inf]
+        self.scales = array("d", trace.column("scale"))
+        self._left_out: frozenset[int] = frozenset(
+            place for place, scale in enumerate(self.scales) if not 0.0 < scale < math.inf
+        )
+        if self._left_out:
+            self.scales = array("d", self._kept("scale"))
+        self.skipped = bytearray(self._kept("skipped"))
+        if self.scales:
+            self.scales.append(self._last_scale() or self.scales[-1])
+
+    def __len__(self) -> int:
+        return len(self.skipped)
+
+    def _kept(self, name: str) -> Iterator[Any]:
+        column = self.trace.column(name)
+        if not self._left_out:
+            return column
+        return (value for place, value in enumerate(column) if place not in self._left_out)
+
+    def _last_scale(self) -> float | None:
+        last = max(place for place in range(len(self.trace)) if place not in self._left_out)
+        return self.trace[last].new_scale
+
+    @cached_property
+    def index(self) -> Sequence[int]:
+        """The index of every step."""
+        try:
+            return array("q", self._kept("index"))
+        except OverflowError:
+            return list(self._kept("index"))
+
+    @cached_property
+    def loss(self) -> Column:
+        """The loss of every step."""
+        return Column(self._kept("loss"))
+
+    @cached_property
+    def grad_norm(self) -> Column:
+        """The norm of the unscaled gradients of every step."""
+        return Column(self._kept("grad_norm"))
+
+    @cached_property
+    def peak(self) -> Column:
+        """The largest finite magnitude among the scaled gradients of every step."""
+        return Column(self._kept("peak"))
+
+    @cached_property
+    def new_scale(self) -> Column:
+        """The scale that the step after each was to have."""
+        return Column(self._kept("new_scale"))
+
+    @cached_property
+    def zeros(self) -> Column:
+        """The share of gradient entries of every step that are exactly zero."""
+        return Column(self._kept("zeros"))
+
+    @property
+    def resumed_at_start(self) -> bool:
+        """Whether all steps that were recorded before the run was resumed have been replaced."""
+        return len(self) > 0 and self.index[0] in self.trace.resumed
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What the trace comes to."""
+        return self.trace.summary()
 
     @cached_property
     def band(self) -> Band:
         """What the low precision of the run can hold; float16 unless the record says otherwise."""
-        told = self.looks[-1].low_dtype if self.looks else str(self.trace.about.get("precision"))
+        told = str(self.trace.about.get("precision"))
+        if self.looks and told != "float32":  # a lens cannot tell that nothing is lowered
+            told = self.looks[-1].low_dtype
         return BANDS.get(told, BANDS["float16"])
-
-    @cached_property
-    def scales(self) -> list[float]:
-        """The scale of every step and, last, the one after it."""
-        last = self.steps[-1:]
-        return [*(s.scale for s in self.steps), *(s.new_scale or s.scale for s in last)]
 
     @cached_property
     def opening(self) -> int:
         """How many steps were skipped before the first that was taken."""
-        return sum(1 for _ in takewhile(lambda step: step.skipped, self.steps))
+        taken = self.skipped.find(0)
+        return len(self) if taken < 0 else taken
 
-    @cached_property
-    def settled(self) -> list[Step]:
-        """The steps from the first that was taken on."""
-        return self.steps[self.opening :]
+    @property
+    def settled(self) -> range:
+        """The places of the steps from the first that was taken on."""
+        return range(self.opening, len(self))
 
-    @cached_property
-    def late(self) -> list[Step]:
+    @property
+    def late(self) -> range:
         """The second half of `settled`."""
         return self.settled[len(self.settled) // 2 :]
 
     @cached_property
-    def skips(self) -> list[Skip]:
-        """The skipped steps of `settled`, in order."""
-        return list(self._skips())
+    def skips(self) -> Skips:
+        """The skipped steps of `settled`."""
+        found, soon = Skips(self.scales), max(1.0, self.interval / 4)
+        stood, grew, was_skipped = 0, False, False
+        rows = zip(self.skipped, pairwise(self.scales), strict=True)
+        for place, (skipped, (scale, after)) in enumerate(rows):
+            if skipped and place >= self.opening:
+                just_grown = grew and stood <= soon
+                found.add(place, "streak" if was_skipped else "growth" if just_grown else "sudden")
+            stood, grew = (0, after > scale) if after != scale else (stood + (not skipped), grew)
+            was_skipped = bool(skipped)
+        return found
 
     def fell_early(self, scale: float) -> bool:
         """Return whether a scale, or a lower one, overflowed in the first tenth of `settled` or before."""
-        last = self.settled[len(self.settled) // 10].index if self.settled else math.inf
-        return any(step.skipped and step.scale <= scale for step in self.steps if step.index <= last)
+        end = self.settled[len(self.settled) // 10] + 1 if self.settled else len(self)
+        pairs = zip(self.skipped[:end], self.scales, strict=False)
+        return any(skipped and used <= scale for skipped, used in pairs)
 
     def rate(self, count: int) -> float:
         """Return a count of steps as a share of `settled`."""
         return count / max(len(self.settled), 1)
 
-    def _skips(self) -> Iterator[Skip]:
-        stood, grew, was_skipped = 0, False, False
-        for number, (step, after) in enumerate(zip(self.steps, self.scales[1:], strict=True)):
-            if step.skipped and number >= self.opening:
-                soon = grew and stood <= max(1.0, self.interval / 4)
-                yield Skip(step, after, "streak" if was_skipped else "growth" if soon else "sudden")
-            moved, was_skipped = after != step.scale, step.skipped
-            stood, grew = (0, after > step.scale) if moved else (stood + (not step.skipped), grew)
-
     @cached_property
     def interval(self) -> float:
         """How many clean steps it takes to grow: what the rule says, or the median of the record."""
-        return getattr(self.policy, "growth_interval", None) or median(self._stands() or [len(self.steps)])
-
-    def _stands(self) -> list[int]:
-        """Return how many steps the scale stood before each growth."""
-        pairs = enumerate(zip(self.scales, self.scales[1:], strict=False), start=1)
-        moves = [(number, after > before) for number, (before, after) in pairs if after != before]
-        lasts = [0, *(number for number, _ in moves)]
-        return [number - last for last, (number, grew) in zip(lasts, moves, strict=False) if grew]
+        return getattr(self.policy, "growth_interval", None) or median(self._stands or [len(self)])
 
     @cached_property
+    def _stands(self) -> Sequence[int]:
+        """How many steps the scale stood before each growth."""
+        stands, last = array("q"), 0
+        for number, (before, after) in enumerate(pairwise(self.scales), start=1):
+            if after != before:
+                if after > before:
+                    stands.append(number - last)
+                last = number
+        return stands
+
+    @property
     def growths(self) -> int:
         """How often the scale grew."""
-        return len(self._stands())
+        return len(self._stands)
 
-    def highest_scale(self, steps: Sequence[Step]) -> int | None:
+    def highest_scale(self, steps: range) -> int | None:
         """Return the exponent of the highest scale at which all but a few of some steps stay finite.
 
         A look tells it for its step, the peaks of gradients tell it for the others, less what the looks
@@ -130,23 +263,34 @@ class Record:
         Returns:
             The exponent; None where the record has neither looks nor peaks.
         """
-        known = sorted(e for step in steps if (e := self._highest_of(step)) is not None)
-        is_known = any(not step.skipped and self._highest_of(step) is not None for step in steps)
-        outliers = max(len(known) // RARE, min(len(known) // SOME, 1))
-        return known[outliers] if is_known else None
+        known, has_clean = Counter[int](), False
+        for place in steps:
+            if (highest := self._highest_of(place)) is not None:
+                known[highest] += 1
+                has_clean = has_clean or not self.skipped[place]
+        if not has_clean:
+            return None
+        total = known.total()
+        below = max(total // RARE, min(total // SOME, 1))
+        for highest in sorted(known):
+            below -= known[highest]
+            if below < 0:
+                return highest
+        raise AssertionError  # there is at least one clean step
 
-    def _highest_of(self, step: Step) -> int | None:
-        if step.skipped:
-            return exponent_of(step.scale) - 1
-        if step.index in self._seen:
-            return self._seen[step.index]
-        own = self._of_peak(step)
+    def _highest_of(self, place: int) -> int | None:
+        if self.skipped[place]:
+            return exponent_of(self.scales[place]) - 1
+        if self._seen and (seen := self._seen.get(self.index[place])) is not None:
+            return seen
+        own = self._of_peak(place)
         return None if own is None else own - self._higher_between
 
-    def _of_peak(self, step: Step) -> int | None:
-        if step.skipped or not (step.peak and 0.0 < step.peak < math.inf):
+    def _of_peak(self, place: int) -> int | None:
+        peak = self.peak[place]
+        if self.skipped[place] or not (peak and 0.0 < peak < math.inf):
             return None
-        return exponent_of(step.scale) + exponent_of(self.band.largest) - exponent_of(step.peak)
+        return exponent_of(self.scales[place]) + exponent_of(self.band.largest) - exponent_of(peak)
 
     @cached_property
     def _seen(self) -> dict[int, int]:
@@ -157,26 +301,36 @@ class Record:
     @cached_property
     def _higher_between(self) -> int:
         """How many powers of two the flows between modules are above the gradients of parameters."""
-        both = [(self._of_peak(step), self._seen.get(step.index)) for step in self.steps]
-        return max((a - b for a, b in both if a is not None and b is not None), default=0)
+        if not self._seen:
+            return 0
+        places = (place for place, index in enumerate(self.index) if index in self._seen)
+        both = [(self._of_peak(place), self._seen[self.index[place]]) for place in places]
+        return max((a - b for a, b in both if a is not None), default=0)
 
     @cached_property
     def room(self) -> int | None:
         """How many powers of two the scale could have been higher in the second half of the run."""
         highest = self.highest_scale(self.late)
-        return None if highest is None else highest - exponent_of(median(s.scale for s in self.late))
+        return None if highest is None else highest - exponent_of(median(self.of(self.late)))
 
     @cached_property
     def usual_room(self) -> float | None:
         """How many powers of two half of the steps that were taken late would have left above them."""
-        clean = [(step, self._highest_of(step)) for step in self.late if not step.skipped]
-        known = [highest - exponent_of(step.scale) for step, highest in clean if highest is not None]
+        known = array("q")
+        for place in self.late:
+            if not self.skipped[place] and (highest := self._highest_of(place)) is not None:
+                known.append(highest - exponent_of(self.scales[place]))
         return median(known) if known else None
+
+    def of(self, steps: range) -> array[float]:
+        """Return the scales of some steps."""
+        return self.scales[steps.start : steps.stop]
 
     @cached_property
     def culprits(self) -> Counter[str]:
         """How many skipped steps each parameter was the first to overflow in."""
-        return Counter(step.culprits[0] for step in self.steps if step.skipped and step.culprits)
+        pairs = zip(self.skipped, self._kept("culprits"), strict=True)
+        return Counter(names[0] for skipped, names in pairs if skipped and names)
 
     @property
     def look(self) -> Look | None:

@@ -11,8 +11,8 @@ from statistics import median, median_low
 from typing import Any, Final
 
 from preamp.doctor.finding import FEWEST, OFTEN, Finding, Severity
-from preamp.doctor.record import Record
-from preamp.doctor.values import lost_words, needs_no_scale, saves_something
+from preamp.doctor.record import Column, Record
+from preamp.doctor.values import lost, lost_words, needs_no_scale, saves_something
 from preamp.exponents import exponent_of
 from preamp.policy import Static
 from preamp.words import percent, power, powers
@@ -20,6 +20,9 @@ from preamp.words import percent, power, powers
 __all__ = ["at_ceiling", "never_grew", "not_scaled", "too_low", "vanished"]
 
 SHORTEST_INTERVAL: Final = 100
+MANY: Final = 1 / 10
+MUCH: Final = 12
+"""Entries lie some 20 powers of two apart, and float16 has 30 for normal numbers: from here on digits are lost."""
 FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
 
 
@@ -30,7 +33,7 @@ def not_scaled(record: Record) -> Finding | None:
         return None
     if told.get("precision") != record.band.name or needs_no_scale(record.band):
         return None
-    zeros = median([step.zeros for step in record.steps if step.zeros is not None] or [0.0])
+    zeros = median(record.zeros.finite() or [0.0])
     return Finding(
         kind="not scaled",
         severity=_severity(zeros, saves_something(record.look)),
@@ -48,16 +51,18 @@ def _severity(zeros: float, saves: bool | None) -> Severity:
 
 def vanished(record: Record) -> Finding | None:
     """Find gradients that are all zero."""
-    peaks = [step.peak for step in record.late if step.peak is not None and not step.skipped]
-    zero, scale = peaks.count(0.0), record.scales[-1]
-    if not peaks or zero < 0.9 * len(peaks):
+    zero, known = max(_zeros(record, record.peak), _zeros(record, record.grad_norm))
+    scale = record.scales[-1]
+    if not known or zero < 0.9 * known:
         return None
+    if record.look and any(row.what == "gradient" and row.histogram.nonzero for row in record.look.rows):
+        return None  # they are not zero where they are made
     first = "scale" if isinstance(record.policy, Static) else "init_scale"
     is_low = scale < HIGHEST_TRY
     return Finding(
         kind="vanished",
         severity="problem",
-        sentence=f"At {power(scale)}, all gradients were zero in {zero:,} of the last {len(peaks):,} steps.",
+        sentence=f"At {power(scale)}, all gradients were zero in {zero:,} of the last {known:,} steps.",
         advice="Start high: every step that overflows lowers the scale."
         if is_low
         else "Does the loss use them?",
@@ -66,20 +71,37 @@ def vanished(record: Record) -> Finding | None:
     )
 
 
+def _zeros(record: Record, column: Column) -> tuple[int, int]:
+    """Return in how many of the late steps that were taken a number is 0, and in how many it is known."""
+    values = [column[place] for place in record.late if not record.skipped[place]]
+    return values.count(0.0), sum(value is not None for value in values)
+
+
+def _waste(record: Record) -> Severity:
+    """Return how bad unused head room is: digits are lost in many entries, or so many powers that they must be."""
+    if not record.room:
+        return "note"
+    if record.look is not None:
+        gone = lost(record.look)
+        return "warning" if gone.flushed + gone.subnormal >= MANY or record.room >= MUCH else "note"
+    return "warning" if record.room >= MUCH else "note"
+
+
 def at_ceiling(record: Record) -> Finding | None:
     """Find a scale that is kept from growing."""
+    settings = _higher_start(record)
     ceiling = float(getattr(record.policy, "max_scale", None) or math.inf)
-    held = sum(step.scale == ceiling for step in record.late)
+    held = record.of(record.late).count(ceiling)
     if not held or held < len(record.late) / 2 or record.fell_early(ceiling) or not _is_wasted(record):
         return None
     return Finding(
         kind="at the ceiling",
-        severity="warning" if record.room else "note",
+        severity=_waste(record),
         sentence=f"The scale stood at max_scale={ceiling:g} in {held:,} of the last "
-        f"{len(record.late):,} steps{_room_words(record)}.{lost_words(record.look)}",
+        f"{len(record.late):,} steps{_room_words(record)}.{lost_words(record.look, _advised(settings))}",
         advice="Raise the ceiling.",
         numbers={"scale": ceiling, "steps": held, "room": record.room or 0},
-        settings={**_higher_start(record), "max_scale": _higher(record, ceiling)},
+        settings={**settings, "max_scale": _higher(record, ceiling)},
     )
 
 
@@ -87,21 +109,22 @@ def never_grew(record: Record) -> Finding | None:
     """Find a run that is shorter than the first growth takes."""
     interval = getattr(record.policy, "growth_interval", 0) if record.policy else math.inf
     is_scaled = any(scale != 1.0 for scale in record.scales)
-    has_moved = record.growths or record.skips or record.opening
+    has_moved = record.growths or len(record.skips) or record.opening
     if has_moved or not is_scaled or interval <= len(record.settled):
         return None
     if not _is_wasted(record):
         return None
-    tries = {"growth_interval": max(SHORTEST_INTERVAL, len(record.steps) // 20)}
-    is_long = len(record.steps) > 2 * SHORTEST_INTERVAL
+    settings = _higher_start(record)
+    tries = {"growth_interval": max(SHORTEST_INTERVAL, len(record) // 20)}
+    is_long = len(record) > 2 * SHORTEST_INTERVAL
     return Finding(
         kind="never grew",
-        severity="warning" if record.room else "note",
+        severity=_waste(record),
         sentence=f"The scale stayed at {power(record.scales[-1])}{_too_short(record, interval)}"
-        f"{_room_words(record)}.{lost_words(record.look)}",
+        f"{_room_words(record)}.{lost_words(record.look, _advised(settings))}",
         advice="Start higher." if record.room else "Whether it could be higher is not known. Let it try.",
         numbers={"steps": len(record.settled), "room": record.room or 0},
-        settings=_higher_start(record) or (tries if is_long else {}),
+        settings=settings or (tries if is_long else {}),
     )
 
 
@@ -116,12 +139,12 @@ def too_low(record: Record) -> Finding | None:
     """Find a scale far below what the gradients allow."""
     if record.room is None or not _is_wasted(record):
         return None
-    usual, settings = median_low(step.scale for step in record.late), _higher_start(record)
+    usual, settings = median_low(record.of(record.late)), _higher_start(record)
     return Finding(
         kind="too low",
-        severity="warning",
+        severity=_waste(record),
         sentence=f"The scale is {powers(record.room)} below what all late steps allow, at {power(usual)}."
-        f"{lost_words(record.look)}",
+        f"{lost_words(record.look, _advised(settings))}",
         advice="The gradients shrink: start lower and climb sooner, or follow their peaks with Headroom()."
         if "growth_interval" in settings
         else "Start higher.",
@@ -133,7 +156,7 @@ def too_low(record: Record) -> Finding | None:
 def _is_wasted(record: Record) -> bool:
     """Return whether there is or may be much head room, and something lost for want of it."""
     is_much = record.room is None or record.room >= FEWEST
-    return is_much and saves_something(record.look) is not False
+    return is_much and not needs_no_scale(record.band) and saves_something(record.look) is not False
 
 
 def _room_words(record: Record) -> str:
@@ -163,9 +186,14 @@ def _higher_start(record: Record) -> Mapping[str, Any]:
     return {"init_scale": first, **(_climbing(record, climb, late) if climb >= FEWEST else {})}
 
 
+def _advised(settings: Mapping[str, Any]) -> float | None:
+    """Return the scale that some settings come to in the second half of a run, where they say one."""
+    return settings.get("max_scale") or settings.get("scale") or settings.get("init_scale")
+
+
 def _climbing(record: Record, climb: int, late: int) -> Mapping[str, Any]:
     """Return an interval that keeps up with gradients that shrink, and a ceiling that is high enough."""
-    interval = max(SHORTEST_INTERVAL, len(record.steps) // (2 * climb))
+    interval = max(SHORTEST_INTERVAL, len(record) // (2 * climb))
     ceiling, needed = getattr(record.policy, "max_scale", math.inf), _scale(late)
     sooner = {"growth_interval": interval} if interval < record.interval else {}
     return {**sooner, **({"max_scale": needed} if ceiling and ceiling < needed else {})}

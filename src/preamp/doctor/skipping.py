@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
+from preamp.doctor.causes import first_parameter
 from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
-from preamp.doctor.record import Record, Skip
+from preamp.doctor.record import Record, Skips
 from preamp.exponents import exponent_of
 from preamp.policy import Dynamic, Static, Tolerant
-from preamp.trace import Step
 from preamp.words import of_steps, percent, power
 
 __all__ = ["dragged", "oscillating", "slow", "starving", "too_high", "wrong_start"]
@@ -28,26 +28,26 @@ Remedy: TypeAlias = tuple[str, Mapping[str, Any]]
 
 def starving(record: Record) -> Finding | None:
     """Find a run that hardly takes a step at its end."""
-    last = (record.settled or record.steps)[-RECENT:]
-    skipped = [step for step in last if step.skipped]
-    if len(skipped) < max(LEAST_HUNGRY, len(last) / 2) or _waits(record):
+    last = (record.settled or range(len(record)))[-RECENT:]
+    skipped = [place for place in last if record.skipped[place]]
+    if len(skipped) < max(LEAST_HUNGRY, len(last) / 2) or waits(record):
         return None
-    lowest = min(step.scale for step in skipped)
-    advice, settings = _way_out(record, skipped)
+    lowest = min(record.scales[place] for place in skipped)
+    advice, settings = _remedy(record, skipped)
     return Finding(
         kind="starving",
         severity="problem",
         sentence=f"{len(skipped):,} of the last {len(last):,} steps were skipped, at scales down to "
-        f"{power(lowest)}: the training stands still.{_always_the_same(record)}",
+        f"{power(lowest)}: the training stands still.{first_parameter(record)}",
         advice=advice,
         numbers={"skipped": len(skipped), "steps": len(last), "lowest_scale": lowest},
         settings=settings,
     )
 
 
-def _waits(record: Record) -> bool:
+def waits(record: Record) -> bool:
     """Return whether the rule has never had as many overflows in a row as it waits for."""
-    return record.trace.summary().longest_streak < _hysteresis(record)
+    return record.summary.longest_streak < _hysteresis(record)
 
 
 def _hysteresis(record: Record) -> int:
@@ -55,15 +55,15 @@ def _hysteresis(record: Record) -> int:
     return int(getattr(record.policy, "hysteresis", 1))
 
 
-def _way_out(record: Record, skipped: list[Step]) -> Remedy:
-    losses = [step.loss for step in skipped if step.loss is not None]
+def _remedy(record: Record, skipped: list[int]) -> Remedy:
+    losses = [loss for place in skipped if (loss := record.loss[place]) is not None]
     if losses and sum(map(math.isfinite, losses)) < len(losses) / 2:
         return (
             "The loss itself is inf or NaN, which no scale changes. Look at the data and the forward pass.",
             {},
         )
-    scale, floor = skipped[-1].scale, record.band.normal
-    stands = len({step.scale for step in skipped[-LEAST_HUNGRY:]}) == 1
+    scale, floor = record.scales[skipped[-1]], record.band.normal
+    stands = len({record.scales[place] for place in skipped[-LEAST_HUNGRY:]}) == 1
     if stands and isinstance(record.policy, Static) and scale > 1.0:
         return "This scale is too high. Let it move.", {"init_scale": scale}
     if stands and scale > floor:
@@ -75,20 +75,14 @@ def _way_out(record: Record, skipped: list[Step]) -> Remedy:
     return "At so low a scale nothing finite overflows: it is NaN. Look for it in the data and the loss.", {}
 
 
-def _always_the_same(record: Record) -> str:
-    for name, count in record.culprits.most_common(1):
-        return f" {name} overflowed first in {count:,} of {record.culprits.total():,} skipped steps."
-    return ""
-
-
 def wrong_start(record: Record) -> Finding | None:
     """Find a first scale that had to be lowered many times."""
     if record.opening < FEWEST or len(record.settled) < LEAST_HUNGRY:
         return None
-    first, found = record.steps[0].scale, record.settled[0].scale
+    first, found = record.scales[0], record.scales[record.opening]
     return Finding(
         kind="wrong start",
-        severity=_severity(record.opening / len(record.steps)),
+        severity=_severity(record.opening / len(record)),
         sentence=f"The first {record.opening:,} steps were skipped, while the scale fell from "
         f"{power(first)} to {power(found)}.",
         advice="Start there.",
@@ -103,7 +97,7 @@ def _severity(share: float) -> Severity:
 
 def oscillating(record: Record) -> Finding | None:
     """Find a scale that grows again and again to where it has just failed."""
-    undone = [skip for skip in record.skips if skip.cause == "growth"]
+    undone = record.skips.of("growth")
     share, interval = record.rate(len(undone)), round(record.interval)
     if len(undone) < FEWEST or share < OFTEN:
         return None
@@ -129,33 +123,33 @@ def _at_once(record: Record) -> Mapping[str, Any]:
     return {"hysteresis": 1} if _hysteresis(record) > 1 else {}
 
 
-def _or_a_ceiling(undone: list[Skip]) -> str:
+def _or_a_ceiling(undone: Skips) -> str:
     levels = Counter(skip.after for skip in undone)
     (level, count), *_ = levels.most_common(1)
     is_one = count > 0.8 * len(undone)
     return f", or set a ceiling, max_scale={level:g}: it always falls back to that" if is_one else ""
 
 
-def _nearer_start(record: Record, undone: list[Skip]) -> Mapping[str, Any]:
+def _nearer_start(record: Record, undone: Skips) -> Mapping[str, Any]:
     """Return as the first scale the level it came to, where a longer interval would not take it there."""
     level = sorted(skip.after for skip in undone)[len(undone) // 10]
-    is_far = exponent_of(level) - exponent_of(record.steps[0].scale) >= FEWEST
+    is_far = exponent_of(level) - exponent_of(record.scales[0]) >= FEWEST
     return {"init_scale": level} if is_far and not record.fell_early(level) else {}
 
 
 def dragged(record: Record) -> Finding | None:
     """Find single overflows that keep the scale far below what the other steps allow."""
-    falls = [skip for skip in record.skips if skip.cause == "sudden" and skip.after < skip.step.scale]
-    if len(falls) < FEWEST or record.rate(len(record.skips)) > 10 * OFTEN or not _stays_low(record):
+    falls = sum(skip.after < skip.scale for skip in record.skips.of("sudden"))
+    if falls < FEWEST or record.rate(len(record.skips)) > 10 * OFTEN or not _stays_low(record):
         return None
-    high, low = max(step.scale for step in record.settled), min(record.scales)
+    high, low = max(record.of(record.settled)), min(record.scales)
     return Finding(
         kind="dragged down",
         severity="note" if record.usual_room is None else "warning",
-        sentence=f"{len(falls):,} steps overflowed by themselves, at scales that had held, and lowered the "
+        sentence=f"{falls:,} steps overflowed by themselves, at scales that had held, and lowered the "
         f"scale from {power(high)} to {power(low)}{_too_far(record)}.",
         advice="Back off at the second overflow in a row only. Look at the data of these steps, too.",
-        numbers={"skipped": len(falls), "lowest_scale": low, "room": record.usual_room or 0},
+        numbers={"skipped": falls, "lowest_scale": low, "room": record.usual_room or 0},
         settings={"hysteresis": 2, **_longer(record)},
     )
 
@@ -164,7 +158,8 @@ def _stays_low(record: Record) -> bool:
     """Return whether the scale is far below what most steps allow or, where that is unknown, has held."""
     if record.usual_room is not None:
         return record.usual_room >= FEWEST
-    highest = max(step.scale for step in record.settled if not step.skipped)
+    pairs = zip(record.skipped, record.scales, strict=False)
+    highest = max(scale for skipped, scale in pairs if not skipped)
     return exponent_of(highest) - exponent_of(record.scales[-1]) >= FEWEST
 
 
@@ -177,7 +172,7 @@ def _too_far(record: Record) -> str:
 def slow(record: Record) -> Finding | None:
     """Find a rule that waits for so many overflows that most change nothing."""
     share, hysteresis = record.rate(len(record.skips)), _hysteresis(record)
-    lowered = sum(skip.after < skip.step.scale for skip in record.skips)
+    lowered = sum(skip.after < skip.scale for skip in record.skips)
     if hysteresis <= 2 or share < OFTEN or len(record.skips) < FEWEST or lowered > len(record.skips) / 2:
         return None
     return Finding(
@@ -201,7 +196,7 @@ def too_high(record: Record) -> Finding | None:
         kind="too high",
         severity="warning",
         sentence=f"{of_steps(len(record.skips), len(record.settled))} were skipped, at scales "
-        f"from {power(min(skip.step.scale for skip in record.skips))} on.{_always_the_same(record)}",
+        f"from {power(min(skip.scale for skip in record.skips))} on.{first_parameter(record)}",
         advice=advice,
         numbers={"skipped": len(record.skips), "share": share},
         settings=settings,

@@ -5,6 +5,7 @@ This room reads looks. It refuses to know how the scale moved.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import reduce
 from operator import add
 from typing import Final, NamedTuple
@@ -22,6 +23,7 @@ __all__ = [
     "limited",
     "lost",
     "lost_words",
+    "module_name",
     "needs_no_scale",
     "overflowed",
     "saves_something",
@@ -75,11 +77,16 @@ def best_scale(look: Look) -> float | None:
     return None if needs_no_scale(look.band) or look.first_overflow else look.best_scale()
 
 
-def lost_words(look: Look | None) -> str:
-    """Say what is lost at the scale of a look and what would be at the best one; "" for no look."""
+def lost_words(look: Look | None, scale: float | None = None) -> str:
+    """Say what is lost at the scale of a look and what would be at another one; "" for no look.
+
+    Args:
+        look: what a lens saw on one step.
+        scale: the other scale; None for the best one.
+    """
     if look is None:
         return ""
-    now, best = lost(look), best_scale(look)
+    now, best = lost(look), scale or best_scale(look)
     words = (
         f" At {power(look.scale)}, {percent(now.zeros)} of the gradient entries are exactly zero, "
         f"{percent(now.flushed)} round to zero and {percent(now.subnormal)} lose digits"
@@ -100,18 +107,22 @@ def needs_no_scale(band: Band) -> bool:
 
 def overflowed(record: Record) -> Finding | None:
     """Name who overflows first on skipped steps."""
-    firsts = [row for look in record.looks if (row := look.first_overflow)]
-    modules = [name.rpartition(".")[0] or name for name in record.culprits.elements()]
-    names = [_module(row.name) for row in firsts] or modules
-    if not names:
+    rows = Counter((row.name, row.what) for look in record.looks if (row := look.first_overflow))
+    modules = Counter[tuple[str, str]]()
+    for name, count in record.culprits.items():
+        modules[name.rpartition(".")[0] or name, ""] += count
+    counts = rows or modules
+    if not counts:
         return None
-    worst = max(set(names), key=lambda name: (names.count(name), name))
-    where = "" if firsts else "a parameter of "
+    (name, what), worst = max(counts.items(), key=lambda pair: (pair[1], pair[0]))
+    way = "forward" if what == "activation" else "backward"
+    which = f"the {_WHAT[what]} of {module_name(name)}" if what else f"a parameter of {name}"
     return Finding(
         kind="overflows first",
         severity="note",
-        sentence=f"In {names.count(worst):,} of {len(names):,} overflows, {where}{worst} came first.",
-        numbers={"overflows": len(names), "first": names.count(worst)},
+        sentence=f"In {worst:,} of {counts.total():,} {'looks at overflows' if rows else 'overflows'}, {which} was "
+        f"the first with inf or NaN, in {way}.",
+        numbers={"overflows": counts.total(), "first": worst},
     )
 
 
@@ -119,31 +130,27 @@ def limited(record: Record) -> Finding | None:
     """Name the module that keeps the scale from being higher, and say whether it does so alone."""
     look = record.look
     row = look and look.limit
-    if look is None or row is None or needs_no_scale(look.band):
+    if look is None or row is None or needs_no_scale(record.band):
         return None
-    name, room = _module(row.name), look.fit(row).headroom
+    name, room = module_name(row.name), look.fit(row).headroom
     alone = _alone(look, row.name)
     return Finding(
         kind="limit",
         severity="note",
         sentence=f"{name[0].upper()}{name[1:]} limits the scale: at step {look.index:,} the largest "
-        f"{_WHAT[row.what]} had {powers(room or 0)} of head room in {look.low_dtype} at {power(look.scale)}"
+        f"{_WHAT[row.what].replace(' the ', ' its ')} had {powers(room or 0)} of head room in {look.low_dtype} at {power(look.scale)}"
         + (f". Without it the scale could be {two_to(alone)} times higher." if alone >= FAR else "."),
         advice=f"Run {name} in float32, in a region with autocast(enabled=False)." if alone >= FAR else "",
         numbers={"room": room or 0, "alone": alone},
     )
 
 
-def _module(name: str) -> str:
+def module_name(name: str) -> str:
     """Return what to call a module; those of a `Sequential` have numbers as names."""
     return f"module {name}" if name else "the whole model"
 
 
-_WHAT: Final = {
-    "flow": "gradient of its output",
-    "gradient": "gradient of its parameters",
-    "activation": "output",
-}
+_WHAT: Final = {"flow": "gradient of the output", "gradient": "gradient of the parameters", "activation": "output"}
 
 
 def _alone(look: Look, name: str) -> int:
@@ -156,7 +163,7 @@ def _alone(look: Look, name: str) -> int:
 def bfloat16_would_do(record: Record) -> Finding | None:
     """Say whether bfloat16 holds without a scale what was seen."""
     look = record.look
-    if look is None or needs_no_scale(look.band) or not _seen(look).nonzero:
+    if look is None or needs_no_scale(record.band) or not _seen(look).nonzero:
         return None
     seen = _seen(look).shifted(-exponent_of(look.scale))
     below, room = seen.flushed(BANDS["bfloat16"]), seen.headroom(BANDS["bfloat16"]) or 0

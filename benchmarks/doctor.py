@@ -1,0 +1,895 @@
+"""Whether the doctor names the cause: small runs that are broken on purpose, and healthy ones.
+
+Run: python benchmarks/doctor.py [--json FILE] [--only NAME] [--seeds 3] [--without losses] [--without snapshots]
+
+Each run trains a small network in PyTorch or JAX for a few hundred steps and takes about a second. What the
+doctor's first finding is called stands beside the cause that was built in. `HELD_OUT` names the runs that
+were not looked at while the rules were written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import torch
+from torch import Tensor, nn
+
+from preamp import Dynamic, Headroom, Static, Step, Trace
+from preamp.doctor import Diagnosis, diagnose
+from preamp.jax import autocast as jax_autocast
+from preamp.jax import last_step, loss_scaled, step
+from preamp.torch import GradScaler, Lens, autocast
+
+ROWS, WIDTH, EVERY = 32, 16, 40
+Build = Callable[[int], Trace]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        name: what was done to it.
+        cause: the kinds of finding that name its cause; empty for a healthy run.
+        run: trains with a seed, and returns the record.
+    """
+
+    name: str
+    cause: tuple[str, ...]
+    run: Build
+
+
+CASES: dict[str, Case] = {}
+HELD_OUT: set[str] = set()
+
+
+def case(*cause: str, held_out: bool = False) -> Callable[[Build], Build]:
+    """Register a run under its function's name."""
+
+    def register(run: Build) -> Build:
+        name = run.__name__.removeprefix("_")
+        CASES[name] = Case(name, cause, run)
+        if held_out:
+            HELD_OUT.add(name)
+        return run
+
+    return register
+
+
+# PyTorch
+
+
+class Net(nn.Module):
+    """Two hidden layers, whose parts can be made to misbehave: `body`, `neck`, `head`."""
+
+    def __init__(self, neck: Callable[[Tensor], Tensor] | None = None, width: int = WIDTH) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, width), nn.Tanh())
+        self.neck = Neck(width, neck)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return answers of shape (rows, 1)."""
+        return self.head(self.neck(self.body(x)))
+
+
+class Neck(nn.Module):
+    """A layer, and what is done to its output."""
+
+    def __init__(self, width: int, after: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.linear, self.after = nn.Linear(width, width), after
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the shape of `x`."""
+        hidden = torch.relu(self.linear(x))
+        return self.after(hidden) if self.after else hidden
+
+
+class TorchRun:
+    """A training loop as users write it, recorded with a lens.
+
+    The methods are its parts; a broken run overrides or is given one of them.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        model: Callable[[], nn.Module] = Net,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+        lr: float = 0.05,
+        steps: int = 240,
+        policy: Any = None,
+        dtype: torch.dtype | None = torch.float16,
+        max_norm: float | None = math.inf,
+        data: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
+        before: Callable[[TorchRun, int], None] | None = None,
+        after_backward: Callable[[TorchRun, int], None] | None = None,
+        scaled: bool = True,
+        batches: int = 12,
+        about: dict[str, Any] | None = None,
+        emulate: bool = False,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = model()
+        named = list(self.model.named_parameters())
+        self.optimizer = optimizer(named) if optimizer else torch.optim.SGD(named, lr=lr, momentum=0.9)
+        self.scaler = GradScaler("cpu", policy=policy or Dynamic(), enabled=scaled)
+        self.steps, self.dtype, self.max_norm, self.loss = steps, dtype, max_norm, loss
+        self.emulate = emulate
+        self.data, self.before, self.after_backward = data, before, after_backward
+        generator = torch.Generator().manual_seed(seed + 1)
+        self.inputs = torch.randn(batches, ROWS, 8, generator=generator)
+        self.targets = torch.sin(self.inputs[..., :1] * 2) + 0.1 * torch.randn(
+            batches, ROWS, 1, generator=generator
+        )
+        told = {"precision": str(dtype).removeprefix("torch.") if dtype else "float32"}
+        told["policy"] = repr(self.scaler.policy) if scaled else None
+        self.trace = Trace(**{**told, **(about or {})})
+        self.value = math.nan
+
+    def train(self) -> Trace:
+        """Train to the end."""
+        torch.set_num_threads(1)
+        lens = Lens(self.model, EVERY, scaler=self.scaler, on_look=self.trace.look)
+        with lens:
+            for index in range(self.steps):
+                self.step(index)
+        return self.trace
+
+    def step(self, index: int) -> None:
+        """Train on one batch."""
+        if self.before:
+            self.before(self, index)
+        x, y = self.inputs[index % len(self.inputs)], self.targets[index % len(self.inputs)]
+        if self.data:
+            x, y = self.data(index, x, y)
+        self.optimizer.zero_grad()
+        if self.dtype is None:
+            loss = self.loss(self.model(x), y)
+        else:
+            with autocast("cpu", self.dtype, emulate=self.emulate):
+                loss = self.loss(self.model(x), y)
+        self.value = float(loss.detach())
+        self.scaler.scale(loss).backward()
+        if self.after_backward:
+            self.after_backward(self, index)
+        if self.max_norm is None or not self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+        else:
+            self.scaler.step(self.optimizer, max_norm=self.max_norm)
+        self.scaler.update()
+        done = self.scaler.last_step or Step(index, 1.0, finite=True, skipped=False)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if not self.scaler.is_enabled() and gradients:
+            zeros = sum(int((g == 0).sum()) for g in gradients) / sum(g.numel() for g in gradients)
+            norm = float(torch.stack([g.norm() for g in gradients]).norm())
+            done = done._replace(index=index, grad_norm=norm, zeros=zeros)
+        self.trace(done._replace(loss=self.value))
+
+
+def torch_run(seed: int, **settings: Any) -> Trace:
+    """Train a `TorchRun`."""
+    return TorchRun(seed, **settings).train()
+
+
+@case("diverged")
+def torch_sgd_learning_rate_too_high(seed: int) -> Trace:
+    return torch_run(seed, lr=3.0)
+
+
+@case("diverged")
+def torch_sgd_learning_rate_far_too_high(seed: int) -> Trace:
+    return torch_run(seed, lr=300.0)
+
+
+@case("diverged", "dead units")
+def torch_deep_net_diverges_without_norms(seed: int) -> Trace:
+    def deep() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)
+        )
+
+    return torch_run(seed, model=deep, lr=1.0, max_norm=None)
+
+
+@case("diverged", held_out=True)
+def torch_learning_rate_jumps_late(seed: int) -> Trace:
+    def jump(run: TorchRun, index: int) -> None:
+        if index == 120:
+            run.optimizer.param_groups[0]["lr"] = 5.0
+
+    return torch_run(seed, before=jump)
+
+
+@case("gradients not cleared", held_out=True)
+def torch_gradients_are_never_cleared(seed: int) -> Trace:
+    def keep(run: TorchRun, index: int) -> None:
+        run.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
+
+    return torch_run(seed, before=keep, lr=0.3)
+
+
+@case("diverged")
+def torch_bfloat16_diverges(seed: int) -> Trace:
+    return torch_run(seed, lr=3.0, dtype=torch.bfloat16, policy=Static(1.0))
+
+
+@case("diverged", held_out=True)
+def torch_float32_diverges_without_a_scaler(seed: int) -> Trace:
+    return torch_run(seed, lr=3.0, dtype=None, scaled=False)
+
+
+@case("forward overflow")
+def torch_neck_overflows_from_step_41(seed: int) -> Trace:
+    factor = [1.0]
+
+    def turn(run: TorchRun, index: int) -> None:
+        factor[0] = 3e5 if index >= 41 else 1.0
+
+    return torch_run(seed, model=lambda: Net(lambda h: h * factor[0]), before=turn)
+
+
+@case("forward overflow")
+def torch_neck_overflows_from_the_start(seed: int) -> Trace:
+    return torch_run(seed, model=lambda: Net(lambda h: h * 3e5))
+
+
+@case("forward overflow", "forward NaN", held_out=True)
+def torch_exponential_overflows_in_a_module(seed: int) -> Trace:
+    return torch_run(seed, model=lambda: Net(lambda h: torch.exp(40 * h) / 1e3))
+
+
+@case("forward overflow")
+def torch_activations_drift_up_to_the_limit(seed: int) -> Trace:
+    scale = [1.0]
+
+    def grow(run: TorchRun, index: int) -> None:
+        scale[0] *= 1.12
+
+    # the next layer divides by what the neck multiplies with, so that the loss does not notice
+    class Balanced(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.neck(self.body(x)) / scale[0])
+
+    return torch_run(seed, model=lambda: Balanced(lambda h: h * scale[0]), before=grow)
+
+
+@case("forward overflow", held_out=True)
+def torch_attention_scores_without_a_root(seed: int) -> Trace:
+    return torch_run(seed, model=lambda: Attention(sharp=600.0))
+
+
+class Attention(nn.Module):
+    """Attention over the rows of a batch."""
+
+    def __init__(self, *, sharp: float = 0.25, mask: Tensor | None = None) -> None:
+        super().__init__()
+        self.embed, self.sharp, self.mask = nn.Linear(8, WIDTH), sharp, mask
+        self.scores, self.head = Scores(sharp, mask), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return answers of shape (rows, 1)."""
+        hidden = self.embed(x)
+        return self.head(torch.softmax(self.scores(hidden), -1) @ hidden + hidden)
+
+
+class Scores(nn.Module):
+    """Scores of each row for each, in the precision of the region."""
+
+    def __init__(self, sharp: float, mask: Tensor | None) -> None:
+        super().__init__()
+        self.key, self.sharp, self.mask = nn.Linear(WIDTH, WIDTH), sharp, mask
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return a tensor of shape (rows, rows)."""
+        scores = (self.sharp * hidden) @ (self.sharp * self.key(hidden)).T
+        return scores if self.mask is None else scores + self.mask
+
+
+@case("forward NaN", "forward overflow")
+def torch_attention_mask_of_minus_1e9(seed: int) -> Trace:
+    blocked = torch.full((ROWS, ROWS), -1e9).half().float()  # what float16 makes of it
+    blocked[5:, :4] = 0.0
+
+    class Masked(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.embed(x)
+            weights = self.weigh(self.scores(hidden))
+            return self.head(weights @ hidden + hidden)
+
+    class Softmax(nn.Module):
+        def forward(self, scores: Tensor) -> Tensor:
+            return torch.softmax(scores, -1)
+
+    def make() -> nn.Module:
+        model = Masked(mask=blocked)
+        model.weigh = Softmax()
+        return model
+
+    return torch_run(seed, model=make)
+
+
+@case("forward NaN")
+def torch_divides_by_a_deviation_of_zero(seed: int) -> Trace:
+    def normalize(h: Tensor) -> Tensor:
+        flat = torch.cat([h[:-1], torch.zeros_like(h[-1:])])
+        return (flat - flat.mean(1, keepdim=True)) / flat.std(1, keepdim=True)
+
+    return torch_run(seed, model=lambda: Net(normalize))
+
+
+@case("bad data")
+def torch_one_bad_batch_in_each_epoch(seed: int) -> Trace:
+    def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone()
+        if index % 24 == 7:
+            x[3, 2] = math.nan
+        return x, y
+
+    return torch_run(seed, data=spoil)
+
+
+@case("bad data")
+def torch_one_bad_batch(seed: int) -> Trace:
+    def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone()
+        if index == 77:
+            x[3, 2] = math.nan
+        return x, y
+
+    return torch_run(seed, data=spoil)
+
+
+@case("bad data")
+def torch_nan_in_every_batch(seed: int) -> Trace:
+    def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone()
+        x[5, 3] = math.nan
+        return x, y
+
+    return torch_run(seed, data=spoil)
+
+
+@case("bad data", held_out=True)
+def torch_bad_labels_in_some_batches(seed: int) -> Trace:
+    chosen = torch.rand(400, generator=torch.Generator().manual_seed(seed)) < 0.05
+
+    def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        y = y.clone()
+        if chosen[index]:
+            y[1] = math.nan
+        return x, y
+
+    return torch_run(seed, data=spoil)
+
+
+@case("NaN in backward")
+def torch_root_of_zero_in_the_loss(seed: int) -> Trace:
+    def rooted(answers: Tensor, y: Tensor) -> Tensor:
+        error = (answers - y).square()
+        kept = torch.cat([error[1:], 0.0 * error[:1]])
+        return kept.sqrt().mean()
+
+    return torch_run(seed, loss=rooted)
+
+
+@case("NaN in backward", held_out=True)
+def torch_norm_of_a_zero_vector_in_a_module(seed: int) -> Trace:
+    def safe(h: Tensor) -> Tensor:
+        row = torch.cat([h[:-1], 0.0 * h[-1:]])
+        return h * row.square().sum(1, keepdim=True).sqrt()
+
+    return torch_run(seed, model=lambda: Net(safe))
+
+
+@case("NaN in backward")
+def torch_where_hides_a_division_by_zero(seed: int) -> Trace:
+    def hidden(answers: Tensor, y: Tensor) -> Tensor:
+        error = (answers - y).square()
+        gate = torch.arange(len(error)).unsqueeze(1) > 0
+        return torch.where(gate, error / (error * gate), error).mean() + error.mean()
+
+    return torch_run(seed, loss=hidden)
+
+
+@case("loss function")
+def torch_logarithm_of_zero_in_the_loss(seed: int) -> Trace:
+    def crossed(answers: Tensor, y: Tensor) -> Tensor:
+        share = torch.sigmoid(answers * 300)
+        return -((y > 0) * share.log() + (y <= 0) * (1 - share).log()).mean()
+
+    return torch_run(seed, loss=crossed)
+
+
+@case("loss function", held_out=True)
+def torch_sum_in_float16_overflows_in_the_loss(seed: int) -> Trace:
+    return torch_run(seed, loss=lambda answers, y: ((300 * (answers - y)).half().square().sum()).float())
+
+
+@case("gradient overflow", "NaN in backward")
+def torch_one_parameter_has_an_infinite_gradient(seed: int) -> Trace:
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * math.inf
+
+    class Spoilt(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + Bad.apply(self.shift)
+
+    return torch_run(seed, model=Spoilt)
+
+
+@case("exploding gradients", "gradient overflow", "diverged")
+def torch_recurrent_net_explodes(seed: int) -> Trace:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+            self.read = nn.Linear(8, WIDTH)
+            nn.init.orthogonal_(self.cell.weight, gain=1.8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = 1e-2 * self.read(x)
+            for _ in range(12):
+                hidden = torch.relu(self.cell(hidden))
+            return self.head(hidden)
+
+    return torch_run(seed, model=Recurrent, lr=0.01, steps=200)
+
+
+@case("wrong start")
+def torch_initial_scale_far_too_high(seed: int) -> Trace:
+    return torch_run(seed, policy=Dynamic(init_scale=2.0**40, max_scale=2.0**60))
+
+
+@case("starving", "scale too high")
+def torch_static_scale_far_too_high(seed: int) -> Trace:
+    return torch_run(seed, policy=Static(2.0**26))
+
+
+@case("too high", "scale too high", held_out=True)
+def torch_static_scale_a_little_too_high(seed: int) -> Trace:
+    probe = torch_run(seed, policy=Headroom(), steps=120)
+    usual = sorted(step.peak * 2.0**17 / step.scale for step in probe if step.peak)
+    level = 2.0 ** math.floor(math.log2(65504 * 2.0**17 / usual[len(usual) * 9 // 10]))
+    return torch_run(seed, policy=Static(level))
+
+
+@case("oscillating", "too high")
+def torch_growth_interval_too_short(seed: int) -> Trace:
+    return torch_run(seed, policy=Dynamic(growth_interval=8))
+
+
+@case("backs off too far")
+def torch_backoff_too_strong(seed: int) -> Trace:
+    policy = Dynamic(backoff_factor=2.0**-20, growth_interval=100, init_scale=2.0**22, min_scale=2.0**-24)
+    return torch_run(seed, policy=policy)
+
+
+@case("starving", "scale at its floor")
+def torch_scale_at_its_floor(seed: int) -> Trace:
+    return torch_run(
+        seed, policy=Dynamic(min_scale=1.0), loss=lambda a, y: 1e7 * nn.functional.mse_loss(a, y), lr=1e-9
+    )
+
+
+@case("at the ceiling", "too low")
+def torch_scale_pinned_at_its_ceiling(seed: int) -> Trace:
+    policy = Dynamic(init_scale=4.0, max_scale=4.0)
+    return torch_run(seed, policy=policy, loss=lambda a, y: 1e-6 * nn.functional.mse_loss(a, y), lr=5e4)
+
+
+@case("too low", "vanished", "never grew")
+def torch_static_scale_too_low(seed: int) -> Trace:
+    return torch_run(seed, policy=Static(1.0), loss=lambda a, y: 1e-6 * nn.functional.mse_loss(a, y), lr=5e4)
+
+
+@case("not scaled")
+def torch_no_scaling_in_float16(seed: int) -> Trace:
+    return torch_run(seed, scaled=False, loss=lambda a, y: 1e-6 * nn.functional.mse_loss(a, y), lr=5e4)
+
+
+@case("broken update")
+def torch_adam_without_epsilon(seed: int) -> Trace:
+    def half_dead() -> nn.Module:
+        net = Net()
+        with torch.no_grad():
+            net.neck.linear.bias[:3] = -50.0  # dead units: their gradients are exactly 0
+        return net
+
+    return torch_run(
+        seed, model=half_dead, optimizer=lambda named: torch.optim.Adam(named, lr=1e-3, eps=0.0, betas=(0.9, 0.0))
+    )
+
+
+@case("lost scale")
+def torch_resumed_without_the_scale(seed: int) -> Trace:
+    large = {"loss": lambda a, y: 3e4 * nn.functional.mse_loss(a, y), "lr": 1e-6}
+    run = TorchRun(seed, policy=Dynamic(init_scale=4.0), **large)
+    for index in range(120):
+        run.step(index)
+    run.scaler, before = GradScaler("cpu"), run.trace
+    run.trace = Trace(**before.about)
+    for index in range(120):
+        run.step(120 + index)
+    again = (step._replace(index=120 + step.index) for step in run.trace)
+    return Trace([*before, *again], **before.about)
+
+
+@case("lost scale", "wrong start", held_out=True)
+def torch_resumed_without_scale_and_count(seed: int) -> Trace:
+    large = {"loss": lambda a, y: 3e4 * nn.functional.mse_loss(a, y), "lr": 1e-6}
+    run = TorchRun(seed, policy=Dynamic(init_scale=4.0), **large)
+    for index in range(120):
+        run.step(index)
+    run.scaler = GradScaler("cpu")
+    for index in range(120):
+        run.step(120 + index)
+    return run.trace
+
+
+@case("not learning")
+def torch_learning_rate_zero(seed: int) -> Trace:
+    return torch_run(seed, lr=0.0)
+
+
+@case("vanished", "not learning")
+def torch_every_unit_is_dead(seed: int) -> Trace:
+    def dead() -> nn.Module:
+        net = Net()
+        with torch.no_grad():
+            net.neck.linear.bias.fill_(-50.0)
+            net.head.bias.requires_grad_(False)
+            net.head.bias.zero_()
+        return net
+
+    return torch_run(seed, model=dead, optimizer=lambda named: torch.optim.SGD([p for p in named if p[1].requires_grad], lr=0.1))
+
+
+@case("not learning", held_out=True)
+def torch_optimizer_has_other_parameters(seed: int) -> Trace:
+    def swap(run: TorchRun, index: int) -> None:
+        if index == 0:
+            copy = Net()
+            copy.load_state_dict(run.model.state_dict())
+            for theirs, ours in zip(copy.parameters(), run.model.parameters(), strict=True):
+                theirs.grad = torch.zeros_like(ours)
+            run.optimizer = torch.optim.SGD(list(copy.named_parameters()), lr=0.1)
+        for group in run.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def clear(run: TorchRun, index: int) -> None:
+        for group in run.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+
+    return torch_run(seed, before=swap, after_backward=clear)
+
+
+@case("loss spike")
+def torch_loss_spikes_and_recovers(seed: int) -> Trace:
+    def spike(run: TorchRun, index: int) -> None:
+        if index == 150:
+            with torch.no_grad():
+                run.model.head.bias.add_(6.0)
+
+    return torch_run(seed, before=spike, lr=0.01)
+
+
+# JAX
+
+
+def jax_run(
+    seed: int,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    lr: float = 0.05,
+    policy: Any = None,
+    dtype: Any = jnp.float16,
+    steps: int = 240,
+    change: Callable[[Any, Any], Any] = lambda hidden, index: hidden,
+    error: Callable[[Any, Any], Any] = lambda answers, y: jnp.mean((answers - y) ** 2),
+    data: Callable[[int, Any, Any], tuple[Any, Any]] = lambda index, x, y: (x, y),
+    max_norm: float | None = None,
+) -> Trace:
+    """Train a small network in a compiled step, and read the state after each."""
+    key = jax.random.key(seed)
+    shapes = [(8, WIDTH), (WIDTH, WIDTH), (WIDTH, 1)]
+    params = [
+        (jax.random.normal(k, shape) / shape[0] ** 0.5, jnp.zeros(shape[1]))
+        for k, shape in zip(jax.random.split(key, 3), shapes, strict=True)
+    ]
+    rule = policy or Dynamic()
+    scaled = loss_scaled(optimizer or optax.sgd(lr, momentum=0.9), rule, **({} if max_norm is None else {"max_norm": max_norm}))
+
+    def loss(params: Any, x: Any, y: Any, index: Any) -> Any:
+        (w1, b1), (w2, b2), (w3, b3) = params
+        hidden = jax.nn.relu(jnp.tanh(x @ w1 + b1) @ w2 + b2)
+        return error(change(hidden, index) @ w3 + b3, y)
+
+    lowered = loss if dtype is None else jax_autocast(loss, dtype)
+    run, state = jax.jit(step(lowered, scaled)), scaled.init(params)
+    trace = Trace(policy=repr(rule), precision=jnp.dtype(dtype or jnp.float32).name)
+    xs = jax.random.normal(jax.random.key(seed + 1), (12, ROWS, 8))
+    ys = jnp.sin(2 * xs[..., :1])
+    batches = [(xs[n], ys[n]) for n in range(12)]
+    for index in range(steps):
+        x, y = data(index, *batches[index % 12])
+        value, params, state = run(params, state, x, y, index)
+        trace(last_step(state)._replace(loss=float(value)))
+    return trace
+
+
+@case("diverged")
+def jax_learning_rate_too_high(seed: int) -> Trace:
+    return jax_run(seed, lr=2.0, max_norm=math.inf) if False else jax_run(seed, lr=2.0)
+
+
+@case("diverged", held_out=True)
+def jax_adam_learning_rate_too_high(seed: int) -> Trace:
+    return jax_run(seed, optimizer=optax.adam(30.0))
+
+
+@case("forward overflow")
+def jax_hidden_layer_overflows(seed: int) -> Trace:
+    return jax_run(seed, change=lambda h, index: h * jnp.where(index > 60, 3e5, 1.0).astype(h.dtype))
+
+
+@case("forward overflow", "forward NaN", held_out=True)
+def jax_exponential_overflows_from_the_start(seed: int) -> Trace:
+    return jax_run(seed, change=lambda h, index: jnp.exp((30 * h).astype(jnp.float16)))
+
+
+@case("bad data")
+def jax_some_bad_batches(seed: int) -> Trace:
+    return jax_run(seed, data=lambda n, x, y: (x.at[0, 0].set(jnp.nan), y) if n % 36 == 20 else (x, y))
+
+
+@case("NaN in backward")
+def jax_root_of_zero(seed: int) -> Trace:
+    return jax_run(seed, error=lambda a, y: jnp.mean(jnp.sqrt((a - y).at[0].multiply(0.0) ** 2)))
+
+
+@case("wrong start", held_out=True)
+def jax_initial_scale_far_too_high(seed: int) -> Trace:
+    return jax_run(seed, policy=Dynamic(init_scale=2.0**50, max_scale=2.0**60))
+
+
+@case("oscillating", "too high", held_out=True)
+def jax_growth_interval_too_short(seed: int) -> Trace:
+    return jax_run(seed, policy=Dynamic(growth_interval=5))
+
+
+@case("scale at its floor", "starving", held_out=True)
+def jax_loss_is_far_too_large(seed: int) -> Trace:
+    return jax_run(seed, policy=Dynamic(min_scale=1.0), error=lambda a, y: 1e7 * jnp.mean((a - y) ** 2), lr=1e-9)
+
+
+@case("not learning", held_out=True)
+def jax_constant_loss(seed: int) -> Trace:
+    return jax_run(seed, lr=0.0)
+
+
+# Healthy
+
+
+@case()
+def healthy_torch(seed: int) -> Trace:
+    return torch_run(seed)
+
+
+@case()
+def healthy_torch_headroom(seed: int) -> Trace:
+    return torch_run(seed, policy=Headroom())
+
+
+@case()
+def healthy_torch_bfloat16(seed: int) -> Trace:
+    return torch_run(seed, dtype=torch.bfloat16, policy=Static(1.0))
+
+
+@case()
+def healthy_torch_float32(seed: int) -> Trace:
+    return torch_run(seed, dtype=None, scaled=False)
+
+
+@case()
+def healthy_torch_adamw_clipped(seed: int) -> Trace:
+    return torch_run(seed, optimizer=lambda named: torch.optim.AdamW(named, lr=3e-3), max_norm=1.0, steps=400)
+
+
+@case()
+def healthy_torch_noisy_loss(seed: int) -> Trace:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.randn(x.shape, generator=generator)
+        return x, y + torch.randn(y.shape, generator=generator) * float(torch.rand(1, generator=generator)) * 4
+
+    return torch_run(seed, data=noise, lr=0.002)
+
+
+@case()
+def healthy_torch_rare_overflows(seed: int) -> Trace:
+    def heavy(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, y * 40) if index in (90, 210) else (x, y)
+
+    policy = Dynamic(init_scale=2.0**13, growth_interval=200)
+    return torch_run(seed, data=heavy, policy=policy, lr=0.005, max_norm=1.0, steps=300)
+
+
+@case(held_out=True)
+def healthy_torch_fine_tuning(seed: int) -> Trace:
+    def pretrained() -> nn.Module:
+        net = Net()
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+        x = torch.randn(256, 8, generator=torch.Generator().manual_seed(seed))
+        for _ in range(60):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), torch.sin(2 * x[:, :1])).backward()
+            optimizer.step()
+        return net
+
+    return torch_run(seed, model=pretrained, optimizer=lambda n: torch.optim.AdamW(n, lr=1e-4), max_norm=1.0)
+
+
+@case(held_out=True)
+def healthy_torch_classification_to_zero_loss(seed: int) -> Trace:
+    def loss(answers: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(answers, (y > 0).float())
+
+    return torch_run(seed, loss=loss, optimizer=lambda n: torch.optim.Adam(n, lr=2e-2), batches=2, steps=400)
+
+
+@case(held_out=True)
+def healthy_torch_negative_loss(seed: int) -> Trace:
+    return torch_run(seed, loss=lambda a, y: -5.0 - torch.exp(-((a - y) ** 2)).mean(), lr=0.02)
+
+
+@case(held_out=True)
+def healthy_torch_warmup(seed: int) -> Trace:
+    def warm(run: TorchRun, index: int) -> None:
+        run.optimizer.param_groups[0]["lr"] = 0.05 * min(1.0, index / 80)
+
+    return torch_run(seed, before=warm, policy=Dynamic(growth_interval=150), steps=400)
+
+
+@case()
+def healthy_jax(seed: int) -> Trace:
+    return jax_run(seed)
+
+
+@case()
+def healthy_jax_bfloat16(seed: int) -> Trace:
+    return jax_run(seed, dtype=jnp.bfloat16, policy=Static(1.0))
+
+
+@case(held_out=True)
+def healthy_jax_adam_headroom(seed: int) -> Trace:
+    return jax_run(seed, optimizer=optax.adamw(3e-3), policy=Headroom(), max_norm=1.0)
+
+
+# What came of it
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the doctor said of a run."""
+
+    name: str
+    seed: int
+    cause: tuple[str, ...]
+    found: str
+    severity: str
+    sentence: str
+    right: bool
+    held_out: bool
+
+
+def judge(case: Case, seed: int, found: Diagnosis) -> Result:
+    """Compare the first finding with the cause; a healthy run may have no problem and no warning."""
+    first = found.findings[0]
+    right = first.kind in case.cause if case.cause else found.healthy
+    words = f"{first.sentence} {first.advice}".strip()
+    held_out = case.name in HELD_OUT
+    return Result(case.name, seed, case.cause, first.kind, first.severity, words, right, held_out)
+
+
+def stripped(trace: Trace, without: Sequence[str]) -> Trace:
+    """Return a record that was taken with less: without losses, norms, names or snapshots."""
+    dropped = {
+        "losses": {"loss": None},
+        "norms": {"grad_norm": None, "peak": None},
+        "names": {"culprits": ()},
+        "snapshots": {},
+    }
+    less: dict[str, Any] = {}
+    for name in without:
+        less.update(dropped[name])
+    shorter = Trace((step._replace(**less) for step in trace), **trace.about)
+    if "snapshots" not in without:
+        shorter.looks = list(trace.looks)
+    return shorter
+
+
+def confusion(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the lines of a table: built-in cause against what was found first."""
+    pairs = Counter((r.cause[0] if r.cause else "healthy", r.found) for r in results)
+    width = max(len(cause) for cause, _ in pairs)
+    for cause in dict.fromkeys(cause for cause, _ in sorted(pairs)):
+        row = {found: count for (c, found), count in sorted(pairs.items()) if c == cause}
+        yield f"{cause:{width}}  " + ", ".join(f"{found} {count}" for found, count in row.items())
+
+
+def share(results: Sequence[Result]) -> str:
+    """Return how many are right."""
+    right = sum(r.right for r in results)
+    return f"{right} of {len(results)}" + (f" ({100 * right / len(results):.0f} %)" if results else "")
+
+
+def main() -> None:
+    """Run the cases, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--only", action="append", default=[], help="runs whose names begin so")
+    parser.add_argument("--part", choices=("all", "written for", "held out"), default="all")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument(
+        "--without", action="append", default=[], choices=("losses", "norms", "names", "snapshots")
+    )
+    given = parser.parse_args()
+    results = []
+    for case in CASES.values():
+        if given.only and not any(case.name.startswith(name) for name in given.only):
+            continue
+        if given.part != "all" and (given.part == "held out") != (case.name in HELD_OUT):
+            continue
+        for seed in range(given.first_seed, given.first_seed + given.seeds):
+            start = time.perf_counter()
+            trace = stripped(case.run(seed), given.without)
+            taken = time.perf_counter() - start
+            results.append(result := judge(case, seed, diagnose(trace)))
+            mark = "ok " if result.right else "NOT"
+            print(f"{mark} {case.name}, {seed} ({taken:.1f} s): {result.found} ({result.severity})", flush=True)
+            if not result.right:
+                print(f"      wanted {' or '.join(case.cause) or 'nothing'}; {result.sentence}")
+    print("\ncause, and what was found first:")
+    for line in confusion(results):
+        print(f"  {line}")
+    for held_out in (False, True):
+        part = [r for r in results if r.held_out == held_out]
+        broken, healthy = ([r for r in part if bool(r.cause) == sick] for sick in (True, False))
+        print(f"{'held out' if held_out else 'written for'}: broken {share(broken)}, healthy {share(healthy)}")
+    if given.json:
+        given.json.write_text(json.dumps([vars(result) for result in results], indent=1))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
