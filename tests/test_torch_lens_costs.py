@@ -102,6 +102,15 @@ def test_hooks_are_on_the_model_in_the_sampled_forward_alone() -> None:
     assert hooks(model) == 1
 
 
+def test_a_pass_without_a_backward_pass_leaves_no_hook_behind() -> None:
+    model = mlp()
+    lens = Lens(model)
+    model(X)
+    assert hooks(model) == 1 + 4  # waiting for four gradients
+    lens.close()
+    assert hooks(model) == 0
+
+
 @pytest.mark.parametrize("handles_an_error", [False, True])
 def test_a_forward_that_fails_leaves_no_hook_and_no_look(handles_an_error: bool) -> None:
     model = mlp()
