@@ -322,6 +322,19 @@ def test_dialects_lists_every_dialect(here):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    "command", ["train", "simulate", "report", "doctor", "inspect", "convert", "dialects"]
+)
+def test_help_fits_80_columns_and_shows_no_default_of_python(command, here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = here(command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "[default: ()]" not in done.stdout
+    for name in ("--policy --rule",) if command in ("train", "simulate") else ():
+        assert name in done.stdout
+
+
 def test_every_policy_setting_is_a_flag(tmp_path):
     command = [sys.executable, "-m", "preamp", "train", "--help"]
     text = subprocess.check_output(command, env={**ENVIRONMENT, "COLUMNS": "250"}, text=True)

@@ -59,6 +59,20 @@ def test_extremes_and_nans_are_those_of_numpy(bits: list[int], dtype: torch.dtyp
     assert (measured[0].smallest, measured[0].largest, measured[0].nans) == extremes(tensor)
 
 
+BITS = {32: (0x7FFFFFFF, 0x7F800001, 0x7F800000, 0x7F7FFFFF, 1, 0), 64: (2**63 - 1, 0x7FF << 52, 1, 0)}
+
+
+@pytest.mark.parametrize("size", BITS)
+def test_extremes_at_the_ends_of_the_range_alone_and_with_others(size: int) -> None:
+    """NaN with any payload, inf, the largest and the smallest number, and 0, of either sign."""
+    unsigned = [bits | sign for bits in BITS[size] for sign in (0, 1 << (size - 1))]
+    every = torch.from_numpy(np.array(unsigned, f"uint{size}").view(f"float{size}"))
+    for one in every:
+        for others in (every[:0], torch.ones(1, dtype=every.dtype), every):
+            (measured,), _ = read([add(count(one), count(others))])
+            assert (measured.smallest, measured.largest, measured.nans) == extremes(one, others)
+
+
 def test_extremes_of_many_pieces_are_those_of_the_whole() -> None:
     tensor = torch.randn(2 * CHUNK + 5)
     tensor[[3, CHUNK + 7, 2 * CHUNK + 1]] = torch.tensor([1e-30, math.nan, 1e30])

@@ -68,6 +68,7 @@ RULES = Group(
     f"In train, a growth interval of {Dynamic.growth_interval} by default is {SHORT_INTERVAL}.",
 )
 NAME = Parameter(name=["--policy", "--rule"], group=RULES, show_default=False)
+NO_DEFAULT = Parameter(show_default=False)  # help would show it as ()
 SETTINGS = Parameter(name="--policy", group=RULES, show_default=False)
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -123,8 +124,8 @@ def train(
     task: Task | None = None,
     data: Path | None = None,
     framework: Framework = "torch",
-    precision: tuple[Precision | Literal["all"], ...] = (),
-    emulate: Annotated[bool, Parameter(negative="--native")] = True,
+    precision: Annotated[tuple[Precision | Literal["all"], ...], NO_DEFAULT] = (),
+    emulate: Annotated[bool, Parameter(negative="--native", show_default=False)] = True,
     rule: Annotated[str | None, NAME] = None,
     policy: Annotated[Given | None, SETTINGS] = None,
     dialect: str | None = None,
@@ -143,15 +144,16 @@ def train(
         framework: whose training loop to use; KERAS_BACKEND says what Keras runs on.
         precision: float16 runs twice, without and with loss scaling. Can be given several times.
             Default: float32, and float16 or what the configuration computes in.
-        emulate: compute in float32 and round where a GPU stores low precision; --native computes in it.
-        rule: the name of a policy above, or of another system's; see preamp dialects.
+        emulate: compute in float32 and round where a GPU stores low precision, the default; --native computes
+            in low precision.
+        rule: the name of a policy above, or of another system's; see preamp dialects. --rule is the same.
         policy: the settings of the policy.
-        dialect: use another system's rule; see preamp dialects.
-        config: use the precision and the rule of a DeepSpeed configuration, and nothing else of it.
+        dialect: use the policy of another system; see preamp dialects.
+        config: use the precision and the policy of a DeepSpeed configuration, and nothing else of it.
         seed: of the first run.
         seeds: how many seeds to run.
         epochs: passes over the data. Default: as many as the task takes.
-        steps: how many steps to train, instead of --epochs.
+        steps: how many steps to train each run, instead of --epochs.
         out_dir: the folder for report.html, summary.json and the traces.
     """
     import preamp.report  # noqa: F401  # what is missing is said before the work, not after
@@ -192,8 +194,8 @@ def simulate(
     *,
     rule: Annotated[tuple[str, ...], NAME] = (),
     policy: Annotated[Given | None, SETTINGS] = None,
-    dialect: tuple[str, ...] = (),
-    config: tuple[Path, ...] = (),
+    dialect: Annotated[tuple[str, ...], NO_DEFAULT] = (),
+    config: Annotated[tuple[Path, ...], NO_DEFAULT] = (),
     trace: Path | None = None,
     process: comparing.ProcessName | None = None,
     dtype: LowPrecision | None = None,
@@ -210,10 +212,11 @@ def simulate(
 
     Args:
         rule: the name of a policy above, or of another system's, see preamp dialects; can be given several
-            times, "all" for every one above.
+            times, "all" for every one above. --rule is the same.
         policy: the settings of the policy.
-        dialect: another system's rule; can be given several times, "all" for every one.
-        config: the rule of a DeepSpeed configuration; can be given several times.
+        dialect: the policy of another system, see preamp dialects; can be given several times, "all" for
+            every one.
+        config: the policy of a DeepSpeed configuration; can be given several times.
         trace: take a recorded run.
         process: draw how large the gradients are; see preamp.processes.
         dtype: the low precision that overflows and flushes. Default: that of the trace, or float16.

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from preamp import ExponentHistogram, Trace, UsageError
+from preamp import ExponentHistogram, PolicyError, Trace, UsageError
 from preamp.jax import LossScale, exponent_histogram, flow_slot, look, scaled_value_and_grad, watch
 from preamp.policy import Static
 from tests.test_exponents import counted
@@ -120,6 +120,34 @@ def test_a_look_has_a_row_for_each_leaf() -> None:
 def test_what_is_no_tree_of_histograms_is_refused(histograms: Any, options: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         look(histograms, index=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"what": "gradients"}, r"what='gradients' is unknown\. Write one of 'activation'"),
+        ({"low_dtype": "half"}, r"low_dtype='half' is unknown\. Write one of 'float16'"),
+    ],
+)
+def test_words_that_no_look_has_are_refused(options: Any, why: str) -> None:
+    with pytest.raises(PolicyError, match=why):
+        look(exponent_histogram({"w": jnp.ones(2)}), index=0, **options)
+
+
+@pytest.mark.parametrize("what", ["activation", "flow", "gradient", "input", "weight"])
+def test_a_look_prints_and_is_recorded_whatever_was_counted(what: Any) -> None:
+    tree = {"params": {"Dense_0": {"kernel": jnp.array([2.0**-17, 0.75, 0.0, jnp.inf])}}}
+    one = look(exponent_histogram(tree), index=3, scale=2.0**16, what=what, like=tree)
+    labels = {"activation": "output", "flow": "output grad", "gradient": "weight grad"}
+    direction = "backward pass, scaled" if what in ("flow", "gradient") else "forward pass"
+    assert str(one).splitlines()[-3:] == [
+        f"{direction:<30}       min       max  zero %  inf, NaN",
+        "  params.Dense_0.kernel",
+        f"    {labels.get(what, what):<13}float32           2^-17      2^-1    25.0  1 inf or NaN",
+    ]
+    trace = Trace()
+    trace.look(one)
+    assert trace.looks == [one]
 
 
 def test_an_empty_tree_gives_an_empty_look() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, assert_type
+from typing import Any, Literal, assert_type
 
 from preamp import (
     Dynamic,
@@ -73,6 +73,11 @@ def record(path: Path) -> Summary:
     looks: list[Look] = list(trace.looks)
     assert_type(looks[0].best_scale(), float | None)
     assert_type(looks[0].rows[0].histogram, ExponentHistogram)
+    assert_type(looks[0].table(modules=None), str)
+    row = (*looks[0].inputs, *looks[0].weights)[0]
+    assert_type(row.direction, Literal["forward", "backward"])
+    assert_type(row.largest, float | None)
+    assert_type(row.nans, int | None)
     return trace.summary()
 
 

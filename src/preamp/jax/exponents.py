@@ -5,15 +5,16 @@ This room counts, and names what was counted. It refuses to know when to look an
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from preamp.checks import one_of
 from preamp.errors import UsageError
-from preamp.exponents import FIELDS, ExponentHistogram
+from preamp.exponents import BANDS, FIELDS, ExponentHistogram
 from preamp.jax.gradients import is_inexact
 from preamp.looks import Kind, Look, LookRow
 
@@ -62,17 +63,24 @@ def look(
         index: the number of the step.
         scale: the loss scale that was in it.
         low_dtype: what overflows and underflows, such as "float16".
-        what: "gradient", "flow" or "activation".
+        what: "gradient", "flow", "activation", "weight" or "input".
         like: the tree that was counted, or one of the same dtypes, to name them; None for all float32.
 
     Raises:
         UsageError: for leaves of another shape than [256], or not as many as `like` has.
+        PolicyError: for another `what` or `low_dtype`.
+
+    `print(look(...))` shows a table. How large the values were is known to a power of two.
     """
+    one_of("what", what, get_args(Kind))
+    one_of("low_dtype", low_dtype, tuple(BANDS))
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(histograms)[0]]
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
     read = map(_histogram, jax.device_get(jax.tree.leaves(histograms)))
-    rows = map(LookRow, names, [what] * len(names), _dtypes(like, len(names)), read)
-    return Look(int(index), float(scale), low_dtype, tuple(rows))
+    rows = tuple(map(LookRow, names, [what] * len(names), _dtypes(like, len(names)), read))
+    computed = () if what in ("input", "weight") else rows
+    given = {"inputs": rows} if what == "input" else {"weights": rows} if what == "weight" else {}
+    return Look(int(index), float(scale), low_dtype, computed, **given)
 
 
 def flow_slot() -> jax.Array:

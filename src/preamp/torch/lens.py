@@ -120,7 +120,7 @@ class Lens:
         self._counter.remove()
         self._end_forward()
         self._settle()
-        self._sample = None
+        self._forget()
 
     def __enter__(self) -> Lens:
         return self
@@ -152,8 +152,7 @@ class Lens:
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         self._end_forward()
-        if self._sample is not None:
-            self._sample.close()
+        self._forget()
         inner = inner_of(self._model)
         self._sample = Sample(inner, self._scaler, self._passes - 1, activations=self._activations)
         if inner is self._model and self._activations:
@@ -169,14 +168,19 @@ class Lens:
 
         def hook(*_: Any) -> None:
             self._end_forward()
-            if sys.exception() is not before and self._sample is not None:
-                self._sample.close()
-                self._sample = None
+            if sys.exception() is not before:
+                self._forget()
 
         return hook
 
     def _end_forward(self) -> None:
         self._forward.close()
+
+    def _forget(self) -> None:
+        """Take off the hooks of a sample that no backward pass has come to."""
+        if self._sample is not None:
+            self._sample.close()
+            self._sample = None
 
     def _settle(self) -> None:
         """Read the sample if its backward pass has come."""
