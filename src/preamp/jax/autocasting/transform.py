@@ -7,6 +7,7 @@ another one. It refuses to know how a program is rewritten.
 from __future__ import annotations
 
 import functools
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from preamp.casting import DEFAULT, Casting
+from preamp.casting import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.jax.autocasting import jaxprs
 from preamp.jax.autocasting.names import check_names, rules_of
@@ -31,6 +32,7 @@ LOW = ("float16", "bfloat16")
 EMULATED = (*LOW, "float8_e4m3fn", "float8_e5m2")
 ALIASES = {"float8_e4m3": "float8_e4m3fn", "half": "float16"}
 OFF = jaxprs.REGION + "off"
+DEFAULT_PRECISIONS = ("default", "bfloat16")  # two names of one setting
 
 
 @overload
@@ -60,7 +62,8 @@ def autocast(
     everything else in the widest precision it is given (`casting.JAX`). Results come in the precision they
     have. Arithmetic that feeds operators in float32 runs in float32 itself, a bias added to a product stays
     low where it is broadcast (so put `vmap` inside), and numbers in the program's text widen nothing unless
-    the low precision cannot hold them.
+    the low precision cannot hold them. A product that asks for its precision, such as
+    `jnp.matmul(x, w, precision="highest")`, keeps it (`explicit_precision` in the table).
 
     It composes with JAX's transformations on either side. Where regions nest, an inner one with other
     settings keeps its own. Every call traces `fn`: put `jax.jit` around.
@@ -97,6 +100,7 @@ def autocast(
         if not enabled:
             with jax.named_scope(OFF):
                 return fn(*args, **kwargs)
+        _warn_of_ambient_precision(settings)
         call = traced(fn, args, kwargs)
         known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
         jaxpr = rewrite(call.jaxpr, replace(settings, flat=known))
@@ -132,6 +136,19 @@ def _check_function(fn: Any) -> None:
     if not callable(fn):
         what = "An array" if is_traced(fn) else f"A {type(fn).__name__}"
         raise CastingError(f"{what} is no function. Write autocast(fn)(...) with what computes it.")
+
+
+def _warn_of_ambient_precision(settings: Settings) -> None:
+    """Warn where JAX's default asks every product for more than the low precision."""
+    ambient = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    lowers = settings.rules["dot_general"] == "lower" and settings.rules[EXPLICIT_PRECISION] == "untouched"
+    if lowers and ambient not in (None, *DEFAULT_PRECISIONS):
+        warnings.warn(
+            f"jax_default_matmul_precision is {ambient!r} around this region, so its products stay in the "
+            "precision they were written with. Set it only around what needs it, or write "
+            f"autocast(fn, casting=casting.DEFAULT.lower({EXPLICIT_PRECISION!r})) to cast them.",
+            stacklevel=3,
+        )
 
 
 def region(dtype: Any, table: Casting | None, emulate: bool) -> Settings:
