@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from preamp.casting import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.casts import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
+from preamp.jax.autocasting.flax_objects import attribute_name, pure
 from preamp.jax.autocasting.jaxprs import (
     REGION,
     bodies,
@@ -87,8 +88,9 @@ def casts(
         CastingError: as `autocast` does.
     """
     settings = region(dtype, casting or DEFAULT, emulate)
-    program = rewritten(fn, args, kwargs, settings)
-    return _Census(settings).report(program, _names(fn, args, kwargs))
+    with pure(fn, args, kwargs) as program:
+        names = _names(program.fn, program.args, program.kwargs)
+        return _Census(settings).report(rewritten(program, settings), names)
 
 
 def _names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -97,7 +99,7 @@ def _names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     others = [f"args[{place}]" for place in range(len(own), len(args))]
     roots = [*zip([*own, *others], args, strict=True), *sorted(kwargs.items())]
     return [
-        root + jax.tree_util.keystr(path)
+        attribute_name(root + jax.tree_util.keystr(path))
         for root, value in roots
         for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
         if is_traced(leaf)
