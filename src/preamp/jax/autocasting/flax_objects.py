@@ -157,7 +157,7 @@ def _explaining_writes(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         except refusal as error:
             raise UsageError(
-                "A function in this region writes to an NNX module or variable that is not one of its arguments"
+                "A function in this region writes to an NNX module or variable that it is not given"
                 f" ({str(error).partition(' (http')[0]}), and the write would be lost. Pass the module: "
                 "autocast(lambda model, x: model(x))(model, x)."
             ) from error
