@@ -333,3 +333,31 @@ def test_flax_is_not_imported_for_those_who_do_not_use_it() -> None:
         "autocast(jnp.matmul)(x, x); casts(jnp.matmul, x, x); assert 'flax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.skipif(not hasattr(nnx, "var_defaults"), reason="Flax has no variables over references")
+def test_variables_over_references_and_many_layers_keep_their_places() -> None:
+    class Layers(nnx.Module):
+        def __init__(self) -> None:
+            self.layers = nnx.List([nnx.BatchStat(jnp.full((n + 1,), float(n))) for n in range(12)])
+            self.a, self.b2, self.b10 = (nnx.BatchStat(jnp.full((n,), 0.5)) for n in (20, 21, 22))
+
+        def __call__(self, x: Any) -> Any:
+            for each in jax.tree.leaves(self, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+                each[...] = each[...] + 1
+            return x @ x.T
+
+    for over_references in (False, True):
+        with nnx.var_defaults(ref=over_references):
+            ours, expected = Layers(), Layers()
+        expected(X)
+        autocast(ours)(X)
+        nnx.jit(autocast(lambda m, x: m(x)))(ours, X)
+        expected(X)
+        for n, (one, other) in enumerate(zip(ours.layers, expected.layers, strict=True)):
+            np.testing.assert_array_equal(one[...], other[...])
+            assert one[...].shape == (n + 1,)
+        for one, other in zip(
+            (ours.a, ours.b2, ours.b10), (expected.a, expected.b2, expected.b10), strict=True
+        ):
+            np.testing.assert_array_equal(one[...], other[...])

@@ -62,7 +62,7 @@ def pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     @functools.wraps(fn, updated=())
     def traced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=tag)
+        args, kwargs = nnx.from_tree((args, kwargs), merge_fn=_merged, is_inner=True, ctxtag=tag)
         given = objects((args, kwargs))
         before = [_contents(nnx, each) for each in given]
         results = fn(*args, **kwargs)
@@ -79,7 +79,7 @@ def pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     def written_back(pair: tuple[Any, Any]) -> Any:
         if not pair[0] and not _has_states(nnx, pair[1]):
             return pair[1]
-        return nnx.from_tree(pair, is_inner=False, ctxtag=tag)[1]
+        return nnx.from_tree(pair, merge_fn=_merged, is_inner=False, ctxtag=tag)[1]
 
     with nnx.update_context(tag):
         args, kwargs = nnx.to_tree((args, kwargs), ctxtag=tag)
@@ -102,6 +102,14 @@ def _without_objects(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return (), fn(*args, **kwargs)
 
     return Pure(traced, args, kwargs, lambda pair: pair[1])
+
+
+def _merged(context: Any, path: Any, prefix: Any, states: Any) -> Any:
+    """Return the object of a state. Flax's own default copies the references (`jax.Ref`) that it holds."""
+    flat: list[Any] = []
+    for state in states.states:
+        flat.extend(jax.tree.leaves(state, is_leaf=lambda leaf: hasattr(leaf, "get_raw_value")))
+    return context.unflatten(states.graphdef, flat)
 
 
 def _objects(nnx: Any, tree: Any) -> list[Any]:
