@@ -108,6 +108,9 @@ def _table(**rules: str) -> Casting:
 DEFAULT = Casting()
 """No edits: every operator keeps the rule that the framework has for the device."""
 
+EXPLICIT_PRECISION = "explicit_precision"
+"""The name in `JAX` of all products and convolutions that ask for a precision themselves."""
+
 CPU = _table(
     lower="""
     _addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm bmm conv1d
@@ -174,5 +177,11 @@ JAX = _table(
     pvary reduce_max reduce_min reduce_window_max reduce_window_min rem reshape reshard rev round select_n
     sharding_constraint sign sin slice sort split sqrt square squeeze stop_gradient sub tanh top_k transpose
     """,
+    untouched=EXPLICIT_PRECISION,
 )
-"""The primitives of JAX 0.6 to 0.12. What is not named runs in the dtypes it was written with."""
+"""The primitives of JAX 0.6 to 0.12. What is not named runs in the dtypes it was written with.
+
+`explicit_precision` is not a primitive. It stands for every operator of the rule "lower" whose call asks for
+a precision: `precision=` above the default, or a `preferred_element_type=` that its operands do not imply.
+Such a call runs as it was written; `casting.DEFAULT.lower("explicit_precision")` casts it like the others.
+"""

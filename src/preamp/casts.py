@@ -37,6 +37,7 @@ STAYED = {
     "float32": "the table says so",
     "untouched": "the table leaves it alone",
     "off": "autocast is off there",
+    "explicit": "the program asks for its precision",
 }
 SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 SHORT |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
@@ -51,7 +52,8 @@ class CastRow:
     Attributes:
         operator: the framework's name.
         module: the path of the module that called it, from the outermost one; "-" outside of modules.
-        rule: what the table says of it; "unlisted" when it is not in the table, "off" where autocast is.
+        rule: what the table says of it; "unlisted" when it is not in the table, "off" where autocast is,
+            "explicit" where the call asks for a precision itself.
         inputs: the floating-point dtypes it was given, such as "float32, bfloat16".
         runs: the dtype of its result.
         calls: how many.

@@ -377,9 +377,9 @@ def low_already(a: Any, b: Any, c: Any) -> Any:
     return explicit, a @ b.astype(jnp.float32), a.astype(jnp.float16) @ c
 
 
-@program(x(4, 8), x(8, 3), products=1, kept=True)
+@program(x(4, 8), x(8, 3), products=0, kept=True)
 def algorithms(a: Any, w: Any) -> Any:
-    """An algorithm for float32 can multiply nothing else."""
+    """Whoever asks for an algorithm or a precision gets it."""
     return lax.dot(a, w, precision=lax.DotAlgorithmPreset.F32_F32_F32), jnp.matmul(a, w, precision="highest")
 
 

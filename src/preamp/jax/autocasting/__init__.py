@@ -3,6 +3,7 @@
 | file | decides |
 | --- | --- |
 | `transform.py` | what of a call is traced, and where the rewritten program runs |
+| `flax_objects.py` | how what a function writes to modules of Flax NNX comes back to them |
 | `names.py` | which primitives a name in a table stands for |
 | `rewriting.py` | where casts stand |
 | `rules.py` | in which precision an ordinary operator runs |

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from preamp.casting import DEFAULT, Casting
+from preamp.casting import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.casts import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
+from preamp.jax.autocasting.flax_objects import attribute_name, pure
 from preamp.jax.autocasting.jaxprs import (
     REGION,
     bodies,
@@ -43,6 +44,7 @@ LAYOUT = frozenset(
 )
 SUMS = frozenset(["cumprod", "cumsum", "psum", "reduce_prod", "reduce_sum", "reduce_window_sum"])
 LOW = frozenset(["float16", "bfloat16"])
+EXPLICIT = "explicit"
 TRANSFORMATIONS = re.compile(r"\w+\(|\)|\b(?:checkpoint|rematted_computation)\b")
 UNSURE = {
     "while": "The loop at {} is counted once: how often it runs shows only when it runs.",
@@ -86,8 +88,9 @@ def casts(
         CastingError: as `autocast` does.
     """
     settings = region(dtype, casting or DEFAULT, emulate)
-    program = rewritten(fn, args, kwargs, settings)
-    return _Census(settings).report(program, _names(fn, args, kwargs))
+    with pure(fn, args, kwargs) as program:
+        names = _names(program.fn, program.args, program.kwargs)
+        return _Census(settings).report(rewritten(program, settings), names)
 
 
 def _names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -96,7 +99,7 @@ def _names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     others = [f"args[{place}]" for place in range(len(own), len(args))]
     roots = [*zip([*own, *others], args, strict=True), *sorted(kwargs.items())]
     return [
-        root + jax.tree_util.keystr(path)
+        attribute_name(root + jax.tree_util.keystr(path))
         for root, value in roots
         for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]
         if is_traced(leaf)
@@ -295,7 +298,11 @@ class _Census:
         return [_Value(_Origin(_what(atom), at), None, low) for atom in equation.outvars]
 
     def _rule(self, equation: Any, at: _Place) -> str:
-        return "off" if at.is_off else self._settings.rules.get(equation.primitive.name, "unlisted")
+        if at.is_off:
+            return "off"
+        name = self._settings.name_in_table(equation)
+        rule: str = self._settings.rules.get(name, "unlisted")
+        return EXPLICIT if name == EXPLICIT_PRECISION and rule == "untouched" else rule
 
     def _add(self, row: _Row, **counts: int) -> None:
         self._tallies.setdefault(row, Tally()).add(**counts)
@@ -366,7 +373,7 @@ def _emulated(equation: Any, rule: str, given: set[str], gives: str) -> str:
         given: the precisions that its operands are rounded to; empty for one that is not.
         gives: what its results are rounded to.
     """
-    if rule in ("lower", "float32", "off"):
+    if rule in ("lower", "float32", "off", EXPLICIT):
         return gives if rule == "lower" else ""
     keeps = equation.primitive.name in EXACT | APART or not any(map(_is_float, equation.outvars))
     return given.pop() if len(given) == 1 and (keeps or gives) else ""

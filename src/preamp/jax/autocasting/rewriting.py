@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from preamp.casting import Rule
+from preamp.casting import EXPLICIT_PRECISION, Rule
 from preamp.jax.autocasting import jaxprs
 from preamp.jax.autocasting.lookahead import Lookahead
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
 from preamp.jax.autocasting.rounding import ROUNDED
-from preamp.jax.autocasting.rules import Handler, as_written, asks_for_dtype, handler_of
+from preamp.jax.autocasting.rules import Handler, as_written, handler_of, is_explicit
 from preamp.jax.autocasting.structured import STRUCTURED
 
 __all__ = ["Program", "Rewriter", "Settings"]
@@ -48,6 +48,12 @@ class Settings:
         """The precision of what runs low."""
         return Precision(np.dtype(np.float32), self.dtype) if self.emulate else Precision(self.dtype)
 
+    def name_in_table(self, equation: Any) -> str:
+        """Return the name whose rule an equation runs by: its primitive's, unless it asks for a precision."""
+        name: str = equation.primitive.name
+        asks = self.rules.get(name) == "lower" and is_explicit(equation, self.low)
+        return EXPLICIT_PRECISION if asks else name
+
 
 class Rewriter:
     """One region's rewriting: its programs, each rewritten once for the precisions it is called with."""
@@ -66,7 +72,7 @@ class Rewriter:
     def rewrite(self, program: Program, equation: Any) -> None:
         """Write what an equation becomes."""
         entered = self.enters(equation)
-        handler = self._handlers.get(equation.primitive.name, as_written) if entered else as_written
+        handler = self._handlers.get(self.name(equation), as_written) if entered else as_written
         self.path.append(equation)
         handler(program, equation)
         self.path.pop()
@@ -96,10 +102,20 @@ class Rewriter:
         if self.enters(equation) and equation.primitive.name not in self.rules:
             yield from jaxprs.bodies(equation)
 
+    def name(self, equation: Any) -> str:
+        """Return the name whose rule an equation runs by, as `Settings.name_in_table` does."""
+        return self.settings.name_in_table(equation)
+
     def rule(self, equation: Any) -> Rule | None:
         """Return the rule that an equation runs by; None for what is left as written."""
-        rule = self.rules.get(equation.primitive.name) if self.enters(equation) else None
-        return None if rule == "lower" and asks_for_dtype(equation, self.settings.low) else rule
+        if not self.enters(equation):
+            return None
+        name = self.name(equation)
+        rule = self.rules.get(name)
+        if name == EXPLICIT_PRECISION and rule == "untouched":
+            # As written, such an equation runs in float32, and so does the arithmetic that feeds it.
+            return "float32" if _is_float32(equation) else None
+        return rule
 
     def enters(self, equation: Any) -> bool:
         """Tell whether the programs that an equation holds are part of this region."""
@@ -291,6 +307,12 @@ class Program:
         params = {"dtype": precision.rounded}
         self._equations.append(jaxprs.made_equation(atom, new, ROUNDED, params, self._beside))
         return new
+
+
+def _is_float32(equation: Any) -> bool:
+    """Tell whether all that autocast may cast of an equation is float32."""
+    precisions = {precision_of(atom.aval) for atom in (*equation.invars, *equation.outvars)}
+    return precisions <= {FLOAT32, None}
 
 
 def _is_real_scalar(aval: Any) -> bool:

@@ -26,10 +26,10 @@ __all__ = [
     "Handler",
     "as_given",
     "as_written",
-    "asks_for_dtype",
     "convert",
     "float32",
     "handler_of",
+    "is_explicit",
     "lower",
     "refuse",
     "widest",
@@ -37,20 +37,22 @@ __all__ = [
 
 Handler: TypeAlias = "Callable[[Program, Any], None]"
 
+_PRECISIONS = (lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
+_NO_PRECISION = (lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+
 
 def lower(program: Program, equation: Any) -> None:
-    """Run in the low precision, unless the program asks for another by name.
+    """Run in the low precision.
 
     Emulated, every operand is rounded once more: nothing changes forward, and each cotangent is rounded
     before it is summed with those of other uses, as when products are stored low.
     """
-    if asks_for_dtype(equation, program.low):
-        as_written(program, equation)
-    elif program.low.rounded:
-        values = [program.cast(value, program.low) for value in program.operands(equation)]
-        _run(program, equation, [program.rounded_again(value) for value in values], program.low)
-    else:
-        _run(program, equation, program.operands(equation), program.low)
+    values = program.operands(equation)
+    if program.low.rounded:
+        values = [program.rounded_again(program.cast(value, program.low)) for value in values]
+    if _has_explicit_precision(equation):  # an algorithm for float32 cannot multiply anything else
+        equation = equation.replace(params={**equation.params, "precision": None})
+    _run(program, equation, values, program.low)
 
 
 def float32(program: Program, equation: Any) -> None:
@@ -86,7 +88,7 @@ def as_written(program: Program, equation: Any, params: dict[str, Any] | None = 
 
 def refuse(program: Program, equation: Any) -> None:
     """Raise."""
-    name = equation.primitive.name
+    name = program.rewriter.name(equation)
     lines = [line for line in map(source_line, reversed(program.rewriter.path)) if line != "-"]
     raise CastingError(
         f"{name!r} is refused in this region, and {lines[0] if lines else 'the program'} uses it. "
@@ -119,9 +121,11 @@ _HANDLERS: dict[Rule, Handler] = {
 def handler_of(name: str, rule: Rule) -> Handler:
     """Return what a rule does with a primitive.
 
-    What autocast's own table does not name may not work in other dtypes: `untouched` leaves it as written.
+    `untouched` leaves as written what may not work in other dtypes because autocast's own table does not name
+    it, and what asks for its dtypes.
     """
-    return as_written if rule == "untouched" and name not in casting.JAX else _HANDLERS[rule]
+    is_kept = name == casting.EXPLICIT_PRECISION or name not in casting.JAX
+    return as_written if rule == "untouched" and is_kept else _HANDLERS[rule]
 
 
 def _run(program: Program, equation: Any, values: Sequence[Value], precision: Precision) -> None:
@@ -137,14 +141,32 @@ def _run(program: Program, equation: Any, values: Sequence[Value], precision: Pr
         program.round_results(equation)
 
 
-def asks_for_dtype(equation: Any, low: Precision) -> bool:
-    """Tell whether a product's dtype or algorithm was chosen: what its operands' dtypes do not imply."""
-    if isinstance(equation.params.get("precision"), lax.DotAlgorithm | lax.DotAlgorithmPreset):
+def is_explicit(equation: Any, low: Precision) -> bool:
+    """Tell whether the program asks for the precision of a product or convolution.
+
+    `jnp.matmul` and all its kin write the dtype of their operands as `preferred_element_type`, so for
+    `dot_general` that dtype says nothing. No function of JAX writes one for the other primitives.
+    """
+    if _has_explicit_precision(equation):
         return True
     asked = equation.params.get("preferred_element_type")
+    if asked is None or np.dtype(asked) == low.name:
+        return False
+    if equation.primitive.name != "dot_general":
+        return True
     operands = {atom.aval.dtype for atom in equation.invars if precision_of(atom.aval)}
     implied = operands if len(operands) == 1 else {FLOAT32.dtype}
-    return asked is not None and np.dtype(asked) not in {*implied, low.name}
+    return np.dtype(asked) not in implied
+
+
+def _has_explicit_precision(equation: Any) -> bool:
+    """Tell whether `precision` asks for more than the default, for one operand at least.
+
+    It is resolved when JAX traces: what `jax.default_matmul_precision` sets stands here as well.
+    """
+    precision = equation.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return any(isinstance(each, _PRECISIONS) and each not in _NO_PRECISION for each in asked)
 
 
 def _widest(values: Sequence[Value], low: Precision) -> Precision:

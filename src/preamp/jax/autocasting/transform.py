@@ -7,6 +7,7 @@ another one. It refuses to know how a program is rewritten.
 from __future__ import annotations
 
 import functools
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from preamp.casting import DEFAULT, Casting
+from preamp.casting import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.jax.autocasting import jaxprs
+from preamp.jax.autocasting.flax_objects import Pure, pure
 from preamp.jax.autocasting.names import check_names, rules_of
 from preamp.jax.autocasting.precision import Value, precision_of
 from preamp.jax.autocasting.rewriting import Rewriter, Settings
@@ -31,6 +33,7 @@ LOW = ("float16", "bfloat16")
 EMULATED = (*LOW, "float8_e4m3fn", "float8_e5m2")
 ALIASES = {"float8_e4m3": "float8_e4m3fn", "half": "float16"}
 OFF = jaxprs.REGION + "off"
+DEFAULT_PRECISIONS = ("default", "bfloat16")  # two names of one setting
 
 
 @overload
@@ -60,7 +63,8 @@ def autocast(
     everything else in the widest precision it is given (`casting.JAX`). Results come in the precision they
     have. Arithmetic that feeds operators in float32 runs in float32 itself, a bias added to a product stays
     low where it is broadcast (so put `vmap` inside), and numbers in the program's text widen nothing unless
-    the low precision cannot hold them.
+    the low precision cannot hold them. A product that asks for its precision, such as
+    `jnp.matmul(x, w, precision="highest")`, keeps it (`explicit_precision` in the table).
 
     It composes with JAX's transformations on either side. Where regions nest, an inner one with other
     settings keeps its own. Every call traces `fn`: put `jax.jit` around.
@@ -97,11 +101,14 @@ def autocast(
         if not enabled:
             with jax.named_scope(OFF):
                 return fn(*args, **kwargs)
-        call = traced(fn, args, kwargs)
-        known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
-        jaxpr = rewrite(call.jaxpr, replace(settings, flat=known))
-        with jax.named_scope(settings.name):
-            return call.returned(jaxprs.evaluated(jaxpr, call.arrays))
+        _warn_of_ambient_precision(settings)
+        with pure(fn, args, kwargs) as program:
+            call, written = _traced(program)
+            known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
+            jaxpr = rewrite(call.jaxpr, replace(settings, flat=known), written)
+            with jax.named_scope(settings.name):
+                results = jaxprs.evaluated(jaxpr, call.arrays)
+            return program.written_back(call.returned(results))
 
     return cast
 
@@ -134,6 +141,19 @@ def _check_function(fn: Any) -> None:
         raise CastingError(f"{what} is no function. Write autocast(fn)(...) with what computes it.")
 
 
+def _warn_of_ambient_precision(settings: Settings) -> None:
+    """Warn where JAX's default asks every product for more than the low precision."""
+    ambient = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    lowers = settings.rules["dot_general"] == "lower" and settings.rules[EXPLICIT_PRECISION] == "untouched"
+    if lowers and ambient not in (None, *DEFAULT_PRECISIONS):
+        warnings.warn(
+            f"jax_default_matmul_precision is {ambient!r} around this region, so its products stay in the "
+            "precision they were written with. Set it only around what needs it, or write "
+            f"autocast(fn, casting=casting.DEFAULT.lower({EXPLICIT_PRECISION!r})) to cast them.",
+            stacklevel=3,
+        )
+
+
 def region(dtype: Any, table: Casting | None, emulate: bool) -> Settings:
     """Return what a region with these arguments does.
 
@@ -147,21 +167,29 @@ def region(dtype: Any, table: Casting | None, emulate: bool) -> Settings:
     return Settings(low, rules, emulate, f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}")
 
 
-def rewritten(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], settings: Settings) -> Any:
-    """Return the closed jaxpr of a function in a region; `jax.ShapeDtypeStruct`s may stand for arrays."""
-    return rewrite(traced(fn, args, kwargs).jaxpr, settings)
+def rewritten(program: Pure, settings: Settings) -> Any:
+    """Return the closed jaxpr of a call in a region; `jax.ShapeDtypeStruct`s may stand for arrays."""
+    call, written = _traced(program)
+    return rewrite(call.jaxpr, settings, written)
 
 
-def rewrite(jaxpr: Any, settings: Settings) -> Any:
+def rewrite(jaxpr: Any, settings: Settings, written: int = 0) -> Any:
     """Return a closed jaxpr as it is in a region.
+
+    Args:
+        jaxpr: the program.
+        settings: the region's.
+        written: how many results, the first ones, keep the dtypes they were written with.
 
     Raises:
         CastingError: for a rule of a primitive that does not exist, and for one that is refused.
     """
     check_names(settings.rules, jaxpr)
     values = [Value(atom, precision_of(atom.aval)) for atom in jaxpr.jaxpr.invars]
-    wanted = (False,) * len(jaxpr.jaxpr.outvars)
-    return Rewriter(settings).program(jaxpr, values, wanted).finish()[0]
+    results = jaxpr.jaxpr.outvars
+    kept = [precision_of(atom.aval) for atom in results[:written]]
+    program = Rewriter(settings).program(jaxpr, values, (False,) * len(results))
+    return program.finish([*kept, *[None] * (len(results) - written)])[0]
 
 
 class Call(NamedTuple):
@@ -193,6 +221,19 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     return Call(jax.make_jaxpr(flat)(*arrays), arrays, returned[-1])
 
 
+def _traced(program: Pure) -> tuple[Call, int]:
+    """Trace a call without objects; return as well how many of its results are state, which come first."""
+    counts: list[int] = []
+
+    @functools.wraps(program.fn, updated=())
+    def counted(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        state, results = program.fn(*args, **kwargs)
+        counts.append(len(_split(state)[0]))
+        return state, results
+
+    return traced(counted, program.args, program.kwargs), counts[-1]
+
+
 def _split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Return a tree's arrays, and what puts others in their places."""
     leaves, structure = jax.tree.flatten(tree)
@@ -208,16 +249,19 @@ def _split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 def _as_array(leaf: Any) -> Any:
     """Return a leaf as JAX may trace it; `jax.ShapeDtypeStruct`s stay."""
-    return (
-        leaf.__jax_array__() if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array) else leaf
-    )
+    return leaf.__jax_array__() if _converts(leaf) and not isinstance(leaf, jax.Array) else leaf
 
 
 def is_traced(leaf: Any) -> bool:
     """Tell whether a leaf is an array that JAX can trace."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype != jax.dtypes.float0 and leaf.dtype.kind not in "OSUMm"
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or hasattr(leaf, "__jax_array__")
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or _converts(leaf)
+
+
+def _converts(leaf: Any) -> bool:
+    """Tell whether an object says how it becomes an array; the tracer of a `jax.Ref` has None there."""
+    return callable(getattr(leaf, "__jax_array__", None))
 
 
 def _low(dtype: Any, emulate: bool) -> np.dtype[Any]:
