@@ -202,3 +202,13 @@ def test_strict_promotion_and_missing_arguments_are_as_without() -> None:
         assert autocast(lambda x, w: jnp.tanh(x @ w + 1.0).sum())(X, W).dtype == np.float32
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         autocast(matmul)(X)
+
+
+@pytest.mark.parametrize("name", ["enabled", "emulate"])
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_what_is_no_boolean_is_refused(name: str, value: Any) -> None:
+    """`enabled="no"` counted as true."""
+    with pytest.raises(CastingError, match=rf"{name}={value!r} is not a boolean\. Write {name}=True or"):
+        autocast(jnp.sin, **{name: value})
+    with pytest.raises(CastingError, match="is not a boolean"):
+        autocast(**{name: value})(jnp.sin)

@@ -11,6 +11,7 @@ try:
 except ImportError as error:
     raise MissingExtra.of(error, "preamp[jax]") from error
 
+from preamp.jax import exporting as _exporting
 from preamp.jax.autocasting.census import casts
 from preamp.jax.autocasting.transform import autocast
 from preamp.jax.differentiation import scaled_value_and_grad, value_and_grad
@@ -21,6 +22,8 @@ from preamp.jax.scaled_gradients import ScaledGradients
 from preamp.jax.states import LossScaledState
 from preamp.jax.stepping import apply_gradients, step
 from preamp.jax.transformation import check_starved, last_step, loss_scaled, restart_loss_scale
+
+_exporting.register()
 
 __all__ = [
     "LossScale",

@@ -156,7 +156,7 @@ def unscaled_loss(
         return lax.pmean(gradients.wide(loss), names) if names else loss
 
     def backward(gradient: Any, seed: Any) -> tuple[Any]:
-        return (gradients.like(gradients.multiplied(gradient, seed), gradient),)
+        return (gradients.like(gradients.multiplied(gradient, jnp.asarray(seed)), gradient),)
 
     value_fn.defvjp(value_and_gradient, backward)
     return value_fn

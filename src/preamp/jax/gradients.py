@@ -96,7 +96,8 @@ def _wide(leaf: Any) -> Any:
 
 def _like(leaf: Any, reference: Any) -> Any:
     dtype = jnp.asarray(reference).dtype
-    return leaf if leaf.dtype == dtype else leaf.astype(dtype)
+    array = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # line searches return Python numbers
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def _times(leaf: Any, factor: Any) -> Any:

@@ -151,7 +151,9 @@ class Scaling:
         self, scaled: Any, state: LossScaledState, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         """Return updates, in the dtypes of the unscaled gradients, and the state after the step."""
+        self._check_state(state)
         scaled, extra = declared(scaled, extra)
+        check_gradients(scaled.gradients, params)
 
         return self._step(
             scaled, state, params, extra, lambda updates: updates, self._zeros(scaled, state, params, extra)
@@ -188,6 +190,9 @@ class Scaling:
             extra: for the inner optimizer.
             complete: makes the gradients of `scaled`; called where the step is not skipped.
         """
+        self._check_state(state)
+        if complete is None:
+            check_gradients(scaled.gradients, params)
         whole = gradients.wide(params)
 
         def applied(updates: Any) -> Any:
@@ -206,9 +211,6 @@ class Scaling:
         complete: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, LossScaledState]:
         """Return `finish` of the inner updates, or `before` on a skip: all of it in one conditional."""
-        self._check_state(state)
-        if complete is None:
-            check_gradients(scaled.gradients, params)
         scale = scaled.scale
         seen = gradients.look(scaled.gradients, scale, self.names)
         reading = reading_of(self.policy, scaled.gradients, seen.finite, self.names)

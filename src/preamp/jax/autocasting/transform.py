@@ -88,9 +88,11 @@ def autocast(
         The function; without `fn`, a decorator.
 
     Raises:
-        CastingError: for another dtype, and when called, for a name in `casting` that is no primitive, with
-            the nearest names, and for a primitive that the table refuses.
+        CastingError: for another dtype, for `enabled` or `emulate` that is not a boolean, and when called,
+            for a name in `casting` that is no primitive, with the nearest names, and for a primitive that the
+            table refuses.
     """
+    _check_boolean("enabled", enabled)
     settings = region(dtype, casting, emulate)
     if fn is None:
         return _Decorator(dtype, casting=casting, enabled=enabled, emulate=emulate)
@@ -154,12 +156,18 @@ def _warn_of_ambient_precision(settings: Settings) -> None:
         )
 
 
+def _check_boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise CastingError(f"{name}={value!r:.60} is not a boolean. Write {name}=True or {name}=False.")
+
+
 def region(dtype: Any, table: Casting | None, emulate: bool) -> Settings:
     """Return what a region with these arguments does.
 
     Raises:
         CastingError: for a dtype that cannot be the low one, or a table that is none.
     """
+    _check_boolean("emulate", emulate)
     if not isinstance(table, Casting | None):
         raise CastingError(f"casting={table!r} is no table. Write casting=casting.DEFAULT.lower('exp').")
     low, rules = _low(dtype, emulate), rules_of(table or DEFAULT)
