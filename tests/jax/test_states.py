@@ -94,11 +94,12 @@ def test_the_loss_of_devices_without_an_axis_name_is_their_mean(checked: bool) -
 
 @pytest.mark.parametrize("policy", [POLICY, Headroom()], ids=repr)
 def test_a_step_is_exported_and_read_back(policy: Policy[Any]) -> None:
-    optimizer = loss_scaled(optax.sgd(0.1), policy)
-    registered = getattr(test_a_step_is_exported_and_read_back, "registered", False)
-    if not registered:  # optax's own types are the user's to register, once in a process
-        export.register_namedtuple_serialization(optax.EmptyState, serialized_name="tests.EmptyState")
-        test_a_step_is_exported_and_read_back.registered = True  # type: ignore[attr-defined]
+    # An inner state without types: those of optax are the user's to register, once in a process.
+    inner = optax.GradientTransformation(
+        lambda params: (),
+        lambda updates, state, params=None: (jax.tree.map(lambda g: -0.1 * g, updates), state),
+    )
+    optimizer = loss_scaled(inner, policy)
     train, state = jax.jit(step(loss, optimizer)), optimizer.init(PARAMS)
     saved = export.export(train)(PARAMS, state, X).serialize()
     assert identical(export.deserialize(saved).call(PARAMS, state, X), train(PARAMS, state, X))
