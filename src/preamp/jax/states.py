@@ -154,7 +154,7 @@ def _inside(state: Any) -> str:
             return f"{kind_of(state)} holds the state of loss_scaled. Write that alone: {path}."
     kind = type(node).__name__
     written = WRITTEN.get(kind)
-    around = f"{written}, whose state is a {kind}" if written else f"a transformation whose state is a {kind}"
+    around = f"{written or 'a transformation'}, whose state is of type {kind}"
     sums = "Its sum would stay NaN after one overflow. " if isinstance(node, optax.MultiStepsState) else ""
     return (
         f"loss_scaled is inside {around}. What is around it is given gradients that are still scaled, or "
