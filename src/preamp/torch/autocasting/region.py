@@ -59,8 +59,10 @@ class autocast(TorchAutocast):  # PyTorch's name
     - `emulate=True` rehearses low precision in float32: listed operators round their inputs and results;
     - an instance can be entered twice, by a recursive function too, and regions can be left in any order, as
       coroutines do; a decorated generator or coroutine is in the region only while it runs;
-    - a weight that is written to inside the region is cast anew, regions of different precision do not share
-      casts, threads do not clear each other's, and layers that were replaced are not kept alive.
+    - a weight that an optimizer steps inside the region is cast again, regions of different precision do not
+      share casts, and threads do not clear each other's.
+
+    When the last region has been left, the process is as it was before the first.
 
     >>> import torch
     >>> from preamp import casting
