@@ -3,6 +3,8 @@
 import asyncio
 import importlib
 import queue
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -86,6 +88,28 @@ def test_a_region_without_edits_registers_nothing_while_it_is_open(options, befo
     with autocast("cpu", **options), autocast("cpu", HALF, **options):
         work()
         assert registered() == before[0]
+
+
+FIRST_REGION = """
+import torch
+from preamp.torch import autocast
+
+def registered():
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return [torch._C._dispatch_dump(name) for name in names]
+
+before = registered()
+with autocast("cpu"):
+    torch.nn.Linear(2, 2)(torch.ones(1, 2)).add_(1)
+    assert registered() == before
+assert registered() == before
+assert torch.ones(2).copy_(3.0).sum() == 6
+"""
+
+
+def test_the_first_region_of_a_process_registers_nothing():
+    done = subprocess.run([sys.executable, "-c", FIRST_REGION], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_edited_region_registers_something_while_it_is_open(before):
