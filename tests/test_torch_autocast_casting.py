@@ -13,7 +13,7 @@ from preamp import casting
 from preamp.casting import RULES, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.torch import autocast
-from preamp.torch.autocasting import operators
+from preamp.torch.autocasting import edited, operators
 
 from .torch_regions import (
     BRAIN,
@@ -306,13 +306,66 @@ def test_what_is_no_table_says_what_to_write(misuse):
         misuse()
 
 
+GONE = ("cholesky", "qr", "gru_cell", "_convolution.deprecated")
+
+
+@pytest.fixture
+def later_release(monkeypatch):
+    """Have PyTorch list what it lists without some operators, as 2.15 has neither cholesky nor qr."""
+
+    def without(function):
+        def listed(*arguments):
+            names = [name.removeprefix("aten::") for name in function(*arguments)]
+            return [f"aten::{n}" for n in names if n not in GONE and n.partition(".")[0] not in GONE]
+
+        return listed
+
+    caches = [operators._names, operators.overloads, operators._resolved, operators.listed, edited._rules]
+    for name in ("_dispatch_get_all_op_names", "_dispatch_get_registrations_for_dispatch_key"):
+        monkeypatch.setattr(torch._C, name, without(getattr(torch._C, name)))
+    for one in caches:
+        one.cache_clear()
+    yield
+    monkeypatch.undo()
+    for one in caches:
+        one.cache_clear()
+
+
+BOTH = Casting({**dict.fromkeys(casting.CPU.rules, "untouched"), **casting.CUDA.rules})
+
+
+@pytest.mark.usefixtures("later_release")
+@pytest.mark.parametrize("options", [{}, {"report": True}, {"emulate": True}], ids=str)
+@pytest.mark.parametrize("table", [casting.CPU, casting.CUDA, casting.CPU.lower("softmax"), BOTH])
+def test_tables_of_ours_skip_operators_that_a_release_does_not_have(table, options):
+    with autocast("cpu", BRAIN, casting=table, **options):
+        assert torch.mm(A, A).dtype == (FULL if "emulate" in options else BRAIN)
+
+
+@pytest.mark.usefixtures("later_release")
+@pytest.mark.parametrize("table", [EDIT, casting.CPU, BOTH])
+@pytest.mark.parametrize("edit", RULES)
+def test_an_edit_of_an_operator_that_a_release_does_not_have_is_an_error(table, edit):
+    autocast("cpu", casting=getattr(table, edit)("mm"))
+    with pytest.raises(CastingError, match=r"^'cholesky' is no operator of PyTorch .*'linalg_cholesky'"):
+        autocast("cpu", casting=getattr(table, edit)("cholesky"))
+    with pytest.raises(CastingError, match=r"^'sofmax' is no operator"):
+        autocast("cpu", casting=Casting({**table.rules, "sofmax": edit}))
+
+
+@pytest.mark.parametrize("table", [casting.CPU, casting.CUDA])
+def test_tables_of_ours_name_operators_of_this_release(table):
+    """Or nobody would notice that a name in them is wrong."""
+    assert [name for name in table.rules if not operators.overloads(name)] == []
+
+
 # Tables as values
 
 NAMES = ["softmax", "softmax.int", "_softmax", "norm", "linalg_vector_norm", "mm", "matmul", "__matmul__"]
 STEPS = st.lists(st.tuples(st.sampled_from(RULES), st.lists(st.sampled_from(NAMES), max_size=3)), max_size=5)
 
 
-def edited(steps):
+def made_by(steps):
     table = EDIT
     for rule, names in steps:
         table = getattr(table, rule)(*names)
@@ -327,7 +380,7 @@ def edited(steps):
     [("lower", ["softmax"]), ("float32", ["softmax.int"])],
 )
 def test_the_last_edit_of_an_operator_counts_and_equal_tables_do_the_same(steps, others):
-    table, replayed = edited(steps), {}
+    table, replayed = made_by(steps), {}
     before = repr(table)
     for rule, names in steps:
         replayed |= {full: rule for name in names for full in operators.overloads(name)}
@@ -335,7 +388,7 @@ def test_the_last_edit_of_an_operator_counts_and_equal_tables_do_the_same(steps,
     again = eval(before, {"casting": casting})
     assert (again, hash(again), repr(again)) == (table, hash(table), before)
     assert table.rules == {name: table[name] for name in table.rules}
-    other = edited(others)
+    other = made_by(others)
     assert repr(table) == before  # a table never changes
     assert (table == other) == (repr(table) == repr(other))
     if table == other:

@@ -4,12 +4,14 @@ What the document shows on CUDA runs here on both device types.
 """
 
 import functools
+import inspect
 import warnings
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -192,7 +194,8 @@ def test_a_model_traced_in_a_region_and_frozen_keeps_its_casts(request, low):
     before = torch._C._jit_set_autocast_mode(False)  # TorchScript's own autocast, as the document advises
     request.addfinalizer(lambda: torch._C._jit_set_autocast_mode(before))
     model, frozen = nn.Sequential(nn.Linear(2, 3)).eval(), []
-    mine = preamp.torch.cpu.amp.autocast(cache_enabled=False, **({} if low == BRAIN else {"dtype": low}))
+    with pytest.warns(FutureWarning, match="deprecated"):
+        mine = preamp.torch.cpu.amp.autocast(cache_enabled=False, **({} if low == BRAIN else {"dtype": low}))
     for region in (mine, torch.autocast("cpu", low, cache_enabled=False)):
         with region:
             traced = torch.jit.trace(model, numbers(1, 2))
@@ -263,11 +266,81 @@ def test_the_names_of_a_device_type_take_their_own_order(device, default, argume
     named = getattr(preamp.torch, device).amp.autocast
     with autocast("cpu", dtype=surrounding, cache_enabled=False) if surrounding else nullcontext():
         plain = autocast(device, dtype, enabled, cache_enabled)
+        original = getattr(torch, device).amp.autocast
+        makers = [partial(original, *arguments), partial(named, *arguments), partial(named, **keywords)]
         with pytest.warns(FutureWarning, match="deprecated"):
-            original = getattr(torch, device).amp.autocast(*arguments)
-        assert settings_of(named(*arguments)) == settings_of(plain) == settings_of(original)
-        assert settings_of(named(**keywords)) == settings_of(original)
-        assert isinstance(named(), autocast)
+            regions = [make() for make in makers]
+        assert {settings_of(region) for region in regions} == {settings_of(plain)}
+
+
+A = numbers(2, 2)
+NAMED = [
+    (getattr(package, device).amp.autocast, device)
+    for package in (preamp.torch, torch)
+    for device in ("cpu", "cuda")
+]
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
+@pytest.mark.parametrize(("named", "device"), NAMED)
+def test_the_names_of_a_device_type_are_deprecated_classes(named, device):
+    def made(*arguments, **keywords):
+        with pytest.warns(FutureWarning, match=rf"torch\.{device}\.amp\.autocast.*is deprecated") as caught:
+            region = named(*arguments, **keywords)
+        assert {warning.filename for warning in caught if warning.category is FutureWarning} == {__file__}
+        return region
+
+    region = made()
+    assert isinstance(region, named)
+    assert isinstance(region, torch.autocast)
+    assert list(inspect.signature(named).parameters)[:3] == ["enabled", "dtype", "cache_enabled"]
+    default = inspect.signature(named).parameters["dtype"].default
+    assert default is region.fast_dtype is {"cpu": BRAIN, "cuda": HALF}[device]
+    with pytest.warns(FutureWarning, match="deprecated") as caught:
+
+        class Tagged(named):
+            def __new__(cls, tag):
+                return super().__new__(cls)
+
+            def __init__(self, tag):
+                super().__init__(dtype=HALF)
+                self.tag = tag
+
+    assert caught[0].filename == __file__
+    tagged = Tagged("x")
+    assert isinstance(tagged, named)
+    assert (tagged.tag, tagged.fast_dtype, tagged.device) == ("x", HALF, device)
+    if device == "cpu":
+        with tagged:
+            assert torch.mm(A, A).dtype == HALF
+        assert made(True, HALF)(torch.mm)(A, A).dtype == HALF
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_the_names_of_a_device_type_take_what_pytorch_does_not_have():
+    named = preamp.torch.cpu.amp.autocast
+    assert isinstance(named(), autocast)
+    with named(casting=casting.DEFAULT.float32("mm")) as region:
+        assert torch.mm(A, A).dtype == FULL
+    assert isinstance(region, autocast)
+
+    class Mine(named):
+        pass
+
+    with pytest.raises(
+        UsageError, match=r"Mine is a subclass .*Write preamp\.torch\.autocast\('cpu', \.\.\.\)"
+    ):
+        Mine(report=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_the_names_of_a_device_type_are_compiled():
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compute(x):
+        with preamp.torch.cpu.amp.autocast(dtype=HALF):
+            return torch.mm(x, x)
+
+    assert compute(A).dtype == HALF
 
 
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available:UserWarning")

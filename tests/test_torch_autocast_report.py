@@ -8,6 +8,8 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
@@ -322,6 +324,52 @@ def test_the_text_fits_80_columns_whatever_the_names():
     assert str(CastReport([], [])) == "No operator ran."
 
 
+def row_of(operator="linear", module="Net", rule="lower", source=""):
+    return CastRow(operator, module, rule, "float32", "float16", 1, 2048, 4096, 0, 0, source)
+
+
+def shown(report):
+    """Return the rows of a printed report, each with all of its lines, without padding."""
+    lines = str(report).partition("\n\n")[0].splitlines()[1:]
+    firsts = [n for n, line in enumerate(lines) if re.search(r" 1  .*KiB$", line)]
+    blocks = [lines[at:to] for at, to in zip(firsts, [*firsts[1:], None], strict=True)]
+    return ["\n".join(block) for block in blocks]
+
+
+ALIKE = {
+    "modules": [
+        row_of(module=f"Transformer.encoder.layers.{n}.self_attention.out_projection") for n in range(12)
+    ],
+    "sources": [
+        row_of(source=f"a_long_folder_{n}/with_a_long_name_of_a_file_of_a_model.py:41") for n in range(3)
+    ],
+    "operators": [
+        row_of(operator=f"operator_{n}_scaled_dot_product_attention", module="M" * 50) for n in range(3)
+    ],
+    "rules": [row_of(rule=rule) for rule in ("lower", "off")],
+    "long": [row_of(module=f"{n}" + "m" * 300, operator="o" * 200, source="s" * 90) for n in range(3)],
+}
+
+
+@pytest.mark.parametrize("rows", ALIKE.values(), ids=list(ALIKE))
+def test_rows_that_differ_are_shown_to_differ(rows):
+    report = CastReport(rows, [])
+    assert max(map(len, str(report).splitlines())) <= 80
+    assert len(set(shown(report))) == len(rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    names=st.lists(
+        st.tuples(*[st.text("ab.", min_size=1, max_size=60)] * 2), min_size=1, max_size=8, unique=True
+    )
+)
+def test_any_rows_that_differ_are_shown_to_differ(names):
+    report = CastReport([row_of(operator, module) for operator, module in names], [])
+    assert max(map(len, str(report).splitlines())) <= 80
+    assert len(set(shown(report))) == len(names)
+
+
 def test_sizes_and_work_are_rounded_to_units():
     assert [format_bytes(n) for n in (0, 1023, 1024, 2**20, 2**40)] == [
         "0 B",
@@ -365,6 +413,38 @@ def test_inspect_shows_what_a_function_cast_and_writes_a_page(tmp_path):
     page = (tmp_path / "o/inspect.html").read_text()
     assert '<td data-label="operator">linear</td>' in page
     assert "f32 → f16" in page
+
+
+RETURNS = """
+import torch
+
+model = torch.nn.Linear(4, 4)
+
+def pair():
+    return model, (torch.ones(2, 4),)
+
+def function():
+    return model.forward
+
+def nothing():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("pair", "it returns a function and its arguments, .*Write .*fn, args = pair\\(\\); fn\\(\\*args\\)"),
+        ("function", "it returns a function, .*Write .*function\\(\\)\\(\\)"),
+        ("nothing", "Write a function that runs the model"),
+    ],
+)
+def test_inspect_says_why_no_operator_ran(here, name, problem, tmp_path):
+    (tmp_path / "train.py").write_text(RETURNS)
+    done = here("inspect", f"train.py:{name}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(rf"train\.py:{name} ran no operator.*{problem}", done.stderr)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_inspect_takes_a_file(here, tmp_path):

@@ -165,10 +165,14 @@ def scaled_step(w):
     scaler.step(optimizer)
 
 
-def step_of_ours(w):
-    optimizer = LossScaleOptimizer(torch.optim.SGD([w], lr=0.1))
+def step_with(optimizer, w):
+    optimizer.zero_grad()
     optimizer.backward(w.sum())
     optimizer.step()
+
+
+def step_of_ours(w):
+    step_with(LossScaleOptimizer(torch.optim.SGD([w], lr=0.1)), w)
 
 
 OPTIMIZERS = [
@@ -309,6 +313,20 @@ def test_each_call_of_a_closure_takes_the_weight_of_the_moment(search, step):
     assert len(set(without)) > 3
     assert losses(autocast) == without
     assert losses(torch.autocast) != without
+
+
+def test_averages_that_are_swapped_in_inside_a_region_are_used():
+    w = weight()
+    optimizer = LossScaleOptimizer(torch.optim.SGD([w], lr=0.1), use_ema=True, ema_momentum=0.5)
+    for _ in range(3):
+        step_with(optimizer, w)
+    with autocast("cpu"):
+        assert same(F.linear(X, w), by_hand(X, w))
+        with optimizer.averaged():
+            assert same(F.linear(X, w), by_hand(X, w))
+        assert same(F.linear(X, w), by_hand(X, w))
+        optimizer.finalize_variable_values()
+        assert same(F.linear(X, w), by_hand(X, w))
 
 
 class Subclass(torch.Tensor):

@@ -16,6 +16,7 @@ __all__ = ["CPU", "CUDA", "DEFAULT", "JAX", "RULES", "Casting", "Rule"]
 
 Rule = Literal["lower", "float32", "widest", "untouched", "refuse"]
 RULES: tuple[Rule, ...] = get_args(Rule)
+_IN_OUR_TABLES: set[str] = set()
 
 
 class Casting:
@@ -34,12 +35,17 @@ class Casting:
     Names are the framework's operator names. A name without an overload stands for all overloads; a name that
     users write (`norm`, `cross_entropy`, `LSTMCell`) stands for all operators it calls. Names are looked up
     where the table is used, because only the framework knows its operators.
+
+    Attributes:
+        optional: the names that are skipped where the installed release has no such operator: those that come
+            from the tables of this module. A name that a method edits has to exist.
     """
 
     def __init__(self, rules: Mapping[str, Rule] | None = None) -> None:
         if rules is not None and not isinstance(rules, Mapping):
             raise CastingError(f"{rules!r} is not a table. Write casting.DEFAULT.float32('softmax').")
         self._rules: dict[str, Rule] = dict(rules or {})
+        self.optional: frozenset[str] = frozenset(_IN_OUR_TABLES & self._rules.keys())
         for name, rule in self._rules.items():
             _check_name(name)
             if rule not in RULES:
@@ -93,7 +99,9 @@ class Casting:
         for name in names:
             _check_name(name)
         kept = {name: has for name, has in self._rules.items() if name not in names}
-        return Casting({**kept, **dict.fromkeys(names, rule)})
+        table = Casting({**kept, **dict.fromkeys(names, rule)})
+        table.optional = self.optional.difference(names)
+        return table
 
 
 def _check_name(name: Any) -> None:
@@ -102,6 +110,8 @@ def _check_name(name: Any) -> None:
 
 
 def _table(**rules: str) -> Casting:
+    for names in rules.values():
+        _IN_OUR_TABLES.update(names.split())
     return Casting({name: rule for rule, names in rules.items() for name in names.split()})  # type: ignore[misc]
 
 

@@ -6,8 +6,10 @@ This room holds counts and words them. It refuses to know how they were counted.
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 __all__ = [
     "OUTSIDE",
@@ -149,20 +151,29 @@ class CastReport:
         return [row.cells() for row in self.rows]
 
     def __str__(self) -> str:
-        """Return the costliest rows, at most 80 columns wide, and the warnings."""
+        """Return the costliest rows, at most 80 columns wide, and the warnings.
+
+        A name that is too long is cut from the left. Where that would make two names the same, both are shown
+        whole, over several lines.
+        """
         if not self.rows:
             return "No operator ran."
         table = [row.cells() for row in self.rows[:SHOWN]]
         headings = [name for name in table[0] if name != "rule"]
+        if len({tuple(row[name] for name in headings) for row in table}) < len(table):
+            headings = list(table[0])  # rows that differ in their rule alone
         widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in headings}
         gaps = 2 * (len(headings) - 1)
         for name in [each for each in CUT if each in widths]:
             excess = max(0, sum(widths.values()) + gaps - WIDTH)
             widths[name] -= min(excess, max(0, widths[name] - NARROWEST))
-        lines = [dict(zip(headings, headings, strict=True)), *table]
-        text = [
-            "  ".join(_cell(row[name], name, widths[name]) for name in headings).rstrip() for row in lines
-        ]
+        fitted = {name: _fitted([row[name] for row in table], widths[name]) for name in headings}
+        text = ["  ".join(_cell(name, name, widths[name]) for name in headings).rstrip()]
+        for row in table:
+            cells = [fitted[name][row[name]] for name in headings]
+            for line in zip_longest(*cells, fillvalue=""):
+                placed = zip(line, headings, strict=True)
+                text.append("  ".join(_cell(part, name, widths[name]) for part, name in placed).rstrip())
         more = len(self.rows) - len(table)
         rest = [f"... and {more} more rows in .rows"] if more else []
         paragraphs = [textwrap.fill(each, WIDTH) for each in (self.summary(), *self.warnings)]
@@ -240,6 +251,15 @@ def _short(dtypes: str) -> str:
     )
 
 
+def _fitted(names: Iterable[str], width: int) -> dict[str, list[str]]:
+    """Return the lines that show each name in a width."""
+    cut = {name: name if len(name) <= width else "…" + name[len(name) - width + 1 :] for name in names}
+    shown = Counter(cut.values())
+    return {
+        name: [text] if shown[text] == 1 else [name[at : at + width] for at in range(0, len(name), width)]
+        for name, text in cut.items()
+    }
+
+
 def _cell(text: str, name: str, width: int) -> str:
-    text = text if len(text) <= width else "…" + text[len(text) - width + 1 :]
     return text.rjust(width) if name in ("calls", "cast") else text.ljust(width)

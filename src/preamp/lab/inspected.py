@@ -29,7 +29,7 @@ def inspect_function(
         emulate: whether to round instead of casting.
 
     Raises:
-        PreampError: for a target that is not there, or that JAX cannot trace.
+        PreampError: for a target that is not there, that runs no operator, or that JAX cannot trace.
         MissingExtra: without the framework.
     """
     if dtype and dtype.startswith("float8") and not emulate:
@@ -57,8 +57,11 @@ def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) ->
         raise PreampError(f"--device {device} is no device type. Write cpu or cuda.") from error
     function = find_function(target)
     with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
-        function()
-    return region.report()
+        result = function()
+    report = region.report()
+    if not report.rows:
+        raise PreampError(_nothing_ran(target, result))
+    return report
 
 
 def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
@@ -69,13 +72,41 @@ def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
     from preamp.jax import casts
 
     function = find_function(target)
+    returned: list[Any] = []
+
+    def kept() -> Any:
+        returned.append(function())
+        return returned[0]
+
     try:
-        return casts(function, dtype=dtype or "bfloat16", emulate=emulate)
+        report = casts(kept, dtype=dtype or "bfloat16", emulate=emulate)
     except jax.errors.JAXTypeError as error:
         reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise PreampError(
             f"{target} cannot be traced: {reason}. Write a function that jax.jit can take."
         ) from error
+    if not report.rows:
+        raise PreampError(_nothing_ran(target, returned[0]))
+    return report
+
+
+def _nothing_ran(target: str, result: Any) -> str:
+    """Say that a function ran no operator, and what to write where it returns one that was not called."""
+    name = target.rpartition(":")[2]
+    if callable(result):
+        return (
+            f"{target} ran no operator: it returns a function, and only {name} itself is called. Write a "
+            f"function that calls it, such as def run(): {name}()()"
+        )
+    if isinstance(result, (tuple, list)) and result and callable(result[0]):
+        return (
+            f"{target} ran no operator: it returns a function and its arguments, and only {name} itself is "
+            f"called. Write a function that calls it, such as def run(): fn, args = {name}(); fn(*args)"
+        )
+    return (
+        f"{target} ran no operator on tensors, so there is nothing to show. Write a function that runs the "
+        "model, such as one training step."
+    )
 
 
 def find_function(target: str) -> Callable[[], Any]:

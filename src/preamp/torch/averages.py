@@ -43,6 +43,7 @@ class Averages:
         """Write the averages into the parameters."""
         if self.values:
             torch._foreach_copy_(_here(parameters[: len(self.values)]), _here(self.values))
+            torch.clear_autocast_cache()  # casts of what was there before
 
     @contextmanager
     def swapped_in(self, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -54,6 +55,7 @@ class Averages:
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(_here(parameters), _here(before))
+                torch.clear_autocast_cache()
 
 
 def _here(tensors: Sequence[Any]) -> list[Tensor]:

@@ -38,6 +38,7 @@ class Snapshot:
         """Put everything back."""
         for parameter, before in self._parameters:
             parameter.copy_(before)
+        torch.clear_autocast_cache()  # a closure may have cast the weights of a step that raised
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
 

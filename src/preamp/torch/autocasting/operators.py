@@ -255,14 +255,26 @@ def _unknown(name: str) -> str:
     return f"{name!r} is no operator of PyTorch {torch.__version__}. {hint}."
 
 
-@cache
 def resolve(table: Casting) -> dict[str, Rule]:
     """Return a table by operators: overload to rule.
 
     Raises:
-        CastingError: for a name that stands for no operator.
+        CastingError: for a name that stands for no operator, unless it comes from a table of ours: operators
+            come and go with PyTorch's releases.
     """
-    return {overload: rule for name, rule in table.rules.items() for overload in overloads(name)}
+    return _resolved(table, table.optional)  # which equal tables may differ in
+
+
+@cache
+def _resolved(table: Casting, optional: frozenset[str]) -> dict[str, Rule]:
+    resolved: dict[str, Rule] = {}
+    for name, rule in table.rules.items():
+        try:
+            resolved |= dict.fromkeys(overloads(name), rule)
+        except CastingError:
+            if name not in optional:
+                raise
+    return resolved
 
 
 @cache

@@ -22,6 +22,7 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
+from torch.compiler import is_compiling
 
 from preamp.casting import Casting
 from preamp.checks import level_of_caller
@@ -58,8 +59,10 @@ class autocast(TorchAutocast):  # PyTorch's name
     - `emulate=True` rehearses low precision in float32: listed operators round their inputs and results;
     - an instance can be entered twice, by a recursive function too, and regions can be left in any order, as
       coroutines do; a decorated generator or coroutine is in the region only while it runs;
-    - a weight that is written to inside the region is cast anew, regions of different precision do not share
-      casts, threads do not clear each other's, and layers that were replaced are not kept alive.
+    - a weight that an optimizer steps inside the region is cast again, regions of different precision do not
+      share casts, and threads do not clear each other's.
+
+    When the last region has been left, the process is as it was before the first.
 
     >>> import torch
     >>> from preamp import casting
@@ -105,7 +108,7 @@ class autocast(TorchAutocast):  # PyTorch's name
                 from preamp.torch.autocasting.edited import EditedRegion
 
                 return object.__new__(EditedRegion)  # type: ignore[no-any-return]  # a subclass
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return TorchAutocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[return-value]
         return object.__new__(cls)
 
@@ -133,21 +136,18 @@ class autocast(TorchAutocast):  # PyTorch's name
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
 
     def __enter__(self) -> autocast:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._enter_traced()
-        device = self.device
-        before = Frame(
-            self, is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
-        )
-        claim = thread.claim
-        cached = self._cache_enabled and claim.take()
-        if claim.held and before.dtype is not self.fast_dtype:
-            clear_autocast_cache()
-        thread.frames.append(before)
+        device, dtype, claim = self.device, get_autocast_dtype(self.device), thread.claim
+        cached = is_autocast_cache_enabled()
+        thread.frames.append(Frame(self, is_autocast_enabled(device), dtype, cached))
         autocast_increment_nesting()
         set_autocast_enabled(device, self._enabled)
-        set_autocast_dtype(device, self.fast_dtype)
-        set_autocast_cache_enabled(cached)
+        set_autocast_cache_enabled(self._cache_enabled and (claim.held or claim.take()))
+        if dtype is not self.fast_dtype:
+            set_autocast_dtype(device, self.fast_dtype)
+            if claim.held:
+                clear_autocast_cache()
         return self
 
     def __exit__(self, *error: object) -> Literal[False]:

@@ -43,7 +43,7 @@ class Claim:
 
     def take(self) -> bool:
         """Take the cache unless another thread has it; return whether it is this thread's."""
-        if not self.held and _cache.acquire(blocking=False):
+        if not self.held and _cache.acquire(False):
             self.held = True
             _optimizers._global_optimizer_pre_hooks = _BEFORE
             _optimizers._global_optimizer_post_hooks = _AFTER

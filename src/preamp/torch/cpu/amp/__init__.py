@@ -6,17 +6,29 @@ from typing import Any
 
 import torch
 
-from preamp.torch import amp
-from preamp.torch.amp.by_device import DeviceGradScaler
+from preamp.torch.amp.by_device import DeviceAutocast, DeviceGradScaler
 
 __all__ = ["GradScaler", "autocast"]
 
 
-def autocast(
-    enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True, **beyond: Any
-) -> amp.autocast:
-    """Return `preamp.torch.autocast("cpu", ...)`; `beyond` are its arguments that PyTorch does not have."""
-    return amp.autocast("cpu", dtype, enabled, cache_enabled, **beyond)
+class autocast(DeviceAutocast):  # PyTorch's name
+    """`preamp.torch.autocast("cpu", ...)`. Deprecated, as in PyTorch."""
+
+    device_type = "cpu"
+
+    def __new__(
+        cls,
+        enabled: bool = True,
+        dtype: torch.dtype | None = torch.bfloat16,
+        cache_enabled: bool = True,
+        **beyond: Any,
+    ) -> Any:
+        return cls._make(enabled, dtype, cache_enabled, beyond)
+
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype | None = torch.bfloat16, cache_enabled: bool = True
+    ) -> None:
+        super().__init__(self.device_type, dtype, enabled, cache_enabled)
 
 
 class GradScaler(DeviceGradScaler):

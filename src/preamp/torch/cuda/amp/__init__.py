@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from preamp.torch import amp
-from preamp.torch.amp.by_device import DeviceGradScaler
+from preamp.torch.amp.by_device import DeviceAutocast, DeviceGradScaler
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 
@@ -16,11 +16,24 @@ custom_fwd: functools.partial[Any] = functools.partial(amp.custom_fwd, device_ty
 custom_bwd: functools.partial[Any] = functools.partial(amp.custom_bwd, device_type="cuda")
 
 
-def autocast(
-    enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True, **beyond: Any
-) -> amp.autocast:
-    """Return `preamp.torch.autocast("cuda", ...)`; `beyond` are its arguments that PyTorch does not have."""
-    return amp.autocast("cuda", dtype, enabled, cache_enabled, **beyond)
+class autocast(DeviceAutocast):  # PyTorch's name
+    """`preamp.torch.autocast("cuda", ...)`. Deprecated, as in PyTorch."""
+
+    device_type = "cuda"
+
+    def __new__(
+        cls,
+        enabled: bool = True,
+        dtype: torch.dtype | None = torch.float16,
+        cache_enabled: bool = True,
+        **beyond: Any,
+    ) -> Any:
+        return cls._make(enabled, dtype, cache_enabled, beyond)
+
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype | None = torch.float16, cache_enabled: bool = True
+    ) -> None:
+        super().__init__(self.device_type, dtype, enabled, cache_enabled)
 
 
 class GradScaler(DeviceGradScaler):
