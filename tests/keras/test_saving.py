@@ -166,6 +166,16 @@ def test_own_state_is_saved_by_name() -> None:
     assert store["step_counter"] == 0
 
 
+def test_a_dict_holds_what_the_inner_optimizer_learned_as_well() -> None:
+    """A file has that beside the wrapper's own state; a dict is all that its caller gets."""
+    ours, other = (train(model_of(adam()), "0") for _ in range(2))
+    train(ours, "100")
+    store: dict[str, Any] = {}
+    ours.optimizer.save_own_variables(store)
+    other.optimizer.load_own_variables(store)
+    assert same(*([array(v) for v in model.optimizer.variables] for model in (ours, other)))
+
+
 def test_auto_scale_loss_false_is_no_obstacle(tmp_path: Path) -> None:
     with dtype_policy("mixed_float16"):
         model = train(model_of(adam(), auto_scale_loss=False), "0010")

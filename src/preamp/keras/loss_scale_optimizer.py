@@ -313,6 +313,24 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             framework.stateless_inputs(trainable_variables),
         )
 
+    def finalize_variable_values(self, var_list: Sequence[Any] | None = None) -> None:
+        """Overwrite variables with their averages, if the inner optimizer keeps averages. `fit` does so.
+
+        Args:
+            var_list: the variables. None: those it was built with.
+
+        Raises:
+            UsageError: without variables, before it was built.
+        """
+        if var_list is None and not self.built:
+            raise UsageError(
+                "the optimizer has no variables yet. Write "
+                "finalize_variable_values(model.trainable_variables)."
+            )
+        self.inner_optimizer.finalize_variable_values(
+            self._trainable_variables if var_list is None else var_list
+        )
+
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
         """Exclude variables from the inner optimizer's weight decay, before it is built."""
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
@@ -334,7 +352,12 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             variable.assign(values[id(variable)])
 
     def save_own_variables(self, store: Any) -> None:
-        """Write what is the wrapper's; Keras writes the inner optimizer beside it, once."""
+        """Write what is the wrapper's; into a dict the inner optimizer's variables as well.
+
+        A file has those beside it, once, where Keras writes them.
+        """
+        if isinstance(store, dict):
+            self.inner_optimizer.save_own_variables(store)
         for variable in self._ledger.variables:
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
@@ -346,6 +369,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         inner, saved = self.inner_optimizer, saved_state(store)
         if saved is not None:
             self._ledger.load(saved)
+            beside = {name: store[name] for name in store.keys() if name.isdecimal()}  # noqa: SIM118
+            if "dynamic_scale" in store.keys() and beside:  # noqa: SIM118  # a file is no mapping
+                inner.load_own_variables(beside)
         elif len(store.keys()) == len(inner.variables):
             inner.load_own_variables(store)
         else:
