@@ -39,6 +39,8 @@ class Step(NamedTuple):
         zeros: the share of gradient entries that are exactly zero, from 0 to 1.
         culprits: names of the parameters whose gradients were not finite, first in backward order.
         seconds: wall time of the step.
+        buffers: names of module buffers, such as BatchNorm's running statistics, that were not finite after
+            a skipped step.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -52,6 +54,7 @@ class Step(NamedTuple):
     zeros: float | None = None
     culprits: tuple[str, ...] = ()
     seconds: float | None = None
+    buffers: tuple[str, ...] = ()
 
 
 class Summary(NamedTuple):
@@ -298,7 +301,7 @@ def _line(entry: dict[str, Any]) -> str:
 def _as_json(step: Step) -> dict[str, Any]:
     """Return what a step holds as JSON's own numbers, so that scalars of any framework can be recorded."""
     entry = {name: _plain(name, value) for name, value in step._asdict().items() if value is not None}
-    return entry if step.culprits else {name: entry[name] for name in entry if name != "culprits"}
+    return {name: value for name, value in entry.items() if name not in _NAMES or value}
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -357,7 +360,7 @@ def _as_step(path: str | Path, number: int, entry: dict[str, Any]) -> Step:
     values: dict[str, Any] = {
         name: float(value) if name in _NUMBERS else value for name, value in entry.items()
     }
-    return Step(**{**values, "culprits": tuple(entry.get("culprits", ()))})
+    return Step(**{**values, **{name: tuple(entry.get(name, ())) for name in _NAMES}})
 
 
 def _as_look(path: str | Path, number: int, entry: Any) -> Look:
@@ -367,7 +370,8 @@ def _as_look(path: str | Path, number: int, entry: Any) -> Look:
         raise TraceError(f"{path}, line {number}: {error}.") from error
 
 
-_TYPES: dict[str, Any] = {"index": int, "finite": bool, "skipped": bool, "culprits": list}
+_TYPES: dict[str, Any] = {"index": int, "finite": bool, "skipped": bool, "culprits": list, "buffers": list}
+_NAMES = ("culprits", "buffers")
 _NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
 _REQUIRED = ("index", "scale", "finite", "skipped")
 
