@@ -92,7 +92,7 @@ def test_a_model_goes_on_where_it_was_saved(policy: Policy[Any], tmp_path: Path)
     again = saved(model, tmp_path)
     assert type(again.optimizer) is LossScaleOptimizer
     assert again.optimizer.policy == model.optimizer.policy
-    assert again.optimizer.last_step == model.optimizer.last_step
+    assert again.optimizer.last_step == model.optimizer.last_step._replace(loss=None)
     for each in (model, again):
         train(each, "01000")
     assert same(everything(model), everything(again))
@@ -288,7 +288,7 @@ def test_set_weights_restores_the_next_step() -> None:
     for each in (run, other):
         each.walk("0100")
     assert same(run.everything(), other.everything())
-    assert run.optimizer.last_step == other.optimizer.last_step
+    assert run.optimizer.last_step._replace(loss=None) == other.optimizer.last_step._replace(loss=None)
 
 
 def test_variables_are_own_and_inner_ones_and_no_others() -> None:
