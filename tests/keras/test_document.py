@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import Dynamic, PolicyError, Static
+from preamp import Dynamic, PolicyError, Static, UsageError
 from preamp.keras import LossScaleOptimizer
 
 from .driving import INF, WAYS, Run, Stock, array, close, same, walk_abreast
@@ -230,6 +230,26 @@ def test_averages_overwrite_on_time() -> None:
     assert weights == [-1.0, -1.0, -1.5, -2.5, -2.75]
 
 
+@pytest.mark.parametrize("kind", ["momentum", "several"])
+def test_training_ends_with_averages_without_naming_the_variables(kind: str) -> None:
+    ema = {"use_ema": True, "ema_momentum": 0.5}
+    weights = []
+    for named in (True, False):
+        inner = several(inside=ema) if kind == "several" else INNERS[kind](**ema)
+        run = Run(LossScaleOptimizer(inner), *STARTS)
+        before = run.walk("010").weights()
+        run.optimizer.finalize_variable_values(*([run.variables] if named else []))
+        assert not close(run.weights(), before)
+        weights.append(run.weights())
+    assert same(*weights)
+
+
+def test_without_variables_there_is_nothing_to_end_with() -> None:
+    optimizer = LossScaleOptimizer(INNERS["sgd"](use_ema=True))
+    with pytest.raises(UsageError, match=r"finalize_variable_values\(model\.trainable_variables\)"):
+        optimizer.finalize_variable_values()
+
+
 @each_way
 def test_the_scale_starts_halves_and_doubles_as_documented(way: str) -> None:
     run = ours("sgd", way=way, initial_scale=8.0, dynamic_growth_steps=3)
@@ -335,8 +355,8 @@ def test_constraints_wait_for_an_update() -> None:
     assert run.weights()[1].min() == 0.0
 
 
-def several(**arguments: Any) -> Any:
-    vectors, others = INNERS["momentum"](), INNERS["adam"]()
+def several(inside: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    vectors, others = INNERS["momentum"](**(inside or {})), INNERS["adam"](**(inside or {}))
     return keras.optimizers.MultiOptimizer(
         lambda variable: vectors if len(variable.shape) == 1 else others, **arguments
     )

@@ -155,7 +155,7 @@ def test_a_step_that_xla_compiles_skips_and_moves_the_scale() -> None:
     for each in (run, other):
         each.walk("0010001")
     assert close(run.everything(), other.everything())
-    assert run.optimizer.last_step == other.optimizer.last_step
+    assert run.optimizer.last_step._replace(loss=None) == other.optimizer.last_step._replace(loss=None)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
@@ -336,7 +336,7 @@ def test_a_checkpoint_restores_scale_counter_and_the_next_step(walked: Run, tmp_
     for each in (walked, other):
         each.walk("001")
     assert same(walked.everything(), other.everything())
-    assert walked.optimizer.last_step == other.optimizer.last_step
+    assert walked.optimizer.last_step._replace(loss=None) == other.optimizer.last_step._replace(loss=None)
 
 
 def test_stateless_apply_is_refused_as_by_keras(walked: Run) -> None:

@@ -97,7 +97,7 @@ def test_a_file_keeps_what_the_policy_remembers() -> None:
     saved: dict[str, Any] = {}
     run.optimizer.save_own_variables(saved)
     optimizer.load_own_variables(saved)
-    assert optimizer.last_step == run.optimizer.last_step
+    assert optimizer.last_step == run.optimizer.last_step._replace(loss=None)
     assert optimizer.last_step.peak == 5.0
     kept = [[array(variable) for variable in each._ledger.variables] for each in (run.optimizer, optimizer)]
     assert same(*kept)

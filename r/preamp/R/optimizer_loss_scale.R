@@ -34,7 +34,7 @@ as_written <- function(call, frame) {
 # Whole names only; then the unnamed ones, in order, for the arguments before the dots.
 matched <- function(arguments) {
   names(arguments) <- names(arguments) %||% character(length(arguments))
-  refuse_partial_names(setdiff(names(arguments), c("", "dynamic")))
+  refuse_unknown_names(setdiff(names(arguments), ""))
   unnamed <- which(names(arguments) == "")
   free <- setdiff(before_dots(), names(arguments))
   if (length(unnamed) > length(free)) {
@@ -46,14 +46,21 @@ matched <- function(arguments) {
   arguments
 }
 
-refuse_partial_names <- function(written) {
-  known <- setdiff(names(formals(optimizer_loss_scale)), "...")
-  for (name in setdiff(written, known)) {
-    meant <- known[startsWith(known, name)]
+# What goes through the dots to Python; it has no other argument.
+THROUGH_DOTS <- c("dynamic", "policy")
+
+refuse_unknown_names <- function(written) {
+  formal <- setdiff(names(formals(optimizer_loss_scale)), "...")
+  for (name in setdiff(written, c(formal, THROUGH_DOTS))) {
+    meant <- formal[startsWith(formal, name)]
     if (length(meant)) {
       stop("`", name, "` is not an argument of optimizer_loss_scale(), and names are not completed. Write ",
            paste0(meant, " =", collapse = " or "), ".", call. = FALSE)
     }
+    known <- c(formal, THROUGH_DOTS)
+    nearest <- known[which.min(utils::adist(name, known, ignore.case = TRUE))]
+    stop("unused argument `", name, "`: optimizer_loss_scale() has none of this name. The nearest is `", nearest,
+         "`. Write ", nearest, " =, or leave it out.", call. = FALSE)
   }
 }
 

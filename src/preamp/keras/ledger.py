@@ -170,7 +170,7 @@ def saved_state(store: Any) -> dict[str, float] | None:
     """
     names = set(store.keys())
     if "dynamic_scale" in names:
-        return {name: float(np.asarray(store[name])) for name in names}
+        return {name: float(np.asarray(store[name])) for name in names if not name.isdecimal()}
     if not {"2", "3"} <= names:
         return None
     # Keras numbers them: iteration, learning rate, counter, scale, then the inner optimizer's.

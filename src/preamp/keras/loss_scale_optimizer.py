@@ -145,6 +145,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         self._ledger = Ledger(made, self._scalar)
         self.dynamic_scale, self.step_counter = self._ledger.state.scale, self._ledger.state.good
         self._was_scaled = False
+        self._scaled_loss: Any = None  # what the loss was that was scaled last
+        self._loss_of_step: tuple[Any, Any] | None = None  # a step's loss, and how many steps there were then
         self.inner_optimizer = inner_optimizer
         adopt(self, inner_optimizer)
 
@@ -199,8 +201,18 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     @property
     def last_step(self) -> Step | None:
-        """What the last step came to. Reads it to the host; None before the first."""
-        return self._ledger.step(self._numbers())
+        """What the last step came to. Reads it to the host; None before the first.
+
+        It has the loss if `scale_loss` got it outside of a compiled program.
+        """
+        if self._loss_of_step is None:
+            return self._ledger.step(self._numbers())
+        *numbers, loss, at = self._numbers(*self._loss_of_step)
+        step = self._ledger.step(numbers)
+        is_of_this_step = (
+            step is not None and step.index + 1 == at
+        )  # a compiled step leaves an older one there
+        return step._replace(loss=loss) if step is not None and is_of_this_step else step
 
     def check_starved(self) -> None:
         """Raise what a compiled step could not.
@@ -236,6 +248,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                 "optimizer.stateless_scale_loss(optimizer_variables, loss), with optimizer_variables an "
                 "argument of the function that is compiled."
             )
+        self._scaled_loss = framework.known_scalar(loss)
         return keras.ops.multiply(loss, self.dynamic_scale)
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
@@ -313,6 +326,24 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             framework.stateless_inputs(trainable_variables),
         )
 
+    def finalize_variable_values(self, var_list: Sequence[Any] | None = None) -> None:
+        """Overwrite variables with their averages, if the inner optimizer keeps averages. `fit` does so.
+
+        Args:
+            var_list: the variables. None: those it was built with.
+
+        Raises:
+            UsageError: without variables, before it was built.
+        """
+        if var_list is None and not self.built:
+            raise UsageError(
+                "the optimizer has no variables yet. Write "
+                "finalize_variable_values(model.trainable_variables)."
+            )
+        self.inner_optimizer.finalize_variable_values(
+            self._trainable_variables if var_list is None else var_list
+        )
+
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
         """Exclude variables from the inner optimizer's weight decay, before it is built."""
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
@@ -334,7 +365,12 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             variable.assign(values[id(variable)])
 
     def save_own_variables(self, store: Any) -> None:
-        """Write what is the wrapper's; Keras writes the inner optimizer beside it, once."""
+        """Write what is the wrapper's; into a dict the inner optimizer's variables as well.
+
+        A file has those beside it, once, where Keras writes them.
+        """
+        if isinstance(store, dict):
+            self.inner_optimizer.save_own_variables(store)
         for variable in self._ledger.variables:
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
@@ -346,6 +382,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         inner, saved = self.inner_optimizer, saved_state(store)
         if saved is not None:
             self._ledger.load(saved)
+            beside = {name: store[name] for name in store.keys() if name.isdecimal()}  # noqa: SIM118
+            if "dynamic_scale" in store.keys() and beside:  # noqa: SIM118  # a file is no mapping
+                inner.load_own_variables(beside)
         elif len(store.keys()) == len(inner.variables):
             inner.load_own_variables(store)
         else:
@@ -426,9 +465,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             name=name,
         )
 
-    def _numbers(self) -> list[float]:
-        """Read all of the ledger to the host."""
-        return list(framework.read([variable.value for variable in self._ledger.variables]))
+    def _numbers(self, *more: Any) -> list[float]:
+        """Read all of the ledger to the host, and further scalars, all at once."""
+        return list(framework.read([*[variable.value for variable in self._ledger.variables], *more]))
 
     def _counted(self, values: Sequence[Any]) -> Sequence[Any]:
         if len(values) != len(self.variables):
@@ -459,7 +498,15 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             (was_finite,) = framework.read([framework.are_finite(present)])
         if was_finite:
             self.inner_optimizer.apply(unscaled, variables)
-        self._ledger.advance_on_host(before, Reading(bool(was_finite), **told), framework.write)
+        try:
+            self._ledger.advance_on_host(before, Reading(bool(was_finite), **told), framework.write)
+        finally:  # the policy may give up
+            self._note_loss()
+
+    def _note_loss(self) -> None:
+        """Keep the loss of a step, unread, with the number of steps: a sum is a copy of the variable."""
+        loss, self._scaled_loss = self._scaled_loss, None
+        self._loss_of_step = None if loss is None else (loss, self._ledger.steps.value + 0)
 
     def _seen(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> dict[str, Any]:
         """Return what the policy asks to see of scaled gradients, by the fields of `Reading`."""

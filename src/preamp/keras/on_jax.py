@@ -18,7 +18,17 @@ from preamp.errors import UsageError
 from preamp.jax_arithmetic import count_from, largest, to_host
 from preamp.policy import Reading
 
-__all__ = ["apply", "are_finite", "bakes", "read", "seen", "stateless_inputs", "unscale", "write"]
+__all__ = [
+    "apply",
+    "are_finite",
+    "bakes",
+    "known_scalar",
+    "read",
+    "seen",
+    "stateless_inputs",
+    "unscale",
+    "write",
+]
 
 
 def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
@@ -143,6 +153,12 @@ def read(scalars: Sequence[Any]) -> list[float]:
         UsageError: in a function that is being transformed.
     """
     return [float(value) for value in to_host(scalars)]
+
+
+def known_scalar(value: Any) -> Any:
+    """Return a scalar that can be read later; None for what is being traced, and for what is no scalar."""
+    known = isinstance(value, jax.Array | float) and not isinstance(value, jax.core.Tracer)
+    return jnp.asarray(value) if known and jnp.ndim(value) == 0 and not _is_compiled() else None
 
 
 def write(variable: Any, value: float) -> None:

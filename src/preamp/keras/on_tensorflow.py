@@ -15,7 +15,17 @@ from preamp.errors import UsageError
 from preamp.policy import Reading
 from preamp.tensorflow_arithmetic import divided, unconverted, values_of, widened
 
-__all__ = ["apply", "are_finite", "bakes", "read", "seen", "stateless_inputs", "unscale", "write"]
+__all__ = [
+    "apply",
+    "are_finite",
+    "bakes",
+    "known_scalar",
+    "read",
+    "seen",
+    "stateless_inputs",
+    "unscale",
+    "write",
+]
 
 
 @unconverted
@@ -129,6 +139,13 @@ def read(scalars: Sequence[Any]) -> list[float]:
             "Ask for it outside tf.function, after the step."
         )
     return [float(x) for x in tf.stack([tf.cast(scalar, tf.float64) for scalar in scalars]).numpy()]
+
+
+def known_scalar(value: Any) -> Any:
+    """Return a scalar that can be read later; None for what is being traced, and for what is no scalar."""
+    if not tf.executing_eagerly() or not (tf.is_tensor(value) or isinstance(value, float)):
+        return None
+    return tf.convert_to_tensor(value) if len(getattr(value, "shape", ())) == 0 else None
 
 
 def write(variable: Any, value: float) -> None:

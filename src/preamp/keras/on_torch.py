@@ -14,7 +14,17 @@ from torch import Tensor
 from preamp.checks import FLOAT32_MAX
 from preamp.torch.gradients import HALF_DTYPES, Gradients, note_writing, unscale_
 
-__all__ = ["apply", "are_finite", "bakes", "read", "seen", "stateless_inputs", "unscale", "write"]
+__all__ = [
+    "apply",
+    "are_finite",
+    "bakes",
+    "known_scalar",
+    "read",
+    "seen",
+    "stateless_inputs",
+    "unscale",
+    "write",
+]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads a flag and then decides
@@ -70,6 +80,15 @@ def read(scalars: Sequence[Tensor]) -> list[float]:
     counts = any(scalar.dtype in (torch.int32, torch.int64) for scalar in scalars)
     exact = torch.float64 if counts and first.type != "mps" else torch.float32
     return torch.stack([scalar.to(first, exact) for scalar in scalars]).tolist()
+
+
+def known_scalar(value: Any) -> Any:
+    """Return a scalar that can be read later, without its graph; None for what is no scalar."""
+    if torch.compiler.is_compiling() or not isinstance(value, Tensor | float):
+        return None
+    if isinstance(value, float):
+        return torch.tensor(value)
+    return value.detach() if value.ndim == 0 else None
 
 
 def write(variable: Any, value: float) -> None:

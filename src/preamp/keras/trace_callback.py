@@ -5,6 +5,7 @@ This room listens to `fit`. It refuses to know how a step is taken: it reads wha
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any, Literal
 
 import keras
 
-from preamp.checks import callable_or_none
-from preamp.errors import Starved, UsageError
+from preamp.checks import callable_or_none, level_of_caller
+from preamp.errors import PolicyError, Starved, UsageError
+from preamp.keras.buffers import Buffers, state_values
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, framework
 from preamp.trace import Step, Trace
 
@@ -25,20 +27,25 @@ class TraceCallback(keras.callbacks.Callback):
 
     Put it before callbacks that show logs, such as `keras.callbacks.TensorBoard`. Recording reads a few
     scalars to the host after every batch. With `steps_per_execution=n` it sees every n-th step;
-    `skipped_steps` counts all.
+    `skipped_steps` counts all. After a skipped step one more read finds out whether the forward pass has
+    left moving statistics not finite: `Step.buffers` names them.
 
     Args:
         path: the file to write, which is closed after `fit` and gone on with in the next; or a `Trace`, which
             stays open; or None to keep the trace in memory.
         mode: for a file that is there: "new" refuses, "append" goes on, "replace" forgets it.
         on_step: called with each `Step` once it is recorded.
+        restore_buffers: whether to put back what an overflow in the forward pass leaves in variables that
+            layers keep beside their weights, such as BatchNorm's moving statistics: those that are not finite
+            after a skipped step get the values from before it. Costs a copy of them on their device before
+            every batch. False: a warning names them, once.
         **about: anything JSON can hold that describes the run.
 
     Attributes:
         trace: the record. A step's `loss` is what Keras logs: the mean over the epoch so far.
 
     Raises:
-        PolicyError: for an `on_step` that cannot be called.
+        PolicyError: for an `on_step` that cannot be called, and a `restore_buffers` that is no bool.
         TraceError: for a file that cannot be gone on with.
         UsageError: for settings of a file beside a `Trace`; from `fit`, for a model whose optimizer is no
             `preamp.keras.LossScaleOptimizer`.
@@ -51,15 +58,22 @@ class TraceCallback(keras.callbacks.Callback):
         *,
         mode: Literal["new", "append", "replace"] = "new",
         on_step: Callable[[Step], object] | None = None,
+        restore_buffers: bool = False,
         **about: Any,
     ) -> None:
         super().__init__()
         callable_or_none("on_step", on_step, "on_step=log, or any function")
+        if not isinstance(restore_buffers, bool):
+            raise PolicyError(
+                f"restore_buffers={restore_buffers!r} is neither True nor False. Write restore_buffers=True."
+            )
         if isinstance(path, Trace) and (about or mode != "new"):
             raise UsageError(
                 f"{', '.join(about) or 'mode'}: this is for a file to be written, but a Trace is given. "
                 "Write them where it is made: TraceCallback(Trace(path, mode=..., name=...))."
             )
+        self.restore_buffers = restore_buffers
+        self._has_warned = False
         self.on_step: Callable[[Step], object] | None = on_step
         self._path = None if isinstance(path, Trace) else path
         self.trace: Trace = path if isinstance(path, Trace) else self._opened(mode, **about)
@@ -73,6 +87,13 @@ class TraceCallback(keras.callbacks.Callback):
             )
         if self._path is not None and not self._close.alive:
             self.trace = self._opened("append")
+        self._buffers = Buffers(self.model)
+        self._skipped = self.model.optimizer.skipped_steps
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Keep what the forward pass may spoil."""
+        if self.restore_buffers:
+            self._buffers.keep()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Record the step, and say what the scale is now."""
@@ -82,12 +103,15 @@ class TraceCallback(keras.callbacks.Callback):
         if step is None:
             return
         loss = None if logs is None else logs.get("loss")
-        step = step._replace(loss=None if loss is None else float(loss))
+        skipped, before = int(numbers[-1]), self._skipped
+        buffers = self._spoiled() if skipped > before else ()
+        self._skipped = skipped
+        step = step._replace(loss=None if loss is None else float(loss), buffers=buffers)
         self.trace(step)
         if self.on_step is not None:
             self.on_step(step)
         if logs is not None:
-            logs["loss_scale"], logs["skipped_steps"] = step.new_scale, int(numbers[-1])
+            logs["loss_scale"], logs["skipped_steps"] = step.new_scale, skipped
         try:
             optimizer._ledger.raise_if_starved(numbers)
         except Starved as reason:
@@ -113,11 +137,33 @@ class TraceCallback(keras.callbacks.Callback):
         return trace
 
     def _values(self) -> list[Any]:
-        """Return the values of the ledger's variables; during `fit` on JAX the trainer has them."""
+        """Return the values of the ledger's variables."""
         optimizer = self.model.optimizer
-        state = getattr(self.model, "_jax_state", None)
-        if state and not self.model._jax_state_synced:
-            by_variable = zip(optimizer.variables, state["optimizer_variables"], strict=True)
-            values = {id(variable): value for variable, value in by_variable}
-            return [values[id(variable)] for variable in optimizer._ledger.variables]
-        return [variable.value for variable in optimizer._ledger.variables]
+        return state_values(self.model, optimizer._ledger.variables, optimizer.variables, "optimizer")
+
+    def _spoiled(self) -> tuple[str, ...]:
+        """Return the paths of buffers that are not finite; put them back if asked to, warn of what stays."""
+        spoiled = self._buffers.not_finite(framework.read)
+        remaining = spoiled
+        if spoiled and self.restore_buffers:
+            self._buffers.restore(spoiled)
+            remaining = self._buffers.not_finite(framework.read)
+        if remaining and not self._has_warned:
+            self._has_warned = True
+            instead = (
+                "They were so before this step. Load weights from earlier."
+                if self.restore_buffers
+                else "Write TraceCallback(restore_buffers=True), which puts back what they were before it."
+            )
+            warnings.warn(
+                f"a step was skipped, and its forward pass left {_listed(remaining)} not finite: predictions "
+                f"are NaN, and so are weights that are saved now. {instead}",
+                stacklevel=level_of_caller("keras", "tensorflow"),
+            )
+        return tuple(variable.path for variable in spoiled)
+
+
+def _listed(variables: list[Any]) -> str:
+    names = [variable.path for variable in variables[:3]]
+    more = len(variables) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")

@@ -6,8 +6,8 @@ taken: that is `preamp.keras`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
@@ -34,6 +34,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
     and `apply_gradients`, which therefore remembers how the loss was last scaled.
     """
 
+    KIND = "keras"
     _gradients_are_scaled = False
 
     def __init__(
@@ -172,6 +173,12 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             return {**config, "policy": to_json(self.policy, name_of, find)}
         names = ("dynamic", "initial_scale", "dynamic_growth_steps")
         return {**config, **{name: getattr(self, name) for name in names}}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
+        """Return the optimizer that a configuration describes; one of Keras's own will do."""
+        made: Self = super(TensorFlowLossScaleOptimizer, cls).from_config(config, custom_objects)
+        return made
 
     def _hands_over(self, inner: Any, name: str) -> bool:
         return is_hyperparameter(inner, name)

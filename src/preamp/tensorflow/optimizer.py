@@ -6,19 +6,34 @@ updates and where the state of the scale is kept: there is one class for each ki
 
 from __future__ import annotations
 
+import inspect
 import sys
+import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from preamp.checks import level_of_caller
-from preamp.errors import UsageError
+import tensorflow as tf
+
+from preamp.checks import level_of_caller, shown
+from preamp.errors import PolicyError, UsageError
 from preamp.policy import Moving, Policy, Static
 from preamp.tensorflow.arguments import ArgumentTypeError
 from preamp.tensorflow_arithmetic import divided, multiplied, unconverted
 from preamp.trace import Step
 
-__all__ = ["LossScaleOptimizer", "check_tape"]
+__all__ = ["LossScaleOptimizer", "check_graph", "check_tape"]
+
+
+_MADE: dict[tuple[Any, Any], Any] = {}  # what a user's subclass became, by the kind of inner optimizer
+
+
+class _SignatureOfInit:
+    """What `inspect.signature`, help and editors show of a class: its `__init__`, and not `__new__`."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        whole = inspect.signature(owner.__init__)  # type: ignore[misc]  # of the class that is asked
+        return whole.replace(parameters=list(whole.parameters.values())[1:], return_annotation=owner)
 
 
 class LossScaleOptimizer:
@@ -26,7 +41,7 @@ class LossScaleOptimizer:
 
     It takes the place of `tf.keras.mixed_precision.LossScaleOptimizer`: arguments, attributes, errors and
     checkpoints are its. What is made is an optimizer of the library that the inner one is of, so that
-    `Model.compile` takes it as it is.
+    `Model.compile` takes it as it is. A subclass becomes one in the same way.
 
     Args:
         inner_optimizer: the optimizer to wrap: of tf_keras, legacy or not, or of Keras 3 on TensorFlow.
@@ -105,20 +120,24 @@ class LossScaleOptimizer:
     _loss_has_been_scaled = False
     _gradients_have_been_unscaled = False
 
+    __signature__ = _SignatureOfInit()
+
     def __new__(cls, inner_optimizer: Any = None, *_: Any, **__: Any) -> Self:
-        return object.__new__(_kind(inner_optimizer) if cls is LossScaleOptimizer else cls)
+        made: Self = object.__new__(cls if _has_kind(cls) else _over(cls, _kind(inner_optimizer)))
+        return made
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: float | None = None,
+        *,
+        policy: Policy[Any] | None = None,
+    ) -> None:
+        raise NotImplementedError  # each kind has its own
 
     if TYPE_CHECKING:  # what each kind has in a way of its own
-
-        def __init__(
-            self,
-            inner_optimizer: Any,
-            dynamic: bool = True,
-            initial_scale: float | None = None,
-            dynamic_growth_steps: float | None = None,
-            *,
-            policy: Policy[Any] | None = None,
-        ) -> None: ...
 
         @property
         def policy(self) -> Policy[Any]: ...
@@ -147,6 +166,21 @@ class LossScaleOptimizer:
         ) -> Any: ...
 
         def get_config(self) -> dict[str, Any]: ...
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
+        """Return the optimizer that a configuration describes; one of tf.keras's own wrapper will do.
+
+        Args:
+            config: what `get_config` has returned. It stays as it is.
+            custom_objects: classes by name, such as those of an inner optimizer of your own.
+
+        Raises:
+            PolicyError: for what describes none.
+        """
+        kind: Any = _over(cls, _kind_of_config(config))
+        made: Self = kind.from_config(config, custom_objects)
+        return made
 
     @property
     def learning_rate(self) -> Any:
@@ -205,6 +239,28 @@ class LossScaleOptimizer:
         self._gradients_have_been_unscaled = True
         return divided(grads, self.loss_scale)
 
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """Return unscaled gradients of a loss in a graph. In `minimize` and with a tape it is not needed.
+
+        Args:
+            loss: a tensor of the graph that is being built, in `tf.function` or `tf.Graph`.
+            params: a variable, or several.
+
+        Raises:
+            ValueError: for a variable that the loss does not depend on.
+            UsageError: outside of a graph, where TensorFlow has gradients of a tape only.
+        """
+        check_graph()
+        variables = tf.nest.flatten(params)
+        tensors = [
+            v if tf.is_tensor(v) or isinstance(v, tf.Variable) else v.value for v in variables
+        ]  # of Keras
+        grads = tf.gradients(self.get_scaled_loss(loss), tensors)
+        missing = [v.name for v, gradient in zip(variables, grads, strict=True) if gradient is None]
+        if missing:
+            raise ValueError(f"the loss does not depend on {missing[0]}. Write params without it.")
+        return self.get_unscaled_gradients(grads)
+
     def _warn_if_forgotten(self) -> None:
         """Warn, once, of gradients that cannot be those of the loss."""
         calls = {
@@ -231,6 +287,56 @@ def check_tape(loss: Any, tape: Any) -> None:
             f"loss={loss!r} was computed without a tape. Write minimize(lambda: loss_of(model), variables), "
             "or minimize(loss, variables, tape=tape)."
         )
+
+
+def check_graph() -> None:
+    """Refuse `get_gradients` where TensorFlow has no graph to differentiate."""
+    if tf.executing_eagerly():
+        raise UsageError(
+            "get_gradients is for graphs. Write it in a tf.function, or use a tf.GradientTape, or write "
+            "optimizer.minimize(lambda: loss_of(model), variables)."
+        )
+
+
+def _has_kind(cls: type) -> bool:
+    """Return whether a class is already made for inner optimizers of one library."""
+    return any(issubclass(base, LossScaleOptimizer) and "KIND" in vars(base) for base in cls.__mro__)
+
+
+def _over(cls: Any, kind: Any) -> Any:
+    """Return a class for inner optimizers of one kind; of a subclass, one of its name and place."""
+    if cls is LossScaleOptimizer:
+        return kind
+    if (cls, kind) not in _MADE:
+        place = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _MADE[cls, kind] = types.new_class(
+            cls.__name__, (cls, kind), exec_body=lambda body: body.update(place)
+        )
+    return _MADE[cls, kind]
+
+
+def _kind_of_config(config: Any) -> type[Any]:
+    """Return the class for a configuration, by what the three libraries write of an inner optimizer."""
+    inner = config.get("inner_optimizer") if isinstance(config, Mapping) else None
+    if inner is not None and not isinstance(inner, Mapping):
+        return _kind(inner)
+    settings: Any = (inner or {}).get("config") or {}
+    if "decay" in settings or settings.get("is_legacy_optimizer"):
+        from preamp.tensorflow import tf_keras_legacy
+
+        return tf_keras_legacy.LossScaleOptimizer
+    if "is_legacy_optimizer" in settings:
+        from preamp.tensorflow import tf_keras_optimizers
+
+        return tf_keras_optimizers.LossScaleOptimizer
+    if settings:
+        from preamp.tensorflow import keras_optimizers
+
+        return keras_optimizers.LossScaleOptimizer
+    raise PolicyError(
+        f"{shown(config)} is no configuration of a LossScaleOptimizer: that has an inner_optimizer and "
+        "arguments. Write optimizer.get_config() to get one."
+    )
 
 
 def _kind(inner: Any) -> type[Any]:

@@ -6,15 +6,19 @@ hyperparameters, methods that act on the inner optimizer, and `.keras` files tha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import tf_keras
 
+from preamp.errors import UsageError
 from preamp.tensorflow.hyperparameters import Hyperparameters
 from preamp.tensorflow.optimizer import check_tape
 from preamp.tensorflow.tf_keras_shared import OverTfKeras
 from preamp.tensorflow.tf_keras_state import theirs
+from preamp.tensorflow_arithmetic import unconverted
 
 __all__ = ["LossScaleOptimizer"]
 
@@ -22,6 +26,65 @@ __all__ = ["LossScaleOptimizer"]
 @tf_keras.saving.register_keras_serializable("preamp")
 class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizerV3):
     """What `preamp.tensorflow.LossScaleOptimizer` makes of an optimizer of tf_keras."""
+
+    KIND = "tf_keras"
+
+    @property
+    def name(self) -> str:
+        """The inner optimizer's name."""
+        name: str = self._optimizer.name
+        return name
+
+    @property
+    def jit_compile(self) -> bool:
+        """Whether XLA compiles the inner optimizer's updates."""
+        compiles: bool = self._optimizer.jit_compile
+        return compiles
+
+    @jit_compile.setter
+    def jit_compile(self, value: bool) -> None:
+        self._optimizer.jit_compile = value
+
+    def build(self, var_list: Any) -> Any:
+        """Make the inner optimizer's variables."""
+        self.__dict__.setdefault("_trained", list(var_list))  # past `__setattr__`, which would track them
+        return self._theirs().build(var_list)
+
+    @unconverted
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        self.__dict__.setdefault("_trained", [variable for _, variable in pairs])
+        return super().apply_gradients(pairs, *args, **kwargs)
+
+    def finalize_variable_values(self, var_list: Any = None) -> None:
+        """Overwrite variables with their averages, if the inner optimizer keeps averages.
+
+        Args:
+            var_list: the variables. None: those it was built with.
+
+        Raises:
+            UsageError: without variables, before it was built.
+        """
+        if var_list is None:
+            var_list = vars(self).get("_trained")
+        if var_list is None:
+            raise UsageError(
+                "the optimizer has no variables yet. Write "
+                "finalize_variable_values(model.trainable_variables)."
+            )
+        self._optimizer.finalize_variable_values(var_list)
+
+    def add_variable(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a variable to the inner optimizer's."""
+        return self._optimizer.add_variable(*args, **kwargs)
+
+    def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a variable to the inner optimizer's, shaped like one of the model's."""
+        return self._optimizer.add_variable_from_reference(*args, **kwargs)
+
+    def update_step(self, gradient: Any, variable: Any) -> Any:
+        """Have the inner optimizer update a variable, with an unscaled gradient and without a check."""
+        return self._optimizer.update_step(gradient, variable)
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
         """Return unscaled gradients with their variables.
@@ -52,10 +115,21 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
         self._optimizer.set_weights(weights)
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the state of the scale; tf_keras writes the inner optimizer beside it, once."""
+        """Write the state of the scale; into a dict the inner optimizer's variables as well.
+
+        A file has those beside it, once, where tf_keras writes them.
+        """
+        if isinstance(store, dict):
+            self._optimizer.save_own_variables(store)
         for name, value in self._loss_scale.numbers().items():
-            store[name] = value
+            store[name] = np.asarray(value)
 
     def load_own_variables(self, store: Any) -> None:
-        """Read what `save_own_variables` wrote."""
-        self._loss_scale.restore({name: store[name][()] for name in store.keys()})  # noqa: SIM118  # no mapping
+        """Read what `save_own_variables` wrote, here or of tf_keras's own wrapper."""
+        saved = {name: store[name] for name in store.keys()}  # noqa: SIM118  # a file is no mapping
+        inner = {name: value for name, value in saved.items() if name.isdecimal()}
+        if inner:
+            self._optimizer.load_own_variables(inner)
+        state = {name: np.asarray(value).item() for name, value in saved.items() if name not in inner}
+        if state:
+            self._loss_scale.restore(state)

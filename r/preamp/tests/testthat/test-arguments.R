@@ -173,6 +173,19 @@ test_that("further arguments go to Python by name", {
   refused(optimizer_loss_scale(sgd(), 1024, policy = static), "PolicyError")
 })
 
+test_that("an argument that does not exist is refused in R, with the nearest one", {
+  need_python()
+  nearest <- list(clip_norm = "clipnorm", initial_scal3 = "initial_scale", growth_steps = "dynamic_growth_steps",
+                  polcy = "policy", Weight_Decay = "weight_decay", accumulation_steps = "gradient_accumulation_steps")
+  for (name in names(nearest)) {
+    given <- structure(list(sgd(), 5), names = c("inner_optimizer", name))
+    message <- conditionMessage(expect_error(do.call(optimizer_loss_scale, given)))
+    expect_match(message, paste0("unused argument `", name, "`"), fixed = TRUE)
+    expect_match(message, paste0("Write ", nearest[[name]], " ="), fixed = TRUE)
+    expect_no_match(message, "Python|TypeError")
+  }
+})
+
 test_that("an inner optimizer is a Python optimizer", {
   need_python()
   for (value in list("sgd", NULL, 1, sgd, list(sgd()))) {

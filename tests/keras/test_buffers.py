@@ -1,0 +1,141 @@
+"""An overflow in the forward pass spoils moving statistics of a step that is skipped: named, or put back."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from preamp import PolicyError, Trace
+from preamp.keras import LossScaleOptimizer, TraceCallback
+
+from .driving import BACKEND, INF, array, close, same
+from .test_training import adam, jit
+
+ROWS, BATCH, BAD = 16, 4, 2
+PATHS = ("norm/moving_mean", "norm/moving_variance")
+
+
+def data(bad: int | None = BAD) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(ROWS, 3)).astype("float32"), draw.normal(size=(ROWS, 1)).astype("float32")
+    if bad is not None:
+        x[bad * BATCH] = INF
+    return x, y
+
+
+def model_of(optimizer: Any = None, **arguments: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    frozen = keras.layers.Dense(4, name="frozen", trainable=False)
+    norm = keras.layers.BatchNormalization(momentum=0.5, name="norm")
+    layers = [frozen, keras.layers.Dropout(0.25), norm, keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), keras.Sequential(layers, name="inside")])
+    model.compile(optimizer or LossScaleOptimizer(adam()), "mse", **arguments)
+    return model
+
+
+def fit(model: Any, bad: int | None = BAD, **arguments: Any) -> Any:
+    return model.fit(*data(bad), batch_size=BATCH, shuffle=False, verbose=0, **arguments)
+
+
+def statistics(model: Any) -> list[np.ndarray]:
+    norm = model.layers[-1].get_layer("norm")
+    return [array(norm.moving_mean), array(norm.moving_variance)]
+
+
+@jit
+def test_what_a_forward_pass_has_spoiled_is_named(jit_compile: bool, tmp_path: Path) -> None:
+    model, path = model_of(jit_compile=jit_compile), tmp_path / "trace.jsonl"
+    with pytest.warns(
+        UserWarning, match=r"norm/moving_mean, .*norm/moving_variance not finite.*restore_buff"
+    ):
+        fit(model, callbacks=[TraceCallback(path)])
+    assert not all(np.isfinite(value).all() for value in statistics(model))
+    steps = list(Trace.read(path))
+    assert [step.skipped for step in steps] == [False, False, True, False]
+    named = [tuple("/".join(path.split("/")[-2:]) for path in step.buffers) for step in steps]
+    assert named == [(), (), PATHS, ()]
+
+
+@jit
+def test_what_a_forward_pass_has_spoiled_is_put_back(jit_compile: bool) -> None:
+    """Training goes as if the batch had not been there."""
+    model = model_of(jit_compile=jit_compile)
+    callback = TraceCallback(restore_buffers=True)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        fit(model, epochs=2, callbacks=[callback])
+    assert all(np.isfinite(value).all() for value in statistics(model))
+    assert [bool(step.buffers) for step in callback.trace] == [False, False, True, False] * 2
+    assert np.isfinite(array(model.predict(data(None)[0], verbose=0))).all()
+
+    seen: list[Any] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if hasattr(self.model, "jax_state_sync"):
+                self.model.jax_state_sync()
+            seen.append(statistics(self.model))
+
+    fit(model_of(jit_compile=jit_compile), callbacks=[TraceCallback(restore_buffers=True), Watch()])
+    assert same(seen[BAD], seen[BAD - 1])
+    assert not same(seen[BAD + 1], seen[BAD])
+
+
+def test_without_an_overflow_nothing_differs() -> None:
+    values = []
+    for callbacks in ([], [TraceCallback()], [TraceCallback(restore_buffers=True)]):
+        model = model_of()
+        with warnings.catch_warnings(action="error", category=UserWarning):
+            fit(model, None, callbacks=callbacks)
+        values.append([array(variable) for variable in model.variables])
+    assert close(values[0], values[1])
+    assert close(values[0], values[2])
+
+
+def test_an_overflow_in_the_gradients_alone_spoils_nothing() -> None:
+    x, y = data(None)
+    y[BAD * BATCH] = INF
+    model, callback = model_of(), TraceCallback()
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[callback])
+    assert [(step.skipped, step.buffers) for step in callback.trace][BAD] == (True, ())
+
+
+def test_what_was_spoiled_before_is_not_hidden() -> None:
+    model = model_of()
+    fit(model)
+    with pytest.warns(UserWarning, match=r"They were so before this step\. Load weights from earlier"):
+        fit(model, callbacks=[TraceCallback(restore_buffers=True)])
+
+
+def test_frozen_weights_are_not_copied() -> None:
+    callback = TraceCallback(restore_buffers=True)
+    fit(model_of(), None, callbacks=[callback])
+    assert len(callback._buffers._kept) == 2
+
+
+def test_a_model_without_such_variables() -> None:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(adam()), "mse")
+    callback = TraceCallback(restore_buffers=True)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        fit(model, callbacks=[callback])
+    assert [step.skipped for step in callback.trace] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("steps", [1] if BACKEND == "torch" else [2])  # Keras allows 1 on torch
+def test_a_skip_is_noticed_among_several_steps_of_one_execution(steps: int) -> None:
+    model = model_of(steps_per_execution=steps)
+    with pytest.warns(UserWarning, match="not finite"):
+        fit(model, callbacks=[TraceCallback()])
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_whether_to_restore_is_a_bool(value: Any) -> None:
+    with pytest.raises(PolicyError, match=r"restore_buffers=.* Write restore_buffers=True"):
+        TraceCallback(restore_buffers=value)
