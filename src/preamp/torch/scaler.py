@@ -28,7 +28,7 @@ from preamp.torch.culprits import backward_order
 from preamp.torch.device import check_device
 from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale, numbers_and_settings
-from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes
+from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes, warn_of_small_eps
 from preamp.torch.outcome import Outcome, reading_of, step_of
 from preamp.torch.readings import Readings
 from preamp.torch.stepping import Clip, Ledger, Stepping, fresh
@@ -346,9 +346,20 @@ class GradScaler(Stepping):
                 f"{shown(optimizer)} is not an optimizer: it has no param_groups. "
                 "Write scaler.step(optimizer), once for each optimizer."
             )
+        if self._warns_of_small_eps and not torch.compiler.is_compiling():
+            self._inspect(optimizer)
         ledger = self._per_optimizer_states[id(optimizer)]
         ledger["optimizer"] = optimizer  # which lives until `update`, so that no other has its id
         return ledger
+
+    def _inspect(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, the first time an optimizer comes, of settings with which float16 weights become NaN."""
+        if id(optimizer) not in self._inspected:
+            self._inspected.add(id(optimizer))
+            instead = (
+                "train float32 weights under autocast, or with LossScaleOptimizer(..., master_weights=True)"
+            )
+            warn_of_small_eps(optimizer, range(len(optimizer.param_groups)), instead)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
@@ -356,7 +367,7 @@ class GradScaler(Stepping):
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        told: dict[str, Any] = {"_last": self.last_step, "_last_of": {}, "_order": None}
+        told: dict[str, Any] = {"_last": self.last_step, "_last_of": {}, "_order": None, "_inspected": set()}
         kept = {"_steps_seen": int(self._steps_seen), "_loss_scale": self._loss_scale.without_tensors()}
         return {**self.__dict__, **told, **kept}
 

@@ -72,6 +72,8 @@ class Stepping(torch.amp.GradScaler):
     def __init__(self) -> None:  # not the one of PyTorch: our state lives elsewhere
         self._loss_factor = 1.0  # a constant in every loss, besides the scale
         self._always_reads = False
+        self._warns_of_small_eps = True
+        self._inspected: set[int] = set()  # ids of optimizers
         self._scalings = 0
         self._how_to_scale = "scaler.scale(loss).backward()"  # what the user of this scaler writes
         self._already = AlreadyUnscaled()
