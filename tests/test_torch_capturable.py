@@ -114,6 +114,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint:UserWarning")  # which the scale by hand is beyond
 @settings(max_examples=150, deadline=None)
 @given(
     script=st.lists(

@@ -71,6 +71,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         on_step: called with a `Step` after every call of `step`; a `Trace` is such a callable.
         process_group: as for `GradScaler`.
         reduce: as for `GradScaler`.
+        model: as for `GradScaler`.
+        restore_buffers: as for `GradScaler`.
 
     Attributes:
         inner_optimizer: the wrapped optimizer.
@@ -115,6 +117,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         on_step: Callable[[Step], object] | None = None,
         process_group: Any = None,
         reduce: Callable[[Tensor], Tensor | None] | None = None,
+        model: torch.nn.Module | None = None,
+        restore_buffers: bool = False,
     ) -> None:
         apart = (gradient_accumulation_steps, master_weights, clipnorm, weight_decay)
         _check_inner(inner_optimizer, weight_decay, steps_apart=any(apart))
@@ -130,7 +134,14 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         self.inner_optimizer: torch.optim.Optimizer = inner_optimizer
         self.name: str | None = name
         self.scaler: GradScaler = _scaler(
-            inner_optimizer, initial_scale, dynamic_growth_steps, policy, process_group, reduce
+            inner_optimizer,
+            initial_scale,
+            dynamic_growth_steps,
+            policy,
+            process_group=process_group,
+            reduce=reduce,
+            model=model,
+            restore_buffers=restore_buffers,
         )
         self.scaler._loss_factor = 1.0 if loss_scale_factor is None else float(loss_scale_factor)
         self.scaler._always_reads = True  # whether a step was taken decides what follows here
@@ -550,16 +561,13 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     return {"grad_tensors" if name == "gradient" else name: value for name, value in options.items()}
 
 
-def _scaler(
-    inner: Any, scale: float, steps: int, policy: Policy[Any] | None, group: Any, reduce: Any
-) -> GradScaler:
+def _scaler(inner: Any, scale: float, steps: int, policy: Policy[Any] | None, **options: Any) -> GradScaler:
     device = next((p.device.type for p in parameters_of(inner)), "cpu")
     check_scale(scale, steps)
-    agree = {"process_group": group, "reduce": reduce}
     if policy is None:
-        return GradScaler(device, init_scale=scale, growth_interval=steps, **agree)
+        return GradScaler(device, init_scale=scale, growth_interval=steps, **options)
     rule = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
-    return GradScaler(device, policy=given_policy(policy, rule), **agree)
+    return GradScaler(device, policy=given_policy(policy, rule), **options)
 
 
 def _check_inner(inner: Any, weight_decay: float | None, steps_apart: bool) -> None:

@@ -93,8 +93,8 @@ def warn_of_small_eps(optimizer: Any, groups: Iterable[int], instead: str) -> No
                 name = str(dtype).removeprefix("torch.")
                 warnings.warn(
                     f"eps={eps!r} of {type(optimizer).__name__}.param_groups[{number}] is 0 in {name}, the "
-                    "dtype of its parameters: where squares of gradients are 0 as well, the update divides by "
-                    f"0 and the weights become NaN. Write eps=1e-4, or {instead}.",
+                    "dtype of its parameters: where squares of gradients are 0 as well, the update divides "
+                    f"by 0 and the weights become NaN. Write eps=1e-4, or {instead}.",
                     UserWarning,
                     stacklevel=level_of_caller(),
                 )
