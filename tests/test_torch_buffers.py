@@ -1,4 +1,4 @@
-"""An overflow in forward ruins BatchNorm's running statistics though the step is skipped: named, or put back."""
+"""An overflow in forward ruins BatchNorm's statistics, though the step is skipped: named, or put back."""
 
 import copy
 import json

@@ -330,9 +330,11 @@ class GradScaler(Stepping):
         state: dict[str, Any] = {"scale": self.get_scale()}
         state |= {name: getattr(self, f"_{name}") for name in SETTINGS[1:]}
         state["_growth_tracker"] = self._get_growth_tracker()
-        steps = int(self._steps_seen)
-        if steps or not self._loss_scale.five_numbers_suffice():
+        more: dict[str, Any] = {}
+        if not self._loss_scale.five_numbers_suffice():
             more = {name: value for name, value in numbers.items() if name not in ("scale", "good")}
+        steps = int(self._steps_seen)
+        if steps or more:
             state["preamp_state"] = {**more, "steps": steps}
         return state
 
