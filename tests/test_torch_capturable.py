@@ -89,7 +89,8 @@ def test_every_step_is_that_of_a_scaler_that_reads(script, kind, options, limits
         for training in (a, b):
             training.step(number, factor, late=number >= late_from, **limits)
         mine, other = a.scaler.last_step, b.scaler.last_step
-        assert mine._replace(grad_norm=None) == other._replace(grad_norm=None)
+        assert mine._replace(grad_norm=None, loss=None) == other._replace(grad_norm=None, loss=None)
+        assert str(mine.loss) == str(other.loss)  # NaN too
         told = a.scaler.policy.sees and "max_norm" not in limits  # by the peaks, which suffice
         assert (mine.grad_norm is None) == bool(mine.skipped or told)
         assert a.scaler.get_scale() == b.scaler.get_scale()
@@ -114,6 +115,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint:UserWarning")  # which the scale by hand is beyond
 @settings(max_examples=150, deadline=None)
 @given(
     script=st.lists(

@@ -64,6 +64,7 @@ class Training:
         self.scaler.update()
 
 
+@pytest.mark.filterwarnings("ignore:eps=1e-08 of AdamW:UserWarning")
 @settings(max_examples=80, deadline=None)
 @given(
     steps=st.lists(steps, min_size=1, max_size=3),

@@ -132,7 +132,7 @@ def test_calls_at_the_wrong_place_are_refused():
     step(engine, 1.0)
     assert (master(engine), engine.micro_steps) == (-1.0, 1)
     engine(1.0).backward()
-    with pytest.raises(UsageError, match="no loss was scaled since the last update"):
+    with pytest.raises(UsageError, match="no loss was scaled since the last step"):
         engine.step()
 
 

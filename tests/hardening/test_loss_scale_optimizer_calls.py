@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from preamp import Dynamic, PreampError, Reading, Starved
+from preamp.errors import UsageError
 from preamp.torch import LossScaleOptimizer
 
 from .calling import Calling, drive, drive_long
@@ -164,9 +165,9 @@ class LossScaleOptimizerCalls(Calling):
 
     @rule()
     def step_again(self) -> None:
-        """A second step needs no second loss where gradients are left; scaled once more they would vanish."""
+        """A second step needs a second loss: what is unscaled would vanish when it is unscaled again."""
         self.optimizer.zero_grad()
-        self.refused(AssertionError, self.optimizer.step)
+        self.refused((AssertionError, UsageError), self.optimizer.step)
 
     @rule()
     def evaluate_averages(self) -> None:

@@ -139,7 +139,7 @@ class Engine(nn.Module):
             lr_kwargs: for the scheduler's `step`.
 
         Raises:
-            UsageError: if no loss was scaled since the latest update, and inside `no_sync`.
+            UsageError: if no loss was scaled since the latest step, and inside `no_sync`.
             Starved: if the policy gives up. The parameters are as they were, and the step is counted.
             AssertionError: as PyTorch, if no parameter of the optimizer has a gradient.
         """
@@ -147,15 +147,16 @@ class Engine(nn.Module):
             raise UsageError("engine.step() is inside engine.no_sync(). Write it after the with block.")
         optimizer = self._needed("step")
         boundary, self._step_applied = self.is_gradient_accumulation_boundary(), False
-        if boundary and not self._scaled:
+        if not self._scaled:
             raise UsageError(
-                "no loss was scaled since the last update. Write engine.backward(loss), not loss.backward()."
+                "no loss was scaled since the last step. Write engine.backward(loss), not loss.backward()."
             )
         if boundary:
             self._update(optimizer, lr_kwargs or {})
         else:
             self.micro_steps += 1
             self._calls += 1
+            self._scaled = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model and of the optimizer's parameters."""

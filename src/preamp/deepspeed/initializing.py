@@ -123,7 +123,9 @@ def initialize(
         wanted = data_types.get("buffer_dtype")
         cast_model(bare, getattr(torch, settings.precision), None if wanted is None else dtype_named(wanted))
     bare.zero_grad()  # gradients of before, in another precision
-    wrapped = None if inner is None else _wrapped(inner, settings)
+    wrapped = None if inner is None else _wrapped(inner, settings, bare)
+    if wrapped is not None and settings.policy is None and on_step is None:
+        wrapped.scaler._losses.stop()  # nothing is read at a step here, and no loss is
     scheduler = None if inner is None else _scheduler(lr_scheduler, inner, settings)
     engine = Engine(bare, wrapped, scheduler, settings, batch, on_step)
     if training_data is not None:
@@ -270,10 +272,14 @@ def _check_inner(inner: Any, model: nn.Module, settings: Settings) -> None:
         )
 
 
-def _wrapped(inner: torch.optim.Optimizer, settings: Settings) -> LossScaleOptimizer:
+def _wrapped(inner: torch.optim.Optimizer, settings: Settings, model: nn.Module) -> LossScaleOptimizer:
     """Return the optimizer with the loss scale, the clipping and the masters that are configured."""
     scaled = LossScaleOptimizer(
-        inner, policy=settings.policy, global_clipnorm=settings.max_norm, master_weights=True
+        inner,
+        policy=settings.policy,
+        global_clipnorm=settings.max_norm,
+        master_weights=True,
+        model=model,
     )
     if settings.policy is None:
         scaled.scaler, scaled.global_clipnorm = GradScaler("cpu", enabled=False), None

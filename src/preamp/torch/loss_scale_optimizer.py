@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from preamp.torch.accumulation import Accumulation
 from preamp.torch.averages import Averages
 from preamp.torch.gradients import gather, multiply_
 from preamp.torch.masters import MasterWeights
-from preamp.torch.optimizers import parameters_of
+from preamp.torch.optimizers import parameters_of, warn_of_small_eps
 from preamp.torch.scaler import GradScaler
 from preamp.torch.stepping import Clip
 from preamp.torch.structure import check_shapes, require_tensor
@@ -71,6 +71,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         on_step: called with a `Step` after every call of `step`; a `Trace` is such a callable.
         process_group: as for `GradScaler`.
         reduce: as for `GradScaler`.
+        model: as for `GradScaler`.
+        restore_buffers: as for `GradScaler`.
 
     Attributes:
         inner_optimizer: the wrapped optimizer.
@@ -81,6 +83,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
 
     Raises:
         PolicyError: for arguments that cannot work, alone or together.
+        UserWarning: a warning, for a parameter group whose `eps` is 0 in the dtype of its parameters, such as
+            Adam's 1e-8 in float16.
 
     >>> import torch
     >>> from preamp.torch import LossScaleOptimizer
@@ -113,6 +117,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         on_step: Callable[[Step], object] | None = None,
         process_group: Any = None,
         reduce: Callable[[Tensor], Tensor | None] | None = None,
+        model: torch.nn.Module | None = None,
+        restore_buffers: bool = False,
     ) -> None:
         apart = (gradient_accumulation_steps, master_weights, clipnorm, weight_decay)
         _check_inner(inner_optimizer, weight_decay, steps_apart=any(apart))
@@ -128,11 +134,19 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         self.inner_optimizer: torch.optim.Optimizer = inner_optimizer
         self.name: str | None = name
         self.scaler: GradScaler = _scaler(
-            inner_optimizer, initial_scale, dynamic_growth_steps, policy, process_group, reduce
+            inner_optimizer,
+            initial_scale,
+            dynamic_growth_steps,
+            policy,
+            process_group=process_group,
+            reduce=reduce,
+            model=model,
+            restore_buffers=restore_buffers,
         )
         self.scaler._loss_factor = 1.0 if loss_scale_factor is None else float(loss_scale_factor)
         self.scaler._always_reads = True  # whether a step was taken decides what follows here
         self.scaler._how_to_scale = "optimizer.backward(loss)"
+        self.scaler._warns_of_small_eps = False  # that is done here
         self._scaled = _Scaled()
         self.on_step: Callable[[Step], object] | None = on_step
         self.last_step: Step | None = None
@@ -152,6 +166,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
                 self._masters.replace(inner_optimizer, group)
         super().__init__(inner_optimizer.param_groups, inner_optimizer.defaults)
         self._share()
+        self._warn_of_small_eps(range(len(self.param_groups)))
 
     @property
     def policy(self) -> Policy[Any]:
@@ -262,11 +277,12 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             self._write_back()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer."""
+        """Add a group to the inner optimizer. It may warn, as the constructor does."""
         if "param_groups" in self.__dict__ and self.param_groups is self.inner_optimizer.param_groups:
             self.inner_optimizer.add_param_group(param_group)
             if self._masters is not None:
                 self._masters.replace(self.inner_optimizer, self.param_groups[-1])
+            self._warn_of_small_eps([len(self.param_groups) - 1])
         else:
             super().add_param_group(param_group)
 
@@ -297,8 +313,11 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         ours = state_dict.get(OURS)
         if ours is not None:
             self._check_saved(ours)
+        before_loading = [group.get("eps") for group in self.param_groups]
         self.inner_optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != OURS})
         self._share()
+        pairs = zip(self.param_groups, before_loading, strict=True)
+        self._warn_of_small_eps([n for n, (group, eps) in enumerate(pairs) if group.get("eps") != eps])
         if ours is not None:
             self._load(ours)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -310,6 +329,10 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()
+
+    def _warn_of_small_eps(self, groups: Iterable[int]) -> None:
+        """Warn of groups, given by their numbers, whose `eps` is 0 in their parameters' dtype."""
+        warn_of_small_eps(self.inner_optimizer, groups, "LossScaleOptimizer(..., master_weights=True)")
 
     def _evaluates_first(self) -> bool:
         """Return whether something is to be done between a closure's gradients and the inner optimizer."""
@@ -323,9 +346,9 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         if scaled.now(scaler) or elsewhere or not scaler.is_enabled():
             return
         raise UsageError(
-            f"no loss was scaled since the last step, and step would divide the gradients by {self.loss_scale:g}. "
-            "Write optimizer.backward(loss) instead of loss.backward(). Gradients made by hand have to be "
-            "multiplied by optimizer.scale_loss(torch.ones(()))."
+            "no loss was scaled since the last step, and step would divide the gradients by "
+            f"{self.loss_scale:g}. Write optimizer.backward(loss) instead of loss.backward(). Gradients made "
+            "by hand have to be multiplied by optimizer.scale_loss(torch.ones(()))."
         )
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -538,16 +561,13 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     return {"grad_tensors" if name == "gradient" else name: value for name, value in options.items()}
 
 
-def _scaler(
-    inner: Any, scale: float, steps: int, policy: Policy[Any] | None, group: Any, reduce: Any
-) -> GradScaler:
+def _scaler(inner: Any, scale: float, steps: int, policy: Policy[Any] | None, **options: Any) -> GradScaler:
     device = next((p.device.type for p in parameters_of(inner)), "cpu")
     check_scale(scale, steps)
-    agree = {"process_group": group, "reduce": reduce}
     if policy is None:
-        return GradScaler(device, init_scale=scale, growth_interval=steps, **agree)
+        return GradScaler(device, init_scale=scale, growth_interval=steps, **options)
     rule = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
-    return GradScaler(device, policy=given_policy(policy, rule), **agree)
+    return GradScaler(device, policy=given_policy(policy, rule), **options)
 
 
 def _check_inner(inner: Any, weight_decay: float | None, steps_apart: bool) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from preamp.checks import is_number, level_of_caller
+from preamp.torch.gradients import HALF_DTYPES
 
 __all__ = [
     "begins_with_garbage",
@@ -18,7 +22,11 @@ __all__ = [
     "preset",
     "step_after",
     "takes",
+    "warn_of_small_eps",
 ]
+
+
+SMALL_EPS = 2.0**-24  # float16's smallest number above 0; nothing that is larger rounds to 0
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
@@ -61,6 +69,35 @@ def begins_with_garbage(optimizer: Any) -> bool:
 def evaluates_often(optimizer: Any) -> bool:
     """Return whether `step` may move parameters and evaluate its closure again after that."""
     return not is_of_torch(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
+
+
+def warn_of_small_eps(optimizer: Any, groups: Iterable[int], instead: str) -> None:
+    """Warn of parameter groups whose `eps` is 0 in the dtype of their parameters.
+
+    Adam and its relatives keep squares of gradients in that dtype. In float16 those of gradients below 1.7e-4
+    are 0; only `eps` then keeps the update from being a division by 0.
+
+    Args:
+        optimizer: the owner of the groups.
+        groups: their numbers.
+        instead: what to write besides a larger `eps`.
+    """
+    for number in groups:
+        group = optimizer.param_groups[number]
+        eps = group.get("eps")
+        computes_wide = is_of_torch(optimizer) and group.get("fused")  # in float32, rounded when stored
+        if computes_wide or not (is_number(eps) and 0.0 < eps < SMALL_EPS):
+            continue
+        for dtype in {parameter.dtype for parameter in group["params"] if parameter.dtype in HALF_DTYPES}:
+            if torch.tensor(eps, dtype=dtype).item() == 0.0:
+                name = str(dtype).removeprefix("torch.")
+                warnings.warn(
+                    f"eps={eps!r} of {type(optimizer).__name__}.param_groups[{number}] is 0 in {name}, the "
+                    "dtype of its parameters: where squares of gradients are 0 as well, the update divides "
+                    f"by 0 and the weights become NaN. Write eps=1e-4, or {instead}.",
+                    UserWarning,
+                    stacklevel=level_of_caller(),
+                )
 
 
 def takes(optimizer: Any, name: str) -> bool:

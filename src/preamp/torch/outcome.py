@@ -68,8 +68,22 @@ def reading_of(outcomes: Sequence[Outcome], policy: Policy[Any]) -> Reading:
     return Reading(finite, *combined(sights))
 
 
-def step_of(outcomes: Sequence[Outcome], index: int | Tensor, new_scale: float | Tensor | None) -> Step:
-    """Return the `Step` of one or several optimizers. Reads what lies on a device."""
+def step_of(
+    outcomes: Sequence[Outcome],
+    index: int | Tensor,
+    new_scale: float | Tensor | None,
+    loss: float | Tensor | None = None,
+    buffers: Callable[[], tuple[str, ...]] = tuple,
+) -> Step:
+    """Return the `Step` of one or several optimizers. Reads what lies on a device.
+
+    Args:
+        outcomes: what the steps of the optimizers came to.
+        index: of the step.
+        new_scale: the scale of the next step, if it is known.
+        loss: the loss, not scaled.
+        buffers: names the model's buffers that are not finite; called if the step was skipped.
+    """
     read = [outcome.read() for outcome in outcomes]
     finite = all(outcome.finite for outcome in read)
     norms = [outcome.norm for outcome in read if isinstance(outcome.norm, float)]
@@ -80,9 +94,11 @@ def step_of(outcomes: Sequence[Outcome], index: int | Tensor, new_scale: float |
         finite,
         skipped=not finite,
         new_scale=None if new_scale is None else float(new_scale),
+        loss=None if loss is None else float(loss),
         grad_norm=math.hypot(*norms) if len(norms) == len(read) else None,
         peak=max(peaks) if finite and len(peaks) == len(read) else None,
         culprits=tuple(name for outcome in read for name in outcome.culprits()),
+        buffers=() if finite else buffers(),
     )
 
 

@@ -24,11 +24,12 @@ from preamp.errors import PolicyError, Starved, UsageError
 from preamp.loss_scale_arguments import warn_if_out_of_bounds
 from preamp.policy import Dynamic, Policy
 from preamp.torch.agreement import Agreement
+from preamp.torch.buffers import Buffers
 from preamp.torch.culprits import backward_order
 from preamp.torch.device import check_device
 from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale, numbers_and_settings
-from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes
+from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes, warn_of_small_eps
 from preamp.torch.outcome import Outcome, reading_of, step_of
 from preamp.torch.readings import Readings
 from preamp.torch.stepping import Clip, Ledger, Stepping, fresh
@@ -73,11 +74,17 @@ class GradScaler(Stepping):
         capturable: read nothing, ever: for `torch.compile(fullgraph=True)` and CUDA graphs. The state
             stays on the device, `last_step` is read when it is asked for, and a step that must not happen
             is taken back by a `where`, unless the optimizer is fused.
+        model: whose buffers to look at after a skipped step: an overflow in forward is in BatchNorm's running
+            statistics before the step can be skipped. `last_step.buffers` names those that are not finite.
+            Costs nothing while steps are taken.
+        restore_buffers: give such a buffer its value of after the last step that was taken. Costs a copy of
+            all floating-point buffers of `model` a step, on their device, and on an accelerator one read.
 
     Attributes:
         policy: the rule in force.
-        last_step: the latest `Step`: available after `step`, complete after `update`. None before. A
-            disabled scaler looks at nothing and takes gradients to be finite.
+        last_step: the latest `Step`: available after `step`, complete after `update`. None before. Its `loss`
+            is the sum of all losses that were scaled since the update before, on this rank; None if one of
+            them was not a single number. A disabled scaler looks at nothing and takes gradients to be finite.
 
     Raises:
         AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.
@@ -112,6 +119,8 @@ class GradScaler(Stepping):
         process_group: Any = None,
         reduce: Callable[[Tensor], Tensor | None] | None = None,
         capturable: bool = False,
+        model: torch.nn.Module | None = None,
+        restore_buffers: bool = False,
     ) -> None:
         check_device(device)
         callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
@@ -134,6 +143,7 @@ class GradScaler(Stepping):
                 "Write only one of them; scaler.last_step is read when you ask for it."
             )
         super().__init__()
+        self._buffers = _buffers_of(model, restore_buffers, capturable)
         self.on_step = on_step
         self._per_optimizer_states: defaultdict[int, Ledger] = defaultdict(fresh)
         self._last: Callable[[], Step] | Step | None = None
@@ -161,7 +171,7 @@ class GradScaler(Stepping):
         """Return one optimizer's part of the latest step; None if it took none."""
         ledger = self._per_optimizer_states.get(id(optimizer), {})
         if "outcome" in ledger:
-            return step_of([ledger["outcome"]], self._steps_seen, None)
+            return step_of([ledger["outcome"]], self._steps_seen, None, self._losses.so_far())
         step = self._last_of.get(id(optimizer))
         return step() if step else None
 
@@ -175,7 +185,10 @@ class GradScaler(Stepping):
         Raises:
             ValueError: as PyTorch, for what holds something else.
         """
-        return map_tensors(self._times_scale, outputs) if self._enabled else outputs
+        if self._enabled:
+            return map_tensors(self._times_scale, outputs)
+        self._losses.add(outputs)
+        return outputs
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite.
@@ -257,7 +270,8 @@ class GradScaler(Stepping):
         if not self._enabled:
             clips = None if clip == Clip() else partial(self._clip, optimizer, clip)
             result = step_after(optimizer, clips, args, kwargs)
-            self._last = Step(self._steps_seen, 1.0, finite=True, skipped=False, new_scale=1.0)
+            outcome = Outcome(1.0, finite=True)
+            self._last = partial(step_of, [outcome], self._steps_seen, 1.0, self._losses.so_far())
             return result
         evaluates = callable(args[0] if args else kwargs.get("closure"))
         if not evaluates:  # a closure scales later
@@ -286,6 +300,7 @@ class GradScaler(Stepping):
         """
         if not self._enabled:
             self._steps_seen += 1
+            self._losses.take()
             return
         self._require_scale("update")
         ledgers = {key: one for key, one in self._per_optimizer_states.items() if one["found_inf_per_device"]}
@@ -304,16 +319,23 @@ class GradScaler(Stepping):
         return self._loss_scale.scale if self._enabled else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's five entries and, where there is more to remember, one of ours."""
+        """Return PyTorch's five entries and, where there is more to remember, one of ours.
+
+        That is "preamp_state": the number of steps, once it is not 0, and what the policy remembers besides
+        its scale. PyTorch's scaler loads the checkpoint without it.
+        """
         if not self._enabled:
             return {}
         numbers = self._loss_scale.floats()._asdict()
         state: dict[str, Any] = {"scale": self.get_scale()}
         state |= {name: getattr(self, f"_{name}") for name in SETTINGS[1:]}
         state["_growth_tracker"] = self._get_growth_tracker()
-        if self.on_step is not None or not self._loss_scale.five_numbers_suffice():
+        more: dict[str, Any] = {}
+        if not self._loss_scale.five_numbers_suffice():
             more = {name: value for name, value in numbers.items() if name not in ("scale", "good")}
-            state["preamp_state"] = {**more, "steps": int(self._steps_seen)}
+        steps = int(self._steps_seen)
+        if steps or more:
+            state["preamp_state"] = {**more, "steps": steps}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -331,6 +353,8 @@ class GradScaler(Stepping):
         if self._enabled:
             numbers, settings = self._saved(state_dict)
             scale = self._loss_scale.restore(numbers, settings)
+            if self._buffers is not None:
+                self._buffers.forget()  # those of another moment
             warn_if_out_of_bounds(self.policy, scale, 'state_dict["scale"] = {bound!r} before loading')
             self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
 
@@ -346,9 +370,18 @@ class GradScaler(Stepping):
                 f"{shown(optimizer)} is not an optimizer: it has no param_groups. "
                 "Write scaler.step(optimizer), once for each optimizer."
             )
+        if self._warns_of_small_eps and not torch.compiler.is_compiling():
+            self._inspect(optimizer)
         ledger = self._per_optimizer_states[id(optimizer)]
         ledger["optimizer"] = optimizer  # which lives until `update`, so that no other has its id
         return ledger
+
+    def _inspect(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, the first time an optimizer comes, of settings with which float16 weights become NaN."""
+        if id(optimizer) not in self._inspected:
+            self._inspected.add(id(optimizer))
+            instead = "train float32 weights, or LossScaleOptimizer(..., master_weights=True)"
+            warn_of_small_eps(optimizer, range(len(optimizer.param_groups)), instead)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:
@@ -356,7 +389,7 @@ class GradScaler(Stepping):
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        told: dict[str, Any] = {"_last": self.last_step, "_last_of": {}, "_order": None}
+        told: dict[str, Any] = {"_last": self.last_step, "_last_of": {}, "_order": None, "_inspected": set()}
         kept = {"_steps_seen": int(self._steps_seen), "_loss_scale": self._loss_scale.without_tensors()}
         return {**self.__dict__, **told, **kept}
 
@@ -420,6 +453,7 @@ class GradScaler(Stepping):
     def _times_scale(self, output: Tensor) -> Tensor:
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
+        self._losses.add(output)
         if not torch.compiler.is_compiling():
             self._scalings += 1
             if self._order is None and output.grad_fn is not None:
@@ -475,23 +509,56 @@ class GradScaler(Stepping):
             torch.nn.utils.clip_grad_norm_(parameters, clip.max_norm)
 
     def _tell(self, outcome: Outcome) -> None:
-        self._last = partial(step_of, [outcome], self._steps_seen, None)
+        self._last = partial(step_of, [outcome], self._steps_seen, None, self._losses.so_far())
 
     def _finish(self, outcomes: dict[int, Outcome]) -> None:
         """Forget the iteration, and record it if it had a step."""
         self._per_optimizer_states.clear()
         self._already.forget()
+        loss = self._losses.take()
         if not outcomes:
             return
         index = self._steps_seen.clone() if self._capturable else self._steps_seen
         self._steps_seen += 1
         scale = self._loss_scale.state.scale
         new_scale = scale.clone() if isinstance(scale, Tensor) else scale  # the tensor moves on
-        tell = partial(step_of, index=index, new_scale=new_scale)
+        buffers = self._buffers_after(outcomes)
+        tell = partial(step_of, index=index, new_scale=new_scale, loss=loss, buffers=buffers)
         self._last = partial(tell, list(outcomes.values()))
         self._last_of = {key: partial(tell, [outcome]) for key, outcome in outcomes.items()}
         if self.on_step is not None:
             self.on_step(self.last_step)  # type: ignore[arg-type]  # there is one now
+
+    def _buffers_after(self, outcomes: dict[int, Outcome]) -> Callable[[], tuple[str, ...]]:
+        """Return what names the buffers that a skipped step has ruined; restore or keep them if asked to."""
+        buffers = self._buffers
+        if buffers is None:
+            return tuple
+        finite = [outcome.finite for outcome in outcomes.values()]
+        if any(isinstance(one, Tensor) for one in finite):
+            return buffers.non_finite  # when it is asked for
+        if all(finite):
+            if buffers.restores:
+                buffers.keep()
+            return tuple
+        names = buffers.non_finite()
+        if buffers.restores:
+            buffers.restore(names)
+        return lambda: names
+
+
+def _buffers_of(model: Any, restores: bool, capturable: bool) -> Buffers | None:
+    """Return the buffers to look after, or None without a model."""
+    if restores and model is None:
+        raise PolicyError(
+            "restore_buffers=True needs the model whose buffers they are. Write model=model, too."
+        )
+    if restores and capturable:
+        raise PolicyError(
+            "restore_buffers=True reads whether a step was skipped, and capturable=True reads nothing. "
+            "Write only one of them."
+        )
+    return None if model is None else Buffers(model, restores=restores)
 
 
 def _is_there(device: Any) -> bool:
@@ -516,6 +583,8 @@ def _for_optimizer(
         limits: the arguments that are the scaler's, which `step` of this optimizer may have as well.
     """
     if given is None:
+        if torch.compiler.is_compiling():  # signatures cannot be looked up there; a step before has done that
+            return kwargs
         for name in [name for name, limit in limits.items() if limit is not None]:
             if takes(optimizer, name):
                 kind, value = type(optimizer).__name__, shown(limits[name])

@@ -6,6 +6,7 @@ the scale, and when a user may call what: that is `scaler`'s.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections import defaultdict
@@ -21,10 +22,12 @@ from preamp.checks import to_float32
 from preamp.errors import UsageError
 from preamp.torch import gradients as arithmetic
 from preamp.torch.agreement import number_of_ranks
+from preamp.torch.buffers import Buffers
 from preamp.torch.culprits import culprits
 from preamp.torch.gradients import Gradients, gather
 from preamp.torch.guarded import Snapshot, prime, step_where
 from preamp.torch.loss_scale import LossScale
+from preamp.torch.losses import Losses
 from preamp.torch.optimizers import (
     begins_with_garbage,
     evaluates_often,
@@ -72,7 +75,11 @@ class Stepping(torch.amp.GradScaler):
     def __init__(self) -> None:  # not the one of PyTorch: our state lives elsewhere
         self._loss_factor = 1.0  # a constant in every loss, besides the scale
         self._always_reads = False
+        self._warns_of_small_eps = True
+        self._inspected: set[int] = set()  # ids of optimizers
         self._scalings = 0
+        self._losses = Losses()
+        self._buffers: Buffers | None = None
         self._how_to_scale = "scaler.scale(loss).backward()"  # what the user of this scaler writes
         self._already = AlreadyUnscaled()
         self._order: dict[int, int] | None = None  # in which backward reaches parameters, by their id
@@ -81,6 +88,8 @@ class Stepping(torch.amp.GradScaler):
         """Read one flag and decide here: on a CPU, and wherever no fused optimizer decides by itself."""
         fused, began = is_fused(optimizer), ledger["stage"]
         gradients, divisor = self._settle(optimizer, ledger, clip, together=fused)
+        if self.on_step is not None or self._always_reads:
+            self._losses.read()  # beside the flag: later the host would wait for the optimizer
         if ledger["outcome"].finite and fused:
             where = self._device_of_scale()
             optimizer.grad_scale = None if divisor == 1.0 else _number(divisor, where)
@@ -186,6 +195,8 @@ class Stepping(torch.amp.GradScaler):
             optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
             reads = self.on_step is not None and not self._capturable
             skips = reads and not finite.item()  # who listens can tell a skipped step by no call
+            if reads:
+                self._losses.read()
             step = (lambda: None) if skips else partial(optimizer.step, *args, **kwargs)
         else:
             arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
@@ -227,9 +238,11 @@ class Stepping(torch.amp.GradScaler):
             raise UsageError("a closure is evaluated on the host. Write GradScaler(...) without capturable.")
         closure = args[0] if args else kwargs.pop("closure")
         before: list[Snapshot] = []
+        losses = copy.copy(self._losses)
 
         def evaluate() -> Any:
             scalings = self._scalings
+            self._losses = copy.copy(losses)  # the last evaluation counts
             ledger.update(fresh())  # before the closure, which may call unscale_ itself
             with torch.enable_grad():
                 loss = closure()
@@ -392,6 +405,8 @@ class Stepping(torch.amp.GradScaler):
         """
         if self._capturable:
             return True
+        if self._buffers is not None and self._buffers.restores:
+            return False
         listens = self.on_step is not None and number_of_ranks() == 1
         asked = listens or self._gives_up or self._always_reads or not is_fused(optimizer)
         if asked or _reads_are_free(self._device_of_scale()):

@@ -1,0 +1,104 @@
+"""A model's buffers, such as BatchNorm's running statistics: which of them a skipped step has ruined.
+
+Forward writes them, so an overflow there reaches them before anybody can skip the step, and a running mean
+that is inf stays inf.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from preamp.checks import shown
+from preamp.errors import PolicyError
+
+__all__ = ["Buffers"]
+
+
+class Buffers:
+    """The floating-point buffers of a model. Nothing is read unless a step was skipped.
+
+    Buffers that are not finite to begin with, such as a mask of -inf, are left alone.
+
+    Args:
+        model: whose buffers.
+        restores: whether to keep copies of them, to be put back.
+
+    Raises:
+        PolicyError: for what is not a module.
+    """
+
+    def __init__(self, model: Any, *, restores: bool) -> None:
+        if not isinstance(model, nn.Module):
+            raise PolicyError(
+                f"model={shown(model)} is not a torch.nn.Module. Write model=model, or leave it out."
+            )
+        self.restores = restores
+        self._owners = [
+            (f"{prefix}.{name}" if prefix else name, module, name)
+            for prefix, module in model.named_modules()
+            for name in module._buffers
+        ]
+        constant = set(self.non_finite()) - _statistics(model)
+        self._owners = [owner for owner in self._owners if owner[0] not in constant]
+        self._kept: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def non_finite(self) -> tuple[str, ...]:
+        """Return the names of the buffers that hold inf or NaN, in the model's order. One read per device."""
+        flags: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, buffer in self._present().items():
+            if not buffer.is_meta:
+                flags[buffer.device].append((name, buffer.isfinite().all()))
+        bad = {
+            name
+            for found in flags.values()
+            for (name, _), good in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True)
+            if not good
+        }
+        return tuple(name for name, _, _ in self._owners if name in bad)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy all buffers, after a step that was taken. Nothing is read."""
+        present = self._present()
+        if [(n, b.shape, b.dtype, b.device) for n, b in present.items()] != [
+            (n, b.shape, b.dtype, b.device) for n, b in self._kept.items()
+        ]:
+            self._kept = {name: buffer.detach().clone() for name, buffer in present.items()}
+        elif present:
+            torch._foreach_copy_(list(self._kept.values()), list(present.values()))
+
+    @torch.no_grad()
+    def restore(self, names: tuple[str, ...]) -> None:
+        """Put the copies of some buffers back; of what was never copied nothing."""
+        present = self._present()
+        for name in names:
+            if name in self._kept and name in present:
+                present[name].copy_(self._kept[name])
+
+    def forget(self) -> None:
+        """Drop the copies: other values were loaded, or may have been."""
+        self._kept = {}
+
+    def _present(self) -> dict[str, Tensor]:
+        """Return the floating-point buffers by name, each tensor once, and of a DTensor this rank's part."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, module, key in self._owners:
+            buffer = module._buffers.get(key)
+            if buffer is not None and (buffer.is_floating_point() or buffer.is_complex()):
+                found.setdefault(id(buffer), (name, buffer))
+        return {name: getattr(b, "_local_tensor", b) for name, b in found.values()}
+
+
+def _statistics(model: nn.Module) -> set[str]:
+    """Return the names of running statistics, which are never meant to be inf."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for name in module._buffers
+    }
