@@ -194,8 +194,8 @@ def test_what_a_headroom_checkpoint_loses_is_named(
     said = capsys.readouterr().out
     for name, value in scaler.policy_state._asdict().items():
         if name not in ("scale", "good", "bad") and value:
-            assert f"{name}={value!r} (of preamp_state)" in said
-    assert "steps=5 (of preamp_state)" in said
+            assert f"{name}={value!r} (saved by preamp)" in said
+    assert "steps=5 (saved by preamp)" in said
 
 
 def test_two_scalers_that_remember_otherwise_are_not_one(
@@ -217,6 +217,36 @@ def test_a_broken_memory_is_an_error(tmp_path: Path) -> None:
     torch.save(saved, tmp_path / "broken.pt")
     with pytest.raises(CheckpointError, match="saved level='high' is not one number"):
         convert(tmp_path / "broken.pt", dialects.TORCH, tmp_path / "out.pt", dialects.TORCH)
+
+
+def test_what_our_keras_optimizer_remembers_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import keras
+
+    from preamp.keras import LossScaleOptimizer
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.Adam(), policy=Headroom()), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "in.keras")
+    assert (
+        run(
+            [
+                "convert",
+                str(tmp_path / "in.keras"),
+                str(tmp_path / "out.json"),
+                "--from",
+                "keras",
+                "--to",
+                "torch",
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "policy='Headroom' (saved by preamp)" in said
+    assert "spread=1.0 (saved by preamp)" in said
 
 
 # Dialects alone

@@ -75,4 +75,4 @@ def _uncounted(state: Any, policy: Any) -> list[str]:
 def _left_out(remembered: Mapping[str, Any]) -> list[str]:
     """Name what our own adapter saved and the target has no place for."""
     steps = [f"steps={remembered['steps']:g}"] if remembered.get("steps") else []
-    return [f"{name} (of preamp_state)" for name in unused_of(remembered) + steps]
+    return [f"{name} (saved by preamp)" for name in unused_of(remembered) + steps]
