@@ -201,7 +201,13 @@ def torch_sgd_learning_rate_far_too_high(seed: int) -> Trace:
 def torch_deep_net_diverges_without_norms(seed: int) -> Trace:
     def deep() -> nn.Module:
         return nn.Sequential(
-            nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)
+            nn.Linear(8, 32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 1),
         )
 
     return torch_run(seed, model=deep, lr=1.0, max_norm=None)
@@ -522,7 +528,9 @@ def torch_adam_without_epsilon(seed: int) -> Trace:
         return net
 
     return torch_run(
-        seed, model=half_dead, optimizer=lambda named: torch.optim.Adam(named, lr=1e-3, eps=0.0, betas=(0.9, 0.0))
+        seed,
+        model=half_dead,
+        optimizer=lambda named: torch.optim.Adam(named, lr=1e-3, eps=0.0, betas=(0.9, 0.0)),
     )
 
 
@@ -567,7 +575,11 @@ def torch_every_unit_is_dead(seed: int) -> Trace:
             net.head.bias.zero_()
         return net
 
-    return torch_run(seed, model=dead, optimizer=lambda named: torch.optim.SGD([p for p in named if p[1].requires_grad], lr=0.1))
+    return torch_run(
+        seed,
+        model=dead,
+        optimizer=lambda named: torch.optim.SGD([p for p in named if p[1].requires_grad], lr=0.1),
+    )
 
 
 @case("not learning", held_out=True)
@@ -625,7 +637,9 @@ def jax_run(
         for k, shape in zip(jax.random.split(key, 3), shapes, strict=True)
     ]
     rule = policy or Dynamic()
-    scaled = loss_scaled(optimizer or optax.sgd(lr, momentum=0.9), rule, **({} if max_norm is None else {"max_norm": max_norm}))
+    scaled = loss_scaled(
+        optimizer or optax.sgd(lr, momentum=0.9), rule, **({} if max_norm is None else {"max_norm": max_norm})
+    )
 
     def loss(params: Any, x: Any, y: Any, index: Any) -> Any:
         (w1, b1), (w2, b2), (w3, b3) = params
@@ -687,7 +701,9 @@ def jax_growth_interval_too_short(seed: int) -> Trace:
 
 @case("scale at its floor", "starving", held_out=True)
 def jax_loss_is_far_too_large(seed: int) -> Trace:
-    return jax_run(seed, policy=Dynamic(min_scale=1.0), error=lambda a, y: 1e7 * jnp.mean((a - y) ** 2), lr=1e-9)
+    return jax_run(
+        seed, policy=Dynamic(min_scale=1.0), error=lambda a, y: 1e7 * jnp.mean((a - y) ** 2), lr=1e-9
+    )
 
 
 @case("not learning", held_out=True)
@@ -729,7 +745,9 @@ def healthy_torch_noisy_loss(seed: int) -> Trace:
 
     def noise(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x = torch.randn(x.shape, generator=generator)
-        return x, y + torch.randn(y.shape, generator=generator) * float(torch.rand(1, generator=generator)) * 4
+        return x, y + torch.randn(y.shape, generator=generator) * float(
+            torch.rand(1, generator=generator)
+        ) * 4
 
     return torch_run(seed, data=noise, lr=0.002)
 
@@ -876,7 +894,9 @@ def main() -> None:
             taken = time.perf_counter() - start
             results.append(result := judge(case, seed, diagnose(trace)))
             mark = "ok " if result.right else "NOT"
-            print(f"{mark} {case.name}, {seed} ({taken:.1f} s): {result.found} ({result.severity})", flush=True)
+            print(
+                f"{mark} {case.name}, {seed} ({taken:.1f} s): {result.found} ({result.severity})", flush=True
+            )
             if not result.right:
                 print(f"      wanted {' or '.join(case.cause) or 'nothing'}; {result.sentence}")
     print("\ncause, and what was found first:")
@@ -885,7 +905,9 @@ def main() -> None:
     for held_out in (False, True):
         part = [r for r in results if r.held_out == held_out]
         broken, healthy = ([r for r in part if bool(r.cause) == sick] for sick in (True, False))
-        print(f"{'held out' if held_out else 'written for'}: broken {share(broken)}, healthy {share(healthy)}")
+        print(
+            f"{'held out' if held_out else 'written for'}: broken {share(broken)}, healthy {share(healthy)}"
+        )
     if given.json:
         given.json.write_text(json.dumps([vars(result) for result in results], indent=1))
     sys.exit(0)

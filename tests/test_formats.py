@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import random
-import re
-import warnings
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from preamp import Dynamic, Policy, State, Static, TolerantState, dialects
-from preamp.errors import CheckpointError, InexactScale, LossyConversion, PolicyError
+from preamp.errors import CheckpointError, LossyConversion, PolicyError
 
 from . import originals
 from .recorded.drivers import Arguments
@@ -381,44 +377,6 @@ def test_a_conversion_keeps_the_step_of_the_next_growth(left: str, right: str) -
         assert moved[0] == moved[1]
 
 
-REPLACED = re.compile(r"(\w+)=(.+) \(there (.+)\)")
-
-
-@pytest.mark.parametrize("left", KNOWN)
-@pytest.mark.parametrize("script", ["0000", "01001", "1"])
-def test_what_is_read_back_differs_exactly_by_what_was_named(left: str, script: str) -> None:
-    """Put back what was named as lost: the rest of the conversion is then the same rule in the same state."""
-    policy: Any = dialects.ALL[left].policy
-    state = play(policy, script)[-1]
-    for right in KNOWN:
-        there = dialects.ALL[right]
-        saved, named = there.dump_and_tell(state, policy)
-        lost = {match[1]: (match[2], match[3]) for match in map(REPLACED.fullmatch, named) if match}
-        assert len(lost) == len(named)
-        assert all(here != found for here, found in lost.values())
-        assert_the_rest_is_the_same(policy, state, there.load_policy(saved), there.load(saved), lost)
-
-
-def assert_the_rest_is_the_same(
-    policy: Any, state: Any, rule: Any, again: Any, lost: dict[str, tuple[str, str]]
-) -> None:
-    """Give a rule that was read back the settings and counts that were named, and compare every scale."""
-    settings = {name: ast.literal_eval(here) for name, (here, _) in lost.items() if hasattr(rule, name)}
-    counts = {name: float(here) for name, (here, _) in lost.items() if name in again._fields}
-    if "backoff_factor" in settings and rule.backoff_divisor:
-        settings["backoff_divisor"] = None
-    if type(rule) is not type(policy):
-        return  # what was named is not a setting of the other rule
-    if "hysteresis" in settings:  # named with what belongs to it: when it is reset, and how much is left
-        settings["hysteresis_reset"], counts["bad"] = policy.hysteresis_reset, state.bad
-    with warnings.catch_warnings(action="ignore", category=InexactScale):
-        restored = replace(rule, **settings)
-    script = "0" * 40 + "1101" + "0" * 2100 + "11011"
-    ours, theirs = walked(policy, script, state), walked(restored, script, again._replace(**counts))
-    assert ours[1] == theirs[1]
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
-
-
 def lost(dialect: Any, state: Any, policy: Any) -> str:
     """Return the warning's words."""
     with pytest.warns(LossyConversion) as caught:
@@ -435,9 +393,6 @@ def test_what_is_lost_is_named() -> None:
     assert "good=5 (there 0), bad=1 (there 0), age=9 (there 0)" in said
     said = lost(dialects.FLAX, State(1024.0, 5.0, 1.0), dialects.TORCH(growth_interval=100))
     assert "growth_interval=100 (there 2001)" in said
-    said = lost(dialects.DEEPSPEED, State(1024.0, 5.0, 1.0), dialects.TORCH)
-    assert "place for growth_delay=0 (there 1)." in said
-    assert dialects.DEEPSPEED.dump_and_tell(State(1024.0, 5.0, 1.0), dialects.TORCH)[0]["cur_iter"] == 6
     said = lost(dialects.DEEPSPEED, State(1024.0, 5.0, 1.0), dialects.TORCH(backoff_factor=0.25))
     assert "backoff_factor=0.25 (there 0.5)" in said
     said = lost(dialects.TORCH, TolerantState(1024.0, 5.0, 1.0, 9.0), dialects.FAIRSEQ(tolerance=0.25))
@@ -446,7 +401,7 @@ def test_what_is_lost_is_named() -> None:
 
 def test_nothing_is_said_where_nothing_is_lost() -> None:
     assert dialects.TORCH.dump(State(1024.0, 5.0, 1.0), dialects.FLAX)["_growth_tracker"] == 5
-    assert dialects.JMP.dump(State(1024.0, 5.0, 1.0), dialects.TORCH)["counter"] == 5
+    assert dialects.DEEPSPEED.dump(State(1024.0, 5.0, 1.0), dialects.TORCH)["cur_iter"] == 6
     assert dialects.MEGATRON.dump(State(1024.0, 5.0, 1.0), dialects.MEGATRON)["hysteresis_tracker"] == 1
 
 

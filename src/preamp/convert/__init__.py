@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from preamp.convert.reading import read
 from preamp.convert.searching import find
 from preamp.convert.writing import check_name, write
-from preamp.dialect import Dialect
-from preamp.policy import Policy
+from preamp.dialect import Dialect, unused_of
+from preamp.policy import Policy, Tolerant
 
 __all__ = ["Conversion", "convert"]
 
@@ -27,15 +27,12 @@ class Conversion(NamedTuple):
         state: the state that was carried over.
         policy: the policy that was saved with it, the origin's defaults for what was not.
         lost: what the target's format has no place for, in words.
-        extras: what preamp's own adapter had saved beside the origin's entries, such as the counts of a
-            policy that the origin does not have, and what was written again.
     """
 
     where: str
     state: Any
     policy: Policy[Any]
     lost: list[str]
-    extras: dict[str, Any]
 
 
 def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...]) -> Conversion:
@@ -56,19 +53,26 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
         OSError: for a file that cannot be opened or written.
     """
     check_name(out)
-    where, state, policy, extras = find(read(source), origin, source)
-    kept = extras if type(origin.format) is type(target.format) else {}
-    entries, lost = target.dump_and_tell(state, policy, kept)
-    write(out, entries, target)
-    return Conversion(where, state, policy, lost + _named(extras if not kept else {}), kept)
+    found = find(read(source), origin, source)
+    entries, lost = target.dump_and_tell(found.state, found.policy)
+    carried = None
+    if found.remembered and origin.format is target.format:
+        carried = target.known_format().with_remembered(entries, found.remembered)
+    if carried is None:
+        lost += _uncounted(found.state, found.policy) + _left_out(found.remembered)
+    write(out, carried or entries, target)
+    return Conversion(found.where, found.state, found.policy, lost)
 
 
-def _named(extras: Mapping[str, Any]) -> list[str]:
-    """Name what preamp itself saved and the target does not have. A count of 0 is what it begins with."""
-    return [_name(name, value) for name, value in extras.items() if value]
+def _uncounted(state: Any, policy: Any) -> list[str]:
+    """Name what our own adapters counted for a policy that is not in the checkpoint."""
+    counts_overflows = getattr(policy, "hysteresis", 1) > 1 or isinstance(policy, Tolerant)
+    if counts_overflows or not state.bad:
+        return []
+    return [f"bad={state.bad:g} (counted for a policy that the checkpoint does not hold)"]
 
 
-def _name(name: str, value: Any) -> str:
-    if not isinstance(value, Mapping):
-        return f"{name}={value!r}"
-    return f"{name} ({', '.join(_name(part, held) for part, held in value.items() if held)})"
+def _left_out(remembered: Mapping[str, Any]) -> list[str]:
+    """Name what our own adapter saved and the target has no place for."""
+    steps = [f"steps={remembered['steps']:g}"] if remembered.get("steps") else []
+    return [f"{name} (saved by preamp)" for name in unused_of(remembered) + steps]

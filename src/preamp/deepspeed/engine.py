@@ -180,7 +180,6 @@ class Engine(nn.Module):
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the next calls of `step` make updates. None: every `gradient_accumulation_steps`."""
         self._boundary = is_boundary
-        self._sum_in_float32()
 
     def was_step_applied(self) -> bool:
         """Return whether the latest call of `step` changed parameters."""
@@ -236,7 +235,6 @@ class Engine(nn.Module):
                 f"{self.world_size} ranks. Write engine.set_train_batch_size({unit})."
             )
         self._train_batch, self._accumulation = train_batch_size, train_batch_size // unit
-        self._sum_in_float32()
 
     def gradient_clipping(self) -> float:
         """Return the norm that gradients are clipped to, 0 if they are not."""
@@ -290,6 +288,9 @@ class Engine(nn.Module):
         )
 
     def _update(self, optimizer: LossScaleOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        for parameter in optimizer.model_parameters():
+            if parameter.dtype in HALF_DTYPES:
+                _widen(parameter)  # one that was assigned
         average_gradients(optimizer.model_parameters())
         norm = self._clip_unchecked(optimizer)
         try:
@@ -324,18 +325,18 @@ class Engine(nn.Module):
         self._calls, self._scaled = 0, False
 
     def _sum_in_float32(self) -> None:
-        """Have autograd add the micro-steps of half-precision parameters up in float32.
+        """Have the micro-steps of half-precision parameters added up in float32.
 
-        Only where there are several: a parameter with this setting refuses gradients in its own precision,
-        which is what a program that assigns to `parameter.grad` has.
+        A gradient that is assigned may be of either dtype.
         """
-        if self._accumulation == 1 and self._boundary is None:
-            return
         for parameter in self.module.parameters():
-            if parameter.dtype in HALF_DTYPES:
-                gradient, parameter.grad = parameter.grad, None
+            if parameter.dtype not in HALF_DTYPES:
+                continue
+            if parameter.requires_grad:
+                parameter.grad_dtype = None
+                parameter.register_post_accumulate_grad_hook(_widen)  # type: ignore[no-untyped-call]
+            else:  # it cannot have a hook, and may be trained later
                 parameter.grad_dtype = torch.float32
-                parameter.grad = None if gradient is None else gradient.float()
 
     def _clip_unchecked(self, optimizer: LossScaleOptimizer) -> Tensor | None:
         """Clip gradients that nobody checks, as PyTorch does; return their norm."""
@@ -380,6 +381,12 @@ class Engine(nn.Module):
 
     def _of_groups(self, name: str) -> list[Any]:
         return [group.get(name, 0.0) for group in self._groups()]
+
+
+def _widen(parameter: Tensor) -> None:
+    """Make a gradient float32, so that what is added to it next is not rounded to half precision."""
+    if parameter.grad is not None and parameter.grad.dtype in HALF_DTYPES:
+        parameter.grad = parameter.grad.float()
 
 
 def _overflows_left(optimizer: LossScaleOptimizer) -> int | None:

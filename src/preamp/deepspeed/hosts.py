@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from preamp.deepspeed.mirror import RECORD
 from preamp.deepspeed.scalers import DynamicLossScaler
 from preamp.errors import UsageError
-from preamp.formats import RECORD
 from preamp.torch.gradients import Gradients
 from preamp.torch.sight import Sight, look
 

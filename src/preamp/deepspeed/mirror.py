@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from preamp import dialects, formats
-from preamp.formats import COUNTS, RECORD
+from preamp.formats.of_deepspeed import BESIDE, COUNTS
+from preamp.formats.of_deepspeed import OURS as RECORD
 from preamp.policy import Dynamic, Moving, Policy, Static
 
-__all__ = ["Mirror"]
+__all__ = ["RECORD", "Mirror"]
 
 SETTINGS = ("dynamic", *formats.DEEPSPEED.setting_names)
 UNUSED = {"delayed_shift": 1, "cur_hysteresis": 1}  # stage 0 counts no hysteresis
@@ -50,7 +51,7 @@ class Mirror:
             saved: the attributes by name.
         """
         record = saved.get(RECORD)
-        if record is not None and record["beside"] == _counts(saved):
+        if record is not None and record[BESIDE] == _counts(saved):
             start = self.policy.start()
             return start._replace(**{name: record[name] for name in start._fields if name in record})
         return self._read_counts(saved)
@@ -83,7 +84,7 @@ class Mirror:
 
     def _with_record(self, saved: dict[str, Any], state: Any) -> dict[str, Any]:
         if self._decisive(self._read_counts(saved)) != self._decisive(state):
-            saved[RECORD] = {"beside": _counts(saved), **state._asdict()}
+            saved[RECORD] = {BESIDE: _counts(saved), **state._asdict()}
         return saved
 
     def _decisive(self, state: Any) -> Any:

@@ -1,8 +1,8 @@
 """One model on several ranks: equal at the start, its gradients averaged before an update.
 
-Gradients are averaged when all micro-steps of an update have been added up, those of half-precision
-parameters in float32. What overflowed on one rank is then not finite on all, so that all skip. This room
-refuses to know scales and optimizers. A single process communicates nothing.
+Gradients are averaged when all micro-steps of an update have been added up, in the dtype they were added up
+in: float32 for half-precision parameters. What overflowed on one rank is then not finite on all, so that all
+skip. This room refuses to know scales and optimizers. A single process communicates nothing.
 """
 
 from __future__ import annotations
@@ -132,14 +132,10 @@ def _kind(gradient: Tensor | None) -> int:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient to average, in float32 if the parameter is shorter: the sum keeps what is small."""
-    gradient, parameter.grad = parameter.grad, None
-    if gradient is None:
-        gradient = torch.zeros_like(parameter)
-    if gradient.dtype in HALF_DTYPES:
-        parameter.grad_dtype, gradient = None, gradient.float()
-    parameter.grad = gradient
-    return gradient
+    if parameter.grad is None:
+        dtype = torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
+        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+    return parameter.grad
 
 
 def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:

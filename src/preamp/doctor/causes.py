@@ -16,7 +16,17 @@ from typing import Final
 
 from preamp.dialect import Dialect
 from preamp.doctor.finding import FEWEST, Finding
-from preamp.doctor.history import FEW_UPDATES, Failure, Origin, Rise, failure, is_lost, origin, rise, update_count
+from preamp.doctor.history import (
+    FEW_UPDATES,
+    Failure,
+    Origin,
+    Rise,
+    failure,
+    is_lost,
+    origin,
+    rise,
+    update_count,
+)
 from preamp.doctor.record import Record
 from preamp.doctor.values import module_name, needs_no_scale
 from preamp.exponents import exponent_of
@@ -46,9 +56,7 @@ EXPLODED: Final = 10
 """From so many powers of two between the first and the largest gradient in backward, they explode."""
 FARTHEST_BACKOFF: Final = 2.0**-4
 SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
-LOAD: Final = (
-    "Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict()."
-)
+LOAD: Final = "Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict()."
 CLOSE: Final = 2  # powers of two below the largest number of a format
 
 
@@ -340,7 +348,9 @@ def _in_backward(record: Record, end: Failure, source: Origin | None) -> Finding
         return None
     high = max(record.scales[end.start : len(record)])
     scales = f"at every scale from {power(high)} to {power(end.lowest)}" if high > end.lowest else ""
-    loss = "The loss is finite and the gradients are not" if end.is_backward else "The gradients are not finite"
+    loss = (
+        "The loss is finite and the gradients are not" if end.is_backward else "The gradients are not finite"
+    )
     return Finding(
         kind="NaN in backward",
         severity="problem",
@@ -370,7 +380,11 @@ def _not_of_this_pass(record: Record, end: Failure) -> Finding | None:
             else "the gradients of another rank, or of an earlier step, are not."
         ),
         advice="Call optimizer.zero_grad() after every step, skipped or not"
-        + (", also where gradients are accumulated." if here else ". With several ranks, look at their records."),
+        + (
+            ", also where gradients are accumulated."
+            if here
+            else ". With several ranks, look at their records."
+        ),
         numbers=_counts(end),
     )
 
@@ -400,11 +414,7 @@ def bad_data(record: Record) -> Finding | None:
     loss = record.loss
     lost = array(
         "q",
-        (
-            place
-            for place, known in enumerate(loss.known)
-            if known and not math.isfinite(loss.values[place])
-        ),
+        (place for place, known in enumerate(loss.known) if known and not math.isfinite(loss.values[place])),
     )
     if lost:
         close = _close_to_overflow(record)
@@ -549,7 +559,11 @@ def backs_off_too_far(record: Record) -> Finding | None:
     if rule is not None and (factor is None or factor > FARTHEST_BACKOFF):
         return None
     falls = [scale / after for scale, after in pairwise(record.scales) if after < scale]
-    if not falls or median(falls) * FARTHEST_BACKOFF < 1.0 or (record.room is not None and record.room < FEWEST):
+    if (
+        not falls
+        or median(falls) * FARTHEST_BACKOFF < 1.0
+        or (record.room is not None and record.room < FEWEST)
+    ):
         return None
     fall = exponent_of(median(falls))
     return Finding(

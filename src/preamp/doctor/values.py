@@ -150,7 +150,11 @@ def module_name(name: str) -> str:
     return f"module {name}" if name else "the whole model"
 
 
-_WHAT: Final = {"flow": "gradient of the output", "gradient": "gradient of the parameters", "activation": "output"}
+_WHAT: Final = {
+    "flow": "gradient of the output",
+    "gradient": "gradient of the parameters",
+    "activation": "output",
+}
 
 
 def _alone(look: Look, name: str) -> int:

@@ -5,14 +5,13 @@ frameworks, and which system has which rule (`dialects`).
 """
 
 from preamp.formats.base import Format, backoff_factor, entries_of, hysteresis
-from preamp.formats.of_deepspeed import COUNTS, RECORD, DeepSpeedStage0, DeepSpeedZero
+from preamp.formats.of_deepspeed import DeepSpeedStage0, DeepSpeedZero
 from preamp.formats.of_jax import Flax, Jmp
 from preamp.formats.of_keras import Keras, TfKeras
 from preamp.formats.of_pytorch import Apex, Fairseq, Megatron, Nemo, Torch
 
 __all__ = [
     "APEX",
-    "COUNTS",
     "DEEPSPEED",
     "DEEPSPEED_FUSED",
     "FAIRSEQ",
@@ -21,7 +20,6 @@ __all__ = [
     "KERAS",
     "MEGATRON",
     "NEMO",
-    "RECORD",
     "TF_KERAS",
     "TORCH",
     "Format",

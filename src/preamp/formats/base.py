@@ -23,8 +23,8 @@ __all__ = [
     "flag",
     "hysteresis",
     "number",
+    "numbers",
     "overflows_left",
-    "plain",
 ]
 
 
@@ -33,12 +33,10 @@ class Format(ABC):
 
     Attributes:
         entries: the names by which its saved state is known.
-        ours: the names of what preamp's own adapters save beside them, which the system itself ignores.
         has_static: whether it saves scales that never move, too.
     """
 
     entries: ClassVar[tuple[str, ...]]
-    ours: ClassVar[tuple[str, ...]] = ()
     has_static: ClassVar[bool] = False
 
     def find(self, saved: Any) -> Mapping[str, Any] | None:
@@ -60,14 +58,6 @@ class Format(ABC):
         """Return the settings of a `Moving` policy that were saved."""
         return {}
 
-    def extras(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what preamp's own adapter saved beside the system's entries, as plain numbers and names."""
-        return {name: plain(saved[name]) for name in self.ours if name in saved}
-
-    def with_extras(self, entries: dict[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries to write, with those that `extras` found in a checkpoint of the same format."""
-        return {**entries, **extras}
-
     @abstractmethod
     def state(self, saved: Mapping[str, Any], policy: Any) -> Any:
         """Return the state of `policy` that was saved."""
@@ -75,6 +65,14 @@ class Format(ABC):
     @abstractmethod
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         """Return the entries that make the system go on from a state of `policy`."""
+
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what our own adapter saves beside the system's entries: what other rules remember."""
+        return {}
+
+    def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return entries with what `remembered` of this format returned; None if there is no place for it."""
+        return None
 
 
 class Counting(Format):
@@ -148,6 +146,16 @@ def flag(saved: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def numbers(saved: Any, *, without: str = "") -> dict[str, float]:
+    """Return all entries as numbers, except for one.
+
+    Raises:
+        CheckpointError: if one of them is none.
+    """
+    named = entries_of(saved)
+    return {name: number(named, name) for name in named if name != without}
+
+
 def backoff_factor(policy: Any) -> float:
     """Return what an overflow multiplies the scale by, also for a policy that divides."""
     return 1.0 / policy.backoff_divisor if policy.backoff_divisor else float(policy.backoff_factor)
@@ -161,15 +169,6 @@ def hysteresis(policy: Any) -> int:
 def overflows_left(policy: Any, state: Any) -> int:
     """Return how many of them are missing."""
     return policy.overflows_left(state) if isinstance(policy, Dynamic) else 1
-
-
-def plain(value: Any) -> Any:
-    """Return a value with Python's own numbers in it, whichever framework's they were."""
-    if isinstance(value, Mapping):
-        return {name: plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return value.item() if hasattr(value, "item") else value
 
 
 def _entry(saved: Mapping[str, Any], name: str) -> Any:

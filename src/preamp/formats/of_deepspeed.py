@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from preamp.formats.base import Format, count, entries_of, flag, hysteresis, number, overflows_left
+from preamp.formats.base import Format, count, entries_of, flag, hysteresis, number, numbers, overflows_left
 from preamp.policy import Policy, State, Static
 
-__all__ = ["COUNTS", "RECORD", "DeepSpeed", "DeepSpeedStage0", "DeepSpeedZero"]
+__all__ = ["DeepSpeed", "DeepSpeedStage0", "DeepSpeedZero"]
 
+OURS, BESIDE = "preamp_state", "beside"  # the state of a rule DeepSpeed lacks, and for which counts it holds
 COUNTS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-RECORD = "preamp_state"  # ours: a policy's state, where the counts do not tell it; read beside these alone
 
 
 class DeepSpeed(Format):
@@ -62,7 +62,6 @@ class DeepSpeedZero(DeepSpeed):
     """The attributes of LossScaler and DynamicLossScaler; ZeRO saves the object, as "loss_scaler"."""
 
     entries = ("cur_scale", "dynamic")
-    ours = (RECORD,)
     dynamic = "dynamic"
     setting_names = (
         "scale_factor",
@@ -86,15 +85,16 @@ class DeepSpeedZero(DeepSpeed):
             "at_floor": "raise" if floor and flag(saved, "raise_error_at_min_scale") else "hold",
         }
 
-    def extras(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return _in_force(Format.extras(self, saved), saved)
-
-    def with_extras(self, entries: dict[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-        return {**entries, **_beside(extras, entries)}
-
     def bad(self, saved: Mapping[str, Any]) -> int:
         patience = count(saved, "delayed_shift")
         return patience - count(saved, "cur_hysteresis") if patience > 1 else 0
+
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return numbers(saved.get(OURS), without=BESIDE)
+
+    def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
+        beside = {name: saved[name] for name in COUNTS if name in saved}
+        return {**saved, OURS: {BESIDE: beside, **remembered}}
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         common = DeepSpeed.save(self, state, policy)
@@ -114,7 +114,6 @@ class DeepSpeedStage0(DeepSpeed):
     """`state_dict()` of the fused and unfused FP16 optimizers, which lacks the floor; ours says more."""
 
     entries = ("cur_scale", "cur_iter", "dynamic_loss_scale")
-    ours = ("preamp",)
     dynamic = "dynamic_loss_scale"
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,34 +125,8 @@ class DeepSpeedStage0(DeepSpeed):
         ours = entries_of(saved.get("preamp"))
         return count(ours, "delayed_shift") - count(ours, "cur_hysteresis") if ours else 0
 
-    def extras(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: _in_force(entries_of(value), {**saved, **entries_of(value)})
-            for name, value in Format.extras(self, saved).items()
-        }
-
-    def with_extras(self, entries: dict[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            **entries,
-            **{name: _beside(value, {**entries, **value}) for name, value in extras.items()},
-        }
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return numbers(entries_of(saved.get("preamp")).get(OURS), without=BESIDE)
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {"cur_iter": 0, **DeepSpeed.save(self, state, policy)}
-
-
-def _in_force(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return extras without a record whose counts were changed by others: nobody reads it any more."""
-    beside = entries_of(extras.get(RECORD)).get("beside")
-    return {name: value for name, value in extras.items() if name != RECORD or beside == _counts(saved)}
-
-
-def _beside(extras: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return extras with a record that holds beside the counts that are written."""
-    if RECORD not in extras:
-        return dict(extras)
-    return {**extras, RECORD: {**extras[RECORD], "beside": _counts(written)}}
-
-
-def _counts(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: saved[name] for name in COUNTS if name in saved}

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from preamp.formats.base import Counting, Format, count, entries_of, plain
+from preamp.formats.base import Counting, Format, count, entries_of, number
+from preamp.policy import FloorState, HeadroomState, LogMaxState, State, TolerantState
 
 __all__ = ["Keras", "TfKeras"]
+
+STATES = (FloorState, HeadroomState, LogMaxState, TolerantState)
+MEMORY = sorted({name for kind in STATES for name in kind._fields}.difference(State._fields))  # as variables
 
 
 class TfKeras(Counting):
@@ -15,20 +19,14 @@ class TfKeras(Counting):
 
     entries = ("current_loss_scale", "good_steps")
     INTERVAL = "dynamic_growth_steps"
-    OF_THE_LAST_STEP = "last_"  # how variables of our adapters begin that tell of the last step only
-    OF_OURS = "last_finite"
-    ARGUMENTS = ("name", "inner_optimizer", "initial_scale", "loss_scale_factor")
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         return {"growth_interval": count(saved, self.INTERVAL)} if self.INTERVAL in saved else {}
 
-    def extras(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what our adapter counts for its policy, whose state has other names for every rule."""
-        if self.OF_OURS not in saved:
-            return {}
-        system = {*self.entries, self.INTERVAL, *self.ARGUMENTS}
-        own = (name for name in saved if name not in system and not name.startswith(self.OF_THE_LAST_STEP))
-        return {name: plain(saved[name]) for name in own}
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        ours = {name: number(saved, name) for name in MEMORY if name in saved}
+        policy = entries_of(saved.get("policy"))
+        return {"policy": policy["class"], **ours} if "class" in policy else ours
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {**Counting.save(self, state, policy), self.INTERVAL: policy.growth_interval}

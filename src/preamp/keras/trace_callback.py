@@ -39,6 +39,8 @@ class TraceCallback(keras.callbacks.Callback):
             layers keep beside their weights, such as BatchNorm's moving statistics: those that are not finite
             after a skipped step get the values from before it. Costs a copy of them on their device before
             every batch. False: a warning names them, once.
+        on_error: what happens if the file cannot be written, as for a `Trace`.
+        only_rank: the number of the only process that writes the file, as for a `Trace`.
         **about: anything JSON can hold that describes the run.
 
     Attributes:
@@ -59,6 +61,8 @@ class TraceCallback(keras.callbacks.Callback):
         mode: Literal["new", "append", "replace"] = "new",
         on_step: Callable[[Step], object] | None = None,
         restore_buffers: bool = False,
+        on_error: Literal["raise", "warn"] = "raise",
+        only_rank: int | None = None,
         **about: Any,
     ) -> None:
         super().__init__()
@@ -67,15 +71,18 @@ class TraceCallback(keras.callbacks.Callback):
             raise PolicyError(
                 f"restore_buffers={restore_buffers!r} is neither True nor False. Write restore_buffers=True."
             )
-        if isinstance(path, Trace) and (about or mode != "new"):
+        own = {"mode": mode != "new", "on_error": on_error != "raise", "only_rank": only_rank is not None}
+        of_file = [*about, *(name for name, is_given in own.items() if is_given)]
+        if isinstance(path, Trace) and of_file:
             raise UsageError(
-                f"{', '.join(about) or 'mode'}: this is for a file to be written, but a Trace is given. "
+                f"{', '.join(of_file)}: this is for a file to be written, but a Trace is given. "
                 "Write them where it is made: TraceCallback(Trace(path, mode=..., name=...))."
             )
         self.restore_buffers = restore_buffers
         self._has_warned = False
         self.on_step: Callable[[Step], object] | None = on_step
         self._path = None if isinstance(path, Trace) else path
+        self._settings: dict[str, Any] = {"on_error": on_error, "only_rank": only_rank}
         self.trace: Trace = path if isinstance(path, Trace) else self._opened(mode, **about)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -132,7 +139,7 @@ class TraceCallback(keras.callbacks.Callback):
 
     def _opened(self, mode: Literal["new", "append", "replace"], **about: Any) -> Trace:
         """Return a trace of the file, which is closed with this callback if `fit` breaks off."""
-        trace = Trace(path=self._path, mode=mode, **about)
+        trace = Trace(path=self._path, mode=mode, **self._settings, **about)
         self._close = weakref.finalize(self, trace.close)
         return trace
 
