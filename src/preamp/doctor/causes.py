@@ -26,6 +26,8 @@ from preamp.words import of_steps, power, powers, two_to
 
 __all__ = [
     "backs_off_too_far",
+    "clipped_while_scaled",
+    "poisoned_buffers",
     "bad_data",
     "dead_units",
     "exploding",
@@ -41,6 +43,9 @@ TENFOLD: Final = 9.0  # of `Rise.ratio`
 TWOFOLD: Final = 1.0
 THOUSANDFOLD: Final = 999.0
 SHORT: Final = 50  # steps below which loss values say little
+LEAST_CLIPPED: Final = 2.0**10  # at such a scale no bound of a norm is so small that it is meant
+MOST_CLIPPED: Final = 100.0
+ALIKE: Final = 1.01
 NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
 EXPLODED: Final = 10
 """From so many powers of two between the first and the largest gradient in backward, they explode."""
@@ -151,11 +156,11 @@ def diverged_in_range(record: Record) -> Finding | None:
     if len(losses) < SHORT:
         return None
     first, late = losses[0], median(losses[-max(20, len(losses) // 4) :])
-    loss = Rise(first, first, late)
+    loss = Rise(first, late)
     if first == 0.0 or loss.ratio < TENFOLD:
         return None
     norms = record.grad_norm.finite()
-    norm = Rise(norms[0], norms[0], median(norms[-max(20, len(norms) // 4) :])) if norms else None
+    norm = Rise(norms[0], median(norms[-max(20, len(norms) // 4) :])) if norms else None
     larger = norm is not None and norm.ratio >= TENFOLD
     if not larger and loss.ratio < THOUSANDFOLD and not _outputs_grew(record):
         return None
@@ -662,6 +667,51 @@ def _other_parameters(record: Record) -> Finding | None:
         "the optimizer has other parameters.",
         advice="Make the optimizer last, after model.to(...) and whatever copies or wraps the model.",
         numbers={"steps": len(norms)},
+    )
+
+
+def clipped_while_scaled(record: Record) -> Finding | None:
+    """Find gradients that were clipped before they were unscaled: their norm is the bound over the scale."""
+    norms = record.grad_norm
+    bounds = array(
+        "d",
+        (
+            norm * scale
+            for norm, known, scale in zip(norms.values, norms.known, record.scales, strict=False)
+            if known and scale >= LEAST_CLIPPED and math.isfinite(norm)
+        ),
+    )
+    if len(bounds) < SHORT:
+        return None
+    ordered = sorted(bounds)
+    low, bound, high = (ordered[len(ordered) * tenth // 10] for tenth in (1, 5, 9))
+    if not 0.0 < high <= MOST_CLIPPED or high > ALIKE * low:
+        return None
+    return Finding(
+        kind="clipped while scaled",
+        severity="problem",
+        sentence=f"In nearly all steps the gradient norm times the scale is {_number(bound)}: the gradients were "
+        "clipped while they were still scaled, so the updates are as many times too small as the scale is large.",
+        advice="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call scaler.unscale_(optimizer) "
+        "before clip_grad_norm_. In optax, put the clipping inside: loss_scaled(optimizer, max_norm=...).",
+        numbers={"bound": bound},
+    )
+
+
+def poisoned_buffers(record: Record) -> Finding | None:
+    """Find buffers, such as BatchNorm's statistics, that a skipped step has left at inf or NaN."""
+    names = record.buffers
+    if not names:
+        return None
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return Finding(
+        kind="poisoned buffers",
+        severity="problem",
+        sentence=f"After a skipped step, {shown} held inf or NaN. A skipped step protects the weights and not the "
+        "buffers of modules: in evaluation the model gives NaN.",
+        advice="Reset them, or go back to a checkpoint before that step: module.reset_running_stats() for "
+        "BatchNorm. An overflow in forward put them there; run the modules before it in float32.",
+        numbers={"buffers": len(names)},
     )
 
 

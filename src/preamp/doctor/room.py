@@ -137,7 +137,9 @@ def _too_short(record: Record, interval: float) -> str:
 
 def too_low(record: Record) -> Finding | None:
     """Find a scale far below what the gradients allow."""
-    if record.room is None or not _is_wasted(record):
+    if record.room is None:
+        return _below_one(record)
+    if not _is_wasted(record):
         return None
     usual, settings = median_low(record.of(record.late)), _higher_start(record)
     return Finding(
@@ -150,6 +152,22 @@ def too_low(record: Record) -> Finding | None:
         else "Start higher.",
         numbers={"room": record.room, "scale": usual},
         settings=settings,
+    )
+
+
+def _below_one(record: Record) -> Finding | None:
+    """Find a scale that makes gradients smaller although nothing asked for it."""
+    highest = max(record.scales)
+    if highest >= 1.0 or needs_no_scale(record.band) or any(record.skipped):
+        return None
+    return Finding(
+        kind="too low",
+        severity="warning",
+        sentence=f"The scale is {power(highest)}, below 1, and no step overflowed: it makes gradients smaller, so "
+        f"that more of them round to zero in {record.band.name}.",
+        advice="Start higher.",
+        numbers={"scale": highest},
+        settings={"init_scale": FIRST_TRY},
     )
 
 
