@@ -1,7 +1,5 @@
 """What happened, step by step: the record of a run, as JSON lines and as a summary.
 
-This room remembers. It refuses to know who trained what, and draws nothing: figures are in `report`.
-
 The first line of a file describes the run, every other line is one step, or what a lens saw in one. Lines
 are written whole, one at a time, so the file of an interrupted run can be read up to its last step.
 """
@@ -9,28 +7,36 @@ are written whole, one at a time, so the file of an interrupted run can be read 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, zip_longest
+from operator import itemgetter
+from os import PathLike
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Final, Literal, NamedTuple, overload
 
+from preamp.checks import level_of_caller, shown, whole
 from preamp.columns import FIELDS, StepColumns
 from preamp.errors import TraceError
+from preamp.files import naming, replacing
 from preamp.looks import Look, look_from_json, look_to_json
+from preamp.trace_files import MODES, TraceFile, of_rank, paths_of_ranks, rank, refuse_written
 from preamp.trace_lines import (
     about_of,
     entries,
     head_line,
-    is_whole,
     line_of,
     parse,
     row_of,
     row_of_entry,
     step_line,
 )
+from preamp.trace_ranks import Merger
 
 __all__ = ["Step", "Summary", "Trace"]
+
+MERGED: Final = "merged"  # where `about` has the files that a trace was read from
 
 
 class Step(NamedTuple):
@@ -98,11 +104,22 @@ class Summary(NamedTuple):
 class Trace:
     """A list of `Step` that can be called with the next one, so it can be given to any `on_step=`.
 
+    One trace writes a file, and a second one that is opened for it raises. In a job of several processes give
+    each a file, `Trace("run.{rank}.jsonl")`, and read them as one run, `Trace.read("run.{rank}.jsonl")`; or
+    have one process write, `Trace("run.jsonl", only_rank=0)`.
+
     Args:
-        steps: steps to begin with.
-        path: a file that each step is written to as it is recorded.
+        steps: steps to begin with; or the path, which can be written first.
+        path: a file that each step is written to as it is recorded. "{rank}" in it becomes the number of this
+            process: that of `torch.distributed` or `jax.distributed` if they are initialized, else that of
+            torchrun, Open MPI or Slurm, else 0. Folders are made.
         mode: what to do with a file that is there. "new" refuses it, so that no record is lost by
             starting again; "append" reads it and goes on, described as it was; "replace" forgets it.
+        on_error: what happens if a line cannot be written, because the disk is full or the network is gone.
+            "raise" raises the OSError, wherever the step is recorded; the step is then not in the trace.
+            "warn" warns and keeps it in memory, and writes what is missing as soon as it can. A file that
+            cannot be opened always raises.
+        only_rank: the number of the only process that writes the file; in others the trace is in memory.
         **about: anything JSON can hold that describes the run; the first line of the file.
 
     Attributes:
@@ -113,7 +130,9 @@ class Trace:
             an older checkpoint, and the steps it went through again have replaced those it lost.
 
     Raises:
-        TraceError: if the file cannot be gone on with.
+        TraceError: if the file is there and mode is "new", if another trace writes it, if it is not a trace,
+            or for something in `about` that JSON cannot hold.
+        OSError: for a file that cannot be opened or written.
 
     >>> trace = Trace(policy="Static(2.0)")
     >>> trace(Step(index=0, scale=2.0, finite=True, skipped=False))
@@ -123,31 +142,59 @@ class Trace:
 
     def __init__(
         self,
-        steps: Iterable[Step] = (),
+        steps: Iterable[Step] | str | Path = (),
         *,
         path: str | Path | None = None,
         mode: Literal["new", "append", "replace"] = "new",
+        on_error: Literal["raise", "warn"] = "raise",
+        only_rank: int | None = None,
         **about: Any,
     ) -> None:
+        if isinstance(steps, str | PathLike):
+            if path is not None:
+                raise TraceError(f"the path is given twice: {shown(steps)} and path={shown(path)}.")
+            path, steps = steps, ()
+        if mode not in MODES:
+            raise TraceError(f"mode={shown(mode)} is unknown. Write mode='new', 'append' or 'replace'.")
+        if on_error not in ("raise", "warn"):
+            raise TraceError(f"on_error={shown(on_error)} is unknown. Write on_error='raise' or 'warn'.")
+        if only_rank is not None:
+            whole("only_rank", only_rank, least=0, instead="only_rank=0")
+        if not isinstance(steps, Iterable):
+            raise TraceError(
+                f"steps={shown(steps)} is not a series of Step. Write Trace('run.jsonl') for a file."
+            )
+        head_line(about)
         self._columns = StepColumns()
         self.looks: list[Look] = []
         self.about: dict[str, Any] = about
         self.stopped: str | None = None
         self.resumed: list[int] = []
         self._looks_before = 0  # how many of the looks came before the last step
-        self._file = None if path is None else self._open(Path(path), mode)
-        for step in steps:
-            self(step)
+        self._closed: str | None = None  # why no step can be recorded any more
+        self._file: TraceFile | None = None
+        if path is not None and only_rank in (None, rank()):
+            self._open(of_rank(path), mode, on_error)
+        try:
+            for step in steps:
+                self(step)
+        except BaseException:
+            self.close()
+            raise
 
     def __call__(self, step: Step) -> None:
         """Record a step, and write it if the trace has a file.
 
         Raises:
             TypeError: for a step that holds something other than numbers and names.
+            TraceError: for a trace whose file is closed, a copy of one that writes a file, and in a process
+                that was forked from the one that writes it.
+            OSError: naming the file, if it cannot be written and `on_error` is "raise".
         """
+        if not isinstance(step, Step):
+            raise TypeError(f"{shown(step)} is not a Step. Write trace(Step(index, scale, finite, skipped)).")
         row = row_of(step)
-        if self._file is not None:
-            self._file.write(step_line(row))
+        self._write(step_line, row)
         self._record(row)
         self.stopped = None  # it went on
 
@@ -181,29 +228,29 @@ class Trace:
         Raises:
             TraceError: for a look that could not be read back.
         """
-        line = line_of({"look": look_to_json(look)})
-        if self._file is not None:
-            self._file.write(line)
+        self._write(line_of, {"look": look_to_json(look)})
         self.looks.append(look)
 
-    def _open(self, path: Path, mode: str) -> IO[str]:
+    def _write(self, to_line: Callable[[Any], str], entry: Any) -> None:
+        """Write a line if there is a file."""
+        if self._closed is not None:
+            raise TraceError(self._closed)
+        if self._file is not None:
+            self._file.write(to_line(entry))
+
+    def _open(self, path: Path, mode: str, on_error: Literal["raise", "warn"]) -> None:
         """Open the file to write whole lines to it; nothing is lost if this fails."""
-        if mode not in ("new", "append", "replace"):
-            raise TraceError(f"mode={mode!r} is unknown. Write mode='new', 'append' or 'replace'.")
-        is_there = path.exists() and path.stat().st_size > 0
-        if is_there and mode == "new":
-            raise TraceError(
-                f"{path} is there already. Write mode='append' to go on with it, mode='replace' to lose it."
-            )
-        if is_there and mode == "append":
-            before = Trace.read(path)
-            self.__dict__.update(before.__dict__)
-            _end_last_line(path)
-            return path.open("a", encoding="utf-8", buffering=1)
-        head = head_line(self.about)
-        file = path.open("w", encoding="utf-8", buffering=1)  # line buffered: whole lines reach the file
-        file.write(head)
-        return file
+        file = TraceFile(path, mode, on_error)
+        try:
+            if file.size and mode == "append":
+                self.__dict__.update(Trace.read(path).__dict__)
+                file.end_last_line()
+            else:
+                file.start(head_line(self.about))
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
 
     def __iter__(self) -> Iterator[Step]:
         return map(Step._make, self._columns.rows())
@@ -251,8 +298,18 @@ class Trace:
         return f"Trace({len(self)} steps{about})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of: everything but the open file, which has one owner."""
-        return {**self.__dict__, "_file": None}
+        """Return what a copy is made of: everything but the open file, which has one owner.
+
+        A copy can be read and written elsewhere. It raises if it is called, because what it would record is
+        not in the file.
+        """
+        if self._file is None:
+            return self.__dict__.copy()
+        closed = (
+            f"this is a copy of the trace that writes {self._file.path}, and a file has one writer. "
+            "Give the copy that goes on training a trace of its own: on_step=Trace('other.jsonl')."
+        )
+        return {**self.__dict__, "_file": None, "_closed": closed}
 
     def __enter__(self) -> Trace:
         return self
@@ -261,38 +318,80 @@ class Trace:
         self.close()
 
     def stop(self, reason: str) -> None:
-        """Note why the run ends before its time."""
+        """Note why the run ends before its time.
+
+        Raises:
+            TraceError: as for a step.
+            OSError: likewise.
+        """
+        self._write(line_of, {"stopped": reason})
         self.stopped = reason
-        if self._file is not None:
-            self._file.write(line_of({"stopped": reason}))
 
     def close(self) -> None:
-        """Close the file, if there is one. Nothing is lost without it."""
+        """Close the file, if there is one; another trace can then go on with it. Nothing is lost without it.
+
+        From then on the trace can be read, and raises if it is called.
+
+        Raises:
+            OSError: naming the file, if the system says only now that it could not be written. It is closed.
+        """
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            self._closed = (
+                f"the trace of {file.path} is closed. To go on, write trace = Trace({str(file.path)!r}, "
+                "mode='append')."
+            )
+            file.close()
 
     def write(self, path: str | Path) -> None:
-        """Write the whole trace to a file of JSON lines."""
-        head_line(self.about)  # what cannot be written is refused before the file is touched
-        with Path(path).open("w", encoding="utf-8") as file:
-            file.writelines(self._lines())
+        """Write the whole trace to a file of JSON lines, which replaces one that is there when it is whole.
+
+        Raises:
+            TraceError: for something in `about` that JSON cannot hold, or a file that a trace is writing.
+            OSError: naming the file.
+        """
+        refuse_written(path)
+        with naming(path):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.writelines(line.encode() for line in self._lines())
 
     @classmethod
-    def read(cls, path: str | Path, progress: Callable[[int, int], object] | None = None) -> Trace:
+    def read(
+        cls,
+        path: str | Path | Iterable[str | Path],
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Trace:
         """Read a file of JSON lines. A last line that was not written to its end is left out.
 
         Where the index of a step is not above the one before it, the run was resumed from an older
         checkpoint: later lines replace those of the steps that were lost.
 
+        Several files are the ranks of one job and become one run. A step is finite if it was on every rank,
+        and skipped if it was on any; of grad_norm, peak and seconds it has the largest, of loss and zeros the
+        mean. Where ranks disagree about the scale, or about what was skipped, is in `disagreements`.
+
         Args:
-            path: the file.
-            progress: called now and then with the bytes read so far and the size of the file.
+            path: the file, or "run.{rank}.jsonl" for those of all ranks, or a list of them.
+            progress: called now and then with the bytes read so far and the size of the files.
 
         Raises:
             TraceError: naming the line that cannot be read and why.
             OSError: if there is no such file.
+
+        Warns:
+            UserWarning: if ranks disagree.
         """
+        if isinstance(path, str | PathLike):
+            paths = [one for _, one in paths_of_ranks(path)]
+            if len(paths) == 1:
+                return cls._read_one(paths[0], progress)
+        else:
+            paths = list(map(Path, path))
+        return cls._read_ranks(paths, progress)
+
+    @classmethod
+    def _read_one(cls, path: Path, progress: Callable[[int, int], object] | None) -> Trace:
         lines = entries(path, progress)
         trace = cls()
         trace.about = about_of(path, next(lines)[1])  # not as arguments: a file must not say what is opened
@@ -304,6 +403,48 @@ class Trace:
             else:
                 trace._note(path, number, entry)
         return trace
+
+    @classmethod
+    def _read_ranks(cls, paths: list[Path], progress: Callable[[int, int], object] | None) -> Trace:
+        if not paths:
+            raise TraceError("there are no files to read. Write Trace.read(['run.0.jsonl', 'run.1.jsonl']).")
+        sizes = [path.stat().st_size for path in paths]
+        merger, trace, done = Merger(), cls(), 0
+        for path, size in zip(paths, sizes, strict=True):
+
+            def tell(read: int, _: int, before: int = done) -> None:
+                if progress is not None:
+                    progress(before + read, max(sum(sizes), before + read))
+
+            one = cls._read_one(path, tell)
+            merger.add(str(path), one._columns)
+            trace.about = trace.about or one.about
+            trace.stopped = trace.stopped or one.stopped
+            trace.resumed = trace.resumed or one.resumed
+            trace.looks = sorted(trace.looks + one.looks, key=itemgetter(0))
+            done += size
+        trace._columns = merger.columns
+        trace._looks_before = len(trace.looks)
+        found = merger.disagreements()
+        trace.about = {
+            **trace.about,
+            MERGED: {"files": [str(path) for path in paths], "disagreements": found},
+        }
+        if found:
+            shown_ones = "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "")
+            warnings.warn(
+                f"the ranks of this run disagree: {shown_ones}. Ranks that keep one loss scale must skip "
+                "together; see docs/distributed.md.",
+                stacklevel=level_of_caller(),
+            )
+        return trace
+
+    @property
+    def disagreements(self) -> tuple[str, ...]:
+        """In words, where the ranks of a job disagree, for a trace that was read from their files."""
+        merged = self.about.get(MERGED)
+        found = merged.get("disagreements") if isinstance(merged, dict) else None
+        return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def _note(self, path: str | Path, number: int, entry: dict[str, Any]) -> None:
         """Keep what a line that is not a step says."""
@@ -359,16 +500,6 @@ class Trace:
         if len(self):
             last = self[-1]
             yield last.scale if last.new_scale is None else last.new_scale
-
-
-def _end_last_line(path: Path) -> None:
-    """Make the last line of a file that could be read a whole one, or take it away."""
-    with path.open("rb+") as file:
-        before, newline, last = file.read().rpartition(b"\n")
-        if last and is_whole(last.decode()):
-            file.write(b"\n")
-        else:
-            file.truncate(len(before + newline))
 
 
 def _as_look(path: str | Path, number: int, entry: Any) -> Look:
