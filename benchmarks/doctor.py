@@ -1,6 +1,6 @@
 """Whether the doctor names the cause: small runs that are broken on purpose, and healthy ones.
 
-Run: python benchmarks/doctor.py [--json FILE] [--only NAME] [--seeds 3] [--without losses] [--without snapshots]
+Run: python benchmarks/doctor.py [--json FILE] [--only NAME] [--seeds 3] [--without losses]
 
 Each run trains a small network in PyTorch or JAX for a few hundred steps and takes about a second. What the
 doctor's first finding is called stands beside the cause that was built in. `HELD_OUT` names the runs that
@@ -204,7 +204,13 @@ def torch_sgd_learning_rate_far_too_high(seed: int) -> Trace:
 def torch_deep_net_diverges_without_norms(seed: int) -> Trace:
     def deep() -> nn.Module:
         return nn.Sequential(
-            nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1)
+            nn.Linear(8, 32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 1),
         )
 
     return torch_run(seed, model=deep, lr=1.0, max_norm=None)
@@ -525,7 +531,9 @@ def torch_adam_without_epsilon(seed: int) -> Trace:
         return net
 
     return torch_run(
-        seed, model=half_dead, optimizer=lambda named: torch.optim.Adam(named, lr=1e-3, eps=0.0, betas=(0.9, 0.0))
+        seed,
+        model=half_dead,
+        optimizer=lambda named: torch.optim.Adam(named, lr=1e-3, eps=0.0, betas=(0.9, 0.0)),
     )
 
 
@@ -581,7 +589,11 @@ def torch_every_unit_is_dead(seed: int) -> Trace:
             net.head.bias.zero_()
         return net
 
-    return torch_run(seed, model=dead, optimizer=lambda named: torch.optim.SGD([p for p in named if p[1].requires_grad], lr=0.1))
+    return torch_run(
+        seed,
+        model=dead,
+        optimizer=lambda named: torch.optim.SGD([p for p in named if p[1].requires_grad], lr=0.1),
+    )
 
 
 @case("not learning", held_out=True)
@@ -639,7 +651,9 @@ def jax_run(
         for k, shape in zip(jax.random.split(key, 3), shapes, strict=True)
     ]
     rule = policy or Dynamic()
-    scaled = loss_scaled(optimizer or optax.sgd(lr, momentum=0.9), rule, **({} if max_norm is None else {"max_norm": max_norm}))
+    scaled = loss_scaled(
+        optimizer or optax.sgd(lr, momentum=0.9), rule, **({} if max_norm is None else {"max_norm": max_norm})
+    )
 
     def loss(params: Any, x: Any, y: Any, index: Any) -> Any:
         (w1, b1), (w2, b2), (w3, b3) = params
@@ -701,7 +715,9 @@ def jax_growth_interval_too_short(seed: int) -> Trace:
 
 @case("scale at its floor", "starving", held_out=True)
 def jax_loss_is_far_too_large(seed: int) -> Trace:
-    return jax_run(seed, policy=Dynamic(min_scale=1.0), error=lambda a, y: 1e7 * jnp.mean((a - y) ** 2), lr=1e-9)
+    return jax_run(
+        seed, policy=Dynamic(min_scale=1.0), error=lambda a, y: 1e7 * jnp.mean((a - y) ** 2), lr=1e-9
+    )
 
 
 @case("not learning", held_out=True)
@@ -743,7 +759,9 @@ def healthy_torch_noisy_loss(seed: int) -> Trace:
 
     def noise(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x = torch.randn(x.shape, generator=generator)
-        return x, y + torch.randn(y.shape, generator=generator) * float(torch.rand(1, generator=generator)) * 4
+        return x, y + torch.randn(y.shape, generator=generator) * float(
+            torch.rand(1, generator=generator)
+        ) * 4
 
     return torch_run(seed, data=noise, lr=0.002)
 
@@ -885,7 +903,13 @@ def jax_norm_of_zeros_after_a_while(seed: int) -> Trace:
 
 @case("diverged", held_out=True)
 def jax_weight_growth_in_bfloat16(seed: int) -> Trace:
-    return jax_run(seed, optimizer=optax.chain(optax.add_decayed_weights(-5.0), optax.sgd(0.1)), dtype=jnp.bfloat16, policy=Static(1.0), steps=300)
+    return jax_run(
+        seed,
+        optimizer=optax.chain(optax.add_decayed_weights(-5.0), optax.sgd(0.1)),
+        dtype=jnp.bfloat16,
+        policy=Static(1.0),
+        steps=300,
+    )
 
 
 @case("bad data", held_out=True)
@@ -1027,7 +1051,9 @@ def main() -> None:
             taken = time.perf_counter() - start
             results.append(result := judge(case, seed, diagnose(trace)))
             mark = "ok " if result.right else "NOT"
-            print(f"{mark} {case.name}, {seed} ({taken:.1f} s): {result.found} ({result.severity})", flush=True)
+            print(
+                f"{mark} {case.name}, {seed} ({taken:.1f} s): {result.found} ({result.severity})", flush=True
+            )
             if not result.right:
                 print(f"      wanted {' or '.join(case.cause) or 'nothing'}; {result.sentence}")
     print("\ncause, and what was found first:")
@@ -1036,7 +1062,9 @@ def main() -> None:
     for held_out in (False, True):
         part = [r for r in results if r.held_out == held_out]
         broken, healthy = ([r for r in part if bool(r.cause) == sick] for sick in (True, False))
-        print(f"{'held out' if held_out else 'written for'}: broken {share(broken)}, healthy {share(healthy)}")
+        print(
+            f"{'held out' if held_out else 'written for'}: broken {share(broken)}, healthy {share(healthy)}"
+        )
     if given.json:
         given.json.write_text(json.dumps([vars(result) for result in results], indent=1))
     sys.exit(0)

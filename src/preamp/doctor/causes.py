@@ -16,7 +16,17 @@ from typing import Final
 
 from preamp.dialect import Dialect
 from preamp.doctor.finding import FEWEST, Finding
-from preamp.doctor.history import FEW_UPDATES, Failure, Origin, Rise, failure, is_lost, origin, rise, update_count
+from preamp.doctor.history import (
+    FEW_UPDATES,
+    Failure,
+    Origin,
+    Rise,
+    failure,
+    is_lost,
+    origin,
+    rise,
+    update_count,
+)
 from preamp.doctor.record import Record
 from preamp.doctor.values import module_name, needs_no_scale
 from preamp.exponents import exponent_of
@@ -26,9 +36,8 @@ from preamp.words import of_steps, power, powers, two_to
 
 __all__ = [
     "backs_off_too_far",
-    "clipped_while_scaled",
-    "poisoned_buffers",
     "bad_data",
+    "clipped_while_scaled",
     "dead_units",
     "exploding",
     "failed",
@@ -36,6 +45,7 @@ __all__ = [
     "loss_spike",
     "lost_scale",
     "not_learning",
+    "poisoned_buffers",
     "too_large",
 ]
 
@@ -51,9 +61,7 @@ EXPLODED: Final = 10
 """From so many powers of two between the first and the largest gradient in backward, they explode."""
 FARTHEST_BACKOFF: Final = 2.0**-4
 SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
-LOAD: Final = (
-    "Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict()."
-)
+LOAD: Final = "Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict()."
 CLOSE: Final = 2  # powers of two below the largest number of a format
 
 
@@ -219,12 +227,14 @@ def _forward_overflow(record: Record, end: Failure, source: Origin | None) -> Fi
 def _run_in_float32(name: str) -> str:
     if not name:
         return (
-            'Run the operator that overflows in float32: autocast(..., casting=casting.DEFAULT.float32("exp")),'
+            "Run the operator that overflows in float32: autocast(..., "
+            'casting=casting.DEFAULT.float32("exp")),'
             " with its name instead of exp. Or make its inputs smaller."
         )
     path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
     return (
-        f"Run {name} in float32: write `with torch.autocast(device, enabled=False): y = model{path}(x.float())`"
+        f"Run {name} in float32: write `with torch.autocast(device, enabled=False): y = "
+        f"model{path}(x.float())`"
         f" where {name} is called."
     )
 
@@ -234,7 +244,8 @@ def _float32_somewhere(record: Record) -> str:
         return 'Run what overflows in float32: autocast(..., casting=casting.DEFAULT.float32("exp")).'
     return (
         "Find the layer whose output is the first to be inf (a preamp.torch.Lens names it) and run it in "
-        'float32: autocast(enabled=False) around it, or casting=casting.DEFAULT.float32("exp") for an operator.'
+        'float32: autocast(enabled=False) around it, or casting=casting.DEFAULT.float32("exp") for an '
+        "operator."
     )
 
 
@@ -249,7 +260,8 @@ def _forward_nan(record: Record, end: Failure, source: Origin) -> Finding:
         f"{_since(record, end)},{others}, and its inputs are finite: an operation in it makes them. No loss "
         "scale helps, because the loss is scaled after it.",
         advice=f"{_run_in_float32(source.row.name)} That cures an exponential, a sum or a mask of -1e9 that "
-        "is too large for float16. If it does not help, look for a division by zero, the logarithm or root of "
+        "is too large for float16. If it does not help, look for a division by zero, the logarithm or root "
+        "of "
         "what may be zero or negative, and a softmax over a row that is masked whole.",
         numbers=_counts(end),
     )
@@ -264,7 +276,8 @@ def _broken_update(record: Record, end: Failure, source: Origin | None) -> Findi
         sentence=f"From step {step:,} on, every batch gives NaN in forward, and nothing had grown before: "
         f"the update before it most likely wrote NaN into weights.{where}",
         advice="Look at the optimizer: eps=0, or an eps that is 0 in float16 (1e-8 is), divides zero by zero "
-        "where a gradient is zero. Check `all(p.isfinite().all() for p in model.parameters())`; if the weights "
+        "where a gradient is zero. Check `all(p.isfinite().all() for p in model.parameters())`; if the "
+        "weights "
         "are finite, the batches from there on hold NaN.",
         numbers=_counts(end),
     )
@@ -275,9 +288,11 @@ def _bad_inputs(end: Failure, source: Origin | None) -> Finding:
         return Finding(
             kind="forward NaN",
             severity="problem",
-            sentence="The loss is NaN in every step, from the first on: forward overflows or makes NaN, or the "
+            sentence="The loss is NaN in every step, from the first on: forward overflows or makes NaN, or "
+            "the "
             "input data hold it. No loss scale helps, because the loss is scaled after it.",
-            advice="Check the batches first: `x.isfinite().all()`. If they are finite, find the first layer whose "
+            advice="Check the batches first: `x.isfinite().all()`. If they are finite, find the first "
+            "layer whose "
             "output is not (a preamp.torch.Lens names it), and run that in float32: autocast(enabled=False) "
             "around it.",
             numbers=_counts(end),
@@ -285,7 +300,8 @@ def _bad_inputs(end: Failure, source: Origin | None) -> Finding:
     return Finding(
         kind="bad data",
         severity="problem",
-        sentence=f"In every step already the output of {module_name(source.row.name)}, the first module, holds "
+        sentence=f"In every step already the output of {module_name(source.row.name)}, the first module, "
+        "holds "
         "inf or NaN, and its other values are far from overflowing: the input data hold inf or NaN. "
         "No loss scale helps.",
         advice="Check the batches before the model: `x.isfinite().all()`. Mend or drop such rows. If the "
@@ -345,11 +361,14 @@ def _in_backward(record: Record, end: Failure, source: Origin | None) -> Finding
         return None
     high = max(record.scales[end.start : len(record)])
     scales = f"at every scale from {power(high)} to {power(end.lowest)}" if high > end.lowest else ""
-    loss = "The loss is finite and the gradients are not" if end.is_backward else "The gradients are not finite"
+    loss = (
+        "The loss is finite and the gradients are not" if end.is_backward else "The gradients are not finite"
+    )
     return Finding(
         kind="NaN in backward",
         severity="problem",
-        sentence=f"{loss}, {scales or 'in every step'} {_since(record, end)}: not an overflow, an operation's "
+        sentence=f"{loss}, {scales or 'in every step'} {_since(record, end)}: not an overflow, an "
+        "operation's "
         f"derivative is inf or NaN.{_where_in_backward(record, source)}",
         advice="Look for sqrt, norm, log or a power at 0, a division by zero, or torch.where over a branch "
         "that is NaN (its gradient is NaN even where it is not chosen). Add an epsilon inside, or clamp.",
@@ -368,14 +387,19 @@ def _not_of_this_pass(record: Record, end: Failure) -> Finding | None:
     return Finding(
         kind="gradients not cleared" if here else "another rank",
         severity="problem",
-        sentence=f"Every step is skipped {_since(record, end)}, but what one pass adds to the gradients is finite: "
+        sentence=f"Every step is skipped {_since(record, end)}, but what one pass adds to the gradients is "
+        "finite: "
         + (
             f"an inf from an earlier step was never cleared.{first_parameter(record)}"
             if here
             else "the gradients of another rank, or of an earlier step, are not."
         ),
         advice="Call optimizer.zero_grad() after every step, skipped or not"
-        + (", also where gradients are accumulated." if here else ". With several ranks, look at their records."),
+        + (
+            ", also where gradients are accumulated."
+            if here
+            else ". With several ranks, look at their records."
+        ),
         numbers=_counts(end),
     )
 
@@ -405,11 +429,7 @@ def bad_data(record: Record) -> Finding | None:
     loss = record.loss
     lost = array(
         "q",
-        (
-            place
-            for place, known in enumerate(loss.known)
-            if known and not math.isfinite(loss.values[place])
-        ),
+        (place for place, known in enumerate(loss.known) if known and not math.isfinite(loss.values[place])),
     )
     if lost:
         close = _close_to_overflow(record)
@@ -433,7 +453,8 @@ def _bad_batches(record: Record, places: Sequence[int], why: str) -> Finding:
         severity="warning",
         sentence=f"In {steps} ({some}{more}), {why}: their batches, inputs or targets, most likely hold inf, "
         f"NaN or extreme values.{again}",
-        advice="Look at the data of these steps: `x.isfinite().all()`, and how large they are. Mend or drop them.",
+        advice="Look at the data of these steps: `x.isfinite().all()`, and how large they are. Mend or "
+        "drop them.",
         numbers={"steps": len(places), "period": period},
     )
 
@@ -464,7 +485,8 @@ def _sometimes_in_forward(record: Record, lost: Sequence[int], close: tuple[Look
         kind="forward overflow",
         severity="warning",
         sentence=f"{of_steps(len(lost), len(record))} have a loss that is inf or NaN, and the output of "
-        f"{module_name(row.name)} comes close to the end of {look.low_dtype} in others: it overflows in forward. "
+        f"{module_name(row.name)} comes close to the end of {look.low_dtype} in others: it overflows in "
+        "forward. "
         "No loss scale helps.",
         advice=_run_in_float32(row.name),
         numbers={"steps": len(lost)},
@@ -489,7 +511,8 @@ def exploding(record: Record) -> Finding | None:
 
 
 def _growing_backward(record: Record) -> Finding | None:
-    """Find gradients that grow from module to module on the way back, in a run that had to lower its scale."""
+    """Find gradients that grow from module to module on the way back, in a run that had to lower its "
+    "scale."""
     clean = [look for look in record.looks if look.first_overflow is None]
     if not clean or max(record.opening, len(record.skips)) < FEWEST:
         return None
@@ -554,13 +577,18 @@ def backs_off_too_far(record: Record) -> Finding | None:
     if rule is not None and (factor is None or factor > FARTHEST_BACKOFF):
         return None
     falls = [scale / after for scale, after in pairwise(record.scales) if after < scale]
-    if not falls or median(falls) * FARTHEST_BACKOFF < 1.0 or (record.room is not None and record.room < FEWEST):
+    if (
+        not falls
+        or median(falls) * FARTHEST_BACKOFF < 1.0
+        or (record.room is not None and record.room < FEWEST)
+    ):
         return None
     fall = exponent_of(median(falls))
     return Finding(
         kind="backs off too far",
         severity="warning",
-        sentence=f"Each overflow lowered the scale by {powers(fall)}, and it takes as many growths to come back.",
+        sentence=f"Each overflow lowered the scale by {powers(fall)}, and it takes as many growths to come "
+        "back.",
         advice="Halve it instead.",
         numbers={"powers": fall, "times": len(falls)},
         settings={"backoff_factor": 0.5},
@@ -596,12 +624,13 @@ def loss_spike(record: Record) -> Finding | None:
 
 
 def lost_scale(record: Record) -> Finding | None:
-    """Find a scale that jumped up between two steps, which no rule does: a restart without the saved scale."""
+    """Find a scale that jumped up between two steps, as after a restart without the saved scale."""
     if record.resumed_at_start and record.opening >= FEWEST:
         return Finding(
             kind="lost scale",
             severity="warning",
-            sentence=f"The record begins again at step {record.index[0]:,}, and the first {record.opening:,} steps "
+            sentence=f"The record begins again at step {record.index[0]:,}, and the first "
+            f"{record.opening:,} steps "
             f"were skipped while the scale fell from {power(record.scales[0])} to "
             f"{power(record.scales[record.opening])}: the run was resumed without its scaler.",
             advice=LOAD,
@@ -619,8 +648,10 @@ def lost_scale(record: Record) -> Finding | None:
         return Finding(
             kind="lost scale",
             severity="warning",
-            sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale jumped "
-            f"from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was back: the run "
+            sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale "
+            "jumped "
+            f"from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was back: "
+            "the run "
             "was resumed without its scale.",
             advice=LOAD,
             numbers={"before": before, "scale": scale, "skipped": skips},
@@ -644,7 +675,8 @@ def not_learning(record: Record) -> Finding | None:
     return Finding(
         kind="not learning",
         severity="problem",
-        sentence=f"The loss has {count} {len(losses):,} steps, and the second half of the run repeats those of "
+        sentence=f"The loss has {count} {len(losses):,} steps, and the second half of the run repeats "
+        "those of "
         "the first exactly: the weights do not change.",
         advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
         "model (after .to() and wrapping), and that the loss depends on them.",
@@ -663,7 +695,8 @@ def _other_parameters(record: Record) -> Finding | None:
     return Finding(
         kind="not learning",
         severity="problem",
-        sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the model were not: "
+        sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the "
+        "model were not: "
         "the optimizer has other parameters.",
         advice="Make the optimizer last, after model.to(...) and whatever copies or wraps the model.",
         numbers={"steps": len(norms)},
@@ -671,7 +704,7 @@ def _other_parameters(record: Record) -> Finding | None:
 
 
 def clipped_while_scaled(record: Record) -> Finding | None:
-    """Find gradients that were clipped before they were unscaled: their norm is the bound over the scale."""
+    """Find gradients that were clipped before they were unscaled: norm times scale is constant."""
     norms = record.grad_norm
     bounds = array(
         "d",
@@ -690,9 +723,12 @@ def clipped_while_scaled(record: Record) -> Finding | None:
     return Finding(
         kind="clipped while scaled",
         severity="problem",
-        sentence=f"In nearly all steps the gradient norm times the scale is {_number(bound)}: the gradients were "
-        "clipped while they were still scaled, so the updates are as many times too small as the scale is large.",
-        advice="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call scaler.unscale_(optimizer) "
+        sentence=f"In nearly all steps the gradient norm times the scale is {_number(bound)}: the "
+        "gradients were "
+        "clipped while they were still scaled, so the updates are as many times too small as the scale is "
+        "large.",
+        advice="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
+        "scaler.unscale_(optimizer) "
         "before clip_grad_norm_. In optax, put the clipping inside: loss_scaled(optimizer, max_norm=...).",
         numbers={"bound": bound},
     )
@@ -707,7 +743,8 @@ def poisoned_buffers(record: Record) -> Finding | None:
     return Finding(
         kind="poisoned buffers",
         severity="problem",
-        sentence=f"After a skipped step, {shown} held inf or NaN. A skipped step protects the weights and not the "
+        sentence=f"After a skipped step, {shown} held inf or NaN. A skipped step protects the weights and "
+        "not the "
         "buffers of modules: in evaluation the model gives NaN.",
         advice="Reset them, or go back to a checkpoint before that step: module.reset_running_stats() for "
         "BatchNorm. An overflow in forward put them there; run the modules before it in float32.",
@@ -728,9 +765,11 @@ def dead_units(record: Record) -> Finding | None:
     return Finding(
         kind="dead units",
         severity="problem",
-        sentence=f"All outputs of {module_name(names[0])} are exactly zero in the last looks, and the gradients "
+        sentence=f"All outputs of {module_name(names[0])} are exactly zero in the last looks, and the "
+        "gradients "
         f"of {len(stuck[0] & stuck[1]):,} modules with them: its units are dead.",
-        advice="The usual reason is a learning rate that was too high at the start. Lower it, warm it up, or use "
+        advice="The usual reason is a learning rate that was too high at the start. Lower it, warm it up, "
+        "or use "
         "an activation that does not die, such as GELU.",
         numbers={"modules": len(stuck[0] & stuck[1])},
     )

@@ -22,7 +22,8 @@ __all__ = ["at_ceiling", "never_grew", "not_scaled", "too_low", "vanished"]
 SHORTEST_INTERVAL: Final = 100
 MANY: Final = 1 / 10
 MUCH: Final = 12
-"""Entries lie some 20 powers of two apart, and float16 has 30 for normal numbers: from here on digits are lost."""
+"""Entries lie some 20 powers of two apart, and float16 has 30 for normal numbers: from here on digits are "
+"lost."""
 FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
 
 
@@ -78,7 +79,7 @@ def _zeros(record: Record, column: Column) -> tuple[int, int]:
 
 
 def _waste(record: Record) -> Severity:
-    """Return how bad unused head room is: digits are lost in many entries, or so many powers that they must be."""
+    """Return how bad unused head room is: whether many entries lose digits for it, or must do so."""
     if not record.room:
         return "note"
     if record.look is not None:
@@ -163,7 +164,8 @@ def _below_one(record: Record) -> Finding | None:
     return Finding(
         kind="too low",
         severity="warning",
-        sentence=f"The scale is {power(highest)}, below 1, and no step overflowed: it makes gradients smaller, so "
+        sentence=f"The scale is {power(highest)}, below 1, and no step overflowed: it makes gradients "
+        "smaller, so "
         f"that more of them round to zero in {record.band.name}.",
         advice="Start higher.",
         numbers={"scale": highest},
