@@ -483,8 +483,8 @@ def torch_static_scale_far_too_high(seed: int) -> Trace:
 @case("too high", "scale too high", held_out=True)
 def torch_static_scale_a_little_too_high(seed: int) -> Trace:
     probe = torch_run(seed, policy=Headroom(), steps=120)
-    usual = sorted(step.peak * 2.0**17 / step.scale for step in probe if step.peak)
-    level = 2.0 ** math.floor(math.log2(65504 * 2.0**17 / usual[len(usual) * 9 // 10]))
+    peaks = sorted(step.peak / step.scale for step in probe if step.peak)
+    level = 2.0 ** math.ceil(math.log2(65504 / peaks[len(peaks) * 9 // 10]))
     return torch_run(seed, policy=Static(level))
 
 

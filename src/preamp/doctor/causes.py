@@ -53,6 +53,7 @@ TENFOLD: Final = 9.0  # of `Rise.ratio`
 TWOFOLD: Final = 1.0
 THOUSANDFOLD: Final = 999.0
 SHORT: Final = 50  # steps below which loss values say little
+MOST_VALUES: Final = 10_000  # of batches in an epoch
 LEAST_CLIPPED: Final = 2.0**10  # at such a scale no bound of a norm is so small that it is meant
 MOST_CLIPPED: Final = 100.0
 ALIKE: Final = 1.01
@@ -511,8 +512,7 @@ def exploding(record: Record) -> Finding | None:
 
 
 def _growing_backward(record: Record) -> Finding | None:
-    """Find gradients that grow from module to module on the way back, in a run that had to lower its "
-    "scale."""
+    """Find gradients that grow from module to module in backward, in a run that lowered its scale."""
     clean = [look for look in record.looks if look.first_overflow is None]
     if not clean or max(record.opening, len(record.skips)) < FEWEST:
         return None
@@ -668,9 +668,16 @@ def not_learning(record: Record) -> Finding | None:
     if unused := _other_parameters(record):
         return unused
     half = len(losses) // 2
-    if half < SHORT or len(losses) < len(record) or not set(losses[half:]) <= set(losses[:half]):
+    if half < SHORT or len(losses) < len(record):
         return None
-    values = len(set(losses))
+    known = set[float]()
+    for loss in losses[:half]:
+        known.add(loss)
+        if len(known) > MOST_VALUES:
+            return None
+    if not all(loss in known for loss in losses[half:]):
+        return None
+    values = len(known)
     count = "the same value in all" if values == 1 else f"only {values:,} different values in"
     return Finding(
         kind="not learning",

@@ -56,6 +56,8 @@ def vanished(record: Record) -> Finding | None:
     scale = record.scales[-1]
     if not known or zero < 0.9 * known:
         return None
+    if not _zeros(record, record.peak)[1] and (record.room or 0) >= FEWEST:
+        return None  # the looks say how much higher the scale could be
     if record.look and any(row.what == "gradient" and row.histogram.nonzero for row in record.look.rows):
         return None  # they are not zero where they are made
     first = "scale" if isinstance(record.policy, Static) else "init_scale"
