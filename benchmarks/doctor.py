@@ -480,7 +480,7 @@ def torch_static_scale_far_too_high(seed: int) -> Trace:
     return torch_run(seed, policy=Static(2.0**26))
 
 
-@case("too high", "scale too high", held_out=True)
+@case("too high", "starving", held_out=True)
 def torch_static_scale_a_little_too_high(seed: int) -> Trace:
     probe = torch_run(seed, policy=Headroom(), steps=120)
     peaks = sorted(step.peak / step.scale for step in probe if step.peak)

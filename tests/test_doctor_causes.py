@@ -43,13 +43,14 @@ def run(
     policy: Any = None,
     low: float = 2.0**-14,
 ) -> Trace:
-    """Return a run that takes some steps and then skips all, with losses and norms at the end of the first."""
+    """Return a run that takes some steps and then skips all; losses and norms are those before the failure."""
     scale, steps = 2.0**16, []
     losses = [*[0.6 + 0.1 * (n % 3) for n in range(taken - len(losses))], *losses] if losses else []
     norms = [*[0.8 + 0.1 * (n % 4) for n in range(taken - len(norms))], *norms] if norms else []
     for n in range(taken):
         loss, norm = losses[n] if losses else None, norms[n] if norms else None
-        steps.append(Step(n, scale, finite=True, skipped=False, new_scale=scale, loss=loss, grad_norm=norm))
+        step = Step(n, scale, finite=True, skipped=False, new_scale=scale)
+        steps.append(step._replace(loss=loss, grad_norm=norm))
     for n in range(taken, taken + failed):
         after = max(scale / 2, low)
         steps.append(
