@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, real files, real exit statuses."""
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pydantic  # noqa: F401  # where it is loaded, cyclopts checks values and defaults with it
 import pytest
+from rich.console import Console
 
 from preamp import (
     Dynamic,
@@ -26,6 +28,7 @@ from preamp import (
     Trace,
     processes,
     simulate,
+    terminal,
 )
 from preamp.cli import run as run_here
 from preamp.dialects import ALL
@@ -274,6 +277,35 @@ def test_report_draws_any_traces(here, tmp_path):
     page = (tmp_path / "runs/report.html").read_text()
     assert "&lt;mine&gt; [/red] ?" in page
     assert "b.jsonl" in page
+
+
+def test_report_says_that_a_run_was_resumed_and_that_its_ranks_disagree(here, tmp_path):
+    for number in range(2):
+        Trace(
+            [Step(i, 2.0 + number * (i > 6), True, False) for i in (*range(10), *range(5, 8))], name="job"
+        ).write(tmp_path / f"run.{number}.jsonl")
+    done = here("report", "run.{rank}.jsonl")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "runs/report.html").read_text()
+    doctored = here("doctor", "run.{rank}.jsonl")
+    for said in (" ".join(done.stdout.split()), page, " ".join(doctored.stdout.split())):
+        assert "job was resumed from an older checkpoint, at step 5" in said
+        assert "run.1.jsonl differs from the ranks before it in the scale of 1 of its steps" in said
+    done = here("report", "run.{rank}.jsonl", "--out", "run.1.jsonl")
+    assert "run.1.jsonl is a trace that is read" in done.stderr
+    assert "other.{rank}.jsonl" in here("report", "other.{rank}.jsonl", "run.{rank}.jsonl").stderr
+
+
+def test_reading_a_long_trace_shows_how_far_it_is(tmp_path, monkeypatch):
+    Trace(Step(i, 2.0, True, False) for i in range(30_000)).write(tmp_path / "long.jsonl")
+    assert (tmp_path / "long.jsonl").stat().st_size > 2**20
+    shown = io.StringIO()
+    monkeypatch.setattr(terminal, "out", Console(file=shown, force_terminal=True, width=80))
+    assert len(terminal.read_trace(tmp_path / "long.jsonl")) == 30_000
+    assert "reading long.jsonl" in shown.getvalue()
+    monkeypatch.setattr(terminal, "out", Console(file=(quiet := io.StringIO())))
+    terminal.read_trace(tmp_path / "long.jsonl")
+    assert quiet.getvalue().strip() == ""
 
 
 def test_doctor_says_what_is_wrong_and_what_to_write(here, tmp_path):

@@ -3,6 +3,9 @@
 import base64
 import io
 import re
+import resource
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -14,7 +17,16 @@ from matplotlib.image import imread
 
 from preamp import ExponentHistogram, Look, LookRow, Step, Trace
 from preamp.exponents import BANDS
-from preamp.report import Curve, Strip, heat_figure, loss_figure, scale_figure, write_report, zeros_figure
+from preamp.report import (
+    Curve,
+    Strip,
+    figures,
+    heat_figure,
+    loss_figure,
+    scale_figure,
+    write_report,
+    zeros_figure,
+)
 from preamp.report.heat import COLORS, MOST_ROWS, heat_table, span_of, zero_share
 
 numbers = st.one_of(st.none(), st.floats())
@@ -100,11 +112,77 @@ def test_every_skipped_step_is_marked():
     )
 
 
-def test_of_very_many_skipped_steps_some_are_marked_and_the_title_says_so():
+def test_of_very_many_skipped_steps_those_that_are_close_share_a_mark_and_the_title_says_so():
     few, many = ([Curve("a", Trace([Step(i, 8.0, False, True) for i in range(n)]))] for n in (200, 2000))
-    assert "some of the skipped steps" not in scale_figure(few)
-    assert "some of the skipped steps" in scale_figure(many)
+    assert "one mark where they are close" not in scale_figure(few)
+    assert "one mark where they are close" in scale_figure(many)
     assert scale_figure(many).count("<use") < 300
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sets(st.integers(0, 20_000), min_size=1), st.integers(0, 20_000))
+def test_no_skipped_step_is_far_from_a_mark(alone, start):
+    """However many others there are, so that a rare one in a quiet part is not left out."""
+    skipped = alone | set(range(start, start + 400))
+    trace = Trace(Step(i, 8.0, i not in skipped, i in skipped) for i in range(0, 20_001))
+    skipped = {step.index for step in trace if step.skipped}
+    marks = [index for index, _ in figures._marks(trace, figures.MOST_MARKS)]
+    assert len(marks) <= figures.MOST_MARKS
+    assert all(min(abs(mark - index) for mark in marks) <= 20_001 / 150 for index in skipped)
+    assert skipped >= set(marks)
+
+
+def test_a_spike_of_the_loss_is_drawn_beside_the_means():
+    """One step in a million, which a mean of 2500 hardly shows."""
+    spiky = Trace(Step(i, 1.0, True, False, loss=1.0 + i % 2 if i != 9999 else 50.0) for i in range(20_000))
+    means = figures._averaged(spiky, "loss")
+    assert len(means.values) <= figures.MOST_POINTS
+    assert max(means.values) < 3.0
+    assert sorted(set(means.highest)) == [2.0, 50.0]
+    assert set(means.lowest) == {1.0}
+
+
+def test_spikes_do_not_squeeze_the_means():
+    wild = Curve(
+        "wild", Trace(Step(i, 1.0, True, False, loss=1001.0 - 2000 * (i % 2)) for i in range(20_000))
+    )
+    mild = Curve("mild", Trace(Step(i, 1.0, True, False, loss=3.0 + i % 2) for i in range(20_000)))
+    for curves in ([wild], [wild, mild], [mild, wild]):
+        ticks = re.findall(r'id="ytick_\d+".*?<text[^>]*>([^<]*)</text>', loss_figure(curves), re.DOTALL)
+        assert len(ticks) >= 3
+        assert all(0.0 < float(tick) < 5.0 for tick in ticks)
+
+
+def test_what_is_there_stays_until_the_new_report_is_whole(tmp_path):
+    """A disk that filled up left an empty file in the place of a good one."""
+    before = page(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"report\.html"):
+            page(tmp_path, lead=["another one"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == before
+    assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
+    assert "another one" in page(tmp_path, lead=["another one"])
+
+
+@pytest.mark.slow
+def test_a_million_steps_are_reported_within_200_mb(tmp_path):
+    """Of the whole command: 530 MB before steps were kept in columns."""
+    step = '{"index": %d, "scale": 1.0, "finite": true, "skipped": false, "new_scale": 1.0, "loss": 0.5}\n'
+    with (tmp_path / "long.jsonl").open("w") as file:
+        file.write('{"preamp_trace": 1}\n')
+        file.writelines(step % index for index in range(1_000_000))
+    code = (
+        "import resource, sys; from preamp.cli import run; assert run(sys.argv[1:]) == 0;"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    )
+    command = [sys.executable, "-c", code, "report", "long.jsonl", "--out", "report.html"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 200
+    assert (tmp_path / "report.html").stat().st_size < 300_000
 
 
 @pytest.mark.parametrize("figure", [loss_figure, zeros_figure, scale_figure])

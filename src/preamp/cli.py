@@ -18,7 +18,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
 from preamp import __version__, comparing
-from preamp.comparing import footer, scale_row, stops
+from preamp.comparing import events, footer, scale_row, stops
 from preamp.dialects import ALL
 from preamp.errors import PreampError
 from preamp.flags import SHORT_INTERVAL, Given, find_dialect, precisions_and_rule, rules
@@ -33,10 +33,12 @@ from preamp.terminal import (
     print_lines,
     print_open,
     print_table,
+    read_trace,
     train_all,
     until_done,
 )
 from preamp.trace import Trace
+from preamp.trace_files import paths_of_ranks
 from preamp.words import kebab
 
 if TYPE_CHECKING:
@@ -246,24 +248,25 @@ def report(
     """Draw recorded traces in one HTML file.
 
     Args:
-        traces: files that a Trace was written to.
+        traces: files that a Trace was written to, or "run.{rank}.jsonl" for the ranks of one job.
         out_file: the report to write.
     """
     from preamp.report import write_report
 
     _refuse_to_overwrite(traces, out_file)
-    named = _named(traces, [Trace.read(path) for path in traces])
+    named = _named(traces, list(map(read_trace, traces)))
     rows = [scale_row(name, one) for name, one in named.items()]
     out_file.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         out_file,
         title="What loss scaling did",
-        lead=stops(named.items()),
+        lead=events(named.items()),
         curves=[_curve(name, one) for name, one in named.items()],
         table=rows,
         footer=footer(map(str, traces)),
     )
     print_table(rows)
+    print_lines(events(named.items()))
     print_open(out_file)
     return 0
 
@@ -273,12 +276,13 @@ def doctor(traces: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)]
     """Say what is wrong with the loss scale of recorded runs, and what to write instead.
 
     Args:
-        traces: files that a Trace was written to.
+        traces: files that a Trace was written to, or "run.{rank}.jsonl" for the ranks of one job.
     """
     from preamp.doctor import diagnose
 
-    for name, one in _named(traces, [Trace.read(path) for path in traces]).items():
+    for name, one in _named(traces, list(map(read_trace, traces))).items():
         print_diagnosis(name, diagnose(one))
+        print_lines(f" {said}" for said in events([(name, one)]))
     return 0
 
 
@@ -375,7 +379,7 @@ def _flag(name: str) -> str:
 
 
 def _refuse_to_overwrite(traces: Sequence[Path], out_file: Path) -> None:
-    if out_file.resolve() in [path.resolve() for path in traces]:
+    if out_file.resolve() in [one.resolve() for path in traces for _, one in paths_of_ranks(path)]:
         raise PreampError(
             f"--out {out_file} is a trace that is read. Write another name, such as report.html."
         )

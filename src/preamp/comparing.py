@@ -18,7 +18,7 @@ from preamp.exponents import BANDS
 from preamp.policy import Policy
 from preamp.processes import Drawn, Drifting, HeavyTailed, Process, Recorded, Spiky, Stationary
 from preamp.simulate import simulate
-from preamp.terminal import Row, print_lines, print_open, print_table
+from preamp.terminal import Row, print_lines, print_open, print_table, read_trace
 from preamp.trace import Trace
 from preamp.words import percent, power, sparkline
 
@@ -26,6 +26,7 @@ __all__ = [
     "ProcessName",
     "Steps",
     "compare",
+    "events",
     "footer",
     "invented",
     "process",
@@ -59,14 +60,14 @@ class Steps:
 
 def recorded(path: Path, dtype: str | None) -> Steps:
     """Return a recorded run: its gradients if they were recorded, or else which steps overflowed."""
-    trace = Trace.read(path)
+    trace = read_trace(path)
     precision = str(trace.about.get("precision"))
     low = dtype or (precision if precision in BANDS and precision != "float32" else "float16")
     try:
         return Steps(Recorded(trace, dtype=low), f"recorded in {path}")
     except TraceError:
         source = f"recorded in {path}, without peaks, so the same steps overflow at every scale"
-        return Steps([not step.finite for step in trace], source)
+        return Steps([not finite for finite in trace.column("finite")], source)
 
 
 def invented(steps: int | None, rate: float | None, seed: int | None) -> Steps:
@@ -165,6 +166,19 @@ def scale_row(name: str, trace: Trace) -> Row:
 def stops(traces: Iterable[tuple[str, Trace]]) -> list[str]:
     """Say which traces ended before their time, and why."""
     return [f"{name} stopped: {trace.stopped}" for name, trace in traces if trace.stopped]
+
+
+def events(traces: Iterable[tuple[str, Trace]]) -> list[str]:
+    """Say what happened to traces besides their steps: resumed, ranks that disagree, stopped."""
+    traces = list(traces)
+    resumed = [
+        f"{name} was resumed from an older checkpoint, at step {', '.join(map(str, trace.resumed))}. "
+        "What it had done beyond is not counted."
+        for name, trace in traces
+        if trace.resumed
+    ]
+    ranks = [f"{name}: {said}." for name, trace in traces for said in trace.disagreements]
+    return resumed + ranks + stops(traces)
 
 
 def footer(lines: Iterable[str]) -> str:

@@ -16,7 +16,9 @@ from preamp.errors import CheckpointError, InexactScale, LossyConversion, Policy
 from preamp.formats import Format, backoff_factor, hysteresis
 from preamp.policy import Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
 
-__all__ = ["Dialect", "dialect"]
+__all__ = ["Dialect", "dialect", "unused_of"]
+
+SHARED = ("scale", "good", "bad", "steps")  # steps: how far a run is, which is no part of a rule
 
 P = ParamSpec("P")
 
@@ -81,7 +83,24 @@ class Dialect(Policy[Any], Generic[P]):
         Raises:
             CheckpointError: for what the system does not save, or could not go on from.
             PolicyError: for saved settings that cannot work.
+
+        Warns:
+            LossyConversion: of what our own adapter has saved beside the system's entries, such as the memory
+                of a `Headroom`, which no state of this dialect holds.
         """
+        state = self.load_quietly(saved, policy)
+        unused = unused_of(self.known_format().remembered(self._entries(saved)))
+        if unused:
+            warnings.warn(
+                f"this was saved with a policy that {self.system} does not have, and {', '.join(unused)} is "
+                "left out. To go on with that policy, load it into the adapter that saved it.",
+                LossyConversion,
+                stacklevel=level_of_caller(),
+            )
+        return state
+
+    def load_quietly(self, saved: Any, policy: Policy[Any] | None = None) -> Any:
+        """Return what `load` returns, without a warning."""
         rule = self.load_policy(saved, policy)
         state = self.known_format().state(self._entries(saved), rule)
         return state._replace(scale=self._usable(state.scale, rule))
@@ -130,8 +149,10 @@ class Dialect(Policy[Any], Generic[P]):
         kept = kept._replace(scale=self._usable(kept.scale, self.policy))
         saved = form.save(kept, given)
         rule = self.load_policy(saved)
-        lost = _lost(_settings(given), _settings(rule))
-        return saved, lost + _lost(_counts(given, kept), _counts(rule, self.load(saved)))
+        lost = _unknown_rule(given) + _unknown_memory(state, given)
+        lost += _lost(_settings(given), _settings(rule))
+        lost += _begun_earlier(state, given, self.policy)
+        return saved, lost + _lost(_counts(given, kept), _counts(rule, self.load_quietly(saved)))
 
     def known_format(self) -> Format:
         """Return `format`.
@@ -189,6 +210,17 @@ def _counted_as(own: Policy[Any], state: Any, given: Policy[Any]) -> Any:
     return state if theirs == ours else state._replace(good=max(state.good - theirs, 0.0) + ours)
 
 
+def _begun_earlier(state: Any, given: Policy[Any], own: Policy[Any]) -> list[str]:
+    """Name the clean step that `given` would not have counted and `own` will."""
+    theirs, ours = (getattr(policy, "growth_delay", 0) for policy in (given, own))
+    good = float(state.good)
+    if theirs <= ours or good >= theirs:
+        return []
+    return [
+        f"good={good:g} (there {ours}: the next clean step counts towards a growth, and here it does not)"
+    ]
+
+
 def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Name what is not the same after a conversion."""
     return [
@@ -196,6 +228,24 @@ def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
         for name, value in before.items()
         if value != after.get(name, value)
     ]
+
+
+def unused_of(remembered: Mapping[str, Any]) -> list[str]:
+    """Name what was remembered for another policy; what nothing was counted in yet is not worth a name."""
+    return [f"{name}={value!r}" for name, value in remembered.items() if name not in SHARED and value]
+
+
+def _unknown_rule(policy: Policy[Any]) -> list[str]:
+    """Name a rule that no system has, of which only the common settings are carried."""
+    known = isinstance(policy, Dynamic | Tolerant | Static) or not isinstance(policy, Moving)
+    return [] if known else [f"policy={policy!r} (there Dynamic)"]
+
+
+def _unknown_memory(state: Any, policy: Policy[Any]) -> list[str]:
+    """Name what a state holds besides the numbers that every rule has."""
+    counted = ("age",) if isinstance(policy, Tolerant) else ()
+    named = {name: value for name, value in state._asdict().items() if name not in counted}
+    return unused_of({name: float(value) for name, value in named.items()})
 
 
 def _settings(policy: Policy[Any]) -> dict[str, Any]:

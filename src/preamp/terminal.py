@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from preamp.trace import Trace
@@ -32,6 +40,7 @@ __all__ = [
     "print_lines",
     "print_open",
     "print_table",
+    "read_trace",
     "train_all",
     "until_done",
 ]
@@ -85,6 +94,23 @@ def print_diagnosis(name: str, found: Diagnosis) -> None:
     if rehearsal := found.rehearsal():
         table.add_row("then", rehearsal)
     out.print(table)
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace, and show how far that is if it takes long.
+
+    Where ranks disagree is not warned of: `comparing.events` has it in words.
+
+    Args:
+        path: a file, or "run.{rank}.jsonl" for those of all ranks.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with (
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+        Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress,
+    ):
+        bar = progress.add_task(f"reading {_printable(path.name)}", total=None)
+        return Trace.read(path, lambda done, size: progress.update(bar, completed=done, total=size))
 
 
 def print_open(path: Path) -> None:

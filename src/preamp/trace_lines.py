@@ -35,6 +35,7 @@ FORMAT = 1
 NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
 REQUIRED = ("index", "scale", "finite", "skipped")
 NAMES = ("culprits", "buffers")
+PLAIN = frozenset((float, type(None)))
 MEBIBYTE = 2**20
 Row: TypeAlias = tuple[Any, ...]
 
@@ -80,7 +81,8 @@ def row_of(step: tuple[Any, ...]) -> Row:
         and type(scale) is float
         and type(finite) is bool is type(skipped)
         and rest[5] == () == rest[7]
-        and all(value is None or type(value) is float or value == () for value in rest)
+        and PLAIN.issuperset(map(type, rest[:5]))
+        and PLAIN.issuperset((type(rest[6]),))
     ):  # as nearly always
         return tuple(step)
     return tuple(
@@ -168,7 +170,10 @@ def parse(path: str | Path, number: int, line: str) -> dict[str, Any]:
         TraceError: for what is not an object of JSON.
     """
     try:
-        entry = _decode(line)
+        text = line.strip()
+        entry, end = _decode(text)
+        if end != len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise TraceError(f"{path}, line {number}: not JSON ({reason}).") from error
@@ -183,7 +188,7 @@ def _refuse(constant: str) -> None:
 
 
 _encode = json.JSONEncoder(allow_nan=False).encode
-_decode = json.JSONDecoder(parse_constant=_refuse).decode
+_decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
 
 
 def about_of(path: str | Path, line: str) -> dict[str, Any]:
@@ -218,7 +223,7 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
         and (skipped is True or skipped is False)
         and len(entry) == 12 - values.count(None)  # nothing unknown and no null
         and values[9] is None is values[11]
-        and all(value is None or type(value) is float for value in rest)
+        and PLAIN.issuperset(map(type, rest))
     ):  # the slow way, for what is rare
         problem = _problem(entry)
         if problem:

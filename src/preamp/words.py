@@ -105,7 +105,7 @@ def spread(values: Sequence[float]) -> str:
 
 def sparkline(trace: Trace) -> str:
     """Return the scale's powers of two over time as a row of blocks, lowest to highest."""
-    exponents = [exponent(step.scale) for step in trace]
-    low, high = min(exponents, default=0.0), max(exponents, default=0.0)
-    picked = [exponents[n * len(exponents) // SPARKLINE_WIDTH] for n in range(SPARKLINE_WIDTH) if exponents]
+    scales = [scale for scale in trace.column("scale") if scale == scale]
+    low, high = exponent(min(scales, default=1.0)), exponent(max(scales, default=1.0))
+    picked = [exponent(scales[n * len(scales) // SPARKLINE_WIDTH]) for n in range(SPARKLINE_WIDTH) if scales]
     return "".join(BLOCKS[round((e - low) / (high - low or 1.0) * (len(BLOCKS) - 1))] for e in picked)

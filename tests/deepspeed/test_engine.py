@@ -155,6 +155,48 @@ def test_micro_steps_add_up_in_float32(section):
     assert master(engine) == -(4096.0 + 7 * 1.0) / 8
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("section", HALVES)
+def test_a_gradient_that_is_assigned_counts_in_either_dtype(section, dtype, accumulation):
+    """As clipping by hand or a hook of one's own does it, and an all-reduce of one's own."""
+    low = {section: {"enabled": True, **({"initial_scale_power": 0} if section == "fp16" else {})}}
+    config = {**low, "gradient_clipping": 0.0, "gradient_accumulation_steps": accumulation}
+    engine = trained(Weight(), config)
+    weight = engine.module.weight
+    for number in range(accumulation):
+        engine.backward(
+            (weight * 4096.0 * accumulation if number == 0 else weight * 1.0 * accumulation).sum()
+        )
+        weight.grad = weight.grad.to(dtype or HALVES[section])
+        engine.step()
+    low_sum = 4096.0
+    for _ in range(accumulation - 1):  # what is assigned in half precision is rounded there by who assigns it
+        low_sum = (torch.tensor(low_sum + 1.0).to(dtype or HALVES[section])).item()
+    assert master(engine) == -low_sum
+    assert weight.grad is None
+
+
+def test_a_gradient_that_is_assigned_before_any_other_counts():
+    engine = trained(Weight(), {**fp16(initial_scale_power=0), "gradient_clipping": 0.0})
+    engine.backward((engine.module.weight * 0.0).sum())
+    engine.module.weight.grad = None
+    engine.module.weight.grad = torch.full_like(engine.module.weight, 3.0)
+    engine.step()
+    assert master(engine) == -3.0
+
+
+def test_a_frozen_parameter_that_is_trained_later_adds_up_in_float32():
+    model = Weight()
+    model.later = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    engine = trained(model, {**fp16(initial_scale_power=0), "gradient_accumulation_steps": 1})
+    model.later.requires_grad_(True)
+    for gradient in (4096.0, 1.0):
+        engine.backward((model.later * gradient).sum() + model.weight.sum())
+    assert model.later.grad.item() == 4097.0
+    assert model.weight.grad.dtype is torch.float32
+
+
 def test_a_loss_in_float16_is_shared_before_it_is_scaled():
     model = Weight()
     engine = trained(model, {**fp16(initial_scale_power=16), "gradient_accumulation_steps": 4})

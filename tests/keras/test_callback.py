@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,21 @@ def test_peaks_are_recorded_where_the_policy_sees_them() -> None:
     peaks = [step.peak for step in recorder.trace]
     assert [number for number, peak in enumerate(peaks) if peak is None] == [OVERFLOWING]
     assert optimizer.last_step.peak == peaks[-1] > 0.0
+
+
+def test_a_second_fit_goes_on_with_the_settings_of_the_file(tmp_path: Path) -> None:
+    """The file is closed after a fit and opened again in the next."""
+    model = model_of(LossScaleOptimizer(adam()))
+    callback = TraceCallback(tmp_path / "run.jsonl", on_error="warn")
+    fit(model, 1, callbacks=[callback])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "run.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.warns(UserWarning, match="cannot be written|lacks the last"):
+            fit(model, 1, callbacks=[callback])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(callback.trace) == 2 * STEPS
+    with pytest.raises(UsageError, match=r"on_error, only_rank: this is for a file"):
+        TraceCallback(Trace(), on_error="warn", only_rank=0)

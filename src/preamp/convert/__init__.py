@@ -6,13 +6,14 @@ entries (`formats`) and rules (`dialects`). Nothing in a file is ever executed: 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from preamp.convert.reading import read
 from preamp.convert.searching import find
 from preamp.convert.writing import check_name, write
-from preamp.dialect import Dialect
+from preamp.dialect import Dialect, unused_of
 from preamp.policy import Policy, Tolerant
 
 __all__ = ["Conversion", "convert"]
@@ -52,10 +53,15 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
         OSError: for a file that cannot be opened or written.
     """
     check_name(out)
-    where, state, policy = find(read(source), origin, source)
-    entries, lost = target.dump_and_tell(state, policy)
-    write(out, entries, target)
-    return Conversion(where, state, policy, lost + _uncounted(state, policy))
+    found = find(read(source), origin, source)
+    entries, lost = target.dump_and_tell(found.state, found.policy)
+    carried = None
+    if found.remembered and origin.format is target.format:
+        carried = target.known_format().with_remembered(entries, found.remembered)
+    if carried is None:
+        lost += _uncounted(found.state, found.policy) + _left_out(found.remembered)
+    write(out, carried or entries, target)
+    return Conversion(found.where, found.state, found.policy, lost)
 
 
 def _uncounted(state: Any, policy: Any) -> list[str]:
@@ -64,3 +70,9 @@ def _uncounted(state: Any, policy: Any) -> list[str]:
     if counts_overflows or not state.bad:
         return []
     return [f"bad={state.bad:g} (counted for a policy that the checkpoint does not hold)"]
+
+
+def _left_out(remembered: Mapping[str, Any]) -> list[str]:
+    """Name what our own adapter saved and the target has no place for."""
+    steps = [f"steps={remembered['steps']:g}"] if remembered.get("steps") else []
+    return [f"{name} (saved by preamp)" for name in unused_of(remembered) + steps]

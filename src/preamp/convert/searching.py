@@ -16,11 +16,12 @@ __all__ = ["Found", "find"]
 
 
 class Found(NamedTuple):
-    """A state in a checkpoint, the way to it, and its policy."""
+    """A state in a checkpoint, the way to it, its policy, and what our own adapter saved beside it."""
 
     where: str
     state: Any
     policy: Policy[Any]
+    remembered: dict[str, Any]
 
 
 def find(tree: Any, dialect: Dialect[...], source: Path) -> Found:
@@ -39,12 +40,17 @@ def find(tree: Any, dialect: Dialect[...], source: Path) -> Found:
     found, problems = _loadable(tree, dialect)
     if not found:
         raise _at(source, problems[0]) if problems else _nothing(tree, dialect, source)
-    if any((one.state, one.policy) != (found[0].state, found[0].policy) for one in found):
+    if any(_told(one) != _told(found[0]) for one in found):
         places = ", ".join(f"{one.where} ({one.state.scale:g})" for one in found)
         raise CheckpointError(
             f"{source} holds loss scales that differ, at {places}. Save the right one in a file of its own."
         )
     return found[0]
+
+
+def _told(found: Found) -> Any:
+    """Return what must be the same at all places."""
+    return found.state, found.policy, {**found.remembered, "steps": 0}
 
 
 def _at(source: Path, problem: Exception) -> Exception:
@@ -68,7 +74,9 @@ def _loadable(tree: Any, dialect: Dialect[...]) -> tuple[list[Found], list[Excep
             entries = dialect.known_format().find(node)
             if entries is not None and not any(entries is other for other in seen):
                 seen.append(entries)
-                found.append(Found(where or "the top", dialect.load(entries), dialect.load_policy(entries)))
+                state, policy = dialect.load_quietly(entries), dialect.load_policy(entries)
+                remembered = dialect.known_format().remembered(entries)
+                found.append(Found(where or "the top", state, policy, remembered))
         except (CheckpointError, PolicyError) as problem:
             problems.append(problem)
     return found, problems

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from preamp.dialect import Dialect
 from preamp.dialects import MEGATRON
 from preamp.errors import MissingExtra, UsageError
+from preamp.files import replacing
 
 __all__ = ["check_name", "write"]
 
@@ -48,12 +48,8 @@ def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
         content = WRITERS[path.suffix](entries, dialect)
     except ImportError as error:
         raise MissingExtra.of(error) from error
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(content)
 
 
 def _torch(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:

@@ -287,6 +287,9 @@ class Engine(nn.Module):
         )
 
     def _update(self, optimizer: LossScaleOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        for parameter in optimizer.model_parameters():
+            if parameter.dtype in HALF_DTYPES:
+                _widen(parameter)  # one that was assigned
         average_gradients(optimizer.model_parameters())
         norm = self._clip_unchecked(optimizer)
         try:
@@ -321,9 +324,17 @@ class Engine(nn.Module):
         self._calls, self._scaled = 0, False
 
     def _sum_in_float32(self) -> None:
-        """Have autograd add the micro-steps of half-precision parameters up in float32."""
+        """Have the micro-steps of half-precision parameters added up in float32.
+
+        A gradient that is assigned may be of either dtype.
+        """
         for parameter in self.module.parameters():
-            if parameter.dtype in HALF_DTYPES:
+            if parameter.dtype not in HALF_DTYPES:
+                continue
+            if parameter.requires_grad:
+                parameter.grad_dtype = None
+                parameter.register_post_accumulate_grad_hook(_widen)  # type: ignore[no-untyped-call]
+            else:  # it cannot have a hook, and may be trained later
                 parameter.grad_dtype = torch.float32
 
     def _clip_unchecked(self, optimizer: LossScaleOptimizer) -> Tensor | None:
@@ -369,6 +380,12 @@ class Engine(nn.Module):
 
     def _of_groups(self, name: str) -> list[Any]:
         return [group.get(name, 0.0) for group in self._groups()]
+
+
+def _widen(parameter: Tensor) -> None:
+    """Make a gradient float32, so that what is added to it next is not rounded to half precision."""
+    if parameter.grad is not None and parameter.grad.dtype in HALF_DTYPES:
+        parameter.grad = parameter.grad.float()
 
 
 def _overflows_left(optimizer: LossScaleOptimizer) -> int | None:

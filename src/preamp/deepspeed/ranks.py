@@ -17,6 +17,7 @@ from torch import Tensor
 
 from preamp.errors import UsageError
 from preamp.torch.agreement import number_of_ranks
+from preamp.torch.gradients import HALF_DTYPES
 
 __all__ = ["all_agree", "average_gradients", "begin_alike", "join", "rank", "unlike"]
 
@@ -132,7 +133,8 @@ def _kind(gradient: Tensor | None) -> int:
 
 def _gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        dtype = torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
+        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
     return parameter.grad
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "flag",
     "hysteresis",
     "number",
+    "numbers",
     "overflows_left",
 ]
 
@@ -64,6 +65,14 @@ class Format(ABC):
     @abstractmethod
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         """Return the entries that make the system go on from a state of `policy`."""
+
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what our own adapter saves beside the system's entries: what other rules remember."""
+        return {}
+
+    def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return entries with what `remembered` of this format returned; None if there is no place for it."""
+        return None
 
 
 class Counting(Format):
@@ -135,6 +144,16 @@ def flag(saved: Mapping[str, Any], name: str) -> bool:
             f"the saved {name}={shown(value)} is neither True nor False. Write one of them."
         )
     return bool(value)
+
+
+def numbers(saved: Any, *, without: str = "") -> dict[str, float]:
+    """Return all entries as numbers, except for one.
+
+    Raises:
+        CheckpointError: if one of them is none.
+    """
+    named = entries_of(saved)
+    return {name: number(named, name) for name in named if name != without}
 
 
 def backoff_factor(policy: Any) -> float:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from preamp.formats.base import Format, count, entries_of, flag, hysteresis, number, overflows_left
+from preamp.formats.base import Format, count, entries_of, flag, hysteresis, number, numbers, overflows_left
 from preamp.policy import Policy, State, Static
 
 __all__ = ["DeepSpeed", "DeepSpeedStage0", "DeepSpeedZero"]
+
+OURS, BESIDE = "preamp_state", "beside"  # the state of a rule DeepSpeed lacks, and for which counts it holds
+COUNTS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeed(Format):
@@ -86,6 +89,13 @@ class DeepSpeedZero(DeepSpeed):
         patience = count(saved, "delayed_shift")
         return patience - count(saved, "cur_hysteresis") if patience > 1 else 0
 
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return numbers(saved.get(OURS), without=BESIDE)
+
+    def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
+        beside = {name: saved[name] for name in COUNTS if name in saved}
+        return {**saved, OURS: {BESIDE: beside, **remembered}}
+
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         common = DeepSpeed.save(self, state, policy)
         if isinstance(policy, Static):
@@ -114,6 +124,9 @@ class DeepSpeedStage0(DeepSpeed):
     def bad(self, saved: Mapping[str, Any]) -> int:
         ours = entries_of(saved.get("preamp"))
         return count(ours, "delayed_shift") - count(ours, "cur_hysteresis") if ours else 0
+
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return numbers(entries_of(saved.get("preamp")).get(OURS), without=BESIDE)
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {"cur_iter": 0, **DeepSpeed.save(self, state, policy)}

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from preamp.formats.base import Counting, Format, count, entries_of
+from preamp.formats.base import Counting, Format, count, entries_of, number
+from preamp.policy import FloorState, HeadroomState, LogMaxState, State, TolerantState
 
 __all__ = ["Keras", "TfKeras"]
+
+STATES = (FloorState, HeadroomState, LogMaxState, TolerantState)
+MEMORY = sorted({name for kind in STATES for name in kind._fields}.difference(State._fields))  # as variables
 
 
 class TfKeras(Counting):
@@ -18,6 +22,11 @@ class TfKeras(Counting):
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         return {"growth_interval": count(saved, self.INTERVAL)} if self.INTERVAL in saved else {}
+
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        ours = {name: number(saved, name) for name in MEMORY if name in saved}
+        policy = entries_of(saved.get("policy"))
+        return {"policy": policy["class"], **ours} if "class" in policy else ours
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {**Counting.save(self, state, policy), self.INTERVAL: policy.growth_interval}

@@ -14,11 +14,14 @@ from preamp.formats.base import (
     entries_of,
     hysteresis,
     number,
+    numbers,
     overflows_left,
 )
 from preamp.policy import TolerantState
 
 __all__ = ["Apex", "Fairseq", "Megatron", "Nemo", "Torch"]
+
+OURS = "preamp_state"  # the entry in which `preamp.torch` says more
 
 
 class Torch(Counting):
@@ -40,8 +43,14 @@ class Torch(Counting):
         }
 
     def bad(self, saved: Mapping[str, Any], policy: Any) -> int:
-        ours = entries_of(saved.get("preamp_state"))
+        ours = self.remembered(saved)
         return count(ours, "bad") if "bad" in ours else 0
+
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return numbers(saved.get(OURS))
+
+    def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
+        return {**saved, OURS: dict(remembered)}  # PyTorch's own scaler does not look at it
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {
@@ -59,6 +68,9 @@ class Nemo(Torch):
 
     def bad(self, saved: Mapping[str, Any], policy: Any) -> int:
         return hysteresis(policy) - count(saved, "_hysteresis_tracker")
+
+    def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> None:
+        return None
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         left = overflows_left(policy, state)

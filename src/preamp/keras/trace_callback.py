@@ -32,6 +32,8 @@ class TraceCallback(keras.callbacks.Callback):
             stays open; or None to keep the trace in memory.
         mode: for a file that is there: "new" refuses, "append" goes on, "replace" forgets it.
         on_step: called with each `Step` once it is recorded.
+        on_error: what happens if the file cannot be written, as for a `Trace`.
+        only_rank: the number of the only process that writes the file, as for a `Trace`.
         **about: anything JSON can hold that describes the run.
 
     Attributes:
@@ -51,17 +53,22 @@ class TraceCallback(keras.callbacks.Callback):
         *,
         mode: Literal["new", "append", "replace"] = "new",
         on_step: Callable[[Step], object] | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+        only_rank: int | None = None,
         **about: Any,
     ) -> None:
         super().__init__()
         callable_or_none("on_step", on_step, "on_step=log, or any function")
-        if isinstance(path, Trace) and (about or mode != "new"):
+        own = {"mode": mode != "new", "on_error": on_error != "raise", "only_rank": only_rank is not None}
+        of_file = [*about, *(name for name, is_given in own.items() if is_given)]
+        if isinstance(path, Trace) and of_file:
             raise UsageError(
-                f"{', '.join(about) or 'mode'}: this is for a file to be written, but a Trace is given. "
+                f"{', '.join(of_file)}: this is for a file to be written, but a Trace is given. "
                 "Write them where it is made: TraceCallback(Trace(path, mode=..., name=...))."
             )
         self.on_step: Callable[[Step], object] | None = on_step
         self._path = None if isinstance(path, Trace) else path
+        self._settings: dict[str, Any] = {"on_error": on_error, "only_rank": only_rank}
         self.trace: Trace = path if isinstance(path, Trace) else self._opened(mode, **about)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -108,7 +115,7 @@ class TraceCallback(keras.callbacks.Callback):
 
     def _opened(self, mode: Literal["new", "append", "replace"], **about: Any) -> Trace:
         """Return a trace of the file, which is closed with this callback if `fit` breaks off."""
-        trace = Trace(path=self._path, mode=mode, **about)
+        trace = Trace(path=self._path, mode=mode, **self._settings, **about)
         self._close = weakref.finalize(self, trace.close)
         return trace
 

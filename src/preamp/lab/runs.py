@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preamp.errors import MissingExtra, PreampError, Starved
+from preamp.files import replacing
 from preamp.lab import KERAS_BACKENDS, Framework, Precision, Task
 from preamp.lab.autoencoder import autoencoder
 from preamp.lab.classify import classify
@@ -206,9 +207,9 @@ def train(
 def write_summary(path: Path, problem: Problem, framework: str, runs: list[Run]) -> None:
     """Write what came of the runs as JSON."""
     entries = [_entry(run) for run in runs]
-    path.write_text(
-        json.dumps({"task": problem.task, "framework": framework, "runs": entries}, indent=2) + "\n"
-    )
+    text = json.dumps({"task": problem.task, "framework": framework, "runs": entries}, indent=2) + "\n"
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _entry(run: Run) -> dict[str, Any]:

@@ -6,19 +6,20 @@ Each figure is as wide as a phone is, so that a page can put one or two beside e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from operator import itemgetter
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from preamp.report.drawing import in_style, to_svg
-from preamp.trace import Step, Trace
+from preamp.trace import Trace
 from preamp.words import exponent
 
 __all__ = ["Curve", "loss_figure", "scale_figure", "zeros_figure"]
@@ -53,23 +54,34 @@ class Curve:
 
 
 def loss_figure(curves: Sequence[Curve]) -> str:
-    """Return the losses over the steps, averaged over neighbouring steps."""
+    """Return the losses over the steps.
+
+    Of a long trace: means of neighbouring steps and, in a lighter colour, from the lowest to the highest of
+    them, cut off where that would squeeze the means together.
+    """
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
         width = 3.5 if curve.is_reference else 1.5
-        axes.plot(*_averaged(curve.trace, lambda step: step.loss), linewidth=width, **style)
+        means = _averaged(curve.trace, "loss")
+        axes.plot(means.steps, means.values, linewidth=width, **style)
+        if means.is_grouped:
+            limits = axes.dataLim.frozen()
+            axes.fill_between(
+                means.steps, means.lowest, means.highest, color=style["color"], alpha=0.25, linewidth=0
+            )
+            axes.dataLim.set(limits)  # the axis is as high as the means need it
 
     return _svg(curves, "loss", draw)
 
 
 def zeros_figure(curves: Sequence[Curve]) -> str:
     """Return the share of gradient entries that are exactly zero, in percent."""
-    known = [step.zeros or 0.0 for curve in curves for step in curve.trace]
+    known = (share or 0.0 for curve in curves for share in curve.trace.column("zeros"))
     top = 105.0 * max((share for share in known if 1e-6 < share <= 1.0), default=1.0)
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
-        steps, shares = _averaged(curve.trace, lambda step: step.zeros)
-        axes.plot(steps, [100.0 * share for share in shares], **style)
+        means = _averaged(curve.trace, "zeros")
+        axes.plot(means.steps, [100.0 * share for share in means.values], **style)
         axes.set_ylim(0.0, min(top, 100.0))
 
     return _svg(curves, "gradient entries that are zero, %", draw)
@@ -78,15 +90,15 @@ def zeros_figure(curves: Sequence[Curve]) -> str:
 def scale_figure(curves: Sequence[Curve]) -> str:
     """Return the loss scale in powers of two, with a mark for every skipped step.
 
-    Of more than `MOST_MARKS` skipped steps some are marked, and the title says so.
+    Of more than `MOST_MARKS` skipped steps those that are too close together to be told apart share a mark,
+    and the title says so.
     """
-    every = max(1, math.ceil(sum(step.skipped for c in curves for step in c.trace) / MOST_MARKS))
-    title = f"loss scale (▾ {'skipped step' if every == 1 else 'some of the skipped steps'})"
+    count = sum(skipped for curve in curves for skipped in curve.trace.column("skipped"))
+    title = f"loss scale (▾ skipped step{'' if count <= MOST_MARKS else 's, one mark where they are close'})"
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
         axes.step(*_moves(curve.trace), where="post", **style)
-        skipped = [(s.index, exponent(s.scale)) for s in curve.trace if s.skipped]
-        marks = skipped[::every]
+        marks = _marks(curve.trace, MOST_MARKS // len(curves) if count > MOST_MARKS else None)
         if marks:
             axes.plot(*zip(*marks, strict=True), "v", color="#222222", markersize=5, zorder=3)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -134,13 +146,49 @@ def _legible(name: str) -> str:
     return plain.replace("_", "\u2017", 1) if plain.startswith("_") else plain
 
 
-def _averaged(trace: Trace, value: Callable[[Step], float | None]) -> tuple[list[float], list[float]]:
-    """Return at most `MOST_POINTS` means of neighbouring values, and their middle steps."""
-    points = [(step.index, v) for step in trace if (v := value(step)) is not None and abs(v) < HUGE]
-    size = max(1, math.ceil(len(points) / MOST_POINTS))
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    steps = [fmean(index for index, _ in group) for group in groups]
-    return steps, [fmean(value for _, value in group) for group in groups]
+class _Means(NamedTuple):
+    """Means of neighbouring values, their middle steps, and the lowest and highest of each group."""
+
+    steps: list[float]
+    values: list[float]
+    lowest: list[float]
+    highest: list[float]
+    is_grouped: bool
+
+
+def _averaged(trace: Trace, name: str) -> _Means:
+    """Return at most `MOST_POINTS` means of what a field is; None and what cannot be drawn is left out."""
+
+    def points() -> Iterator[tuple[int, float]]:
+        pairs = zip(trace.column("index"), trace.column(name), strict=True)
+        return ((index, value) for index, value in pairs if value is not None and abs(value) < HUGE)
+
+    size = max(1, math.ceil(sum(1 for _ in points()) / MOST_POINTS))
+    means = _Means([], [], [], [], size > 1)
+    rest = points()
+    while group := list(islice(rest, size)):
+        values = [value for _, value in group]
+        means.steps.append(fmean(index for index, _ in group))
+        means.values.append(fmean(values))
+        means.lowest.append(min(values))
+        means.highest.append(max(values))
+    return means
+
+
+def _marks(trace: Trace, most: int | None) -> list[tuple[float, float]]:
+    """Return the step and power of two of each skipped step; of very many one for each part of the axis."""
+    columns = (trace.column(name) for name in ("index", "scale", "skipped"))
+    skips = (
+        (float(index), exponent(scale)) for index, scale, skipped in zip(*columns, strict=True) if skipped
+    )
+    if most is None:
+        return list(skips)
+    first, last = float(trace[0].index), float(trace[-1].index)
+    width = max((last - first) / max(most - 1, 1), 1e-9)
+    parts: dict[int, tuple[float, float]] = {}
+    for skip in skips:
+        parts.setdefault(int((skip[0] - first) / width), skip)
+    return list(parts.values())
 
 
 def _moves(trace: Trace) -> tuple[list[float], list[float]]:
@@ -148,14 +196,20 @@ def _moves(trace: Trace) -> tuple[list[float], list[float]]:
 
     Of very many changes the lowest and the highest of neighbouring ones are kept.
     """
-    points = [(float(step.index), exponent(step.scale)) for step in trace]
-    final = trace.summary().final_scale
-    if points and final is not None:
-        points.append((points[-1][0] + 1.0, exponent(final)))
-    changes = [
-        point for n, point in enumerate(points) if n in (0, len(points) - 1) or point[1] != points[n - 1][1]
-    ]
-    size = max(1, math.ceil(2 * len(changes) / MOST_MOVES))
-    groups = [changes[start : start + size] for start in range(0, len(changes), size)]
-    kept = [p for g in groups for p in sorted({min(g, key=itemgetter(1)), max(g, key=itemgetter(1)), g[-1]})]
+    steps, powers = array("d"), array("d")  # a changing scale has as many as the trace has steps
+    index = 0
+    for index, scale in zip(trace.column("index"), trace.column("scale"), strict=True):
+        power = exponent(scale)
+        if not powers or power != powers[-1]:
+            steps.append(float(index))
+            powers.append(power)
+    if len(trace):
+        last = trace[-1]
+        steps.append(index + 1.0)
+        powers.append(exponent(last.scale if last.new_scale is None else last.new_scale))
+    size = max(1, math.ceil(2 * len(steps) / MOST_MOVES))
+    kept: list[tuple[float, float]] = []
+    for start in range(0, len(steps), size):
+        group = list(zip(steps[start : start + size], powers[start : start + size], strict=True))
+        kept += sorted({min(group, key=itemgetter(1)), max(group, key=itemgetter(1)), group[-1]})
     return [step for step, _ in kept], [power for _, power in kept]

@@ -15,6 +15,7 @@ from matplotlib.image import imsave
 from numpy.typing import NDArray
 
 from preamp.doctor import lost_words
+from preamp.files import replacing
 from preamp.looks import Look
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import TITLES, heat_figure, heat_table
@@ -79,7 +80,7 @@ def write_report(
     strips_title: str = "",
     footer: str = "",
 ) -> None:
-    """Write the report.
+    """Write the report. One that is there stays until the new one is whole.
 
     Args:
         path: the file to write.
@@ -91,6 +92,9 @@ def write_report(
         strips: rows of pictures to compare.
         strips_title: the heading above them.
         footer: small print.
+
+    Raises:
+        OSError: naming the file, if it cannot be written.
     """
     sections = [
         "".join(f"<p>{escape(text)}</p>" for text in lead),
@@ -114,13 +118,14 @@ def write_report(
 </body>
 </html>
 """
-    Path(path).write_text(page, encoding="utf-8", errors="replace")
+    with replacing(path) as file:
+        file.write(page.encode("utf-8", errors="replace"))
 
 
 def _figures(curves: Sequence[Curve]) -> list[str]:
-    scaled = [curve for curve in curves if any(step.scale != 1.0 for step in curve.trace)]
-    with_loss = [curve for curve in curves if any(step.loss is not None for step in curve.trace)]
-    with_zeros = [curve for curve in curves if any(step.zeros is not None for step in curve.trace)]
+    scaled = [curve for curve in curves if any(x != 1.0 for x in curve.trace.column("scale"))]
+    with_loss = [curve for curve in curves if any(x is not None for x in curve.trace.column("loss"))]
+    with_zeros = [curve for curve in curves if any(x is not None for x in curve.trace.column("zeros"))]
     chosen: list[tuple[Any, list[Curve]]] = [
         (loss_figure, with_loss),
         (zeros_figure, with_zeros),
