@@ -969,6 +969,75 @@ def healthy_torch_dropout_and_new_data(seed: int) -> Trace:
     )
 
 
+@case("forward overflow", "forward NaN", held_out=True)
+def torch_variance_overflows_in_a_norm(seed: int) -> Trace:
+    def normalize(h: Tensor) -> Tensor:
+        large = 400.0 * (h + 1.0)
+        return large / large.square().mean(1, keepdim=True).sqrt()
+
+    return torch_run(seed, model=lambda: Net(normalize))
+
+
+@case("NaN in backward", held_out=True)
+def torch_cosine_of_a_zero_row(seed: int) -> Trace:
+    def cosine(answers: Tensor, y: Tensor) -> Tensor:
+        rows = torch.cat([answers, 0.0 * answers], 1)
+        rows = torch.cat([rows[1:], 0.0 * rows[:1]])
+        return (rows / (rows.square().sum(1, keepdim=True).sqrt() + 1e-6)).mean() + (
+            answers - y
+        ).square().mean()
+
+    return torch_run(seed, loss=cosine)
+
+
+@case("diverged", held_out=True)
+def torch_no_warmup_in_a_deep_net(seed: int) -> Trace:
+    def deep() -> nn.Module:
+        layers = [part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+        return nn.Sequential(nn.Linear(8, WIDTH), *layers, nn.Linear(WIDTH, 1))
+
+    return torch_run(seed, model=deep, lr=8.0)
+
+
+@case("oscillating", "too high", "backs off too far", held_out=True)
+def torch_growth_factor_far_too_large(seed: int) -> Trace:
+    return torch_run(seed, policy=Dynamic(growth_factor=2.0**10, backoff_factor=2.0**-10, growth_interval=20))
+
+
+@case("bad data", held_out=True)
+def torch_infinite_target_once(seed: int) -> Trace:
+    def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            (x, torch.where(torch.arange(len(y)).unsqueeze(1) == 3, math.inf, y)) if index == 130 else (x, y)
+        )
+
+    return torch_run(seed, data=spoil)
+
+
+@case("vanished", "too low", "never grew", "not learning", held_out=True)
+def torch_saturated_sigmoids(seed: int) -> Trace:
+    def deep() -> nn.Module:
+        layers = [part for _ in range(12) for part in (nn.Linear(WIDTH, WIDTH), nn.Sigmoid())]
+        return nn.Sequential(nn.Linear(8, WIDTH), *layers, nn.Linear(WIDTH, 1))
+
+    return torch_run(seed, model=deep, policy=Static(1.0))
+
+
+@case("loss function", held_out=True)
+def torch_exponential_in_the_loss(seed: int) -> Trace:
+    return torch_run(seed, loss=lambda a, y: torch.exp(((a - y) * 40).half().square()).float().mean())
+
+
+@case("diverged", held_out=True)
+def jax_adam_without_decay_of_the_second_moment(seed: int) -> Trace:
+    return jax_run(seed, optimizer=optax.chain(optax.scale_by_rms(decay=0.0, eps=1e-12), optax.scale(-3.0)))
+
+
+@case(held_out=True)
+def healthy_torch_small_loss(seed: int) -> Trace:
+    return torch_run(seed, loss=lambda a, y: 0.01 * nn.functional.mse_loss(a, y), lr=1.0, policy=Headroom())
+
+
 # What came of it
 
 

@@ -43,7 +43,7 @@ def run(
     policy: Any = None,
     low: float = 2.0**-14,
 ) -> Trace:
-    """Return a run that takes some steps and then skips all; losses and norms are those before the failure."""
+    """Return a run that takes some steps and then skips all; losses and norms come before the failure."""
     scale, steps = 2.0**16, []
     losses = [*[0.6 + 0.1 * (n % 3) for n in range(taken - len(losses))], *losses] if losses else []
     norms = [*[0.8 + 0.1 * (n % 4) for n in range(taken - len(norms))], *norms] if norms else []

@@ -361,18 +361,20 @@ def _in_backward(record: Record, end: Failure, source: Origin | None) -> Finding
     if not at_any and (source is None or source.what != "NaN"):
         return None
     high = max(record.scales[end.start : len(record)])
-    scales = f"at every scale from {power(high)} to {power(end.lowest)}" if high > end.lowest else ""
+    scales = f", at every scale from {power(high)} to {power(end.lowest)}" if high > end.lowest else ""
     loss = (
         "The loss is finite and the gradients are not" if end.is_backward else "The gradients are not finite"
     )
     return Finding(
         kind="NaN in backward",
         severity="problem",
-        sentence=f"{loss}, {scales or 'in every step'} {_since(record, end)}: not an overflow, an "
-        "operation's "
-        f"derivative is inf or NaN.{_where_in_backward(record, source)}",
+        sentence=f"{loss}{scales} {_since(record, end)}: this is not an overflow, the derivative of an "
+        f"operation is inf or NaN.{_where_in_backward(record, source)}",
         advice="Look for sqrt, norm, log or a power at 0, a division by zero, or torch.where over a branch "
-        "that is NaN (its gradient is NaN even where it is not chosen). Add an epsilon inside, or clamp.",
+        "that is NaN (its gradient is NaN even where it is not chosen). Add an epsilon inside, or clamp."
+        + (
+            "" if end.losses else " If the loss itself is inf or NaN, look at the data and the loss function."
+        ),
         numbers=_counts(end),
     )
 
