@@ -969,7 +969,7 @@ def healthy_torch_dropout_and_new_data(seed: int) -> Trace:
     )
 
 
-@case("forward overflow", "forward NaN", held_out=True)
+@case("dead units", "forward overflow", held_out=True)
 def torch_variance_overflows_in_a_norm(seed: int) -> Trace:
     def normalize(h: Tensor) -> Tensor:
         large = 400.0 * (h + 1.0)
@@ -1028,7 +1028,7 @@ def torch_exponential_in_the_loss(seed: int) -> Trace:
     return torch_run(seed, loss=lambda a, y: torch.exp(((a - y) * 40).half().square()).float().mean())
 
 
-@case("diverged", held_out=True)
+@case("stopped learning", "diverged", held_out=True)
 def jax_adam_without_decay_of_the_second_moment(seed: int) -> Trace:
     return jax_run(seed, optimizer=optax.chain(optax.scale_by_rms(decay=0.0, eps=1e-12), optax.scale(-3.0)))
 

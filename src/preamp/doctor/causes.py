@@ -679,6 +679,10 @@ def not_learning(record: Record) -> Finding | None:
             return None
     if not all(loss in known for loss in losses[half:]):
         return None
+    late = set(losses[half:])
+    moved = [place for place, loss in enumerate(losses[:half]) if loss not in late]
+    if moved:
+        return _stopped_learning(record, moved[-1] + 1, len(losses))
     values = len(known)
     count = "the same value in all" if values == 1 else f"only {values:,} different values in"
     return Finding(
@@ -690,6 +694,19 @@ def not_learning(record: Record) -> Finding | None:
         advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
         "model (after .to() and wrapping), and that the loss depends on them.",
         numbers={"values": values, "steps": len(losses)},
+    )
+
+
+def _stopped_learning(record: Record, place: int, steps: int) -> Finding:
+    return Finding(
+        kind="stopped learning",
+        severity="problem",
+        sentence=f"From step {record.index[place]:,} on, the losses of {steps - place:,} steps repeat "
+        "exactly: "
+        "the weights no longer change.",
+        advice="If the loss is worse than before, the learning rate was most likely too high, and units have "
+        "died: lower it, or warm it up. Otherwise look whether the schedule has reached 0.",
+        numbers={"start": place, "steps": steps - place},
     )
 
 
@@ -763,7 +780,8 @@ def poisoned_buffers(record: Record) -> Finding | None:
 
 def dead_units(record: Record) -> Finding | None:
     """Find modules whose outputs have become all zero, so that nothing before them gets a gradient."""
-    looks = [look for look in record.looks if look.first_overflow is None][-2:]
+    clean = [look for look in record.looks if look.first_overflow is None]
+    looks = clean[-2:]
     if len(looks) < 2:
         return None
     dead = [{row.name for row in look.rows if row.what == "activation" and _is_zero(row)} for look in looks]
@@ -771,15 +789,22 @@ def dead_units(record: Record) -> Finding | None:
     names = [row.name for row in looks[-1].rows if row.name in dead[0] & dead[1]]
     if not names or not stuck[0] & stuck[1]:
         return None
+    always = any(row.name == names[0] and row.what == "activation" and _is_zero(row) for row in clean[0].rows)
+    died = (
+        "Its units have died. The usual reason is a learning rate that was too high at the start. Lower it, "
+        "warm it up, or use an activation that does not die, such as GELU."
+    )
+    began = (
+        "It starts so: its first weights or biases are at fault, or something in it overflows and is divided "
+        f"by, which gives 0. {_run_in_float32(names[0])}"
+    )
     return Finding(
         kind="dead units",
         severity="problem",
-        sentence=f"All outputs of {module_name(names[0])} are exactly zero in the last looks, and the "
-        "gradients "
-        f"of {len(stuck[0] & stuck[1]):,} modules with them: its units are dead.",
-        advice="The usual reason is a learning rate that was too high at the start. Lower it, warm it up, "
-        "or use "
-        "an activation that does not die, such as GELU.",
+        sentence=f"All outputs of {module_name(names[0])} are exactly zero "
+        f"{'from the first look on' if always else 'in the last looks'}, and the gradients of "
+        f"{len(stuck[0] & stuck[1]):,} modules with them.",
+        advice=began if always else died,
         numbers={"modules": len(stuck[0] & stuck[1])},
     )
 
