@@ -235,8 +235,7 @@ def _run_in_float32(name: str) -> str:
     path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
     return (
         f"Run {name} in float32: write `with torch.autocast(device, enabled=False): y = "
-        f"model{path}(x.float())`"
-        f" where {name} is called."
+        f"model{path}(x.float())` where {name} is called."
     )
 
 
@@ -262,8 +261,7 @@ def _forward_nan(record: Record, end: Failure, source: Origin) -> Finding:
         "scale helps, because the loss is scaled after it.",
         advice=f"{_run_in_float32(source.row.name)} That cures an exponential, a sum or a mask of -1e9 that "
         "is too large for float16. If it does not help, look for a division by zero, the logarithm or root "
-        "of "
-        "what may be zero or negative, and a softmax over a row that is masked whole.",
+        "of what may be zero or negative, and a softmax over a row that is masked whole.",
         numbers=_counts(end),
     )
 
@@ -276,10 +274,9 @@ def _broken_update(record: Record, end: Failure, source: Origin | None) -> Findi
         severity="problem",
         sentence=f"From step {step:,} on, every batch gives NaN in forward, and nothing had grown before: "
         f"the update before it most likely wrote NaN into weights.{where}",
-        advice="Look at the optimizer: eps=0, or an eps that is 0 in float16 (1e-8 is), divides zero by zero "
-        "where a gradient is zero. Check `all(p.isfinite().all() for p in model.parameters())`; if the "
-        "weights "
-        "are finite, the batches from there on hold NaN.",
+        advice="Look at the optimizer: eps=0, or an eps that is 0 in float16 (1e-8 is), divides zero by "
+        "zero where a gradient is zero. Check `all(p.isfinite().all() for p in model.parameters())`; if "
+        "the weights are finite, the batches from there on hold NaN.",
         numbers=_counts(end),
     )
 
@@ -290,20 +287,17 @@ def _bad_inputs(end: Failure, source: Origin | None) -> Finding:
             kind="forward NaN",
             severity="problem",
             sentence="The loss is NaN in every step, from the first on: forward overflows or makes NaN, or "
-            "the "
-            "input data hold it. No loss scale helps, because the loss is scaled after it.",
+            "the input data hold it. No loss scale helps, because the loss is scaled after it.",
             advice="Check the batches first: `x.isfinite().all()`. If they are finite, find the first "
-            "layer whose "
-            "output is not (a preamp.torch.Lens names it), and run that in float32: autocast(enabled=False) "
-            "around it.",
+            "layer whose output is not (a preamp.torch.Lens names it), and run that in float32: "
+            "autocast(enabled=False) around it.",
             numbers=_counts(end),
         )
     return Finding(
         kind="bad data",
         severity="problem",
         sentence=f"In every step already the output of {module_name(source.row.name)}, the first module, "
-        "holds "
-        "inf or NaN, and its other values are far from overflowing: the input data hold inf or NaN. "
+        "holds inf or NaN, and its other values are far from overflowing: the input data hold inf or NaN. "
         "No loss scale helps.",
         advice="Check the batches before the model: `x.isfinite().all()`. Mend or drop such rows. If the "
         "inputs are finite, look at the weights that the model starts with.",
@@ -489,8 +483,7 @@ def _sometimes_in_forward(record: Record, lost: Sequence[int], close: tuple[Look
         severity="warning",
         sentence=f"{of_steps(len(lost), len(record))} have a loss that is inf or NaN, and the output of "
         f"{module_name(row.name)} comes close to the end of {look.low_dtype} in others: it overflows in "
-        "forward. "
-        "No loss scale helps.",
+        "forward. No loss scale helps.",
         advice=_run_in_float32(row.name),
         numbers={"steps": len(lost)},
     )
@@ -632,8 +625,7 @@ def lost_scale(record: Record) -> Finding | None:
             kind="lost scale",
             severity="warning",
             sentence=f"The record begins again at step {record.index[0]:,}, and the first "
-            f"{record.opening:,} steps "
-            f"were skipped while the scale fell from {power(record.scales[0])} to "
+            f"{record.opening:,} steps were skipped while the scale fell from {power(record.scales[0])} to "
             f"{power(record.scales[record.opening])}: the run was resumed without its scaler.",
             advice=LOAD,
             numbers={"skipped": record.opening},
@@ -651,10 +643,8 @@ def lost_scale(record: Record) -> Finding | None:
             kind="lost scale",
             severity="warning",
             sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale "
-            "jumped "
-            f"from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was back: "
-            "the run "
-            "was resumed without its scale.",
+            f"jumped from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was "
+            "back: the run was resumed without its scale.",
             advice=LOAD,
             numbers={"before": before, "scale": scale, "skipped": skips},
         )
@@ -688,9 +678,8 @@ def not_learning(record: Record) -> Finding | None:
     return Finding(
         kind="not learning",
         severity="problem",
-        sentence=f"The loss has {count} {len(losses):,} steps, and the second half of the run repeats "
-        "those of "
-        "the first exactly: the weights do not change.",
+        sentence=f"The loss has {count} {len(losses):,} steps, and the second half of the run repeats those "
+        "of the first exactly: the weights do not change.",
         advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
         "model (after .to() and wrapping), and that the loss depends on them.",
         numbers={"values": values, "steps": len(losses)},
@@ -702,8 +691,7 @@ def _stopped_learning(record: Record, place: int, steps: int) -> Finding:
         kind="stopped learning",
         severity="problem",
         sentence=f"From step {record.index[place]:,} on, the losses of {steps - place:,} steps repeat "
-        "exactly: "
-        "the weights no longer change.",
+        "exactly: the weights no longer change.",
         advice="If the loss is worse than before, the learning rate was most likely too high, and units have "
         "died: lower it, or warm it up. Otherwise look whether the schedule has reached 0.",
         numbers={"start": place, "steps": steps - place},
@@ -721,9 +709,8 @@ def _other_parameters(record: Record) -> Finding | None:
     return Finding(
         kind="not learning",
         severity="problem",
-        sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the "
-        "model were not: "
-        "the optimizer has other parameters.",
+        sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the model "
+        "were not: the optimizer has other parameters.",
         advice="Make the optimizer last, after model.to(...) and whatever copies or wraps the model.",
         numbers={"steps": len(norms)},
     )
@@ -749,13 +736,12 @@ def clipped_while_scaled(record: Record) -> Finding | None:
     return Finding(
         kind="clipped while scaled",
         severity="problem",
-        sentence=f"In nearly all steps the gradient norm times the scale is {_number(bound)}: the "
-        "gradients were "
-        "clipped while they were still scaled, so the updates are as many times too small as the scale is "
-        "large.",
+        sentence=f"In nearly all steps the gradient norm times the scale is {_number(bound)}: the gradients "
+        "were clipped while they were still scaled, so the updates are as many times too small as the "
+        "scale is large.",
         advice="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
-        "scaler.unscale_(optimizer) "
-        "before clip_grad_norm_. In optax, put the clipping inside: loss_scaled(optimizer, max_norm=...).",
+        "scaler.unscale_(optimizer) before clip_grad_norm_. In optax, put the clipping inside: "
+        "loss_scaled(optimizer, max_norm=...).",
         numbers={"bound": bound},
     )
 
@@ -770,8 +756,7 @@ def poisoned_buffers(record: Record) -> Finding | None:
         kind="poisoned buffers",
         severity="problem",
         sentence=f"After a skipped step, {shown} held inf or NaN. A skipped step protects the weights and "
-        "not the "
-        "buffers of modules: in evaluation the model gives NaN.",
+        "not the buffers of modules: in evaluation the model gives NaN.",
         advice="Reset them, or go back to a checkpoint before that step: module.reset_running_stats() for "
         "BatchNorm. An overflow in forward put them there; run the modules before it in float32.",
         numbers={"buffers": len(names)},

@@ -167,8 +167,7 @@ def _below_one(record: Record) -> Finding | None:
         kind="too low",
         severity="warning",
         sentence=f"The scale is {power(highest)}, below 1, and no step overflowed: it makes gradients "
-        "smaller, so "
-        f"that more of them round to zero in {record.band.name}.",
+        f"smaller, so that more of them round to zero in {record.band.name}.",
         advice="Start higher.",
         numbers={"scale": highest},
         settings={"init_scale": FIRST_TRY},

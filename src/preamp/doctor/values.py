@@ -121,8 +121,7 @@ def overflowed(record: Record) -> Finding | None:
         kind="overflows first",
         severity="note",
         sentence=f"In {worst:,} of {counts.total():,} {'looks at overflows' if rows else 'overflows'}, "
-        f"{which} was "
-        f"the first with inf or NaN, in {way}.",
+        f"{which} was the first with inf or NaN, in {way}.",
         numbers={"overflows": counts.total(), "first": worst},
     )
 
