@@ -68,10 +68,10 @@ def _played(policy: Policy[Any], steps: Iterable[Any], look: Look, trace: Trace)
         try:
             after = advanced(state, reading)
         except Starved as reason:
-            yield index, scale, finite, not finite, scale, None, None, peak, zeros, (), None
+            yield index, scale, finite, not finite, scale, None, None, peak, zeros, (), None, ()
             trace.stop(str(reason))
             return
-        yield index, scale, finite, not finite, after.scale, None, None, peak, zeros, (), None
+        yield index, scale, finite, not finite, after.scale, None, None, peak, zeros, (), None, ()
         state = after
 
 

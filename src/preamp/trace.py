@@ -200,8 +200,12 @@ class Trace:
 
     def extend(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Record many steps given as plain tuples, in the order of `Step`'s fields."""
+        if self._file is not None or self._closed is not None:
+            for row in rows:
+                self(Step(*row))
+            return
         for row in rows:
-            self(Step(*row))
+            self._record(row_of(row if len(row) == len(FIELDS) else Step(*row)))
 
     def _record(self, row: tuple[Any, ...]) -> None:
         """Keep a row in memory, instead of what a run that was resumed there had done before."""

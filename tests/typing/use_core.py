@@ -65,8 +65,16 @@ def record(path: Path) -> Summary:
     with Trace(path=path, name="run") as trace:
         trace(Step(0, 65536.0, True, False))
         trace.extend([(1, 65536.0, False, True)])
+    with Trace("run.{rank}.jsonl", mode="append", on_error="warn", only_rank=0) as other:
+        assert_type(other.resumed, list[int])
+    trace = Trace.read([path, "other.jsonl"], progress=lambda done, size: print(done / size))
+    assert_type(trace.disagreements, tuple[str, ...])
+    assert_type(trace.summary().resumed, tuple[int, ...])
     trace = Trace.read(path)
     assert_type(trace[0], Step)
+    assert_type(trace[0].buffers, tuple[str, ...])
+    losses: list[float | None] = list(trace.column("loss"))
+    print(losses)
     assert_type(trace[1:], list[Step])
     assert_type([step.culprits for step in trace], list[tuple[str, ...]])
     assert_type(trace[0].loss, float | None)
@@ -145,6 +153,7 @@ def mistakes() -> None:
     simulate(Dynamic())  # type: ignore[call-arg]
     simulate(Dynamic(), ["yes"])  # type: ignore[list-item]
     Trace(mode="overwrite")  # type: ignore[arg-type]
+    Trace(on_error="ignore")  # type: ignore[arg-type]
     Step(0, 1.0, finite=True)  # type: ignore[call-arg]
     casting.Casting({"softmax": "half"})  # type: ignore[dict-item]
     load(3)  # type: ignore[arg-type]
