@@ -1,6 +1,6 @@
 """Whether the doctor names the cause: small runs that are broken on purpose, and healthy ones.
 
-Run: python benchmarks/doctor.py [--json FILE] [--only NAME] [--seeds 3] [--without losses] [--without snapshots]
+Run: python benchmarks/doctor.py [--json FILE] [--only NAME] [--seeds 3] [--without losses]
 
 Each run trains a small network in PyTorch or JAX for a few hundred steps and takes about a second. What the
 doctor's first finding is called stands beside the cause that was built in. `HELD_OUT` names the runs that
@@ -179,6 +179,9 @@ class TorchRun:
             zeros = sum(int((g == 0).sum()) for g in gradients) / sum(g.numel() for g in gradients)
             norm = float(torch.stack([g.norm() for g in gradients]).norm())
             done = done._replace(index=index, grad_norm=norm, zeros=zeros)
+        if done.skipped:
+            named = self.model.named_buffers()
+            done = done._replace(buffers=tuple(name for name, one in named if not one.isfinite().all()))
         self.trace(done._replace(loss=self.value))
 
 
@@ -456,15 +459,15 @@ def torch_recurrent_net_explodes(seed: int) -> Trace:
             super().__init__()
             self.cell, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
             self.read = nn.Linear(8, WIDTH)
-            nn.init.orthogonal_(self.cell.weight, gain=1.8)
+            nn.init.orthogonal_(self.cell.weight, gain=2.0)
 
         def forward(self, x: Tensor) -> Tensor:
             hidden = 1e-2 * self.read(x)
-            for _ in range(12):
+            for _ in range(14):
                 hidden = torch.relu(self.cell(hidden))
             return self.head(hidden)
 
-    return torch_run(seed, model=Recurrent, lr=0.01, steps=200)
+    return torch_run(seed, model=Recurrent, lr=0.05, steps=200)
 
 
 @case("wrong start")
@@ -477,11 +480,11 @@ def torch_static_scale_far_too_high(seed: int) -> Trace:
     return torch_run(seed, policy=Static(2.0**26))
 
 
-@case("too high", "scale too high", held_out=True)
+@case("too high", "starving", held_out=True)
 def torch_static_scale_a_little_too_high(seed: int) -> Trace:
     probe = torch_run(seed, policy=Headroom(), steps=120)
-    usual = sorted(step.peak * 2.0**17 / step.scale for step in probe if step.peak)
-    level = 2.0 ** math.floor(math.log2(65504 * 2.0**17 / usual[len(usual) * 9 // 10]))
+    peaks = sorted(step.peak / step.scale for step in probe if step.peak)
+    level = 2.0 ** math.ceil(math.log2(65504 / peaks[len(peaks) * 9 // 10]))
     return torch_run(seed, policy=Static(level))
 
 
@@ -558,6 +561,17 @@ def torch_resumed_without_scale_and_count(seed: int) -> Trace:
     for index in range(120):
         run.step(120 + index)
     return run.trace
+
+
+@case("poisoned buffers")
+def torch_batch_norm_keeps_an_inf(seed: int) -> Trace:
+    def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * 1e6 if index == 60 else x), y
+
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    return torch_run(seed, model=normed, data=spoil)
 
 
 @case("not learning")
@@ -810,6 +824,218 @@ def healthy_jax_bfloat16(seed: int) -> Trace:
 @case(held_out=True)
 def healthy_jax_adam_headroom(seed: int) -> Trace:
     return jax_run(seed, optimizer=optax.adamw(3e-3), policy=Headroom(), max_norm=1.0)
+
+
+# Written after the rules, to see what they make of causes that they were not written for
+
+
+@case("diverged", held_out=True)
+def torch_momentum_above_one(seed: int) -> Trace:
+    return torch_run(seed, optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=1.1), steps=400)
+
+
+@case("forward NaN", "bad data", held_out=True)
+def jax_nan_in_every_batch(seed: int) -> Trace:
+    return jax_run(seed, data=lambda n, x, y: (x.at[3].set(jnp.nan), y))
+
+
+@case("diverged", "gradient overflow", "exploding gradients", held_out=True)
+def torch_targets_are_not_normalized(seed: int) -> Trace:
+    return torch_run(seed, data=lambda n, x, y: (x, 1e5 * y))
+
+
+@case("forward NaN", "bad data", "forward overflow", held_out=True)
+def torch_root_of_a_negative_variance_now_and_then(seed: int) -> Trace:
+    def spread(h: Tensor) -> Tensor:
+        low = (h + 20.0).half()
+        variance = (low * low).mean(1, keepdim=True) - low.mean(1, keepdim=True) ** 2
+        return h / (variance - 0.2).sqrt()
+
+    return torch_run(seed, model=lambda: Net(spread))
+
+
+@case("clipped while scaled", "not learning", held_out=True)
+def torch_clips_scaled_gradients(seed: int) -> Trace:
+    def clip(run: TorchRun, index: int) -> None:
+        nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+
+    return torch_run(seed, after_backward=clip)
+
+
+@case("vanished", "too low", "never grew", "dead units", held_out=True)
+def jax_scale_far_below_one(seed: int) -> Trace:
+    return jax_run(seed, policy=Static(2.0**-24))
+
+
+@case("slow to back off", "wrong start", held_out=True)
+def torch_hysteresis_far_too_high(seed: int) -> Trace:
+    return torch_run(seed, policy=Dynamic(init_scale=2.0**19, hysteresis=12))
+
+
+@case("forward overflow", held_out=True)
+def torch_first_weights_are_far_too_large(seed: int) -> Trace:
+    def large() -> nn.Module:
+        net = Net()
+        with torch.no_grad():
+            net.neck.linear.weight.mul_(3e6)
+        return net
+
+    return torch_run(seed, model=large)
+
+
+@case("gradients not cleared", "another rank", held_out=True)
+def torch_another_rank_is_not_finite(seed: int) -> Trace:
+    def average(run: TorchRun, index: int) -> None:
+        if index > 30:
+            for parameter in run.model.parameters():
+                parameter.grad.add_(math.inf)
+
+    return torch_run(seed, after_backward=average)
+
+
+@case("NaN in backward", held_out=True)
+def jax_norm_of_zeros_after_a_while(seed: int) -> Trace:
+    def error(answers: Any, y: Any) -> Any:
+        return jnp.mean((answers - y) ** 2) + 1e-3 * jnp.linalg.norm(0.0 * answers)
+
+    return jax_run(seed, error=error)
+
+
+@case("diverged", held_out=True)
+def jax_weight_growth_in_bfloat16(seed: int) -> Trace:
+    return jax_run(
+        seed,
+        optimizer=optax.chain(optax.add_decayed_weights(-5.0), optax.sgd(0.1)),
+        dtype=jnp.bfloat16,
+        policy=Static(1.0),
+        steps=300,
+    )
+
+
+@case("bad data", held_out=True)
+def torch_extreme_inputs_now_and_then(seed: int) -> Trace:
+    chosen = torch.rand(400, generator=torch.Generator().manual_seed(seed)) < 0.04
+
+    def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * 1e6 if chosen[index] else x), y
+
+    def plain() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    return torch_run(seed, data=spoil, model=plain)
+
+
+@case(held_out=True)
+def healthy_torch_mask_of_minus_infinity(seed: int) -> Trace:
+    mask = torch.zeros(ROWS, ROWS).masked_fill(torch.triu(torch.ones(ROWS, ROWS), 1) > 0, -math.inf)
+    return torch_run(seed, model=lambda: Attention(mask=mask), lr=0.02)
+
+
+@case(held_out=True)
+def healthy_torch_restarts_of_the_learning_rate(seed: int) -> Trace:
+    def schedule(run: TorchRun, index: int) -> None:
+        run.optimizer.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * (index % 80) / 80)) / 2 + 1e-4
+
+    return torch_run(seed, before=schedule, steps=400)
+
+
+@case(held_out=True)
+def healthy_torch_adversarial(seed: int) -> Trace:
+    sign = [1.0]
+
+    def turn(run: TorchRun, index: int) -> None:
+        sign[0] = 1.0 if index % 40 < 30 else -1.0
+
+    return torch_run(
+        seed, before=turn, loss=lambda a, y: sign[0] * nn.functional.mse_loss(torch.tanh(a), y), lr=5e-3
+    )
+
+
+@case(held_out=True)
+def healthy_torch_dropout_and_new_data(seed: int) -> Trace:
+    generator = torch.Generator().manual_seed(seed)
+
+    def fresh(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.randn(x.shape, generator=generator)
+        return x, torch.sin(2 * x[:, :1])
+
+    return torch_run(
+        seed,
+        data=fresh,
+        model=lambda: Net(nn.Dropout(0.3)),
+        optimizer=lambda n: torch.optim.AdamW(n, lr=1e-2),
+        max_norm=1.0,
+        steps=400,
+    )
+
+
+@case("dead units", "forward overflow", held_out=True)
+def torch_variance_overflows_in_a_norm(seed: int) -> Trace:
+    def normalize(h: Tensor) -> Tensor:
+        large = 400.0 * (h + 1.0)
+        return large / large.square().mean(1, keepdim=True).sqrt()
+
+    return torch_run(seed, model=lambda: Net(normalize))
+
+
+@case("NaN in backward", held_out=True)
+def torch_cosine_of_a_zero_row(seed: int) -> Trace:
+    def cosine(answers: Tensor, y: Tensor) -> Tensor:
+        rows = torch.cat([answers, 0.0 * answers], 1)
+        rows = torch.cat([rows[1:], 0.0 * rows[:1]])
+        return (rows / (rows.square().sum(1, keepdim=True).sqrt() + 1e-6)).mean() + (
+            answers - y
+        ).square().mean()
+
+    return torch_run(seed, loss=cosine)
+
+
+@case("diverged", held_out=True)
+def torch_no_warmup_in_a_deep_net(seed: int) -> Trace:
+    def deep() -> nn.Module:
+        layers = [part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+        return nn.Sequential(nn.Linear(8, WIDTH), *layers, nn.Linear(WIDTH, 1))
+
+    return torch_run(seed, model=deep, lr=8.0)
+
+
+@case("oscillating", "too high", "backs off too far", held_out=True)
+def torch_growth_factor_far_too_large(seed: int) -> Trace:
+    return torch_run(seed, policy=Dynamic(growth_factor=2.0**10, backoff_factor=2.0**-10, growth_interval=20))
+
+
+@case("bad data", held_out=True)
+def torch_infinite_target_once(seed: int) -> Trace:
+    def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            (x, torch.where(torch.arange(len(y)).unsqueeze(1) == 3, math.inf, y)) if index == 130 else (x, y)
+        )
+
+    return torch_run(seed, data=spoil)
+
+
+@case("vanished", "too low", "never grew", "not learning", held_out=True)
+def torch_saturated_sigmoids(seed: int) -> Trace:
+    def deep() -> nn.Module:
+        layers = [part for _ in range(12) for part in (nn.Linear(WIDTH, WIDTH), nn.Sigmoid())]
+        return nn.Sequential(nn.Linear(8, WIDTH), *layers, nn.Linear(WIDTH, 1))
+
+    return torch_run(seed, model=deep, policy=Static(1.0))
+
+
+@case("loss function", held_out=True)
+def torch_exponential_in_the_loss(seed: int) -> Trace:
+    return torch_run(seed, loss=lambda a, y: torch.exp(((a - y) * 40).half().square()).float().mean())
+
+
+@case("stopped learning", "diverged", held_out=True)
+def jax_adam_without_decay_of_the_second_moment(seed: int) -> Trace:
+    return jax_run(seed, optimizer=optax.chain(optax.scale_by_rms(decay=0.0, eps=1e-12), optax.scale(-3.0)))
+
+
+@case(held_out=True)
+def healthy_torch_small_loss(seed: int) -> Trace:
+    return torch_run(seed, loss=lambda a, y: 0.01 * nn.functional.mse_loss(a, y), lr=1.0, policy=Headroom())
 
 
 # What came of it

@@ -339,9 +339,9 @@ def test_doctor_says_what_is_wrong_and_what_to_write(here, tmp_path):
     done = here("doctor", "sick.jsonl", "sound.jsonl")
     assert (done.returncode, done.stderr) == (0, "")
     sick, _, sound = " ".join(done.stdout.split()).partition("sound.jsonl")
-    assert sick.startswith("sick.jsonl warning ")
-    assert "Write policy=Dynamic(), or --policy.growth-interval 2000. then Played over the peaks" in sick
-    assert sound.startswith(" fine Nothing is wrong with the scale: 0 of 3,000 steps (0 %)")
+    assert sick.startswith("sick.jsonl warning Oscillating: ")
+    assert "Write policy=Dynamic(). then Played over the peaks" in sick
+    assert sound.startswith(" fine Healthy: Nothing is wrong with the scale: 0 of 3,000 steps (0 %)")
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert not (tmp_path / "runs").exists()
 

@@ -334,8 +334,8 @@ def test_who_overflows_first_is_taken_from_looks() -> None:
     trace = looked_at(row("late", "flow", 3, (1,), nonfinite=2), row("early", "flow", 3, (1,), nonfinite=1))
     (finding,) = [f for f in diagnose(trace).findings if f.kind == "overflows first"]
     assert finding.sentence == (
-        "In 1 of 1 looks at overflows, the gradient of the output of module late was the first with inf or NaN, "
-        "in backward."
+        "In 1 of 1 looks at overflows, the gradient of the output of module late was the first with inf "
+        "or NaN, in backward."
     )
 
 

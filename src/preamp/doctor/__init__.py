@@ -1,8 +1,8 @@
-"""What is wrong with the scale of a recorded run, in plain sentences with numbers, and what to write instead.
+"""Why a recorded run failed or lost steps, in plain sentences with numbers, and what to write instead.
 
-`record` counts what a trace shows, `skipping` and `room` say what that means for the scale, `values` what
-a lens saw, `advice` how a rule is written, `diagnosis` puts them together. This room reads traces. It refuses
-to know who trained what, and prints nothing.
+`record` counts what a trace shows, `history` finds where a run failed and what came before, `causes` names
+what no loss scale mends. `skipping` and `room` say what the trace means for the scale, `values` what a lens
+saw, `advice` how a rule is written, `diagnosis` puts them together. Nothing is printed here.
 """
 
 from preamp.doctor.diagnosis import Diagnosis, diagnose

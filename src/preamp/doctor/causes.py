@@ -37,6 +37,7 @@ from preamp.words import of_steps, power, powers, two_to
 __all__ = [
     "backs_off_too_far",
     "bad_data",
+    "clipped_while_scaled",
     "dead_units",
     "exploding",
     "failed",
@@ -44,6 +45,7 @@ __all__ = [
     "loss_spike",
     "lost_scale",
     "not_learning",
+    "poisoned_buffers",
     "too_large",
 ]
 
@@ -51,6 +53,10 @@ TENFOLD: Final = 9.0  # of `Rise.ratio`
 TWOFOLD: Final = 1.0
 THOUSANDFOLD: Final = 999.0
 SHORT: Final = 50  # steps below which loss values say little
+MOST_VALUES: Final = 10_000  # of batches in an epoch
+LEAST_CLIPPED: Final = 2.0**10  # at such a scale no bound of a norm is so small that it is meant
+MOST_CLIPPED: Final = 100.0
+ALIKE: Final = 1.01
 NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
 EXPLODED: Final = 10
 """From so many powers of two between the first and the largest gradient in backward, they explode."""
@@ -159,11 +165,11 @@ def diverged_in_range(record: Record) -> Finding | None:
     if len(losses) < SHORT:
         return None
     first, late = losses[0], median(losses[-max(20, len(losses) // 4) :])
-    loss = Rise(first, first, late)
+    loss = Rise(first, late)
     if first == 0.0 or loss.ratio < TENFOLD:
         return None
     norms = record.grad_norm.finite()
-    norm = Rise(norms[0], norms[0], median(norms[-max(20, len(norms) // 4) :])) if norms else None
+    norm = Rise(norms[0], median(norms[-max(20, len(norms) // 4) :])) if norms else None
     larger = norm is not None and norm.ratio >= TENFOLD
     if not larger and loss.ratio < THOUSANDFOLD and not _outputs_grew(record):
         return None
@@ -222,13 +228,14 @@ def _forward_overflow(record: Record, end: Failure, source: Origin | None) -> Fi
 def _run_in_float32(name: str) -> str:
     if not name:
         return (
-            'Run the operator that overflows in float32: autocast(..., casting=casting.DEFAULT.float32("exp")),'
+            "Run the operator that overflows in float32: autocast(..., "
+            'casting=casting.DEFAULT.float32("exp")),'
             " with its name instead of exp. Or make its inputs smaller."
         )
     path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
     return (
-        f"Run {name} in float32: write `with torch.autocast(device, enabled=False): y = model{path}(x.float())`"
-        f" where {name} is called."
+        f"Run {name} in float32: write `with torch.autocast(device, enabled=False): y = "
+        f"model{path}(x.float())` where {name} is called."
     )
 
 
@@ -237,7 +244,8 @@ def _float32_somewhere(record: Record) -> str:
         return 'Run what overflows in float32: autocast(..., casting=casting.DEFAULT.float32("exp")).'
     return (
         "Find the layer whose output is the first to be inf (a preamp.torch.Lens names it) and run it in "
-        'float32: autocast(enabled=False) around it, or casting=casting.DEFAULT.float32("exp") for an operator.'
+        'float32: autocast(enabled=False) around it, or casting=casting.DEFAULT.float32("exp") for an '
+        "operator."
     )
 
 
@@ -252,8 +260,8 @@ def _forward_nan(record: Record, end: Failure, source: Origin) -> Finding:
         f"{_since(record, end)},{others}, and its inputs are finite: an operation in it makes them. No loss "
         "scale helps, because the loss is scaled after it.",
         advice=f"{_run_in_float32(source.row.name)} That cures an exponential, a sum or a mask of -1e9 that "
-        "is too large for float16. If it does not help, look for a division by zero, the logarithm or root of "
-        "what may be zero or negative, and a softmax over a row that is masked whole.",
+        "is too large for float16. If it does not help, look for a division by zero, the logarithm or root "
+        "of what may be zero or negative, and a softmax over a row that is masked whole.",
         numbers=_counts(end),
     )
 
@@ -266,9 +274,9 @@ def _broken_update(record: Record, end: Failure, source: Origin | None) -> Findi
         severity="problem",
         sentence=f"From step {step:,} on, every batch gives NaN in forward, and nothing had grown before: "
         f"the update before it most likely wrote NaN into weights.{where}",
-        advice="Look at the optimizer: eps=0, or an eps that is 0 in float16 (1e-8 is), divides zero by zero "
-        "where a gradient is zero. Check `all(p.isfinite().all() for p in model.parameters())`; if the weights "
-        "are finite, the batches from there on hold NaN.",
+        advice="Look at the optimizer: eps=0, or an eps that is 0 in float16 (1e-8 is), divides zero by "
+        "zero where a gradient is zero. Check `all(p.isfinite().all() for p in model.parameters())`; if "
+        "the weights are finite, the batches from there on hold NaN.",
         numbers=_counts(end),
     )
 
@@ -278,18 +286,18 @@ def _bad_inputs(end: Failure, source: Origin | None) -> Finding:
         return Finding(
             kind="forward NaN",
             severity="problem",
-            sentence="The loss is NaN in every step, from the first on: forward overflows or makes NaN, or the "
-            "input data hold it. No loss scale helps, because the loss is scaled after it.",
-            advice="Check the batches first: `x.isfinite().all()`. If they are finite, find the first layer whose "
-            "output is not (a preamp.torch.Lens names it), and run that in float32: autocast(enabled=False) "
-            "around it.",
+            sentence="The loss is NaN in every step, from the first on: forward overflows or makes NaN, or "
+            "the input data hold it. No loss scale helps, because the loss is scaled after it.",
+            advice="Check the batches first: `x.isfinite().all()`. If they are finite, find the first "
+            "layer whose output is not (a preamp.torch.Lens names it), and run that in float32: "
+            "autocast(enabled=False) around it.",
             numbers=_counts(end),
         )
     return Finding(
         kind="bad data",
         severity="problem",
-        sentence=f"In every step already the output of {module_name(source.row.name)}, the first module, holds "
-        "inf or NaN, and its other values are far from overflowing: the input data hold inf or NaN. "
+        sentence=f"In every step already the output of {module_name(source.row.name)}, the first module, "
+        "holds inf or NaN, and its other values are far from overflowing: the input data hold inf or NaN. "
         "No loss scale helps.",
         advice="Check the batches before the model: `x.isfinite().all()`. Mend or drop such rows. If the "
         "inputs are finite, look at the weights that the model starts with.",
@@ -347,17 +355,20 @@ def _in_backward(record: Record, end: Failure, source: Origin | None) -> Finding
     if not at_any and (source is None or source.what != "NaN"):
         return None
     high = max(record.scales[end.start : len(record)])
-    scales = f"at every scale from {power(high)} to {power(end.lowest)}" if high > end.lowest else ""
+    scales = f", at every scale from {power(high)} to {power(end.lowest)}" if high > end.lowest else ""
     loss = (
         "The loss is finite and the gradients are not" if end.is_backward else "The gradients are not finite"
     )
     return Finding(
         kind="NaN in backward",
         severity="problem",
-        sentence=f"{loss}, {scales or 'in every step'} {_since(record, end)}: not an overflow, an operation's "
-        f"derivative is inf or NaN.{_where_in_backward(record, source)}",
+        sentence=f"{loss}{scales} {_since(record, end)}: this is not an overflow, the derivative of an "
+        f"operation is inf or NaN.{_where_in_backward(record, source)}",
         advice="Look for sqrt, norm, log or a power at 0, a division by zero, or torch.where over a branch "
-        "that is NaN (its gradient is NaN even where it is not chosen). Add an epsilon inside, or clamp.",
+        "that is NaN (its gradient is NaN even where it is not chosen). Add an epsilon inside, or clamp."
+        + (
+            "" if end.losses else " If the loss itself is inf or NaN, look at the data and the loss function."
+        ),
         numbers=_counts(end),
     )
 
@@ -373,7 +384,8 @@ def _not_of_this_pass(record: Record, end: Failure) -> Finding | None:
     return Finding(
         kind="gradients not cleared" if here else "another rank",
         severity="problem",
-        sentence=f"Every step is skipped {_since(record, end)}, but what one pass adds to the gradients is finite: "
+        sentence=f"Every step is skipped {_since(record, end)}, but what one pass adds to the gradients is "
+        "finite: "
         + (
             f"an inf from an earlier step was never cleared.{first_parameter(record)}"
             if here
@@ -438,7 +450,8 @@ def _bad_batches(record: Record, places: Sequence[int], why: str) -> Finding:
         severity="warning",
         sentence=f"In {steps} ({some}{more}), {why}: their batches, inputs or targets, most likely hold inf, "
         f"NaN or extreme values.{again}",
-        advice="Look at the data of these steps: `x.isfinite().all()`, and how large they are. Mend or drop them.",
+        advice="Look at the data of these steps: `x.isfinite().all()`, and how large they are. Mend or "
+        "drop them.",
         numbers={"steps": len(places), "period": period},
     )
 
@@ -469,8 +482,8 @@ def _sometimes_in_forward(record: Record, lost: Sequence[int], close: tuple[Look
         kind="forward overflow",
         severity="warning",
         sentence=f"{of_steps(len(lost), len(record))} have a loss that is inf or NaN, and the output of "
-        f"{module_name(row.name)} comes close to the end of {look.low_dtype} in others: it overflows in forward. "
-        "No loss scale helps.",
+        f"{module_name(row.name)} comes close to the end of {look.low_dtype} in others: it overflows in "
+        "forward. No loss scale helps.",
         advice=_run_in_float32(row.name),
         numbers={"steps": len(lost)},
     )
@@ -494,7 +507,7 @@ def exploding(record: Record) -> Finding | None:
 
 
 def _growing_backward(record: Record) -> Finding | None:
-    """Find gradients that grow from module to module on the way back, in a run that had to lower its scale."""
+    """Find gradients that grow from module to module in backward, in a run that lowered its scale."""
     clean = [look for look in record.looks if look.first_overflow is None]
     if not clean or max(record.opening, len(record.skips)) < FEWEST:
         return None
@@ -569,7 +582,8 @@ def backs_off_too_far(record: Record) -> Finding | None:
     return Finding(
         kind="backs off too far",
         severity="warning",
-        sentence=f"Each overflow lowered the scale by {powers(fall)}, and it takes as many growths to come back.",
+        sentence=f"Each overflow lowered the scale by {powers(fall)}, and it takes as many growths to come "
+        "back.",
         advice="Halve it instead.",
         numbers={"powers": fall, "times": len(falls)},
         settings={"backoff_factor": 0.5},
@@ -605,13 +619,13 @@ def loss_spike(record: Record) -> Finding | None:
 
 
 def lost_scale(record: Record) -> Finding | None:
-    """Find a scale that jumped up between two steps, which no rule does: a restart without the saved scale."""
+    """Find a scale that jumped up between two steps, as after a restart without the saved scale."""
     if record.resumed_at_start and record.opening >= FEWEST:
         return Finding(
             kind="lost scale",
             severity="warning",
-            sentence=f"The record begins again at step {record.index[0]:,}, and the first {record.opening:,} steps "
-            f"were skipped while the scale fell from {power(record.scales[0])} to "
+            sentence=f"The record begins again at step {record.index[0]:,}, and the first "
+            f"{record.opening:,} steps were skipped while the scale fell from {power(record.scales[0])} to "
             f"{power(record.scales[record.opening])}: the run was resumed without its scaler.",
             advice=LOAD,
             numbers={"skipped": record.opening},
@@ -628,9 +642,9 @@ def lost_scale(record: Record) -> Finding | None:
         return Finding(
             kind="lost scale",
             severity="warning",
-            sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale jumped "
-            f"from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was back: the run "
-            "was resumed without its scale.",
+            sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale "
+            f"jumped from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was "
+            "back: the run was resumed without its scale.",
             advice=LOAD,
             numbers={"before": before, "scale": scale, "skipped": skips},
         )
@@ -646,18 +660,41 @@ def not_learning(record: Record) -> Finding | None:
     if unused := _other_parameters(record):
         return unused
     half = len(losses) // 2
-    if half < SHORT or len(losses) < len(record) or not set(losses[half:]) <= set(losses[:half]):
+    if half < SHORT or len(losses) < len(record):
         return None
-    values = len(set(losses))
+    known = set[float]()
+    for loss in losses[:half]:
+        known.add(loss)
+        if len(known) > MOST_VALUES:
+            return None
+    if not all(loss in known for loss in losses[half:]):
+        return None
+    late = set(losses[half:])
+    moved = [place for place, loss in enumerate(losses[:half]) if loss not in late]
+    if moved:
+        return _stopped_learning(record, moved[-1] + 1, len(losses))
+    values = len(known)
     count = "the same value in all" if values == 1 else f"only {values:,} different values in"
     return Finding(
         kind="not learning",
         severity="problem",
-        sentence=f"The loss has {count} {len(losses):,} steps, and the second half of the run repeats those of "
-        "the first exactly: the weights do not change.",
+        sentence=f"The loss has {count} {len(losses):,} steps, and the second half of the run repeats those "
+        "of the first exactly: the weights do not change.",
         advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
         "model (after .to() and wrapping), and that the loss depends on them.",
         numbers={"values": values, "steps": len(losses)},
+    )
+
+
+def _stopped_learning(record: Record, place: int, steps: int) -> Finding:
+    return Finding(
+        kind="stopped learning",
+        severity="problem",
+        sentence=f"From step {record.index[place]:,} on, the losses of {steps - place:,} steps repeat "
+        "exactly: the weights no longer change.",
+        advice="If the loss is worse than before, the learning rate was most likely too high, and units have "
+        "died: lower it, or warm it up. Otherwise look whether the schedule has reached 0.",
+        numbers={"start": place, "steps": steps - place},
     )
 
 
@@ -672,16 +709,64 @@ def _other_parameters(record: Record) -> Finding | None:
     return Finding(
         kind="not learning",
         severity="problem",
-        sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the model were not: "
-        "the optimizer has other parameters.",
+        sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the model "
+        "were not: the optimizer has other parameters.",
         advice="Make the optimizer last, after model.to(...) and whatever copies or wraps the model.",
         numbers={"steps": len(norms)},
     )
 
 
+def clipped_while_scaled(record: Record) -> Finding | None:
+    """Find gradients that were clipped before they were unscaled: norm times scale is constant."""
+    norms = record.grad_norm
+    bounds = array(
+        "d",
+        (
+            norm * scale
+            for norm, known, scale in zip(norms.values, norms.known, record.scales, strict=False)
+            if known and scale >= LEAST_CLIPPED and math.isfinite(norm)
+        ),
+    )
+    if len(bounds) < SHORT:
+        return None
+    ordered = sorted(bounds)
+    low, bound, high = (ordered[len(ordered) * tenth // 10] for tenth in (1, 5, 9))
+    if not 0.0 < high <= MOST_CLIPPED or high > ALIKE * low:
+        return None
+    return Finding(
+        kind="clipped while scaled",
+        severity="problem",
+        sentence=f"In nearly all steps the gradient norm times the scale is {_number(bound)}: the gradients "
+        "were clipped while they were still scaled, so the updates are as many times too small as the "
+        "scale is large.",
+        advice="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
+        "scaler.unscale_(optimizer) before clip_grad_norm_. In optax, put the clipping inside: "
+        "loss_scaled(optimizer, max_norm=...).",
+        numbers={"bound": bound},
+    )
+
+
+def poisoned_buffers(record: Record) -> Finding | None:
+    """Find buffers, such as BatchNorm's statistics, that a skipped step has left at inf or NaN."""
+    names = record.buffers
+    if not names:
+        return None
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return Finding(
+        kind="poisoned buffers",
+        severity="problem",
+        sentence=f"After a skipped step, {shown} held inf or NaN. A skipped step protects the weights and "
+        "not the buffers of modules: in evaluation the model gives NaN.",
+        advice="Reset them, or go back to a checkpoint before that step: module.reset_running_stats() for "
+        "BatchNorm. An overflow in forward put them there; run the modules before it in float32.",
+        numbers={"buffers": len(names)},
+    )
+
+
 def dead_units(record: Record) -> Finding | None:
     """Find modules whose outputs have become all zero, so that nothing before them gets a gradient."""
-    looks = [look for look in record.looks if look.first_overflow is None][-2:]
+    clean = [look for look in record.looks if look.first_overflow is None]
+    looks = clean[-2:]
     if len(looks) < 2:
         return None
     dead = [{row.name for row in look.rows if row.what == "activation" and _is_zero(row)} for look in looks]
@@ -689,13 +774,22 @@ def dead_units(record: Record) -> Finding | None:
     names = [row.name for row in looks[-1].rows if row.name in dead[0] & dead[1]]
     if not names or not stuck[0] & stuck[1]:
         return None
+    always = any(row.name == names[0] and row.what == "activation" and _is_zero(row) for row in clean[0].rows)
+    died = (
+        "Its units have died. The usual reason is a learning rate that was too high at the start. Lower it, "
+        "warm it up, or use an activation that does not die, such as GELU."
+    )
+    began = (
+        "It starts so: its first weights or biases are at fault, or something in it overflows and is divided "
+        f"by, which gives 0. {_run_in_float32(names[0])}"
+    )
     return Finding(
         kind="dead units",
         severity="problem",
-        sentence=f"All outputs of {module_name(names[0])} are exactly zero in the last looks, and the gradients "
-        f"of {len(stuck[0] & stuck[1]):,} modules with them: its units are dead.",
-        advice="The usual reason is a learning rate that was too high at the start. Lower it, warm it up, or use "
-        "an activation that does not die, such as GELU.",
+        sentence=f"All outputs of {module_name(names[0])} are exactly zero "
+        f"{'from the first look on' if always else 'in the last looks'}, and the gradients of "
+        f"{len(stuck[0] & stuck[1]):,} modules with them.",
+        advice=began if always else died,
         numbers={"modules": len(stuck[0] & stuck[1])},
     )
 

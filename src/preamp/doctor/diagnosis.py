@@ -10,12 +10,14 @@ from preamp.doctor.advice import as_code, as_flags, changed
 from preamp.doctor.causes import (
     backs_off_too_far,
     bad_data,
+    clipped_while_scaled,
     dead_units,
     exploding,
     failed,
     loss_spike,
     lost_scale,
     not_learning,
+    poisoned_buffers,
     too_large,
 )
 from preamp.doctor.finding import OFTEN, Finding
@@ -35,7 +37,7 @@ Rule = Callable[[Record], Finding | None]
 NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-STANDSTILL: tuple[Rule, ...] = (failed, starving, vanished, dead_units, not_learning)
+STANDSTILL: tuple[Rule, ...] = (failed, starving, vanished, dead_units, clipped_while_scaled, not_learning)
 """What leaves nothing else to be said of the scale. Of each such group the first that applies is told."""
 DAMAGED: tuple[Rule, ...] = (too_large, lost_scale, bad_data, loss_spike, exploding, backs_off_too_far)
 SKIPPED: tuple[Rule, ...] = (oscillating, dragged, slow, too_high)
@@ -127,11 +129,13 @@ def _findings(record: Record) -> list[Finding]:
     if not len(record):
         return [_no_steps(record), *_all(SEEN, record)]
     if broken := _first(STANDSTILL, record):
-        return broken  # whoever does not train yet needs no advice on how to train better
+        # Whoever does not train yet needs no advice on how to train better.
+        return [*broken, *_all((poisoned_buffers,), record)]
     if unscaled := _first((not_scaled,), record):
         return [*unscaled, *_all(SEEN, record)]
     groups = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
-    found = [found for rules in groups for found in _first(rules, record)]
+    found = [*_all((poisoned_buffers,), record)]
+    found += [found for rules in groups for found in _first(rules, record)]
     return [*(found or [_healthy(record)]), *_all(SEEN, record)]
 
 

@@ -69,12 +69,10 @@ class Rise(NamedTuple):
 
     Attributes:
         base: where they began.
-        before: the last one well before the end.
         peak: where they ended.
     """
 
     base: float
-    before: float
     peak: float
 
     @property
@@ -109,14 +107,9 @@ def failure(record: Record) -> Failure | None:
     for place, skipped in enumerate(record.skipped):
         lost = loss.known[place] and not math.isfinite(loss.values[place])
         bad[place] = 2 if lost else 1 if skipped else 0
-    start, count = size, 0
-    for place in range(size - 1, -1, -1):
-        if bad[place]:
-            count += 1
-            if count >= MOSTLY * (size - place):
-                start = place
-        elif count < MOSTLY * (size - place) - LEAST_FAILED and count < (size - place) / 2:
-            break
+    start = _start(bad, 1)
+    if 2 * bad.count(2, start) >= size - start:  # steps skipped to find the scale are another matter
+        start = _start(bad, 2)
     part = bad[start:]
     enough = len(part) >= LEAST_FAILED or part.count(2) >= LEAST_NOT_FINITE
     if not enough:
@@ -131,6 +124,20 @@ def failure(record: Record) -> Failure | None:
     )
 
 
+def _start(bad: bytearray, least: int) -> int:
+    """Return from where on nearly all marks are at least so high; the number of marks for nowhere."""
+    size = start = len(bad)
+    count = 0
+    for place in range(size - 1, -1, -1):
+        if bad[place] >= least:
+            count += 1
+            if count >= MOSTLY * (size - place):
+                start = place
+        elif count < (size - place) / 2:
+            break
+    return start
+
+
 def update_count(record: Record, stop: int) -> int:
     """Return how many of the steps before a place were taken."""
     return record.skipped.count(0, 0, stop)
@@ -141,8 +148,11 @@ def rise(values: Sequence[float]) -> Rise | None:
     if len(values) < 2:
         return None
     before = values[: -min(LATEST, len(values) - 1)]
-    peak, base = max(values[-LATEST:]), min(values[0], median(before))
-    return Rise(base, before[-1], peak) if peak >= max(before) / 2 and peak > base else None
+    peak, late = max(values[-LATEST:]), median(values[-max(len(values) // 3, 1) :])
+    base = min(values[0], median(before))
+    if peak < max(before) / 2:  # one large number is no rise
+        peak, base = late, values[0]
+    return Rise(base, peak) if peak > base else None
 
 
 def origin(record: Record, failed: Failure) -> Origin | None:

@@ -175,6 +175,11 @@ class Record:
         """The share of gradient entries of every step that are exactly zero."""
         return Column(self._kept("zeros"))
 
+    @cached_property
+    def buffers(self) -> tuple[str, ...]:
+        """The names of all buffers that a skipped step has left at inf or NaN."""
+        return tuple(dict.fromkeys(name for names in self._kept("buffers") for name in names))
+
     @property
     def resumed_at_start(self) -> bool:
         """Whether all steps that were recorded before the run was resumed have been replaced."""

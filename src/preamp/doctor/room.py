@@ -22,7 +22,8 @@ __all__ = ["at_ceiling", "never_grew", "not_scaled", "too_low", "vanished"]
 SHORTEST_INTERVAL: Final = 100
 MANY: Final = 1 / 10
 MUCH: Final = 12
-"""Entries lie some 20 powers of two apart, and float16 has 30 for normal numbers: from here on digits are lost."""
+"""Entries lie some 20 powers of two apart, and float16 has 30 for normal numbers: from here on digits are "
+"lost."""
 FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
 
 
@@ -55,6 +56,8 @@ def vanished(record: Record) -> Finding | None:
     scale = record.scales[-1]
     if not known or zero < 0.9 * known:
         return None
+    if not _zeros(record, record.peak)[1] and (record.room or 0) >= FEWEST:
+        return None  # the looks say how much higher the scale could be
     if record.look and any(row.what == "gradient" and row.histogram.nonzero for row in record.look.rows):
         return None  # they are not zero where they are made
     first = "scale" if isinstance(record.policy, Static) else "init_scale"
@@ -78,7 +81,7 @@ def _zeros(record: Record, column: Column) -> tuple[int, int]:
 
 
 def _waste(record: Record) -> Severity:
-    """Return how bad unused head room is: digits are lost in many entries, or so many powers that they must be."""
+    """Return how bad unused head room is: whether many entries lose digits for it, or must do so."""
     if not record.room:
         return "note"
     if record.look is not None:
@@ -137,7 +140,9 @@ def _too_short(record: Record, interval: float) -> str:
 
 def too_low(record: Record) -> Finding | None:
     """Find a scale far below what the gradients allow."""
-    if record.room is None or not _is_wasted(record):
+    if record.room is None:
+        return _below_one(record)
+    if not _is_wasted(record):
         return None
     usual, settings = median_low(record.of(record.late)), _higher_start(record)
     return Finding(
@@ -150,6 +155,22 @@ def too_low(record: Record) -> Finding | None:
         else "Start higher.",
         numbers={"room": record.room, "scale": usual},
         settings=settings,
+    )
+
+
+def _below_one(record: Record) -> Finding | None:
+    """Find a scale that makes gradients smaller although nothing asked for it."""
+    highest = max(record.scales)
+    if highest >= 1.0 or needs_no_scale(record.band) or any(record.skipped):
+        return None
+    return Finding(
+        kind="too low",
+        severity="warning",
+        sentence=f"The scale is {power(highest)}, below 1, and no step overflowed: it makes gradients "
+        f"smaller, so that more of them round to zero in {record.band.name}.",
+        advice="Start higher.",
+        numbers={"scale": highest},
+        settings={"init_scale": FIRST_TRY},
     )
 
 

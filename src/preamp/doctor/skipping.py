@@ -72,7 +72,12 @@ def _remedy(record: Record, skipped: list[int]) -> Remedy:
         }
     if not stands and scale > 1.0:
         return "The scale is still falling. Start lower.", {"init_scale": min(scale, Dynamic.init_scale)}
-    return "At so low a scale nothing finite overflows: it is NaN. Look for it in the data and the loss.", {}
+    unknown = "" if losses else " Record the loss of each step, and a lens, and its cause can be named."
+    return (
+        "At so low a scale nothing finite overflows: it is NaN. Look for it in the data, the loss and the "
+        f"forward pass.{unknown}",
+        {},
+    )
 
 
 def wrong_start(record: Record) -> Finding | None:

@@ -120,8 +120,8 @@ def overflowed(record: Record) -> Finding | None:
     return Finding(
         kind="overflows first",
         severity="note",
-        sentence=f"In {worst:,} of {counts.total():,} {'looks at overflows' if rows else 'overflows'}, {which} was "
-        f"the first with inf or NaN, in {way}.",
+        sentence=f"In {worst:,} of {counts.total():,} {'looks at overflows' if rows else 'overflows'}, "
+        f"{which} was the first with inf or NaN, in {way}.",
         numbers={"overflows": counts.total(), "first": worst},
     )
 
@@ -138,7 +138,8 @@ def limited(record: Record) -> Finding | None:
         kind="limit",
         severity="note",
         sentence=f"{name[0].upper()}{name[1:]} limits the scale: at step {look.index:,} the largest "
-        f"{_WHAT[row.what].replace(' the ', ' its ')} had {powers(room or 0)} of head room in {look.low_dtype} at {power(look.scale)}"
+        f"{_WHAT[row.what].replace(' the ', ' its ')} had {powers(room or 0)} of head room in "
+        f"{look.low_dtype} at {power(look.scale)}"
         + (f". Without it the scale could be {two_to(alone)} times higher." if alone >= FAR else "."),
         advice=f"Run {name} in float32, in a region with autocast(enabled=False)." if alone >= FAR else "",
         numbers={"room": room or 0, "alone": alone},

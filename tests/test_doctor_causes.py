@@ -1,0 +1,347 @@
+"""The doctor names the cause of runs whose cause is known, made by hand or trained by the bench."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preamp import Dynamic, Headroom, Look, LookRow, Static, Step, Trace, dialects, simulate
+from preamp.doctor import diagnose
+from preamp.exponents import ExponentHistogram
+from preamp.processes import Stationary
+from preamp.words import power
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield importlib.import_module("doctor")
+    del sys.modules["doctor"]
+
+
+def run(
+    taken: int,
+    failed: int,
+    *,
+    losses: Sequence[float | None] = (),
+    norms: Sequence[float | None] = (),
+    lost: float | None = None,
+    policy: Any = None,
+    low: float = 2.0**-14,
+) -> Trace:
+    """Return a run that takes some steps and then skips all; losses and norms come before the failure."""
+    scale, steps = 2.0**16, []
+    losses = [*[0.6 + 0.1 * (n % 3) for n in range(taken - len(losses))], *losses] if losses else []
+    norms = [*[0.8 + 0.1 * (n % 4) for n in range(taken - len(norms))], *norms] if norms else []
+    for n in range(taken):
+        loss, norm = losses[n] if losses else None, norms[n] if norms else None
+        step = Step(n, scale, finite=True, skipped=False, new_scale=scale)
+        steps.append(step._replace(loss=loss, grad_norm=norm))
+    for n in range(taken, taken + failed):
+        after = max(scale / 2, low)
+        steps.append(
+            Step(n, scale, finite=False, skipped=True, new_scale=after, loss=lost, culprits=("head.bias",))
+        )
+        scale = after
+    return Trace(steps, policy=repr(policy or Dynamic()))
+
+
+def row(name: str, what: Any, peak: int, *, nonfinite: int = 0, dtype: str = "float16") -> LookRow:
+    return LookRow(name, what, dtype, ExponentHistogram(peak - 7, (4,) * 8, nonfinite=nonfinite))
+
+
+def first(trace: Trace) -> Any:
+    return diagnose(trace).findings[0]
+
+
+def test_a_norm_that_rose_before_the_failure_is_the_learning_rate() -> None:
+    finding = first(run(40, 100, norms=[0.85, 1.8, 122.0, 455_698.0]))
+    assert (finding.kind, finding.severity) == ("diverged", "problem")
+    assert "from 0.8 to 455,698" in finding.sentence
+    assert "learning rate" in finding.advice
+    assert "data" not in finding.sentence + finding.advice
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 80), st.floats(2.0, 50.0), st.integers(3, 8), st.sampled_from([math.nan, math.inf]))
+def test_any_loss_that_rises_into_the_failure_is_the_learning_rate(
+    before: int, factor: float, rises: int, lost: float
+) -> None:
+    losses = [0.7 * factor**power for power in range(1, rises + 1)]
+    if losses[-1] >= 10.0:
+        assert first(run(before + rises, 60, losses=losses, lost=lost)).kind == "diverged"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(8, 80), st.floats(0.3, 1.5))
+def test_a_loss_that_did_not_rise_is_another_cause(before: int, last: float) -> None:
+    found = diagnose(run(before, 60, losses=[last], norms=[last], lost=math.inf))
+    assert found.findings[0].kind == "forward overflow"
+    assert "learning rate" not in "".join(f.sentence + f.advice for f in found.findings)
+
+
+def neck(peak: int, nonfinite: int) -> Trace:
+    """Return a run whose module "neck" puts out inf from step 41 on."""
+    trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
+    for index in (0, 40):
+        trace.look(
+            Look(index, 2.0**16, "float16", (row("body", "activation", 1), row("neck", "activation", 2)))
+        )
+    broken = (
+        row("body", "activation", 1),
+        row("neck", "activation", peak, nonfinite=nonfinite),
+        LookRow("head", "activation", "float16", ExponentHistogram(nonfinite=32)),
+        LookRow("head", "gradient", "float32", ExponentHistogram(nonfinite=17)),
+    )
+    for index, scale in ((42, 2.0**15), (80, 2.0**-14)):
+        trace.look(Look(index, scale, "float16", broken))
+    return trace
+
+
+def test_an_overflow_in_forward_names_the_module_and_the_edit_and_nothing_else() -> None:
+    trace = neck(peak=15, nonfinite=100)
+    assert trace.looks[-1].first_overflow.name == "neck"  # type: ignore[union-attr]
+    (finding,) = diagnose(trace).findings
+    assert (finding.kind, finding.severity, dict(finding.settings)) == ("forward overflow", "problem", {})
+    assert "The output of module neck overflows in forward from step 41 on" in finding.sentence
+    assert "No loss scale helps" in finding.sentence
+    assert "autocast(device, enabled=False): y = model.neck(x.float())" in finding.advice
+    assert "head" not in finding.sentence + finding.advice
+
+
+def test_weights_that_an_update_broke_are_told_from_an_overflow() -> None:
+    finding = first(neck(peak=3, nonfinite=16))
+    assert finding.kind == "broken update"
+    assert "eps" in finding.advice
+
+
+@pytest.mark.parametrize("low", [2.0**-14, 1.0])
+def test_a_finite_loss_with_gradients_that_fail_at_every_scale_is_nan_in_backward(low: float) -> None:
+    trace = run(0, 100, lost=0.5, low=low)
+    for index in (0, 40):
+        flows = row("head", "flow", 2, nonfinite=1), row("body", "flow", 2, nonfinite=9)
+        trace.look(Look(index, trace[index].scale, "float16", (row("head", "activation", 1), *flows)))
+    (finding,) = diagnose(trace).findings
+    assert finding.kind == "NaN in backward"
+    assert "In backward, the gradient of the output of module head is the first" in finding.sentence
+    assert "sqrt" in finding.advice
+
+
+def test_gradients_that_are_only_too_large_are_left_to_the_scale() -> None:
+    trace = run(0, 100, lost=0.5, low=1.0)
+    trace.look(Look(40, 1.0, "float16", (row("head", "flow", 15, nonfinite=9),)))
+    assert first(trace).kind == "starving"
+
+
+def test_a_loss_lost_between_finite_outputs_and_the_end_is_the_loss_function() -> None:
+    trace = run(0, 60, lost=math.inf)
+    trace.look(
+        Look(1, 2.0**15, "float16", (row("head", "activation", 2), row("head", "flow", 3, nonfinite=9)))
+    )
+    assert first(trace).kind == "loss function"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sets(st.integers(10, 490), min_size=1, max_size=5), st.sampled_from([math.nan, math.inf]))
+def test_single_steps_that_lose_the_loss_are_the_data(places: set[int], lost: float) -> None:
+    readings = [place in places for place in range(500)]
+    steps = (
+        step._replace(loss=lost if step.skipped else 1.0 / (1 + step.index))
+        for step in simulate(Dynamic(), readings)
+    )
+    found = diagnose(Trace(steps, policy=repr(Dynamic())))
+    assert found.findings[0].kind == "bad data"
+    assert f"({', '.join(map(str, sorted(places)))})" in found.findings[0].sentence
+
+
+def test_a_bad_batch_in_every_epoch_shows_by_its_period_alone() -> None:
+    trace = simulate(Dynamic(), [n % 50 == 30 for n in range(500)])
+    finding = first(Trace((step._replace(peak=None) for step in trace), policy=repr(Dynamic())))
+    assert (finding.kind, finding.numbers["period"]) == ("bad data", 50)
+
+
+def test_a_loss_that_is_nan_without_a_skip_has_lost_the_weights() -> None:
+    steps = [Step(n, 1.0, finite=True, skipped=False, loss=0.5 if n < 30 else math.nan) for n in range(60)]
+    finding = first(Trace(steps, precision="float32", policy=None))
+    assert (finding.kind, finding.severity) == ("broken update", "problem")
+    assert "from step 30 on" in finding.sentence
+
+
+def test_a_restart_without_the_scale_is_named() -> None:
+    steps = [Step(n, 8.0, finite=True, skipped=False, new_scale=8.0) for n in range(100)]
+    scale = 2.0**16
+    for n in range(100, 200):
+        skipped = scale > 8.0
+        after = scale / 2 if skipped else scale
+        steps.append(Step(n, scale, finite=not skipped, skipped=skipped, new_scale=after))
+        scale = after
+    found = diagnose(Trace(steps))
+    assert found.findings[0].kind == "lost scale"
+    assert "from 2³ to 2¹⁶, and 13 steps were skipped" in found.findings[0].sentence
+
+
+def test_buffers_that_a_skipped_step_poisoned_are_named() -> None:
+    steps = [
+        Step(n, 8.0, finite=n != 9, skipped=n == 9, buffers=("norm.running_mean",) * (n == 9))
+        for n in range(99)
+    ]
+    finding = first(Trace(steps))
+    assert (finding.kind, finding.severity) == ("poisoned buffers", "problem")
+    assert "norm.running_mean" in finding.sentence
+
+
+def test_gradients_clipped_while_scaled_are_recognized_by_their_norm() -> None:
+    scales = [2.0 ** (16 + n // 50) for n in range(200)]
+    steps = [
+        Step(n, s, finite=True, skipped=False, new_scale=s, grad_norm=0.5 / s) for n, s in enumerate(scales)
+    ]
+    assert first(Trace(steps)).kind == "clipped while scaled"
+
+
+def test_losses_that_repeat_exactly_are_no_learning() -> None:
+    losses = [0.5 + 0.01 * (n % 12) for n in range(240)]
+    steps = [Step(n, 8.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(losses)]
+    assert first(Trace(steps)).kind == "not learning"
+    learned = [step._replace(loss=step.loss / (1 + step.index)) for step in steps]  # type: ignore[operator]
+    assert "not learning" not in [finding.kind for finding in diagnose(Trace(learned)).findings]
+
+
+@pytest.mark.parametrize("policy", [dialects.TORCH, Dynamic(factor_dtype="float64", growth_interval=20)])
+def test_the_line_to_write_has_no_setting_that_only_copies_a_system(policy: Any) -> None:
+    found = diagnose(simulate(policy, Stationary(steps=4000, level=20.0, jitter=0.25)))
+    assert found.remedy()
+    assert "factor_dtype" not in found.remedy()
+
+
+def test_flags_are_for_runs_of_the_command() -> None:
+    trace = simulate(Dynamic(growth_interval=20), Stationary(steps=2000, level=0.0, jitter=0.25))
+    assert diagnose(trace).remedy() == "Write policy=Dynamic()."
+    trace.about["command"] = "preamp train"
+    assert diagnose(trace).remedy() == "Write policy=Dynamic(), or --policy.growth-interval 2000."
+
+
+@pytest.mark.parametrize("steps", [300, 3000])
+@pytest.mark.parametrize("peak", [-40, -30, -20])
+@pytest.mark.parametrize("scale", [1.0, 2.0**8])
+def test_the_scale_that_would_save_digits_is_the_one_that_is_advised(
+    steps: int, peak: int, scale: float
+) -> None:
+    trace = simulate(Static(scale), [False] * steps)
+    for index in (0, steps // 2, steps - 1):
+        histogram = ExponentHistogram(peak - 20, (5,) * 21)
+        trace.look(Look(index, scale, "float16", (LookRow("a", "flow", "float32", histogram),)))
+    found = diagnose(trace)
+    said = re.findall(r"at (2\S+), .{1,14} would round to zero", found.findings[0].sentence)
+    better = found.better()
+    assert better is not None
+    assert said == [power(getattr(better, "max_scale", None) or getattr(better, "scale", None))] or said == [
+        power(getattr(better, "init_scale", None))
+    ]
+
+
+def test_a_run_that_stands_still_gets_no_other_advice() -> None:
+    for trace in (
+        neck(15, 100),
+        neck(3, 16),
+        run(40, 100, norms=[0.85, 1.8, 122.0, 455_698.0], lost=math.nan),
+    ):
+        assert len(diagnose(trace).findings) == 1
+
+
+def test_the_command_prints_the_kind_of_each_finding(here: Any, tmp_path: Path) -> None:
+    run(40, 100, norms=[0.85, 1.8, 122.0, 455_698.0]).write(tmp_path / "run.jsonl")
+    done = here("doctor", "run.jsonl")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "problem Diverged: The training diverged" in " ".join(done.stdout.split())
+
+
+def test_a_diagnosis_takes_little_memory_beside_the_trace() -> None:
+    steps = 60_000
+    losses = (
+        Step(n, 2.0**16, n % 40 > 0, n % 40 == 0, loss=1.0 / (n + 1), grad_norm=1.0) for n in range(steps)
+    )
+    trace = Trace(losses, policy=repr(Dynamic()))
+    tracemalloc.start()
+    diagnose(trace)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak / steps < 120  # bytes; lists of steps take some 500
+
+
+@pytest.mark.slow
+def test_a_million_steps_take_less_than_200_megabytes(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    with path.open("w") as file:
+        file.write('{"preamp_trace": 1, "policy": "Dynamic()"}\n')
+        file.writelines(
+            f'{{"index": {n}, "scale": 65536.0, "finite": true, "skipped": false, "loss": {2 / (n + 1)}}}\n'
+            for n in range(1_000_000)
+        )
+    code = (
+        "import resource, sys; from preamp.cli import run; run(['doctor', sys.argv[1]]); "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 200 * 1024
+
+
+QUICK = (
+    "torch_sgd_learning_rate_too_high",
+    "torch_bfloat16_diverges",
+    "torch_neck_overflows_from_step_41",
+    "torch_attention_mask_of_minus_1e9",
+    "torch_nan_in_every_batch",
+    "torch_one_bad_batch_in_each_epoch",
+    "torch_root_of_zero_in_the_loss",
+    "torch_adam_without_epsilon",
+    "torch_batch_norm_keeps_an_inf",
+    "torch_learning_rate_zero",
+    "torch_initial_scale_far_too_high",
+    "torch_static_scale_too_low",
+    "jax_learning_rate_too_high",
+    "healthy_torch",
+    "healthy_torch_rare_overflows",
+    "healthy_torch_float32",
+    "healthy_jax_bfloat16",
+)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_cause_of_a_real_run_is_named_first(bench: Any, name: str) -> None:
+    case = bench.CASES[name]
+    result = bench.judge(case, 17, diagnose(case.run(17)))
+    assert result.right, result.sentence
+
+
+def test_the_bench_has_many_causes_and_a_third_is_held_out(bench: Any) -> None:
+    broken = [case for case in bench.CASES.values() if case.cause]
+    assert len(broken) >= 20
+    assert len(bench.CASES) - len(broken) >= 10
+    assert len(bench.HELD_OUT) >= len(bench.CASES) / 3
+
+
+@pytest.mark.slow
+def test_nine_in_ten_causes_are_named_and_healthy_runs_left_alone(bench: Any) -> None:
+    results = [bench.judge(case, 23, diagnose(case.run(23))) for case in bench.CASES.values()]
+    broken, healthy = ([r for r in results if bool(r.cause) == sick] for sick in (True, False))
+    assert sum(r.right for r in broken) >= 0.9 * len(broken), [r for r in broken if not r.right]
+    assert all(r.right for r in healthy), [r for r in healthy if not r.right]
+
+
+def test_a_policy_that_looks_at_gradients_gets_no_blame_for_a_quick_fall() -> None:
+    trace = simulate(Headroom(init_scale=2.0**40), Stationary(steps=2000, level=0.0, jitter=0.25))
+    assert "backs off too far" not in [finding.kind for finding in diagnose(trace).findings]
