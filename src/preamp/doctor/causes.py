@@ -28,6 +28,7 @@ from preamp.doctor.history import (
     update_count,
 )
 from preamp.doctor.record import Record
+from preamp.doctor.room import is_far_too_low
 from preamp.doctor.values import module_name, needs_no_scale
 from preamp.exponents import exponent_of
 from preamp.looks import Look, LookRow
@@ -70,7 +71,7 @@ def failed(record: Record) -> Finding | None:
     """Find why a run never recovered; None if it did, or nothing but the scale is to blame."""
     end = failure(record)
     if end is None:
-        return diverged_in_range(record)
+        return _diverged_in_range(record)
     source = origin(record, end)
     found = _diverged(record, end, source)
     if found is not None:
@@ -159,7 +160,7 @@ def _broken_by_updates(record: Record, end: Failure, source: Origin | None) -> F
     )
 
 
-def diverged_in_range(record: Record) -> Finding | None:
+def _diverged_in_range(record: Record) -> Finding | None:
     """Find a loss that rose and stayed high in a run whose steps are taken."""
     losses = record.loss.finite()
     if len(losses) < SHORT:
@@ -669,6 +670,8 @@ def not_learning(record: Record) -> Finding | None:
             return None
     if not all(loss in known for loss in losses[half:]):
         return None
+    if is_far_too_low(record):
+        return None  # gradients round to zero: the weights do not change because of the scale
     late = set(losses[half:])
     moved = [place for place, loss in enumerate(losses[:half]) if loss not in late]
     if moved:

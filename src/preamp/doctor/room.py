@@ -17,13 +17,13 @@ from preamp.exponents import exponent_of
 from preamp.policy import Static
 from preamp.words import percent, power, powers
 
-__all__ = ["at_ceiling", "never_grew", "not_scaled", "too_low", "vanished"]
+__all__ = ["at_ceiling", "is_far_too_low", "never_grew", "not_scaled", "too_low", "vanished"]
 
 SHORTEST_INTERVAL: Final = 100
 MANY: Final = 1 / 10
 MUCH: Final = 12
-"""Entries lie some 20 powers of two apart, and float16 has 30 for normal numbers: from here on digits are "
-"lost."""
+"""Entries lie some 20 powers of two apart, and float16 has 30 for normal numbers: from here on, digits
+are lost."""
 FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
 
 
@@ -88,6 +88,11 @@ def _waste(record: Record) -> Severity:
         gone = lost(record.look)
         return "warning" if gone.flushed + gone.subnormal >= MANY or record.room >= MUCH else "note"
     return "warning" if record.room >= MUCH else "note"
+
+
+def is_far_too_low(record: Record) -> bool:
+    """Return whether a scale far below what the gradients allow loses some of them."""
+    return (record.room or 0) >= MUCH and _is_wasted(record)
 
 
 def at_ceiling(record: Record) -> Finding | None:

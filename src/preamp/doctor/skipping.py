@@ -30,7 +30,7 @@ def starving(record: Record) -> Finding | None:
     """Find a run that hardly takes a step at its end."""
     last = (record.settled or range(len(record)))[-RECENT:]
     skipped = [place for place in last if record.skipped[place]]
-    if len(skipped) < max(LEAST_HUNGRY, len(last) / 2) or waits(record):
+    if len(skipped) < max(LEAST_HUNGRY, len(last) / 2) or _waits(record):
         return None
     lowest = min(record.scales[place] for place in skipped)
     advice, settings = _remedy(record, skipped)
@@ -45,7 +45,7 @@ def starving(record: Record) -> Finding | None:
     )
 
 
-def waits(record: Record) -> bool:
+def _waits(record: Record) -> bool:
     """Return whether the rule has never had as many overflows in a row as it waits for."""
     return record.summary.longest_streak < _hysteresis(record)
 

@@ -15,7 +15,7 @@ import keras
 from preamp.errors import PolicyError, UsageError
 from preamp.loss_scale_arguments import UNUSED, check_averaging, check_limits
 
-__all__ = ["BaseLossScaleOptimizer", "Handed", "adopt", "check_inner", "hand_over", "is_hyperparameter"]
+__all__ = ["Handed", "adopt", "check_inner", "hand_over", "is_hyperparameter"]
 
 # Bound here: people put this library's class in the place of Keras's name for its own.
 BaseLossScaleOptimizer = keras.optimizers.LossScaleOptimizer

@@ -85,12 +85,12 @@ def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> t
     Raises:
         UsageError: for a sparse format that Keras's optimizers cannot apply.
     """
-    unscaled = [_with_values(gradient, _wide(values_of(gradient)) / scale) for gradient in gradients]
-    totals = [_total(values_of(gradient), 1.0 / scale) for gradient in gradients]
+    unscaled = [_with_values(gradient, _wide(_values_of(gradient)) / scale) for gradient in gradients]
+    totals = [_total(_values_of(gradient), 1.0 / scale) for gradient in gradients]
     return unscaled, jnp.isfinite(jnp.stack(totals).sum())
 
 
-def values_of(gradient: Any) -> Any:
+def _values_of(gradient: Any) -> Any:
     """Return a gradient's entries: those that a sparse one stores, or the array."""
     return gradient.data if isinstance(gradient, JAXSparse) else gradient
 
@@ -121,7 +121,7 @@ def seen(sees: Collection[str], edge: float, gradients: Sequence[Any]) -> dict[s
 
     Of a sparse gradient the stored entries count.
     """
-    wide, found = [_wide(values_of(gradient)) for gradient in gradients], {}
+    wide, found = [_wide(_values_of(gradient)) for gradient in gradients], {}
     if "peak" in sees:
         found["peak"] = jnp.stack([jnp.zeros(()), *map(largest, wide)]).max()
     if "share" in sees:
@@ -132,7 +132,7 @@ def seen(sees: Collection[str], edge: float, gradients: Sequence[Any]) -> dict[s
 
 def are_finite(tensors: Sequence[Any]) -> Any:
     """Return whether all arrays are finite, and so are their sums: a sum keeps what is not."""
-    return jnp.isfinite(jnp.stack([_total(values_of(tensor), 1.0) for tensor in tensors]).sum())
+    return jnp.isfinite(jnp.stack([_total(_values_of(tensor), 1.0) for tensor in tensors]).sum())
 
 
 def _total(tensor: Any, factor: Any) -> Any:
