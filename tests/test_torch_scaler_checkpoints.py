@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from preamp import Dynamic, FloorSchedule, Static, Tolerant, Trace
+from preamp.errors import TraceError
 from preamp.policy.saved import OURS
 from preamp.torch import GradScaler, LossScaleOptimizer
 
@@ -135,6 +136,7 @@ def test_a_scaler_with_a_recording_trace_can_be_copied(tmp_path):
         training.step()
         twin = Training(copy.deepcopy(training.scaler))
         training.step(INF)
-        twin.step(INF)
+        with pytest.raises(TraceError, match="copy of the trace"):
+            twin.step(INF)
     assert twin.scaler.state_dict() == training.scaler.state_dict()
     assert len(Trace.read(tmp_path / "trace.jsonl")) == 2

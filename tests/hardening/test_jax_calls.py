@@ -159,7 +159,7 @@ class TransformationCalls(Calling):
         self.refused(PreampError, self.updated, plain, self.opt_state, self.params)
         self.refused(PreampError, apply_gradients, self.optimizer, plain, self.opt_state, self.params)
 
-    @rule(name=st.sampled_from(["b", "w"]), leaf=st.sampled_from([None, jnp.ones(7), ...]))
+    @rule(name=st.sampled_from(["b", "w"]), leaf=st.sampled_from([None, np.ones(7, np.float32), ...]))
     def give_gradients_that_do_not_match(self, name: str, leaf: Any) -> None:
         scaled = self.gradients(1.0)
         wrong = {**scaled.gradients, name: leaf}

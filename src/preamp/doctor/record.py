@@ -55,7 +55,7 @@ class Column:
     """
 
     def __init__(self, values: Iterator[float | None]) -> None:
-        self.values = array("d")
+        self.values: array[float] = array("d")
         self.known = bytearray()
         for value in values:
             self.values.append(0.0 if value is None else value)
@@ -80,7 +80,7 @@ class Skips:
 
     def __init__(self, scales: Sequence[float]) -> None:
         self._scales = scales
-        self._places = array("q")
+        self._places: array[int] = array("q")
         self._causes = bytearray()
 
     def add(self, place: int, cause: Cause) -> None:
@@ -119,7 +119,7 @@ class Record:
         self.trace: Trace = trace
         self.policy: Policy[Any] | None = recorded_policy(trace.about.get("policy"))
         self.looks: list[Look] = [look for look in trace.looks if 0.0 < look.scale < math.inf]
-        self.scales = array("d", trace.column("scale"))
+        self.scales: array[float] = array("d", trace.column("scale"))
         self._left_out: frozenset[int] = frozenset(
             place for place, scale in enumerate(self.scales) if not 0.0 < scale < math.inf
         )
@@ -246,7 +246,8 @@ class Record:
     @cached_property
     def _stands(self) -> Sequence[int]:
         """How many steps the scale stood before each growth."""
-        stands, last = array("q"), 0
+        stands: array[int] = array("q")
+        last = 0
         for number, (before, after) in enumerate(pairwise(self.scales), start=1):
             if after != before:
                 if after > before:
@@ -321,7 +322,7 @@ class Record:
     @cached_property
     def usual_room(self) -> float | None:
         """How many powers of two half of the steps that were taken late would have left above them."""
-        known = array("q")
+        known: array[int] = array("q")
         for place in self.late:
             if not self.skipped[place] and (highest := self._highest_of(place)) is not None:
                 known.append(highest - exponent_of(self.scales[place]))

@@ -11,7 +11,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorflow as tf
 
@@ -120,7 +120,7 @@ class LossScaleOptimizer:
     _loss_has_been_scaled = False
     _gradients_have_been_unscaled = False
 
-    __signature__ = _SignatureOfInit()
+    __signature__: ClassVar[_SignatureOfInit] = _SignatureOfInit()
 
     def __new__(cls, inner_optimizer: Any = None, *_: Any, **__: Any) -> Self:
         made: Self = object.__new__(cls if _has_kind(cls) else _over(cls, _kind(inner_optimizer)))

@@ -146,8 +146,7 @@ class Lens:
 
     def _after_skip(self) -> bool:
         """Return whether the latest step is the first of some that were skipped in a row."""
-        step = _known_step(self._tells_skips)
-        before, self._streak = self._streak, step is not None and step.skipped
+        before, self._streak = self._streak, _has_skipped(self._tells_skips)
         return self._streak and not before
 
     def _begin(self, args: Any, kwargs: Any) -> None:
@@ -311,11 +310,11 @@ def _is_inside() -> bool:
     return in_backward or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _known_step(scaler: Any) -> Any:
-    """Return the latest `Step`, if it can be known without reading a device."""
-    if isinstance(scaler, GradScaler) and scaler._loss_scale.on_device:
-        return None
-    return None if scaler is None else scaler.last_step
+def _has_skipped(scaler: Any) -> bool:
+    """Return whether the latest step was skipped; False where only reading a device would tell."""
+    if isinstance(scaler, GradScaler):
+        return not scaler._loss_scale.on_device and scaler._has_skipped()
+    return scaler is not None and scaler.last_step is not None and scaler.last_step.skipped
 
 
 def _check_model(model: Any) -> None:

@@ -146,7 +146,7 @@ class GradScaler(Stepping):
         self._buffers = _buffers_of(model, restore_buffers, capturable)
         self.on_step = on_step
         self._per_optimizer_states: defaultdict[int, Ledger] = defaultdict(fresh)
-        self._last: Callable[[], Step] | Step | None = None
+        self._last: partial[Step] | Step | None = None
         self._last_of: dict[int, Callable[[], Step]] = {}
         self._steps_seen: Any = 0  # a tensor if capturable
 
@@ -166,6 +166,11 @@ class GradScaler(Stepping):
         if callable(self._last):
             self._last = self._last()
         return self._last
+
+    def _has_skipped(self) -> bool:
+        """Return whether the latest step was skipped. Unlike `last_step`, it does not read the loss."""
+        told = self._last(loss=None) if callable(self._last) else self._last
+        return told is not None and told.skipped
 
     def last_step_of(self, optimizer: Any) -> Step | None:
         """Return one optimizer's part of the latest step; None if it took none."""
@@ -271,7 +276,7 @@ class GradScaler(Stepping):
             clips = None if clip == Clip() else partial(self._clip, optimizer, clip)
             result = step_after(optimizer, clips, args, kwargs)
             outcome = Outcome(1.0, finite=True)
-            self._last = partial(step_of, [outcome], self._steps_seen, 1.0, self._losses.so_far())
+            self._last = partial(step_of, [outcome], self._steps_seen, 1.0, loss=self._losses.so_far())
             return result
         evaluates = callable(args[0] if args else kwargs.get("closure"))
         if not evaluates:  # a closure scales later
@@ -509,7 +514,7 @@ class GradScaler(Stepping):
             torch.nn.utils.clip_grad_norm_(parameters, clip.max_norm)
 
     def _tell(self, outcome: Outcome) -> None:
-        self._last = partial(step_of, [outcome], self._steps_seen, None, self._losses.so_far())
+        self._last = partial(step_of, [outcome], self._steps_seen, None, loss=self._losses.so_far())
 
     def _finish(self, outcomes: dict[int, Outcome]) -> None:
         """Forget the iteration, and record it if it had a step."""
