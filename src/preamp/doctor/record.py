@@ -56,7 +56,7 @@ class Column:
 
     def __init__(self, values: Iterator[float | None]) -> None:
         self.values: array[float] = array("d")
-        self.known = bytearray()
+        self.known: bytearray = bytearray()
         for value in values:
             self.values.append(0.0 if value is None else value)
             self.known.append(value is not None)
@@ -79,9 +79,9 @@ class Skips:
     """The skipped steps of a record from the first that was taken on, in order."""
 
     def __init__(self, scales: Sequence[float]) -> None:
-        self._scales = scales
+        self._scales: Sequence[float] = scales
         self._places: array[int] = array("q")
-        self._causes = bytearray()
+        self._causes: bytearray = bytearray()
 
     def add(self, place: int, cause: Cause) -> None:
         """Add a step."""
@@ -125,7 +125,7 @@ class Record:
         )
         if self._left_out:
             self.scales = array("d", self._kept("scale"))
-        self.skipped = bytearray(self._kept("skipped"))
+        self.skipped: bytearray = bytearray(self._kept("skipped"))
         if self.scales:
             self.scales.append(self._last_scale() or self.scales[-1])
 
