@@ -168,7 +168,8 @@ def test_flows_are_counted_in_the_backward_pass_of_the_gradients() -> None:
     plain = jax.grad(network)(parameters, slots, x)
     differentiate = jax.jit(scaled_value_and_grad(network, argnums=(0, 1)))
     scale = LossScale(Static(2.0**6))
-    _, (gradients, flows) = differentiate(scale, parameters, slots, x)
+    _, scaled = differentiate(scale, parameters, slots, x)
+    gradients, flows = scaled.gradients
     assert np.array_equal(gradients["w"], plain["w"] * 2.0**6)
     one = look(flows, index=2, scale=2.0**6, what="flow")
     assert [(row.name, row.what, row.histogram) for row in one.rows] == [
