@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
+import warnings
 from collections.abc import Iterable
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -333,6 +334,7 @@ def test_plain_rows_are_recorded_as_steps_are(path: Path, recorded: list[Step]) 
 # Many steps
 
 
+@pytest.mark.filterwarnings("ignore:.*replace:UserWarning")  # some go back to 0, or repeat a step
 @few
 @given(recorded=st.lists(steps, max_size=12), data=st.data())
 def test_a_step_that_goes_back_replaces_what_was_lost(path: Path, recorded: list[Step], data: Any) -> None:
@@ -355,6 +357,30 @@ def test_a_step_that_goes_back_replaces_what_was_lost(path: Path, recorded: list
     first, last, every = (data.draw(st.none() | st.integers(-15, 15)) for _ in range(3))
     part = slice(first, last, every or None)
     assert repr(Trace(recorded)[part]) == repr(kept[part])
+
+
+def test_a_step_that_is_hardly_resumed_is_told_of() -> None:
+    """Two scalers that share a trace, and a run whose scaler was not loaded, would lose what was recorded."""
+    steps = [Step(index, 2.0, finite=True, skipped=False) for index in range(5)]
+    trace = Trace(steps)
+    with pytest.warns(UserWarning, match=r"step 4 is recorded a second time.* a trace of its own") as caught:
+        trace(steps[4])
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"begin at 0 again, and what was recorded up to step 4 is replaced"):
+        trace(steps[0])
+    resumed = Trace(steps)
+    resumed(steps[2])
+    assert resumed.resumed == [2]
+
+
+def test_a_disk_that_is_full_from_the_start_ends_no_training() -> None:
+    step = Step(0, 2.0, finite=True, skipped=False)
+    with pytest.warns(UserWarning, match="/dev/full"):
+        trace = Trace("/dev/full", on_error="warn", mode="replace")
+    with warnings.catch_warnings(action="ignore"):
+        trace(step)
+        trace.close()
+    assert list(trace) == [step]
 
 
 def test_a_field_that_no_step_has_is_refused() -> None:

@@ -194,9 +194,26 @@ class Trace:
         if not isinstance(step, Step):
             raise TypeError(f"{shown(step)} is not a Step. Write trace(Step(index, scale, finite, skipped)).")
         row = row_of(step)
+        self._warn_of_lost_steps(row[0])
         self._write(step_line, row)
         self._record(row)
         self.stopped = None  # it went on
+
+    def _warn_of_lost_steps(self, index: int) -> None:
+        """Warn where a step that goes back is hardly a run that was resumed from a checkpoint."""
+        last = self._columns.index[-1] if self._columns else -1
+        if index == last:
+            warnings.warn(
+                f"step {index} is recorded a second time and replaces the first. If two scalers share this "
+                "trace, give each a trace of its own.",
+                stacklevel=level_of_caller(),
+            )
+        elif index == 0 and last > 0:
+            warnings.warn(
+                f"the steps begin at 0 again, and what was recorded up to step {last} is replaced. To "
+                "continue the count, load the scaler's own checkpoint; write another run to another file.",
+                stacklevel=level_of_caller(),
+            )
 
     def extend(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Record many steps given as plain tuples, in the order of `Step`'s fields."""

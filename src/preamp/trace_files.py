@@ -107,10 +107,10 @@ class TraceFile:
 
     def start(self, head: str) -> None:
         """Begin the file with a line, instead of all that was in it."""
-        with naming(self.path):
-            if self.size:
+        if self.size:
+            with naming(self.path):
                 self._file.truncate(0)
-            self._append(head.encode())
+        self.write(head)
 
     def end_last_line(self) -> None:
         """Make the last line a whole one, or take it away if it was not written to its end."""

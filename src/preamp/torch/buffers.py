@@ -45,6 +45,8 @@ class Buffers:
         constant = set(self.non_finite()) - _statistics(model)
         self._owners = [owner for owner in self._owners if owner[0] not in constant]
         self._kept: dict[str, Tensor] = {}
+        if restores:
+            self.keep()  # the first step may be skipped
 
     @torch.no_grad()
     def non_finite(self) -> tuple[str, ...]:
@@ -63,7 +65,10 @@ class Buffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy all buffers, after a step that was taken. Nothing is read."""
+        """Copy all buffers: at the start, after a checkpoint, and after each step that was taken.
+
+        Nothing is read.
+        """
         present = self._present()
         if [(n, b.shape, b.dtype, b.device) for n, b in present.items()] != [
             (n, b.shape, b.dtype, b.device) for n, b in self._kept.items()
@@ -79,10 +84,6 @@ class Buffers:
         for name in names:
             if name in self._kept and name in present:
                 present[name].copy_(self._kept[name])
-
-    def forget(self) -> None:
-        """Drop the copies: other values were loaded, or may have been."""
-        self._kept = {}
 
     def _present(self) -> dict[str, Tensor]:
         """Return the floating-point buffers by name, each tensor once, and of a DTensor this rank's part."""

@@ -77,8 +77,9 @@ class GradScaler(Stepping):
         model: whose buffers to look at after a skipped step: an overflow in forward is in BatchNorm's running
             statistics before the step can be skipped. `last_step.buffers` names those that are not finite.
             Costs nothing while steps are taken.
-        restore_buffers: give such a buffer its value of after the last step that was taken. Costs a copy of
-            all floating-point buffers of `model` a step, on their device, and on an accelerator one read.
+        restore_buffers: give such a buffer the value that it had after the last step that was taken, or when
+            the scaler was made or loaded, if that was later. Costs a copy of all floating-point buffers of
+            `model` a step, on their device, and on an accelerator one read.
 
     Attributes:
         policy: the rule in force.
@@ -358,8 +359,8 @@ class GradScaler(Stepping):
         if self._enabled:
             numbers, settings = self._saved(state_dict)
             scale = self._loss_scale.restore(numbers, settings)
-            if self._buffers is not None:
-                self._buffers.forget()  # those of another moment
+            if self._buffers is not None and self._buffers.restores:
+                self._buffers.keep()  # those of the checkpoint, if the model was loaded first
             warn_if_out_of_bounds(self.policy, scale, 'state_dict["scale"] = {bound!r} before loading')
             self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
 
