@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from flax import nnx
 
 from preamp import Dynamic, UsageError
-from preamp.jax import loss_scaled, step
+from preamp.jax import LossScale, ScaledGradients, loss_scaled, scaled_value_and_grad, step, value_and_grad
 
 from .trainings import identical
 
@@ -160,3 +161,64 @@ def test_keep_state_is_held_to_its_word() -> None:
         step(jnp.sum, OPTIMIZER, keep_state=True)
     with pytest.raises(UsageError, match="keep_state='yes' is not a boolean"):
         step(jnp.sum, OPTIMIZER, has_aux=True, keep_state="yes")  # type: ignore[arg-type]
+
+
+# Modules of NNX as parameters
+
+
+class Normalized(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.norm(self.linear(x))
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 2, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.drop(self.linear(x))
+
+
+@pytest.mark.parametrize(("kind", "named"), [(Normalized, "BatchStat norm.mean"), (Dropped, "drop.rngs")])
+def test_a_module_whose_state_would_be_lost_is_refused_as_parameters(kind: Any, named: str) -> None:
+    """JAX differentiates a copy: running statistics would never move, and every dropout mask be the same."""
+
+    def loss_of(model: Any, x: Any) -> Any:
+        return jnp.mean((model(x) - 1.0) ** 2)
+
+    module, x = kind(nnx.Rngs(0)), jnp.ones((8, 4))
+    optimizer = loss_scaled(optax.sgd(0.1))
+    state = optimizer.init(nnx.state(module, nnx.Param))
+    before = jax.tree.map(jnp.copy, nnx.state(module, nnx.BatchStat))
+    for call in (
+        lambda: optimizer.init(module),
+        lambda: step(loss_of, optimizer)(module, state, x),
+        lambda: nnx.jit(step(loss_of, optimizer))(module, state, x),
+        lambda: scaled_value_and_grad(loss_of)(state, module, x),
+        lambda: value_and_grad(loss_of)(LossScale(), {"model": module}["model"], x),
+    ):
+        with pytest.raises(UsageError, match=rf"{named}.*nnx\.split\(model, nnx\.Param, \.\.\.\)"):
+            call()
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, before, nnx.state(module, nnx.BatchStat)))
+
+
+def test_a_module_of_parameters_alone_is_trained() -> None:
+    module, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((8, 4))
+    optimizer = loss_scaled(optax.sgd(0.1))
+    train = nnx.jit(step(lambda model, x: jnp.mean((model(x) - 1.0) ** 2), optimizer))
+    values, state = [], optimizer.init(module)
+    for _ in range(3):
+        value, module, state = train(module, state, x)
+        values.append(float(value))
+    assert values == sorted(values, reverse=True) != [values[0]] * 3
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, math.inf, math.nan])
+def test_a_scale_that_no_loss_can_have_is_refused(scale: float) -> None:
+    with pytest.raises(UsageError, match="positive and finite"):
+        ScaledGradients(jnp.ones(2), scale)

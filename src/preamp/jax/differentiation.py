@@ -18,6 +18,7 @@ from jax import lax
 from preamp.errors import UsageError
 from preamp.jax import axes, gradients
 from preamp.jax.loss_scale import LossScale
+from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
 from preamp.jax.scaled_gradients import ScaledGradients
 from preamp.jax.states import find, found_in, kind_of
@@ -112,6 +113,7 @@ def differentiated(
 
     def call(scale: Any, *args: Any, **kwargs: Any) -> Any:
         _check_range(numbers, len(args))
+        refuse_stateful([args[number] for number in numbers])
 
         def loss_of(*chosen: Any) -> tuple[Any, Any]:
             filled = list(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -141,6 +142,11 @@ def _checked(scale: Any) -> Any:
         what = f"an array of shape {jnp.shape(scale)}" if number else f"{scale!r:.60}"
         raise UsageError(
             f"the scale of ScaledGradients is {what}, not a floating scalar. Write "
+            "ScaledGradients(gradients, opt_state.policy_state.scale), with the scale that was in the loss."
+        )
+    if isinstance(scale, float | int) and not 0.0 < scale < math.inf:  # an array is not read for this
+        raise UsageError(
+            f"the scale of ScaledGradients is {float(scale)!r}; a loss scale is positive and finite. Write "
             "ScaledGradients(gradients, opt_state.policy_state.scale), with the scale that was in the loss."
         )
     return jnp.asarray(scale).astype(jnp.float32)

@@ -13,6 +13,7 @@ from preamp.errors import UsageError
 from preamp.jax import gradients, tails
 from preamp.jax.differentiation import differentiated, scale_in, unscaled_loss
 from preamp.jax.model_state import keep_on_skip
+from preamp.jax.modules import refuse_stateful
 from preamp.jax.scaled_gradients import ScaledGradients
 from preamp.jax.states import LossScaledState, find, found_in
 from preamp.jax.transformation import Scaling, declared
@@ -102,6 +103,7 @@ def step(
 
     def train(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+        refuse_stateful(fast)
         _check_arguments(fast, opt_state)
         scale, complete = scale_in(opt_state), None
         if isinstance(scale, jax.core.Tracer):

@@ -16,6 +16,7 @@ from preamp.errors import PolicyError, UsageError
 from preamp.jax import axes, gradients
 from preamp.jax.loss_scale import LossScale, read, start_of
 from preamp.jax.matching import check_gradients, check_inner_state
+from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
 from preamp.jax.scaled_gradients import ScaledGradients
 from preamp.jax.states import LossScaledState, check_scalars, find, found_in, kind_of
@@ -124,6 +125,7 @@ class Scaling:
 
     def init(self, params: Any) -> LossScaledState:
         """Return the state before the first step."""
+        refuse_stateful(params)
         start, inner = start_of(self.policy), self.inner.init(gradients.wide(params))
         if found_in(inner):
             raise UsageError(
