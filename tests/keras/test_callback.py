@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 from preamp import Dynamic, Reading, Starved, Static, Step, Trace, TraceError, UsageError
@@ -213,3 +214,16 @@ def test_a_second_fit_goes_on_with_the_settings_of_the_file(tmp_path: Path) -> N
     assert len(callback.trace) == 2 * STEPS
     with pytest.raises(UsageError, match=r"on_error, only_rank: this is for a file"):
         TraceCallback(Trace(), on_error="warn", only_rank=0)
+
+
+def test_one_batch_without_a_finite_loss_is_one_step_of_the_record() -> None:
+    """Keras's mean over the epoch stays NaN; the steps that follow have an unknown loss, not that one."""
+    rows, targets = np.ones((24, 1), "float32"), np.ones((24, 1), "float32")
+    rows[8] = np.inf
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    callback = TraceCallback()
+    model.fit(rows, targets, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+    finite = [None if step.loss is None else math.isfinite(step.loss) for step in callback.trace]
+    assert finite == [True, True, False, None, None, None] * 2
+    assert [step.skipped for step in callback.trace] == [False, False, True, False, False, False] * 2

@@ -5,6 +5,7 @@ This room listens to `fit`. It refuses to know how a step is taken: it reads wha
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -44,7 +45,8 @@ class TraceCallback(keras.callbacks.Callback):
         **about: anything JSON can hold that describes the run.
 
     Attributes:
-        trace: the record. A step's `loss` is what Keras logs: the mean over the epoch so far.
+        trace: the record. A step's `loss` is what Keras logs: the mean over the epoch so far,
+            and None after a batch of the epoch whose loss was inf or NaN: the mean does not recover from it.
 
     Raises:
         PolicyError: for an `on_step` that cannot be called, and a `restore_buffers` that is no bool.
@@ -80,6 +82,7 @@ class TraceCallback(keras.callbacks.Callback):
             )
         self.restore_buffers = restore_buffers
         self._has_warned = False
+        self._mean_is_lost = False
         self.on_step: Callable[[Step], object] | None = on_step
         self._path = None if isinstance(path, Trace) else path
         self._settings: dict[str, Any] = {"on_error": on_error, "only_rank": only_rank}
@@ -109,11 +112,11 @@ class TraceCallback(keras.callbacks.Callback):
         step = optimizer._ledger.step(numbers)
         if step is None:
             return
-        loss = None if logs is None else logs.get("loss")
+        loss = self._mean_loss(logs)
         skipped, before = int(numbers[-1]), self._skipped
         buffers = self._spoiled() if skipped > before else ()
         self._skipped = skipped
-        step = step._replace(loss=None if loss is None else float(loss), buffers=buffers)
+        step = step._replace(loss=loss, buffers=buffers)
         self.trace(step)
         if self.on_step is not None:
             self.on_step(step)
@@ -126,6 +129,10 @@ class TraceCallback(keras.callbacks.Callback):
             self.on_train_end()
             raise
 
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note that Keras starts a new mean of the loss."""
+        self._mean_is_lost = False
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Say what the scale is now, for the history and for what shows logs."""
         if logs is not None:
@@ -136,6 +143,14 @@ class TraceCallback(keras.callbacks.Callback):
         """Close the file."""
         if self._path is not None:
             self._close()
+
+    def _mean_loss(self, logs: dict[str, Any] | None) -> float | None:
+        """Return the mean loss of the epoch, until one batch has made it inf or NaN for all that follow."""
+        loss = None if logs is None else logs.get("loss")
+        if loss is None or self._mean_is_lost:
+            return None
+        self._mean_is_lost = not math.isfinite(loss)
+        return float(loss)
 
     def _opened(self, mode: Literal["new", "append", "replace"], **about: Any) -> Trace:
         """Return a trace of the file, which is closed with this callback if `fit` breaks off."""
