@@ -174,6 +174,21 @@ def test_a_bad_batch_in_every_epoch_shows_by_its_period_alone() -> None:
     assert (finding.kind, finding.numbers["period"]) == ("bad data", 50)
 
 
+def test_nothing_is_said_of_backward_where_the_loss_itself_was_lost() -> None:
+    lost = {24, 49, 74, 99, 124}
+    steps = [
+        step._replace(loss=math.nan, culprits=("head.weight",)) if step.skipped else step._replace(loss=0.5)
+        for step in simulate(Dynamic(), [n in lost for n in range(150)])
+    ]
+    trace = Trace(steps, policy=repr(Dynamic()))
+    assert "overflows first" not in {finding.kind for finding in diagnose(trace).findings}
+    flows = row("head", "activation", 1), row("head", "flow", 2, nonfinite=9)
+    trace.look(Look(49, trace[49].scale, "float16", flows))
+    assert "backward" not in "".join(f.sentence for f in diagnose(trace).findings)
+    finite = Trace((step._replace(loss=1 / (1 + step.index)) for step in steps), policy=repr(Dynamic()))
+    assert "overflows first" in {finding.kind for finding in diagnose(finite).findings}
+
+
 def test_a_loss_that_is_nan_without_a_skip_has_lost_the_weights() -> None:
     steps = [Step(n, 1.0, finite=True, skipped=False, loss=0.5 if n < 30 else math.nan) for n in range(60)]
     finding = first(Trace(steps, precision="float32", policy=None))
