@@ -174,6 +174,36 @@ def test_a_bad_batch_in_every_epoch_shows_by_its_period_alone() -> None:
     assert (finding.kind, finding.numbers["period"]) == ("bad data", 50)
 
 
+def nan_given(inputs: int, weights: int) -> Trace:
+    """Return a run whose loss is NaN from step 41 on, with so many NaN in the inputs and in the weights."""
+    trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
+    for index, lost in ((0, False), (40, False), (42, True), (80, True)):
+        gone = LookRow("stem", "activation", "float16", ExponentHistogram(nonfinite=32), nans=32)
+        rows = (gone, gone._replace(what="flow")) if lost else (row("stem", "activation", 1),)
+        x = row("stem", "input", 1, nonfinite=inputs * lost)._replace(nans=inputs * lost)
+        w = row("stem", "weight", 1, nonfinite=weights * lost)._replace(nans=weights * lost)
+        trace.look(Look(index, trace[index].scale, "float16", rows, (x,), (w,)))
+    return trace
+
+
+def test_inputs_and_weights_tell_bad_data_from_a_broken_update() -> None:
+    (data,) = diagnose(nan_given(inputs=32, weights=0)).findings
+    assert (data.kind, data.severity) == ("bad data", "problem")
+    assert "from step 41 on" in data.sentence
+    assert "holds NaN in 32 of 64 entries, and all weights are finite" in data.sentence
+    assert "eps" not in data.advice
+    assert first(nan_given(inputs=0, weights=32)).kind == "broken update"
+    assert first(nan_given(inputs=32, weights=32)).kind == "broken update"
+
+
+def test_a_loss_that_was_never_inf_is_not_called_an_overflow() -> None:
+    finding = first(run(70, 80, losses=[0.5], lost=math.nan))
+    assert finding.kind == "forward NaN"
+    assert "isfinite" in finding.advice
+    assert "exp" not in finding.advice
+    assert first(run(70, 80, losses=[0.5], lost=math.inf)).kind == "forward overflow"
+
+
 def test_nothing_is_said_of_backward_where_the_loss_itself_was_lost() -> None:
     lost = {24, 49, 74, 99, 124}
     steps = [

@@ -78,6 +78,8 @@ def failed(record: Record) -> Finding | None:
         return found
     if not end.skips:
         return _not_skipped(record, end)
+    if given := _lost_inputs(record, end, source):
+        return _bad_inputs_from(record, end, given)
     if source is not None and source.row.what == "activation":
         return _in_forward(record, end, source)
     if not end.is_forward and (kept := _not_of_this_pass(record, end)):
@@ -147,6 +149,8 @@ def _broken_by_updates(record: Record, end: Failure, source: Origin | None) -> F
     if source is None and not end.is_forward:
         return None
     if source is not None and (source.row.what != "activation" or source.what == "NaN"):
+        return None
+    if _lost_inputs(record, end, source) is not None:
         return None
     made = "one update" if updates == 1 else f"{updates} updates"
     return Finding(
@@ -306,6 +310,34 @@ def _bad_inputs(end: Failure, source: Origin | None) -> Finding:
     )
 
 
+def _lost_inputs(record: Record, end: Failure, source: Origin | None) -> LookRow | None:
+    """Return what the first module was given, where that holds inf or NaN and all weights are finite."""
+    if not end.is_forward or (source is not None and source.what == "overflow"):
+        return None
+    first = record.index[end.start]
+    look = next((look for look in record.looks if look.index >= first and is_lost(record, look)), None)
+    if look is None or not look.inputs or any(row.histogram.nonfinite for row in look.weights):
+        return None
+    given = look.inputs[0]
+    before = [row for one in record.looks if one.index < first for row in one.inputs[:1]]
+    on_purpose = any(row.histogram.nonfinite for row in before)  # such as the infinities of a mask
+    return given if given.histogram.nonfinite and look.weights and not on_purpose else None
+
+
+def _bad_inputs_from(record: Record, end: Failure, given: LookRow) -> Finding:
+    held = "NaN" if given.nans == given.histogram.nonfinite else "inf or NaN"
+    return Finding(
+        kind="bad data",
+        severity="problem",
+        sentence=f"The loss is inf or NaN {_since(record, end)}: the input of {module_name(given.name)}, the "
+        f"first module, holds {held} in {given.histogram.nonfinite:,} of {given.histogram.total:,} entries, "
+        "and all weights are finite. So the input data hold it, or what is done to them first makes it. No "
+        "loss scale helps.",
+        advice="Check the batches before the model: `x.isfinite().all()`. Mend or drop such rows.",
+        numbers={**_counts(end), "nonfinite": given.histogram.nonfinite},
+    )
+
+
 def _in_loss(record: Record, end: Failure) -> Finding:
     value = "inf" if 2 * end.inf >= end.not_finite else "NaN"
     cause = (
@@ -329,7 +361,25 @@ def _without_look(record: Record, end: Failure) -> Finding:
         return _bad_inputs(end, None)
     if needs_no_scale(record.band) and updates:
         return _broken_update(record, end, None)
+    if not any(map(math.isinf, record.loss.values)):
+        return _nan_without_look(record, end)
     return _forward_overflow(record, end, None)
+
+
+def _nan_without_look(record: Record, end: Failure) -> Finding:
+    """Return the finding that a loss became NaN, and was never inf, where nothing shows what made it so."""
+    return Finding(
+        kind="forward NaN",
+        severity="problem",
+        sentence=f"The loss is NaN {_since(record, end)}, and was never inf: the input data hold NaN, an "
+        "update wrote NaN into weights, or forward makes it. No loss scale helps, because the loss is "
+        "scaled after it.",
+        advice="Check the batches from there on first: `x.isfinite().all()`. Then the weights: "
+        "`all(p.isfinite().all() for p in model.parameters())`. If both are finite, find the first layer "
+        "whose output is not (a preamp.torch.Lens names it), and run that in float32: "
+        "autocast(enabled=False) around it.",
+        numbers=_counts(end),
+    )
 
 
 def _not_skipped(record: Record, end: Failure) -> Finding:
