@@ -123,6 +123,24 @@ def test_an_overflow_in_forward_names_the_module_and_the_edit_and_nothing_else()
     assert "head" not in finding.sentence + finding.advice
 
 
+def test_float32_for_one_module_alone_is_not_promised_to_mend() -> None:
+    advice = first(neck(peak=15, nonfinite=100)).advice
+    assert "What takes its output casts it back, and it is inf again: run that in float32 too" in advice
+    assert "make them smaller" in advice
+
+
+def test_the_module_that_made_the_values_too_large_is_named() -> None:
+    trace = run(0, 60, lost=math.inf)
+    large = row("times", "activation", 19, dtype="float32")._replace(largest=596_484.4)
+    inf = LookRow("neck", "activation", "float16", ExponentHistogram(nonfinite=32))
+    flow = inf._replace(what="flow")
+    trace.look(Look(1, 2.0**15, "float16", (row("stem", "activation", 1), large, inf, flow)))
+    finding = first(trace)
+    assert finding.kind == "forward overflow"
+    assert "module neck overflows" in finding.sentence
+    assert "module times before it already puts out 596,484" in finding.sentence
+
+
 def test_weights_that_an_update_broke_are_told_from_an_overflow() -> None:
     finding = first(neck(peak=3, nonfinite=16))
     assert finding.kind == "broken update"

@@ -220,12 +220,14 @@ def _forward_overflow(record: Record, end: Failure, source: Origin | None) -> Fi
             numbers=_counts(end),
         )
     name, low = module_name(source.row.name), source.look.low_dtype
+    before = _too_large_before(source)
     return Finding(
         kind="forward overflow",
         severity="problem",
         sentence=f"The output of {name} overflows in forward {since}: {low} ends at "
-        f"{source.look.band.largest:,.0f}. No loss scale helps, because the loss is scaled after it.",
-        advice=_run_in_float32(source.row.name),
+        f"{source.look.band.largest:,.0f}{before and f', and {before}'}. No loss scale helps, because the "
+        "loss is scaled after it.",
+        advice=f"{_run_in_float32(source.row.name)} {_AFTER_IT}",
         numbers=_counts(end),
     )
 
@@ -242,6 +244,22 @@ def _run_in_float32(name: str) -> str:
         f"Run {name} in float32: write `with torch.autocast(device, enabled=False): y = "
         f"model{path}(x.float())` where {name} is called."
     )
+
+
+_AFTER_IT: Final = (
+    "What takes its output casts it back, and it is inf again: run that in float32 too, up to where the "
+    "values are small, or make them smaller where they become large."
+)
+
+
+def _too_large_before(source: Origin) -> str:
+    """Say which earlier module put out finite values that are already too large for the low dtype, or ""."""
+    for row in source.look.rows:
+        if row is source.row or row.name == source.row.name or row.what != "activation":
+            break
+        if row.largest is not None and row.largest > source.look.band.largest:
+            return f"{module_name(row.name)} before it already puts out {row.largest:,.0f}"
+    return ""
 
 
 def _float32_somewhere(record: Record) -> str:
