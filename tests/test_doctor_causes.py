@@ -222,6 +222,28 @@ def test_a_loss_that_was_never_inf_is_not_called_an_overflow() -> None:
     assert first(run(70, 80, losses=[0.5], lost=math.inf)).kind == "forward overflow"
 
 
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_loss_lost_while_its_look_is_finite_is_the_loss_function(skipped: bool) -> None:
+    scale, steps = 2.0**16, []
+    for n in range(150):
+        lost = n < 100 if skipped else n in (100, 107, 108)
+        after = max(scale / 2, 2.0**-14) if lost and skipped else scale
+        loss = math.inf if lost else 1 / (1 + n)
+        steps.append(Step(n, scale, not lost, lost and skipped, after, loss=loss))
+        scale = after
+    trace = Trace(steps, policy=repr(Dynamic()))
+    flow = row("head", "flow", -60 if skipped else 10, dtype="float32")
+    for index in (0, 100, 120, 140):
+        seen = row("head", "activation", 2), flow
+        trace.look(Look(index, trace[index].scale, "float16", seen, (row("head", "input", 1),)))
+    found = diagnose(trace)
+    assert found.findings[0].kind == "loss function"
+    assert "logarithm of 0" in found.findings[0].advice
+    assert "bad data" not in {finding.kind for finding in found.findings}
+    if skipped:
+        assert not found.settings
+
+
 def test_nothing_is_said_of_backward_where_the_loss_itself_was_lost() -> None:
     lost = {24, 49, 74, 99, 124}
     steps = [

@@ -498,6 +498,8 @@ def bad_data(record: Record) -> Finding | None:
         (place for place, known in enumerate(loss.known) if known and not math.isfinite(loss.values[place])),
     )
     if lost:
+        if found := _lost_in_loss(record, lost):
+            return found
         close = _close_to_overflow(record)
         if close is not None:
             return _sometimes_in_forward(record, lost, close)
@@ -506,6 +508,25 @@ def bad_data(record: Record) -> Finding | None:
     if len(periodic) >= FEWEST and _period(periodic) >= 2 * FEWEST and not loss.count():
         return _bad_batches(record, periodic, "while the steps around them were fine at the same scale")
     return None
+
+
+def _lost_in_loss(record: Record, lost: Sequence[int]) -> Finding | None:
+    """Find losses that are not finite although everything that was seen of forward on those steps is."""
+    looks = [look for look in record.looks if is_lost(record, look)]
+    rows = [row for look in looks for row in (*look.inputs, *look.weights, *look.rows)]
+    seen = [row for row in rows if row.direction == "forward"]
+    if not any(row.what == "activation" for row in seen) or any(row.histogram.nonfinite for row in seen):
+        return None
+    return Finding(
+        kind="loss function",
+        severity="warning",
+        sentence=f"{of_steps(len(lost), len(record))} have a loss that is inf or NaN, but all outputs of "
+        "modules are finite in the looks at such steps: it becomes so in the loss function. No loss scale "
+        "helps.",
+        advice="Look there for the logarithm of 0, a division by zero, a sum or a power that leaves float16, "
+        "or targets that hold inf or NaN. Compute the loss in float32: loss_fn(output.float(), target).",
+        numbers={"steps": len(lost)},
+    )
 
 
 def _bad_batches(record: Record, places: Sequence[int], why: str) -> Finding:

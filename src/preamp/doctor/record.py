@@ -346,6 +346,12 @@ class Record:
         )
 
     @property
+    def opening_is_lost(self) -> bool:
+        """Whether most steps skipped at the start had a loss of inf or NaN, which no scale changes."""
+        losses = [loss for place in range(self.opening) if (loss := self.loss[place]) is not None]
+        return 2 * sum(not math.isfinite(loss) for loss in losses) > self.opening
+
+    @property
     def look(self) -> Look | None:
         """The latest look at a step that was not skipped, or the latest of all."""
         clean = [look for look in self.looks if look.first_overflow is None] or self.looks
