@@ -123,6 +123,24 @@ def test_an_overflow_in_forward_names_the_module_and_the_edit_and_nothing_else()
     assert "head" not in finding.sentence + finding.advice
 
 
+def test_float32_for_one_module_alone_is_not_promised_to_mend() -> None:
+    advice = first(neck(peak=15, nonfinite=100)).advice
+    assert "What takes its output casts it back, and it is inf again: run that in float32 too" in advice
+    assert "make them smaller" in advice
+
+
+def test_the_module_that_made_the_values_too_large_is_named() -> None:
+    trace = run(0, 60, lost=math.inf)
+    large = row("times", "activation", 19, dtype="float32")._replace(largest=596_484.4)
+    inf = LookRow("neck", "activation", "float16", ExponentHistogram(nonfinite=32))
+    flow = inf._replace(what="flow")
+    trace.look(Look(1, 2.0**15, "float16", (row("stem", "activation", 1), large, inf, flow)))
+    finding = first(trace)
+    assert finding.kind == "forward overflow"
+    assert "module neck overflows" in finding.sentence
+    assert "module times before it already puts out 596,484" in finding.sentence
+
+
 def test_weights_that_an_update_broke_are_told_from_an_overflow() -> None:
     finding = first(neck(peak=3, nonfinite=16))
     assert finding.kind == "broken update"
@@ -172,6 +190,73 @@ def test_a_bad_batch_in_every_epoch_shows_by_its_period_alone() -> None:
     trace = simulate(Dynamic(), [n % 50 == 30 for n in range(500)])
     finding = first(Trace((step._replace(peak=None) for step in trace), policy=repr(Dynamic())))
     assert (finding.kind, finding.numbers["period"]) == ("bad data", 50)
+
+
+def nan_given(inputs: int, weights: int) -> Trace:
+    """Return a run whose loss is NaN from step 41 on, with so many NaN in the inputs and in the weights."""
+    trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
+    for index, lost in ((0, False), (40, False), (42, True), (80, True)):
+        gone = LookRow("stem", "activation", "float16", ExponentHistogram(nonfinite=32), nans=32)
+        rows = (gone, gone._replace(what="flow")) if lost else (row("stem", "activation", 1),)
+        x = row("stem", "input", 1, nonfinite=inputs * lost)._replace(nans=inputs * lost)
+        w = row("stem", "weight", 1, nonfinite=weights * lost)._replace(nans=weights * lost)
+        trace.look(Look(index, trace[index].scale, "float16", rows, (x,), (w,)))
+    return trace
+
+
+def test_inputs_and_weights_tell_bad_data_from_a_broken_update() -> None:
+    (data,) = diagnose(nan_given(inputs=32, weights=0)).findings
+    assert (data.kind, data.severity) == ("bad data", "problem")
+    assert "from step 41 on" in data.sentence
+    assert "holds NaN in 32 of 64 entries, and all weights are finite" in data.sentence
+    assert "eps" not in data.advice
+    assert first(nan_given(inputs=0, weights=32)).kind == "broken update"
+    assert first(nan_given(inputs=32, weights=32)).kind == "broken update"
+
+
+def test_a_loss_that_was_never_inf_is_not_called_an_overflow() -> None:
+    finding = first(run(70, 80, losses=[0.5], lost=math.nan))
+    assert finding.kind == "forward NaN"
+    assert "isfinite" in finding.advice
+    assert "exp" not in finding.advice
+    assert first(run(70, 80, losses=[0.5], lost=math.inf)).kind == "forward overflow"
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_loss_lost_while_its_look_is_finite_is_the_loss_function(skipped: bool) -> None:
+    scale, steps = 2.0**16, []
+    for n in range(150):
+        lost = n < 100 if skipped else n in (100, 107, 108)
+        after = max(scale / 2, 2.0**-14) if lost and skipped else scale
+        loss = math.inf if lost else 1 / (1 + n)
+        steps.append(Step(n, scale, not lost, lost and skipped, after, loss=loss))
+        scale = after
+    trace = Trace(steps, policy=repr(Dynamic()))
+    flow = row("head", "flow", -60 if skipped else 10, dtype="float32")
+    for index in (0, 100, 120, 140):
+        seen = row("head", "activation", 2), flow
+        trace.look(Look(index, trace[index].scale, "float16", seen, (row("head", "input", 1),)))
+    found = diagnose(trace)
+    assert found.findings[0].kind == "loss function"
+    assert "logarithm of 0" in found.findings[0].advice
+    assert "bad data" not in {finding.kind for finding in found.findings}
+    if skipped:
+        assert not found.settings
+
+
+def test_nothing_is_said_of_backward_where_the_loss_itself_was_lost() -> None:
+    lost = {24, 49, 74, 99, 124}
+    steps = [
+        step._replace(loss=math.nan, culprits=("head.weight",)) if step.skipped else step._replace(loss=0.5)
+        for step in simulate(Dynamic(), [n in lost for n in range(150)])
+    ]
+    trace = Trace(steps, policy=repr(Dynamic()))
+    assert "overflows first" not in {finding.kind for finding in diagnose(trace).findings}
+    flows = row("head", "activation", 1), row("head", "flow", 2, nonfinite=9)
+    trace.look(Look(49, trace[49].scale, "float16", flows))
+    assert "backward" not in "".join(f.sentence for f in diagnose(trace).findings)
+    finite = Trace((step._replace(loss=1 / (1 + step.index)) for step in steps), policy=repr(Dynamic()))
+    assert "overflows first" in {finding.kind for finding in diagnose(finite).findings}
 
 
 def test_a_loss_that_is_nan_without_a_skip_has_lost_the_weights() -> None:

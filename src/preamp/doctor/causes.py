@@ -78,6 +78,8 @@ def failed(record: Record) -> Finding | None:
         return found
     if not end.skips:
         return _not_skipped(record, end)
+    if given := _lost_inputs(record, end, source):
+        return _bad_inputs_from(record, end, given)
     if source is not None and source.row.what == "activation":
         return _in_forward(record, end, source)
     if not end.is_forward and (kept := _not_of_this_pass(record, end)):
@@ -148,6 +150,8 @@ def _broken_by_updates(record: Record, end: Failure, source: Origin | None) -> F
         return None
     if source is not None and (source.row.what != "activation" or source.what == "NaN"):
         return None
+    if _lost_inputs(record, end, source) is not None:
+        return None
     made = "one update" if updates == 1 else f"{updates} updates"
     return Finding(
         kind="diverged",
@@ -216,12 +220,14 @@ def _forward_overflow(record: Record, end: Failure, source: Origin | None) -> Fi
             numbers=_counts(end),
         )
     name, low = module_name(source.row.name), source.look.low_dtype
+    before = _too_large_before(source)
     return Finding(
         kind="forward overflow",
         severity="problem",
         sentence=f"The output of {name} overflows in forward {since}: {low} ends at "
-        f"{source.look.band.largest:,.0f}. No loss scale helps, because the loss is scaled after it.",
-        advice=_run_in_float32(source.row.name),
+        f"{source.look.band.largest:,.0f}{before and f', and {before}'}. No loss scale helps, because the "
+        "loss is scaled after it.",
+        advice=f"{_run_in_float32(source.row.name)} {_AFTER_IT}",
         numbers=_counts(end),
     )
 
@@ -238,6 +244,22 @@ def _run_in_float32(name: str) -> str:
         f"Run {name} in float32: write `with torch.autocast(device, enabled=False): y = "
         f"model{path}(x.float())` where {name} is called."
     )
+
+
+_AFTER_IT: Final = (
+    "What takes its output casts it back, and it is inf again: run that in float32 too, up to where the "
+    "values are small, or make them smaller where they become large."
+)
+
+
+def _too_large_before(source: Origin) -> str:
+    """Say which earlier module put out finite values that are already too large for the low dtype, or ""."""
+    for row in source.look.rows:
+        if row is source.row or row.name == source.row.name or row.what != "activation":
+            break
+        if row.largest is not None and row.largest > source.look.band.largest:
+            return f"{module_name(row.name)} before it already puts out {row.largest:,.0f}"
+    return ""
 
 
 def _float32_somewhere(record: Record) -> str:
@@ -306,6 +328,34 @@ def _bad_inputs(end: Failure, source: Origin | None) -> Finding:
     )
 
 
+def _lost_inputs(record: Record, end: Failure, source: Origin | None) -> LookRow | None:
+    """Return what the first module was given, where that holds inf or NaN and all weights are finite."""
+    if not end.is_forward or (source is not None and source.what == "overflow"):
+        return None
+    first = record.index[end.start]
+    look = next((look for look in record.looks if look.index >= first and is_lost(record, look)), None)
+    if look is None or not look.inputs or any(row.histogram.nonfinite for row in look.weights):
+        return None
+    given = look.inputs[0]
+    before = [row for one in record.looks if one.index < first for row in one.inputs[:1]]
+    on_purpose = any(row.histogram.nonfinite for row in before)  # such as the infinities of a mask
+    return given if given.histogram.nonfinite and look.weights and not on_purpose else None
+
+
+def _bad_inputs_from(record: Record, end: Failure, given: LookRow) -> Finding:
+    held = "NaN" if given.nans == given.histogram.nonfinite else "inf or NaN"
+    return Finding(
+        kind="bad data",
+        severity="problem",
+        sentence=f"The loss is inf or NaN {_since(record, end)}: the input of {module_name(given.name)}, the "
+        f"first module, holds {held} in {given.histogram.nonfinite:,} of {given.histogram.total:,} entries, "
+        "and all weights are finite. So the input data hold it, or what is done to them first makes it. No "
+        "loss scale helps.",
+        advice="Check the batches before the model: `x.isfinite().all()`. Mend or drop such rows.",
+        numbers={**_counts(end), "nonfinite": given.histogram.nonfinite},
+    )
+
+
 def _in_loss(record: Record, end: Failure) -> Finding:
     value = "inf" if 2 * end.inf >= end.not_finite else "NaN"
     cause = (
@@ -329,7 +379,25 @@ def _without_look(record: Record, end: Failure) -> Finding:
         return _bad_inputs(end, None)
     if needs_no_scale(record.band) and updates:
         return _broken_update(record, end, None)
+    if not any(map(math.isinf, record.loss.values)):
+        return _nan_without_look(record, end)
     return _forward_overflow(record, end, None)
+
+
+def _nan_without_look(record: Record, end: Failure) -> Finding:
+    """Return the finding that a loss became NaN, and was never inf, where nothing shows what made it so."""
+    return Finding(
+        kind="forward NaN",
+        severity="problem",
+        sentence=f"The loss is NaN {_since(record, end)}, and was never inf: the input data hold NaN, an "
+        "update wrote NaN into weights, or forward makes it. No loss scale helps, because the loss is "
+        "scaled after it.",
+        advice="Check the batches from there on first: `x.isfinite().all()`. Then the weights: "
+        "`all(p.isfinite().all() for p in model.parameters())`. If both are finite, find the first layer "
+        "whose output is not (a preamp.torch.Lens names it), and run that in float32: "
+        "autocast(enabled=False) around it.",
+        numbers=_counts(end),
+    )
 
 
 def _not_skipped(record: Record, end: Failure) -> Finding:
@@ -430,6 +498,8 @@ def bad_data(record: Record) -> Finding | None:
         (place for place, known in enumerate(loss.known) if known and not math.isfinite(loss.values[place])),
     )
     if lost:
+        if found := _lost_in_loss(record, lost):
+            return found
         close = _close_to_overflow(record)
         if close is not None:
             return _sometimes_in_forward(record, lost, close)
@@ -438,6 +508,25 @@ def bad_data(record: Record) -> Finding | None:
     if len(periodic) >= FEWEST and _period(periodic) >= 2 * FEWEST and not loss.count():
         return _bad_batches(record, periodic, "while the steps around them were fine at the same scale")
     return None
+
+
+def _lost_in_loss(record: Record, lost: Sequence[int]) -> Finding | None:
+    """Find losses that are not finite although everything that was seen of forward on those steps is."""
+    looks = [look for look in record.looks if is_lost(record, look)]
+    rows = [row for look in looks for row in (*look.inputs, *look.weights, *look.rows)]
+    seen = [row for row in rows if row.direction == "forward"]
+    if not any(row.what == "activation" for row in seen) or any(row.histogram.nonfinite for row in seen):
+        return None
+    return Finding(
+        kind="loss function",
+        severity="warning",
+        sentence=f"{of_steps(len(lost), len(record))} have a loss that is inf or NaN, but all outputs of "
+        "modules are finite in the looks at such steps: it becomes so in the loss function. No loss scale "
+        "helps.",
+        advice="Look there for the logarithm of 0, a division by zero, a sum or a power that leaves float16, "
+        "or targets that hold inf or NaN. Compute the loss in float32: loss_fn(output.float(), target).",
+        numbers={"steps": len(lost)},
+    )
 
 
 def _bad_batches(record: Record, places: Sequence[int], why: str) -> Finding:

@@ -133,7 +133,9 @@ def _findings(record: Record) -> list[Finding]:
         return [*broken, *_all((poisoned_buffers,), record)]
     if unscaled := _first((not_scaled,), record):
         return [*unscaled, *_all(SEEN, record)]
-    groups = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
+    groups: tuple[tuple[Rule, ...], ...] = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
+    if record.opening_is_lost:  # where the scale fell to says nothing of the gradients
+        groups = (DAMAGED, SKIPPED)
     found = [*_all((poisoned_buffers,), record)]
     found += [found for rules in groups for found in _first(rules, record)]
     return [*(found or [_healthy(record)]), *_all(SEEN, record)]

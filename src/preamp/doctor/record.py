@@ -334,9 +334,22 @@ class Record:
 
     @cached_property
     def culprits(self) -> Counter[str]:
-        """How many skipped steps each parameter was the first to overflow in."""
-        pairs = zip(self.skipped, self._kept("culprits"), strict=True)
-        return Counter(names[0] for skipped, names in pairs if skipped and names)
+        """How many skipped steps each parameter was the first to overflow in.
+
+        Steps whose loss was inf or NaN do not count: all their gradients are lost with it.
+        """
+        steps = zip(self.skipped, self._kept("culprits"), self._kept("loss"), strict=True)
+        return Counter(
+            names[0]
+            for skipped, names, loss in steps
+            if skipped and names and (loss is None or math.isfinite(loss))
+        )
+
+    @property
+    def opening_is_lost(self) -> bool:
+        """Whether most steps skipped at the start had a loss of inf or NaN, which no scale changes."""
+        losses = [loss for place in range(self.opening) if (loss := self.loss[place]) is not None]
+        return 2 * sum(not math.isfinite(loss) for loss in losses) > self.opening
 
     @property
     def look(self) -> Look | None:

@@ -11,6 +11,7 @@ from operator import add
 from typing import Final, NamedTuple
 
 from preamp.doctor.finding import Finding
+from preamp.doctor.history import is_lost
 from preamp.doctor.record import Record
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.looks import Look
@@ -107,7 +108,12 @@ def needs_no_scale(band: Band) -> bool:
 
 def overflowed(record: Record) -> Finding | None:
     """Name who overflows first on skipped steps."""
-    rows = Counter((row.name, row.what) for look in record.looks if (row := look.first_overflow))
+    rows = Counter(
+        (row.name, row.what)
+        for look in record.looks
+        # Where the loss itself was lost, so is all of backward: who came first there says nothing.
+        if (row := look.first_overflow) and (row.direction == "forward" or not is_lost(record, look))
+    )
     modules = Counter[tuple[str, str]]()
     for name, count in record.culprits.items():
         modules[name.rpartition(".")[0] or name, ""] += count
