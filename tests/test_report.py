@@ -185,6 +185,7 @@ def test_a_million_steps_are_reported_within_200_mb(tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 300_000
 
 
+@pytest.mark.filterwarnings("ignore:.*replace:UserWarning")  # indices are drawn in any order
 @pytest.mark.parametrize("figure", [loss_figure, zeros_figure, scale_figure])
 @settings(max_examples=12, deadline=None)
 @given(trace=traces)
