@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -182,7 +183,9 @@ class TorchRun:
         if done.skipped:
             named = self.model.named_buffers()
             done = done._replace(buffers=tuple(name for name, one in named if not one.isfinite().all()))
-        self.trace(done._replace(loss=self.value))
+        with warnings.catch_warnings():  # one of the runs restarts without its count on purpose
+            warnings.filterwarnings("ignore", "the steps begin at 0 again")
+            self.trace(done._replace(loss=self.value))
 
 
 def torch_run(seed: int, **settings: Any) -> Trace:
