@@ -18,7 +18,7 @@ from preamp.policy import Dynamic, Moving, Policy, Reading, Static, Tolerant, Wh
 
 __all__ = ["Dialect", "dialect", "unused_of"]
 
-SHARED = ("scale", "good", "bad", "steps")  # steps: how far a run is, which is no part of a rule
+SHARED = ("scale", "good", "bad", "steps")  # steps: how far a run has come, not part of a rule
 
 P = ParamSpec("P")
 

@@ -150,7 +150,7 @@ def rise(values: Sequence[float]) -> Rise | None:
     before = values[: -min(LATEST, len(values) - 1)]
     peak, late = max(values[-LATEST:]), median(values[-max(len(values) // 3, 1) :])
     base = min(values[0], median(before))
-    if peak < max(before) / 2:  # one large number is no rise
+    if peak < max(before) / 2:  # one large number is not a rise
         peak, base = late, values[0]
     return Rise(base, peak) if peak > base else None
 

@@ -71,7 +71,7 @@ class Format(ABC):
         return {}
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return entries with what `remembered` of this format returned; None if there is no place for it."""
+        """Return entries with what `remembered` of this format returned; None if it cannot hold them."""
         return None
 
 

@@ -3,7 +3,7 @@
 Tracing works on copies, and what is written to a copy (running averages, counts of random keys) would be
 lost. So the function that is traced takes the state of its modules as arrays and returns what it wrote, with
 Flax's own `update_context`, as `nnx.jit` does. Flax is never imported here: where nobody has imported it,
-there are no such objects.
+it has no objects to look for.
 """
 
 from __future__ import annotations
