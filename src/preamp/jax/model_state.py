@@ -143,7 +143,8 @@ def _matched(returned: Forest, given: Forest) -> dict[int, int]:
                     raise UsageError(
                         f"{new.name} could be the new state of {best.name} and of {other.name}: both have "
                         "its names and shapes, and a skipped step has to return one of them. Write both as "
-                        'one argument and one entry of aux, {"a": ..., "b": ...}, or step(..., keep_state=False).'
+                        'one argument and one entry of aux, {"a": ..., "b": ...}, or step(..., '
+                        "keep_state=False)."
                     )
             kept |= {free.pop(path): number for path, number in best.entries.items()}
     return kept

@@ -14,19 +14,18 @@ import optax
 from preamp.checks import is_number, shown
 from preamp.errors import PolicyError, UsageError
 from preamp.jax import axes, gradients
+from preamp.jax.callers import optax_caller
 from preamp.jax.loss_scale import LossScale, read, start_of
 from preamp.jax.matching import check_gradients, check_inner_state
 from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
 from preamp.jax.scaled_gradients import ScaledGradients
-from preamp.jax.states import LossScaledState, check_scalars, find, found_in, kind_of
+from preamp.jax.states import UNKNOWN_LOSS, LossScaledState, check_scalars, find, found_in, kind_of
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
 from preamp.trace import Step
 
 __all__ = ["Scaling", "check_starved", "declared", "last_step", "loss_scaled", "restart_loss_scale"]
-
-UNKNOWN = -float("inf")  # the loss in a state that was not told one: a real loss is never this
 
 
 def loss_scaled(
@@ -141,7 +140,7 @@ class Scaling:
             starved=jnp.zeros((), jnp.float32),
             steps=jnp.zeros((), jnp.int32),
             skipped_steps=jnp.zeros((), jnp.int32),
-            loss=jnp.full((), UNKNOWN, jnp.float32),
+            loss=jnp.full((), UNKNOWN_LOSS, jnp.float32),
             peak=self.first_peak(),
         )
 
@@ -155,6 +154,12 @@ class Scaling:
         """Return updates, in the dtypes of the unscaled gradients, and the state after the step."""
         self._check_state(state)
         scaled, extra = declared(scaled, extra)
+        if caller := optax_caller():
+            raise UsageError(
+                f"the update of loss_scaled was called by {caller}: what is around loss_scaled is given "
+                "gradients that are still scaled, or runs on skipped steps too. Write loss_scaled around the "
+                "whole optimizer, such as loss_scaled(optax.chain(...)) or loss_scaled(optax.lookahead(...))."
+            )
         check_gradients(scaled.gradients, params)
 
         return self._step(
@@ -228,7 +233,8 @@ class Scaling:
             return gradients.like(finish(updates), before), inner
 
         result, inner = _either(seen.finite, take, lambda: (before, state.inner_state))
-        return result, self._after(state, inner, scale, seen.norm, reading, extra.get("value"))
+        loss = scaled.loss if extra.get("value") is None else extra["value"]
+        return result, self._after(state, inner, scale, seen.norm, reading, loss)
 
     def _inner_update(
         self, unscaled: Any, inner_state: Any, params: Any, extra: dict[str, Any]
@@ -321,7 +327,8 @@ def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossS
 def last_step(opt_state: Any) -> Step | None:
     """Return what the last step came to, read to the host; None before the first.
 
-    The loss is in it where it is known: `step` tells the state, and so does `update(..., value=loss)`.
+    The loss is in it where it is known: `step` knows it, the gradients of `scaled_value_and_grad` carry it,
+    and for others, such as those that `map` returns, `update(..., value=loss)` tells it.
 
     Args:
         opt_state: the state of an optimizer made with `loss_scaled`, after the step.
@@ -348,7 +355,7 @@ def last_step(opt_state: Any) -> Step | None:
         finite=bool(finite),
         skipped=not finite,
         new_scale=new_scale,
-        loss=None if loss == UNKNOWN else loss,
+        loss=None if loss == UNKNOWN_LOSS else loss,
         grad_norm=norm if finite else None,
         peak=measured[0] if measured and finite else None,
     )
@@ -380,10 +387,15 @@ def declared(scaled: Any, extra: dict[str, Any]) -> tuple[ScaledGradients, dict[
     """Return gradients with their scale, and what else there is for the inner optimizer.
 
     Raises:
-        UsageError: for gradients without a scale: nothing tells whether they are scaled.
+        UsageError: for gradients without a scale: nothing tells whether they are scaled; for two scales.
     """
     others = {name: _plain(value) for name, value in extra.items() if name != "loss_scale"}
     if isinstance(scaled, ScaledGradients):
+        if extra.get("loss_scale") is not None:
+            raise UsageError(
+                "loss_scale= was given beside ScaledGradients, which carry their scale. Write update(scaled, "
+                "state, params), or update(scaled.gradients, state, params, loss_scale=scale) to replace it."
+            )
         return scaled, others
     if extra.get("loss_scale") is not None:
         return ScaledGradients(scaled, extra["loss_scale"]), others
@@ -405,7 +417,7 @@ def _plain(value: Any) -> Any:
 def _as_loss(value: Any, finite: Any) -> Any:
     """Return a loss as the state keeps it; averaged like the step."""
     if value is None or not gradients.is_inexact(value) or jnp.shape(value):
-        return jnp.full((), UNKNOWN, jnp.float32)
+        return jnp.full((), UNKNOWN_LOSS, jnp.float32)
     loss = jnp.asarray(value).real.astype(jnp.float32)
     apart = tuple(axes.varying(loss) - axes.varying(finite))
     return jax.lax.pmean(loss, apart) if apart else loss + 0.0
