@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from preamp.policy import Dynamic, Policy, Reading
 from preamp.trace import Step
 
 __all__ = ["Scaling", "check_starved", "declared", "last_step", "loss_scaled", "restart_loss_scale"]
+
+OFFERED = ("value", "value_fn", "grad")  # what line searches ask for
 
 
 def loss_scaled(
@@ -175,7 +178,7 @@ class Scaling:
         # Updates need not be a tree like the gradients: those of optax.lookahead have fast and slow parts.
         updates = jax.eval_shape(
             lambda: self.inner.update(
-                wide, state.inner_state, gradients.wide(params), **{"grad": wide, **extra}
+                wide, state.inner_state, gradients.wide(params), **self._accepted({"grad": wide, **extra})
             )[0]
         )
         return gradients.each(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates)
@@ -246,7 +249,7 @@ class Scaling:
         """
         like = params if params is not None else unscaled
         try:
-            updates, after = self.inner.update(unscaled, inner_state, params, **extra)
+            updates, after = self.inner.update(unscaled, inner_state, params, **self._accepted(extra))
             after = gradients.like(after, inner_state)
         except UsageError:
             raise
@@ -257,6 +260,13 @@ class Scaling:
         if shapes[0] != shapes[1]:  # a leaf of another shape was broadcast
             check_inner_state(None, self.inner.init, like, inner_state)
         return updates, after
+
+    def _accepted(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments without those that we offer to every optimizer and this one does not take."""
+        taken = inspect.signature(self.inner.update).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+            return extra
+        return {name: value for name, value in extra.items() if name not in OFFERED or name in taken}
 
     def _check_state(self, state: Any) -> None:
         """Raise for a state of another optimizer, or of another policy."""
