@@ -265,6 +265,24 @@ def test_a_second_scale_beside_them_is_refused(call: Callable[..., Any]) -> None
     assert last_step(call(scaled.gradients, state, params, loss_scale=scaled.scale)[1]).scale == 2.0**10
 
 
+def test_gradients_of_each_example_have_a_scale_each_and_are_named() -> None:
+    params = parameters()
+    state = OPTIMIZER.init(params)
+    _, each = jax.vmap(scaled_value_and_grad(loss), (None, None, 0))(state, params, X)
+    for call in (
+        lambda: OPTIMIZER.update(each, state, params),
+        lambda: apply_gradients(OPTIMIZER, each, state, params),
+        each.unscale,
+        lambda: each + each,
+    ):
+        with pytest.raises(
+            UsageError, match=r"an array of shape \(8,\).*jax\.vmap\(lambda s: s\.unscale\(\)\)"
+        ):
+            call()
+    unscaled = jax.vmap(lambda s: s.unscale())(each)
+    assert off_by(unscaled, jax.vmap(jax.grad(loss), (None, 0))(params, X)) < 1e-6
+
+
 # The loss that they carry
 
 WITH_LOSS: dict[str, Callable[[Any, Any, Any], Any]] = {

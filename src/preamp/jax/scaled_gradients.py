@@ -115,7 +115,21 @@ class ScaledGradients(metaclass=Named):
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale: float32 where they were shorter."""
-        return arithmetic.multiplied(self.gradients, 1.0 / self.scale)
+        return arithmetic.multiplied(self.gradients, 1.0 / self.checked().scale)
+
+    def checked(self) -> ScaledGradients:
+        """Return these gradients if they have one scale.
+
+        Raises:
+            UsageError: for those of several examples or devices at once, as `vmap` and `pmap` return them.
+        """
+        if shape := self._numbers.shape:
+            raise UsageError(
+                f"the scale of these ScaledGradients is an array of shape {shape}: they are those of several "
+                "examples or devices, stacked by vmap or pmap. Write jax.vmap(lambda s: s.unscale())(scaled) "
+                "for the true gradients of each, or scaled_value_and_grad of the mean loss for their mean."
+            )
+        return self
 
     def __add__(self, other: Any) -> ScaledGradients:
         """Return the sum, in float32 where the gradients are shorter, scaled as the first of the two."""
@@ -124,7 +138,7 @@ class ScaledGradients(metaclass=Named):
                 f"ScaledGradients + {type(other).__name__}: only ScaledGradients can be added, because plain "
                 "gradients have no scale. Write ScaledGradients(gradients, scale) for the second."
             )
-        mine, theirs = self.scale, other.scale
+        mine, theirs = self.checked().scale, other.checked().scale
         common = jnp.where(
             mine == 0.0, theirs, mine
         )  # 0 is the scale of jax.tree.map(jnp.zeros_like, scaled)

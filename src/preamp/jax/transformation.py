@@ -406,7 +406,7 @@ def declared(scaled: Any, extra: dict[str, Any]) -> tuple[ScaledGradients, dict[
                 "loss_scale= was given beside ScaledGradients, which carry their scale. Write update(scaled, "
                 "state, params), or update(scaled.gradients, state, params, loss_scale=scale) to replace it."
             )
-        return scaled, others
+        return scaled.checked(), others
     if extra.get("loss_scale") is not None:
         return ScaledGradients(scaled, extra["loss_scale"]), others
     raise UsageError(
