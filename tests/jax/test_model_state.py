@@ -333,6 +333,26 @@ def test_paths_tell_apart_states_of_the_same_names_and_shapes() -> None:
     assert identical(kept({"a": NEW, "b": NEW}, {"a": OLD, "b": OLD}), {"a": OLD, "b": OLD})  # the advice
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Keyed:
+    """A node whose keys are plain strings, which JAX allows."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(f"part {number}", part) for number, part in enumerate(self.parts)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, parts: Any) -> Any:
+        return cls(*parts)
+
+
+def test_nodes_of_any_registered_class_are_state() -> None:
+    old, new = Keyed(jnp.zeros(2), jnp.ones(2)), Keyed(jnp.full(2, jnp.inf), jnp.ones(2))
+    assert identical(kept({"state": new, "accuracy": jnp.ones(())}, old)["state"], old)
+
+
 def test_state_that_comes_back_short_is_kept_as_long_as_it_was() -> None:
     old = {"var": jnp.full(2, 70000.0)}
     assert identical(kept({"var": jnp.ones(2, "float16")}, old), old)

@@ -203,10 +203,12 @@ def _agreeing(returned: Forest, given: Forest, kept: dict[int, int], required: b
 
 def _key(key: Any, node: Any, count: int) -> Any:
     """Return a key as it is compared: a name, a number, or a place in a node of one type."""
-    for attribute in ("name", "idx"):
+    if isinstance(key, jax.tree_util.FlattenedIndexKey):
+        return type(node), count, key.key
+    for attribute in ("name", "idx", "key"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
-    return (type(node), count, key.key) if isinstance(key, jax.tree_util.FlattenedIndexKey) else key.key
+    return str(key)  # of a class that is registered with keys of its own
 
 
 def _is_array(leaf: Any) -> bool:

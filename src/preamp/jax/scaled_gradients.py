@@ -21,7 +21,7 @@ from preamp.jax import gradients as arithmetic
 from preamp.jax.callers import optax_caller
 from preamp.jax.states import UNKNOWN_LOSS
 
-__all__ = ["ScaledGradients"]
+__all__ = ["ScaledGradients", "single"]
 
 WHAT = "gradients times the loss scale, which only loss_scaled(...) takes"
 INSIDE = "Write loss_scaled around the whole optimizer, loss_scaled(optax.chain(...))"
@@ -115,21 +115,7 @@ class ScaledGradients(metaclass=Named):
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale: float32 where they were shorter."""
-        return arithmetic.multiplied(self.gradients, 1.0 / self.checked().scale)
-
-    def checked(self) -> ScaledGradients:
-        """Return these gradients if they have one scale.
-
-        Raises:
-            UsageError: for those of several examples or devices at once, as `vmap` and `pmap` return them.
-        """
-        if shape := self._numbers.shape:
-            raise UsageError(
-                f"the scale of these ScaledGradients is an array of shape {shape}: they are those of several "
-                "examples or devices, stacked by vmap or pmap. Write jax.vmap(lambda s: s.unscale())(scaled) "
-                "for the true gradients of each, or scaled_value_and_grad of the mean loss for their mean."
-            )
-        return self
+        return arithmetic.multiplied(self.gradients, 1.0 / single(self).scale)
 
     def __add__(self, other: Any) -> ScaledGradients:
         """Return the sum, in float32 where the gradients are shorter, scaled as the first of the two."""
@@ -138,10 +124,9 @@ class ScaledGradients(metaclass=Named):
                 f"ScaledGradients + {type(other).__name__}: only ScaledGradients can be added, because plain "
                 "gradients have no scale. Write ScaledGradients(gradients, scale) for the second."
             )
-        mine, theirs = self.checked().scale, other.checked().scale
-        common = jnp.where(
-            mine == 0.0, theirs, mine
-        )  # 0 is the scale of jax.tree.map(jnp.zeros_like, scaled)
+        mine, theirs = single(self).scale, single(other).scale
+        # A scale of 0 is that of jax.tree.map(jnp.zeros_like, scaled): zeros at any scale.
+        common = jnp.where(mine == 0.0, theirs, mine)
         converted = arithmetic.multiplied(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
         total = jax.tree.map(_sum, arithmetic.wide(self.gradients), converted)
         return _made(total, _stored(common, self.loss + other.loss))
@@ -188,6 +173,21 @@ class ScaledGradients(metaclass=Named):
 
     def __repr__(self) -> str:
         return f"ScaledGradients({self.gradients!r})"
+
+
+def single(scaled: ScaledGradients) -> ScaledGradients:
+    """Return gradients that have one scale.
+
+    Raises:
+        UsageError: for those of several examples or devices at once, as `vmap` and `pmap` return them.
+    """
+    if shape := scaled._numbers.shape:
+        raise UsageError(
+            f"the scale of these ScaledGradients is an array of shape {shape}: they are those of several "
+            "examples or devices, stacked by vmap or pmap. Write jax.vmap(lambda s: s.unscale())(scaled) "
+            "for the true gradients of each, or scaled_value_and_grad of the mean loss for their mean."
+        )
+    return scaled
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

@@ -20,7 +20,7 @@ from preamp.jax.loss_scale import LossScale, read, start_of
 from preamp.jax.matching import check_gradients, check_inner_state
 from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
-from preamp.jax.scaled_gradients import ScaledGradients
+from preamp.jax.scaled_gradients import ScaledGradients, single
 from preamp.jax.states import UNKNOWN_LOSS, LossScaledState, check_scalars, find, found_in, kind_of
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
@@ -406,7 +406,7 @@ def declared(scaled: Any, extra: dict[str, Any]) -> tuple[ScaledGradients, dict[
                 "loss_scale= was given beside ScaledGradients, which carry their scale. Write update(scaled, "
                 "state, params), or update(scaled.gradients, state, params, loss_scale=scale) to replace it."
             )
-        return scaled.checked(), others
+        return single(scaled), others
     if extra.get("loss_scale") is not None:
         return ScaledGradients(scaled, extra["loss_scale"]), others
     raise UsageError(
