@@ -166,7 +166,8 @@ class ScaledGradients(metaclass=Named):
             )
         return self is other
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def __bool__(self) -> bool:
         return True
