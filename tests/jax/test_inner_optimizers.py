@@ -157,3 +157,33 @@ def test_integers_among_the_parameters_stay(compiled: bool) -> None:
     assert identical(after, params)
     assert updates["w"].tolist() == [0.0] * 3
     assert last_step(state).skipped
+
+
+@pytest.mark.parametrize("opaque", [True, False])
+def test_an_optimizer_that_takes_no_value_or_gradient_by_name_is_not_given_any(opaque: bool) -> None:
+    """`optax.contrib.sam` refuses names that it does not know, and asks for `grad_fn` where it is opaque."""
+    alone = optax.contrib.sam(optax.adam(0.1), optax.sgd(0.05), sync_period=2, opaque_mode=opaque)
+    optimizer = loss_scaled(alone, POLICY)
+
+    @jax.jit
+    def train(params: Any, state: Any, x: Any) -> Any:
+        extra = {"grad_fn": lambda params, _: jax.grad(loss)(params, x)} if opaque else {}
+        _, scaled = scaled_value_and_grad(loss)(state, params, x)
+        return apply_gradients(optimizer, scaled, state, params, **extra)
+
+    @jax.jit
+    def stock(params: Any, state: Any, x: Any) -> Any:
+        extra = {"grad_fn": lambda params, _: jax.grad(loss)(params, x)} if opaque else {}
+        updates, state = alone.update(jax.grad(loss)(params, x), state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    mine = theirs = parameters()
+    my_state, their_state = optimizer.init(mine), alone.init(theirs)
+    for x, overflowed in batches():
+        mine, my_state = train(mine, my_state, x)
+        if not overflowed:
+            theirs, their_state = stock(theirs, their_state, x)
+    assert off_by(mine, theirs) < 1e-5
+    if not opaque:
+        _, after, _ = jax.jit(step(loss, optimizer))(mine, my_state, next(batches("0"))[0])
+        assert not identical(after, mine)

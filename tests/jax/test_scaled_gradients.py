@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +70,12 @@ PASSES: dict[str, Callable[[Any], Any]] = {
     "shard_map": over_one_device,
     "checkpoint": lambda scaled: jax.checkpoint(lambda s: s)(scaled),
     "device_put": lambda scaled: jax.device_put(scaled, jax.devices("cpu")[0]),
+    "block_until_ready": jax.block_until_ready,
+    "pickle": lambda scaled: pickle.loads(pickle.dumps(scaled)),
+    "copy": copy.copy,
+    "deep copy": copy.deepcopy,
+    "zeros plus": lambda scaled: jax.tree.map(jnp.zeros_like, scaled) + scaled,
+    "plus zeros": lambda scaled: scaled + jax.tree.map(jnp.zeros_like, scaled),
     "flatten": lambda scaled: jax.tree.unflatten(jax.tree.structure(scaled), jax.tree.leaves(scaled)),
     "ahead of time": lambda scaled: jax.jit(lambda s: s).lower(scaled).compile()(scaled),
 }
@@ -109,6 +120,237 @@ def test_arithmetic_on_the_leaves_raises(compute: str, compiled: bool) -> None:
 def test_the_error_of_arithmetic_says_what_to_write(compute: str) -> None:
     with pytest.raises(TypeError, match=r"ScaledGradients.*loss_scaled\(optax\.chain\(\.\.\.\)\)"):
         jax.tree.map(COMPUTES[compute], scaled_of())
+
+
+# What people do with gradients: it works, or the error says what to write
+
+COMPUTED: dict[str, Callable[[Any], Any]] = {
+    "s - s": lambda s: s - s,
+    "s * 2": lambda s: s * 2,
+    "2 * s": lambda s: 2 * s,
+    "s / 2": lambda s: s / 2,
+    "1 / s": lambda s: 1 / s,
+    "s // 2": lambda s: s // 2,
+    "s**2": lambda s: s**2,
+    "s @ s": lambda s: s @ s,
+    "-s": lambda s: -s,
+    "abs(s)": abs,
+    "s < s": lambda s: s < s,
+    "array * s": lambda s: jnp.float32(2) * s,
+    "NumPy number * s": lambda s: np.float32(2) * s,
+    "NumPy array - s": lambda s: np.ones(2) - s,
+    "len": len,
+    "float": float,
+    "int": int,
+    "round": round,
+    "iteration": list,
+    "reversed": lambda s: list(reversed(s)),
+    "s['w']": lambda s: s["w"],
+    "s['w'] = 1": lambda s: s.__setitem__("w", 1),
+    "s.items()": lambda s: s.items(),
+    "s.get": lambda s: s.get("w"),
+    "s.w": lambda s: s.w,
+    "s.sum()": lambda s: s.sum(),
+    "s.shape": lambda s: s.shape,
+    "s.astype": lambda s: s.astype("float16"),
+    "format": lambda s: f"{s:.3f}",
+    "jnp.asarray": jnp.asarray,
+    "np.asarray": np.asarray,
+    "np.sum": lambda s: np.sum(s),
+    "jnp.sum": jnp.sum,
+    "jnp.linalg.norm": jnp.linalg.norm,
+    "jnp.isfinite": jnp.isfinite,
+    "jnp.zeros_like": jnp.zeros_like,
+}
+
+
+@pytest.mark.parametrize("compute", COMPUTED)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_object_computes_nothing_and_says_what_to_write(compute: str, compiled: bool) -> None:
+    run = jax.jit(COMPUTED[compute]) if compiled else COMPUTED[compute]
+    with pytest.raises(UsageError, match=r"ScaledGradients.*Write scaled\.unscale\(\)"):
+        run(scaled_of())
+
+
+def updated(transformation: Any) -> Callable[[Any], Any]:
+    state = transformation.init(parameters())
+    return lambda scaled: transformation.update(scaled, state, parameters())
+
+
+OPTAX: dict[str, Callable[[Any], Any]] = {
+    "optax.global_norm": lambda s: optax.global_norm(s),
+    "optax.tree.norm": optax.tree.norm,
+    "optax.tree.scale": lambda s: optax.tree.scale(0.5, s),
+    "optax.tree.add": lambda s: optax.tree.add(s, s),
+    "optax.tree.sum": optax.tree.sum,
+    "optax.tree.vdot": lambda s: optax.tree.vdot(s, s),
+    "optax.tree.cast": lambda s: optax.tree.cast(s, jnp.float16),
+    "optax.apply_updates": lambda s: optax.apply_updates(parameters(), s),
+    "clip": updated(optax.clip(1.0)),
+    "clip_by_global_norm": updated(optax.clip_by_global_norm(1.0)),
+    "zero_nans": updated(optax.zero_nans()),
+    "adam": updated(optax.adam(0.1)),
+    "sgd": updated(optax.sgd(0.1)),
+    "MultiSteps": updated(optax.MultiSteps(optax.sgd(0.1), 2)),
+    "MultiSteps of ours": updated(optax.MultiSteps(OPTIMIZER, 2)),
+    "jax.tree.map of parameters": lambda s: jax.tree.map(lambda p, g: p - 0.1 * g, parameters(), s),
+    "jax.tree.map with parameters": lambda s: jax.tree.map(lambda g, p: g + p, s, parameters()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")
+@pytest.mark.parametrize("function", OPTAX)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_function_of_optax_takes_them(function: str, compiled: bool) -> None:
+    """`zero_nans` would hide an overflow, and `global_norm` end in an error of JAX that does not help."""
+    run = jax.jit(OPTAX[function]) if compiled else OPTAX[function]
+    message = r"(?s)loss_scaled around the whole optimizer.*scaled\.unscale\(\)"
+    with pytest.raises((UsageError, ValueError), match=message):
+        run(scaled_of())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_line_that_is_named_gives_the_true_norm(compiled: bool) -> None:
+    def norm(scaled: Any) -> Any:
+        return optax.tree.norm(scaled.unscale())
+
+    expected = optax.tree.norm(jax.grad(loss)(parameters(), X))
+    assert float((jax.jit(norm) if compiled else norm)(scaled_of())) == pytest.approx(
+        float(expected), rel=1e-6
+    )
+
+
+def test_they_are_equal_to_themselves_alone() -> None:
+    scaled = scaled_of()
+    assert scaled == scaled
+    assert scaled != scaled.gradients
+    assert scaled in [scaled]
+    assert bool(scaled)
+    assert not hasattr(scaled, "dtype")
+    with pytest.raises(UsageError, match=r"cannot be compared with ==.*array_equal"):
+        scaled == scaled_of()  # noqa: B015
+
+
+def test_a_pickle_is_read_by_another_process() -> None:
+    program = (
+        "import pickle, sys, jax.numpy as jnp; from preamp.jax import ScaledGradients;"
+        "read = pickle.load(sys.stdin.buffer);"
+        "total = read + ScaledGradients(jnp.ones(2), 4.0, 1.0);"
+        "print(total.unscale().tolist(), float(total.loss))"
+    )
+    saved = pickle.dumps(ScaledGradients(jnp.full(2, 8.0), 8.0, 0.5))
+    done = subprocess.run([sys.executable, "-c", program], input=saved, capture_output=True, check=True)
+    assert done.stdout.decode().split("\n")[0] == "[1.25, 1.25] 1.5"
+
+
+def test_gradients_accumulate_from_zeros() -> None:
+    """Zeros like scaled gradients have a scale of 0, which must not become that of the sum."""
+    parts = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(scaled_of(x=X * n) for n in (1, 2, 3)))
+    start = jax.tree.map(jnp.zeros_like, scaled_of())
+    total, _ = jax.jit(lambda: lax.scan(lambda s, part: (s + part, None), start, parts))()
+    expected = jax.tree.map(
+        lambda *leaves: sum(leaves), *(jax.grad(loss)(parameters(), X * n) for n in (1, 2, 3))
+    )
+    assert off_by(total.unscale(), expected) < 1e-6
+    assert float(total.loss) == pytest.approx(sum(float(loss(parameters(), X * n)) for n in (1, 2, 3)))
+
+
+@pytest.mark.parametrize("call", [OPTIMIZER.update, functools.partial(apply_gradients, OPTIMIZER)])
+def test_a_second_scale_beside_them_is_refused(call: Callable[..., Any]) -> None:
+    """It would be the caller's word against the scale that was in the loss."""
+    params, scaled = parameters(), scaled_of()
+    state = OPTIMIZER.init(params)
+    with pytest.raises(UsageError, match=r"loss_scale= was given beside ScaledGradients.*update\(scaled"):
+        call(scaled, state, params, loss_scale=3.0)
+    assert last_step(call(scaled.gradients, state, params, loss_scale=scaled.scale)[1]).scale == 2.0**10
+
+
+def test_gradients_of_each_example_have_a_scale_each_and_are_named() -> None:
+    params = parameters()
+    state = OPTIMIZER.init(params)
+    _, each = jax.vmap(scaled_value_and_grad(loss), (None, None, 0))(state, params, X)
+    for call in (
+        lambda: OPTIMIZER.update(each, state, params),
+        lambda: apply_gradients(OPTIMIZER, each, state, params),
+        each.unscale,
+        lambda: each + each,
+    ):
+        with pytest.raises(
+            UsageError, match=r"an array of shape \(8,\).*jax\.vmap\(lambda s: s\.unscale\(\)\)"
+        ):
+            call()
+    unscaled = jax.vmap(lambda s: s.unscale())(each)
+    assert off_by(unscaled, jax.vmap(jax.grad(loss), (None, 0))(params, X)) < 1e-6
+
+
+# The loss that they carry
+
+WITH_LOSS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "update": lambda scaled, state, params: OPTIMIZER.update(scaled, state, params)[1],
+    "apply_gradients": lambda scaled, state, params: apply_gradients(OPTIMIZER, scaled, state, params)[1],
+    "TrainState": lambda scaled, _, params: (
+        TrainState.create(apply_fn=None, params=params, tx=OPTIMIZER).apply_gradients(grads=scaled).opt_state
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WITH_LOSS)
+@pytest.mark.parametrize("has_aux", [True, False])
+def test_the_loss_is_recorded_without_being_told(way: str, has_aux: bool) -> None:
+    def loss_fn(params: Any, x: Any) -> Any:
+        return (loss(params, x), x) if has_aux else loss(params, x)
+
+    @jax.jit
+    def train(params: Any, state: Any, x: Any) -> Any:
+        _, scaled = scaled_value_and_grad(loss_fn, has_aux=has_aux)(state, params, x)
+        return WITH_LOSS[way](scaled, state, params)
+
+    params = parameters()
+    state = OPTIMIZER.init(params)
+    record = last_step(train(params, state, X))
+    assert record.loss == pytest.approx(float(loss(params, X)), rel=1e-6)
+    overflow = last_step(train(params, state, np.full_like(X, np.inf)))
+    assert overflow.skipped
+    assert not np.isfinite(overflow.loss)
+
+
+def test_a_value_that_is_told_is_recorded_instead() -> None:
+    params = parameters()
+    _, state = OPTIMIZER.update(scaled_of(), OPTIMIZER.init(params), params, value=jnp.float32(7.0))
+    assert last_step(state).loss == 7.0
+
+
+def test_gradients_that_were_mapped_have_no_known_loss() -> None:
+    """A mean over devices is that of other losses too; a half of a sum is that of half a loss."""
+    params, scaled = parameters(), scaled_of()
+    for unknown in (scaled.map(lambda g: g / 2), ScaledGradients(scaled.gradients, scaled.scale)):
+        assert last_step(OPTIMIZER.update(unknown, OPTIMIZER.init(params), params)[1]).loss is None
+    with pytest.raises(UsageError, match="the loss of ScaledGradients is"):
+        ScaledGradients(scaled.gradients, 1.0, jnp.ones(2))
+
+
+def test_the_loss_costs_a_few_bytes_and_no_conditional_or_collective() -> None:
+    params = parameters()
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("d",))
+
+    def train(params: Any, state: Any, x: Any, told: bool) -> Any:
+        _, scaled = scaled_value_and_grad(loss)(state, params, x)
+        scaled = scaled if told else ScaledGradients(scaled.gradients, scaled.scale)
+        return apply_gradients(OPTIMIZER, scaled, state, params)
+
+    def compiled(told: bool, sharded: bool) -> Any:
+        run: Any = functools.partial(train, told=told)
+        if sharded:
+            specs = PartitionSpec(), PartitionSpec(), PartitionSpec("d")
+            run = shard_map(run, mesh, specs, PartitionSpec())
+        return jax.jit(run).lower(params, OPTIMIZER.init(params), X).compile()
+
+    for sharded in (False, True):
+        known, unknown = (compiled(told, sharded) for told in (True, False))
+        for operation in (" conditional(", " all-reduce("):
+            assert known.as_text().count(operation) <= unknown.as_text().count(operation)
+        accessed = [program.cost_analysis()["bytes accessed"] for program in (known, unknown)]
+        assert accessed[0] - accessed[1] <= 128  # scalars, however large the parameters
 
 
 @pytest.mark.parametrize("maker", ["jit", "eager"])

@@ -68,7 +68,8 @@ def test_step_tells_the_loss_and_update_where_it_is_given() -> None:
     value, scaled = scaled_value_and_grad(loss)(state, PARAMS, X)
     assert last_step(optimizer.update(scaled, state, PARAMS, value=value)[1]).loss == value
     assert last_step(apply_gradients(optimizer, scaled, state, PARAMS, value=value)[1]).loss == value
-    _, unknown = optimizer.update(scaled, state, PARAMS)
+    assert last_step(optimizer.update(scaled, state, PARAMS)[1]).loss == value
+    _, unknown = optimizer.update(scaled.map(jnp.negative), state, PARAMS)
     assert last_step(unknown).loss is None
     assert last_step(unknown).grad_norm is not None
 

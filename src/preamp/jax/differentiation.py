@@ -76,7 +76,8 @@ def scaled_value_and_grad(
     """Return a function that returns the value, or (value, aux), and the gradients as `ScaledGradients`.
 
     That is what `apply_gradients` and the `update` of `loss_scaled` take. The first argument is the state of
-    an optimizer made with `loss_scaled`, or a `LossScale`; the others are those of `loss_fn`.
+    an optimizer made with `loss_scaled`, or a `LossScale`; the others are those of `loss_fn`. The gradients
+    carry the value, which `last_step` reports, unless `shard_map` knows it to differ between devices.
 
     The arguments and errors are those of `value_and_grad`.
 
@@ -91,7 +92,9 @@ def scaled_value_and_grad(
     def call(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
         scale = scale_in(loss_scale)
         result, scaled = differentiate(scale, *args, **kwargs)
-        return result, ScaledGradients(scaled, scale)
+        value = result[0] if has_aux else result
+        # In shard_map a loss that is not averaged differs between devices, and the gradients need not.
+        return result, ScaledGradients(scaled, scale, None if axes.varying(value) else value)
 
     return call
 

@@ -1,4 +1,9 @@
-"""Gradients of a scaled loss, as a type of their own that carries the loss scale in them."""
+"""Gradients of a scaled loss, as a type of their own that carries the loss scale in them.
+
+Whatever computes with them as if they were plain gradients gets an error that says what to write. There are
+three places for it: operators and conversions of the object, functions of optax that take it apart, and
+arithmetic on the leaf that holds the scale and the loss.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +18,57 @@ from jax.extend import random as extend_random
 
 from preamp.errors import UsageError
 from preamp.jax import gradients as arithmetic
+from preamp.jax.callers import optax_caller
+from preamp.jax.states import UNKNOWN_LOSS
 
-__all__ = ["ScaledGradients"]
+__all__ = ["ScaledGradients", "single"]
+
+WHAT = "gradients times the loss scale, which only loss_scaled(...) takes"
+INSIDE = "Write loss_scaled around the whole optimizer, loss_scaled(optax.chain(...))"
+INSTEAD = (
+    "Write scaled.unscale() for the true gradients, as in optax.tree.norm(scaled.unscale()), or "
+    "scaled.map(lambda g: g / 2) for a linear function of each"
+)
 
 
-class ScaledGradients:
+class NoSuchAttribute(UsageError, AttributeError):
+    """An attribute of arrays or dictionaries that scaled gradients do not have: `hasattr` is false."""
+
+
+class Named(type):
+    """The type of `ScaledGradients`. JAX prints types where two trees differ: this one says what to write."""
+
+    def __repr__(cls) -> str:
+        return f"<class 'preamp.jax.{cls.__name__}': {WHAT}. {INSIDE}. {INSTEAD}>"
+
+
+class ScaledGradients(metaclass=Named):
     """Gradients of a scaled loss, with the scale that was in it.
 
     `scaled_value_and_grad` returns them, and the `update` of `loss_scaled` takes nothing else. It is a
-    pytree, so it passes through `jit`, `scan`, `shard_map`, `jax.tree.map(lambda leaf: leaf, ...)` and
-    donation. It is not a tree of plain arrays: one leaf holds the scale in a dtype without arithmetic, and
-    clipping or scaling it with optax raises a TypeError at trace time. A chain that is written in the wrong
-    order cannot clip scaled gradients.
+    pytree, so it passes through `jit`, `scan`, `shard_map`, `jax.tree.map(lambda leaf: leaf, ...)`, donation,
+    pickle and copies. It is not a tree of plain arrays: one leaf holds the scale in a dtype without
+    arithmetic, on which JAX raises, and a function of optax that takes it apart raises a UsageError. A chain
+    that is written in the wrong order cannot clip scaled gradients.
 
     Two of them can be added, and `sum` adds many. The second is converted to the scale of the first, so
-    gradients accumulate correctly even if the scale has changed between them.
+    gradients accumulate correctly even if the scale has changed between them. To start from zeros, in a
+    `scan`, write ``jax.tree.map(jnp.zeros_like, scaled)``.
 
     Args:
         gradients: a tree of arrays, those of a loss times `scale`.
         scale: a floating scalar, stored as float32.
+        loss: the loss itself, not scaled, a floating scalar. None: it is not known.
 
     Attributes:
         gradients: the tree, still scaled.
         scale: a float32 scalar.
+        loss: a float32 scalar that `last_step` reports; -inf where it is not known. A sum has the sum of
+            the losses; what `map` returns has none.
 
     Raises:
-        UsageError: for a scale that is not a floating scalar, and for gradients that have a scale already.
+        UsageError: for a scale or a loss that is not a floating scalar, for gradients that have a scale
+            already, and for arithmetic, comparisons and conversions of the object.
 
     >>> import jax.numpy as jnp
     >>> scaled = ScaledGradients({"w": jnp.array([8.0, 16.0])}, 8.0)
@@ -48,18 +78,23 @@ class ScaledGradients:
 
     gradients: Any
 
-    def __init__(self, gradients: Any, scale: Any) -> None:
+    def __init__(self, gradients: Any, scale: Any, loss: Any = None) -> None:
         if isinstance(gradients, ScaledGradients):
             raise UsageError(
                 "these gradients are ScaledGradients already and carry their own scale. Write "
                 "ScaledGradients(scaled.gradients, scale) to replace it."
             )
-        self.gradients, self._scale = gradients, _stored(_checked(scale))
+        self.gradients, self._numbers = gradients, _stored(_checked(scale), _checked_loss(loss))
 
     @property
     def scale(self) -> Any:
         """The scale that was in the loss, a float32 scalar."""
-        return lax.bitcast_convert_type(jax.random.key_data(self._scale), jnp.float32)[..., 0]
+        return _read(self._numbers)[..., 0]
+
+    @property
+    def loss(self) -> Any:
+        """The loss that they are gradients of, not scaled, a float32 scalar; -inf where it is not known."""
+        return _read(self._numbers)[..., 1]
 
     def map(self, function: Callable[[Any], Any]) -> ScaledGradients:
         """Apply a linear function to each floating or complex array, such as a mean over devices.
@@ -74,11 +109,13 @@ class ScaledGradients:
             raise UsageError(
                 f"map({function!r:.60}) needs a function of one array. Write scaled.map(lambda g: g / 4)."
             )
-        return _made(arithmetic.each(function, self.gradients), self._scale)
+        scale = self.scale
+        numbers = _stored(scale, jnp.full_like(scale, UNKNOWN_LOSS))
+        return _made(arithmetic.each(function, self.gradients), numbers)
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale: float32 where they were shorter."""
-        return arithmetic.multiplied(self.gradients, 1.0 / self.scale)
+        return arithmetic.multiplied(self.gradients, 1.0 / single(self).scale)
 
     def __add__(self, other: Any) -> ScaledGradients:
         """Return the sum, in float32 where the gradients are shorter, scaled as the first of the two."""
@@ -87,9 +124,12 @@ class ScaledGradients:
                 f"ScaledGradients + {type(other).__name__}: only ScaledGradients can be added, because plain "
                 "gradients have no scale. Write ScaledGradients(gradients, scale) for the second."
             )
-        converted = arithmetic.multiplied(other.gradients, self.scale / other.scale)
+        mine, theirs = single(self).scale, single(other).scale
+        # A scale of 0 is that of jax.tree.map(jnp.zeros_like, scaled): zeros at any scale.
+        common = jnp.where(mine == 0.0, theirs, mine)
+        converted = arithmetic.multiplied(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
         total = jax.tree.map(_sum, arithmetic.wide(self.gradients), converted)
-        return _made(total, self._scale)
+        return _made(total, _stored(common, self.loss + other.loss))
 
     def __radd__(self, other: Any) -> ScaledGradients:
         """Add to the 0 that `sum` starts with."""
@@ -99,6 +139,10 @@ class ScaledGradients:
         """Return whether the gradients are a mapping with this name: flax's `TrainState` asks."""
         return hasattr(self.gradients, "keys") and name in self.gradients
 
+    def __iter__(self) -> Any:
+        """Raise, as indexing does."""
+        return self[0]
+
     def __getitem__(self, name: Any) -> NoReturn:
         """Raise: what is taken out would be scaled, without its scale."""
         raise UsageError(
@@ -107,31 +151,85 @@ class ScaledGradients:
             "scaled.scale)."
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise: this is neither an array nor a dictionary."""
+        if name.startswith("_"):  # what pickle, copy, NumPy and JAX ask for
+            raise AttributeError(f"'ScaledGradients' object has no attribute {name!r}")
+        raise NoSuchAttribute(f"ScaledGradients have no {name!r}: they are {WHAT}. {INSTEAD}.")
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether it is the same object; raise for another one of the type."""
+        if self is not other and isinstance(other, ScaledGradients):
+            raise UsageError(
+                "ScaledGradients cannot be compared with ==. Write jax.tree.map(jnp.array_equal, "
+                "first.unscale(), second.unscale())."
+            )
+        return self is other
+
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+    def __bool__(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
         return f"ScaledGradients({self.gradients!r})"
+
+
+def single(scaled: ScaledGradients) -> ScaledGradients:
+    """Return gradients that have one scale.
+
+    Raises:
+        UsageError: for those of several examples or devices at once, as `vmap` and `pmap` return them.
+    """
+    if shape := scaled._numbers.shape:
+        raise UsageError(
+            f"the scale of these ScaledGradients is an array of shape {shape}: they are those of several "
+            "examples or devices, stacked by vmap or pmap. Write jax.vmap(lambda s: s.unscale())(scaled) "
+            "for the true gradients of each, or scaled_value_and_grad of the mean loss for their mean."
+        )
+    return scaled
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: ScaledGradients, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(f"ScaledGradients have no {name}: they are {WHAT}. {INSTEAD}.")
+
+    refuse.__name__ = refuse.__qualname__ = name
+    return refuse
+
+
+_BINARY = ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "divmod")
+_OTHER = "neg pos abs round len reversed float int complex index array jax_array format setitem delitem"
+_ORDER = ("lt", "le", "gt", "ge")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHER.split(), *_ORDER):
+    setattr(ScaledGradients, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
 def _no_random_numbers(*_: Any, **__: Any) -> NoReturn:
     raise UsageError("the scale of ScaledGradients is not a key for random numbers.")
 
 
-# The scale is stored in the bits of a JAX key: the one dtype that every transformation passes through and on
-# which arithmetic raises. The tag stands in the TypeError that JAX raises then. Nothing is registered.
+# Scale and loss are stored in the bits of a JAX key: the one dtype that every transformation passes through
+# and on which arithmetic raises. The tag stands in the TypeError that JAX raises then. Nothing is registered.
 _IMPLEMENTATION = extend_random.define_prng_impl(
-    key_shape=(1,),
+    key_shape=(2,),
     seed=_no_random_numbers,
     split=_no_random_numbers,
     random_bits=_no_random_numbers,
     fold_in=_no_random_numbers,
     name="preamp.jax.ScaledGradients",
-    tag="of preamp's ScaledGradients, which only loss_scaled(...) takes. Write loss_scaled around the whole "
-    "optimizer, loss_scaled(optax.chain(...)), and scaled.map(fn) for a linear function",
+    tag=f"of preamp's ScaledGradients, {WHAT}. {INSIDE}. {INSTEAD}",
 )
 
 
-def _stored(scale: Any) -> Any:
-    bits = lax.bitcast_convert_type(scale, jnp.uint32)
-    return jax.random.wrap_key_data(bits[..., None], impl=_IMPLEMENTATION)
+def _stored(scale: Any, loss: Any) -> Any:
+    bits = lax.bitcast_convert_type(jnp.stack([scale, loss], axis=-1), jnp.uint32)
+    return jax.random.wrap_key_data(bits, impl=_IMPLEMENTATION)
+
+
+def _read(numbers: Any) -> Any:
+    return lax.bitcast_convert_type(jax.random.key_data(numbers), jnp.float32)
 
 
 def _checked(scale: Any) -> Any:
@@ -152,24 +250,53 @@ def _checked(scale: Any) -> Any:
     return jnp.asarray(scale).astype(jnp.float32)
 
 
+def _checked_loss(loss: Any) -> Any:
+    """Return a loss as a float32 scalar."""
+    if loss is None:
+        return jnp.full((), UNKNOWN_LOSS, jnp.float32)
+    if not arithmetic.is_inexact(loss) or jnp.shape(loss):
+        raise UsageError(
+            f"the loss of ScaledGradients is {loss!r:.60}, not a floating scalar. Write "
+            "ScaledGradients(gradients, scale, value), or leave it out."
+        )
+    return jnp.asarray(loss).real.astype(jnp.float32)
+
+
 def _sum(first: Any, second: Any) -> Any:
     return first + second if arithmetic.is_inexact(first) else first
 
 
-def _made(gradients: Any, scale: Any) -> ScaledGradients:
+def _made(gradients: Any, numbers: Any) -> ScaledGradients:
     """Return an instance of what is given, unchecked: JAX puts other things than arrays into trees."""
     scaled = object.__new__(ScaledGradients)
-    scaled.gradients, scaled._scale = gradients, scale
+    scaled.gradients, scaled._numbers = gradients, numbers
     return scaled
 
 
-def _flatten(scaled: ScaledGradients) -> tuple[list[tuple[Any, Any]], None]:
+def _check_caller(caller: str | None) -> None:
+    """Raise if a function of optax is taking scaled gradients apart.
+
+    It would compute with them, and not all that it could do raises on the leaf of the scale: `zero_nans`
+    would pass, and `optax.tree.norm` end in an error of JAX that does not help. What only passes them on, as
+    a chain does, does not take them apart.
+    """
+    if caller:
+        raise UsageError(f"{caller} was given ScaledGradients, {WHAT}. {INSIDE}. {INSTEAD}.")
+
+
+def _flatten(scaled: ScaledGradients) -> tuple[tuple[Any, Any], None]:
+    _check_caller(optax_caller())
+    return (scaled.gradients, scaled._numbers), None
+
+
+def _flatten_with_names(scaled: ScaledGradients) -> tuple[list[tuple[Any, Any]], None]:
+    _check_caller(optax_caller())
     names = jax.tree_util.GetAttrKey("gradients"), jax.tree_util.GetAttrKey("scale")
-    return list(zip(names, (scaled.gradients, scaled._scale), strict=True)), None
+    return list(zip(names, (scaled.gradients, scaled._numbers), strict=True)), None
 
 
 def _unflatten(_: None, children: Iterable[Any]) -> ScaledGradients:
     return _made(*children)
 
 
-jax.tree_util.register_pytree_with_keys(ScaledGradients, _flatten, _unflatten)
+jax.tree_util.register_pytree_with_keys(ScaledGradients, _flatten_with_names, _unflatten, _flatten)

@@ -12,7 +12,9 @@ import optax
 from preamp.checks import shown
 from preamp.errors import UsageError
 
-__all__ = ["LossScaledState", "check_scalars", "find", "found_in", "kind_of"]
+__all__ = ["UNKNOWN_LOSS", "LossScaledState", "check_scalars", "find", "found_in", "kind_of"]
+
+UNKNOWN_LOSS = -float("inf")  # where nobody told the loss: a real one is never this
 
 
 class LossScaledState(NamedTuple):
@@ -28,8 +30,8 @@ class LossScaledState(NamedTuple):
         starved: float32; at how many overflows the policy gave up, 0 if it has not.
         steps: int32; steps taken or skipped.
         skipped_steps: int32; steps skipped.
-        loss: float32; the last loss, not scaled: `step` knows it, and `update` if it is given `value`. -inf
-            where it is not known.
+        loss: float32; the last loss, not scaled: that of `step`, of the `ScaledGradients`, or the `value`
+            that `update` was given. -inf where it is not known.
         peak: float32; the largest magnitude among the last scaled gradients, if finite. None, which is no
             leaf, where the policy does not ask for it.
     """

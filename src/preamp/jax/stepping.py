@@ -66,8 +66,9 @@ def step(
 
     A model's state, such as the running statistics of a batch norm, goes in as an argument and comes back in
     aux. On a skipped step it comes back as it was: an overflow in forward would otherwise leave inf or NaN in
-    it for ever. New state is recognized by being, in aux, a dictionary, module or other tree with names that
-    has the structure and shapes of one argument or of a part of it.
+    it for ever. New state is recognized in aux as a dictionary, module or other node with names that has all
+    entries of one argument, or of a part of it, by path and shape. Other entries of it, such as metrics, are
+    returned as they were computed. A node that has some of the entries only is an error.
 
     Args:
         loss_fn: a function of the parameters and what else the step is given, by position or by name, to a
@@ -79,11 +80,13 @@ def step(
         axis_name: the axis of `pmap` or `shard_map` along which devices have other examples, or a tuple of
             them: value and gradients are averaged.
         keep_state: whether state in aux comes back as it was on a skipped step. None: where it is recognized.
-            True: it has to be recognized. False: aux is what the loss function returned.
+            True: there has to be state, and single entries with the path and shape of an argument's are state
+            too. False: aux is what the loss function returned.
 
     Raises:
         UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; for state
-            in aux that could be that of several arguments, and for `keep_state=True` without any.
+            in aux that could be that of several arguments or agrees with one only in part, and for
+            `keep_state=True` without any.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from preamp.jax import last_step, loss_scaled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +15,20 @@ import optax
 from preamp.checks import is_number, shown
 from preamp.errors import PolicyError, UsageError
 from preamp.jax import axes, gradients
+from preamp.jax.callers import optax_caller
 from preamp.jax.loss_scale import LossScale, read, start_of
 from preamp.jax.matching import check_gradients, check_inner_state
 from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
-from preamp.jax.scaled_gradients import ScaledGradients
-from preamp.jax.states import LossScaledState, check_scalars, find, found_in, kind_of
+from preamp.jax.scaled_gradients import ScaledGradients, single
+from preamp.jax.states import UNKNOWN_LOSS, LossScaledState, check_scalars, find, found_in, kind_of
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
 from preamp.trace import Step
 
 __all__ = ["Scaling", "check_starved", "declared", "last_step", "loss_scaled", "restart_loss_scale"]
 
-UNKNOWN = -float("inf")  # the loss in a state that was not told one: a real loss is never this
+OFFERED = ("value", "value_fn", "grad")  # what line searches ask for
 
 
 def loss_scaled(
@@ -141,7 +143,7 @@ class Scaling:
             starved=jnp.zeros((), jnp.float32),
             steps=jnp.zeros((), jnp.int32),
             skipped_steps=jnp.zeros((), jnp.int32),
-            loss=jnp.full((), UNKNOWN, jnp.float32),
+            loss=jnp.full((), UNKNOWN_LOSS, jnp.float32),
             peak=self.first_peak(),
         )
 
@@ -155,6 +157,12 @@ class Scaling:
         """Return updates, in the dtypes of the unscaled gradients, and the state after the step."""
         self._check_state(state)
         scaled, extra = declared(scaled, extra)
+        if caller := optax_caller():
+            raise UsageError(
+                f"the update of loss_scaled was called by {caller}: what is around loss_scaled is given "
+                "gradients that are still scaled, or runs on skipped steps too. Write loss_scaled around the "
+                "whole optimizer, such as loss_scaled(optax.chain(...)) or loss_scaled(optax.lookahead(...))."
+            )
         check_gradients(scaled.gradients, params)
 
         return self._step(
@@ -170,7 +178,7 @@ class Scaling:
         # Updates need not be a tree like the gradients: those of optax.lookahead have fast and slow parts.
         updates = jax.eval_shape(
             lambda: self.inner.update(
-                wide, state.inner_state, gradients.wide(params), **{"grad": wide, **extra}
+                wide, state.inner_state, gradients.wide(params), **self._accepted({"grad": wide, **extra})
             )[0]
         )
         return gradients.each(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates)
@@ -228,7 +236,8 @@ class Scaling:
             return gradients.like(finish(updates), before), inner
 
         result, inner = _either(seen.finite, take, lambda: (before, state.inner_state))
-        return result, self._after(state, inner, scale, seen.norm, reading, extra.get("value"))
+        loss = scaled.loss if extra.get("value") is None else extra["value"]
+        return result, self._after(state, inner, scale, seen.norm, reading, loss)
 
     def _inner_update(
         self, unscaled: Any, inner_state: Any, params: Any, extra: dict[str, Any]
@@ -240,7 +249,7 @@ class Scaling:
         """
         like = params if params is not None else unscaled
         try:
-            updates, after = self.inner.update(unscaled, inner_state, params, **extra)
+            updates, after = self.inner.update(unscaled, inner_state, params, **self._accepted(extra))
             after = gradients.like(after, inner_state)
         except UsageError:
             raise
@@ -251,6 +260,13 @@ class Scaling:
         if shapes[0] != shapes[1]:  # a leaf of another shape was broadcast
             check_inner_state(None, self.inner.init, like, inner_state)
         return updates, after
+
+    def _accepted(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments without those that we offer to every optimizer and this one does not take."""
+        taken = inspect.signature(self.inner.update).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+            return extra
+        return {name: value for name, value in extra.items() if name not in OFFERED or name in taken}
 
     def _check_state(self, state: Any) -> None:
         """Raise for a state of another optimizer, or of another policy."""
@@ -321,7 +337,8 @@ def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossS
 def last_step(opt_state: Any) -> Step | None:
     """Return what the last step came to, read to the host; None before the first.
 
-    The loss is in it where it is known: `step` tells the state, and so does `update(..., value=loss)`.
+    The loss is in it where it is known: `step` knows it, the gradients of `scaled_value_and_grad` carry it,
+    and for others, such as those that `map` returns, `update(..., value=loss)` tells it.
 
     Args:
         opt_state: the state of an optimizer made with `loss_scaled`, after the step.
@@ -348,7 +365,7 @@ def last_step(opt_state: Any) -> Step | None:
         finite=bool(finite),
         skipped=not finite,
         new_scale=new_scale,
-        loss=None if loss == UNKNOWN else loss,
+        loss=None if loss == UNKNOWN_LOSS else loss,
         grad_norm=norm if finite else None,
         peak=measured[0] if measured and finite else None,
     )
@@ -380,11 +397,16 @@ def declared(scaled: Any, extra: dict[str, Any]) -> tuple[ScaledGradients, dict[
     """Return gradients with their scale, and what else there is for the inner optimizer.
 
     Raises:
-        UsageError: for gradients without a scale: nothing tells whether they are scaled.
+        UsageError: for gradients without a scale: nothing tells whether they are scaled; for two scales.
     """
     others = {name: _plain(value) for name, value in extra.items() if name != "loss_scale"}
     if isinstance(scaled, ScaledGradients):
-        return scaled, others
+        if extra.get("loss_scale") is not None:
+            raise UsageError(
+                "loss_scale= was given beside ScaledGradients, which carry their scale. Write update(scaled, "
+                "state, params), or update(scaled.gradients, state, params, loss_scale=scale) to replace it."
+            )
+        return single(scaled), others
     if extra.get("loss_scale") is not None:
         return ScaledGradients(scaled, extra["loss_scale"]), others
     raise UsageError(
@@ -405,7 +427,7 @@ def _plain(value: Any) -> Any:
 def _as_loss(value: Any, finite: Any) -> Any:
     """Return a loss as the state keeps it; averaged like the step."""
     if value is None or not gradients.is_inexact(value) or jnp.shape(value):
-        return jnp.full((), UNKNOWN, jnp.float32)
+        return jnp.full((), UNKNOWN_LOSS, jnp.float32)
     loss = jnp.asarray(value).real.astype(jnp.float32)
     apart = tuple(axes.varying(loss) - axes.varying(finite))
     return jax.lax.pmean(loss, apart) if apart else loss + 0.0
