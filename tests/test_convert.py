@@ -175,6 +175,7 @@ def test_what_a_system_wrote_goes_on_in_pytorch(
     said = converted(capsys, source, name, out := tmp_path / "out.pt", "torch")
     assert f"carried scale {original.scale():g}" in said
     assert WHERE[name] in said
+    assert "equal" not in said
     theirs = originals.Torch()
     theirs.load(torch.load(out) | ({"growth_interval": 3 + (name == "flax")} if name in UNSAVED else {}))
     assert theirs.walk("0" * 9) == original.walk("0" * 9)
@@ -286,16 +287,30 @@ def test_overflows_counted_for_a_policy_that_is_not_in_the_file_are_named(
 
 def test_where_nothing_is_lost_the_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = save_torch(tmp_path)
-    assert "Nothing was lost." in converted(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
+    assert "Nothing was lost." in converted(capsys, source, "torch", tmp_path / "out.json", "jmp")
 
 
 # Several, none
 
 
-def test_equal_states_at_two_places_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("copy", [dict, lambda saved: saved], ids=["two", "one twice"])
+def test_equal_states_at_two_places_are_named(
+    copy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = torch.amp.GradScaler("cpu").state_dict()
-    torch.save(training(scaler=saved, again=dict(saved)), tmp_path / "in.pt")
-    converted(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "deepspeed")
+    torch.save(training(gan={"g": saved, "d": [copy(saved)]}, last=copy(saved)), tmp_path / "in.pt")
+    said = converted(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "jmp")
+    assert f"from gan.g of {tmp_path / 'in.pt'}." in said
+    assert "An equal one is at gan.d.0 and last; the one at gan.g was taken. Nothing was lost." in said
+
+
+def test_a_checkpoint_that_holds_itself_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inner: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu").state_dict()}
+    inner["parent"] = [inner, inner]
+    torch.save(inner, tmp_path / "in.pt")
+    said = converted(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "jmp")
+    assert "from scaler of" in said
+    assert "equal" not in said
 
 
 def test_different_states_are_an_error_that_says_where(

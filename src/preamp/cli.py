@@ -356,8 +356,10 @@ def convert(
     from preamp.convert import convert as carry_over
 
     done = carry_over(source, find_dialect("from", origin), out_file, find_dialect("to", target))
-    counts = ", ".join(f"{name} {value:g}" for name, value in done.state._asdict().items())
+    counts = ", ".join(f"{name} {value:g}" for name, value in done.counts.items())
     rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."
+    if done.equal:
+        rest = f"An equal one is at {' and '.join(done.equal)}; the one at {done.where} was taken. {rest}"
     out.print(f"{out_file}: carried {counts} from {done.where} of {source}. {rest}", soft_wrap=True)
     return 0
 
