@@ -134,9 +134,9 @@ def test_what_is_read_back_differs_by_what_was_named(origin: str, tmp_path: Path
             differing = {name for name in before if before[name] != after.get(name)}
             if "at_ceiling" not in after:  # without a ceiling, which is named
                 differing.discard("at_ceiling")
-            if {before.get("max_scale"), after.get("max_scale")} == {None, FLOAT32_MAX}:
-                if "scale_dtype" in differing:  # says that the numbers end elsewhere
-                    differing.discard("max_scale")
+            ceilings = {before.get("max_scale"), after.get("max_scale")}
+            if ceilings == {None, FLOAT32_MAX} and "scale_dtype" in differing:  # which says the same
+                differing.discard("max_scale")
             named = {one.partition("=")[0] for one in done.lost} - {"bad"}
             # Two ways to say how many overflows a backoff takes: where it takes one, none can be missing.
             free = {"overflows_left", "hysteresis_reset"}
@@ -229,9 +229,8 @@ def test_a_first_clean_step_that_only_one_rule_counts_is_always_named(origin: st
         assert len(named) == (delays[0] != delays[1])
         if named:
             when = "later" if delays[1] > delays[0] else "sooner"
-            assert named == [
-                f"growth_delay={delays[0]} (there {delays[1]}: after an overflow it grows 1 clean step {when})"
-            ]
+            grows = f"after an overflow it grows 1 clean step {when}"
+            assert named == [f"growth_delay={delays[0]} (there {delays[1]}: {grows})"]
 
 
 @pytest.mark.parametrize("through", ["deepspeed", "deepspeed-fused"])

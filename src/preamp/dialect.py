@@ -255,7 +255,7 @@ def _unknown_memory(state: Any, policy: Policy[Any]) -> list[str]:
 
 
 def _lost_settings(state: Any, given: Policy[Any], rule: Policy[Any]) -> list[str]:
-    """Name the settings of `given` that `rule` has otherwise, if the scale can move otherwise because of it."""
+    """Name the settings of `given` that `rule` has otherwise, if the scale can then move otherwise."""
     before, after = _settings(given), _settings(rule)
     if isinstance(given, Moving) and isinstance(rule, Moving):
         is_exact = math.frexp(before["backoff_factor"])[0] == 0.5
