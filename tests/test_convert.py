@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -407,6 +408,49 @@ def test_a_file_of_another_kind(kind: str, tmp_path: Path, capsys: pytest.Captur
     said = refused(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
     assert str(source) in said
     assert not re.search("unpack|protocol|ValueError", said)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "in is empty."),
+        (gzip.compress(b"{}"), "in is compressed with gzip. Unpack it first: gunzip -k "),
+        (b'{"preamp_trace": 1}\n{"index": 0}\n', "in is the trace of a run, which holds no checkpoint"),
+        (b'\xef\xbb\xbf{"preamp_trace": 1}\r\n', "in is the trace of a run, which holds no checkpoint"),
+    ],
+)
+def test_a_file_of_a_known_kind_is_called_what_it_is(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").write_bytes(content)
+    assert said in refused(capsys, tmp_path / "in", "torch", tmp_path / "out.json", "deepspeed")
+
+
+def test_a_part_of_a_tensorflow_checkpoint_is_refused_with_its_prefix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ckpt-1.index", "ckpt-1.data-00000-of-00001"):
+        (tmp_path / name).write_bytes(b"parts")
+    for name in ("ckpt-1.index", "ckpt-1.data-00000-of-00001"):
+        said = refused(capsys, tmp_path / name, "tf-keras", tmp_path / "out.json", "torch")
+        assert f"Write its prefix: {tmp_path / 'ckpt-1'}\n" in said
+    said = refused(capsys, tmp_path, "tf-keras", tmp_path / "out.json", "torch")
+    assert f"or the prefix of a TensorFlow checkpoint: {tmp_path / 'ckpt-1'}\n" in said
+
+
+def test_a_damaged_file_of_keras_says_which_variable_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import h5py
+
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file["optimizer/vars/3"] = h5py.SoftLink("/nowhere")
+    said = refused(capsys, tmp_path / "in.h5", "keras", tmp_path / "out.json", "torch")
+    assert "in.h5 is damaged: its variable optimizer/vars/3 is not there." in said
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["optimizer/vars"] = 3.0
+    said = refused(capsys, tmp_path / "other.h5", "keras", tmp_path / "out.json", "torch")
+    assert "other.h5 is damaged: its optimizer/vars is not a group of variables." in said
 
 
 def test_json_may_begin_with_a_mark_of_its_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ the policies are made from their dataclasses.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -390,7 +391,8 @@ def _flag(name: str) -> str:
 
 
 def _refuse_to_overwrite(traces: Sequence[Path], out_file: Path) -> None:
-    if out_file.resolve() in [one.resolve() for path in traces for _, one in paths_of_ranks(path)]:
+    read = [os.path.realpath(one) for path in traces for _, one in paths_of_ranks(path)]
+    if os.path.realpath(out_file) in read:  # Path.resolve raises for a link to itself
         raise PreampError(
             f"--out {out_file} is a trace that is read. Write another name, such as report.html."
         )
