@@ -27,7 +27,7 @@ READABLE: dict[str, Callable[[bytes], bytes]] = {
     "both": lambda lines: b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n"),
     "an empty last line": lambda lines: lines + b"\n",
     "a last line of blanks": lambda lines: lines + b" \t",
-    "empty lines": lambda lines: lines.replace(b"\n", b"\n\n"),
+    "empty last lines": lambda lines: lines.replace(b"\n", b"\r\n") + b"\r\n\n  \n\r\n",
     "no last line end": lambda lines: lines.removesuffix(b"\n"),
 }
 

@@ -115,7 +115,8 @@ class TraceFile:
         self.write(head)
 
     def end_last_line(self) -> None:
-        """Make the last line a whole one, or take it away if it was not written to its end."""
+        """Make the last line a whole one, or take it away if it was not written to its end or is blank."""
+        self._take_blank_lines()
         file, end, last = self._file, self.size, b""
         while end and b"\n" not in last:
             begin = max(end - BLOCK, 0)
@@ -127,6 +128,17 @@ class TraceFile:
                 self._append(b"\n")
             elif last:
                 file.truncate(self.size - len(last))
+
+    def _take_blank_lines(self) -> None:
+        """Take away blank lines at the end, which would be a gap once more is written."""
+        self._file.seek(max(self.size - BLOCK, 0))
+        end = self._file.read(BLOCK)
+        blank = end[len(end.rstrip()) :]
+        more = len(blank) - (blank.find(b"\n") + 1)
+        if more:
+            with naming(self.path):
+                self._file.truncate(self.size - more)
+            self.size -= more
 
     def write(self, line: str) -> None:
         """Add a line, whole or not at all.

@@ -121,7 +121,8 @@ def entries(
 ) -> Iterator[tuple[int, str]]:
     """Return the number and the text of each line, one at a time.
 
-    A last line that was not written to its end is left out, and so are blank lines but for the first.
+    A last line that was not written to its end is left out, and so are blank lines at the end. The first line
+    is always there.
 
     Args:
         path: the file.
@@ -132,6 +133,7 @@ def entries(
         OSError: for a file that cannot be read.
     """
     number = done = told = 0
+    blank = 0  # the first of the blank lines that may be at the end
     with Path(path).open("rb") as file:
         size = fstat(file.fileno()).st_size
         for number, line in enumerate(file, start=1):
@@ -142,7 +144,9 @@ def entries(
                 packed = packed_as(path, line[:8]) if number == 1 else ""
                 raise TraceError(packed or reason) from error
             if number > 1 and not text.strip():
-                pass
+                blank = blank or number
+            elif blank:
+                yield blank, ""  # which is refused: a gap in the middle is not what a trace writes
             elif text.endswith("\n"):
                 yield number, text[:-1]
             elif number == 1 or is_whole(text):
