@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -175,6 +176,7 @@ def test_what_a_system_wrote_goes_on_in_pytorch(
     said = converted(capsys, source, name, out := tmp_path / "out.pt", "torch")
     assert f"carried scale {original.scale():g}" in said
     assert WHERE[name] in said
+    assert "equal" not in said
     theirs = originals.Torch()
     theirs.load(torch.load(out) | ({"growth_interval": 3 + (name == "flax")} if name in UNSAVED else {}))
     assert theirs.walk("0" * 9) == original.walk("0" * 9)
@@ -286,16 +288,30 @@ def test_overflows_counted_for_a_policy_that_is_not_in_the_file_are_named(
 
 def test_where_nothing_is_lost_the_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = save_torch(tmp_path)
-    assert "Nothing was lost." in converted(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
+    assert "Nothing was lost." in converted(capsys, source, "torch", tmp_path / "out.json", "jmp")
 
 
 # Several, none
 
 
-def test_equal_states_at_two_places_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("copy", [dict, lambda saved: saved], ids=["two", "one twice"])
+def test_equal_states_at_two_places_are_named(
+    copy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = torch.amp.GradScaler("cpu").state_dict()
-    torch.save(training(scaler=saved, again=dict(saved)), tmp_path / "in.pt")
-    converted(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "deepspeed")
+    torch.save(training(gan={"g": saved, "d": [copy(saved)]}, last=copy(saved)), tmp_path / "in.pt")
+    said = converted(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "jmp")
+    assert f"from gan.g of {tmp_path / 'in.pt'}." in said
+    assert "An equal one is at gan.d.0 and last; the one at gan.g was taken. Nothing was lost." in said
+
+
+def test_a_checkpoint_that_holds_itself_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inner: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu").state_dict()}
+    inner["parent"] = [inner, inner]
+    torch.save(inner, tmp_path / "in.pt")
+    said = converted(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "jmp")
+    assert "from scaler of" in said
+    assert "equal" not in said
 
 
 def test_different_states_are_an_error_that_says_where(
@@ -392,6 +408,49 @@ def test_a_file_of_another_kind(kind: str, tmp_path: Path, capsys: pytest.Captur
     said = refused(capsys, source, "torch", tmp_path / "out.json", "deepspeed")
     assert str(source) in said
     assert not re.search("unpack|protocol|ValueError", said)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "in is empty."),
+        (gzip.compress(b"{}"), "in is compressed with gzip. Unpack it first: gunzip -k "),
+        (b'{"preamp_trace": 1}\n{"index": 0}\n', "in is the trace of a run, which holds no checkpoint"),
+        (b'\xef\xbb\xbf{"preamp_trace": 1}\r\n', "in is the trace of a run, which holds no checkpoint"),
+    ],
+)
+def test_a_file_of_a_known_kind_is_called_what_it_is(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").write_bytes(content)
+    assert said in refused(capsys, tmp_path / "in", "torch", tmp_path / "out.json", "deepspeed")
+
+
+def test_a_part_of_a_tensorflow_checkpoint_is_refused_with_its_prefix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ckpt-1.index", "ckpt-1.data-00000-of-00001"):
+        (tmp_path / name).write_bytes(b"parts")
+    for name in ("ckpt-1.index", "ckpt-1.data-00000-of-00001"):
+        said = refused(capsys, tmp_path / name, "tf-keras", tmp_path / "out.json", "torch")
+        assert f"Write its prefix: {tmp_path / 'ckpt-1'}\n" in said
+    said = refused(capsys, tmp_path, "tf-keras", tmp_path / "out.json", "torch")
+    assert f"or the prefix of a TensorFlow checkpoint: {tmp_path / 'ckpt-1'}\n" in said
+
+
+def test_a_damaged_file_of_keras_says_which_variable_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import h5py
+
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file["optimizer/vars/3"] = h5py.SoftLink("/nowhere")
+    said = refused(capsys, tmp_path / "in.h5", "keras", tmp_path / "out.json", "torch")
+    assert "in.h5 is damaged: its variable optimizer/vars/3 is not there." in said
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["optimizer/vars"] = 3.0
+    said = refused(capsys, tmp_path / "other.h5", "keras", tmp_path / "out.json", "torch")
+    assert "other.h5 is damaged: its optimizer/vars is not a group of variables." in said
 
 
 def test_json_may_begin_with_a_mark_of_its_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -432,18 +433,15 @@ def test_what_is_not_a_step_is_refused(path: Path, unfit: Any) -> None:
 def test_each_rank_writes_a_file_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for number in (0, 3, 11):
+    for number in range(11):
         monkeypatch.setenv(name, str(number))
         with Trace(tmp_path / "run.{rank}.jsonl") as trace:
             trace(a_step(0, loss=float(number)))
-    assert {one.name for one in tmp_path.iterdir()} == {"run.0.jsonl", "run.3.jsonl", "run.11.jsonl"}
+    names = [f"run.{number}.jsonl" for number in range(11)]
+    assert {one.name for one in tmp_path.iterdir()} == {*names}
     read = Trace.read(tmp_path / "run.{rank}.jsonl")
-    assert [Path(one).name for one in read.about["merged"]["files"]] == [
-        "run.0.jsonl",
-        "run.3.jsonl",
-        "run.11.jsonl",
-    ]
-    assert read[0].loss == pytest.approx(14 / 3)
+    assert [Path(one).name for one in read.about["merged"]["files"]] == names
+    assert read[0].loss == pytest.approx(5.0)
 
 
 def test_the_only_process_is_rank_0(tmp_path: Path) -> None:
@@ -564,6 +562,100 @@ def test_ranks_that_disagree_are_named_with_the_first_step(tmp_path: Path) -> No
     assert "first step 3, which it skipped and they did not" in first
     assert "run.2.jsonl differs" in second
     assert "1 of its steps, first of step 2: 2.0 instead of 4.0" in second
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([0, 2], r"run\.1\.jsonl is missing, although there is a file of rank 2"),
+        ([2], r"run\.0\.jsonl, \S*run\.1\.jsonl are missing"),
+        ([9], r"run\.2\.jsonl and 6 more are missing, although there is a file of rank 9"),
+    ],
+)
+def test_the_missing_file_of_a_rank_is_named(ranks: list[int], said: str, tmp_path: Path, here: Any) -> None:
+    for number in ranks:
+        Trace([a_step(0), a_step(1)]).write(tmp_path / f"run.{number}.jsonl")
+    with pytest.warns(UserWarning, match="the record of this run is incomplete: .*" + said):
+        run = Trace.read(tmp_path / "run.{rank}.jsonl")
+    assert len(run) == 2
+    (found,) = run.disagreements
+    assert re.search(said, found)
+    for command in ("doctor", "report"):
+        printed = here(command, "run.{rank}.jsonl").stdout  # folds lines
+        assert re.search(said, " ".join(printed.split()))
+
+
+def test_a_rank_that_ends_early_is_named_with_its_last_step(tmp_path: Path) -> None:
+    for number, steps in ((0, 100), (1, 7), (2, 99)):
+        Trace(map(a_step, range(steps))).write(tmp_path / f"run.{number}.jsonl")
+    with pytest.warns(UserWarning, match="the record of this run is incomplete"):
+        run = Trace.read(tmp_path / "run.{rank}.jsonl")
+    (found,) = run.disagreements
+    assert found == (
+        f"{tmp_path / 'run.1.jsonl'} ends at step 6, and the run at step 99: it has 7 of 100 steps"
+    )
+
+
+@pytest.mark.parametrize("word", ["{Rank}", "{RANK}", "{foo}", "{}", "{rank:02d}", "{ rank }"])
+def test_another_word_in_braces_is_refused_with_the_right_one(word: str, tmp_path: Path) -> None:
+    name = str(tmp_path / "runs" / f"run.{word}.jsonl")
+    right = re.escape(f"Write {name.replace(word, '{rank}')!r}")
+    for call in (Trace, Trace.read, Trace([a_step(0)]).write, lambda path: Trace(path, only_rank=0)):
+        with pytest.raises(TraceError, match=rf"{re.escape(word)} in .* is not replaced.*{right}"):
+            call(name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_in_memory_is_written_to_the_file_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "4")
+    Trace([a_step(0)]).write(tmp_path / "run.{rank}.jsonl")
+    assert [one.name for one in tmp_path.iterdir()] == ["run.4.jsonl"]
+
+
+def test_folders_and_files_that_have_braces_in_their_names_already_are_used(tmp_path: Path) -> None:
+    (tmp_path / "{a}").mkdir()
+    with Trace(tmp_path / "{a}" / "run.jsonl") as trace:
+        trace(a_step(0))
+    (tmp_path / "{a}" / "run.jsonl").rename(tmp_path / "{b}.jsonl")
+    assert len(Trace.read(tmp_path / "{b}.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "x"}, r"RANK='x' in the environment is not a number from 0.*unset RANK"),
+        ({"RANK": "-1"}, r"RANK='-1' in the environment is not a number from 0"),
+        ({"RANK": "1.0"}, r"RANK='1\.0' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK=2 in the environment is not one of WORLD_SIZE=2 processes"),
+        ({"RANK": "0", "WORLD_SIZE": "all"}, r"WORLD_SIZE='all' in the environment"),
+        ({"OMPI_COMM_WORLD_RANK": "x"}, r"OMPI_COMM_WORLD_RANK='x'"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"},
+            r"OMPI_COMM_WORLD_RANK=4 .* OMPI_COMM_WORLD_SIZE=4 processes",
+        ),
+        ({"SLURM_PROCID": "x"}, r"SLURM_PROCID='x'"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused(
+    environment: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for path, more in (("run.{rank}.jsonl", {}), ("run.jsonl", {"only_rank": 0})):
+        with pytest.raises(TraceError, match=said):
+            Trace(tmp_path / path, **more)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    with Trace(tmp_path / "run.jsonl") as trace:  # which needs no rank
+        trace(a_step(0))
+
+
+def test_an_empty_variable_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    with Trace(tmp_path / "run.{rank}.jsonl"):
+        assert [one.name for one in tmp_path.iterdir()] == ["run.3.jsonl"]
 
 
 def test_no_file_of_any_rank(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ the policies are made from their dataclasses.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -356,8 +357,10 @@ def convert(
     from preamp.convert import convert as carry_over
 
     done = carry_over(source, find_dialect("from", origin), out_file, find_dialect("to", target))
-    counts = ", ".join(f"{name} {value:g}" for name, value in done.state._asdict().items())
+    counts = ", ".join(f"{name} {value:g}" for name, value in done.counts.items())
     rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."
+    if done.equal:
+        rest = f"An equal one is at {' and '.join(done.equal)}; the one at {done.where} was taken. {rest}"
     out.print(f"{out_file}: carried {counts} from {done.where} of {source}. {rest}", soft_wrap=True)
     return 0
 
@@ -388,7 +391,8 @@ def _flag(name: str) -> str:
 
 
 def _refuse_to_overwrite(traces: Sequence[Path], out_file: Path) -> None:
-    if out_file.resolve() in [one.resolve() for path in traces for _, one in paths_of_ranks(path)]:
+    read = [os.path.realpath(one) for path in traces for _, one in paths_of_ranks(path)]
+    if os.path.realpath(out_file) in read:  # Path.resolve raises for a link to itself
         raise PreampError(
             f"--out {out_file} is a trace that is read. Write another name, such as report.html."
         )

@@ -145,14 +145,18 @@ class Dialect(Policy[Any], Generic[P]):
         form = self.known_format()
         if not isinstance(given, Moving) and not (isinstance(given, Static) and form.has_static):
             raise PolicyError(f"policy={policy!r} is no rule that {self.system} has. Write {self!r} instead.")
-        kept = _counted_as(self.policy, type(state)(*map(float, state)), given)
+        state = type(state)(*map(float, state))
+        kept = _counted_as(self.policy, state, given)
         kept = kept._replace(scale=self._usable(kept.scale, self.policy))
         saved = form.save(kept, given)
-        rule = self.load_policy(saved)
+        rule, there = self.load_policy(saved), self.load_quietly(saved)
         lost = _unknown_rule(given) + _unknown_memory(state, given)
-        lost += _lost(_settings(given), _settings(rule))
-        lost += _begun_earlier(state, given, self.policy)
-        return saved, lost + _lost(_counts(given, kept), _counts(rule, self.load_quietly(saved)))
+        lost += _lost({"scale": state.scale}, {"scale": there.scale})
+        lost += _lost_settings(state, given, rule)
+        before = _counts(given, kept)
+        if hysteresis(given) != hysteresis(rule):  # which is named, and says how many are left of each
+            before.pop("overflows_left", None)
+        return saved, lost + _lost(before, _counts(rule, there))
 
     def known_format(self) -> Format:
         """Return `format`.
@@ -202,32 +206,34 @@ def dialect(
 
 
 def _counted_as(own: Policy[Any], state: Any, given: Policy[Any]) -> Any:
-    """Return a state of `given` with as many clean steps left to a growth under `own`.
+    """Return a state of `given` with as many clean steps left to a growth under `own`, if `own` can count so.
 
     One rule counts them from the first, another leaves some uncounted.
     """
     theirs, ours = (getattr(policy, "growth_delay", 0) for policy in (given, own))
-    return state if theirs == ours else state._replace(good=max(state.good - theirs, 0.0) + ours)
-
-
-def _begun_earlier(state: Any, given: Policy[Any], own: Policy[Any]) -> list[str]:
-    """Name the clean step that `given` would not have counted and `own` will."""
-    theirs, ours = (getattr(policy, "growth_delay", 0) for policy in (given, own))
-    good = float(state.good)
-    if theirs <= ours or good >= theirs:
-        return []
-    return [
-        f"good={good:g} (there {ours}: the next clean step counts towards a growth, and here it does not)"
-    ]
+    return state if theirs == ours else state._replace(good=max(state.good - theirs + ours, 0.0))
 
 
 def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Name what is not the same after a conversion."""
     return [
-        f"{name}={value!r} (there {after[name]!r})"
+        f"{name}={_brief(value)} (there {_brief(after[name])}{_consequence(name, value, after[name])})"
         for name, value in before.items()
         if value != after.get(name, value)
     ]
+
+
+def _brief(value: Any) -> str:
+    return f"{value:.2g}" if value in (FLOAT32_MAX, FLOAT32_TINY) else repr(value)
+
+
+def _consequence(name: str, here: Any, there: Any) -> str:
+    """Say what follows from a difference that its name does not explain."""
+    if name != "growth_delay":
+        return ""
+    steps = abs(there - here)
+    when = "later" if there > here else "sooner"
+    return f": after an overflow it grows {steps} clean step{'s' if steps > 1 else ''} {when}"
 
 
 def unused_of(remembered: Mapping[str, Any]) -> list[str]:
@@ -248,22 +254,44 @@ def _unknown_memory(state: Any, policy: Policy[Any]) -> list[str]:
     return unused_of({name: float(value) for name, value in named.items()})
 
 
+def _lost_settings(state: Any, given: Policy[Any], rule: Policy[Any]) -> list[str]:
+    """Name the settings of `given` that `rule` has otherwise, if the scale can then move otherwise."""
+    before, after = _settings(given), _settings(rule)
+    if isinstance(given, Moving) and isinstance(rule, Moving):
+        is_exact = math.frexp(before["backoff_factor"])[0] == 0.5
+        if before["backoff_factor"] == after["backoff_factor"] and not is_exact:
+            # scale / 3 and scale * (1 / 3) are not the same in the last bit
+            before["backoff_divisor"], after["backoff_divisor"] = given.backoff_divisor, rule.backoff_divisor
+        if given.scale_dtype != rule.scale_dtype and {given.max_scale, rule.max_scale} == {FLOAT32_MAX, None}:
+            del before["max_scale"]  # each ends where its scale_dtype does, which is named
+        if not all(_is_inside(state.scale, policy) for policy in (given, rule)):
+            before["bounds"], after["bounds"] = given.bounds, rule.bounds
+    return _lost(before, after)
+
+
+def _is_inside(scale: float, policy: Moving[Any]) -> bool:
+    return (policy.min_scale or 0.0) <= scale <= (policy.max_scale or math.inf)
+
+
 def _settings(policy: Policy[Any]) -> dict[str, Any]:
-    """Return what decides when and where to a scale moves, said in one way for all rules."""
+    """Return what decides when and where to a scale moves, in the same terms for all rules."""
     if not isinstance(policy, Moving):
         return policy.get_config()
-    low, high = policy.min_scale, policy.max_scale
     settings = {
         "growth_factor": policy.growth_factor,
         "backoff_factor": backoff_factor(policy),
         "growth_interval": policy.growth_interval,
+        "growth_delay": policy.growth_delay,
         "hysteresis": hysteresis(policy),
         "tolerance": getattr(policy, "tolerance", 0.0),
         "max_consecutive_overflows": getattr(policy, "max_consecutive_overflows", None),
-        "min_scale": None if low is None or low <= FLOAT32_TINY else low,
-        "max_scale": None if high is None or high >= FLOAT32_MAX else high,
+        "min_scale": policy.min_scale,
+        "max_scale": policy.max_scale,
         "at_floor": policy.at_floor,
+        "scale_dtype": policy.scale_dtype,
     }
+    if policy.max_scale is not None:
+        settings["at_ceiling"] = policy.at_ceiling
     if isinstance(policy, Dynamic) and policy.hysteresis > 1:
         settings["hysteresis_reset"] = policy.hysteresis_reset
     return settings
@@ -275,6 +303,6 @@ def _counts(policy: Policy[Any], state: Any) -> dict[str, int]:
         return {}
     if isinstance(policy, Tolerant):
         return {name: int(getattr(state, name)) for name in ("good", "bad", "age")}
-    if isinstance(policy, Dynamic) and policy.hysteresis > 1:
+    if isinstance(policy, Dynamic):
         return {"good": int(state.good), "overflows_left": policy.overflows_left(state)}
     return {"good": int(state.good)}

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
-__all__ = ["naming", "replacing"]
+__all__ = ["naming", "packed_as", "replacing"]
+
+PACKED: Final = {
+    b"\x1f\x8b": ("gzip", "gunzip -k"),
+    b"BZh": ("bzip2", "bunzip2 -k"),
+    b"\xfd7zXZ\x00": ("xz", "unxz -k"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+}
+
+
+def packed_as(path: str | Path, start: bytes) -> str:
+    """Say what a file is compressed with and how to unpack it; nothing if it is not.
+
+    Args:
+        path: the file.
+        start: its first 8 bytes.
+    """
+    for magic, (name, command) in PACKED.items():
+        if start.startswith(magic):
+            return f"{path} is compressed with {name}. Unpack it first: {command} {shlex.quote(str(path))}"
+    return ""
 
 
 @contextmanager

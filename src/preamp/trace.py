@@ -21,7 +21,7 @@ from preamp.columns import FIELDS, StepColumns
 from preamp.errors import TraceError
 from preamp.files import naming, replacing
 from preamp.looks import Look, look_from_json, look_to_json
-from preamp.trace_files import MODES, TraceFile, of_rank, paths_of_ranks, rank, refuse_written
+from preamp.trace_files import MODES, TraceFile, missing_ranks, of_rank, paths_of_ranks, rank, refuse_written
 from preamp.trace_lines import (
     about_of,
     entries,
@@ -131,7 +131,8 @@ class Trace:
 
     Raises:
         TraceError: if the file is there and mode is "new", if another trace writes it, if it is not a trace,
-            or for something in `about` that JSON cannot hold.
+            for something in `about` that JSON cannot hold, for braces around another word than "rank", or if
+            the environment has a rank that is not a number below the number of processes.
         OSError: for a file that cannot be opened or written.
 
     >>> trace = Trace(policy="Static(2.0)")
@@ -173,7 +174,7 @@ class Trace:
         self._looks_before = 0  # how many of the looks came before the last step
         self._closed: str | None = None  # why no step can be recorded any more
         self._file: TraceFile | None = None
-        if path is not None and only_rank in (None, rank()):
+        if path is not None and (only_rank is None or only_rank == rank()):
             self._open(of_rank(path), mode, on_error)
         try:
             for step in steps:
@@ -367,10 +368,14 @@ class Trace:
     def write(self, path: str | Path) -> None:
         """Write the whole trace to a file of JSON lines, which replaces one that is there when it is whole.
 
+        Args:
+            path: the file; "{rank}" in it becomes the number of this process.
+
         Raises:
             TraceError: for something in `about` that JSON cannot hold, or a file that a trace is writing.
             OSError: naming the file.
         """
+        path = of_rank(path)
         refuse_written(path)
         with naming(path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -401,15 +406,17 @@ class Trace:
             OSError: if there is no such file.
 
         Warns:
-            UserWarning: if ranks disagree.
+            UserWarning: if ranks disagree, if the file of a rank below the highest is missing, and if one has
+                fewer steps than the others.
         """
-        if isinstance(path, str | PathLike):
-            paths = [one for _, one in paths_of_ranks(path)]
-            if len(paths) == 1:
-                return cls._read_one(paths[0], progress)
-        else:
-            paths = list(map(Path, path))
-        return cls._read_ranks(paths, progress)
+        if not isinstance(path, str | PathLike):
+            return cls._read_ranks(list(map(Path, path)), "", progress)
+        ranks = paths_of_ranks(path)
+        paths = [one for _, one in ranks]
+        missing = missing_ranks(path, (number for number, _ in ranks))
+        if len(paths) == 1 and not missing:
+            return cls._read_one(paths[0], progress)
+        return cls._read_ranks(paths, missing, progress)
 
     @classmethod
     def _read_one(cls, path: Path, progress: Callable[[int, int], object] | None) -> Trace:
@@ -426,7 +433,9 @@ class Trace:
         return trace
 
     @classmethod
-    def _read_ranks(cls, paths: list[Path], progress: Callable[[int, int], object] | None) -> Trace:
+    def _read_ranks(
+        cls, paths: list[Path], missing: str, progress: Callable[[int, int], object] | None
+    ) -> Trace:
         if not paths:
             raise TraceError("there are no files to read. Write Trace.read(['run.0.jsonl', 'run.1.jsonl']).")
         sizes = [path.stat().st_size for path in paths]
@@ -446,23 +455,24 @@ class Trace:
             done += size
         trace._columns = merger.columns
         trace._looks_before = len(trace.looks)
-        found = merger.disagreements()
+        differing, incomplete = merger.differing, [*filter(None, [missing]), *merger.lacking()]
+        found = differing + incomplete
         trace.about = {
             **trace.about,
             MERGED: {"files": [str(path) for path in paths], "disagreements": found},
         }
         if found:
             shown_ones = "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "")
-            warnings.warn(
-                f"the ranks of this run disagree: {shown_ones}. Ranks that keep one loss scale must skip "
-                "together; see docs/distributed.md.",
-                stacklevel=level_of_caller(),
-            )
+            problem, advice = "the record of this run is incomplete", ""
+            if differing:
+                problem = "the ranks of this run disagree"
+                advice = " Ranks that keep one loss scale must skip together; see docs/distributed.md."
+            warnings.warn(f"{problem}: {shown_ones}.{advice}", stacklevel=level_of_caller())
         return trace
 
     @property
     def disagreements(self) -> tuple[str, ...]:
-        """In words, where the ranks of a job disagree, for a trace that was read from their files."""
+        """In words, where the ranks of a job disagree or lack steps, for a trace read from their files."""
         merged = self.about.get(MERGED)
         found = merged.get("disagreements") if isinstance(merged, dict) else None
         return tuple(map(str, found)) if isinstance(found, list) else ()

@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -25,11 +26,12 @@ try:
 except ImportError:  # not POSIX
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["MODES", "TraceFile", "of_rank", "paths_of_ranks", "rank", "refuse_written"]
+__all__ = ["MODES", "TraceFile", "missing_ranks", "of_rank", "paths_of_ranks", "rank", "refuse_written"]
 
 MODES: Final = ("new", "append", "replace")
 RANK: Final = "{rank}"
 RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun, Open MPI, Slurm
+SIZE_VARIABLES: Final = {"RANK": "WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
 BLOCK: Final = 2**16
 
 _opened: weakref.WeakSet[TraceFile] = weakref.WeakSet()
@@ -113,7 +115,8 @@ class TraceFile:
         self.write(head)
 
     def end_last_line(self) -> None:
-        """Make the last line a whole one, or take it away if it was not written to its end."""
+        """Make the last line a whole one, or take it away if it was not written to its end or is blank."""
+        self._take_blank_lines()
         file, end, last = self._file, self.size, b""
         while end and b"\n" not in last:
             begin = max(end - BLOCK, 0)
@@ -125,6 +128,17 @@ class TraceFile:
                 self._append(b"\n")
             elif last:
                 file.truncate(self.size - len(last))
+
+    def _take_blank_lines(self) -> None:
+        """Take away blank lines at the end, which would be a gap once more is written."""
+        self._file.seek(max(self.size - BLOCK, 0))
+        end = self._file.read(BLOCK)
+        blank = end[len(end.rstrip()) :]
+        more = len(blank) - (blank.find(b"\n") + 1)
+        if more:
+            with naming(self.path):
+                self._file.truncate(self.size - more)
+            self.size -= more
 
     def write(self, line: str) -> None:
         """Add a line, whole or not at all.
@@ -256,6 +270,9 @@ def rank() -> int:
 
     What torch.distributed and jax.distributed say counts, if they are in use; else what torchrun, Open MPI or
     Slurm have put into the environment.
+
+    Raises:
+        TraceError: for a variable of the environment that is not the number of a process.
     """
     told: Any = sys.modules.get("torch.distributed")
     if told is not None and told.is_available() and told.is_initialized():
@@ -265,15 +282,61 @@ def rank() -> int:
     if is_initialized is not None and is_initialized():
         return int(jax.process_index())
     for name in RANK_VARIABLES:
-        with suppress(KeyError, ValueError):
-            return int(os.environ[name])
+        if os.environ.get(name):
+            return _rank_from(name)
     return 0
 
 
+def _rank_from(name: str) -> int:
+    """Return the rank that a variable of the environment says."""
+    number = _count_from(name)
+    size_name = SIZE_VARIABLES.get(name, "")
+    if os.environ.get(size_name):
+        size = _count_from(size_name)
+        if number >= size:
+            raise TraceError(
+                f"{name}={number} in the environment is not one of {size_name}={size} processes, which are "
+                f"counted from 0. Set both as the launcher does, or unset {name} in a job of one process."
+            )
+    return number
+
+
+def _count_from(name: str) -> int:
+    text = os.environ[name]
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise TraceError(
+            f"{name}={text!r} in the environment is not a number from 0, so which process of the job this "
+            f"is cannot be told. Set it as the launcher does, or unset {name} in a job of one process."
+        )
+    return number
+
+
 def of_rank(path: str | Path) -> Path:
-    """Return a path with this process's rank for "{rank}"."""
+    """Return a path with this process's rank for "{rank}".
+
+    Raises:
+        TraceError: for other words in braces, and if the environment has a rank that cannot be.
+    """
     text = os.fspath(path)
+    _refuse_other_braces(text)
     return Path(text.replace(RANK, str(rank())) if RANK in text else text)
+
+
+def _refuse_other_braces(text: str) -> None:
+    """Refuse what would be a file of that very name, although the number of the process was meant."""
+    for part in re.finditer(r"\{[^{}/]*\}", text):
+        folder = text[: part.end()] + text[part.end() :].partition("/")[0]
+        is_folder = "/" in text[part.end() :] and Path(folder).is_dir()
+        if part[0] != RANK and not is_folder:
+            instead = text.replace(part[0], RANK)
+            raise TraceError(
+                f"{part[0]} in {text!r} is not replaced by anything: only {RANK} is, by the number of the "
+                f"process. Write {instead!r}."
+            )
 
 
 def paths_of_ranks(path: str | Path) -> list[tuple[int, Path]]:
@@ -281,9 +344,12 @@ def paths_of_ranks(path: str | Path) -> list[tuple[int, Path]]:
 
     Raises:
         FileNotFoundError: if there is none.
+        TraceError: for other words in braces, unless there is a file of that very name.
     """
     text = os.fspath(path)
     if RANK not in text:
+        if not Path(text).exists():
+            _refuse_other_braces(text)
         return [(0, Path(text))]
     first, *others = map(re.escape, text.split(RANK))
     name = re.compile(first + r"(?P<rank>\d+)" + r"(?P=rank)".join(others))
@@ -292,3 +358,15 @@ def paths_of_ranks(path: str | Path) -> list[tuple[int, Path]]:
     if not found:
         raise FileNotFoundError(errno.ENOENT, "there is no such file of any rank", text)
     return found
+
+
+def missing_ranks(path: str | Path, ranks: Iterable[int]) -> str:
+    """Say which files are missing below the highest rank that has one; nothing if none is."""
+    there = set(ranks)
+    missing = [number for number in range(max(there)) if number not in there]
+    if not missing:
+        return ""
+    names = [os.fspath(path).replace(RANK, str(number)) for number in missing[:3]]
+    more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
+    are = "is" if len(missing) == 1 else "are"
+    return f"{', '.join(names)}{more} {are} missing, although there is a file of rank {max(there)}"

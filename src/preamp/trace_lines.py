@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from preamp.checks import shown
 from preamp.columns import FIELDS
 from preamp.errors import TraceError
+from preamp.files import packed_as
 from preamp.json_numbers import is_number, to_json
 
 __all__ = [
@@ -120,7 +121,8 @@ def entries(
 ) -> Iterator[tuple[int, str]]:
     """Return the number and the text of each line, one at a time.
 
-    A last line that was not written to its end is left out. The first is always there.
+    A last line that was not written to its end is left out, and so are blank lines at the end. The first line
+    is always there.
 
     Args:
         path: the file.
@@ -131,16 +133,21 @@ def entries(
         OSError: for a file that cannot be read.
     """
     number = done = told = 0
+    blank = 0  # the first of the blank lines that may be at the end
     with Path(path).open("rb") as file:
         size = fstat(file.fileno()).st_size
         for number, line in enumerate(file, start=1):
             try:
-                text = line.decode("utf-8")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                raise TraceError(
-                    f"{path}, line {number}: not text ({error.reason}), so not a trace."
-                ) from error
-            if text.endswith("\n"):
+                reason = f"{path}, line {number}: not text ({error.reason}), so not a trace."
+                packed = packed_as(path, line[:8]) if number == 1 else ""
+                raise TraceError(packed or reason) from error
+            if number > 1 and not text.strip():
+                blank = blank or number
+            elif blank:
+                yield blank, ""  # which is refused: a gap in the middle is not what a trace writes
+            elif text.endswith("\n"):
                 yield number, text[:-1]
             elif number == 1 or is_whole(text):
                 yield number, text

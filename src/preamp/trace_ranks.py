@@ -25,13 +25,14 @@ class Merger:
 
     Attributes:
         columns: what has been added up so far.
+        differing: in words, where ranks differ from those before them in scale or skips.
     """
 
     def __init__(self) -> None:
         self.columns = StepColumns()
         self._counts = array("q")  # three a row: by how many ranks a mean is, and whether the first skipped
         self._ranks: list[tuple[str, int, int]] = []
-        self._differing: list[str] = []
+        self.differing: list[str] = []
 
     def add(self, name: str, other: StepColumns) -> None:
         """Add a rank.
@@ -65,13 +66,13 @@ class Merger:
                 one, two = next(mine, None), next(theirs, None)
         if first_scale is not None:
             index, first, second = first_scale
-            self._differing.append(
+            self.differing.append(
                 f"{name} differs from the ranks before it in the scale of {scales:,} of its steps, first of "
                 f"step {index}: {second!r} instead of {first!r}"
             )
         if first_skip is not None:
             index, skipped = first_skip
-            self._differing.append(
+            self.differing.append(
                 f"{name} differs from the ranks before it in skipping {skips:,} of its steps, first step "
                 f"{index}, which it {'skipped' if skipped else 'took'} and they did not"
             )
@@ -81,20 +82,25 @@ class Merger:
         self.columns.append(row)
         self._counts.extend((losses, shares, skipped))
 
-    def disagreements(self) -> list[str]:
-        """Return in words where ranks differ from the first in scale or skips, and which of them lack steps.
+    def lacking(self) -> list[str]:
+        """Return in words which ranks lack steps that others have.
 
-        That one rank lacks the last step is not told: a job is not killed on all ranks at once.
+        That a rank lacks the last step is not told: a job is not killed on all ranks at once.
         """
         most = len(self.columns)
-        lacking = [
-            f"{name} has {length:,} of {most:,} steps, up to step {last}"
-            if length
-            else f"{name} has no steps"
-            for name, length, last in self._ranks
-            if length < most - 1 or (most and not length)
-        ]
-        return self._differing + lacking
+        final = self.columns.index[-1] if most else -1
+        lacking = []
+        for name, length, last in self._ranks:
+            if most and not length:
+                lacking.append(f"{name} has no steps")
+            elif length < most - 1 and last < final - 1:
+                lacking.append(
+                    f"{name} ends at step {last:,}, and the run at step {final:,}: it has {length:,} of "
+                    f"{most:,} steps"
+                )
+            elif length < most - 1:
+                lacking.append(f"{name} has {length:,} of {most:,} steps, up to step {last:,}")
+        return lacking
 
 
 def _together(one: Row, two: Row, losses: int, shares: int) -> tuple[Row, int, int]:

@@ -10,6 +10,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +218,10 @@ TORCH_STATE = dialects.TORCH.dump(dialects.TORCH.start())
 SAVED = {suffix: bytes_of(suffix, TORCH_STATE) for suffix in (".pt", ".json", ".msgpack")}
 
 
-def carry(source: Path, out: Path) -> None:
+def carry(source: Path, out: Path, origin: Any = dialects.TORCH) -> None:
     out.unlink(missing_ok=True)
     try:
-        convert(source, dialects.TORCH, out, dialects.MEGATRON)
+        convert(source, origin, out, dialects.MEGATRON)
     except PreampError as error:
         assert str(source) in str(error)  # noqa: PT017 - either outcome is right
         assert not out.exists()
@@ -246,3 +247,34 @@ def test_a_forged_checkpoint_is_refused_by_name_or_carried_over(folder: Path, da
         source = folder / "forged.pt"
         torch.save(tree, source)
     carry(source, folder / "out.json")
+
+
+@cache
+def kept(system: str) -> dict[str, bytes]:
+    """Return the files that Keras or tf_keras wrote, by name."""
+    from tests import test_convert
+
+    save = {"keras": test_convert.save_keras, "h5": test_convert.save_keras_weights}
+    with tempfile.TemporaryDirectory() as name:
+        save.get(system, test_convert.save_tf_keras)(Path(name))
+        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
+
+
+@pytest.mark.parametrize("system", ["keras", "h5", "tensorflow"])
+@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.slow)])
+def test_a_damaged_file_of_keras_or_tensorflow_is_refused_by_name_or_carried_over(
+    count: int, system: str, tmp_path: Path
+) -> None:
+    files = kept(system)
+    origin = dialects.TF_KERAS if system == "tensorflow" else dialects.KERAS
+    source = tmp_path / ("in" if system == "tensorflow" else next(iter(files)))
+
+    @seldom(count)
+    @given(data=st.data())
+    def reads(data: Any) -> None:
+        broken = data.draw(st.sampled_from(sorted(files)))
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(data.draw(damaged(content)) if name == broken else content)
+        carry(source, tmp_path / "out.json", origin)
+
+    reads()

@@ -27,12 +27,24 @@ class Conversion(NamedTuple):
         state: the state that was carried over.
         policy: the policy that was saved with it, the origin's defaults for what was not.
         lost: what the target's format has no place for, in words.
+        equal: the other places in the file where an equal state was found.
     """
 
     where: str
     state: Any
     policy: Policy[Any]
     lost: list[str]
+    equal: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """The numbers of the state by name, `good` counted from where clean steps count towards a growth.
+
+        They are the same on both sides of a conversion between a system that counts every clean step and
+        one that leaves the first after an overflow uncounted, such as DeepSpeed.
+        """
+        counts: dict[str, float] = self.state._asdict()
+        return {**counts, "good": max(counts["good"] - getattr(self.policy, "growth_delay", 0), 0.0)}
 
 
 def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...]) -> Conversion:
@@ -61,13 +73,13 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
     if carried is None:
         lost += _uncounted(found.state, found.policy) + _left_out(found.remembered)
     write(out, carried or entries, target)
-    return Conversion(found.where, found.state, found.policy, lost)
+    return Conversion(found.where, found.state, found.policy, lost, found.equal)
 
 
 def _uncounted(state: Any, policy: Any) -> list[str]:
     """Name what our own adapters counted for a policy that is not in the checkpoint."""
     counts_overflows = getattr(policy, "hysteresis", 1) > 1 or isinstance(policy, Tolerant)
-    if counts_overflows or not state.bad:
+    if counts_overflows or state.bad <= 0:
         return []
     return [f"bad={state.bad:g} (counted for a policy that the checkpoint does not hold)"]
 

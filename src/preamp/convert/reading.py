@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import warnings
 import zipfile
 from codecs import BOM_UTF8
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from preamp.errors import CheckpointError, MissingExtra
+from preamp.files import packed_as
 
 __all__ = ["read"]
 
 SHELLS = ("argparse", "deepspeed", "megatron", "numpy", "omegaconf", "preamp")
 HDF5, ZIP = b"\x89HDF\r\n\x1a\n", b"PK\x03\x04"
+TRACE = b'{"preamp_trace"'
 MOST_GROWTH, SMALL = 10, 2**26
 PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 WEIGHTS, CONFIG = "model.weights.h5", "config.json"  # in a .keras archive
@@ -56,10 +59,21 @@ def read(path: Path) -> Any:
 def _reader(path: Path) -> Callable[[Path], Any]:
     if path.is_dir():
         return _deepspeed_folder
-    if not path.exists() and path.with_name(f"{path.name}.index").exists():
+    if not path.exists() and _index_of(path).exists():
         return _tensorflow
+    prefix = path.with_name(re.sub(r"\.(index|data-\d+-of-\d+)$", "", path.name))
+    if prefix != path and _index_of(prefix).exists():
+        raise CheckpointError(f"{path} is a part of a TensorFlow checkpoint. Write its prefix: {prefix}")
     with path.open("rb") as file:
-        start = file.read(8)
+        start = file.read(len(BOM_UTF8 + TRACE))
+    if not start:
+        raise CheckpointError(f"{path} is empty.")
+    if start.removeprefix(BOM_UTF8).startswith(TRACE):
+        raise CheckpointError(
+            f"{path} is the trace of a run, which holds no checkpoint. Write the checkpoint that was saved."
+        )
+    if packed := packed_as(path, start):
+        raise CheckpointError(packed)
     if start.startswith(HDF5):
         return _keras_weights
     if start.startswith(ZIP):
@@ -67,6 +81,10 @@ def _reader(path: Path) -> Callable[[Path], Any]:
     if start.startswith(PICKLES):
         return _torch
     return _json if start.removeprefix(BOM_UTF8).lstrip()[:1] in (b"{", b"[") else _msgpack
+
+
+def _index_of(prefix: Path) -> Path:
+    return prefix.with_name(f"{prefix.name}.index")
 
 
 def _archive(path: Path) -> Any:
@@ -78,7 +96,7 @@ def _archive(path: Path) -> Any:
             return _torch(path)
         config = json.loads(archive.read(CONFIG))
         with archive.open(WEIGHTS) as weights:
-            return _keras_variables(weights, config)
+            return _keras_variables(path, weights, config)
 
 
 def _torch(path: Path) -> Any:
@@ -121,9 +139,11 @@ def _deepspeed_folder(path: Path) -> Any:
     for pattern in ("*zero_pp_rank_0_mp_rank_*_optim_states.pt", "mp_rank_*_model_states.pt"):
         for file in sorted(folder.glob(pattern))[:1]:
             return _torch(file)
+    prefixes = [str(index.with_suffix("")) for index in sorted(folder.glob("*.index"))]
+    instead = f", or the prefix of a TensorFlow checkpoint: {prefixes[-1]}" if prefixes else "."
     raise CheckpointError(
         f"{path} is no folder of a DeepSpeed checkpoint: neither latest nor *_states.pt is in it. "
-        "Write the path of a file."
+        f"Write the path of a file{instead}"
     )
 
 
@@ -144,18 +164,23 @@ def _msgpack(path: Path) -> Any:
 
 def _keras_weights(path: Path) -> Any:
     with path.open("rb") as file:
-        return _keras_variables(file, {})
+        return _keras_variables(path, file, {})
 
 
-def _keras_variables(file: Any, config: dict[str, Any]) -> Any:
+def _keras_variables(path: Path, file: Any, config: dict[str, Any]) -> Any:
     """Return the optimizer's scalar variables, and the arguments of its configuration."""
     import h5py  # type: ignore[import-untyped]
 
     with h5py.File(file, "r") as weights:
         found = weights.get("optimizer/vars", {})
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"{path} is damaged: its optimizer/vars is not a group of variables.")
+        for name, value in found.items():
+            if not isinstance(value, h5py.Dataset):
+                raise CheckpointError(f"{path} is damaged: its variable optimizer/vars/{name} is not there.")
         variables = {name: value[()] for name, value in found.items() if value.shape == ()}
     arguments = {}
-    with suppress(KeyError, TypeError):
+    with suppress(KeyError, TypeError, ValueError):  # of a configuration of another shape
         arguments = dict(config["compile_config"]["optimizer"]["config"])
     return {"optimizer": {**arguments, **variables}}
 
@@ -173,5 +198,7 @@ def _tensorflow(path: Path) -> Any:
             node = tree
             for part in way:
                 node = node.setdefault(part, {})
-            node[last] = reader.get_tensor(name)
+                if not isinstance(node, dict):
+                    raise CheckpointError(f"{path} is damaged: {name} lies in a variable.")
+            node.setdefault(last, reader.get_tensor(name))
     return tree

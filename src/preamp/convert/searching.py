@@ -16,16 +16,20 @@ __all__ = ["Found", "find"]
 
 
 class Found(NamedTuple):
-    """A state in a checkpoint, the way to it, its policy, and what our own adapter saved beside it."""
+    """A state in a checkpoint, the way to it, its policy, and what our own adapter saved beside it.
+
+    `equal` has the ways to the other places where the same was found.
+    """
 
     where: str
     state: Any
     policy: Policy[Any]
     remembered: dict[str, Any]
+    equal: tuple[str, ...] = ()
 
 
 def find(tree: Any, dialect: Dialect[...], source: Path) -> Found:
-    """Return the one state in a checkpoint that a dialect can load. Equal ones at several places are one.
+    """Return the one state in a checkpoint that a dialect can load; of equal ones the first.
 
     Args:
         tree: mappings, sequences and objects, however deep.
@@ -45,11 +49,11 @@ def find(tree: Any, dialect: Dialect[...], source: Path) -> Found:
         raise CheckpointError(
             f"{source} holds loss scales that differ, at {places}. Save the right one in a file of its own."
         )
-    return found[0]
+    return found[0]._replace(equal=tuple(one.where for one in found[1:]))
 
 
 def _told(found: Found) -> Any:
-    """Return what must be the same at all places."""
+    """Return what must be the same at all places: all but how many steps were counted."""
     return found.state, found.policy, {**found.remembered, "steps": 0}
 
 
@@ -68,12 +72,14 @@ def _loadable(tree: Any, dialect: Dialect[...]) -> tuple[list[Found], list[Excep
     """Return all states that can be loaded, and why others cannot."""
     found: list[Found] = []
     problems: list[Exception] = []
-    seen: list[Mapping[str, Any]] = []
+    seen: list[tuple[str, Mapping[str, Any]]] = []
     for where, node in _nodes(tree):
         try:
             entries = dialect.known_format().find(node)
-            if entries is not None and not any(entries is other for other in seen):
-                seen.append(entries)
+            if entries is not None and not any(
+                entries is other and _is_within(where, outer) for outer, other in seen
+            ):
+                seen.append((where, entries))
                 state, policy = dialect.load_quietly(entries), dialect.load_policy(entries)
                 remembered = dialect.known_format().remembered(entries)
                 found.append(Found(where or "the top", state, policy, remembered))
@@ -82,15 +88,19 @@ def _loadable(tree: Any, dialect: Dialect[...]) -> tuple[list[Found], list[Excep
     return found, problems
 
 
+def _is_within(where: str, outer: str) -> bool:
+    return not outer or where.startswith(f"{outer}.")
+
+
 def _nodes(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield everything in a tree that has parts, once, with the way to it."""
+    """Yield everything in a tree that has parts, with each way to it from a part that is met first."""
     todo, seen = [("", tree)], set()
     while todo:
         where, node = todo.pop()
+        yield where, node
         if id(node) in seen:
             continue
         seen.add(id(node))
-        yield where, node
         parts = enumerate(node) if isinstance(node, list | tuple) else entries_of(node).items()
         inside = [(f"{where}.{name}".strip("."), part) for name, part in parts if _has_parts(part)]
         todo.extend(reversed(inside))

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from preamp.checks import to_float32
 from preamp.dialect import Dialect
 from preamp.dialects import MEGATRON
 from preamp.errors import MissingExtra, UsageError
@@ -70,9 +71,14 @@ def _msgpack(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
     import numpy as np
     from flax import serialization
 
-    kinds = {float: np.float32, int: np.int32}  # as a training's arrays: Python's numbers are compiled anew
-    arrays = {name: kinds.get(type(value), lambda x: x)(value) for name, value in entries.items()}
-    return bytes(serialization.msgpack_serialize(arrays))
+    def array(value: Any) -> Any:  # as a training's arrays: Python's numbers would be compiled again
+        if type(value) is float:
+            return np.float32(value) if to_float32(value) == value else np.float64(value)
+        if type(value) is int:
+            return np.int32(value) if abs(value) < 2**31 else np.int64(value)
+        return value
+
+    return bytes(serialization.msgpack_serialize({name: array(value) for name, value in entries.items()}))
 
 
 WRITERS = {".pt": _torch, ".json": _json, ".msgpack": _msgpack}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from inspect import isfunction, signature
@@ -139,6 +140,11 @@ def _load(place: str) -> Any:
     sys.path.insert(0, "")
     if not place.endswith(".py"):
         if _is_missing(place):
+            if Path(place).exists():
+                raise PreampError(
+                    f"{place} is not a Python file. Write MODULE:FUNCTION with a file that ends in .py, or "
+                    "the name of a module."
+                )
             raise PreampError(
                 f"There is no module {place!r}. Write its name, or the path of its file: {place}.py"
             )
@@ -154,14 +160,20 @@ def _load(place: str) -> Any:
         raise PreampError(f"{place} cannot be imported. Write the path of a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        if error.filename and os.path.realpath(error.filename) != os.path.realpath(path):
+            raise  # of what it imports, with its traceback
+        where = f", line {error.lineno}" if error.lineno else ""
+        raise PreampError(f"{place}{where}: this is not Python ({error.msg}).") from error
     return module
 
 
 def _is_missing(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:
+    except (ImportError, ValueError, AttributeError):  # no name of a module, such as "a..b" or ".a"
         return True
 
 
