@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from preamp.doctor.advice import as_code, as_flags, changed
-from preamp.doctor.causes import (
-    backs_off_too_far,
-    bad_data,
-    clipped_while_scaled,
-    dead_units,
-    exploding,
-    failed,
-    loss_spike,
-    lost_scale,
-    not_learning,
-    poisoned_buffers,
-    too_large,
-)
+from preamp.doctor.backward import exploding, too_large
+from preamp.doctor.causes import failed, now_and_then
 from preamp.doctor.finding import OFTEN, Finding
+from preamp.doctor.idle import clipped_while_scaled, dead_units, not_learning, poisoned_buffers
 from preamp.doctor.record import Record
 from preamp.doctor.room import at_ceiling, never_grew, not_scaled, too_low, vanished
-from preamp.doctor.skipping import dragged, oscillating, slow, starving, too_high, wrong_start
+from preamp.doctor.skipping import (
+    backs_off_too_far,
+    dragged,
+    lost_scale,
+    oscillating,
+    slow,
+    starving,
+    too_high,
+    wrong_start,
+)
+from preamp.doctor.updates import loss_spike
 from preamp.doctor.values import bfloat16_would_do, limited, needs_no_scale, overflowed
 from preamp.policy import Policy
 from preamp.processes import Recorded, has_peak
@@ -39,8 +39,8 @@ WORST_FIRST = ("problem", "warning", "fine", "note")
 
 STANDSTILL: tuple[Rule, ...] = (failed, starving, vanished, dead_units, clipped_while_scaled, not_learning)
 """What leaves nothing else to be said of the scale. Of each such group the first that applies is told."""
-DAMAGED: tuple[Rule, ...] = (too_large, lost_scale, bad_data, loss_spike, exploding, backs_off_too_far)
-SKIPPED: tuple[Rule, ...] = (oscillating, dragged, slow, too_high)
+DAMAGED: tuple[Rule, ...] = (too_large, lost_scale, now_and_then, loss_spike, exploding, backs_off_too_far)
+SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
 UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
 SEEN: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
 

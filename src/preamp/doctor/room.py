@@ -30,9 +30,11 @@ FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
 def not_scaled(record: Record) -> Finding | None:
     """Find a low precision with little range and no loss scale."""
     told = record.trace.about
-    if told.get("policy", "") is not None or any(scale != 1.0 for scale in record.scales):
+    if record.policy is not None or any(scale != 1.0 for scale in record.scales) or any(record.skipped):
         return None
-    if told.get("precision") != record.band.name or needs_no_scale(record.band):
+    is_told = told.get("policy", "") is None and told.get("precision") == record.band.name
+    is_seen = "policy" not in told and told.get("precision", record.band.name) == record.band.name
+    if not (is_told or (is_seen and record.looks)) or needs_no_scale(record.band):
         return None
     zeros = median(record.zeros.finite() or [0.0])
     return Finding(

@@ -10,8 +10,8 @@ from functools import reduce
 from operator import add
 from typing import Final, NamedTuple
 
+from preamp.doctor.chain import is_lost
 from preamp.doctor.finding import Finding
-from preamp.doctor.history import is_lost
 from preamp.doctor.record import Record
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.looks import Look
