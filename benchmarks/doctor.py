@@ -582,7 +582,7 @@ def torch_learning_rate_zero(seed: int) -> Trace:
     return torch_run(seed, lr=0.0)
 
 
-@case("vanished", "not learning")
+@case("dead units", "vanished", "not learning")
 def torch_every_unit_is_dead(seed: int) -> Trace:
     def dead() -> nn.Module:
         net = Net()

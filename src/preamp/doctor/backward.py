@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
+BEYOND_FIRST: Final = 3.0  # of the first norms: a converged run may go back there for a step
 EXPLODED: Final = 10
 """From so many powers of two between the first and the largest gradient in backward, they explode."""
 FAR_ABOVE: Final = 32.0  # of gradients, compared with the largest norm of all other steps
@@ -41,6 +42,8 @@ def in_backward(record: Record, end: Failure, source: Break | None) -> Finding |
         return _overflows_at_any(record, end, source) if at_any else None
     if not at_any and (source is None or source.what != "NaN"):
         return None
+    if source is None and _is_huge(record, end):
+        return _overflows_at_any(record, end, None)
     high = max(record.scales[end.start : len(record)])
     scales = f", at every scale from {power(high)} to {power(end.lowest)}" if high > end.lowest else ""
     loss = (
@@ -65,7 +68,13 @@ DERIVATIVES: Final = (
 )
 
 
-def _overflows_at_any(record: Record, end: Failure, source: Break) -> Finding:
+def _is_huge(record: Record, end: Failure) -> bool:
+    """Return whether the loss leaves the low dtype even at the lowest scale."""
+    losses = record.loss.finite(end.start)
+    return bool(losses) and median(map(abs, losses)) * end.lowest > record.band.largest
+
+
+def _overflows_at_any(record: Record, end: Failure, source: Break | None) -> Finding:
     return Finding(
         kind="gradient overflow",
         severity="problem",
@@ -157,7 +166,7 @@ def exploding(record: Record) -> Finding | None:
     """Find gradients that are now and then very much larger than just before."""
     norms = record.grad_norm.finite()
     spikes, highest = _spikes(norms)
-    if spikes < FEWEST:
+    if spikes < FEWEST or highest < BEYOND_FIRST * median(norms[:NORM_WINDOW]):
         return _growing_backward(record)
     return Finding(
         kind="exploding gradients",
@@ -229,23 +238,18 @@ def too_large(record: Record) -> Finding | None:
 
 
 def nan_now_and_then(record: Record) -> Finding | None:
-    """Find single steps whose gradients are not finite at scales that cannot be the reason.
+    """Find single steps whose loss is finite and gradients are not, at scales that cannot be the reason.
 
-    Their loss is like that of the others, and at their scale no gradient overflows that is not many times
-    larger than any that was seen.
+    At their scale no gradient overflows that is not many times larger than any that was seen.
     """
-    losses, norms = record.loss.finite(), record.grad_norm.finite()
+    losses = record.loss.finite()
     if len(losses) < SHORT:
         return None
-    usual, top = median(losses), max(norms) if norms else 0.0
-    needed = FAR_ABOVE * top if norms else LARGEST
+    usual = median(losses)
     places = [
-        skip.place
-        for skip in record.skips
-        if skip.cause != "growth"
-        and record.band.largest / skip.scale >= needed
-        and (loss := record.loss[skip.place]) is not None
-        and abs(loss) <= USUAL * abs(usual)
+        place
+        for place in not_by_scale(record)
+        if (loss := record.loss[place]) is not None and abs(loss) <= USUAL * abs(usual)
     ]
     if len(places) < FEWEST:
         return None
@@ -254,9 +258,20 @@ def nan_now_and_then(record: Record) -> Finding | None:
         kind="NaN in backward",
         severity="warning",
         sentence=f"{of_steps(len(places), len(record))} were skipped at scales of {power(highest)} and "
-        "below, where only gradients many times larger than all others overflow, and their loss was finite and like "
-        "that of the others: this is not an overflow, the derivative of an operation is inf or NaN for some "
-        f"batches.{first_parameter(record)}",
+        "below, where only gradients many times larger than all others overflow, and their loss was finite "
+        "and like that of the others: this is not an overflow, the derivative of an operation is inf or NaN "
+        f"for some batches.{first_parameter(record)}",
         advice=DERIVATIVES,
         numbers={"steps": len(places), "highest_scale": highest},
     )
+
+
+def not_by_scale(record: Record) -> list[int]:
+    """Return the skipped steps at whose scale only gradients far larger than all others overflow."""
+    norms = record.grad_norm.finite()
+    needed = FAR_ABOVE * max(norms) if norms else LARGEST
+    return [
+        skip.place
+        for skip in record.skips
+        if skip.cause != "growth" and record.band.largest / skip.scale >= needed
+    ]

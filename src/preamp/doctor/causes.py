@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from preamp.doctor.backward import in_backward, nan_now_and_then, not_of_this_pass, unnoticed
+from preamp.doctor.backward import in_backward, nan_now_and_then, not_by_scale, not_of_this_pass, unnoticed
 from preamp.doctor.chain import Break, break_of, common, given_far_larger, grown, is_lost, of_lost
 from preamp.doctor.data import bad_batches, bad_first_module, bad_inputs, bad_targets, large_inputs
 from preamp.doctor.finding import FEWEST, Finding
@@ -37,9 +37,12 @@ from preamp.doctor.losses import in_loss, seems_in_loss
 from preamp.doctor.record import Record
 from preamp.doctor.updates import broken_update, diverged, diverged_in_range, not_skipped
 from preamp.doctor.values import needs_no_scale
+from preamp.looks import Look
 
 __all__ = ["failed", "now_and_then"]
 
+SATURATED: Final = 3
+"""From this power of two on, an answer is certain: float16 has no number between 1 and its sigmoid."""
 LONE: Final = 5
 """So few steps say nothing about whether there are more and more of them."""
 
@@ -110,11 +113,21 @@ def _changed_at_once(record: Record, end: Failure, source: Break) -> bool:
     """
     if update_count(record, end.start) < FEW_UPDATES or lost_before(record, end) or not end.skips:
         return False
-    earlier = [look for look in record.looks if look.index < record.index[end.start]]
-    if not earlier:
-        return False
-    larger = grown(earlier[-1], source.look, "activation")
-    return bool(larger) and max(larger) < FEWEST
+    return not _may_saturate(record, source.look)
+
+
+def _may_saturate(record: Record, look: Look) -> bool:
+    """Return whether a probability of 0 or 1, whose logarithm is inf, may be what the last outputs come to.
+
+    From 8 on, the sigmoid of an answer is 1 in float16; those of other losses grow before they overflow.
+    """
+    outputs = [row for row in look.rows if row.what == "activation"]
+    earlier = [one for one in record.looks if one.index < look.index and not is_lost(record, one)]
+    if not outputs or not earlier:
+        return True
+    peak = outputs[-1].histogram.peak_exponent
+    larger = grown(earlier[0], look, "activation")
+    return (peak is not None and peak >= SATURATED) or (bool(larger) and max(larger) >= FEWEST)
 
 
 def _in_forward(record: Record, end: Failure, source: Break, extent: Extent) -> Finding:
@@ -180,6 +193,16 @@ def now_and_then(record: Record) -> Finding | None:
     periodic = array("q", (skip.place for skip in record.skips.of("sudden")))
     if len(periodic) >= FEWEST and period_of(periodic) >= 2 * FEWEST and not record.loss.count():
         return bad_batches(record, periodic, "while the steps around them were fine at the same scale")
+    is_measured = not record.loss.count() and record.grad_norm.count() > 0
+    if is_measured and len(places := not_by_scale(record)) >= FEWEST:
+        why = "gradients were not finite at scales at which only far larger ones than all others overflow"
+        return bad_batches(
+            record,
+            places,
+            why,
+            also=" If they are finite, the derivative of an operation, or the loss, is inf or NaN for them: "
+            "record the loss of each step, and a lens, and the cause can be named.",
+        )
     return None
 
 
@@ -198,7 +221,7 @@ def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
                 is_overflow = source.what == "overflow" or (source.what == "unknown" and is_inf)
                 return (forward_overflow if is_overflow else forward_nan)(extent, source, source.row)
             return bad_first_module(extent, source)
-        if source.link == "loss" and (is_inf or _share_grows(record, lost)):
+        if source.link == "loss" and (is_inf or _may_saturate(record, source.look)):
             return in_loss(extent, is_inf=is_inf)
     elif close := close_to_overflow(record):
         return nearly_overflows(extent, close)

@@ -91,7 +91,9 @@ def break_of(record: Record, look: Look) -> Break:
     healthy = [one for one in record.looks if one is not look and not _is_bad(record, one)]
     before = [one for one in healthy if one.index < look.index]
     known = before[-1] if before else None
-    allowed = {(row.name, row.what): row for one in healthy for row in _forward(one) if _lost(row)}
+    allowed: dict[tuple[str, str], LookRow] = {
+        (row.name, row.what): row for one in healthy for row in _forward(one) if _lost(row)
+    }
     bad = [row for row in _forward(look) if _lost(row) and not _is_on_purpose(row, allowed)]
     if weights := [row for row in bad if row.what == "weight"]:
         return Break("weights", look, weights[0])

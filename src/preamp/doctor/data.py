@@ -67,11 +67,12 @@ def bad_targets(extent: Extent) -> Finding:
     return Finding(
         kind="bad data",
         severity=extent.severity,
-        sentence=f"The loss is inf or NaN {extent.said}, on every batch at once, but all outputs of modules are "
-        "finite and no larger than before: the targets hold inf, NaN or extreme values. No loss scale helps.",
+        sentence=f"The loss is inf or NaN {extent.said}, on every batch at once, but all outputs of modules "
+        "are finite and no larger than before: the targets hold inf, NaN or extreme values. No loss scale "
+        "helps.",
         advice="Check the targets of these batches: `y.isfinite().all()`, and how large they are; a "
-        "placeholder such as 1e30 or -1 for what is missing counts as well. If they are right, it is the loss "
-        "function: compute it in float32, and keep what it takes the logarithm of away from 0.",
+        "placeholder such as 1e30 or -1 for what is missing counts as well. If they are right, it is the "
+        "loss function: compute it in float32, and keep what it takes the logarithm of away from 0.",
         numbers=extent.numbers,
     )
 

@@ -17,6 +17,7 @@ from preamp.doctor.record import Record
 
 __all__ = [
     "FEW_UPDATES",
+    "LATEST",
     "SHORT",
     "TENFOLD",
     "TWOFOLD",

@@ -30,29 +30,24 @@ def not_learning(record: Record) -> Finding | None:
     losses = record.loss.finite()
     if unused := _other_parameters(record):
         return unused
-    half = len(losses) // 2
-    if half < SHORT or len(losses) < len(record):
+    tail = max(len(losses) // 4, SHORT // 2)
+    if len(losses) < 2 * SHORT or len(losses) < len(record):
         return None
-    known = set[float]()
-    for loss in losses[:half]:
-        known.add(loss)
-        if len(known) > MOST_VALUES:
-            return None
-    if not all(loss in known for loss in losses[half:]):
+    late = set(losses[-tail:])
+    if late == {0.0} or len(late) > MOST_VALUES or not late <= set(losses[-2 * tail : -tail]):
         return None
     if is_far_too_low(record):
         return None  # gradients round to zero: the weights do not change because of the scale
-    late = set(losses[half:])
-    moved = [place for place, loss in enumerate(losses[:half]) if loss not in late]
-    if moved:
-        return _stopped_learning(record, moved[-1] + 1, len(losses))
-    values = len(known)
+    moved = next((place for place in reversed(range(len(losses))) if losses[place] not in late), None)
+    if moved is not None:
+        return _stopped_learning(record, moved + 1, len(losses))
+    values = len(late)
     count = "the same value in all" if values == 1 else f"only {values:,} different values in"
     return Finding(
         kind="not learning",
         severity="problem",
-        sentence=f"The loss has {count} {len(losses):,} steps, and the second half of the run repeats those "
-        "of the first exactly: the weights do not change.",
+        sentence=f"The loss has {count} {len(losses):,} steps, and the end of the run repeats those of the "
+        "beginning exactly: the weights do not change.",
         advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
         "model (after .to() and wrapping), and that the loss depends on them.",
         numbers={"values": values, "steps": len(losses)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 from typing import Final
 
@@ -9,6 +10,7 @@ from preamp.doctor.chain import Break, grown, updates_grew
 from preamp.doctor.finding import FEWEST, Finding
 from preamp.doctor.history import (
     FEW_UPDATES,
+    LATEST,
     SHORT,
     TENFOLD,
     TWOFOLD,
@@ -26,6 +28,7 @@ __all__ = ["broken_update", "diverged", "diverged_in_range", "loss_spike", "not_
 
 THOUSANDFOLD: Final = 999.0
 SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
+HARMLESS: Final = 0.2  # of the first losses: what stays below that undoes little
 
 
 def diverged(record: Record, end: Failure, source: Break | None) -> Finding | None:
@@ -42,7 +45,8 @@ def diverged(record: Record, end: Failure, source: Break | None) -> Finding | No
     if grew or norm_grew:
         return _divergence(record, loss if grew else None, norm if norm_grew else None, end)
     is_calm = loss is None or loss.ratio < TWOFOLD
-    if (weights and not (losses and is_calm)) or (not losses and updates_grew(record)):
+    elsewhere = source is not None and source.link in ("elsewhere", "backward")
+    if not elsewhere and ((weights and not (losses and is_calm)) or (not losses and updates_grew(record))):
         return _divergence(record, None, None, end)
     return _broken_by_updates(record, end, source)
 
@@ -128,14 +132,16 @@ def diverged_in_range(record: Record) -> Finding | None:
     losses = record.loss.finite()
     if len(losses) < SHORT:
         return None
-    first, late = losses[0], median(losses[-max(20, len(losses) // 4) :])
-    loss = Rise(first, late)
-    if first == 0.0 or loss.ratio < TENFOLD:
+    quarter = max(20, len(losses) // 4)
+    first, late = losses[0], median(losses[-quarter:])
+    best = min(median(losses[place : place + LATEST]) for place in range(len(losses) - quarter))
+    loss = Rise(min(first, best), late)
+    if late <= first or loss.base <= 0.0 or loss.ratio < TENFOLD:
         return None
     norms = record.grad_norm.finite()
     norm = Rise(norms[0], median(norms[-max(20, len(norms) // 4) :])) if norms else None
     larger = norm is not None and norm.ratio >= TENFOLD
-    if not larger and loss.ratio < THOUSANDFOLD and not updates_grew(record):
+    if not larger and Rise(first, late).ratio < THOUSANDFOLD and not updates_grew(record):
         return None
     return _divergence(record, loss, norm if larger else None, None)
 
@@ -195,15 +201,16 @@ def loss_spike(record: Record) -> Finding | None:
         return None
     place = max(range(SPIKE_WINDOW // 2, len(losses)), key=losses.__getitem__)
     base = median(losses[max(0, place - SPIKE_WINDOW) : max(1, place - SPIKE_STEPS)])
-    if losses[place] < SPIKE * base:
+    if losses[place] < max(SPIKE * base, HARMLESS * median(losses[:SPIKE_STEPS])):
         return None
+    bound = max(3 * base, math.sqrt(base * losses[place]))
     low, high = place, place
-    while low > 0 and losses[low - 1] > 3 * base:
+    while low > 0 and losses[low - 1] > bound:
         low -= 1
-    while high + 1 < len(losses) and losses[high + 1] > 3 * base:
+    while high + 1 < len(losses) and losses[high + 1] > bound:
         high += 1
     after = losses[high + 1 :]
-    if high - low + 1 < SPIKE_STEPS or not after or median(after) > 3 * base:
+    if high - low + 1 < SPIKE_STEPS or not after or median(after) > bound:
         return None
     return Finding(
         kind="loss spike",
