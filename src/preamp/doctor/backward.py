@@ -30,7 +30,7 @@ NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
 BEYOND_FIRST: Final = 3.0  # of the first norms: a converged run may go back there for a step
 EXPLODED: Final = 10
 """From so many powers of two between the first and the largest gradient in backward, they explode."""
-FAR_ABOVE: Final = 32.0  # of gradients, compared with the largest norm of all other steps
+FAR_ABOVE: Final = 16.0  # of gradients, compared with the largest norm of all other steps
 LARGEST: Final = 2.0**24  # a gradient that is no overflow, where no norm is known
 USUAL: Final = 10.0  # of losses, compared with their median
 
@@ -54,12 +54,21 @@ def in_backward(record: Record, end: Failure, source: Break | None) -> Finding |
         severity="problem",
         sentence=f"{loss}{scales} {Extent.of_failure(record, end).said}: this is not an overflow, the "
         f"derivative of an operation is inf or NaN.{_where_in_backward(record, source)}",
-        advice=DERIVATIVES
-        + (
-            "" if end.losses else " If the loss itself is inf or NaN, look at the data and the loss function."
-        ),
+        advice=DERIVATIVES + _otherwise(record, end, source),
         numbers=counts(end),
     )
+
+
+def _otherwise(record: Record, end: Failure, source: Break | None) -> str:
+    """Return what else may be the cause, by what was not recorded."""
+    if not end.losses:
+        return " If the loss itself is inf or NaN, look at the data and the loss function."
+    if source is None and end.start > record.opening:
+        return (
+            " If the gradients of one pass alone are finite, what is not stayed from an earlier step: call "
+            "optimizer.zero_grad() after every step, skipped or not."
+        )
+    return ""
 
 
 DERIVATIVES: Final = (
@@ -268,6 +277,8 @@ def nan_now_and_then(record: Record) -> Finding | None:
 
 def not_by_scale(record: Record) -> list[int]:
     """Return the skipped steps at whose scale only gradients far larger than all others overflow."""
+    if record.usual_room is not None and record.usual_room < FEWEST:
+        return []  # gradients between modules come close to overflow in steps that were taken
     norms = record.grad_norm.finite()
     needed = FAR_ABOVE * max(norms) if norms else LARGEST
     return [

@@ -12,7 +12,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from preamp.doctor.backward import in_backward, nan_now_and_then, not_by_scale, not_of_this_pass, unnoticed
+from preamp.doctor.backward import (
+    in_backward,
+    nan_now_and_then,
+    not_by_scale,
+    not_of_this_pass,
+    unnoticed,
+)
 from preamp.doctor.chain import Break, break_of, common, given_far_larger, grown, is_lost, of_lost
 from preamp.doctor.data import bad_batches, bad_first_module, bad_inputs, bad_targets, large_inputs
 from preamp.doctor.finding import FEWEST, Finding
@@ -156,14 +162,20 @@ def _without_look(record: Record, end: Failure, extent: Extent) -> Finding | Non
     """Return what is most likely where no look shows where the first inf or NaN was."""
     if not end.is_forward:
         return in_backward(record, end, None) if end.is_backward else None
-    before = [place for place in lost_places(record) if place < end.start]
-    if before and any(math.isinf(record.loss.values[place]) for place in before):
-        return seems_in_loss(extent)
+    is_gradual = lost_before(record, end) or end.not_finite < end.losses
+    if is_gradual and _fell(record, end):
+        return seems_in_loss(extent, is_inf=end.inf > 0)
     if any(map(math.isinf, record.loss.values)):
         return unknown_forward(record, extent)
-    if update_count(record, end.start) and not before:
+    if update_count(record, end.start) and not is_gradual:  # weights that are NaN stay so
         return broken_update(record, end, None)
     return unknown_nan(extent)
+
+
+def _fell(record: Record, end: Failure) -> bool:
+    """Return whether the loss had fallen far before the run failed, as answers became certain."""
+    losses = record.loss.finite()
+    return end.start > 0 and len(losses) > 1 and min(losses) < losses[0] / 2
 
 
 def unknown_nan(extent: Extent) -> Finding:
@@ -226,7 +238,7 @@ def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
     elif close := close_to_overflow(record):
         return nearly_overflows(extent, close)
     if is_inf and _share_grows(record, lost):
-        return seems_in_loss(extent)
+        return seems_in_loss(extent, is_inf=True)
     return bad_batches(
         record,
         lost,

@@ -34,14 +34,20 @@ def in_loss(extent: Extent, *, is_inf: bool) -> Finding:
     )
 
 
-def seems_in_loss(extent: Extent) -> Finding:
-    """Return the finding that a loss is inf more and more often, where no look shows what makes it so."""
+def seems_in_loss(extent: Extent, *, is_inf: bool) -> Finding:
+    """Return the finding that a loss is lost more and more often, where no look shows what makes it so.
+
+    Args:
+        extent: which steps.
+        is_inf: whether the loss was ever inf, and not NaN alone.
+    """
     return Finding(
         kind="loss function",
         severity=extent.severity,
-        sentence=f"The loss is inf {extent.said}, more and more often, and nothing grew before: as answers "
-        "become certain, the loss function takes the logarithm of 0. Or an output overflows in forward. No "
-        "loss scale helps.",
+        sentence=f"The loss is {'inf' if is_inf else 'NaN'} {extent.said}, more and more often, and it fell "
+        "before: as answers become certain, the loss function takes the logarithm of 0. Or an "
+        "output overflows in forward. "
+        "No loss scale helps.",
         advice=f"{FLOAT32} Keep what it takes the logarithm of away from 0: use log_softmax, "
         "cross_entropy or binary_cross_entropy_with_logits on the outputs themselves. If it stays, find the "
         "first layer whose output is inf (a preamp.torch.Lens names it) and run that in float32.",

@@ -153,6 +153,8 @@ def _or_a_ceiling(undone: Skips) -> str:
 
 def _nearer_start(record: Record, undone: Skips) -> Mapping[str, Any]:
     """Return as the first scale the level it came to, where a longer interval would not take it there."""
+    if not len(undone):
+        return {}
     level = sorted(skip.after for skip in undone)[len(undone) // 10]
     is_far = exponent_of(level) - exponent_of(record.scales[0]) >= FEWEST
     return {"init_scale": level} if is_far and not record.fell_early(level) else {}
@@ -192,17 +194,19 @@ def _too_far(record: Record) -> str:
 
 def slow(record: Record) -> Finding | None:
     """Find a rule that waits for so many overflows that most change nothing."""
-    share, hysteresis = record.rate(len(record.skips)), _hysteresis(record)
-    lowered = sum(skip.after < skip.scale for skip in record.skips)
-    if hysteresis <= 2 or share < OFTEN or len(record.skips) < FEWEST or lowered > len(record.skips) / 2:
+    hysteresis, skipped = _hysteresis(record), record.skipped.count(1)
+    share = skipped / max(len(record), 1)
+    pairs = zip(record.skipped, pairwise(record.scales), strict=True)
+    lowered = sum(after < before for was_skipped, (before, after) in pairs if was_skipped)
+    if hysteresis <= 2 or share < OFTEN or skipped < FEWEST or lowered > skipped / 2:
         return None
     return Finding(
         kind="slow to back off",
         severity="warning",
-        sentence=f"{of_steps(len(record.skips), len(record.settled))} were skipped and only "
+        sentence=f"{of_steps(skipped, len(record))} were skipped and only "
         f"{lowered:,} of them lowered the scale: hysteresis={hysteresis} waits for so many.",
         advice="Back off at every overflow.",
-        numbers={"skipped": len(record.skips), "share": share, "lowered": lowered},
+        numbers={"skipped": skipped, "share": share, "lowered": lowered},
         settings={"hysteresis": 1, **_longer(record), **_nearer_start(record, record.skips)},
     )
 

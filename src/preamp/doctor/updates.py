@@ -26,7 +26,6 @@ from preamp.doctor.values import module_name
 
 __all__ = ["broken_update", "diverged", "diverged_in_range", "loss_spike", "not_skipped"]
 
-THOUSANDFOLD: Final = 999.0
 SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
 HARMLESS: Final = 0.2  # of the first losses: what stays below that undoes little
 
@@ -141,7 +140,8 @@ def diverged_in_range(record: Record) -> Finding | None:
     norms = record.grad_norm.finite()
     norm = Rise(norms[0], median(norms[-max(20, len(norms) // 4) :])) if norms else None
     larger = norm is not None and norm.ratio >= TENFOLD
-    if not larger and Rise(first, late).ratio < THOUSANDFOLD and not updates_grew(record):
+    grew = updates_grew(record)
+    if grew is False or (grew is None and not larger and late < 2 * first):
         return None
     return _divergence(record, loss, norm if larger else None, None)
 
@@ -164,10 +164,11 @@ def broken_update(record: Record, end: Failure, source: Break | None) -> Finding
         )
         said += f" The first is {module_name(source.row.name)}." if source and source.row else ""
         rest = (
-            " Check `all(p.isfinite().all() for p in model.parameters())`; if the weights are finite, check "
-            "the batches from there on, `x.isfinite().all()`, and then find the first module whose output "
-            "is not finite (a preamp.torch.Lens names it): an operation in it makes NaN, or overflows, and "
-            "may have to run in float32."
+            " If none of that applies, check `all(p.isfinite().all() for p in model.parameters())`; if "
+            "the weights are finite, check the batches from there on, `x.isfinite().all()`. Then find the "
+            "first module whose output is not finite (a preamp.torch.Lens names it): an operation in it "
+            "makes NaN, or overflows, and may have to run in float32. If all outputs are finite, the loss "
+            "function takes the logarithm of 0."
         )
     return Finding(
         kind="broken update",
