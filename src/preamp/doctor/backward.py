@@ -32,6 +32,7 @@ EXPLODED: Final = 10
 """From so many powers of two between the first and the largest gradient in backward, they explode."""
 FAR_ABOVE: Final = 16.0  # of gradients, compared with the largest norm of all other steps
 LARGEST: Final = 2.0**24  # a gradient that is no overflow, where no norm is known
+SPAN: Final = 2.0**8  # from the highest to the lowest scale at which steps overflow all the same
 USUAL: Final = 10.0  # of losses, compared with their median
 
 
@@ -254,35 +255,49 @@ def nan_now_and_then(record: Record) -> Finding | None:
     losses = record.loss.finite()
     if len(losses) < SHORT:
         return None
-    usual = median(losses)
-    places = [
-        place
-        for place in not_by_scale(record)
-        if (loss := record.loss[place]) is not None and abs(loss) <= USUAL * abs(usual)
+    bound = USUAL * abs(median(losses))
+    alike = [
+        skip.place
+        for skip in record.skips
+        if skip.cause != "growth"
+        and (loss := record.loss[skip.place]) is not None
+        and abs(loss) <= bound  # not inf or NaN either
     ]
+    certain = set(not_by_scale(record))
+    places = [place for place in alike if place in certain]
+    if certain and len(alike) > FEWEST and _span(record, alike) >= SPAN:  # lower scales changed nothing
+        places = alike
     if len(places) < FEWEST:
         return None
-    highest = max(record.scales[place] for place in places)
+    lowest, *_, highest = sorted(record.scales[place] for place in places)
     return Finding(
         kind="NaN in backward",
         severity="warning",
-        sentence=f"{of_steps(len(places), len(record))} were skipped at scales of {power(highest)} and "
-        "below, where only gradients many times larger than all others overflow, and their loss was finite "
-        "and like that of the others: this is not an overflow, the derivative of an operation is inf or NaN "
+        sentence=f"{of_steps(len(places), len(record))} were skipped at scales from {power(highest)} down to "
+        f"{power(lowest)}, where only gradients many times larger than all others overflow, and their loss "
+        "was like that of the others: this is not an overflow, the derivative of an operation is inf or NaN "
         f"for some batches.{first_parameter(record)}",
         advice=DERIVATIVES,
         numbers={"steps": len(places), "highest_scale": highest},
     )
 
 
+def _span(record: Record, places: Sequence[int]) -> float:
+    """Return how many times the highest scale of some steps is the lowest."""
+    scales = [record.scales[place] for place in places]
+    return max(scales) / min(scales)
+
+
 def not_by_scale(record: Record) -> list[int]:
     """Return the skipped steps at whose scale only gradients far larger than all others overflow."""
     if record.usual_room is not None and record.usual_room < FEWEST:
         return []  # gradients between modules come close to overflow in steps that were taken
-    norms = record.grad_norm.finite()
+    norms, largest = record.grad_norm.finite(), record.band.largest
     needed = FAR_ABOVE * max(norms) if norms else LARGEST
     return [
         skip.place
         for skip in record.skips
-        if skip.cause != "growth" and record.band.largest / skip.scale >= needed
+        if skip.cause != "growth"
+        and largest / skip.scale >= needed
+        and abs(record.loss[skip.place] or 0.0) * skip.scale <= largest
     ]

@@ -39,7 +39,7 @@ WORST_FIRST = ("problem", "warning", "fine", "note")
 
 STANDSTILL: tuple[Rule, ...] = (failed, starving, dead_units, vanished, clipped_while_scaled, not_learning)
 """What leaves nothing else to be said of the scale. Of each such group the first that applies is told."""
-DAMAGED: tuple[Rule, ...] = (too_large, lost_scale, now_and_then, loss_spike, exploding, backs_off_too_far)
+DAMAGED: tuple[Rule, ...] = (lost_scale, now_and_then, too_large, loss_spike, exploding, backs_off_too_far)
 SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
 UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
 SEEN: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
