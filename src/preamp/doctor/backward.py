@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from preamp.doctor.chain import Break
+from preamp.doctor.chain import Break, break_of
 from preamp.doctor.finding import FEWEST, Finding
 from preamp.doctor.history import SHORT, Extent, Failure, counts, number
 from preamp.doctor.record import Record
 from preamp.doctor.values import module_name, needs_no_scale
-from preamp.looks import Look, LookRow
+from preamp.exponents import exponent_of
 from preamp.policy import Static
 from preamp.words import of_steps, power, two_to
 
@@ -103,29 +103,32 @@ SMALLER_LOSS: Final = (
 
 
 def unnoticed(record: Record) -> Finding | None:
-    """Find NaN that backward makes in steps that were taken, because a later operation drops them."""
-    looks = [look for look in record.looks if look.scale > 0.0]
-    found = [one for look in looks if (one := _dropped_nan(record, look)) is not None]
-    if len(found) < 2 or 2 * len(found) < len(looks):
+    """Find inf or NaN that backward makes of small values in most looks, whether or not the step was skipped.
+
+    What comes after it in backward may drop them, so that the gradients of the parameters are finite.
+    """
+    breaks = [break_of(record, look) for look in record.looks]
+    found = [one.row for one in breaks if one.row is not None and _is_derivative(one)]
+    if len(found) < 2 or 2 * len(found) < len(breaks):
         return None
-    row = found[0]
+    row = found[-1]
     return Finding(
         kind="NaN in backward",
         severity="warning",
-        sentence=f"In {len(found):,} of {len(looks):,} looks, the gradient of the output of "
-        f"{module_name(row.name)} holds NaN, though the step was taken: what comes after it in backward "
-        "drops them, and with them the gradients of other entries.",
+        sentence=f"In {len(found):,} of {len(breaks):,} looks, the gradient of the output of "
+        f"{module_name(row.name)} is the first in backward with inf or NaN, while its other values are far "
+        "from overflowing: the derivative of an operation is inf or NaN. Where steps were taken, what comes "
+        "after it in backward has dropped them.",
         advice=DERIVATIVES,
         numbers={"looks": len(found)},
     )
 
 
-def _dropped_nan(record: Record, look: Look) -> LookRow | None:
-    """Return a gradient that holds NaN in a step whose parameters all got finite ones."""
-    rows = [row for row in look.rows if row.direction == "backward"]
-    if any(row.histogram.nonfinite for row in rows if row.what == "gradient"):
-        return None
-    return next((row for row in rows if row.nans), None)
+def _is_derivative(one: Break) -> bool:
+    """Return whether a gradient holds NaN, or inf where no scale is to blame, among small values."""
+    row = one.row
+    is_small = one.link == "backward" and one.what == "NaN" and row is not None and row.what == "flow"
+    return is_small and (bool(row and row.nans) or one.look.scale <= 1.0)
 
 
 def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
@@ -290,8 +293,8 @@ def _span(record: Record, places: Sequence[int]) -> float:
 
 def not_by_scale(record: Record) -> list[int]:
     """Return the skipped steps at whose scale only gradients far larger than all others overflow."""
-    if record.usual_room is not None and record.usual_room < FEWEST:
-        return []  # gradients between modules come close to overflow in steps that were taken
+    if _is_close(record):
+        return []
     norms, largest = record.grad_norm.finite(), record.band.largest
     needed = FAR_ABOVE * max(norms) if norms else LARGEST
     return [
@@ -301,3 +304,14 @@ def not_by_scale(record: Record) -> list[int]:
         and largest / skip.scale >= needed
         and abs(record.loss[skip.place] or 0.0) * skip.scale <= largest
     ]
+
+
+def _is_close(record: Record) -> bool:
+    """Return whether gradients between modules came close to overflow in most steps that were taken."""
+    best = [
+        (look.best_scale(margin=0), look.scale)
+        for look in record.looks
+        if not any(row.histogram.nonfinite for row in look.rows if row.direction == "backward")
+    ]
+    rooms = [exponent_of(highest) - exponent_of(scale) for highest, scale in best if highest]
+    return bool(rooms) and median(rooms) < FEWEST
