@@ -19,7 +19,7 @@ from preamp.doctor.backward import (
     not_of_this_pass,
     unnoticed,
 )
-from preamp.doctor.chain import Break, break_of, common, given_far_larger, grown, is_lost, of_lost
+from preamp.doctor.chain import Break, break_of, common, given_far_larger, grown, of_lost
 from preamp.doctor.data import bad_batches, bad_first_module, bad_inputs, bad_targets, large_inputs
 from preamp.doctor.finding import FEWEST, Finding
 from preamp.doctor.forward import (
@@ -79,7 +79,7 @@ def source_of(record: Record, end: Failure) -> Break | None:
     if end.is_forward:  # what came first: later looks may show more that was lost since
         looks = of_lost(record, end.start)[:1]
     else:
-        looks = [look for look in record.looks if look.index >= first and not is_lost(record, look)]
+        looks = [look for look in record.looks if look.index >= first and not record.is_lost(look)]
     breaks = [break_of(record, look) for look in looks]
     return common(breaks)
 
@@ -128,7 +128,7 @@ def _may_saturate(record: Record, look: Look) -> bool:
     From 8 on, the sigmoid of an answer is 1 in float16; those of other losses grow before they overflow.
     """
     outputs = [row for row in look.rows if row.what == "activation"]
-    earlier = [one for one in record.looks if one.index < look.index and not is_lost(record, one)]
+    earlier = [one for one in record.looks if one.index < look.index and not record.is_lost(one)]
     if not outputs or not earlier:
         return True
     peak = outputs[-1].histogram.peak_exponent

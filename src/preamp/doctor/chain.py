@@ -6,10 +6,9 @@ that is not finite is where the fault lies: all that comes after it only passes 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Final, Literal, NamedTuple
 
@@ -25,7 +24,6 @@ __all__ = [
     "common",
     "given_far_larger",
     "grown",
-    "is_lost",
     "of_lost",
     "updates_grew",
 ]
@@ -74,27 +72,17 @@ class Break(NamedTuple):
         return self.link in ("module", "between")
 
 
-def is_lost(record: Record, look: Look) -> bool:
-    """Return whether the loss of the step of a look was inf or NaN."""
-    loss = _loss(record, look)
-    return loss is not None and not math.isfinite(loss)
-
-
 def of_lost(record: Record, start: int = 0) -> list[Look]:
     """Return the looks at steps from a place on whose loss was inf or NaN."""
     first = record.index[start]
-    return [look for look in record.looks if look.index >= first and is_lost(record, look)]
+    return [look for look in record.looks if look.index >= first and record.is_lost(look)]
 
 
 def break_of(record: Record, look: Look) -> Break:
     """Return where the first inf or NaN of one step was."""
-    healthy = [one for one in record.looks if one is not look and not _is_bad(record, one)]
-    before = [one for one in healthy if one.index < look.index]
-    known = before[-1] if before else None
-    allowed: dict[tuple[str, str], LookRow] = {
-        (row.name, row.what): row for one in healthy for row in _forward(one) if _lost(row)
-    }
-    bad = [row for row in _forward(look) if _lost(row) and not _is_on_purpose(row, allowed)]
+    before = bisect_left(record.sound, look.index, key=_index)
+    known = record.sound[before - 1] if before else None
+    bad = [row for row in _forward(look) if _lost(row) and not _is_on_purpose(row, record.infinite)]
     if weights := [row for row in bad if row.what == "weight"]:
         return Break("weights", look, weights[0])
     given = look.inputs[0] if look.inputs else None
@@ -104,7 +92,7 @@ def break_of(record: Record, look: Look) -> Break:
     first = next((row for row in outputs if row in bad), None)
     if first is not None:
         return _in_forward(look, first, outputs, bad, known)
-    if is_lost(record, look):
+    if record.is_lost(look):
         return Break("loss" if outputs else "elsewhere", look)
     gradients = [row for row in look.rows if row.direction == "backward" and _lost(row)]
     if gradients:
@@ -150,8 +138,9 @@ def given_far_larger(record: Record, look: Look) -> LookRow | None:
     peak = row.histogram.peak_exponent if row is not None else None
     if row is None or peak is None:
         return None
-    others = [one for one in record.looks if not _is_bad(record, one) and one.inputs]
-    peaks = [p for one in others if (p := _peak_of(one, row)) is not None]
+    peaks = [
+        p for one in record.sound if one is not look and one.inputs and (p := _peak_of(one, row)) is not None
+    ]
     if peaks:
         return row if peak - max(peaks) >= FAR_LARGER else None
     return row if row.largest is not None and row.largest > look.band.largest else None
@@ -182,22 +171,8 @@ def updates_grew(record: Record, until: Look | None = None) -> bool | None:
     return median(outputs) > UPDATES_SHOW if outputs else None
 
 
-def _loss(record: Record, look: Look) -> float | None:
-    place = _place(record, look)
-    return None if place is None else record.loss[place]
-
-
-def _place(record: Record, look: Look) -> int | None:
-    place = bisect_left(record.index, look.index)
-    return place if place < len(record) and record.index[place] == look.index else None
-
-
-def _is_bad(record: Record, look: Look) -> bool:
-    """Return whether a step failed, by its loss, its being skipped, or its gradients."""
-    if is_lost(record, look) or any(_lost(row) for row in look.rows if row.direction == "backward"):
-        return True
-    place = _place(record, look)
-    return place is not None and bool(record.skipped[place])
+def _index(look: Look) -> int:
+    return look.index
 
 
 def _all(look: Look) -> Sequence[LookRow]:
@@ -212,7 +187,7 @@ def _lost(row: LookRow) -> int:
     return row.histogram.nonfinite
 
 
-def _is_on_purpose(row: LookRow, allowed: dict[tuple[str, str], LookRow]) -> bool:
+def _is_on_purpose(row: LookRow, allowed: Mapping[tuple[str, str], LookRow]) -> bool:
     """Return whether a row held inf in steps that went well too, as that of a mask does, and no NaN now."""
     before = allowed.get((row.name, row.what))
     return before is not None and not (row.nans and before.nans == 0)

@@ -36,15 +36,16 @@ def not_scaled(record: Record) -> Finding | None:
     is_seen = "policy" not in told and told.get("precision", record.band.name) == record.band.name
     if not (is_told or (is_seen and record.looks)) or needs_no_scale(record.band):
         return None
-    zeros = median(record.zeros.finite() or [0.0])
+    zeros, settings = median(record.zeros.finite() or [0.0]), _higher_start(record)
     return Finding(
         kind="not scaled",
         severity=_severity(zeros, saves_something(record.look)),
-        sentence=f"The loss was not scaled in {record.band.name}"
-        + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else "."),
+        sentence=f"The loss was not scaled in {record.band.name}{_room_words(record)}"
+        + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else ".")
+        + lost_words(record.look, _advised(settings)),
         advice="Scale it.",
         numbers={"zeros": zeros},
-        settings=_higher_start(record) or {"init_scale": FIRST_TRY},
+        settings=settings or {"init_scale": FIRST_TRY},
     )
 
 

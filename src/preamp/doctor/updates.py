@@ -133,7 +133,7 @@ def diverged_in_range(record: Record) -> Finding | None:
         return None
     quarter = max(20, len(losses) // 4)
     first, late = losses[0], median(losses[-quarter:])
-    best = min(median(losses[place : place + LATEST]) for place in range(len(losses) - quarter))
+    best = min(median(losses[place : place + LATEST]) for place in range(0, len(losses) - quarter, LATEST))
     loss = Rise(min(first, best), late)
     if late <= first or loss.base <= 0.0 or loss.ratio < TENFOLD:
         return None

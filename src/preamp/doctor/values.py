@@ -10,7 +10,6 @@ from functools import reduce
 from operator import add
 from typing import Final, NamedTuple
 
-from preamp.doctor.chain import is_lost
 from preamp.doctor.finding import Finding
 from preamp.doctor.record import Record
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
@@ -124,7 +123,7 @@ def overflowed(record: Record) -> Finding | None:
         (row.name, row.what)
         for look in record.looks
         # Where the loss itself was lost, so is all of backward: who came first there says nothing.
-        if (row := look.first_overflow) and (row.direction == "forward" or not is_lost(record, look))
+        if (row := look.first_overflow) and (row.direction == "forward" or not record.is_lost(look))
     )
     modules = Counter[tuple[str, str]]()
     for name, count in record.culprits.items():
