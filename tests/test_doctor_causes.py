@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from preamp import Dynamic, Headroom, Look, LookRow, Static, Step, Trace, dialects, simulate
@@ -599,6 +599,18 @@ def test_units_that_died_are_told_by_their_outputs() -> None:
     assert first(died(990, 100)).kind != "dead units"
 
 
+def test_gradients_of_dead_units_need_no_higher_scale() -> None:
+    def with_outputs(zeros: int) -> Trace:
+        trace = Trace([Step(n, 1.0, finite=True, skipped=False) for n in range(300)], policy="Static(1.0)")
+        outputs = LookRow("act", "activation", "float16", ExponentHistogram(0, (32 - zeros,), zeros))
+        nothing = LookRow("act", "gradient", "float32", ExponentHistogram(zeros=32))
+        trace.look(Look(299, 1.0, "float16", (outputs, row("head", "flow", 0 if zeros else -12), nothing)))
+        return trace
+
+    assert diagnose(with_outputs(32)).healthy
+    assert first(with_outputs(0)).kind == "too low"
+
+
 def test_a_loss_of_zero_has_no_gradients_and_needs_no_scale() -> None:
     steps = [Step(n, 8.0, finite=True, skipped=False, peak=0.0, loss=0.0) for n in range(200)]
     assert "vanished" not in [f.kind for f in diagnose(Trace(steps, policy=repr(Static(8.0)))).findings]
@@ -653,11 +665,12 @@ def test_no_two_findings_advise_different_values_of_one_setting(wanted: list[dic
 
 
 @settings(deadline=None, max_examples=25)
+@example(-2, 16, 2000, -30.0)
 @given(st.integers(-40, 0), st.integers(-8, 24), st.sampled_from([20, 2000]), st.floats(-40.0, 10.0))
 def test_a_higher_scale_is_advised_where_it_is_called_too_low(
     level: int, start: int, interval: int, drift: float
 ) -> None:
-    process = Drifting(steps=2000, level=float(level), drift=drift)
+    process = Drifting(steps=1000, level=float(level), drift=drift)
     found = diagnose(simulate(Dynamic(init_scale=2.0**start, growth_interval=interval), process))
     for finding in found.findings:
         if "Start higher" in finding.advice:
