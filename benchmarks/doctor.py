@@ -582,7 +582,7 @@ def torch_learning_rate_zero(seed: int) -> Trace:
     return torch_run(seed, lr=0.0)
 
 
-@case("vanished", "not learning")
+@case("dead units", "vanished", "not learning")
 def torch_every_unit_is_dead(seed: int) -> Trace:
     def dead() -> nn.Module:
         net = Net()
@@ -1039,6 +1039,237 @@ def jax_adam_without_decay_of_the_second_moment(seed: int) -> Trace:
 @case(held_out=True)
 def healthy_torch_small_loss(seed: int) -> Trace:
     return torch_run(seed, loss=lambda a, y: 0.01 * nn.functional.mse_loss(a, y), lr=1.0, policy=Headroom())
+
+
+# Written after runs of other engineers, who did not know the rules
+
+
+@case("bad data")
+def torch_placeholder_in_the_targets(seed: int) -> Trace:
+    def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        y = y.clone()
+        if index >= 120:
+            y[::9] = 1e30
+        return x, y
+
+    return torch_run(seed, data=spoil)
+
+
+@case("bad data")
+def torch_inputs_in_other_units_from_some_step_on(seed: int) -> Trace:
+    return torch_run(seed, data=lambda n, x, y: (x * 1e7 if n >= 120 else x, y), model=lambda: Net(torch.exp))
+
+
+@case("forward NaN")
+def torch_unit_length_of_zero_rows_now_and_then(seed: int) -> Trace:
+    chosen = torch.rand(400, generator=torch.Generator().manual_seed(seed)) < 0.1
+    now = [0]
+
+    def count(run: TorchRun, index: int) -> None:
+        now[0] = index
+
+    def unit(h: Tensor) -> Tensor:
+        h = torch.cat([h[:-1], 0.0 * h[-1:]]) if chosen[now[0]] else h
+        return h / h.square().sum(1, keepdim=True).sqrt()
+
+    return torch_run(seed, model=lambda: Net(lambda h: unit(h + 0.1)), before=count)
+
+
+@case("NaN in backward")
+def jax_distance_of_equal_rows_now_and_then(seed: int) -> Trace:
+    def repeat(index: int, x: Any, y: Any) -> tuple[Any, Any]:
+        y = y.at[:].add(0.01 * jnp.arange(len(y))[:, None])
+        return x, y.at[0].set(99.0 if index % 7 not in (2, 5) or index < 60 else y[1])
+
+    def pair(answers: Any, y: Any) -> Any:
+        same = y[0] == y[1]
+        distance = jnp.sqrt(jnp.sum(((answers[0] - answers[1]) * (1 - same)) ** 2))
+        return jnp.mean((answers[2:] - y[2:]) ** 2) + 1e-3 * distance
+
+    return jax_run(seed, error=pair, data=repeat)
+
+
+@case("NaN in backward")
+def torch_root_of_what_rounds_to_zero(seed: int) -> Trace:
+    class Rooted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.root = Root()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.root(self.neck(self.body(x))))
+
+    return torch_run(seed, model=Rooted)
+
+
+class Root(nn.Module):
+    """A root whose derivative at 0 is inf: the square of what is small rounds to 0 in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = Squares()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the shape of `x`."""
+        return self.square(torch.relu(x)).sqrt()
+
+
+class Squares(nn.Module):
+    """Squares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the shape of `x`."""
+        return x.square()
+
+
+@case("gradient overflow")
+def torch_sum_of_squares_of_large_targets(seed: int) -> Trace:
+    def summed(answers: Tensor, y: Tensor) -> Tensor:
+        return (answers.float() - 1e7 * y).square().sum() * 1e3
+
+    return torch_run(seed, loss=summed, lr=1e-20)
+
+
+@case("gradients not cleared")
+def torch_clears_the_head_alone(seed: int) -> Trace:
+    def keep(run: TorchRun, index: int) -> None:
+        run.optimizer.zero_grad = run.model.head.zero_grad  # type: ignore[method-assign, union-attr]
+
+    def error(answers: Tensor, y: Tensor) -> Tensor:
+        steps[0] += 1
+        return nn.functional.mse_loss(answers, y) * (1e12 if steps[0] == 90 else 1.0)
+
+    steps = [0]
+    return torch_run(seed, before=keep, loss=error, lr=1e-3)
+
+
+@case("dead units", "diverged")
+def torch_units_die_in_one_large_step(seed: int) -> Trace:
+    def kill(run: TorchRun, index: int) -> None:
+        if index == 60:
+            with torch.no_grad():
+                run.model.neck.linear.bias.sub_(30.0)  # type: ignore[union-attr]
+
+    return torch_run(seed, before=kill)
+
+
+@case("diverged", "loss spike")
+def torch_rate_jumps_in_bfloat16(seed: int) -> Trace:
+    def jump(run: TorchRun, index: int) -> None:
+        if index == 100:
+            run.optimizer.param_groups[0]["lr"] = 3.0
+
+    return torch_run(
+        seed,
+        before=jump,
+        dtype=torch.bfloat16,
+        policy=Static(1.0),
+        optimizer=lambda named: torch.optim.Adam(named, lr=1e-2),
+    )
+
+
+@case("stopped learning", "not learning")
+def torch_schedule_ends_at_half(seed: int) -> Trace:
+    def end(run: TorchRun, index: int) -> None:
+        run.optimizer.param_groups[0]["lr"] = 0.05 if index < 120 else 0.0
+
+    return torch_run(seed, before=end, optimizer=lambda named: torch.optim.SGD(named, lr=0.05))
+
+
+@case("loss spike")
+def torch_a_shard_of_wrong_labels(seed: int) -> Trace:
+    def shift(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, 30.0 + y if 150 <= index < 162 else y
+
+    return torch_run(seed, data=shift, lr=0.005, max_norm=1.0, steps=300)
+
+
+@case("not scaled")
+def torch_no_scaler_and_nothing_told(seed: int) -> Trace:
+    known = torch_run(seed, scaled=False, loss=lambda a, y: 1e-6 * nn.functional.mse_loss(a, y), lr=5e4)
+    trace = Trace(known)
+    trace.looks = list(known.looks)
+    return trace
+
+
+@case("slow to back off")
+def torch_waits_for_twelve_overflows(seed: int) -> Trace:
+    return torch_run(
+        seed, policy=Dynamic(init_scale=2.0**19, hysteresis=12, hysteresis_reset=("backoff",)), steps=300
+    )
+
+
+@case("loss function")
+def torch_logarithm_of_saturated_answers(seed: int) -> Trace:
+    def crossed(answers: Tensor, y: Tensor) -> Tensor:
+        share = torch.sigmoid(answers.half())
+        return -((y > 0) * share.log() + (y <= 0) * (1 - share).log()).float().mean()
+
+    return torch_run(seed, loss=crossed, optimizer=lambda named: torch.optim.Adam(named, lr=3e-2), batches=4)
+
+
+@case("broken update")
+def jax_adam_without_epsilon(seed: int) -> Trace:
+    def blank(index: int, x: Any, y: Any) -> tuple[Any, Any]:
+        return x.at[:, 3].set(0.0 if index >= 50 else x[:, 3]), y
+
+    return jax_run(seed, optimizer=optax.adam(1e-3, b1=0.0, b2=0.0, eps=0.0), data=blank)
+
+
+@case()
+def healthy_torch_hinge_loss_reaches_zero(seed: int) -> Trace:
+    return torch_run(
+        seed,
+        loss=lambda a, y: torch.relu(0.5 - a * y.sign()).float().mean(),
+        optimizer=lambda named: torch.optim.Adam(named, lr=2e-2),
+        batches=2,
+        steps=400,
+    )
+
+
+@case()
+def healthy_torch_sparse_outputs(seed: int) -> Trace:
+    def sparse() -> nn.Module:
+        net = Net(width=64)
+        with torch.no_grad():
+            net.neck.linear.bias.sub_(0.8)
+        return net
+
+    return torch_run(seed, model=sparse, lr=0.01)
+
+
+@case()
+def healthy_torch_head_begins_at_zero(seed: int) -> Trace:
+    def zero() -> nn.Module:
+        net = Net()
+        with torch.no_grad():
+            net.head.weight.zero_()
+        return net
+
+    return torch_run(seed, model=zero, lr=0.02)
+
+
+@case()
+def healthy_torch_inputs_of_many_sizes(seed: int) -> Trace:
+    generator = torch.Generator().manual_seed(seed)
+
+    def vary(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 4.0 ** float(torch.randn(1, generator=generator)), y
+
+    return torch_run(seed, data=vary, lr=0.01, max_norm=1.0)
+
+
+@case()
+def healthy_torch_rare_large_gradients(seed: int) -> Trace:
+    def hard(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, y + 3.0 if index > 150 and index % 31 == 0 else y
+
+    return torch_run(seed, data=hard, lr=0.005, max_norm=1.0, steps=400)
+
+
+@case()
+def healthy_jax_two_rates(seed: int) -> Trace:
+    return jax_run(seed, optimizer=optax.sgd(optax.join_schedules([lambda n: 0.05, lambda n: 0.005], [120])))
 
 
 # What came of it

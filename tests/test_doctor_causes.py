@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from preamp import Dynamic, Headroom, Look, LookRow, Static, Step, Trace, dialects, simulate
-from preamp.doctor import diagnose
+from preamp.doctor import Finding, diagnose
+from preamp.doctor.diagnosis import _consistent
 from preamp.exponents import ExponentHistogram
-from preamp.processes import Stationary
+from preamp.processes import Drifting, Stationary
 from preamp.words import power
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -216,7 +217,7 @@ def test_inputs_and_weights_tell_bad_data_from_a_broken_update() -> None:
 
 def test_a_loss_that_was_never_inf_is_not_called_an_overflow() -> None:
     finding = first(run(70, 80, losses=[0.5], lost=math.nan))
-    assert finding.kind == "forward NaN"
+    assert finding.kind == "broken update"
     assert "isfinite" in finding.advice
     assert "exp" not in finding.advice
     assert first(run(70, 80, losses=[0.5], lost=math.inf)).kind == "forward overflow"
@@ -425,6 +426,257 @@ def test_nine_in_ten_causes_are_named_and_healthy_runs_left_alone(bench: Any) ->
     broken, healthy = ([r for r in results if bool(r.cause) == sick] for sick in (True, False))
     assert sum(r.right for r in broken) >= 0.9 * len(broken), [r for r in broken if not r.right]
     assert all(r.right for r in healthy), [r for r in healthy if not r.right]
+
+
+LINKS = {
+    "data": "bad data",
+    "weights": "broken update",
+    "overflow": "forward overflow",
+    "NaN": "forward NaN",
+    "between": "forward NaN",
+    "loss": "loss function",
+}
+
+
+def seen(index: int, scale: float, link: str = "", *, told: bool = True) -> Look:
+    """Return a look in which one link of the step is the first that is not finite."""
+    order = ("data", "weights", "overflow", "NaN", "between", "loss", "backward")
+    place = order.index(link) if link else len(order)
+
+    def one(name: str, what: Any, since: int, peak: int = 1) -> LookRow:
+        if place > since:
+            return row(name, what, peak)._replace(nans=0 if told else None)
+        bad = row(name, what, 15 if link == "overflow" and name == "neck" else peak, nonfinite=9)
+        return bad._replace(nans=(0 if link == "overflow" and name == "neck" else 9) if told else None)
+
+    inputs = (one("stem", "input", 0), one("neck", "input", 1), one("head", "input", 4))
+    weights = (one("stem", "weight", -1), one("neck", "weight", 1 if link == "weights" else -1))
+    outputs = (
+        one("stem", "activation", 0),
+        one("neck", "activation", 3 if link in ("overflow", "NaN") else 1),
+        one("head", "activation", 4, 4),
+    )
+    flows = (one("head", "flow", 6, -4), one("neck", "gradient", 6, -4))
+    return Look(index, scale, "float16", (*outputs, *flows), inputs, weights)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("start", [0, 41])
+@pytest.mark.parametrize("link", LINKS)
+def test_the_first_link_of_the_step_that_broke_is_the_cause(link: str, start: int, told: bool) -> None:
+    trace = run(start, 100, losses=[0.5] if start else (), lost=math.nan)
+    for index in (0, 40, 42, 80):
+        trace.look(seen(index, trace[index].scale, link if index >= start else "", told=told))
+    found = diagnose(trace)
+    assert found.findings[0].kind == LINKS[link], found.findings[0].sentence
+    assert not found.settings
+
+
+@pytest.mark.parametrize("link", ["data", "overflow", "NaN", "between"])
+def test_the_first_link_is_the_cause_in_single_steps_too(link: str) -> None:
+    lost = {20, 47, 60, 91, 100, 133}
+    steps = [
+        step._replace(loss=math.nan if step.skipped else 1 / (1 + step.index))
+        for step in simulate(Dynamic(), [n in lost for n in range(150)])
+    ]
+    trace = Trace(steps, policy=repr(Dynamic()))
+    for index in (0, 47, 50, 100, 120):
+        trace.look(seen(index, trace[index].scale, link if index in lost else ""))
+    finding = first(trace)
+    assert (finding.kind, finding.severity) == (LINKS[link], "warning")
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 30))
+def test_inputs_far_larger_than_all_before_are_bad_data(powers: int) -> None:
+    trace = run(41, 100, losses=[0.5], lost=math.inf)
+    for index in (0, 40, 42, 80):
+        look = seen(index, trace[index].scale, "overflow" if index > 41 else "")
+        given = row("stem", "input", 1 + (powers if index > 41 else 0))
+        trace.look(look._replace(inputs=(given, *look.inputs[1:])))
+    assert first(trace).kind == ("bad data" if powers >= 7 else "forward overflow")
+
+
+def test_gradients_that_overflow_at_the_lowest_scale_are_too_large_and_not_nan() -> None:
+    for nans, peak, kind in ((0, 15, "gradient overflow"), (9, 2, "NaN in backward")):
+        trace = run(0, 100, lost=0.5)
+        for index in (0, 60):
+            flow = row("head", "flow", peak, nonfinite=9)._replace(nans=nans)
+            trace.look(Look(index, trace[index].scale, "float16", (row("head", "activation", 1), flow)))
+        assert first(trace).kind == kind
+    huge = run(0, 100, lost=3e12)
+    assert first(huge).kind == "gradient overflow"
+
+
+def sporadic(places: set[int], *, lost: float, norm: float | None, steps: int = 300) -> Trace:
+    """Return a run that skips some steps, whose loss is as given, among others that are all alike."""
+    readings = [n in places for n in range(steps)]
+    made = (
+        step._replace(
+            loss=lost if step.skipped else 0.5 + 0.1 / (1 + step.index),
+            grad_norm=None if step.skipped else norm,
+        )
+        for step in simulate(Dynamic(init_scale=2.0**10), readings)
+    )
+    return Trace((step._replace(peak=None) for step in made), policy=repr(Dynamic(init_scale=2.0**10)))
+
+
+def test_single_steps_lost_at_scales_that_overflow_nothing_are_nan_in_backward() -> None:
+    places = {20, 33, 71, 90, 131, 160, 171, 200}
+    finding = first(sporadic(places, lost=0.6, norm=1.0))
+    assert (finding.kind, finding.severity) == ("NaN in backward", "warning")
+    assert first(sporadic(places, lost=9e4, norm=1.0)).kind == "dragged down"  # a batch unlike the others
+    assert first(sporadic(places, lost=0.6, norm=200.0)).kind != "NaN in backward"
+
+
+def test_nan_that_backward_drops_is_told_of() -> None:
+    trace = Trace(
+        [Step(n, 8.0, finite=True, skipped=False, loss=1 / (1 + n)) for n in range(100)],
+        policy=repr(Static(8.0)),
+    )
+    for index in (0, 40, 80):
+        dropped = row("pool", "flow", 2, nonfinite=9)._replace(nans=9)
+        trace.look(Look(index, 8.0, "float16", (dropped, row("stem", "gradient", 2))))
+    finding = first(trace)
+    assert (finding.kind, finding.severity) == ("NaN in backward", "warning")
+    assert "module pool" in finding.sentence
+
+
+def test_a_logarithm_of_zero_that_begins_in_the_middle_is_named_without_looks() -> None:
+    losses = [0.7 / (1 + n / 20) for n in range(100)]
+    for n in (60, 71, 78, 83, 88, 90, 93, 95, 96, 98, 99):
+        losses[n] = math.inf
+    losses += [math.inf] * 100
+    steps = [
+        Step(n, 8.0, finite=math.isfinite(loss), skipped=math.isinf(loss), new_scale=8.0, loss=loss)
+        for n, loss in enumerate(losses)
+    ]
+    gradual = first(Trace(steps, policy=repr(Static(8.0))))
+    assert gradual.kind == "loss function"
+    assert "logarithm of 0" in gradual.sentence
+    at_once = first(run(40, 60, losses=[0.5], lost=math.inf))
+    assert "loss function" in at_once.sentence + at_once.advice
+
+
+def test_a_loss_that_comes_back_was_not_lost_by_the_weights() -> None:
+    solid = run(70, 80, losses=[0.5], lost=math.nan)
+    assert first(solid).kind == "broken update"
+    steps = [step._replace(loss=0.5) if step.index in (90, 110) else step for step in solid]
+    assert first(Trace(steps, policy=repr(Dynamic()))).kind == "forward NaN"
+
+
+def test_targets_that_change_at_once_are_told_from_answers_that_grew() -> None:
+    for peak, kind in ((1, "bad data"), (5, "loss function")):
+        trace = run(41, 100, losses=[0.5], lost=math.inf)
+        for index in (0, 40, 42, 80):
+            seen_then = row("stem", "activation", 1), row("head", "activation", peak if index > 41 else 1)
+            trace.look(Look(index, trace[index].scale, "float16", seen_then))
+        assert first(trace).kind == kind
+
+
+def test_units_that_died_are_told_by_their_outputs() -> None:
+    def died(zeros: int, flow_zeros: int) -> Trace:
+        trace = Trace(
+            [
+                Step(n, 8.0, finite=True, skipped=False, loss=0.5 + 0.01 * (n * 7919 % 100))
+                for n in range(200)
+            ],
+            policy=repr(Static(8.0)),
+        )
+        for index in (0, 100, 190):
+            late = index > 0
+            act = LookRow(
+                "act", "activation", "float16", ExponentHistogram(0, (1000 - zeros * late,), zeros * late)
+            )
+            lost = LookRow(
+                "stem", "gradient", "float32", ExponentHistogram(-3, (1000 - flow_zeros,), flow_zeros)
+            )
+            trace.look(Look(index, 8.0, "float16", (act, row("head", "flow", -2), lost)))
+        return trace
+
+    assert first(died(990, 990)).kind == "dead units"
+    assert first(died(600, 990)).kind != "dead units"
+    assert first(died(990, 100)).kind != "dead units"
+
+
+def test_gradients_of_dead_units_need_no_higher_scale() -> None:
+    def with_outputs(zeros: int) -> Trace:
+        trace = Trace([Step(n, 1.0, finite=True, skipped=False) for n in range(300)], policy="Static(1.0)")
+        outputs = LookRow("act", "activation", "float16", ExponentHistogram(0, (32 - zeros,), zeros))
+        nothing = LookRow("act", "gradient", "float32", ExponentHistogram(zeros=32))
+        trace.look(Look(299, 1.0, "float16", (outputs, row("head", "flow", 0 if zeros else -12), nothing)))
+        return trace
+
+    assert diagnose(with_outputs(32)).healthy
+    assert first(with_outputs(0)).kind == "too low"
+
+
+def test_a_loss_of_zero_has_no_gradients_and_needs_no_scale() -> None:
+    steps = [Step(n, 8.0, finite=True, skipped=False, peak=0.0, loss=0.0) for n in range(200)]
+    assert "vanished" not in [f.kind for f in diagnose(Trace(steps, policy=repr(Static(8.0)))).findings]
+
+
+def test_losses_that_repeat_from_some_step_on_show_where_learning_stopped() -> None:
+    losses = [2 / (1 + n) for n in range(150)] + [0.01 + 0.001 * (n % 15) for n in range(150)]
+    steps = [Step(n, 8.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(losses)]
+    finding = first(Trace(steps))
+    assert (finding.kind, finding.numbers["start"]) == ("stopped learning", 150)
+
+
+def test_float16_without_a_scaler_shows_in_the_looks() -> None:
+    trace = Trace([Step(n, 1.0, finite=True, skipped=False, loss=1 / (1 + n)) for n in range(120)])
+    for index in (0, 60):
+        trace.look(Look(index, 1.0, "float16", (row("head", "flow", -20),)))
+    assert first(trace).kind == "not scaled"
+
+
+def test_a_constant_scale_that_fails_in_half_of_the_steps_is_too_high() -> None:
+    found = diagnose(simulate(Static(2.0**16), [n % 2 == 0 for n in range(300)]))
+    assert found.findings[0].kind == "too high"
+    assert found.better() is not None
+
+
+def test_a_rule_that_waits_is_not_blamed_for_its_start() -> None:
+    policy = Dynamic(hysteresis=12, hysteresis_reset=("backoff",))
+    found = diagnose(simulate(policy, [n < 36 for n in range(600)]))
+    assert [finding.kind for finding in found.findings if finding.severity != "note"] == ["slow to back off"]
+
+
+def test_a_loss_that_ends_far_above_its_best_has_diverged() -> None:
+    losses = [3.0 / (1 + n / 10) for n in range(100)] + [14.0 + n % 5 for n in range(120)]
+    steps = [Step(n, 1.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(losses)]
+    assert first(Trace(steps, precision="bfloat16")).kind == "diverged"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.dictionaries(st.sampled_from(["scale", "init_scale", "growth_interval"]), st.integers(1, 3)))
+)
+def test_no_two_findings_advise_different_values_of_one_setting(wanted: list[dict[str, int]]) -> None:
+    made = [Finding(kind=str(n), severity="note", sentence="", settings=s) for n, s in enumerate(wanted)]
+    kept = list(_consistent(made))
+    told: dict[str, set[int]] = {}
+    for finding in kept:
+        for name, value in finding.settings.items():
+            told.setdefault(name.removeprefix("init_"), set()).add(value)
+    assert all(len(values) == 1 for name, values in told.items() if name != "scale") or not made
+    firsts = [f.kind for f in made if not f.settings] + [f.kind for f in made if f.settings][:1]
+    assert set(firsts) <= {f.kind for f in kept}
+
+
+@settings(deadline=None, max_examples=25)
+@example(-2, 16, 2000, -30.0)
+@given(st.integers(-40, 0), st.integers(-8, 24), st.sampled_from([20, 2000]), st.floats(-40.0, 10.0))
+def test_a_higher_scale_is_advised_where_it_is_called_too_low(
+    level: int, start: int, interval: int, drift: float
+) -> None:
+    process = Drifting(steps=1000, level=float(level), drift=drift)
+    found = diagnose(simulate(Dynamic(init_scale=2.0**start, growth_interval=interval), process))
+    for finding in found.findings:
+        if "Start higher" in finding.advice:
+            better = found.better(finding)
+            assert getattr(better, "init_scale", None) is not None
+            assert better.init_scale > 2.0**start
 
 
 def test_a_policy_that_looks_at_gradients_gets_no_blame_for_a_quick_fall() -> None:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from preamp.doctor.advice import as_code, as_flags, changed
-from preamp.doctor.causes import (
-    backs_off_too_far,
-    bad_data,
-    clipped_while_scaled,
-    dead_units,
-    exploding,
-    failed,
-    loss_spike,
-    lost_scale,
-    not_learning,
-    poisoned_buffers,
-    too_large,
-)
+from preamp.doctor.backward import exploding, too_large
+from preamp.doctor.causes import failed, now_and_then
 from preamp.doctor.finding import OFTEN, Finding
+from preamp.doctor.idle import clipped_while_scaled, dead_units, not_learning, poisoned_buffers
 from preamp.doctor.record import Record
 from preamp.doctor.room import at_ceiling, never_grew, not_scaled, too_low, vanished
-from preamp.doctor.skipping import dragged, oscillating, slow, starving, too_high, wrong_start
+from preamp.doctor.skipping import (
+    backs_off_too_far,
+    dragged,
+    lost_scale,
+    oscillating,
+    slow,
+    starving,
+    too_high,
+    wrong_start,
+)
+from preamp.doctor.updates import loss_spike
 from preamp.doctor.values import bfloat16_would_do, limited, needs_no_scale, overflowed
 from preamp.policy import Policy
 from preamp.processes import Recorded, has_peak
@@ -37,10 +37,10 @@ Rule = Callable[[Record], Finding | None]
 NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-STANDSTILL: tuple[Rule, ...] = (failed, starving, vanished, dead_units, clipped_while_scaled, not_learning)
+STANDSTILL: tuple[Rule, ...] = (failed, starving, dead_units, vanished, clipped_while_scaled, not_learning)
 """What leaves nothing else to be said of the scale. Of each such group the first that applies is told."""
-DAMAGED: tuple[Rule, ...] = (too_large, lost_scale, bad_data, loss_spike, exploding, backs_off_too_far)
-SKIPPED: tuple[Rule, ...] = (oscillating, dragged, slow, too_high)
+DAMAGED: tuple[Rule, ...] = (lost_scale, now_and_then, too_large, loss_spike, exploding, backs_off_too_far)
+SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
 UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
 SEEN: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
 
@@ -69,11 +69,8 @@ class Diagnosis:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings of all findings together; of two for one name that of the worse finding."""
-        merged: dict[str, Any] = {}
-        for finding in reversed(self.findings):
-            merged.update(finding.settings)
-        return merged
+        """The settings of all findings together. No two findings have different values for one name."""
+        return {name: value for finding in self.findings for name, value in finding.settings.items()}
 
     def better(self, finding: Finding | None = None) -> Policy[Any] | None:
         """Return the rule that heeds a finding, or all; None if none has a setting to change."""
@@ -122,7 +119,31 @@ def diagnose(trace: Trace) -> Diagnosis:
     """
     record = Record(trace)
     found = sorted(_findings(record), key=lambda finding: WORST_FIRST.index(finding.severity))
-    return Diagnosis(tuple(found), record)
+    return Diagnosis(tuple(_consistent(found)), record)
+
+
+def _consistent(found: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield findings, worst first, so that no two advise different values of one setting.
+
+    A finding keeps those of its settings that no worse finding has. One that has none left is left out: its
+    words would contradict those of the worse one.
+    """
+    told: dict[str, Any] = {}
+    for finding in found:
+        meant = {FIRST_SCALE if name == "scale" else name: value for name, value in finding.settings.items()}
+        kept = {name: value for name, value in finding.settings.items() if _agrees(name, value, told)}
+        if finding.settings and not kept:
+            continue
+        told = {**meant, **told}
+        yield finding if len(kept) == len(finding.settings) else replace(finding, settings=kept)
+
+
+FIRST_SCALE: Final = "init_scale"
+
+
+def _agrees(name: str, value: Any, told: Mapping[str, Any]) -> bool:
+    """Return whether nothing else was told of a setting; a constant scale is a first scale as well."""
+    return bool(told.get(FIRST_SCALE if name == "scale" else name, value) == value)
 
 
 def _findings(record: Record) -> list[Finding]:

@@ -1,37 +1,50 @@
-"""How a run went: from where on it failed, what the loss and the gradients did before, what overflowed first.
+"""How a run went: from where on it failed, and what the loss and the gradients did before.
 
-The functions here gather evidence from a record. What it means is for `causes` to say.
+The functions here gather evidence from the steps of a record. What it means is for `causes` to say.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
+from preamp.doctor.finding import FEWEST, Severity
 from preamp.doctor.record import Record
-from preamp.exponents import exponent_of
-from preamp.looks import Look, LookRow
 
-__all__ = ["FEW_UPDATES", "Failure", "Origin", "Rise", "failure", "is_lost", "origin", "rise", "update_count"]
+__all__ = [
+    "FEW_UPDATES",
+    "LATEST",
+    "SHORT",
+    "TENFOLD",
+    "TWOFOLD",
+    "Extent",
+    "Failure",
+    "Rise",
+    "counts",
+    "failure",
+    "lost_before",
+    "lost_places",
+    "number",
+    "period_of",
+    "rise",
+    "update_count",
+]
 
 MOSTLY: Final = 0.9
 """From this share of bad steps on, a run has failed."""
 LEAST_FAILED: Final = 10
 LEAST_NOT_FINITE: Final = 3
 """So few steps are enough where the loss is inf or NaN: people stop such a run."""
-NEAR: Final = 3
-"""Powers of two from the largest number of a format within which values are about to overflow."""
-ENOUGH: Final = 8
-"""So many finite values show how large the others were."""
 LATEST: Final = 5
 FEW_UPDATES: Final = 4
 """A forward pass that worked and fails after fewer updates than this was broken by the updates."""
-
-What = Literal["overflow", "NaN", "unknown"]
+TENFOLD: Final = 9.0  # of `Rise.ratio`
+TWOFOLD: Final = 1.0
+SHORT: Final = 50  # steps below which loss values say little
 
 
 class Failure(NamedTuple):
@@ -79,25 +92,6 @@ class Rise(NamedTuple):
     def ratio(self) -> float:
         """How many times the base was added to it: 9 for ten times as much."""
         return (self.peak - self.base) / abs(self.base) if self.base else math.inf
-
-
-class Origin(NamedTuple):
-    """Where the first inf or NaN was in the steps that failed.
-
-    Attributes:
-        row: the row of the module, as it was seen.
-        look: what was seen on that step.
-        what: "overflow": the other values come close to the largest of the format; "NaN": they do not, so an
-            operation made it; "unknown": nothing finite was left.
-        is_first: whether no module comes before it in forward.
-        is_steady: whether the modules before it put out values as large as on earlier steps.
-    """
-
-    row: LookRow
-    look: Look
-    what: What
-    is_first: bool
-    is_steady: bool
 
 
 def failure(record: Record) -> Failure | None:
@@ -155,81 +149,65 @@ def rise(values: Sequence[float]) -> Rise | None:
     return Rise(base, peak) if peak > base else None
 
 
-def origin(record: Record, failed: Failure) -> Origin | None:
-    """Return where the first inf or NaN was in the looks at steps that failed; None without such looks."""
-    first = record.index[failed.start]
-    looks = [look for look in record.looks if look.index >= first and look.first_overflow]
-    normal = [look for look in record.looks if not look.first_overflow]
-    if failed.is_forward:  # what came first, of the steps whose loss was lost
-        looks = [look for look in looks if is_lost(record, look)][:1]
-    if not looks:
-        return None
-    expected = {row.name for look in normal for row in look.path if row.what == "activation"}
-    rows = [(look, row) for look in looks if (row := _first(look, expected, failed.is_backward))]
-    if not rows:
-        return None
-    (name, what), _ = Counter((row.name, row.what) for _, row in rows).most_common(1)[0]
-    same = [(look, row) for look, row in rows if (row.name, row.what) == (name, what)]
-    # Forward does not depend on the scale, and of gradients the lowest scale is the least to blame.
-    look, row = same[0] if what == "activation" else min(same, key=lambda pair: pair[0].scale)
-    earlier = [one for one in normal if one.index < look.index]
-    known = earlier[-1] if earlier else None
-    outputs = [one.name for one in look.rows if one.what == "activation"]
-    return Origin(
-        row,
-        look,
-        _what(look, row, known),
-        is_first=what == "activation" and outputs[0] == name,
-        is_steady=_is_steady(look, row, known),
+def lost_places(record: Record) -> Sequence[int]:
+    """Return the places of all steps whose loss is inf or NaN."""
+    loss = record.loss
+    return array(
+        "q",
+        (place for place, known in enumerate(loss.known) if known and not math.isfinite(loss.values[place])),
     )
 
 
-def is_lost(record: Record, look: Look) -> bool:
-    """Return whether the loss of the step of a look was inf or NaN."""
-    place = bisect_left(record.index, look.index)
-    loss = record.loss[place] if place < len(record) else None
-    return loss is not None and not math.isfinite(loss)
+def lost_before(record: Record, end: Failure) -> bool:
+    """Return whether some steps before the failure had a loss that was not finite."""
+    values, known = record.loss.values[: end.start], record.loss.known
+    return any(known[place] and not math.isfinite(value) for place, value in enumerate(values))
 
 
-def _first(look: Look, expected: set[str], only_backward: bool) -> LookRow | None:
-    """Return the first row that is not finite, but for outputs that hold infinities on purpose."""
-    for row in look.path:
-        if row.what != "activation" or not (only_backward or row.name in expected):
-            return row
-    return None
+def period_of(places: Sequence[int]) -> int:
+    """Return what all distances between some places are multiples of, or 0 for fewer than four."""
+    if len(places) < FEWEST:
+        return 0
+    common = math.gcd(*(after - before for before, after in pairwise(places)))
+    return common if common >= 2 * FEWEST else 0
 
 
-def _what(look: Look, row: LookRow, known: Look | None) -> What:
-    top = exponent_of(look.band.largest) - NEAR
-    peak = row.histogram.peak_exponent
-    if peak is not None and (peak >= top or row.histogram.nonzero >= ENOUGH):
-        return "overflow" if peak >= top else "NaN"
-    before = _same(known, row)
-    if before is not None and before.histogram.peak_exponent is not None:
-        shift = 0 if row.what == "activation" or known is None else _apart(look, known)
-        return "overflow" if before.histogram.peak_exponent + shift >= top else "unknown"
-    return "unknown"
+def counts(end: Failure) -> dict[str, float]:
+    """Return the numbers of a failure, by name."""
+    return {"start": end.start, "skipped": end.skips, "lowest_scale": end.lowest}
 
 
-def _apart(look: Look, known: Look) -> int:
-    return exponent_of(look.scale) - exponent_of(known.scale)
+class Extent(NamedTuple):
+    """Which steps of a run are lost to one cause.
+
+    Attributes:
+        said: which they are, in words, such as "from step 41 on".
+        severity: "problem" for the rest of a run, "warning" for single steps.
+        numbers: what the words say, by name.
+    """
+
+    said: str
+    severity: Severity
+    numbers: Mapping[str, float]
+
+    @classmethod
+    def of_failure(cls, record: Record, end: Failure) -> Extent:
+        """Return that of the last part of a run."""
+        said = "in every step" if end.start == 0 else f"from step {record.index[end.start]:,} on"
+        return cls(said, "problem", counts(end))
+
+    @classmethod
+    def of_steps(cls, record: Record, places: Sequence[int]) -> Extent:
+        """Return that of single steps."""
+        some = ", ".join(f"{record.index[place]:,}" for place in places[:5])
+        more = ", ..." if len(places) > 5 else ""
+        steps = "1 step" if len(places) == 1 else f"{len(places):,} steps"
+        period = period_of(places)
+        return cls(f"in {steps} ({some}{more})", "warning", {"steps": len(places), "period": period})
 
 
-def _same(look: Look | None, row: LookRow) -> LookRow | None:
-    rows = look.rows if look else ()
-    return next((one for one in rows if (one.name, one.what) == (row.name, row.what)), None)
-
-
-def _is_steady(look: Look, row: LookRow, known: Look | None) -> bool:
-    """Return whether the outputs before a row are as large as they were; False where there is none before."""
-    compared = 0
-    for one in look.rows:
-        if one.what != "activation" or one is row:
-            break
-        before = _same(known, one)
-        peaks = one.histogram.peak_exponent, before.histogram.peak_exponent if before else None
-        if peaks[0] is not None and peaks[1] is not None:
-            if peaks[0] - peaks[1] > NEAR:
-                return False
-            compared += 1
-    return compared > 0
+def number(value: float) -> str:
+    """Return a number to read in a sentence."""
+    if value == 0.0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.3g}"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -18,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from preamp.doctor.advice import recorded_policy
 from preamp.doctor.finding import RARE
 from preamp.exponents import BANDS, Band, exponent_of
-from preamp.looks import Look
+from preamp.looks import Look, LookRow
 from preamp.policy import Policy
 from preamp.trace import Summary, Trace
 
@@ -344,6 +345,37 @@ class Record:
             for skipped, names, loss in steps
             if skipped and names and (loss is None or math.isfinite(loss))
         )
+
+    def is_lost(self, look: Look) -> bool:
+        """Return whether the loss of the step of a look was inf or NaN."""
+        place = self._place(look)
+        loss = None if place is None else self.loss[place]
+        return loss is not None and not math.isfinite(loss)
+
+    def _place(self, look: Look) -> int | None:
+        place = bisect_left(self.index, look.index)
+        return place if place < len(self) and self.index[place] == look.index else None
+
+    @cached_property
+    def sound(self) -> Sequence[Look]:
+        """The looks at steps whose loss and gradients were finite and that were taken, in order."""
+        return [look for look in self.looks if self._is_sound(look)]
+
+    def _is_sound(self, look: Look) -> bool:
+        if any(row.histogram.nonfinite for row in look.rows if row.direction == "backward"):
+            return False
+        place = self._place(look)
+        return place is None or not (self.skipped[place] or self.is_lost(look))
+
+    @cached_property
+    def infinite(self) -> Mapping[tuple[str, str], LookRow]:
+        """By name and kind, what held inf in a step that went well, as a mask does."""
+        return {
+            (row.name, row.what): row
+            for look in self.sound
+            for row in (*look.inputs, *look.rows)
+            if row.direction == "forward" and row.histogram.nonfinite
+        }
 
     @property
     def opening_is_lost(self) -> bool:

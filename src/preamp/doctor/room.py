@@ -30,19 +30,22 @@ FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
 def not_scaled(record: Record) -> Finding | None:
     """Find a low precision with little range and no loss scale."""
     told = record.trace.about
-    if told.get("policy", "") is not None or any(scale != 1.0 for scale in record.scales):
+    if record.policy is not None or any(scale != 1.0 for scale in record.scales) or any(record.skipped):
         return None
-    if told.get("precision") != record.band.name or needs_no_scale(record.band):
+    is_told = told.get("policy", "") is None and told.get("precision") == record.band.name
+    is_seen = "policy" not in told and told.get("precision", record.band.name) == record.band.name
+    if not (is_told or (is_seen and record.looks)) or needs_no_scale(record.band):
         return None
-    zeros = median(record.zeros.finite() or [0.0])
+    zeros, settings = median(record.zeros.finite() or [0.0]), _higher_start(record)
     return Finding(
         kind="not scaled",
         severity=_severity(zeros, saves_something(record.look)),
-        sentence=f"The loss was not scaled in {record.band.name}"
-        + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else "."),
+        sentence=f"The loss was not scaled in {record.band.name}{_room_words(record)}"
+        + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else ".")
+        + lost_words(record.look, _advised(settings)),
         advice="Scale it.",
         numbers={"zeros": zeros},
-        settings=_higher_start(record) or {"init_scale": FIRST_TRY},
+        settings=settings or {"init_scale": FIRST_TRY},
     )
 
 
@@ -54,7 +57,7 @@ def vanished(record: Record) -> Finding | None:
     """Find gradients that are all zero."""
     zero, known = max(_zeros(record, record.peak), _zeros(record, record.grad_norm))
     scale = record.scales[-1]
-    if not known or zero < 0.9 * known:
+    if not known or zero < 0.9 * known or _has_no_loss(record):
         return None
     if not _zeros(record, record.peak)[1] and (record.room or 0) >= FEWEST:
         return None  # the looks say how much higher the scale could be
@@ -78,6 +81,12 @@ def _zeros(record: Record, column: Column) -> tuple[int, int]:
     """Return in how many of the late steps that were taken a number is 0, and in how many it is known."""
     values = [column[place] for place in record.late if not record.skipped[place]]
     return values.count(0.0), sum(value is not None for value in values)
+
+
+def _has_no_loss(record: Record) -> bool:
+    """Return whether the late losses are exactly 0: then so are their gradients, and nothing is lost."""
+    losses = [loss for place in record.late if (loss := record.loss[place]) is not None]
+    return bool(losses) and 2 * losses.count(0.0) > len(losses)
 
 
 def _waste(record: Record) -> Severity:
@@ -130,7 +139,9 @@ def never_grew(record: Record) -> Finding | None:
         severity=_waste(record),
         sentence=f"The scale stayed at {power(record.scales[-1])}{_too_short(record, interval)}"
         f"{_room_words(record)}.{lost_words(record.look, _advised(settings))}",
-        advice="Start higher." if record.room else "Whether it could be higher is not known. Let it try.",
+        advice=_higher_words(settings, record.scales[-1])
+        if record.room
+        else "Whether it could be higher is not known. Let it try.",
         numbers={"steps": len(record.settled), "room": record.room or 0},
         settings=settings or (tries if is_long else {}),
     )
@@ -155,12 +166,19 @@ def too_low(record: Record) -> Finding | None:
         severity=_waste(record),
         sentence=f"The scale is {powers(record.room)} below what all late steps allow, at {power(usual)}."
         f"{lost_words(record.look, _advised(settings))}",
-        advice="The gradients shrink: start lower and climb sooner, or follow their peaks with Headroom()."
-        if "growth_interval" in settings
-        else "Start higher.",
+        advice=_higher_words(settings, usual),
         numbers={"room": record.room, "scale": usual},
         settings=settings,
     )
+
+
+def _higher_words(settings: Mapping[str, Any], now: float) -> str:
+    """Say how the scale gets higher, as the settings have it."""
+    start = settings.get("scale") or settings.get("init_scale")
+    if start is not None and start > now:
+        return "Start higher."
+    lower = "start lower and " if start is not None else ""
+    return f"The gradients shrink: {lower}climb sooner, or follow their peaks with Headroom()."
 
 
 def _below_one(record: Record) -> Finding | None:
@@ -206,6 +224,10 @@ def _higher_start(record: Record) -> Mapping[str, Any]:
     if early is None or late is None:
         return {}
     climb, first = late - early, _scale(early - 1)
+    start = record.scales[0]
+    if first <= start and not record.skipped[0] and climb >= FEWEST:
+        # It began no lower, and that went well: what shrinks later needs a scale that climbs.
+        return _climbing(record, climb, late)
     if isinstance(record.policy, Static) and abs(climb) < FEWEST:
         lowest = _scale(min(early, late) - 1)
         return {"scale": lowest} if lowest > record.policy.scale else {}

@@ -8,19 +8,35 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
+from statistics import median
 from typing import Any, Final, TypeAlias
 
-from preamp.doctor.causes import first_parameter
+from preamp.dialect import Dialect
+from preamp.doctor.backward import first_parameter
 from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
 from preamp.doctor.record import Record, Skips
 from preamp.exponents import exponent_of
 from preamp.policy import Dynamic, Static, Tolerant
-from preamp.words import of_steps, percent, power
+from preamp.words import of_steps, percent, power, powers
 
-__all__ = ["dragged", "oscillating", "slow", "starving", "too_high", "wrong_start"]
+__all__ = [
+    "backs_off_too_far",
+    "dragged",
+    "lost_scale",
+    "oscillating",
+    "slow",
+    "starving",
+    "too_high",
+    "wrong_start",
+]
 
 RECENT: Final = 100
+FARTHEST_BACKOFF: Final = 2.0**-4
+LOAD: Final = "Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict()."
 LEAST_HUNGRY: Final = 10
+MOSTLY: Final = 0.8
+"""From this share of steps that are skipped on, a run stands still."""
 
 Remedy: TypeAlias = tuple[str, Mapping[str, Any]]
 """What to do, in words and as settings."""
@@ -30,7 +46,7 @@ def starving(record: Record) -> Finding | None:
     """Find a run that hardly takes a step at its end."""
     last = (record.settled or range(len(record)))[-RECENT:]
     skipped = [place for place in last if record.skipped[place]]
-    if len(skipped) < max(LEAST_HUNGRY, len(last) / 2) or _waits(record):
+    if len(skipped) < max(LEAST_HUNGRY, MOSTLY * len(last)) or _waits(record):
         return None
     lowest = min(record.scales[place] for place in skipped)
     advice, settings = _remedy(record, skipped)
@@ -82,8 +98,8 @@ def _remedy(record: Record, skipped: list[int]) -> Remedy:
 
 def wrong_start(record: Record) -> Finding | None:
     """Find a first scale that had to be lowered many times."""
-    if record.opening < FEWEST or len(record.settled) < LEAST_HUNGRY:
-        return None
+    if len(set(record.scales[: record.opening])) < FEWEST or len(record.settled) < LEAST_HUNGRY:
+        return None  # a rule that waits for several overflows is another matter
     first, found = record.scales[0], record.scales[record.opening]
     return Finding(
         kind="wrong start",
@@ -137,6 +153,8 @@ def _or_a_ceiling(undone: Skips) -> str:
 
 def _nearer_start(record: Record, undone: Skips) -> Mapping[str, Any]:
     """Return as the first scale the level it came to, where a longer interval would not take it there."""
+    if not len(undone):
+        return {}
     level = sorted(skip.after for skip in undone)[len(undone) // 10]
     is_far = exponent_of(level) - exponent_of(record.scales[0]) >= FEWEST
     return {"init_scale": level} if is_far and not record.fell_early(level) else {}
@@ -176,17 +194,19 @@ def _too_far(record: Record) -> str:
 
 def slow(record: Record) -> Finding | None:
     """Find a rule that waits for so many overflows that most change nothing."""
-    share, hysteresis = record.rate(len(record.skips)), _hysteresis(record)
-    lowered = sum(skip.after < skip.scale for skip in record.skips)
-    if hysteresis <= 2 or share < OFTEN or len(record.skips) < FEWEST or lowered > len(record.skips) / 2:
+    hysteresis, skipped = _hysteresis(record), record.skipped.count(1)
+    share = skipped / max(len(record), 1)
+    pairs = zip(record.skipped, pairwise(record.scales), strict=True)
+    lowered = sum(after < before for was_skipped, (before, after) in pairs if was_skipped)
+    if hysteresis <= 2 or share < OFTEN or skipped < FEWEST or lowered > skipped / 2:
         return None
     return Finding(
         kind="slow to back off",
         severity="warning",
-        sentence=f"{of_steps(len(record.skips), len(record.settled))} were skipped and only "
+        sentence=f"{of_steps(skipped, len(record))} were skipped and only "
         f"{lowered:,} of them lowered the scale: hysteresis={hysteresis} waits for so many.",
         advice="Back off at every overflow.",
-        numbers={"skipped": len(record.skips), "share": share, "lowered": lowered},
+        numbers={"skipped": skipped, "share": share, "lowered": lowered},
         settings={"hysteresis": 1, **_longer(record), **_nearer_start(record, record.skips)},
     )
 
@@ -226,3 +246,61 @@ def _lower(record: Record) -> Remedy:
     if longer and len(record.skips) < 3 * record.growths:
         return "The scale grows too soon. Wait longer.", longer
     return "They overflow at any scale: look at their data, and at the learning rate.", {}
+
+
+def lost_scale(record: Record) -> Finding | None:
+    """Find a scale that jumped up between two steps, as after a restart without the saved scale."""
+    if record.resumed_at_start and record.opening >= FEWEST:
+        return Finding(
+            kind="lost scale",
+            severity="warning",
+            sentence=f"The record begins again at step {record.index[0]:,}, and the first "
+            f"{record.opening:,} steps were skipped while the scale fell from {power(record.scales[0])} to "
+            f"{power(record.scales[record.opening])}: the run was resumed without its scaler.",
+            advice=LOAD,
+            numbers={"skipped": record.opening},
+        )
+    new = record.new_scale
+    for place in range(1, len(record)):
+        before, scale = new[place - 1], record.scales[place]
+        if before is None or scale < 4 * before or not record.skipped[place]:
+            continue
+        streak = record.skipped.find(0, place)
+        skips = (len(record) if streak < 0 else streak) - place
+        if skips < 2:
+            continue
+        return Finding(
+            kind="lost scale",
+            severity="warning",
+            sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale "
+            f"jumped from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was "
+            "back: the run was resumed without its scale.",
+            advice=LOAD,
+            numbers={"before": before, "scale": scale, "skipped": skips},
+        )
+    return None
+
+
+def backs_off_too_far(record: Record) -> Finding | None:
+    """Find single overflows that each lower the scale by many powers of two."""
+    rule = record.policy.policy if isinstance(record.policy, Dialect) else record.policy
+    factor = getattr(rule, "backoff_factor", None)
+    if rule is not None and (factor is None or factor > FARTHEST_BACKOFF):
+        return None
+    falls = [scale / after for scale, after in pairwise(record.scales) if after < scale]
+    if (
+        not falls
+        or median(falls) * FARTHEST_BACKOFF < 1.0
+        or (record.room is not None and record.room < FEWEST)
+    ):
+        return None
+    fall = exponent_of(median(falls))
+    return Finding(
+        kind="backs off too far",
+        severity="warning",
+        sentence=f"Each overflow lowered the scale by {powers(fall)}, and it takes as many growths to come "
+        "back.",
+        advice="Halve it instead.",
+        numbers={"powers": fall, "times": len(falls)},
+        settings={"backoff_factor": 0.5},
+    )

@@ -11,7 +11,6 @@ from operator import add
 from typing import Final, NamedTuple
 
 from preamp.doctor.finding import Finding
-from preamp.doctor.history import is_lost
 from preamp.doctor.record import Record
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.looks import Look
@@ -69,8 +68,20 @@ def saves_something(look: Look | None) -> bool | None:
     """Return whether a higher scale would save anything; None where nothing was seen."""
     if look is None:
         return None
-    all_zero = any(r.histogram.zeros and not r.histogram.nonzero for r in look.rows if r.what != "activation")
-    return all_zero or lost(look).flushed + lost(look).subnormal >= FEW
+    return _flushed_whole(look) or lost(look).flushed + lost(look).subnormal >= FEW
+
+
+def _flushed_whole(look: Look) -> bool:
+    """Return whether some gradients are all zero, and a scale that is too low may be the reason.
+
+    It is not where a module puts out nothing but zeros, nor where no other gradient comes near the end of
+    the format.
+    """
+    dead = {row.name for row in look.rows if row.what == "activation" and not row.histogram.nonzero}
+    rows = [row for row in look.rows if row.direction == "backward"]
+    zero = [row for row in rows if row.histogram.zeros and not row.histogram.nonzero and row.name not in dead]
+    alive = [row.histogram.low for row in rows if row.histogram.nonzero]
+    return bool(zero) and (not alive or min(alive) <= exponent_of(look.band.normal))
 
 
 def best_scale(look: Look) -> float | None:
@@ -112,7 +123,7 @@ def overflowed(record: Record) -> Finding | None:
         (row.name, row.what)
         for look in record.looks
         # Where the loss itself was lost, so is all of backward: who came first there says nothing.
-        if (row := look.first_overflow) and (row.direction == "forward" or not is_lost(record, look))
+        if (row := look.first_overflow) and (row.direction == "forward" or not record.is_lost(look))
     )
     modules = Counter[tuple[str, str]]()
     for name, count in record.culprits.items():

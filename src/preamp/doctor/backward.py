@@ -1,0 +1,317 @@
+"""Why gradients are not finite though the loss is: a derivative, another pass, gradients that explode."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from statistics import median
+from typing import Final
+
+from preamp.doctor.chain import Break, break_of
+from preamp.doctor.finding import FEWEST, Finding
+from preamp.doctor.history import SHORT, Extent, Failure, counts, number
+from preamp.doctor.record import Record
+from preamp.doctor.values import module_name, needs_no_scale
+from preamp.exponents import exponent_of
+from preamp.policy import Static
+from preamp.words import of_steps, power, two_to
+
+__all__ = [
+    "exploding",
+    "first_parameter",
+    "in_backward",
+    "nan_now_and_then",
+    "not_of_this_pass",
+    "too_large",
+    "unnoticed",
+]
+
+NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
+BEYOND_FIRST: Final = 3.0  # of the first norms: a converged run may go back there for a step
+EXPLODED: Final = 10
+"""From so many powers of two between the first and the largest gradient in backward, they explode."""
+FAR_ABOVE: Final = 16.0  # of gradients, compared with the largest norm of all other steps
+LARGEST: Final = 2.0**24  # a gradient that is no overflow, where no norm is known
+SPAN: Final = 2.0**8  # from the highest to the lowest scale at which steps overflow all the same
+USUAL: Final = 10.0  # of losses, compared with their median
+
+
+def in_backward(record: Record, end: Failure, source: Break | None) -> Finding | None:
+    """Find gradients that are not finite at any scale; None where the scale may be to blame."""
+    at_any = end.lowest <= record.band.normal or needs_no_scale(record.band)
+    if source is not None and source.what == "overflow":
+        return _overflows_at_any(record, end, source) if at_any else None
+    if not at_any and (source is None or source.what != "NaN"):
+        return None
+    if source is None and _is_huge(record, end):
+        return _overflows_at_any(record, end, None)
+    high = max(record.scales[end.start : len(record)])
+    scales = f", at every scale from {power(high)} to {power(end.lowest)}" if high > end.lowest else ""
+    loss = (
+        "The loss is finite and the gradients are not" if end.is_backward else "The gradients are not finite"
+    )
+    return Finding(
+        kind="NaN in backward",
+        severity="problem",
+        sentence=f"{loss}{scales} {Extent.of_failure(record, end).said}: this is not an overflow, the "
+        f"derivative of an operation is inf or NaN.{_where_in_backward(record, source)}",
+        advice=DERIVATIVES + _otherwise(record, end, source),
+        numbers=counts(end),
+    )
+
+
+def _otherwise(record: Record, end: Failure, source: Break | None) -> str:
+    """Return what else may be the cause, by what was not recorded."""
+    if not end.losses:
+        return " If the loss itself is inf or NaN, look at the data and the loss function."
+    if source is None and end.start > record.opening:
+        return (
+            " If the gradients of one pass alone are finite, what is not stayed from an earlier step: call "
+            "optimizer.zero_grad() after every step, skipped or not."
+        )
+    return ""
+
+
+DERIVATIVES: Final = (
+    "Look for sqrt, norm, log or a power at 0, a division by zero, or torch.where over a branch that is NaN "
+    "(its gradient is NaN even where it is not chosen). Add an epsilon inside, or clamp."
+)
+
+
+def _is_huge(record: Record, end: Failure) -> bool:
+    """Return whether the loss leaves the low dtype even at the lowest scale."""
+    losses = record.loss.finite(end.start)
+    return bool(losses) and median(map(abs, losses)) * end.lowest > record.band.largest
+
+
+def _overflows_at_any(record: Record, end: Failure, source: Break | None) -> Finding:
+    return Finding(
+        kind="gradient overflow",
+        severity="problem",
+        sentence=f"The loss is finite, and in backward the gradients overflow {record.band.name} even at a "
+        f"scale of {power(end.lowest)}.{_where_in_backward(record, source)}",
+        advice=SMALLER_LOSS,
+        numbers=counts(end),
+    )
+
+
+SMALLER_LOSS: Final = (
+    "Make the loss smaller: a mean instead of a sum over the batch, and targets and inputs of about 1. If "
+    "the gradients grow from layer to layer, or from time step to time step, they explode: smaller initial "
+    "weights, normalization."
+)
+
+
+def unnoticed(record: Record) -> Finding | None:
+    """Find inf or NaN that backward makes of small values in most looks, whether or not the step was skipped.
+
+    What comes after it in backward may drop them, so that the gradients of the parameters are finite.
+    """
+    breaks = [break_of(record, look) for look in record.looks]
+    found = [one.row for one in breaks if one.row is not None and _is_derivative(one)]
+    if len(found) < 2 or 2 * len(found) < len(breaks):
+        return None
+    row = found[-1]
+    return Finding(
+        kind="NaN in backward",
+        severity="warning",
+        sentence=f"In {len(found):,} of {len(breaks):,} looks, the gradient of the output of "
+        f"{module_name(row.name)} is the first in backward with inf or NaN, while its other values are far "
+        "from overflowing: the derivative of an operation is inf or NaN. Where steps were taken, what comes "
+        "after it in backward has dropped them.",
+        advice=DERIVATIVES,
+        numbers={"looks": len(found)},
+    )
+
+
+def _is_derivative(one: Break) -> bool:
+    """Return whether a gradient holds NaN, or inf where no scale is to blame, among small values."""
+    row = one.row
+    is_small = one.link == "backward" and one.what == "NaN" and row is not None and row.what == "flow"
+    return is_small and (bool(row and row.nans) or one.look.scale <= 1.0)
+
+
+def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
+    """Find skipped steps whose own gradients are finite: what is not comes from another pass or rank."""
+    first = record.index[end.start]
+    looks = [look for look in record.looks if look.index >= first]
+    if not any(row.what == "gradient" for look in looks for row in look.rows):
+        return None
+    here = bool(record.culprits)
+    return Finding(
+        kind="gradients not cleared" if here else "another rank",
+        severity="problem",
+        sentence=f"Steps are skipped {Extent.of_failure(record, end).said}, but what one pass adds to the "
+        "gradients is finite: "
+        + (
+            f"an inf from an earlier step was never cleared.{first_parameter(record)}"
+            if here
+            else "the gradients of another rank, or of an earlier step, are not."
+        ),
+        advice="Call optimizer.zero_grad() after every step, skipped or not"
+        + (
+            ", also where gradients are accumulated."
+            if here
+            else ". With several ranks, look at their records."
+        ),
+        numbers=counts(end),
+    )
+
+
+def _where_in_backward(record: Record, source: Break | None) -> str:
+    if source is not None and source.row is not None:
+        where = "gradient of the output" if source.row.what == "flow" else "gradient of the parameters"
+        return f" In backward, the {where} of {module_name(source.row.name)} is the first with inf or NaN."
+    return first_parameter(record)
+
+
+def first_parameter(record: Record) -> str:
+    """Return which parameter was most often the first in backward whose gradient was not finite, or ""."""
+    for name, count in record.culprits.most_common(1):
+        return (
+            f" In backward, {name} was the first parameter with inf or NaN in {count:,} of "
+            f"{record.culprits.total():,} skipped steps."
+        )
+    return ""
+
+
+def exploding(record: Record) -> Finding | None:
+    """Find gradients that are now and then very much larger than just before."""
+    norms = record.grad_norm.finite()
+    spikes, highest = _spikes(norms)
+    if spikes < FEWEST or highest < BEYOND_FIRST * median(norms[:NORM_WINDOW]):
+        return _growing_backward(record)
+    return Finding(
+        kind="exploding gradients",
+        severity="warning",
+        sentence=f"{spikes:,} times the gradient norm was more than {SPIKE_OF_NORM:.0f} times that of the "
+        f"steps before, up to {number(highest)}: the gradients explode now and then.",
+        advice="Clip them (max_norm=1.0). In a recurrent net, take fewer time steps or smaller recurrent "
+        "weights.",
+        numbers={"steps": spikes, "highest": highest},
+    )
+
+
+def _growing_backward(record: Record) -> Finding | None:
+    """Find gradients that grow from module to module in backward, in a run that lowered its scale."""
+    clean = [look for look in record.looks if look.first_overflow is None]
+    if not clean or max(record.opening, len(record.skips)) < FEWEST:
+        return None
+    look = clean[-1]
+    flows = [(row.histogram.peak_exponent, row.name) for row in look.rows if row.what == "flow"]
+    known = [(peak, name) for peak, name in flows if peak is not None]
+    if not known:
+        return None
+    (start, last), (most, first) = known[0], max(known)
+    if most - start < EXPLODED:
+        return None
+    return Finding(
+        kind="exploding gradients",
+        severity="warning",
+        sentence=f"In backward, the gradients grow {two_to(most - start)}-fold from {module_name(last)} to "
+        f"{module_name(first)}: they explode.",
+        advice="Use smaller initial weights, normalization, or fewer time steps, and clip (max_norm=1.0).",
+        numbers={"powers": most - start},
+    )
+
+
+def _spikes(norms: Sequence[float]) -> tuple[int, float]:
+    """Return how many norms are far above the median of those just before them, and the largest such."""
+    window: list[float] = []
+    count, highest, was_high = 0, 0.0, False
+    for place, norm in enumerate(norms):
+        if len(window) == NORM_WINDOW:
+            is_high = norm > SPIKE_OF_NORM * window[NORM_WINDOW // 2] > 0.0
+            if is_high and not was_high:
+                count += 1
+            if is_high:
+                highest = max(highest, norm)
+            was_high = is_high
+            del window[bisect_left(window, norms[place - NORM_WINDOW])]
+        insort(window, norm)
+    return count, highest
+
+
+def too_large(record: Record) -> Finding | None:
+    """Find gradients that overflow although the loss is scaled down."""
+    if not record.late or isinstance(record.policy, Static) or not (record.opening or len(record.skips)):
+        return None
+    usual, found = median(record.of(record.late)), record.scales[record.opening]
+    needed = record.usual_room < FEWEST if record.usual_room is not None else found < 1.0
+    if usual >= 1.0 or not needed:
+        return None
+    return Finding(
+        kind="gradient overflow",
+        severity="warning",
+        sentence=f"The scale had to fall to {power(usual)}, below 1: in backward the gradients overflow "
+        f"{record.band.name} even without a scale.{first_parameter(record)}",
+        advice=SMALLER_LOSS,
+        numbers={"scale": usual},
+    )
+
+
+def nan_now_and_then(record: Record) -> Finding | None:
+    """Find single steps whose loss is finite and gradients are not, at scales that cannot be the reason.
+
+    At their scale no gradient overflows that is not many times larger than any that was seen.
+    """
+    losses = record.loss.finite()
+    if len(losses) < SHORT:
+        return None
+    bound = USUAL * abs(median(losses))
+    alike = [
+        skip.place
+        for skip in record.skips
+        if skip.cause != "growth"
+        and (loss := record.loss[skip.place]) is not None
+        and abs(loss) <= bound  # not inf or NaN either
+    ]
+    certain = set(not_by_scale(record))
+    places = [place for place in alike if place in certain]
+    if certain and len(alike) > FEWEST and _span(record, alike) >= SPAN:  # lower scales changed nothing
+        places = alike
+    if len(places) < FEWEST:
+        return None
+    lowest, *_, highest = sorted(record.scales[place] for place in places)
+    return Finding(
+        kind="NaN in backward",
+        severity="warning",
+        sentence=f"{of_steps(len(places), len(record))} were skipped at scales from {power(highest)} down to "
+        f"{power(lowest)}, where only gradients many times larger than all others overflow, and their loss "
+        "was like that of the others: this is not an overflow, the derivative of an operation is inf or NaN "
+        f"for some batches.{first_parameter(record)}",
+        advice=DERIVATIVES,
+        numbers={"steps": len(places), "highest_scale": highest},
+    )
+
+
+def _span(record: Record, places: Sequence[int]) -> float:
+    """Return how many times the highest scale of some steps is the lowest."""
+    scales = [record.scales[place] for place in places]
+    return max(scales) / min(scales)
+
+
+def not_by_scale(record: Record) -> list[int]:
+    """Return the skipped steps at whose scale only gradients far larger than all others overflow."""
+    if _is_close(record):
+        return []
+    norms, largest = record.grad_norm.finite(), record.band.largest
+    needed = FAR_ABOVE * max(norms) if norms else LARGEST
+    return [
+        skip.place
+        for skip in record.skips
+        if skip.cause != "growth"
+        and largest / skip.scale >= needed
+        and abs(record.loss[skip.place] or 0.0) * skip.scale <= largest
+    ]
+
+
+def _is_close(record: Record) -> bool:
+    """Return whether gradients between modules came close to overflow in most steps that were taken."""
+    best = [
+        (look.best_scale(margin=0), look.scale)
+        for look in record.looks
+        if not any(row.histogram.nonfinite for row in look.rows if row.direction == "backward")
+    ]
+    rooms = [exponent_of(highest) - exponent_of(scale) for highest, scale in best if highest]
+    return bool(rooms) and median(rooms) < FEWEST

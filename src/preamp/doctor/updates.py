@@ -1,0 +1,224 @@
+"""Why a run failed where its own updates did it: it diverged, or one update wrote NaN into weights."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import Final
+
+from preamp.doctor.chain import Break, grown, updates_grew
+from preamp.doctor.finding import FEWEST, Finding
+from preamp.doctor.history import (
+    FEW_UPDATES,
+    LATEST,
+    SHORT,
+    TENFOLD,
+    TWOFOLD,
+    Failure,
+    Rise,
+    counts,
+    number,
+    rise,
+    update_count,
+)
+from preamp.doctor.record import Record
+from preamp.doctor.values import module_name
+
+__all__ = ["broken_update", "diverged", "diverged_in_range", "loss_spike", "not_skipped"]
+
+SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
+HARMLESS: Final = 0.2  # of the first losses: what stays below that undoes little
+
+
+def diverged(record: Record, end: Failure, source: Break | None) -> Finding | None:
+    """Find that the loss, the gradients or the weights grew before the run failed."""
+    if not update_count(record, end.start) and end.skips:
+        return None  # nothing was updated
+    losses = record.loss.finite()  # those of skipped steps too: they show what the last update did
+    loss, norm = rise(losses), rise(record.grad_norm.finite())
+    grew = loss is not None and loss.ratio >= TENFOLD
+    norm_grew = norm is not None and norm.ratio >= TENFOLD and (loss is None or loss.ratio >= TWOFOLD)
+    weights = _weights_grew(record, source)
+    if weights is False or _is_sudden(record, end, source):
+        return None
+    if grew or norm_grew:
+        return _divergence(record, loss if grew else None, norm if norm_grew else None, end)
+    is_calm = loss is None or loss.ratio < TWOFOLD
+    elsewhere = source is not None and source.link in ("elsewhere", "backward")
+    if not elsewhere and ((weights and not (losses and is_calm)) or (not losses and updates_grew(record))):
+        return _divergence(record, None, None, end)
+    return _broken_by_updates(record, end, source)
+
+
+def _weights_grew(record: Record, source: Break | None) -> bool | None:
+    """Return whether updates made most weights far larger; False where none grew at all; None else."""
+    if source is None or not record.looks or record.looks[0] is source.look:
+        return None
+    first, last = record.looks[0], source.look
+    weights = grown(first, last, "weight")
+    if not weights:
+        return None
+    if max(weights) < 1:
+        return False
+    outputs = grown(first, last, "activation")
+    most = bool(outputs) and median(outputs) >= FEWEST
+    return True if median(weights) >= FEWEST or (most and max(weights) >= 2) else None
+
+
+def _is_sudden(record: Record, end: Failure, source: Break | None) -> bool:
+    """Return whether one module alone overflowed, from one step to the next, on inputs like those before."""
+    if source is None or not source.in_forward or not source.is_steady:
+        return False
+    for column in (record.loss, record.grad_norm):
+        before = rise(column.finite(0, end.start))
+        if before is not None and before.ratio >= TENFOLD:
+            return False
+    return update_count(record, end.start) >= FEW_UPDATES
+
+
+def _divergence(record: Record, loss: Rise | None, norm: Rise | None, end: Failure | None) -> Finding:
+    parts = []
+    if norm is not None:
+        parts.append(f"the gradient norm rose from {number(norm.base)} to {number(norm.peak)}")
+    if loss is not None:
+        parts.append(f"the loss rose from {number(loss.base)} to {number(loss.peak)}")
+    said = " and ".join(parts or ["weights and the outputs of most modules grew many times over"])
+    when = f" before the run failed at step {record.index[end.start]:,}" if end else ""
+    return Finding(
+        kind="diverged",
+        severity="problem",
+        sentence=f"The training diverged: {said}{when}. The loss scale did not cause this.",
+        advice="Lower the learning rate, by a factor of 10 to begin with, warm it up, or clip the gradients "
+        "(max_norm=1.0).",
+        numbers={
+            **({"first_norm": norm.base, "last_norm": norm.peak} if norm else {}),
+            **({"first_loss": loss.base, "last_loss": loss.peak} if loss else {}),
+        },
+    )
+
+
+def _broken_by_updates(record: Record, end: Failure, source: Break | None) -> Finding | None:
+    """Find that a few updates broke a forward pass that had worked."""
+    updates = update_count(record, end.start)
+    if not 0 < updates < FEW_UPDATES or end.is_backward or not end.skips:
+        return None
+    if source is None and (not end.is_forward or not end.inf):
+        return None
+    if source is not None and (source.link not in ("weights", "module", "between") or source.what == "NaN"):
+        return None
+    if source is not None and source.link == "weights" and not _weights_overflow(source):
+        return None
+    made = "one update" if updates == 1 else f"{updates} updates"
+    return Finding(
+        kind="diverged",
+        severity="problem",
+        sentence=f"The training diverged: after {made} the forward pass gives inf or NaN, on every batch, "
+        "and it worked before. The loss scale did not cause this.",
+        advice="Lower the learning rate, by a factor of 10 to begin with. If that does not help, look at the "
+        "optimizer's other settings, such as eps.",
+        numbers={"updates": updates},
+    )
+
+
+def _weights_overflow(source: Break) -> bool:
+    """Return whether weights are inf, and not NaN alone."""
+    row = source.row
+    return row is not None and row.nans is not None and row.nans < row.histogram.nonfinite
+
+
+def diverged_in_range(record: Record) -> Finding | None:
+    """Find a loss that rose and stayed high in a run whose steps are taken."""
+    losses = record.loss.finite()
+    if len(losses) < SHORT:
+        return None
+    quarter = max(20, len(losses) // 4)
+    first, late = losses[0], median(losses[-quarter:])
+    best = min(median(losses[place : place + LATEST]) for place in range(0, len(losses) - quarter, LATEST))
+    loss = Rise(min(first, best), late)
+    if late <= first or loss.base <= 0.0 or loss.ratio < TENFOLD:
+        return None
+    norms = record.grad_norm.finite()
+    norm = Rise(norms[0], median(norms[-max(20, len(norms) // 4) :])) if norms else None
+    larger = norm is not None and norm.ratio >= TENFOLD
+    grew = updates_grew(record)
+    if grew is False or (grew is None and not larger and late < 2 * first):
+        return None
+    return _divergence(record, loss, norm if larger else None, None)
+
+
+def broken_update(record: Record, end: Failure, source: Break | None) -> Finding:
+    """Return the finding that an update wrote inf or NaN into weights."""
+    step = record.index[end.start]
+    if source is not None and source.link == "weights" and source.row is not None:
+        row = source.row
+        held = "NaN" if row.nans == row.histogram.nonfinite else "inf or NaN"
+        said = (
+            f"{row.histogram.nonfinite:,} of {row.histogram.total:,} weights of {module_name(row.name)} "
+            f"are {held} from step {step:,} on, and nothing had grown before: an update wrote that."
+        )
+        rest = ""
+    else:
+        said = (
+            f"From step {step:,} on, every batch gives NaN in forward, and nothing had grown before: the "
+            "update before it most likely wrote NaN into weights."
+        )
+        said += f" The first is {module_name(source.row.name)}." if source and source.row else ""
+        rest = (
+            " If none of that applies, check `all(p.isfinite().all() for p in model.parameters())`; if "
+            "the weights are finite, check the batches from there on, `x.isfinite().all()`. Then find the "
+            "first module whose output is not finite (a preamp.torch.Lens names it): an operation in it "
+            "makes NaN, or overflows, and may have to run in float32. If all outputs are finite, the loss "
+            "function takes the logarithm of 0."
+        )
+    return Finding(
+        kind="broken update",
+        severity="problem",
+        sentence=said,
+        advice="Go back to a checkpoint before it, and look at the optimizer: eps=0, or an eps that is 0 in "
+        "float16 (1e-8 is), divides zero by zero where a gradient is zero; so does any rule of your own that "
+        f"divides by a norm.{rest}",
+        numbers=counts(end),
+    )
+
+
+def not_skipped(record: Record, end: Failure) -> Finding:
+    """Return the finding that nothing skipped the step that lost the weights."""
+    step = record.index[end.start]
+    return Finding(
+        kind="broken update",
+        severity="problem",
+        sentence=f"The loss is inf or NaN from step {step:,} on, and no step was skipped: the weights have "
+        "taken a gradient that was not finite, and every step after it is lost.",
+        advice="Go back to a checkpoint before that step. Let a scaler skip such steps: GradScaler(policy="
+        "Static(1.0)) does so without scaling.",
+        numbers=counts(end),
+    )
+
+
+def loss_spike(record: Record) -> Finding | None:
+    """Find a loss that rose far for some steps, and came back."""
+    losses = record.loss.finite()
+    if len(losses) < SHORT or min(losses) <= 0.0:
+        return None
+    place = max(range(SPIKE_WINDOW // 2, len(losses)), key=losses.__getitem__)
+    base = median(losses[max(0, place - SPIKE_WINDOW) : max(1, place - SPIKE_STEPS)])
+    if losses[place] < max(SPIKE * base, HARMLESS * median(losses[:SPIKE_STEPS])):
+        return None
+    bound = max(3 * base, math.sqrt(base * losses[place]))
+    low, high = place, place
+    while low > 0 and losses[low - 1] > bound:
+        low -= 1
+    while high + 1 < len(losses) and losses[high + 1] > bound:
+        high += 1
+    after = losses[high + 1 :]
+    if high - low + 1 < SPIKE_STEPS or not after or median(after) > bound:
+        return None
+    return Finding(
+        kind="loss spike",
+        severity="warning",
+        sentence=f"The loss jumped from {number(base)} to {number(losses[place])} near step "
+        f"{record.index[low]:,} and took {high - low + 1:,} steps to come back.",
+        advice="Look at the data and the learning rate of the steps before it; clip the gradients "
+        "(max_norm=1.0).",
+        numbers={"base": base, "peak": losses[place], "steps": high - low + 1},
+    )
