@@ -7,13 +7,12 @@ inner optimizer does with a gradient (Keras), and how a framework computes (`on_
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import keras
 
@@ -413,15 +412,13 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         return {"name": self.name, "inner_optimizer": inner, **described}
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> LossScaleOptimizer:
+    def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
         """Return the optimizer that a configuration describes; one of Keras's own will do.
 
         Raises:
             PolicyError: for what describes none.
         """
-        check_config(config, inspect.signature(cls).parameters)
+        check_config(config, cls)
         settings = dict(config)
         inner = keras.saving.deserialize_keras_object(settings.pop("inner_optimizer"), custom_objects)
         if settings.get("policy") is not None:
@@ -497,7 +494,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             present = [gradient for gradient in unscaled if gradient is not None]
             (was_finite,) = framework.read([framework.are_finite(present)])
         if was_finite:
-            self.inner_optimizer.apply(unscaled, variables)
+            framework.update(self.inner_optimizer, unscaled, variables)
         try:
             self._ledger.advance_on_host(before, Reading(bool(was_finite), **told), framework.write)
         finally:  # the policy may give up
