@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -38,6 +39,19 @@ class Told(LossScaleOptimizer):
     def __init__(self, inner_optimizer: Any, note: str = "", **settings: Any) -> None:
         super().__init__(inner_optimizer, **settings)
         self.note = note
+
+
+@keras.saving.register_keras_serializable("tests")
+@tf_keras.saving.register_keras_serializable("tests")
+class Registered(LossScaleOptimizer):
+    """One with an argument of its own, for files."""
+
+    def __init__(self, inner_optimizer: Any, note: str = "", **settings: Any) -> None:
+        super().__init__(inner_optimizer, **settings)
+        self.note = note
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "note": self.note}
 
 
 # The class.
@@ -110,6 +124,39 @@ def test_a_model_is_compiled_with_a_subclass(kind: str) -> None:
     model.compile(Mine(inner(kind, "SGD", 0.01)), "mse")
     model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
     assert (type(model.optimizer).__name__, model.optimizer.skipped_steps) == ("Mine", 0)
+
+
+@each_kind
+def test_a_configuration_has_the_arguments_of_a_subclass(kind: str) -> None:
+    made = Registered(inner(kind), note="here", initial_scale=8.0)
+    again = Registered.from_config(made.get_config())
+    assert (type(again), again.note, again.initial_scale) == (type(made), "here", 8.0)
+    if kind == "keras":
+        with pytest.raises(PolicyError, match="is no configuration of a LossScaleOptimizer"):
+            Mine.from_config(made.get_config())
+
+
+FORMATS = [
+    ("keras", ".keras"),
+    *[(kind, end) for kind in ("tf_keras", "legacy") for end in (".keras", ".h5", "")],
+]
+
+
+@pytest.mark.parametrize(("kind", "ending"), FORMATS)
+def test_a_registered_subclass_is_saved_and_loaded(kind: str, ending: str, tmp_path: Path) -> None:
+    library = keras if kind == "keras" else tf_keras
+    model = library.Sequential([library.layers.Input((3,)), library.layers.Dense(1)])
+    model.compile(Registered(inner(kind, "SGD", 0.01), note="here", initial_scale=8.0), "mse")
+    for factor in (1.0, INF):
+        model.train_on_batch(np.ones((4, 3)) * factor, np.ones((4, 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tf_keras has an opinion of its older formats
+        model.save(tmp_path / f"model{ending}")
+        again = library.models.load_model(tmp_path / f"model{ending}")
+    found = again.optimizer
+    assert (type(found), found.note, float(found.loss_scale)) == (type(model.optimizer), "here", 4.0)
+    assert found.skipped_steps == 1
+    assert library.saving.get_registered_object("tests>Registered") is Registered
 
 
 @each_kind

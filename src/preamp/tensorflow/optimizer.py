@@ -6,6 +6,7 @@ updates and where the state of the scale is kept: there is one class for each ki
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import types
@@ -312,7 +313,21 @@ def _over(cls: Any, kind: Any) -> Any:
         _MADE[cls, kind] = types.new_class(
             cls.__name__, (cls, kind), exec_body=lambda body: body.update(place)
         )
+    _register_as(_MADE[cls, kind], cls)
     return _MADE[cls, kind]
+
+
+def _register_as(made: Any, cls: Any) -> None:
+    """Give a class the name under which the user has registered the one it was made of, if they have.
+
+    Files then hold that name, and loading finds the user's class: it makes what the file is of.
+    """
+    library = importlib.import_module("keras" if made.KIND == "keras" else "tf_keras")
+    name = library.saving.get_registered_name(cls)
+    package, found, short = name.rpartition(">")
+    if found and library.saving.get_registered_name(made) != name:
+        for each in (made, cls):  # the last one is found by the name
+            library.saving.register_keras_serializable(package, short)(each)
 
 
 def _kind_of_config(config: Any) -> type[Any]:
