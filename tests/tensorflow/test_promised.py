@@ -312,3 +312,40 @@ def test_get_gradients_takes_the_variables_of_keras() -> None:
     optimizer, var = wrapped("keras"), keras.Variable([1.0, 3.0])
     (gradient,) = tf.function(lambda: optimizer.get_gradients(tf.reduce_sum(var.value**2), [var]))()
     assert gradient.numpy().tolist() == [2.0, 6.0]
+
+
+# What is handed to the methods.
+
+
+CALLS: dict[str, tuple[Any, list[Any]]] = {
+    "get_scaled_loss": (lambda o, bad: o.get_scaled_loss(bad), [None, "x", [None]]),
+    "get_scaled_loss, function": (lambda o, bad: o.get_scaled_loss(lambda: bad)(), [None, "x"]),
+    "get_unscaled_gradients": (lambda o, bad: o.get_unscaled_gradients(bad), [None, "x", 3.0, [1.0], ["x"]]),
+    "apply_gradients": (lambda o, bad: o.apply_gradients(bad), [None, "x", 3.0, [1.0], [None], [(1.0,)]]),
+    "minimize": (lambda o, bad: o.minimize(lambda: 1.0, bad), [None, "x", 3.0, [1.0], [None]]),
+    "build": (lambda o, bad: o.build(bad), [None, "x", 3.0, [1.0], [None]]),
+    "finalize": (lambda o, bad: o.finalize_variable_values(bad), ["x", 3.0, [1.0], [None]]),
+    "save": (lambda o, bad: o.save_own_variables(bad), [None, "x", 3.0, []]),
+    "load": (lambda o, bad: o.load_own_variables(bad), [None, "x", 3.0, []]),
+    "from_config": (lambda o, bad: type(o).from_config(bad), [None, "x", 3.0, [], {}]),
+}
+
+
+NEWER = ("build", "finalize", "save", "load")  # which tf_keras's legacy optimizers lack
+REFUSED = [
+    pytest.param(kind, call, bad, id=f"{kind} {name} {bad!r}")
+    for kind in KINDS
+    for name, (call, bads) in CALLS.items()
+    for bad in bads
+    if not (kind == "legacy" and name in NEWER)
+]
+
+
+@pytest.mark.parametrize(("kind", "call", "bad"), REFUSED)
+def test_methods_refuse_what_is_no_list_tensor_or_variable(kind: str, call: Any, bad: Any) -> None:
+    optimizer, var = wrapped(kind), tf.Variable([1.0, 1.0])
+    play(optimizer, "0", var)
+    before = (numbers(optimizer), optimizer.last_step)
+    with pytest.raises((PolicyError, UsageError), match="Write"):
+        call(optimizer, bad)
+    assert (numbers(optimizer), optimizer.last_step) == before

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorflow as tf
 
-from preamp.checks import level_of_caller, shown
+from preamp.checks import level_of_caller, listed_gradients, listed_variables, loss_or_refused, shown
 from preamp.errors import PolicyError, UsageError
 from preamp.policy import Moving, Policy, Static
 from preamp.tensorflow.arguments import ArgumentTypeError
 from preamp.tensorflow_arithmetic import divided, multiplied, unconverted
 from preamp.trace import Step
 
-__all__ = ["LossScaleOptimizer", "check_graph", "check_tape"]
+__all__ = ["LossScaleOptimizer", "check_graph", "check_tape", "flat_variables", "kind_of_config"]
 
 
 _MADE: dict[tuple[Any, Any], Any] = {}  # what a user's subclass became, by the kind of inner optimizer
@@ -179,7 +179,7 @@ class LossScaleOptimizer:
         Raises:
             PolicyError: for what describes none.
         """
-        kind: Any = _over(cls, _kind_of_config(config))
+        kind: Any = _over(cls, kind_of_config(config))
         made: Self = kind.from_config(config, custom_objects)
         return made
 
@@ -223,10 +223,15 @@ class LossScaleOptimizer:
         Args:
             loss: a tensor, or a callable that returns one: then so is the result. Of a half type, it
                 becomes float32: 2**17 is inf in float16.
+
+        Raises:
+            UsageError: for what is not a tensor.
         """
-        self._loss_has_been_scaled = True
         if callable(loss):
-            return lambda: multiplied(loss(), self.loss_scale)
+            self._loss_has_been_scaled = True
+            return lambda: multiplied(loss_or_refused(loss()), self.loss_scale)
+        loss_or_refused(loss)
+        self._loss_has_been_scaled = True
         return multiplied(loss, self.loss_scale)
 
     @unconverted
@@ -236,7 +241,11 @@ class LossScaleOptimizer:
         Args:
             grads: tensors or `tf.IndexedSlices`. None stays None. Those of a half type become float32:
                 1 / 2**25 is 0 in float16.
+
+        Raises:
+            UsageError: for what is not a list of tensors.
         """
+        grads = listed_gradients("grads", grads, "get_unscaled_gradients(tape.gradient(loss, variables))")
         self._gradients_have_been_unscaled = True
         return divided(grads, self.loss_scale)
 
@@ -252,7 +261,7 @@ class LossScaleOptimizer:
             UsageError: outside of a graph, where TensorFlow has gradients of a tape only.
         """
         check_graph()
-        variables = tf.nest.flatten(params)
+        variables = flat_variables("params", params)
         tensors = [
             v if tf.is_tensor(v) or isinstance(v, tf.Variable) else v.value for v in variables
         ]  # of Keras
@@ -288,6 +297,11 @@ def check_tape(loss: Any, tape: Any) -> None:
             f"loss={loss!r} was computed without a tape. Write minimize(lambda: loss_of(model), variables), "
             "or minimize(loss, variables, tape=tape)."
         )
+
+
+def flat_variables(name: str, variables: Any) -> list[Any]:
+    """Return a variable, or several in lists and dicts, as one list. Refuse anything else."""
+    return listed_variables(name, tf.nest.flatten(variables), "minimize(loss_fn, model.trainable_variables)")
 
 
 def check_graph() -> None:
@@ -330,7 +344,7 @@ def _register_as(made: Any, cls: Any) -> None:
             library.saving.register_keras_serializable(package, short)(each)
 
 
-def _kind_of_config(config: Any) -> type[Any]:
+def kind_of_config(config: Any) -> type[Any]:
     """Return the class for a configuration, by what the three libraries write of an inner optimizer."""
     inner = config.get("inner_optimizer") if isinstance(config, Mapping) else None
     if inner is not None and not isinstance(inner, Mapping):
