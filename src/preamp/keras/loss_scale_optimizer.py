@@ -609,6 +609,8 @@ def _tensor(gradient: Any) -> Any:
     if gradient is None or keras.ops.is_tensor(gradient):
         return gradient
     try:
+        if isinstance(gradient, str | bytes):  # TensorFlow has tensors of words
+            raise TypeError("a word")
         return keras.ops.convert_to_tensor(gradient)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
