@@ -11,11 +11,11 @@ import reprlib
 import struct
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from preamp.errors import InexactScale, PolicyError
+from preamp.errors import InexactScale, PolicyError, UsageError
 
 __all__ = [
     "FLOAT32_MAX",
@@ -24,10 +24,16 @@ __all__ = [
     "assign",
     "between",
     "callable_or_none",
+    "check_store",
     "is_number",
     "level_of_caller",
+    "listed",
+    "listed_gradients",
+    "listed_variables",
+    "loss_or_refused",
     "not_subnormal",
     "one_of",
+    "paired",
     "positive",
     "power_of_two",
     "shown",
@@ -123,6 +129,55 @@ def callable_or_none(name: str, value: Any, instead: str) -> None:
     """Refuse what is neither None nor can be called."""
     if value is not None and not callable(value):
         raise PolicyError(f"{name}={shown(value)} cannot be called. Write {instead}.")
+
+
+def listed(name: str, values: Any, instead: str) -> list[Any]:
+    """Return values as a list. Refuse what is not several: a number, a word, one tensor or variable."""
+    if isinstance(values, str | bytes) or hasattr(values, "dtype") or not isinstance(values, Iterable):
+        raise UsageError(f"{name}={shown(values)} is not a list. Write {instead}.")
+    return list(values)
+
+
+def listed_variables(name: str, values: Any, instead: str) -> list[Any]:
+    """Return variables as a list. Refuse what is not several, and what nothing can be assigned to."""
+    found = listed(name, values, instead)
+    for value in found:
+        if not (hasattr(value, "dtype") and hasattr(value, "assign")):
+            raise UsageError(f"{shown(value)} among {name} is not a variable. Write {instead}.")
+    return found
+
+
+def loss_or_refused(loss: Any) -> Any:
+    """Return a loss: a number, a tensor or a list of these. Refuse anything else, such as None."""
+    parts = loss if isinstance(loss, list | tuple) else [loss]
+    if all(hasattr(part, "dtype") or isinstance(part, Real | list | tuple) for part in parts):
+        return loss
+    raise UsageError(f"loss={shown(loss)} is not a tensor. Write loss_fn(targets, model(inputs)).")
+
+
+def listed_gradients(name: str, values: Any, instead: str) -> list[Any]:
+    """Return gradients as a list: tensors, and None for a variable without one."""
+    found = listed(name, values, instead)
+    for value in found:
+        if not (value is None or hasattr(value, "dtype")):
+            raise UsageError(f"{shown(value)} among {name} is not a tensor. Write {instead}.")
+    return found
+
+
+def paired(grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    """Return pairs of gradients and variables. Refuse anything else."""
+    instead = "apply_gradients(zip(gradients, model.trainable_variables))"
+    pairs = listed("grads_and_vars", grads_and_vars, instead)
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2):
+            raise UsageError(f"{shown(pair)} is not a gradient with its variable. Write {instead}.")
+    return pairs
+
+
+def check_store(store: Any) -> None:
+    """Refuse what does not map names to arrays, as a dict and Keras's files do."""
+    if not (hasattr(store, "keys") and hasattr(store, "__getitem__")):
+        raise UsageError(f"store={shown(store)} is not a dict. Write store = {{}}.")
 
 
 def power_of_two(name: str, value: Any, *, most: int, instead: str) -> None:

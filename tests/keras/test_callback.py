@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import resource
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from preamp import Dynamic, Reading, Starved, Static, Step, Trace, TraceError, U
 from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.seeing import Remembering
 
-from .driving import BACKEND
+from .driving import BACKEND, dtype_policy
 from .test_training import BATCH, OVERFLOWING, ROWS, adam, data, fit, jit, model_of
 
 STEPS = ROWS // BATCH
@@ -227,3 +228,42 @@ def test_one_batch_without_a_finite_loss_is_one_step_of_the_record() -> None:
     finite = [None if step.loss is None else math.isfinite(step.loss) for step in callback.trace]
     assert finite == [True, True, False, None, None, None] * 2
     assert [step.skipped for step in callback.trace] == [False, False, True, False, False, False] * 2
+
+
+@pytest.mark.parametrize("steps", [1] if BACKEND == "torch" else [1, 3, STEPS])  # Keras allows 1 on torch
+def test_a_skipped_step_that_no_callback_follows_is_told_of_once(steps: int) -> None:
+    callback = TraceCallback()
+    model = model_of(LossScaleOptimizer(adam(), policy=POLICY), steps_per_execution=steps)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        history = fit(model, 2, callbacks=[callback])
+    recorded = range(steps - 1, 2 * STEPS, steps)
+    missing = OVERFLOWING not in recorded
+    assert [step.index for step in callback.trace] == list(recorded)
+    assert sum(step.skipped for step in callback.trace) == (0 if missing else 2)
+    messages = [str(each.message) for each in told if "are not in the trace" in str(each.message)]
+    assert [message.startswith(f"1 of {steps - 1} steps") for message in messages] == [True] * missing
+    assert history["skipped_steps"] == [1, 2]
+
+
+@pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}], ids=str)
+def test_nothing_is_missing_between_fits(settings: dict[str, Any]) -> None:
+    """And steps that are taken without callbacks, between two fits, are none of the next."""
+    callback, x_y = TraceCallback(), data(True)
+    model = model_of(LossScaleOptimizer(adam(), policy=POLICY), **settings)
+    fit(model, 1, callbacks=[callback])
+    for _ in range(2):
+        model.train_on_batch(x_y[0][:BATCH] * math.inf, x_y[1][:BATCH])
+    fit(model, 3, initial_epoch=1, validation_data=data(False), callbacks=[callback])
+    assert [step.index for step in callback.trace] == [*range(STEPS), *range(STEPS + 2, 3 * STEPS + 2)]
+    assert sum(step.skipped for step in callback.trace) == model.optimizer.skipped_steps - 2 == 3
+
+
+@pytest.mark.parametrize("optimizer", ["adam", keras.optimizers.Adam(0.1)], ids=["name", "optimizer"])
+def test_keras_own_wrapper_is_told_from_this_one(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compile` does not look up the name that others replace."""
+    monkeypatch.setattr(keras.optimizers, "LossScaleOptimizer", LossScaleOptimizer)
+    with dtype_policy("mixed_float16"):
+        model = model_of(optimizer)
+    with pytest.raises(UsageError, match=r"compile wraps .* Write compile\(optimizer=preamp\.keras"):
+        fit(model, 1, callbacks=[TraceCallback()])

@@ -215,3 +215,65 @@ def test_a_property_that_fails_says_why() -> None:
 
     with pytest.raises(AttributeError, match="tomorrow is not known"):
         _ = Odd(sgd()).scale_of_tomorrow
+
+
+NO_LIST = [None, "x", 3.0, ["x"]]
+NO_VARIABLES = [*NO_LIST[1:], [1.0], [None]]
+CALLS: dict[str, tuple[Any, list[Any]]] = {
+    "build": (lambda o, v, bad: o.build(bad), [None, *NO_VARIABLES]),
+    "scale_loss": (lambda o, v, bad: o.scale_loss(bad), [None, "x", [None], {}, len]),
+    "stateless_scale_loss": (lambda o, v, bad: o.stateless_scale_loss(bad, 1.0), [*NO_LIST, [], [1.0]]),
+    "apply": (lambda o, v, bad: o.apply(bad, [v]), [*NO_LIST, [1.0, 1.0], [{}]]),
+    "apply, variables": (lambda o, v, bad: o.apply([tensor([1.0, 1.0])], bad), [*NO_VARIABLES, []]),
+    "apply_gradients": (lambda o, v, bad: o.apply_gradients(bad), [*NO_LIST, [None], [(1.0,)], [("x", 1.0)]]),
+    "stateless_apply": (
+        lambda o, v, bad: o.stateless_apply(bad, [tensor([1.0, 1.0])], [v.value]),
+        [None, "x", 3.0, [None]],
+    ),
+    "stateless_apply, gradients": (
+        lambda o, v, bad: o.stateless_apply([w.value for w in o.variables], bad, [v.value]),
+        [None, "x", 3.0, []],
+    ),
+    "stateless_apply, variables": (
+        lambda o, v, bad: o.stateless_apply([w.value for w in o.variables], [None], bad),
+        [None, "x", 3.0, [None]],
+    ),
+    "finalize": (lambda o, v, bad: o.finalize_variable_values(bad), NO_VARIABLES),
+    "exclude": (lambda o, v, bad: o.exclude_from_weight_decay(bad), NO_VARIABLES),
+    "exclude, names": (lambda o, v, bad: o.exclude_from_weight_decay(var_names=bad), ["bias", 3.0, [1.0]]),
+    "set_weights": (lambda o, v, bad: o.set_weights(bad), [*NO_LIST, [], [1.0]]),
+    "set_weights, one": (
+        lambda o, v, bad: o.set_weights([*[w.numpy() * 0 + 1 for w in o.variables[:-1]], bad]),
+        [None, "x", [1.0, 2.0, 3.0]],
+    ),
+    "save": (lambda o, v, bad: o.save_own_variables(bad), [None, "x", 3.0, []]),
+    "load": (lambda o, v, bad: o.load_own_variables(bad), [None, "x", 3.0, []]),
+    "from_config": (lambda o, v, bad: LossScaleOptimizer.from_config(bad), [None, "x", 3.0, [], {}]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:gradients come to")
+@pytest.mark.parametrize(
+    ("call", "bad"),
+    [pytest.param(call, bad, id=f"{name} {bad!r}") for name, (call, bads) in CALLS.items() for bad in bads],
+)
+def test_methods_refuse_what_is_no_list_tensor_or_variable(call: Any, bad: Any) -> None:
+    run = Run(LossScaleOptimizer(sgd(momentum=0.5, use_ema=True)), [1.0, 2.0])
+    before = run.everything()
+    with pytest.raises((UsageError, PolicyError), match="Write"):
+        call(run.optimizer, run.variables[0], bad)
+    assert same(run.everything(), before)
+
+
+def test_a_refused_call_builds_nothing() -> None:
+    optimizer, variable = LossScaleOptimizer(sgd()), keras.Variable([1.0])
+    with pytest.raises(UsageError, match="2 gradients came for 1 variables"):
+        optimizer.apply([tensor([1.0]), tensor([1.0])], [variable])
+    assert not optimizer.built
+
+
+def test_variables_are_taken_for_their_values() -> None:
+    first, second = Run(LossScaleOptimizer(sgd()), [1.0, 2.0]), Run(LossScaleOptimizer(sgd()), [3.0, 4.0])
+    first.step([1.0, 1.0])
+    second.optimizer.set_weights(first.optimizer.variables)
+    assert second.optimizer.last_step == first.optimizer.last_step._replace(loss=None)

@@ -23,6 +23,7 @@ from preamp import (
     Histogram,
     LogMax,
     Policy,
+    PolicyError,
     Starved,
     Static,
     Tolerant,
@@ -374,3 +375,25 @@ def test_a_compiled_run_that_gave_up_goes_on_when_it_is_loaded(tmp_path: Path) -
     again = saved(model, tmp_path)
     again.optimizer.check_starved()
     assert again.optimizer.loss_scale == 2.0
+
+
+@keras.saving.register_keras_serializable("tests")
+class Noted(LossScaleOptimizer):
+    """A subclass with an argument of its own."""
+
+    def __init__(self, inner_optimizer: Any, note: str = "", **settings: Any) -> None:
+        super().__init__(inner_optimizer, **settings)
+        self.note = note
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "note": self.note}
+
+
+def test_a_subclass_with_an_argument_of_its_own_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = model_of(Noted(keras.optimizers.Adam(0.125), note="here", initial_scale=8.0))
+    train(model, "01")
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras").optimizer
+    assert (type(again), again.note, again.loss_scale) == (Noted, "here", model.optimizer.loss_scale)
+    with pytest.raises(PolicyError, match="is no configuration of a LossScaleOptimizer"):
+        Noted.from_config({**again.get_config(), "unknown": 1})

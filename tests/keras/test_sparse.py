@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import Headroom
+from preamp import Headroom, Static
 from preamp.keras import LossScaleOptimizer
 
 from .driving import BACKEND, INF, Stock, array, close, same, tensor
@@ -172,3 +172,57 @@ def test_gradients_that_are_no_tensors_are_taken_as_keras_takes_them(kind: str) 
         after.append(array(value))
     assert same(*([each] for each in after))
     assert after[0].tolist() == [0.5, 2.0]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clipnorm": {"clipnorm": 1.0},
+    "clipvalue": {"clipvalue": 1.0},
+    "global_clipnorm": {"global_clipnorm": 1.0},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "accumulation, clipped": {"gradient_accumulation_steps": 2, "clipnorm": 1.0},
+    "weight_decay": {"weight_decay": 0.25},
+    "ema": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+}
+
+
+@each_way
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("inner", ["Adam", "Adagrad"])
+def test_a_sparse_gradient_works_with_every_setting(inner: str, settings: str, compiled: bool) -> None:
+    """Bit for bit as under the bare optimizer where that takes it, else as it takes the same one dense."""
+    places = [3, 3]
+
+    def make() -> Any:
+        return getattr(keras.optimizers, inner)(0.125, **SETTINGS[settings])
+
+    optimizer = LossScaleOptimizer(make(), SCALE)
+    ours = train(optimizer, [sparse(ROWS * SCALE, places)] * 2, compiled=compiled)
+    try:
+        theirs = train(make(), [sparse(ROWS, places)] * 2, compiled=compiled)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        assert close(ours, train(make(), [tensor(dense(ROWS, places))] * 2))
+    else:
+        assert same(ours, theirs)
+    assert (optimizer.skipped_steps, optimizer.last_step.index) == (0, 1)
+
+
+@each_way
+def test_an_overflow_among_sparse_gradients_is_dropped_while_accumulating(compiled: bool) -> None:
+    def after(*rows: np.ndarray) -> list[np.ndarray]:
+        inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+        optimizer = LossScaleOptimizer(inner, policy=Static(SCALE))
+        return train(optimizer, [sparse(row * SCALE, [0, 2]) for row in rows], compiled=compiled)
+
+    assert same(after(ROWS, ROWS * INF, ROWS * 2), after(ROWS, ROWS * 2))
+
+
+@each_way
+def test_an_error_of_the_inner_optimizer_over_sparse_gradients_stays_its_own(compiled: bool) -> None:
+    class Broken(keras.optimizers.SGD):
+        def update_step(self, *arguments: Any) -> None:
+            raise ValueError("broken on purpose")
+
+        _parallel_update_step = update_step
+
+    with pytest.raises(ValueError, match="broken on purpose"):
+        train(LossScaleOptimizer(Broken(0.5)), [sparse(ROWS, [0, 2])], compiled=compiled)

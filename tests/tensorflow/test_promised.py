@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -38,6 +39,19 @@ class Told(LossScaleOptimizer):
     def __init__(self, inner_optimizer: Any, note: str = "", **settings: Any) -> None:
         super().__init__(inner_optimizer, **settings)
         self.note = note
+
+
+@keras.saving.register_keras_serializable("tests")
+@tf_keras.saving.register_keras_serializable("tests")
+class Registered(LossScaleOptimizer):
+    """One with an argument of its own, for files."""
+
+    def __init__(self, inner_optimizer: Any, note: str = "", **settings: Any) -> None:
+        super().__init__(inner_optimizer, **settings)
+        self.note = note
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "note": self.note}
 
 
 # The class.
@@ -110,6 +124,39 @@ def test_a_model_is_compiled_with_a_subclass(kind: str) -> None:
     model.compile(Mine(inner(kind, "SGD", 0.01)), "mse")
     model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
     assert (type(model.optimizer).__name__, model.optimizer.skipped_steps) == ("Mine", 0)
+
+
+@each_kind
+def test_a_configuration_has_the_arguments_of_a_subclass(kind: str) -> None:
+    made = Registered(inner(kind), note="here", initial_scale=8.0)
+    again = Registered.from_config(made.get_config())
+    assert (type(again), again.note, again.initial_scale) == (type(made), "here", 8.0)
+    if kind == "keras":
+        with pytest.raises(PolicyError, match="is no configuration of a LossScaleOptimizer"):
+            Mine.from_config(made.get_config())
+
+
+FORMATS = [
+    ("keras", ".keras"),
+    *[(kind, end) for kind in ("tf_keras", "legacy") for end in (".keras", ".h5", "")],
+]
+
+
+@pytest.mark.parametrize(("kind", "ending"), FORMATS)
+def test_a_registered_subclass_is_saved_and_loaded(kind: str, ending: str, tmp_path: Path) -> None:
+    library = keras if kind == "keras" else tf_keras
+    model = library.Sequential([library.layers.Input((3,)), library.layers.Dense(1)])
+    model.compile(Registered(inner(kind, "SGD", 0.01), note="here", initial_scale=8.0), "mse")
+    for factor in (1.0, INF):
+        model.train_on_batch(np.ones((4, 3)) * factor, np.ones((4, 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tf_keras has an opinion of its older formats
+        model.save(tmp_path / f"model{ending}")
+        again = library.models.load_model(tmp_path / f"model{ending}")
+    found = again.optimizer
+    assert (type(found), found.note, float(found.loss_scale)) == (type(model.optimizer), "here", 4.0)
+    assert found.skipped_steps == 1
+    assert library.saving.get_registered_object("tests>Registered") is Registered
 
 
 @each_kind
@@ -265,3 +312,40 @@ def test_get_gradients_takes_the_variables_of_keras() -> None:
     optimizer, var = wrapped("keras"), keras.Variable([1.0, 3.0])
     (gradient,) = tf.function(lambda: optimizer.get_gradients(tf.reduce_sum(var.value**2), [var]))()
     assert gradient.numpy().tolist() == [2.0, 6.0]
+
+
+# What is handed to the methods.
+
+
+CALLS: dict[str, tuple[Any, list[Any]]] = {
+    "get_scaled_loss": (lambda o, bad: o.get_scaled_loss(bad), [None, "x", [None]]),
+    "get_scaled_loss, function": (lambda o, bad: o.get_scaled_loss(lambda: bad)(), [None, "x"]),
+    "get_unscaled_gradients": (lambda o, bad: o.get_unscaled_gradients(bad), [None, "x", 3.0, [1.0], ["x"]]),
+    "apply_gradients": (lambda o, bad: o.apply_gradients(bad), [None, "x", 3.0, [1.0], [None], [(1.0,)]]),
+    "minimize": (lambda o, bad: o.minimize(lambda: 1.0, bad), [None, "x", 3.0, [1.0], [None]]),
+    "build": (lambda o, bad: o.build(bad), [None, "x", 3.0, [1.0], [None]]),
+    "finalize": (lambda o, bad: o.finalize_variable_values(bad), ["x", 3.0, [1.0], [None]]),
+    "save": (lambda o, bad: o.save_own_variables(bad), [None, "x", 3.0, []]),
+    "load": (lambda o, bad: o.load_own_variables(bad), [None, "x", 3.0, []]),
+    "from_config": (lambda o, bad: type(o).from_config(bad), [None, "x", 3.0, [], {}]),
+}
+
+
+NEWER = ("build", "finalize", "save", "load")  # which tf_keras's legacy optimizers lack
+REFUSED = [
+    pytest.param(kind, call, bad, id=f"{kind} {name} {bad!r}")
+    for kind in KINDS
+    for name, (call, bads) in CALLS.items()
+    for bad in bads
+    if not (kind == "legacy" and name in NEWER)
+]
+
+
+@pytest.mark.parametrize(("kind", "call", "bad"), REFUSED)
+def test_methods_refuse_what_is_no_list_tensor_or_variable(kind: str, call: Any, bad: Any) -> None:
+    optimizer, var = wrapped(kind), tf.Variable([1.0, 1.0])
+    play(optimizer, "0", var)
+    before = (numbers(optimizer), optimizer.last_step)
+    with pytest.raises((PolicyError, UsageError), match="Write"):
+        call(optimizer, bad)
+    assert (numbers(optimizer), optimizer.last_step) == before

@@ -6,8 +6,9 @@ optimizer does with gradients (`inner`).
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from preamp.checks import level_of_caller, not_subnormal, positive, shown
@@ -107,19 +108,32 @@ def check_rule(scale: Any, steps: Any) -> None:
         )
 
 
-def check_config(config: Any, known: Collection[str]) -> None:
+def check_config(config: Any, kind: type) -> None:
     """Refuse a configuration that no LossScaleOptimizer has returned.
 
     Args:
         config: what was read.
-        known: the arguments of the class.
+        kind: the class that is to be made of it.
 
     Raises:
         PolicyError: for what is no mapping, lacks the inner optimizer, or has an unknown entry.
     """
     entries = config if isinstance(config, Mapping) else {}
-    if not entries.get("inner_optimizer") or set(entries) - set(known):
+    if not entries.get("inner_optimizer") or set(entries) - _arguments(kind):
         raise PolicyError(
             f"{shown(config)} is no configuration of a LossScaleOptimizer: that has an inner_optimizer and "
             "arguments. Write optimizer.get_config() to get one."
         )
+
+
+def _arguments(kind: type) -> set[str]:
+    """Return the names of a class's arguments: with `**settings`, of its base's as well."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters
+        names.update(parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names

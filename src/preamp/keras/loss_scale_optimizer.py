@@ -7,17 +7,25 @@ inner optimizer does with a gradient (Keras), and how a framework computes (`on_
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import keras
+import numpy as np
 
-from preamp.checks import level_of_caller
+from preamp.checks import (
+    check_store,
+    level_of_caller,
+    listed,
+    listed_variables,
+    loss_or_refused,
+    paired,
+    shown,
+)
 from preamp.errors import PolicyError, UsageError
 from preamp.keras.arguments import check_config, check_rule, rule
 from preamp.keras.inner import (
@@ -223,7 +231,12 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         self._ledger.raise_if_starved(self._numbers())
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Make the inner optimizer's variables."""
+        """Make the inner optimizer's variables.
+
+        Raises:
+            UsageError: for what is not a list of variables.
+        """
+        var_list = listed_variables("var_list", var_list, "build(model.trainable_variables)")
         halves = [variable for variable in var_list if _dtype(variable) == "float16"]
         if halves and not self.built:
             warnings.warn(
@@ -239,8 +252,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Return the loss times the scale, in float32 or wider.
 
         Raises:
-            UsageError: on JAX under `jit`, where the scale of this moment would be compiled in.
+            UsageError: for what is not a tensor; on JAX under `jit`, where the scale of this moment would be
+                compiled in.
         """
+        loss_or_refused(loss)
         self._was_scaled = True
         if not isinstance(self.policy, Static) and framework.bakes(self.dynamic_scale.value):
             raise UsageError(
@@ -273,16 +288,15 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         Raises:
             ValueError: as Keras, without variables, for unknown ones and if all gradients are None.
             CountError: for gradients and variables that do not match in number.
-            UsageError: on JAX under `jit`.
+            UsageError: for what are not tensors or variables; on JAX under `jit`.
             Starved: if the policy was told to give up. The variables are as they were.
         """
-        gradients = [_tensor(gradient) for gradient in grads]
+        instead = "apply(gradients, model.trainable_variables)"
+        gradients = [_tensor(gradient) for gradient in listed("grads", grads, instead)]
         if not gradients:
             return
         if trainable_variables is not None:
-            variables = list(trainable_variables)
-            if not self.built:
-                self.build(variables)
+            variables = listed_variables("trainable_variables", trainable_variables, instead)
         elif self.built:
             variables = list(self._trainable_variables)
         else:
@@ -292,12 +306,18 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                 f"{len(gradients)} gradients came for {len(variables)} variables. Write None for a variable "
                 "without a gradient."
             )
+        if not self.built:
+            self.build(variables)
         self._warn_if_never_scaled()
         framework.apply(self, gradients, variables, self.dynamic_scale)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
-        """Do what `apply` does with pairs of gradients and variables; return `iterations`."""
-        pairs = list(grads_and_vars)
+        """Do what `apply` does with pairs of gradients and variables; return `iterations`.
+
+        Raises:
+            UsageError: for what are not pairs, besides what `apply` raises.
+        """
+        pairs = paired(grads_and_vars)
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         return self.iterations
 
@@ -314,7 +334,12 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         Raises:
             ValueError: as Keras, before `build`, for variables of another number, and on TensorFlow.
             CountError: for gradients of another number.
+            UsageError: for what is not a list of values.
         """
+        instead = "stateless_apply(optimizer_variables, grads, trainable_variables), three lists of values"
+        grads = listed("grads", grads, instead)
+        optimizer_variables = _listed_values("optimizer_variables", optimizer_variables, instead)
+        trainable_variables = _listed_values("trainable_variables", trainable_variables, instead)
         if self.built and len(grads) != len(self._trainable_variables):
             raise CountError(
                 f"{len(grads)} gradients came for {len(self._trainable_variables)} variables. Write None for "
@@ -322,7 +347,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             )
         return super(BaseLossScaleOptimizer, self).stateless_apply(  # type: ignore[no-any-return]
             framework.stateless_inputs(optimizer_variables),
-            list(grads),
+            grads,
             framework.stateless_inputs(trainable_variables),
         )
 
@@ -333,20 +358,38 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             var_list: the variables. None: those it was built with.
 
         Raises:
-            UsageError: without variables, before it was built.
+            UsageError: without variables, before it was built, and for what is not a list of variables.
         """
+        instead = "finalize_variable_values(model.trainable_variables)"
         if var_list is None and not self.built:
-            raise UsageError(
-                "the optimizer has no variables yet. Write "
-                "finalize_variable_values(model.trainable_variables)."
-            )
+            raise UsageError(f"the optimizer has no variables yet. Write {instead}.")
+        if var_list is not None:
+            var_list = listed_variables("var_list", var_list, instead)
         self.inner_optimizer.finalize_variable_values(
             self._trainable_variables if var_list is None else var_list
         )
 
-    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
-        """Exclude variables from the inner optimizer's weight decay, before it is built."""
-        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """Exclude variables from the inner optimizer's weight decay, before it is built.
+
+        Args:
+            var_list: variables to exclude.
+            var_names: parts of names; a variable whose name has one of them is excluded.
+
+        Raises:
+            ValueError: as Keras, once it is built.
+            UsageError: for what are not lists. A word would exclude every name with one of its letters.
+        """
+        if var_list is not None:
+            var_list = listed_variables("var_list", var_list, "exclude_from_weight_decay([layer.bias])")
+        if var_names is not None:
+            instead = "exclude_from_weight_decay(var_names=['bias'])"
+            var_names = listed("var_names", var_names, instead)
+            if not all(isinstance(name, str) for name in var_names):
+                raise UsageError(f"var_names={shown(var_names)} are not names. Write {instead}.")
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Set the values of `variables`, all of them.
@@ -354,12 +397,20 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         Raises:
             CountError: for another number of values, or before `build`.
             PolicyError: for a scale or count that nobody could go on with.
+            UsageError: for what is not a list, or a value of another shape. Nothing was set.
         """
         if not self.built:
             raise CountError(
                 "there are no variables to set yet. Write optimizer.build(model.trainable_variables)."
             )
         values = {id(v): value for v, value in zip(self.variables, self._counted(weights), strict=True)}
+        for variable in self.variables:
+            value = values[id(variable)]
+            if isinstance(value, str) or tuple(np.shape(value)) != tuple(variable.shape):
+                raise UsageError(
+                    f"{shown(value)} is not a value for {variable.path}, of shape {tuple(variable.shape)}. "
+                    "Write set_weights([variable.numpy() for variable in other.variables])."
+                )
         self._ledger.state_of({v.name: float(values[id(v)]) for v in self._ledger.state})
         for variable in self.variables:
             variable.assign(values[id(variable)])
@@ -369,6 +420,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
         A file has those beside it, once, where Keras writes them.
         """
+        check_store(store)
         if isinstance(store, dict):
             self.inner_optimizer.save_own_variables(store)
         for variable in self._ledger.variables:
@@ -379,6 +431,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
         A scale that is fixed here stays; one that nobody could go on with starts anew. A warning says so.
         """
+        check_store(store)
         inner, saved = self.inner_optimizer, saved_state(store)
         if saved is not None:
             self._ledger.load(saved)
@@ -413,15 +466,13 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         return {"name": self.name, "inner_optimizer": inner, **described}
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> LossScaleOptimizer:
+    def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
         """Return the optimizer that a configuration describes; one of Keras's own will do.
 
         Raises:
             PolicyError: for what describes none.
         """
-        check_config(config, inspect.signature(cls).parameters)
+        check_config(config, cls)
         settings = dict(config)
         inner = keras.saving.deserialize_keras_object(settings.pop("inner_optimizer"), custom_objects)
         if settings.get("policy") is not None:
@@ -470,6 +521,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         return list(framework.read([*[variable.value for variable in self._ledger.variables], *more]))
 
     def _counted(self, values: Sequence[Any]) -> Sequence[Any]:
+        values = _listed_values("values", values, "[variable.value for variable in optimizer.variables]")
         if len(values) != len(self.variables):
             raise CountError(
                 f"{len(values)} values came for the optimizer's {len(self.variables)} variables. "
@@ -497,7 +549,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             present = [gradient for gradient in unscaled if gradient is not None]
             (was_finite,) = framework.read([framework.are_finite(present)])
         if was_finite:
-            self.inner_optimizer.apply(unscaled, variables)
+            framework.update(self.inner_optimizer, unscaled, variables)
         try:
             self._ledger.advance_on_host(before, Reading(bool(was_finite), **told), framework.write)
         finally:  # the policy may give up
@@ -556,7 +608,22 @@ def _tensor(gradient: Any) -> Any:
     """Return a gradient as the backend has it, which Keras accepts as NumPy arrays and lists as well."""
     if gradient is None or keras.ops.is_tensor(gradient):
         return gradient
-    return keras.ops.convert_to_tensor(gradient)
+    try:
+        if isinstance(gradient, str | bytes):  # TensorFlow has tensors of words
+            raise TypeError("a word")
+        return keras.ops.convert_to_tensor(gradient)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{shown(gradient)} among the gradients is not a tensor. Write None for a variable without one."
+        ) from error
+
+
+def _listed_values(name: str, values: Any, instead: str) -> list[Any]:
+    """Return the values of variables as a list, none of which may lack. A variable is taken for its value."""
+    found = [v.value if isinstance(v, keras.Variable) else v for v in listed(name, values, instead)]
+    if any(value is None for value in found):
+        raise UsageError(f"{name}={shown(found)} has no value for a variable. Write {instead}.")
+    return found
 
 
 def _kept(variable: Any) -> bool:

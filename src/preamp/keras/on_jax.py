@@ -27,6 +27,7 @@ __all__ = [
     "seen",
     "stateless_inputs",
     "unscale",
+    "update",
     "write",
 ]
 
@@ -54,17 +55,15 @@ def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], sc
 def _apply_traced(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
     """Update in one branch of a `cond`, nothing in the other; XLA fuses unscaling with what comes after."""
     inner = optimizer.inner_optimizer
-    mutable = [*inner._trainable_variables, *inner.variables]
+    mutable = _mutable(inner)
     before = [variable.value for variable in mutable]
 
-    def update() -> list[Any]:
+    def take() -> list[Any]:
         unscaled, _ = optimizer._unscaled(gradients, variables, scale)
-        with keras.StatelessScope(state_mapping=list(zip(mutable, before, strict=True))) as scope:
-            inner.apply(unscaled, variables)
-        return [scope.get_current_value(variable) for variable in mutable]
+        return _updated(inner, unscaled, variables, before)
 
     _, finite = optimizer._unscaled(gradients, variables, scale)
-    after = jax.lax.cond(finite, update, lambda: before)
+    after = jax.lax.cond(finite, take, lambda: before)
     for variable, value in zip(mutable, after, strict=True):
         variable.assign(value)
     seen = optimizer._seen(gradients, variables, scale)
@@ -75,6 +74,43 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
     """Choose. Of two Python numbers no weakly typed one: for it the next step would be compiled anew."""
     chosen = jnp.where(condition, yes, no)
     return chosen.astype(chosen.dtype)
+
+
+def update(inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Have the inner optimizer update the variables, with what it cannot apply sparse made dense."""
+    if not any(isinstance(gradient, JAXSparse) for gradient in gradients):
+        inner.apply(gradients, variables)
+        return
+    mutable = _mutable(inner)
+    after = _updated(inner, gradients, variables, [variable.value for variable in mutable])
+    for variable, value in zip(mutable, after, strict=True):
+        variable.assign(value)
+
+
+def _mutable(inner: Any) -> list[Any]:
+    """Return what an update may change."""
+    return [*inner._trainable_variables, *inner.variables]
+
+
+def _updated(inner: Any, gradients: Sequence[Any], variables: Sequence[Any], before: list[Any]) -> list[Any]:
+    """Return the values of `_mutable` after an update, for those before it. Nothing is written.
+
+    Whether an optimizer can apply a sparse gradient depends on its class, on how it clips and accumulates,
+    under `jit` on `unique_indices` as well, and on the release of Keras. Nothing is lost by trying.
+    """
+
+    def updated(gradients: Sequence[Any]) -> list[Any]:
+        with keras.StatelessScope(state_mapping=list(zip(mutable, before, strict=True))) as scope:
+            inner.apply(gradients, variables)
+        return [scope.get_current_value(variable) for variable in mutable]
+
+    mutable = _mutable(inner)
+    try:
+        return updated(gradients)
+    except (NotImplementedError, TypeError, ValueError):
+        if not any(isinstance(gradient, JAXSparse) for gradient in gradients):
+            raise
+    return updated([g.todense() if isinstance(g, JAXSparse) else g for g in gradients])
 
 
 def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:

@@ -24,6 +24,7 @@ __all__ = [
     "seen",
     "stateless_inputs",
     "unscale",
+    "update",
     "write",
 ]
 
@@ -54,7 +55,7 @@ def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], sc
     unscaled, finite = optimizer._unscaled(gradients, variables, scale)
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         reading = Reading(finite, **seen)
-        _update_or_skip(optimizer, reading, lambda: optimizer.inner_optimizer.apply(unscaled, variables))
+        _update_or_skip(optimizer, reading, lambda: update(optimizer.inner_optimizer, unscaled, variables))
     else:
         told = {"finite": finite, **seen}
         replica.merge_call(_in_cross_replica_context, args=(optimizer, told, unscaled, variables))
@@ -92,6 +93,11 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
     if isinstance(condition, bool):
         return yes if condition else no
     return tf.where(condition, yes, no)
+
+
+def update(inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Have the inner optimizer update the variables. All of Keras's apply `IndexedSlices`."""
+    inner.apply(gradients, variables)
 
 
 def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:

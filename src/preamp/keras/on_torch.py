@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import keras
 import torch
 from torch import Tensor
 
@@ -23,8 +24,17 @@ __all__ = [
     "seen",
     "stateless_inputs",
     "unscale",
+    "update",
     "write",
 ]
+
+# Keras's optimizers that apply a sparse gradient on PyTorch. The others raise in the middle of an update.
+TAKE_SPARSE = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adam,
+    keras.optimizers.Nadam,
+    keras.optimizers.Lion,
+)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads a flag and then decides
@@ -32,6 +42,20 @@ __all__ = [
 def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
     """Update the variables or skip."""
     optimizer._step_on_host(gradients, variables, scale.value)
+
+
+def update(inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Have the inner optimizer update the variables, with what it cannot apply sparse made dense."""
+    if not _takes_sparse(inner):
+        gradients = [g if g is None or g.layout is torch.strided else g.to_dense() for g in gradients]
+    inner.apply(gradients, variables)
+
+
+def _takes_sparse(inner: Any) -> bool:
+    """Return whether an optimizer applies sparse gradients; one that is not Keras's own has to know."""
+    if inner.clipvalue or inner.gradient_accumulation_steps:
+        return False
+    return isinstance(inner, TAKE_SPARSE) or not type(inner).__module__.startswith("keras.")
 
 
 def unscale(gradients: Sequence[Tensor], variables: Sequence[Any], scale: Tensor) -> tuple[list[Tensor], Any]:

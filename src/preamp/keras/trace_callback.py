@@ -17,6 +17,7 @@ import keras
 from preamp.checks import callable_or_none, level_of_caller
 from preamp.errors import PolicyError, Starved, UsageError
 from preamp.keras.buffers import Buffers, state_values
+from preamp.keras.inner import BaseLossScaleOptimizer
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, framework
 from preamp.trace import Step, Trace
 
@@ -27,9 +28,10 @@ class TraceCallback(keras.callbacks.Callback):
     """Records a `Step` after every training batch, and adds `loss_scale` and `skipped_steps` to the logs.
 
     Put it before callbacks that show logs, such as `keras.callbacks.TensorBoard`. Recording reads a few
-    scalars to the host after every batch. With `steps_per_execution=n` it sees every n-th step;
-    `skipped_steps` counts all. After a skipped step one more read finds out whether the forward pass has
-    left moving statistics not finite: `Step.buffers` names them.
+    scalars to the host after every batch. With `steps_per_execution=n` Keras calls it after every n-th step:
+    the trace has these, and `skipped_steps` counts all. A warning says, once, if a step between them was
+    skipped. After a skipped step one more read finds out whether the forward pass has left moving statistics
+    not finite: `Step.buffers` names them.
 
     Args:
         path: the file to write, which is closed after `fit` and gone on with in the next; or a `Trace`, which
@@ -81,7 +83,7 @@ class TraceCallback(keras.callbacks.Callback):
                 "Write them where it is made: TraceCallback(Trace(path, mode=..., name=...))."
             )
         self.restore_buffers = restore_buffers
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_unseen = False
         self._mean_is_lost = False
         self.on_step: Callable[[Step], object] | None = on_step
         self._path = None if isinstance(path, Trace) else path
@@ -90,15 +92,21 @@ class TraceCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Look at the optimizer, and open the file again that the last `fit` closed."""
-        if not isinstance(self.model.optimizer, LossScaleOptimizer):
+        optimizer = self.model.optimizer
+        if not isinstance(optimizer, LossScaleOptimizer):
+            because = (
+                "compile wraps what it is given under the policy mixed_float16, unless it is wrapped. "
+                if isinstance(optimizer, BaseLossScaleOptimizer)
+                else ""
+            )
             raise UsageError(
-                f"the model's optimizer is {self.model.optimizer!r}, which keeps no record. "
+                f"the model's optimizer is {optimizer!r} of Keras, which keeps no record. {because}"
                 "Write compile(optimizer=preamp.keras.LossScaleOptimizer(keras.optimizers.Adam()))."
             )
         if self._path is not None and not self._close.alive:
             self.trace = self._opened("append")
         self._buffers = Buffers(self.model)
-        self._skipped = self.model.optimizer.skipped_steps
+        self._steps, self._skipped = map(int, framework.read(self._values()[-2:]))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Keep what the forward pass may spoil."""
@@ -113,9 +121,10 @@ class TraceCallback(keras.callbacks.Callback):
         if step is None:
             return
         loss = self._mean_loss(logs)
-        skipped, before = int(numbers[-1]), self._skipped
-        buffers = self._spoiled() if skipped > before else ()
-        self._skipped = skipped
+        steps, skipped = map(int, numbers[-2:])
+        self._warn_if_unseen(steps - self._steps - 1, skipped - self._skipped - step.skipped)
+        buffers = self._spoiled() if skipped > self._skipped else ()
+        self._steps, self._skipped = steps, skipped
         step = step._replace(loss=loss, buffers=buffers)
         self.trace(step)
         if self.on_step is not None:
@@ -162,6 +171,17 @@ class TraceCallback(keras.callbacks.Callback):
         """Return the values of the ledger's variables."""
         optimizer = self.model.optimizer
         return state_values(self.model, optimizer._ledger.variables, optimizer.variables, "optimizer")
+
+    def _warn_if_unseen(self, between: int, skipped: int) -> None:
+        """Warn, once, of skipped steps that no callback was called after."""
+        if skipped > 0 and not self._has_warned_of_unseen:
+            self._has_warned_of_unseen = True
+            warnings.warn(
+                f"{skipped} of {between} steps since the last one recorded were skipped, and are not in the "
+                "trace: with steps_per_execution Keras calls no callback after them. skipped_steps counts "
+                "them. Write compile(steps_per_execution=1) to record every step.",
+                stacklevel=level_of_caller("keras", "tensorflow"),
+            )
 
     def _spoiled(self) -> tuple[str, ...]:
         """Return the paths of buffers that are not finite; put them back if asked to, warn of what stays."""

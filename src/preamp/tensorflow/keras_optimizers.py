@@ -12,6 +12,7 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
+from preamp.checks import paired
 from preamp.errors import PolicyError, UsageError
 from preamp.keras import on_tensorflow
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossScaleOptimizer
@@ -20,7 +21,7 @@ from preamp.policy.saved import to_json
 from preamp.tensorflow.arguments import rule
 from preamp.tensorflow.hyperparameters import is_hyperparameter
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
-from preamp.tensorflow.optimizer import check_tape
+from preamp.tensorflow.optimizer import check_tape, flat_variables
 from preamp.tensorflow_arithmetic import as_stored, unconverted
 
 __all__ = ["LossScaleOptimizer"]
@@ -83,13 +84,15 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             tape: as in `minimize`.
 
         Raises:
-            UsageError: for a loss that is no callable, without a tape.
+            UsageError: for a loss that is no callable, without a tape, and for what are not variables.
         """
         check_tape(loss, tape)
+        variables = None if callable(var_list) else flat_variables("var_list", var_list)
         tape = tf.GradientTape() if tape is None else tape
         with tape:
             scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
-        variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
+        if variables is None:  # a function may make them while it computes the loss
+            variables = flat_variables("var_list", var_list())
         tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         gradients = self.get_unscaled_gradients(tape.gradient(scaled, tensors))
         return list(zip(gradients, variables, strict=True))
@@ -147,14 +150,14 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             name: ignored, as in tf_keras's newer optimizers.
 
         Raises:
-            UsageError: on several replicas, for gradients that are not to be summed.
+            UsageError: for what are not pairs; on several replicas, for gradients that are not to be summed.
         """
         _check_summed(skip_gradients_aggregation or not experimental_aggregate_gradients)
+        pairs = paired(grads_and_vars)
         if self._gradients_are_scaled:
-            super().apply_gradients(grads_and_vars)
+            super().apply_gradients(pairs)
             return
         self._warn_if_forgotten()
-        pairs = list(grads_and_vars)
         # In the variables' dtype before they are checked: 1e6 becomes inf in float16.
         gradients = [as_stored(gradient, variable) for gradient, variable in pairs]
         variables = [variable for _, variable in pairs]

@@ -6,6 +6,7 @@ updates and where the state of the scale is kept: there is one class for each ki
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import types
@@ -15,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorflow as tf
 
-from preamp.checks import level_of_caller, shown
+from preamp.checks import level_of_caller, listed_gradients, listed_variables, loss_or_refused, shown
 from preamp.errors import PolicyError, UsageError
 from preamp.policy import Moving, Policy, Static
 from preamp.tensorflow.arguments import ArgumentTypeError
 from preamp.tensorflow_arithmetic import divided, multiplied, unconverted
 from preamp.trace import Step
 
-__all__ = ["LossScaleOptimizer", "check_graph", "check_tape"]
+__all__ = ["LossScaleOptimizer", "check_graph", "check_tape", "flat_variables", "kind_of_config"]
 
 
 _MADE: dict[tuple[Any, Any], Any] = {}  # what a user's subclass became, by the kind of inner optimizer
@@ -178,7 +179,7 @@ class LossScaleOptimizer:
         Raises:
             PolicyError: for what describes none.
         """
-        kind: Any = _over(cls, _kind_of_config(config))
+        kind: Any = _over(cls, kind_of_config(config))
         made: Self = kind.from_config(config, custom_objects)
         return made
 
@@ -222,10 +223,15 @@ class LossScaleOptimizer:
         Args:
             loss: a tensor, or a callable that returns one: then so is the result. Of a half type, it
                 becomes float32: 2**17 is inf in float16.
+
+        Raises:
+            UsageError: for what is not a tensor.
         """
-        self._loss_has_been_scaled = True
         if callable(loss):
-            return lambda: multiplied(loss(), self.loss_scale)
+            self._loss_has_been_scaled = True
+            return lambda: multiplied(loss_or_refused(loss()), self.loss_scale)
+        loss_or_refused(loss)
+        self._loss_has_been_scaled = True
         return multiplied(loss, self.loss_scale)
 
     @unconverted
@@ -235,7 +241,11 @@ class LossScaleOptimizer:
         Args:
             grads: tensors or `tf.IndexedSlices`. None stays None. Those of a half type become float32:
                 1 / 2**25 is 0 in float16.
+
+        Raises:
+            UsageError: for what is not a list of tensors.
         """
+        grads = listed_gradients("grads", grads, "get_unscaled_gradients(tape.gradient(loss, variables))")
         self._gradients_have_been_unscaled = True
         return divided(grads, self.loss_scale)
 
@@ -251,7 +261,7 @@ class LossScaleOptimizer:
             UsageError: outside of a graph, where TensorFlow has gradients of a tape only.
         """
         check_graph()
-        variables = tf.nest.flatten(params)
+        variables = flat_variables("params", params)
         tensors = [
             v if tf.is_tensor(v) or isinstance(v, tf.Variable) else v.value for v in variables
         ]  # of Keras
@@ -289,6 +299,11 @@ def check_tape(loss: Any, tape: Any) -> None:
         )
 
 
+def flat_variables(name: str, variables: Any) -> list[Any]:
+    """Return a variable, or several in lists and dicts, as one list. Refuse anything else."""
+    return listed_variables(name, tf.nest.flatten(variables), "minimize(loss_fn, model.trainable_variables)")
+
+
 def check_graph() -> None:
     """Refuse `get_gradients` where TensorFlow has no graph to differentiate."""
     if tf.executing_eagerly():
@@ -312,10 +327,24 @@ def _over(cls: Any, kind: Any) -> Any:
         _MADE[cls, kind] = types.new_class(
             cls.__name__, (cls, kind), exec_body=lambda body: body.update(place)
         )
+    _register_as(_MADE[cls, kind], cls)
     return _MADE[cls, kind]
 
 
-def _kind_of_config(config: Any) -> type[Any]:
+def _register_as(made: Any, cls: Any) -> None:
+    """Give a class the name under which the user has registered the one it was made of, if they have.
+
+    Files then hold that name, and loading finds the user's class: it makes what the file is of.
+    """
+    library = importlib.import_module("keras" if made.KIND == "keras" else "tf_keras")
+    name = library.saving.get_registered_name(cls)
+    package, found, short = name.rpartition(">")
+    if found and library.saving.get_registered_name(made) != name:
+        for each in (made, cls):  # the last one is found by the name
+            library.saving.register_keras_serializable(package, short)(each)
+
+
+def kind_of_config(config: Any) -> type[Any]:
     """Return the class for a configuration, by what the three libraries write of an inner optimizer."""
     inner = config.get("inner_optimizer") if isinstance(config, Mapping) else None
     if inner is not None and not isinstance(inner, Mapping):

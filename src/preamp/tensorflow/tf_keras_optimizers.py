@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 import tf_keras
 
+from preamp.checks import check_store, listed_variables, paired
 from preamp.errors import UsageError
 from preamp.tensorflow.hyperparameters import Hyperparameters
-from preamp.tensorflow.optimizer import check_tape
+from preamp.tensorflow.optimizer import check_tape, flat_variables
 from preamp.tensorflow.tf_keras_shared import OverTfKeras
 from preamp.tensorflow.tf_keras_state import theirs
 from preamp.tensorflow_arithmetic import unconverted
@@ -47,12 +47,17 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
 
     def build(self, var_list: Any) -> Any:
         """Make the inner optimizer's variables."""
-        self.__dict__.setdefault("_trained", list(var_list))  # past `__setattr__`, which would track them
+        var_list = listed_variables("var_list", var_list, "build(model.trainable_variables)")
+        self.__dict__.setdefault("_trained", var_list)  # past `__setattr__`, which would track them
         return self._theirs().build(var_list)
 
     @unconverted
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
-        pairs = list(grads_and_vars)
+        pairs = paired(grads_and_vars)
+        if not pairs:
+            raise UsageError(
+                "there are no gradients. Write apply_gradients(zip(gradients, model.trainable_variables))."
+            )
         self.__dict__.setdefault("_trained", [variable for _, variable in pairs])
         return super().apply_gradients(pairs, *args, **kwargs)
 
@@ -63,16 +68,14 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
             var_list: the variables. None: those it was built with.
 
         Raises:
-            UsageError: without variables, before it was built.
+            UsageError: without variables, before it was built, and for what is not a list of variables.
         """
         if var_list is None:
             var_list = vars(self).get("_trained")
+        instead = "finalize_variable_values(model.trainable_variables)"
         if var_list is None:
-            raise UsageError(
-                "the optimizer has no variables yet. Write "
-                "finalize_variable_values(model.trainable_variables)."
-            )
-        self._optimizer.finalize_variable_values(var_list)
+            raise UsageError(f"the optimizer has no variables yet. Write {instead}.")
+        self._optimizer.finalize_variable_values(listed_variables("var_list", var_list, instead))
 
     def add_variable(self, *args: Any, **kwargs: Any) -> Any:
         """Add a variable to the inner optimizer's."""
@@ -98,7 +101,7 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
             UsageError: for a loss that is no callable, without a tape.
         """
         check_tape(loss, tape)
-        variables = var_list if callable(var_list) else tf.nest.flatten(var_list)
+        variables = var_list if callable(var_list) else flat_variables("var_list", var_list)
         pairs: list[tuple[Any, Any]] = self._theirs().compute_gradients(loss, variables, tape)
         return pairs
 
@@ -108,7 +111,7 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
 
     def aggregate_gradients(self, grads_and_vars: Any) -> Any:
         """Return the gradients' sums over all replicas."""
-        return self._optimizer.aggregate_gradients(grads_and_vars)
+        return self._optimizer.aggregate_gradients(paired(grads_and_vars))
 
     def set_weights(self, weights: Any) -> None:
         """Set the inner optimizer's variables."""
@@ -119,6 +122,7 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
 
         A file has those beside it, once, where tf_keras writes them.
         """
+        check_store(store)
         if isinstance(store, dict):
             self._optimizer.save_own_variables(store)
         for name, value in self._loss_scale.numbers().items():
@@ -126,6 +130,7 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
 
     def load_own_variables(self, store: Any) -> None:
         """Read what `save_own_variables` wrote, here or of tf_keras's own wrapper."""
+        check_store(store)
         saved = {name: store[name] for name in store.keys()}  # noqa: SIM118  # a file is no mapping
         inner = {name: value for name, value in saved.items() if name.isdecimal()}
         if inner:

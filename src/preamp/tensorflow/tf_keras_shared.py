@@ -15,10 +15,11 @@ from typing import Any, Self
 import tensorflow as tf
 import tf_keras
 
+from preamp.checks import paired
 from preamp.policy import Policy
 from preamp.policy.saved import from_json, to_json
 from preamp.tensorflow.arguments import rule
-from preamp.tensorflow.optimizer import LossScaleOptimizer
+from preamp.tensorflow.optimizer import LossScaleOptimizer, kind_of_config
 from preamp.tensorflow.tf_keras_state import LossScaleState
 from preamp.tensorflow_arithmetic import as_stored, unconverted
 from preamp.trace import Step
@@ -79,9 +80,10 @@ class OverTfKeras(LossScaleOptimizer):
 
     @unconverted
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
+        given = paired(grads_and_vars)
         self._warn_if_forgotten()
         # In the variables' dtype before they are checked: 1e6 becomes inf in float16.
-        pairs = [(as_stored(gradient, variable), variable) for gradient, variable in grads_and_vars]
+        pairs = [(as_stored(gradient, variable), variable) for gradient, variable in given]
         return self._theirs().apply_gradients(pairs, *args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
@@ -102,6 +104,7 @@ class OverTfKeras(LossScaleOptimizer):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
         """Return the optimizer that a configuration describes; one of tf_keras's own will do."""
+        kind_of_config(config)  # which refuses what is none
         settings = {name: _copied(value) for name, value in config.items()}
         state = settings.pop("state", None)
         if "policy" in settings:
