@@ -166,7 +166,7 @@ class Attached:
             self._check_seed(gradient, seed)
             return gradient * scale
 
-        hook = view.register_hook(scaled)
+        hook = view.register_hook(scaled)  # type: ignore[no-untyped-call]
         try:
             yield view
         finally:

@@ -353,14 +353,16 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
         Raises:
             CountError: for another number of values, or before `build`.
-            PolicyError: for a scale or count that nobody could go on with.
+            PolicyError: for a scale or count that training cannot resume from.
+            UserWarning: a warning, for a scale outside the policy's bounds.
         """
         if not self.built:
             raise CountError(
                 "there are no variables to set yet. Write optimizer.build(model.trainable_variables)."
             )
         values = {id(v): value for v, value in zip(self.variables, self._counted(weights), strict=True)}
-        self._ledger.state_of({v.name: float(values[id(v)]) for v in self._ledger.state})
+        ledger = self._ledger
+        ledger.state_of({v.name: float(values[id(v)]) for v in (*ledger.state, ledger.steps, ledger.skipped)})
         for variable in self.variables:
             variable.assign(values[id(variable)])
 
@@ -377,7 +379,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     def load_own_variables(self, store: Any) -> None:
         """Read what this wrapper wrote, Keras's own, or an optimizer without one.
 
-        A scale that is fixed here stays; one that nobody could go on with starts anew. A warning says so.
+        A scale that is fixed here stays; one that training cannot resume from, such as NaN, starts again. A
+        warning says so, and of a scale outside the policy's bounds, which is kept.
         """
         inner, saved = self.inner_optimizer, saved_state(store)
         if saved is not None:
@@ -493,6 +496,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         moving = [variable.value for variable in self._ledger.moving]
         was_finite, *numbers = framework.read([finite, *seen.values(), *moving])
         told, before = dict(zip(seen, numbers, strict=False)), numbers[len(seen) :]
+        self._ledger.check(before)
         if was_finite and scale is not None and before[0] < 1.0:  # dividing by it can overflow
             present = [gradient for gradient in unscaled if gradient is not None]
             (was_finite,) = framework.read([framework.are_finite(present)])
