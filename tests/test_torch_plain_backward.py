@@ -105,6 +105,69 @@ def test_a_loss_may_be_scaled_before_its_gradients_are_cleared():
     assert run.weight.tolist() == [-0.25, -0.25]
 
 
+@kinds
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_scaled_loss_that_is_thrown_away_does_not_count(options, clears):
+    """Gradients of the loss itself would be divided by the scale."""
+    run = Run(**options)
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        if clears:  # these gradients are gone
+            run.optimizer.scale_loss(run.loss()).backward()
+            run.optimizer.zero_grad()
+        run.optimizer.scale_loss(run.loss())
+        run.loss().backward()
+        with pytest.raises(UsageError, match=r"Write optimizer\.scale_loss\(loss\)\.backward\(\)"):
+            run.optimizer.step()
+        assert run.refuses()
+        run.right()
+
+
+@kinds
+def test_a_closure_that_throws_its_scaled_loss_away_is_refused(options):
+    run = Run(**options)
+    run.right()
+
+    def closure():
+        run.optimizer.zero_grad()
+        run.optimizer.scale_loss(run.loss())
+        loss = run.loss()
+        loss.backward()
+        return loss
+
+    before = run.weight.tolist()
+    with pytest.raises(UsageError, match=r"Write optimizer\.scale_loss\(loss\)\.backward\(\)"):
+        run.optimizer.step(closure)
+    assert run.weight.tolist() == before
+
+
+def test_a_scaled_loss_whose_gradients_come_after_its_step_does_not_count():
+    """The scale may have moved in between."""
+    run = Run()
+    scaled = run.optimizer.scale_loss(run.loss())
+    run.right()
+    run.optimizer.zero_grad()
+    scaled.backward()
+    assert run.refuses()
+
+
+def test_a_scaled_loss_may_be_part_of_another():
+    run = Run()
+    for _ in range(2):
+        run.optimizer.zero_grad()
+        (run.optimizer.scale_loss(run.loss()) / 2 + run.optimizer.scale_loss(run.loss()) / 2).backward()
+        run.optimizer.step()
+    assert run.weight.tolist() == [-0.25, -0.25]
+
+
+def test_a_function_transform_may_scale():
+    run = Run()
+    gradient = torch.func.grad(lambda weight: run.optimizer.scale_loss(weight.sum()))
+    run.weight.grad = gradient(run.weight.detach()).clone()
+    run.optimizer.step()
+    assert run.weight.tolist() == [-0.125, -0.125]
+
+
 def test_several_losses_are_added_up():
     run = Run()
     for _ in range(3):
@@ -240,7 +303,7 @@ def test_a_compiled_backward_counts():
     assert run.weight.tolist() == [-0.25, -0.25]
 
 
-CALLS = ["backward", "scaled backward", "plain", "zero_grad", "step"]
+CALLS = ["backward", "scaled backward", "thrown away", "plain", "zero_grad", "step"]
 
 
 @settings(max_examples=200, deadline=None)
@@ -258,7 +321,7 @@ def test_the_weight_is_that_of_plain_training_or_the_step_is_refused(calls):
             if ours.weight.grad is None:
                 with pytest.raises((UsageError, AssertionError)):
                     ours.optimizer.step()
-            elif mixed or (plain and not scaled and ours.optimizer._scaled.loss):
+            elif mixed:
                 return  # nothing tells these apart
             elif scaled:
                 assert not ours.refuses()
@@ -273,7 +336,10 @@ def test_the_weight_is_that_of_plain_training_or_the_step_is_refused(calls):
             elif call == "scaled backward":
                 ours.optimizer.scale_loss(ours.loss()).backward()
             else:
+                if call == "thrown away":
+                    ours.optimizer.scale_loss(ours.loss())
                 ours.loss().backward()
             bare.loss().backward()
-            plain, scaled = plain or call == "plain", scaled or call != "plain"
+            is_plain = call in ("plain", "thrown away")
+            plain, scaled = plain or is_plain, scaled or not is_plain
             mixed = plain and scaled

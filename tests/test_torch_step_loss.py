@@ -112,6 +112,49 @@ def test_losses_in_a_structure_are_added_up_in_float32():
     assert run.scaler.last_step.loss == 60000.0 * 2 + 4.0
 
 
+@pytest.mark.parametrize("when", ["backward", "step", "update"])
+@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize("way", [{}, {"capturable": True}, {"enabled": False}, {"on_step": id}], ids=str)
+def test_a_loss_that_is_changed_in_place_before_it_is_read_is_not_recorded(way, losses, when):
+    """Neither is a wrong one: what was read before the change is right."""
+    run = Run(**way)
+    loss, *others = [run.loss() for _ in range(losses)]
+    run.scaler.scale(loss).backward()
+    if when == "backward":
+        loss.mul_(0.0)
+    for other in others:
+        run.scaler.scale(other).backward()
+    run.scaler.step(run.optimizer)
+    if when == "step":
+        loss.mul_(0.0)
+    run.scaler.update()
+    if when == "update":
+        loss.mul_(0.0)
+    is_read_or_copied = bool(others or "on_step" in way) and when != "backward"
+    assert run.scaler.last_step.loss == (4.0 * losses if is_read_or_copied else None)
+    assert run.step(1.0) == run.scaler.last_step.loss
+
+
+def test_a_loss_may_be_changed_once_it_was_read():
+    run = Run()
+    loss = run.loss()
+    run.scaler.scale(loss).backward()
+    run.finish()
+    assert run.scaler.last_step.loss == 4.0
+    loss.mul_(0.0)
+    assert run.scaler.last_step.loss == 4.0
+
+
+def test_a_loss_of_inference_mode_has_no_count_of_changes():
+    run = Run()
+    run.step(1.0)
+    with torch.inference_mode():
+        run.scaler.scale(torch.ones(()))
+    run.scaler.scale(run.loss()).backward()
+    run.finish()
+    assert run.scaler.last_step.loss == 1.0 + 2.0  # the weight is 0.5 now
+
+
 def test_a_closure_counts_as_its_last_evaluation():
     run, losses = Run(), []
     lbfgs = torch.optim.LBFGS([run.weight], lr=0.1, max_iter=3)
@@ -176,8 +219,8 @@ def test_nothing_of_the_graph_or_of_a_large_tensor_is_kept():
     for losses in ([run.loss()], [large[0]], [run.loss(), large[0]]):
         run.scaler.scale(losses)
         kept = run.scaler._losses.take()
-        assert kept.untyped_storage().nbytes() < 100
-        assert kept.grad_fn is None
+        assert kept.tensor.untyped_storage().nbytes() < 100
+        assert kept.tensor.grad_fn is None
 
 
 def test_function_transforms_and_copies_are_left_alone():

@@ -6,7 +6,7 @@ This room knows Keras's arguments. It refuses to know what an optimizer is and h
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from preamp.checks import is_number, level_of_caller, not_subnormal, positive, shown, whole
@@ -20,9 +20,12 @@ __all__ = [
     "UNUSED",
     "as_whole",
     "check_averaging",
+    "check_counts",
     "check_limits",
+    "check_resumed",
     "check_scale",
     "given_policy",
+    "is_out_of_bounds",
     "warn_if_out_of_bounds",
 ]
 
@@ -76,6 +79,38 @@ def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
     whole("dynamic_growth_steps", dynamic_growth_steps, least=1, instead="dynamic_growth_steps=2000")
 
 
+def check_resumed(policy: Policy[Any], saved: Mapping[str, Any], instead: str) -> Any:
+    """Return the policy's state for saved numbers, checked; warn of a scale that is out of bounds.
+
+    Args:
+        policy: the rule in force.
+        saved: the state's fields by name.
+        instead: as for `warn_if_out_of_bounds`.
+
+    Raises:
+        PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
+    """
+    state = policy.restore(saved)
+    warn_if_out_of_bounds(policy, state.scale, instead)
+    return state
+
+
+def check_counts(saved: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse saved counts of steps that are not whole numbers from 0.
+
+    Raises:
+        PolicyError: naming the first of them.
+    """
+    for name in names:
+        if name in saved:
+            whole(name, as_whole(saved[name]), least=0, instead=f"{name}=0")
+
+
+def is_out_of_bounds(policy: Any, scale: float) -> bool:
+    """Return whether a scale lies outside the floor and the ceiling of a policy."""
+    return _bound_crossed(policy, scale) is not None
+
+
 def warn_if_out_of_bounds(policy: Any, scale: float, instead: str, *, of: str = "checkpoint") -> None:
     """Warn of a scale to resume from that lies outside the floor and the ceiling of the policy in force.
 
@@ -85,13 +120,10 @@ def warn_if_out_of_bounds(policy: Any, scale: float, instead: str, *, of: str = 
         instead: what to write to start inside the bounds, with `{bound}` where the number belongs.
         of: where the scale comes from.
     """
-    floor, ceiling = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-    if floor is not None and scale < floor:
-        side, name, bound = "below", "min_scale", floor
-    elif ceiling is not None and scale > ceiling:
-        side, name, bound = "above", "max_scale", ceiling
-    else:
+    crossed = _bound_crossed(policy, scale)
+    if crossed is None:
         return
+    side, name, bound = crossed
     kind = type(policy).__name__
     warnings.warn(
         f"the {of}'s loss scale {scale!r} is {side} {name}={bound!r} of {kind}. Training resumes at that "
@@ -99,8 +131,18 @@ def warn_if_out_of_bounds(policy: Any, scale: float, instead: str, *, of: str = 
         f"Write policy={kind}({name}={scale!r}) to allow it, or {instead.format(bound=bound)} "
         "to start inside.",
         UserWarning,
-        stacklevel=level_of_caller(),
+        stacklevel=level_of_caller("keras", "tensorflow", "tf_keras", "jax"),
     )
+
+
+def _bound_crossed(policy: Any, scale: float) -> tuple[str, str, float] | None:
+    """Return on which side of which bound a scale lies, and the bound; None inside."""
+    floor, ceiling = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
+    if floor is not None and scale < floor:
+        return "below", "min_scale", floor
+    if ceiling is not None and scale > ceiling:
+        return "above", "max_scale", ceiling
+    return None
 
 
 def check_limits(**limits: float | None) -> None:

@@ -168,40 +168,50 @@ def clipped(kind: str) -> list[Seen]:
 
 
 @each(two=ON_TWO_RANKS)
-def accumulated(kind: str) -> list[Seen]:
-    engine = made(kind, accumulation=2)
-    attach(engine)
+def accumulated(kind: str) -> Seen:
+    engine, trace = made(kind, accumulation=2), Trace()
+    attach(engine, on_step=trace)
     seen = []
     for overflow in (False, False, False, True, False):
         seen += [update(engine, 1.0, overflow), update(engine, 3.0)]
-    return seen
+    return {"seen": seen, "losses": [step.loss for step in trace]}
 
 
 @each(ESSENTIAL)
-def summed(kind: str) -> list[float]:
+def summed(kind: str) -> Seen:
     """Without an average over the micro-steps, of what the model itself has returned."""
     engine = made(kind, accumulation=2)
-    attach(engine)
-    before = weights(engine)
+    handle = attach(engine)
+    before, losses = weights(engine), []
     for gradient in (1.0, 3.0):
         loss = engine(gradient, gradient)
+        losses.append(loss.item())
         assert engine.backward(loss, scale_wrt_gas=False).item() == loss.item()
         engine.step()
-    return sorted({b - a for a, b in zip(before, weights(engine), strict=True)})
+    moves = sorted({b - a for a, b in zip(before, weights(engine), strict=True)})
+    return {"moves": moves, "losses": losses, "loss": handle.last_step and handle.last_step.loss}
 
 
 @each(("1", "2", "3"))
 def backward_of_the_loss(kind: str) -> Seen:
     """Past `engine.backward`, with a static scale: with `engine.scale`, and without."""
-    scaled, unscaled = (made(kind, fp16={"enabled": True, "loss_scale": 128}) for _ in range(2))
-    attach(scaled)
+    scaled, unscaled = (
+        made(kind, accumulation=2, fp16={"enabled": True, "loss_scale": 128}) for _ in range(2)
+    )
+    handle = attach(scaled)
     attach(unscaled)
-    scaled.scale(scaled(1.0, 1.0)).backward()
-    scaled.step()
+    losses, before = [], weights(scaled)
+    for gradient in (1.0, 3.0):
+        loss = scaled(gradient, gradient)
+        losses.append(loss.item())
+        scaled.scale(loss).backward()
+        scaled.step()
+    moves = sorted({b - a for a, b in zip(before, weights(scaled), strict=True)})
     try:
         unscaled(1.0, 1.0).backward()
     except RuntimeError as error:
-        return {"weights": sorted(set(weights(scaled))), "unscaled": str(error)}
+        loss = handle.last_step and handle.last_step.loss
+        return {"moves": moves, "losses": losses, "loss": loss, "unscaled": str(error)}
     return {}
 
 

@@ -135,6 +135,7 @@ def test_every_step_is_right(play: Play, ranks: int, kind: str) -> None:
         assert [one["norm"] for one in seen] == [NORM if sign == "0" else math.inf for sign in SCRIPT]
         assert [step["grad_norm"] for step in steps] == [NORM if sign == "0" else None for sign in SCRIPT]
         assert [step["skipped"] for step in steps] == [sign == "1" for sign in SCRIPT]
+        assert [step["loss"] for step in steps] == [pytest.approx(one["loss"], nan_ok=True) for one in seen]
         assert [step["index"] for step in steps] == list(range(len(SCRIPT)))
         assert [one["skipped"] for one in seen] == [
             SCRIPT[: place + 1].count("1") for place in range(len(SCRIPT))
@@ -190,7 +191,10 @@ def test_clipping_sees_the_norm_of_the_unscaled_gradients(play: Play, ranks: int
 
 @on_ranks(ON_TWO_RANKS)
 def test_accumulated_gradients_have_one_scale(play: Play, ranks: int, kind: str) -> None:
-    for seen in play(ranks, f"accumulated {kind}"):
+    for answer in play(ranks, f"accumulated {kind}"):
+        seen = answer["seen"]
+        pairs = zip(seen[::2], seen[1::2], strict=True)  # DeepSpeed returns losses divided by the steps
+        assert answer["losses"] == [pytest.approx(a["loss"] + b["loss"], nan_ok=True) for a, b in pairs]
         assert moves(seen) == [[0.0], [-2.0]] * 3 + [[0.0], [0.0]] + [[0.0], [-2.0]]
         assert [one["scale"] for one in seen[::2]] == [one["scale"] for one in seen[1::2]]
         assert [one["scale"] for one in seen[::2]] == scales(CONFIGURED, "00010")
@@ -199,14 +203,17 @@ def test_accumulated_gradients_have_one_scale(play: Play, ranks: int, kind: str)
 @on_ranks((), ESSENTIAL)
 def test_accumulated_gradients_can_be_a_sum(play: Play, ranks: int, kind: str) -> None:
     """Hugging Face's Trainer asks for it. DeepSpeed alone gives the mean at stage 0."""
-    assert play(ranks, f"summed {kind}") == [[-4.0]]
+    [seen] = play(ranks, f"summed {kind}")
+    assert seen["moves"] == [-4.0]
+    assert seen["loss"] == sum(seen["losses"])
 
 
 @on_ranks((), ("1", "2", "3"))
 def test_a_loss_that_nothing_has_scaled_is_refused(play: Play, ranks: int, kind: str) -> None:
-    """DeepSpeed alone refuses it under a dynamic scale only."""
+    """With ZeRO DeepSpeed alone refuses it under a dynamic scale only, and at stage 0 in any case."""
     [seen] = play(ranks, f"backward_of_the_loss {kind}")
-    assert seen["weights"] == [-1.0]
+    assert seen["moves"] == [-2.0]
+    assert seen["loss"] == sum(seen["losses"]) / 2
     assert "Loss scaling is required" in seen["unscaled"]
 
 

@@ -167,7 +167,7 @@ def test_what_replicas_share_is_saved_and_restored(kind: str, strategy: Any, tmp
     path = tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "at")
     tf.train.Checkpoint(optimizer=again).restore(path).expect_partial()
     assert numbers(again) == numbers(optimizer) == (32.0, 1.0)
-    assert again.last_step == optimizer.last_step
+    assert again.last_step == optimizer.last_step._replace(loss=None)
     assert type(optimizer).from_config(optimizer.get_config()).initial_scale == 64.0
 
 

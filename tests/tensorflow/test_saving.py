@@ -62,7 +62,8 @@ def save(model: Any, path: Path) -> Path:
 
 
 def where(optimizer: Any) -> Any:
-    return numbers(optimizer), optimizer.last_step, optimizer.skipped_steps
+    step = optimizer.last_step  # whose loss no file has
+    return numbers(optimizer), step and step._replace(loss=None), optimizer.skipped_steps
 
 
 def sizes(path: Path) -> list[int]:

@@ -14,6 +14,7 @@ def train(inner: Any, tape: Any, loss: Any, variables: list[Any]) -> Step | None
     assert_type(gradients, list[Any])
     optimizer.apply_gradients(zip(gradients, variables, strict=True))
     assert_type(LossScaleOptimizer(inner, policy=Dynamic()).policy, Policy[Any])
+    LossScaleOptimizer(inner, model=variables, restore_buffers=True)
     assert_type(optimizer.dynamic, bool)
     assert_type(optimizer.initial_scale, float)
     assert_type(optimizer.dynamic_growth_steps, int | None)
@@ -26,5 +27,6 @@ def mistakes(inner: Any) -> None:
     LossScaleOptimizer(inner, "yes")  # type: ignore[arg-type]
     LossScaleOptimizer(inner, initial_scale="big")  # type: ignore[arg-type]
     LossScaleOptimizer(inner, policy=3)  # type: ignore[arg-type]
+    LossScaleOptimizer(inner, restore_buffers="yes")  # type: ignore[arg-type]
     LossScaleOptimizer(inner, clipnorm=1.0)  # type: ignore[call-arg]
     LossScaleOptimizer(inner).get_scaled_loss()  # type: ignore[call-arg]

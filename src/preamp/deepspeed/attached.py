@@ -12,7 +12,8 @@ scale moves: the policy does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import Starved, UsageError
 from preamp.loss_scale_arguments import given_policy, warn_if_out_of_bounds
 from preamp.policy import Policy, Reading
+from preamp.torch.losses import Losses, UnreadLoss
 from preamp.torch.sight import Sight, combined
 from preamp.trace import Step
 
@@ -51,7 +53,9 @@ def attach(
         policy: the rule. None: what the engine's configuration says under "fp16", at every stage with
             hysteresis and an error at the floor. For one that sees, each clean step takes one more all-reduce
             of a number, and one of two numbers if it asks for the share.
-        on_step: called with a `Step` after every update; a `Trace` is such a callable.
+        on_step: called with a `Step` after every update; a `Trace` is such a callable. The step's `loss` is
+            this rank's: the sum over the micro-steps of what `engine.backward` or `engine.scale` was given,
+            divided by `gradient_accumulation_steps` as DeepSpeed divides the gradients.
 
     Returns:
         What is attached, with `detach()`.
@@ -107,6 +111,7 @@ class Attached:
         self._norm: float | None = None
         self._sight: Sight | None = None
         self._seed_is_known = False
+        self._losses = Losses()
         self._place_hooks()
         if not host.saved().get("cur_iter"):
             host.save(self._mirror.first())
@@ -128,38 +133,61 @@ class Attached:
         place(host.optimizer, "_update_scale", self._decide)
         place(host.optimizer, "unscale_and_clip_grads", self._note_norm)
         place(host.optimizer, "override_loss_scale", self._refuse_override)
+        place(host.engine, "backward", self._backward)
         if isinstance(host, Stage0):
-            place(host.engine, "backward", self._backward)
             place(host.optimizer, "state_dict", host.state_dict)
             place(host.optimizer, "load_state_dict", host.load_state_dict)
         else:
+            place(host.engine, "scale", self._scale)
             place(host.optimizer, "needs_scaler", self._needs_scaler)
 
     def _backward(self, original: Any, loss: Any, *rest: Any, **named: Any) -> Any:
-        """Scale the gradient of the loss, as DeepSpeed does not without ZeRO.
+        """Note the loss; scale its gradient, as DeepSpeed does not without ZeRO.
 
         It is a view of the loss that goes on: DeepSpeed divides what the model has returned by the
         accumulation steps unless it has seen the gradient of another tensor before, as with ZeRO.
         """
-        if not (isinstance(loss, Tensor) and loss.grad_fn):
-            return original(loss, *rest, **named)
-        scale, seed, loss = self._host.scale, self._seed(*rest, **named), loss.view_as(loss)
+        seed = self._seed(*rest, **named)
+        with self._scaled_gradient(loss, seed) as scaled:
+            result = original(scaled, *rest, **named)
+        if isinstance(loss, Tensor):
+            self._note_loss(loss, seed)
+        return result
+
+    @contextmanager
+    def _scaled_gradient(self, loss: Any, seed: float) -> Iterator[Any]:
+        """Give a view of the loss, whose gradient is scaled at stage 0; elsewhere the loss."""
+        if not (isinstance(self._host, Stage0) and isinstance(loss, Tensor) and loss.grad_fn):
+            yield loss
+            return
+        scale, view = self._host.scale, loss.view_as(loss)
 
         def scaled(gradient: Tensor) -> Tensor:
             self._check_seed(gradient, seed)
             return gradient * scale
 
-        hook = loss.register_hook(scaled)
+        hook = view.register_hook(scaled)  # type: ignore[no-untyped-call]
         try:
-            return original(loss, *rest, **named)
+            yield view
         finally:
             hook.remove()
+
+    def _scale(self, original: Any, loss: Any) -> Any:
+        """Note the loss of `engine.scale(loss).backward()`, which DeepSpeed allows with ZeRO."""
+        scaled = original(loss)
+        self._note_loss(loss, self._seed())
+        return scaled
+
+    def _note_loss(self, loss: Tensor, seed: float) -> None:
+        """Keep a loss, unread, for the record of the step."""
+        number = loss.detach()
+        self._losses.add(number if seed == 1.0 else number.float() * seed)
 
     def _needs_scaler(self, original: Any) -> bool:
         """Have DeepSpeed refuse `loss.backward()` under a static scale, as it does under a dynamic one."""
         return bool(original() or self._host.scale != 1.0)
 
-    def _seed(self, retain_graph: bool = False, scale_wrt_gas: bool = True) -> float:
+    def _seed(self, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> float:
         """Return the gradient of the loss where nothing is scaled."""
         return 1.0 / self._host.engine.gradient_accumulation_steps() if scale_wrt_gas else 1.0
 
@@ -196,6 +224,7 @@ class Attached:
     def _decide(self, original: Any, overflow: Any = False) -> None:
         """Ask the policy, in place of DeepSpeed's rule. The scale stays until the step is done."""
         finite, saved = not overflow, self._host.saved()
+        self._losses.read()  # the host has just waited for the gradients; later it would for the update
         culprits = () if finite else self._host.culprits()
         sight = (self._sight or self._look()) if finite else None
         reading = Reading(finite) if sight is None else Reading(finite, *combined([sight]))
@@ -228,12 +257,14 @@ class Attached:
             self._host.optimizer._global_grad_norm = self._norm  # unfused: DeepSpeed leaves it scaled
 
     def _record(self, index: int, scale: float, outcome: _Outcome) -> None:
+        loss = self._losses.take()
         self.last_step = Step(
             index=index,
             scale=scale,
             finite=outcome.finite,
             skipped=not outcome.finite,
             new_scale=self._host.scale,
+            loss=loss.read() if isinstance(loss, UnreadLoss) else loss,
             grad_norm=self._norm,
             peak=outcome.peak,
             culprits=outcome.culprits,

@@ -145,6 +145,7 @@ class _Zero(Host):
         "averaged_gradients",
         "needs_scaler",
     )
+    engine_uses = (*Host.engine_uses, "gradient_accumulation_steps", "scale")
 
     def saved(self) -> dict[str, Any]:
         return dict(vars(self.optimizer.loss_scaler))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from preamp.errors import UsageError
 from preamp.jax.gradients import multiplied
 from preamp.jax_arithmetic import to_host
-from preamp.loss_scale_arguments import given_policy
+from preamp.loss_scale_arguments import check_resumed, given_policy
 from preamp.policy import Dynamic, Policy, Reading
 
 __all__ = ["LossScale", "read", "start_of"]
@@ -96,15 +96,20 @@ class LossScale:
         return jnp.asarray(finite)
 
     def check_starved(self) -> None:
-        """Raise if the policy has given up.
+        """Raise if the policy has given up, or if the state is one that training cannot resume from.
 
         Raises:
-            Starved: if it has.
+            Starved: if it has given up.
+            PolicyError: for a scale that is not a finite number above 0, and for a count below 0, such as a
+                damaged checkpoint holds.
             UsageError: inside a function that JAX transforms.
+            UserWarning: a warning, for a scale outside the policy's bounds.
         """
-        scale, overflows = read([self.loss_scale, self.starved])
+        *state, overflows = read([*self.state, self.starved])
+        saved = dict(zip(self.state._fields, state, strict=True))
+        check_resumed(self.policy, saved, "opt_state = restart_loss_scale(opt_state, policy)")
         if overflows:
-            raise self.policy.starvation(scale, int(overflows))
+            raise self.policy.starvation(saved["scale"], int(overflows))
 
     def _set(self, policy: Any, state: Any, starved: Any) -> None:
         for name, value in (("policy", policy), ("state", state), ("starved", starved)):

@@ -22,7 +22,7 @@ from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
 from preamp.jax.scaled_gradients import ScaledGradients, single
 from preamp.jax.states import UNKNOWN_LOSS, LossScaledState, check_scalars, find, found_in, kind_of
-from preamp.loss_scale_arguments import given_policy
+from preamp.loss_scale_arguments import check_counts, given_policy
 from preamp.policy import Dynamic, Policy, Reading
 from preamp.trace import Step
 
@@ -345,6 +345,7 @@ def last_step(opt_state: Any) -> Step | None:
 
     Raises:
         UsageError: for another state, and inside a function that JAX transforms.
+        PolicyError: for a loss scale that is not a finite number above 0, with which every step is skipped.
     """
     state = find(opt_state)
     record = (
@@ -357,6 +358,7 @@ def last_step(opt_state: Any) -> Step | None:
     )
     peaks = [] if state.peak is None else [state.peak]
     steps, scale, finite, norm, loss, new_scale, *measured = read([*record, *peaks])
+    Dynamic().restore({"scale": new_scale})  # raises for what no policy can resume from
     if not steps:
         return None
     return Step(
@@ -372,7 +374,10 @@ def last_step(opt_state: Any) -> Step | None:
 
 
 def check_starved(opt_state: Any, policy: Policy[Any]) -> None:
-    """Raise what a compiled step could not, if the policy has given up.
+    """Raise what a compiled step could not: the policy has given up, or cannot resume from the state.
+
+    A restored state is an array like any other, which no compiled step can check. Call this once after
+    restoring a checkpoint.
 
     Args:
         opt_state: the state of an optimizer made with `loss_scaled`.
@@ -380,9 +385,14 @@ def check_starved(opt_state: Any, policy: Policy[Any]) -> None:
 
     Raises:
         Starved: if the policy has given up.
+        PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
         UsageError: for another state, and inside a function that JAX transforms.
+        UserWarning: a warning, for a scale outside the policy's bounds. Nothing else says so: `last_step`
+            does not know the policy.
     """
     state = find(opt_state)
+    counts = {name: getattr(state, name) for name in ("steps", "skipped_steps")}
+    check_counts(dict(zip(counts, read(list(counts.values())), strict=True)), counts)
     LossScale(policy, state.policy_state, state.starved).check_starved()
 
 

@@ -14,10 +14,19 @@ import numpy as np
 
 from preamp.checks import level_of_caller
 from preamp.errors import PolicyError
+from preamp.loss_scale_arguments import (
+    check_counts,
+    check_resumed,
+    is_out_of_bounds,
+    warn_if_out_of_bounds,
+)
 from preamp.policy import Policy, Reading, Where, choose
 from preamp.trace import Step
 
 __all__ = ["Ledger", "saved_state"]
+
+# What to write to start inside the policy's bounds.
+INSIDE = "optimizer.dynamic_scale.assign({bound!r}) after loading"
 
 # Keras's names for what a policy's state holds.
 NAMES = {"scale": "dynamic_scale", "good": "step_counter", "bad": "overflow_counter", "age": "age_counter"}
@@ -54,6 +63,8 @@ class Ledger:
         self.peaks = [make("last_peak", 0.0, "float32")] if "peak" in policy.sees else []
         self.starved = make("starved", 0.0, "float32")
         self.steps = make("steps", 0, "int")
+        self._checked: tuple[float, ...] = tuple(start)  # values of `state` that are known to be right
+        self._is_outside = False
         self.skipped = make("skipped_steps", 0, "int")
 
     @property
@@ -100,6 +111,7 @@ class Ledger:
             Starved: if the policy was told to give up and does.
         """
         after = self.after([*numbers[:-1], 0.0], reading, choose)
+        self._checked = tuple(after[: len(self.state)])
         for variable, old, new in zip(self.moving, numbers, after, strict=True):
             if new != old:
                 write(variable, new)
@@ -107,6 +119,25 @@ class Ledger:
         if not reading.finite:
             self.skipped.assign_add(1)
         self.raise_if_starved(after)
+
+    def check(self, numbers: Sequence[float]) -> None:
+        """Check a state that was restored past `load`, as `tf.train.Checkpoint` and `Variable.assign` do.
+
+        Args:
+            numbers: the values of `moving` or `variables`.
+
+        Raises:
+            PolicyError: for a scale or count that training cannot resume from.
+            UserWarning: a warning, once, for a scale outside the policy's bounds.
+        """
+        state = tuple(numbers[: len(self.state)])
+        if state == self._checked:
+            return
+        restored = self.policy.restore(dict(zip(self.state._fields, state, strict=True)))
+        was_outside, self._is_outside = self._is_outside, is_out_of_bounds(self.policy, restored.scale)
+        if self._is_outside and not was_outside:
+            warn_if_out_of_bounds(self.policy, restored.scale, INSIDE)
+        self._checked = state
 
     def raise_if_starved(self, numbers: Sequence[float]) -> None:
         """Raise what a compiled step could not, for the values of `moving` or `variables`.
@@ -122,33 +153,43 @@ class Ledger:
         """Return the policy's state for numbers by the names of the variables. What they lack starts afresh.
 
         Raises:
-            PolicyError: for a scale or count that nobody could go on with.
+            PolicyError: for a scale or count that training cannot resume from.
+            UserWarning: a warning, for a scale outside the policy's bounds.
         """
+        check_counts(saved, [self.steps.name, self.skipped.name])
         pairs = zip(self.state._fields, self.state, strict=True)
-        return self.policy.restore({f: saved[v.name] for f, v in pairs if v.name in saved})
+        state = check_resumed(self.policy, {f: saved[v.name] for f, v in pairs if v.name in saved}, INSIDE)
+        self._is_outside = is_out_of_bounds(self.policy, state.scale)  # that has been said
+        return state
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Set the variables to saved numbers, by name; warn of a state that nobody could go on with.
+        """Set the variables to saved numbers, by name; warn of a state that training cannot resume from.
 
         That a policy gave up is not gone on with.
         """
         try:
             state = self.state_of(saved)
         except PolicyError as problem:
-            state = self.policy.start()
+            state, saved = self.policy.start(), {}
             warnings.warn(
                 f"the loss scale starts anew, at {state.scale}, and not where the file has it: {problem}",
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
         for variable, value in zip(self.state, state, strict=True):
             variable.assign(value)
+        self._checked = tuple(state)
         for variable in (self.used, self.finite, *self.peaks, self.steps, self.skipped):
             if variable.name in saved:
                 variable.assign(saved[variable.name])
         self.starved.assign(0.0)
 
     def step(self, numbers: Sequence[float]) -> Step | None:
-        """Return the step that the values of `variables` describe, None before the first."""
+        """Return the step that the values of `variables` describe, None before the first.
+
+        Raises:
+            PolicyError: as `check`.
+        """
+        self.check(numbers)
         used, finite, *peaks, _, steps, _ = numbers[len(self.state) :]
         if not steps:
             return None

@@ -396,8 +396,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
         Raises:
             CountError: for another number of values, or before `build`.
-            PolicyError: for a scale or count that nobody could go on with.
+            PolicyError: for a scale or count that training cannot resume from.
             UsageError: for what is not a list, or a value of another shape. Nothing was set.
+            UserWarning: a warning, for a scale outside the policy's bounds.
         """
         if not self.built:
             raise CountError(
@@ -411,7 +412,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                     f"{shown(value)} is not a value for {variable.path}, of shape {tuple(variable.shape)}. "
                     "Write set_weights([variable.numpy() for variable in other.variables])."
                 )
-        self._ledger.state_of({v.name: float(values[id(v)]) for v in self._ledger.state})
+        ledger = self._ledger
+        ledger.state_of({v.name: float(values[id(v)]) for v in (*ledger.state, ledger.steps, ledger.skipped)})
         for variable in self.variables:
             variable.assign(values[id(variable)])
 
@@ -429,7 +431,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     def load_own_variables(self, store: Any) -> None:
         """Read what this wrapper wrote, Keras's own, or an optimizer without one.
 
-        A scale that is fixed here stays; one that nobody could go on with starts anew. A warning says so.
+        A scale that is fixed here stays; one that training cannot resume from, such as NaN, starts again. A
+        warning says so, and of a scale outside the policy's bounds, which is kept.
         """
         check_store(store)
         inner, saved = self.inner_optimizer, saved_state(store)
@@ -545,6 +548,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         moving = [variable.value for variable in self._ledger.moving]
         was_finite, *numbers = framework.read([finite, *seen.values(), *moving])
         told, before = dict(zip(seen, numbers, strict=False)), numbers[len(seen) :]
+        self._ledger.check(before)
         if was_finite and scale is not None and before[0] < 1.0:  # dividing by it can overflow
             present = [gradient for gradient in unscaled if gradient is not None]
             (was_finite,) = framework.read([framework.are_finite(present)])

@@ -14,7 +14,7 @@ from preamp.errors import PolicyError
 from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, as_whole, check_scale, given_policy
 from preamp.policy import Dynamic, Policy
 
-__all__ = ["ArgumentTypeError", "rule"]
+__all__ = ["ArgumentTypeError", "check_buffers", "rule"]
 
 
 class ArgumentTypeError(PolicyError, TypeError):
@@ -50,6 +50,22 @@ def rule(
     if isinstance(made, Dynamic) and made.init_scale < 1.0:
         return replace(made, min_scale=made.init_scale)
     return made
+
+
+def check_buffers(model: Any, restore_buffers: Any) -> None:
+    """Refuse buffers to be restored of no model, and a `restore_buffers` that is not a bool.
+
+    Raises:
+        PolicyError: naming what was given.
+    """
+    if not isinstance(restore_buffers, bool):
+        raise PolicyError(
+            f"restore_buffers={restore_buffers!r} is neither True nor False. Write restore_buffers=True."
+        )
+    if restore_buffers and model is None:
+        raise PolicyError(
+            "restore_buffers=True needs the model whose buffers they are. Write model=model, too."
+        )
 
 
 def _check_together(dynamic: bool, initial_scale: Any, dynamic_growth_steps: Any) -> None:

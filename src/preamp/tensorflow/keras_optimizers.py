@@ -47,7 +47,14 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         *,
         policy: Policy[Any] | None = None,
         name: str | None = None,
+        model: Any = None,
+        restore_buffers: bool = False,
     ) -> None:
+        if model is not None or restore_buffers:
+            raise PolicyError(
+                "model and restore_buffers are for optimizers of tf_keras. With one of Keras 3 write "
+                "model.fit(..., callbacks=[preamp.keras.TraceCallback(restore_buffers=True)])."
+            )
         made = rule(dynamic, initial_scale, dynamic_growth_steps, policy)
         if inner_optimizer.loss_scale_factor is not None:
             raise PolicyError(
@@ -106,6 +113,8 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
     @unconverted
     def get_scaled_loss(self, loss: Any) -> Any:
         self._gradients_are_scaled, self._was_scaled = False, True
+        if not callable(loss):
+            self._scaled_loss = on_tensorflow.known_scalar(loss)
         return super().get_scaled_loss(loss)
 
     @unconverted

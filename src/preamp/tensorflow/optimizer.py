@@ -52,6 +52,13 @@ class LossScaleOptimizer:
         dynamic_growth_steps: finite steps in a row after which the scale is doubled. None: 2000.
         policy: any preamp policy or dialect instead of these three. The rule without it is tf_keras's, with a
             floor of 1, or `initial_scale` where that is less.
+        model: the tf_keras model whose buffers to look at after a skipped step: an overflow in the forward
+            pass is in BatchNorm's moving statistics before the step can be skipped. `last_step.buffers` names
+            those that are not finite. Costs nothing while steps are taken. Over an optimizer of Keras 3
+            `preamp.keras.TraceCallback` does that.
+        restore_buffers: give such a buffer the value that it had after the last step that was taken, or when
+            the optimizer was made or its state loaded, if that was later: load the model first. Costs a copy
+            of these variables a step, on their device. Neither argument is part of `get_config`.
 
     Attributes:
         dynamic: whether the scale moves.
@@ -62,7 +69,8 @@ class LossScaleOptimizer:
         learning_rate: the inner optimizer's, as is `lr`.
         loss_scale: the scale of the next step, a float32 scalar tensor.
         policy: the rule in force.
-        last_step: what the last step came to, a `Step`; None before the first. Reads it from its device.
+        last_step: what the last step came to, a `Step`; None before the first. Reads it from its device. Its
+            `loss` is the sum of those that were scaled since the step before, on all replicas.
         skipped_steps: how many steps were skipped. Reads it from its device.
 
     Raises:
@@ -135,6 +143,8 @@ class LossScaleOptimizer:
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
+        model: Any = None,
+        restore_buffers: bool = False,
     ) -> None:
         raise NotImplementedError  # each kind has its own
 

@@ -7,7 +7,7 @@ how an optimizer updates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, Self
@@ -18,8 +18,9 @@ import tf_keras
 from preamp.checks import paired
 from preamp.policy import Policy
 from preamp.policy.saved import from_json, to_json
-from preamp.tensorflow.arguments import rule
+from preamp.tensorflow.arguments import check_buffers, rule
 from preamp.tensorflow.optimizer import LossScaleOptimizer, kind_of_config
+from preamp.tensorflow.tf_keras_buffers import Buffers
 from preamp.tensorflow.tf_keras_state import LossScaleState
 from preamp.tensorflow_arithmetic import as_stored, unconverted
 from preamp.trace import Step
@@ -42,12 +43,16 @@ class OverTfKeras(LossScaleOptimizer):
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
+        model: Any = None,
+        restore_buffers: bool = False,
     ) -> None:
+        check_buffers(model, restore_buffers)
+        buffers = None if model is None else Buffers(model, restores=restore_buffers)
         made = rule(dynamic, initial_scale, dynamic_growth_steps, policy)
         # With a fixed scale tf_keras checks the optimizer and makes no state of its own.
         self._theirs().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)
         own = vars(self)  # past `__setattr__`, which would track the state under this name as well
-        own["_loss_scale"] = LossScaleState(made)
+        own["_loss_scale"] = LossScaleState(made, buffers)
         own["_given_policy"] = None if policy is None else made
         self._theirs()._track_trackable(self._loss_scale, "loss_scale")
 
@@ -79,9 +84,23 @@ class OverTfKeras(LossScaleOptimizer):
         self._loss_scale.check_starved()
 
     @unconverted
+    def get_scaled_loss(self, loss: Any) -> Any:
+        if callable(loss):
+            return self._after_noting(loss)
+        loss = tf.convert_to_tensor(loss)
+        self._loss_scale.losses.add(loss)
+        return super().get_scaled_loss(loss)
+
+    def _after_noting(self, loss: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a callable for the scaled loss; the loss is noted when it is computed."""
+        self._loss_has_been_scaled = True
+        return lambda: self.get_scaled_loss(loss())
+
+    @unconverted
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
         given = paired(grads_and_vars)
         self._warn_if_forgotten()
+        self._loss_scale.begin()
         # In the variables' dtype before they are checked: 1e6 becomes inf in float16.
         pairs = [(as_stored(gradient, variable), variable) for gradient, variable in given]
         return self._theirs().apply_gradients(pairs, *args, **kwargs)

@@ -13,11 +13,22 @@ import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_keras exports only a facade
 
 from preamp.errors import UsageError
+from preamp.loss_scale_arguments import (
+    check_counts,
+    check_resumed,
+    is_out_of_bounds,
+    warn_if_out_of_bounds,
+)
 from preamp.policy import Policy, Reading, Static, Where, choose
+from preamp.tensorflow.tf_keras_buffers import Buffers
+from preamp.tensorflow.tf_keras_losses import Losses
 from preamp.tensorflow_arithmetic import agreed, seen
 from preamp.trace import Step
 
 __all__ = ["LossScaleState", "theirs"]
+
+# What to write to start inside the policy's bounds: tf_keras has no way to set a scale.
+INSIDE = "load the model without its optimizer"
 
 # tf_keras's names in checkpoints for what a policy's state holds.
 NAMES = {"scale": "current_loss_scale", "good": "good_steps"}
@@ -37,15 +48,21 @@ class LossScaleState(theirs._DynamicLossScaleState):
 
     Args:
         policy: the rule in force.
+        buffers: those of the model, to look at after a skipped step.
 
     Attributes:
         policy: the rule in force.
+        losses: the loss of a step.
         counter: an int64 variable: the policy's count of clean steps.
     """
 
-    def __init__(self, policy: Policy[Any]) -> None:
+    def __init__(self, policy: Policy[Any], buffers: Buffers | None = None) -> None:
         tf.__internal__.tracking.Trackable.__init__(self)
         self.policy = policy
+        self.losses = Losses()
+        self._buffers = buffers
+        self._checked: Any = policy.start()  # a state that is known to be right
+        self._is_outside = False
         self._weights: dict[Any, Any] = {}
         self._parts = {name: self._part(name, value) for name, value in policy.start()._asdict().items()}
         self._counter = self._parts["good"]
@@ -54,6 +71,19 @@ class LossScaleState(theirs._DynamicLossScaleState):
             name: self._add_weight(name=name, dtype=dtype, initial_value=dtype.as_numpy_dtype(0))
             for name, dtype in kinds.items()
         }
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
+        children: dict[str, Any] = super()._trackable_children(save_type, **options)
+        if save_type == "checkpoint":
+            return children
+        buffers = {} if self._buffers is None else self._buffers.tracked()
+        return {**children, **{f"loss_{name}": one for name, one in self.losses.variables.items()}, **buffers}
+
+    def begin(self) -> None:
+        """Make what needs the model's variables, before the first step is applied."""
+        if self._buffers is not None:
+            with tf.init_scope():
+                self._buffers.begin()
 
     def _part(self, name: str, value: float) -> Any:
         if name == "scale" and isinstance(self.policy, Static):
@@ -83,14 +113,19 @@ class LossScaleState(theirs._DynamicLossScaleState):
         reading, before, where = self._reading(tf.nest.flatten(grads)), self._state(), tf.where
         if tf.executing_eagerly():  # tf_keras reads it next, to decide: the rest is for Python to compute
             reading, where = _on_host(reading), choose
+            self._check(before)
         after = self.policy.advance(before, reading, where)
         written = self._note(reading, before.scale, where)
+        self.losses.end_step(self._record["steps"])
+        if self._buffers is not None:
+            self._buffers.end_step(reading.finite)
         if self.policy.gives_up():
             gives_up = self.policy.starved(before, after, reading, where)
             after = type(before)(*[where(gives_up, a, b) for a, b in zip(before, after, strict=True)])
             written.append(self._note_giving_up(where(gives_up, before.bad + 1.0, 0.0), where))
         written += self._write(after)
         if tf.executing_eagerly():
+            self._checked = after
             self.check_starved()
         return tf.group(*written), reading.finite
 
@@ -111,15 +146,23 @@ class LossScaleState(theirs._DynamicLossScaleState):
         """Set the variables to what `numbers` returned, maybe of another policy's.
 
         Raises:
-            PolicyError: for numbers that are no state to go on from.
+            PolicyError: for numbers that training cannot resume from. Nothing was changed.
+            UserWarning: a warning, for a scale outside the policy's bounds, which is kept.
         """
-        self._write(self.policy.restore(saved))
+        check_counts(saved, ["steps", "skipped_steps"])
+        state = check_resumed(self.policy, saved, INSIDE)
+        self._checked, self._is_outside = state, is_out_of_bounds(self.policy, state.scale)
+        self._write(state)
         for name, variable in self._record.items():
             variable.assign(variable.dtype.as_numpy_dtype(saved.get(name, 0)))
+        self.losses.forget()
+        if self._buffers is not None:
+            self._buffers.keep_finite()
 
     def step(self) -> Step | None:
         """Return what the last step came to, read from its device; None before the first."""
         record = self._read()
+        self._check(self._state())
         if not record["steps"]:
             return None
         finite = record["last_finite"]
@@ -129,8 +172,25 @@ class LossScaleState(theirs._DynamicLossScaleState):
             finite=finite,
             skipped=not finite,
             new_scale=float(tf.convert_to_tensor(self.current_loss_scale)),
+            loss=self.losses.read(record["steps"]),
             peak=record.get("last_peak") if finite else None,
+            buffers=() if finite or self._buffers is None else self._buffers.ruined(),
         )
+
+    def _check(self, state: Any) -> None:
+        """Check a state that `tf.train.Checkpoint` has restored past `restore`.
+
+        Raises:
+            PolicyError: for a scale or count that training cannot resume from.
+            UserWarning: a warning, once, for a scale outside the policy's bounds.
+        """
+        if state == self._checked:
+            return
+        restored = self.policy.restore(state._asdict())
+        was_outside, self._is_outside = self._is_outside, is_out_of_bounds(self.policy, restored.scale)
+        if self._is_outside and not was_outside:
+            warn_if_out_of_bounds(self.policy, restored.scale, INSIDE)
+        self._checked = state
 
     def skipped(self) -> int:
         """Return how many steps were skipped, read from their device."""

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,12 @@ from preamp.policy import Policy
 from preamp.torch.accumulation import Accumulation
 from preamp.torch.averages import Averages
 from preamp.torch.gradients import gather, multiply_
+from preamp.torch.losses import is_wrapped
 from preamp.torch.masters import MasterWeights
 from preamp.torch.optimizers import parameters_of, warn_of_small_eps
 from preamp.torch.scaler import GradScaler
 from preamp.torch.stepping import Clip
-from preamp.torch.structure import check_shapes, require_tensor
+from preamp.torch.structure import check_shapes, map_tensors, require_tensor
 from preamp.trace import Step
 
 __all__ = ["LossScaleOptimizer"]
@@ -187,12 +189,12 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, to call `backward` on.
 
-        Of a loss of 1 it is the factor that gradients made by hand have to be multiplied by.
+        Of a loss of 1 it is the factor that gradients made by hand have to be multiplied by. `step` raises
+        if `backward` was called on the loss itself and not on what is returned here.
         """
         scaled: Tensor = self.scaler.scale(loss)
         self._scaled.note(self.scaler, loss)
-        self._scaled.loss = True
-        return scaled
+        return map_tensors(self._scaled.expect, scaled) if self.scaler.is_enabled() else scaled
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Scale a loss and compute its gradients.
@@ -223,16 +225,17 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             The closure's loss; None without a closure, and from an inner optimizer that was not called.
 
         Raises:
-            UsageError: if no loss was scaled since the last step, or none since `zero_grad` cleared the
-                gradients of `backward`. With `process_group` or `reduce` from this rank's first loss on: a
-                pipeline's first stages have none. Nothing was changed.
+            UsageError: if no loss was scaled since the last step, if none has been since `zero_grad` cleared
+                the gradients, or if `backward` was not called on what `scale_loss` returned. With
+                `process_group` or `reduce` from this rank's first loss on: a pipeline's first stages have
+                none. Nothing was changed.
             AssertionError: as PyTorch, if no parameter has a gradient.
             Starved: if the policy was told to give up. The parameters are as they were.
         """
         if closure is None:
             self._require_scaled()
         if not self._evaluates_first():
-            result = self._full_step(*([] if closure is None else [closure]))
+            result = self._full_step(*([] if closure is None else [partial(self._evaluate, closure)]))
         else:
             result = None if closure is None else self._evaluate(closure)
             if self._masters is not None:
@@ -345,6 +348,13 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         elsewhere = scaler._loss_is_elsewhere() and not scaled.ever
         if scaled.now(scaler) or elsewhere or not scaler.is_enabled():
             return
+        if scaled.is_expected:
+            raise UsageError(
+                "optimizer.scale_loss(loss) was called, but backward was not called on what it returned, and "
+                f"step would divide the gradients by {self.loss_scale:g}. Write "
+                "optimizer.scale_loss(loss).backward() or optimizer.backward(loss) instead of "
+                "loss.backward()."
+            )
         raise UsageError(
             "no loss was scaled since the last step, and step would divide the gradients by "
             f"{self.loss_scale:g}. Write optimizer.backward(loss) instead of loss.backward(). Gradients made "
@@ -512,15 +522,19 @@ class _Scaled:
     """What has been scaled for the next step.
 
     Attributes:
-        loss: by `scale_loss`. Its gradients may come at any time, after `zero_grad` as well.
-        gradients: by `backward`, and not cleared since.
+        by_hand: by `scale_loss`, for gradients made by hand: what was scaled has no graph. They may come at
+            any time, after `zero_grad` as well. Also a loss scaled in compiled code, where nothing is heard
+            of its backward.
+        gradients: by `backward`, of the optimizer or of what `scale_loss` returned, and not cleared since.
+        is_expected: whether `scale_loss` returned a loss to call `backward` on.
         ever: whether anything was scaled before.
         captured: whether it was scaled while a CUDA graph was captured, which replays it unheard.
         count: how many times the scaler has scaled, as far as is known here. Beyond that others called it.
     """
 
-    loss: bool = False
+    by_hand: bool = False
     gradients: bool = False
+    is_expected: bool = False
     ever: bool = False
     captured: bool = False
     count: int = 0
@@ -530,9 +544,21 @@ class _Scaled:
         self.ever, self.count = True, scaler._scalings
         self.captured = self.captured or _is_captured(loss)
 
+    def expect(self, scaled: Tensor) -> Tensor:
+        """Return a scaled loss that tells, when its gradients are computed."""
+        if not scaled.requires_grad or torch.compiler.is_compiling() or is_wrapped(scaled):
+            self.by_hand = True
+        else:
+            self.is_expected = True
+            scaled.register_hook(self._has_gradients)  # type: ignore[no-untyped-call]
+        return scaled
+
+    def _has_gradients(self, gradient: Tensor) -> None:
+        self.gradients = True
+
     def now(self, scaler: GradScaler) -> bool:
         """Return whether gradients can be scaled ones."""
-        return self.loss or self.gradients or self.captured or scaler._scalings > self.count
+        return self.by_hand or self.gradients or self.captured or scaler._scalings > self.count
 
     def nothing(self, scaler: GradScaler) -> _Scaled:
         """Return what there is after a step."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from preamp.errors import PolicyError
 from preamp.policy import Policy, Reading
+from preamp.torch.losses import UnreadLoss
 from preamp.torch.sight import Sight, combined
 from preamp.trace import Step
 
@@ -72,7 +73,7 @@ def step_of(
     outcomes: Sequence[Outcome],
     index: int | Tensor,
     new_scale: float | Tensor | None,
-    loss: float | Tensor | None = None,
+    loss: UnreadLoss | float | None = None,
     buffers: Callable[[], tuple[str, ...]] = tuple,
 ) -> Step:
     """Return the `Step` of one or several optimizers. Reads what lies on a device.
@@ -94,7 +95,7 @@ def step_of(
         finite,
         skipped=not finite,
         new_scale=None if new_scale is None else float(new_scale),
-        loss=None if loss is None else float(loss),
+        loss=loss.read() if isinstance(loss, UnreadLoss) else loss,
         grad_norm=math.hypot(*norms) if len(norms) == len(read) else None,
         peak=max(peaks) if finite and len(peaks) == len(read) else None,
         culprits=tuple(name for outcome in read for name in outcome.culprits()),

@@ -84,8 +84,10 @@ class GradScaler(Stepping):
     Attributes:
         policy: the rule in force.
         last_step: the latest `Step`: available after `step`, complete after `update`. None before. Its `loss`
-            is the sum of all losses that were scaled since the update before, on this rank; None if one of
-            them was not a single number. A disabled scaler looks at nothing and takes gradients to be finite.
+            is the sum of all losses that were scaled since the update before, on this rank; of a closure that
+            is evaluated several times, as LBFGS does, those of the last evaluation. None if one of them was
+            not a single number, or was changed in place (`loss.mul_(2)`) before it was read. A disabled
+            scaler looks at nothing and takes gradients to be finite.
 
     Raises:
         AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.

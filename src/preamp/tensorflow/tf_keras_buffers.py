@@ -1,0 +1,128 @@
+"""What a tf_keras model's layers keep beside their weights, such as BatchNorm's moving statistics.
+
+The forward pass writes them, so an overflow there leaves inf or NaN in them before the step can be skipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from preamp.checks import shown
+from preamp.errors import PolicyError
+
+__all__ = ["Buffers"]
+
+
+class Buffers:
+    """The float variables of a model that its layers made as not trainable: which a skipped step has ruined.
+
+    Nothing is computed while steps are taken, unless copies are kept.
+
+    Args:
+        model: the model that is trained, a `tf_keras` model or layer.
+        restores: whether to keep copies of them on their device, to be put back.
+
+    Attributes:
+        copies: the copies, one for each variable and replica.
+
+    Raises:
+        PolicyError: for what is not a model of tf_keras.
+    """
+
+    def __init__(self, model: Any, *, restores: bool) -> None:
+        if not isinstance(model, tf_keras.layers.Layer):
+            raise PolicyError(
+                f"model={shown(model)} is not a tf_keras.Model. Write model=model, or leave it out."
+            )
+        self._model, self._restores = model, restores
+        self._has_begun = False
+        self._names: list[str] = []
+        self._variables: list[Any] = []
+        self._ruined: Any = None
+        self.copies: list[Any] = []
+        if model.built:
+            self._build()
+
+    def begin(self) -> None:
+        """Find the variables before the first step is applied. Called where variables can be made."""
+        if self._has_begun or not tf.executing_eagerly():
+            return
+        if self._ruined is None:
+            self._build()
+        self._has_begun = True
+        self.keep_finite()
+
+    def keep_finite(self) -> None:
+        """Copy what is finite now, such as after a checkpoint was loaded into the model."""
+        for variable, copy in zip(self._variables, self.copies, strict=False):
+            copy.assign(tf.where(_is_finite(variable), variable, copy))
+
+    def end_step(self, finite: Any) -> None:
+        """Copy the variables after a step that was taken; after another find the ruined and put them back.
+
+        Args:
+            finite: a bool, or a boolean tensor in a graph.
+        """
+        if not self._variables:
+            return
+        if isinstance(finite, bool):
+            (self._keep if finite else self._restore)()
+        else:
+            tf.cond(finite, self._keep, self._restore)
+
+    def ruined(self) -> tuple[str, ...]:
+        """Return the names of those that the last skipped step has left not finite. Reads a few flags."""
+        if self._ruined is None:
+            return ()
+        pairs = zip(self._names, self._ruined.numpy().tolist(), strict=True)
+        return tuple(dict.fromkeys(name for name, is_ruined in pairs if is_ruined))
+
+    def tracked(self) -> dict[str, Any]:
+        """Return the variables of this object by name, which an exported function needs."""
+        flags = {} if self._ruined is None else {"ruined": self._ruined}
+        return {**flags, **{f"kept_{place}": copy for place, copy in enumerate(self.copies)}}
+
+    def _build(self) -> None:
+        for name, variable in _variables_of(self._model):
+            # Under a strategy each replica has its own, in which it has written.
+            parts = variable.values if isinstance(variable, tf.distribute.DistributedValues) else [variable]
+            self._names += [name] * len(parts)
+            self._variables += parts
+        if not self._variables:
+            return
+        # The class itself, because `tf.Variable` would make one for each replica under a strategy.
+        plain = type(self._variables[0])
+        self._ruined = plain(tf.zeros(len(self._variables), tf.bool), trainable=False, name="ruined")
+        for variable in self._variables if self._restores else ():
+            with tf.device(variable.device):
+                self.copies.append(plain(tf.identity(variable), trainable=False, name="kept"))
+
+    def _keep(self) -> Any:
+        for variable, copy in zip(self._variables, self.copies, strict=False):
+            copy.assign(tf.identity(variable))
+        return tf.constant(True)
+
+    def _restore(self) -> Any:
+        ruined = [tf.logical_not(_is_finite(variable)) for variable in self._variables]
+        self._ruined.assign(tf.stack(ruined))
+        for variable, copy, is_ruined in zip(self._variables, self.copies, ruined, strict=False):
+            variable.assign(tf.where(is_ruined, copy, variable))
+        return tf.constant(False)
+
+
+def _is_finite(variable: Any) -> Any:
+    return tf.reduce_all(tf.math.is_finite(variable))
+
+
+def _variables_of(model: Any) -> list[tuple[str, Any]]:
+    """Return variables by name. tf_keras has no public name for what a layer made as not trainable."""
+    found: dict[int, tuple[str, Any]] = {}
+    for layer in model._flatten_layers():
+        for variable in layer._non_trainable_weights:
+            if variable.dtype.is_floating:
+                stored = getattr(variable, "_variable", variable)  # under a policy of mixed precision
+                found.setdefault(id(stored), (variable.name.partition(":")[0], stored))
+    return list(found.values())

@@ -1,0 +1,58 @@
+"""A state to resume from that is out of bounds, or that nothing can resume from."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+from preamp import Dynamic, PolicyError
+from preamp.jax import check_starved, last_step, loss_scaled, step
+
+RULE = Dynamic(init_scale=8.0, min_scale=4.0, max_scale=64.0)
+
+
+def state_with(scale: float = 8.0, good: float = 0.0, **counts: int) -> Any:
+    """Return a state after one step, as a checkpoint with these numbers is restored."""
+    optimizer = loss_scaled(optax.sgd(0.25), RULE)
+    params = jnp.ones(2)
+    _, _, state = step(lambda w: w.sum(), optimizer)(params, optimizer.init(params))
+    policy_state = state.policy_state._replace(scale=jnp.float32(scale), good=jnp.float32(good))
+    return state._replace(
+        policy_state=policy_state, **{name: jnp.int32(count) for name, count in counts.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (1.0, r"1\.0 is below min_scale=4\.0 of Dynamic.* Write policy=Dynamic\(min_scale=1\.0\)"),
+        (128.0, r"128\.0 is above max_scale=64\.0 of Dynamic.* Write policy=Dynamic\(max_scale=128\.0\)"),
+    ],
+)
+def test_a_scale_out_of_bounds_warns(scale: float, said: str) -> None:
+    with pytest.warns(UserWarning, match=said + r".*restart_loss_scale\(opt_state, policy\)"):
+        check_starved(state_with(scale), RULE)
+
+
+@pytest.mark.parametrize("scale", [4.0, 8.0, 64.0])
+def test_a_scale_in_bounds_says_nothing(scale: float) -> None:
+    with warnings.catch_warnings(action="error"):
+        check_starved(state_with(scale), RULE)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -8.0])
+def test_a_scale_that_cannot_work_is_refused(scale: float) -> None:
+    for check in (last_step, lambda state: check_starved(state, RULE)):
+        with pytest.raises(PolicyError, match="Write scale="):
+            check(state_with(scale))
+
+
+@pytest.mark.parametrize("numbers", [{"good": -1.0}, {"steps": -1}, {"skipped_steps": -1}], ids=str)
+def test_a_count_below_0_is_refused(numbers: Any) -> None:
+    with pytest.raises(PolicyError, match="-1"):
+        check_starved(state_with(**numbers), RULE)

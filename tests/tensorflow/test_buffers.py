@@ -1,0 +1,200 @@
+"""An overflow in the forward pass ruins BatchNorm's moving statistics: named, or put back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from preamp import PolicyError
+from preamp.tensorflow import LossScaleOptimizer
+
+from .kinds import inner, of_tf_keras_trained
+from .test_distributed import strategy
+
+__all__ = ["strategy"]
+
+BATCH, BAD, STEPS = 4, 2, 5
+NAMES = ("norm/moving_mean", "norm/moving_variance")
+ways = pytest.mark.parametrize("way", ["fit", "fit eagerly", "loop", "loop eagerly"])
+
+
+def model_of() -> Any:
+    """Return a model whose first layer computes in float16, where 1e6 overflows."""
+    tf_keras.utils.set_random_seed(0)
+    layers = tf_keras.layers
+    return tf_keras.Sequential(
+        [
+            layers.Input((3,)),
+            layers.Dense(4, dtype="mixed_float16", name="half"),
+            layers.BatchNormalization(momentum=0.5, name="norm"),
+            layers.Dense(1, dtype="float32"),
+        ]
+    )
+
+
+def batches() -> list[tuple[Any, Any]]:
+    draw = np.random.default_rng(0)
+    inputs = draw.normal(size=(STEPS, BATCH, 3)).astype("float32")
+    inputs[BAD] *= 1e6
+    return [(x, draw.normal(size=(BATCH, 1)).astype("float32")) for x in inputs]
+
+
+def statistics(model: Any) -> list[list[float]]:
+    norm = model.get_layer("norm")
+    return [tf.convert_to_tensor(v).numpy().tolist() for v in (norm.moving_mean, norm.moving_variance)]
+
+
+def train(model: Any, optimizer: Any, way: str) -> list[tuple[Any, list[list[float]]]]:
+    """Return the record of each step, and the moving statistics after it."""
+    seen = []
+    if way.startswith("fit"):
+        model.compile(optimizer, "mse", run_eagerly="eagerly" in way)
+        for x, y in batches():
+            model.fit(x, y, batch_size=BATCH, verbose=0)
+            seen.append((optimizer.last_step, statistics(model)))
+        return seen
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+            scaled = optimizer.get_scaled_loss(loss)
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, model.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    take = step if "eagerly" in way else tf.function(step)
+    for x, y in batches():
+        take(tf.constant(x), tf.constant(y))
+        seen.append((optimizer.last_step, statistics(model)))
+    return seen
+
+
+def wrapped(kind: str, **arguments: Any) -> LossScaleOptimizer:
+    return LossScaleOptimizer(inner(kind, "SGD", 0.01), initial_scale=16.0, **arguments)
+
+
+@of_tf_keras_trained
+@ways
+def test_a_skipped_step_names_what_its_forward_pass_has_ruined(kind: str, way: str) -> None:
+    model = model_of()
+    seen = train(model, wrapped(kind, model=model), way)
+    assert [step.skipped for step, _ in seen] == [False, False, True, False, False]
+    assert [step.buffers for step, _ in seen] == [(), (), NAMES, (), ()]
+    assert not np.isfinite(seen[-1][1]).all()
+
+
+@of_tf_keras_trained
+@ways
+def test_what_was_ruined_is_put_back(kind: str, way: str) -> None:
+    """Training is as if the batch had not been there."""
+    model = model_of()
+    seen = train(model, wrapped(kind, model=model, restore_buffers=True), way)
+    assert [step.buffers for step, _ in seen] == [(), (), NAMES, (), ()]
+    assert seen[BAD][1] == seen[BAD - 1][1]
+    assert seen[BAD + 1][1] != seen[BAD][1]
+    assert np.isfinite(seen[-1][1]).all()
+    assert np.isfinite(model.predict(batches()[0][0], verbose=0)).all()
+
+
+@of_tf_keras_trained
+@ways
+def test_without_an_overflow_nothing_differs(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.tensorflow.test_buffers.BAD", slice(0, 0))
+    records = []
+    for settings in ({}, {"restore_buffers": True}, None):
+        model = model_of()
+        optimizer = wrapped(kind) if settings is None else wrapped(kind, model=model, **settings)
+        records.append(train(model, optimizer, way))
+    assert records[0] == records[1] == records[2]
+
+
+@of_tf_keras_trained
+def test_an_overflow_in_the_gradients_alone_ruins_nothing(kind: str) -> None:
+    model = model_of()
+    optimizer = wrapped(kind, model=model, restore_buffers=True)
+    model.compile(optimizer, "mse")
+    x, y = batches()[0]
+    model.fit(x, y * np.inf, batch_size=BATCH, verbose=0)
+    assert optimizer.last_step.skipped
+    assert optimizer.last_step.buffers == ()
+    assert statistics(model) != statistics(model_of())  # what the forward pass wrote stays
+
+
+@of_tf_keras_trained
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_first_step_of_a_model_that_was_loaded_goes_back_to_what_was_loaded(
+    kind: str, eager: bool, tmp_path: Path
+) -> None:
+    trained = model_of()
+    train(trained, wrapped(kind, model=trained, restore_buffers=True), "loop")
+    trained.save_weights(tmp_path / "weights.weights.h5")
+    model = model_of()
+    if eager:
+        model.load_weights(tmp_path / "weights.weights.h5")
+    optimizer = wrapped(kind, model=model, restore_buffers=True)
+    if not eager:  # before the first step is traced, it may be loaded later, too
+        model.load_weights(tmp_path / "weights.weights.h5")
+    model.compile(optimizer, "mse", run_eagerly=eager)
+    model.fit(*batches()[BAD], batch_size=BATCH, verbose=0)
+    assert optimizer.last_step.buffers == NAMES
+    assert statistics(model) == statistics(trained)
+
+
+@of_tf_keras_trained
+def test_a_model_that_is_built_by_its_first_batch(kind: str) -> None:
+    layers = tf_keras.layers
+    model = tf_keras.Sequential(
+        [layers.Dense(4, dtype="mixed_float16"), layers.BatchNormalization(name="norm"), layers.Dense(1)]
+    )
+    seen = train(model, wrapped(kind, model=model, restore_buffers=True), "loop eagerly")
+    assert seen[BAD][0].buffers == NAMES
+    assert np.isfinite(seen[-1][1]).all()
+
+
+@of_tf_keras_trained
+def test_replicas_put_back_their_own(kind: str, strategy: Any) -> None:
+    with strategy.scope():
+        model = model_of()
+        optimizer = wrapped(kind, model=model, restore_buffers=True)
+        model.compile(optimizer, "mse")
+    norm, seen = model.get_layer("norm"), []
+    for x, y in batches():
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+        parts = strategy.experimental_local_results(norm.moving_mean)
+        seen.append([part.numpy().tolist() for part in parts])
+    assert optimizer.skipped_steps == 1
+    assert np.isfinite(seen).all()
+    assert seen[0][0] != seen[0][1]
+    assert seen[BAD] == seen[BAD - 1]
+    assert seen[BAD + 1] != seen[BAD]
+
+
+@of_tf_keras_trained
+def test_a_model_without_such_variables(kind: str) -> None:
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(3,))])
+    optimizer = wrapped(kind, model=model, restore_buffers=True)
+    model.compile(optimizer, "mse")
+    model.fit(np.full((4, 3), np.inf), np.ones((4, 1)), verbose=0)
+    assert optimizer.last_step.skipped
+    assert optimizer.last_step.buffers == ()
+
+
+@of_tf_keras_trained
+def test_what_cannot_work_is_refused(kind: str) -> None:
+    for settings, said in (
+        ({"model": 3}, "model=3 is not a tf_keras.Model"),
+        ({"restore_buffers": True}, "Write model=model, too"),
+        ({"model": model_of(), "restore_buffers": "no"}, "Write restore_buffers=True"),
+    ):
+        with pytest.raises(PolicyError, match=said):
+            wrapped(kind, **settings)
+
+
+def test_over_keras_3_the_callback_is_named() -> None:
+    with pytest.raises(PolicyError, match=r"preamp\.keras\.TraceCallback\(restore_buffers=True\)"):
+        LossScaleOptimizer(keras.optimizers.SGD(), model=model_of())
