@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import math
 import os
@@ -18,8 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-from preamp import Dynamic
+from preamp import Dynamic, dialects
 from preamp.cli import run
+from preamp.dialects import ALL
+from preamp.errors import LossyConversion
 from preamp.torch import GradScaler
 
 from . import originals
@@ -530,3 +533,35 @@ def test_an_archive_of_something_else_is_refused(tmp_path: Path, capsys: pytest.
     with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
         archive.writestr("readme.txt", "hello")
     refused(capsys, tmp_path / "in.zip", "torch", tmp_path / "out.json", "deepspeed")
+
+
+# What the origin does not save
+
+
+@pytest.mark.parametrize("name", [name for name, one in ALL.items() if one.format is not None])
+def test_an_argument_is_saved_or_named_as_not_saved(name: str) -> None:
+    origin = ALL[name]
+    unsaved = origin.unsaved_arguments()
+    for given in ({"growth_interval": 7}, {"scale_window": 7}, {"dynamic_growth_steps": 7}, {"period": 7}):
+        (argument,) = given
+        if argument not in inspect.signature(origin._make).parameters:
+            continue
+        rule: Any = origin(**given)
+        back: Any = origin.load_policy(origin.dump_and_tell(rule.start(), rule)[0])
+        assert (back.growth_interval == 7) == (argument not in unsaved)
+        break
+    else:
+        pytest.fail(f"{name} has an interval under another name")
+
+
+def test_a_default_that_stands_for_what_was_not_saved_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = dialects.MEGATRON(growth_interval=70)
+    with pytest.warns(LossyConversion, match="growth_interval=70"):
+        saved = dialects.MEGATRON.dump(rule.start(), rule)
+    torch.save({"grad_scaler": saved}, tmp_path / "theirs.pt")
+    said = converted(capsys, tmp_path / "theirs.pt", "megatron", out := tmp_path / "ours.pt", "torch")
+    assert torch.load(out)["growth_interval"] == 1000
+    assert "megatron does not save min_scale=1.0, growth_factor=2.0" in said
+    assert "growth_interval=1000: these defaults were assumed." in said

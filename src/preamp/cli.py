@@ -361,6 +361,9 @@ def convert(
     rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."
     if done.equal:
         rest = f"An equal one is at {' and '.join(done.equal)}; the one at {done.where} was taken. {rest}"
+    if done.assumed:
+        settings = ", ".join(done.assumed)
+        rest = f"{origin} does not save {settings}: these defaults were assumed. {rest}"
     out.print(f"{out_file}: carried {counts} from {done.where} of {source}. {rest}", soft_wrap=True)
     return 0
 

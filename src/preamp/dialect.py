@@ -6,9 +6,10 @@ This room knows what can be asked of every dialect. It refuses to know any syste
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, ParamSpec
 
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, ROUND, level_of_caller
@@ -157,6 +158,37 @@ class Dialect(Policy[Any], Generic[P]):
         if hysteresis(given) != hysteresis(rule):  # which is named, and says how many are left of each
             before.pop("overflows_left", None)
         return saved, lost + _lost(before, _counts(rule, there))
+
+    def unsaved_arguments(self) -> dict[str, Any]:
+        """Return the arguments that change the rule and that the system does not save, with their defaults.
+
+        >>> from preamp.dialects import APEX
+        >>> APEX.unsaved_arguments()
+        {'scale_window': 2000, 'min_loss_scale': None, 'max_loss_scale': 16777216.0}
+        """
+        form, own = self.known_format(), self.policy
+        saved = form.save(own.start(), own)
+        unsaved = {}
+        for name, parameter in inspect.signature(self._make).parameters.items():
+            for other in self._with_another(name, parameter.default):
+                if form.save(own.start(), other) == saved:
+                    unsaved[name] = parameter.default
+        return unsaved
+
+    def _with_another(self, name: str, default: Any) -> Iterator[Policy[Any]]:
+        """Yield the rule with another value of one argument, if such a rule moves the scale otherwise."""
+        if isinstance(default, bool):
+            values: list[Any] = [not default]
+        else:
+            values = [2 * default, default / 2] if default else [0.25, 4.0]
+        for value in values:
+            try:
+                other: Policy[Any] = self(*(), **{name: value})  # type: ignore[call-arg]
+            except PolicyError:  # a backoff of 1, a fixed scale that is not given
+                continue
+            if type(other) is type(self.policy) and _settings(other) != _settings(self.policy):
+                yield other
+                return
 
     def known_format(self) -> Format:
         """Return `format`.

@@ -28,6 +28,7 @@ class Conversion(NamedTuple):
         policy: the policy that was saved with it, the origin's defaults for what was not.
         lost: what the target's format has no place for, in words.
         equal: the other places in the file where an equal state was found.
+        assumed: the settings that the origin's checkpoints do not hold, as "name=default".
     """
 
     where: str
@@ -35,6 +36,7 @@ class Conversion(NamedTuple):
     policy: Policy[Any]
     lost: list[str]
     equal: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, float]:
@@ -73,7 +75,8 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
     if carried is None:
         lost += _uncounted(found.state, found.policy) + _left_out(found.remembered)
     write(out, carried or entries, target)
-    return Conversion(found.where, found.state, found.policy, lost, found.equal)
+    assumed = tuple(f"{name}={value!r}" for name, value in origin.unsaved_arguments().items())
+    return Conversion(found.where, found.state, found.policy, lost, found.equal, assumed)
 
 
 def _uncounted(state: Any, policy: Any) -> list[str]:
