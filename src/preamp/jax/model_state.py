@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from preamp.errors import UsageError
 
-__all__ = ["keep_on_skip"]
+__all__ = ["Forest", "Leaf", "Node", "keep_on_skip"]
 
 Path = tuple[Any, ...]
 

@@ -21,7 +21,7 @@ from preamp.jax import gradients as arithmetic
 from preamp.jax.callers import optax_caller
 from preamp.jax.states import UNKNOWN_LOSS
 
-__all__ = ["ScaledGradients", "single"]
+__all__ = ["Named", "NoSuchAttribute", "ScaledGradients", "single"]
 
 WHAT = "gradients times the loss scale, which only loss_scaled(...) takes"
 INSIDE = "Write loss_scaled around the whole optimizer, loss_scaled(optax.chain(...))"
