@@ -136,11 +136,15 @@ def warn_if_out_of_bounds(policy: Any, scale: float, instead: str, *, of: str = 
 
 
 def _bound_crossed(policy: Any, scale: float) -> tuple[str, str, float] | None:
-    """Return on which side of which bound a scale lies, and the bound; None inside."""
+    """Return on which side of which bound a scale lies, and the bound; None inside.
+
+    With `bounds="moves"` the first scale may lie outside; up to there a scale is the policy's own.
+    """
     floor, ceiling = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
-    if floor is not None and scale < floor:
+    first = getattr(policy, "init_scale", scale)
+    if floor is not None and scale < min(floor, first):
         return "below", "min_scale", floor
-    if ceiling is not None and scale > ceiling:
+    if ceiling is not None and scale > max(ceiling, first):
         return "above", "max_scale", ceiling
     return None
 

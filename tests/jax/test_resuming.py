@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from preamp import Dynamic, PolicyError
-from preamp.jax import check_starved, last_step, loss_scaled, step
+from preamp.jax import LossScale, check_starved, last_step, loss_scaled, step
 
 RULE = Dynamic(init_scale=8.0, min_scale=4.0, max_scale=64.0)
 
@@ -56,3 +56,10 @@ def test_a_scale_that_cannot_work_is_refused(scale: float) -> None:
 def test_a_count_below_0_is_refused(numbers: Any) -> None:
     with pytest.raises(PolicyError, match="-1"):
         check_starved(state_with(**numbers), RULE)
+
+
+def test_a_first_scale_that_a_rule_allows_above_its_ceiling_is_its_own() -> None:
+    rule = Dynamic(init_scale=2.0, max_scale=1.0, at_ceiling="refuse", bounds="moves")
+    LossScale(rule).check_starved()  # a warning would be an error here
+    with pytest.warns(UserWarning, match="above max_scale"):
+        LossScale(rule, rule.start()._replace(scale=4.0)).check_starved()
