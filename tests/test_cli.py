@@ -123,7 +123,7 @@ def test_a_training_takes_as_many_steps_as_asked_for(steps, here, tmp_path):
 
 
 def test_ctrl_c_leaves_traces_and_a_report_of_what_ran(tmp_path):
-    arguments = ["train", "--steps", "100000", "--precision", "float16", "--out", "out"]  # never ends by itself
+    arguments = ["train", "--steps", "100000", "--precision", "float16", "--out", "out"]  # too many to end
     command = [sys.executable, "-m", "preamp", *arguments]
     process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     path = tmp_path / "out/float16-unscaled-seed0/trace.jsonl"
