@@ -31,6 +31,7 @@ from preamp.doctor.forward import (
 )
 from preamp.doctor.history import (
     FEW_UPDATES,
+    LATEST,
     Extent,
     Failure,
     failure,
@@ -39,7 +40,7 @@ from preamp.doctor.history import (
     period_of,
     update_count,
 )
-from preamp.doctor.losses import in_loss, seems_in_loss
+from preamp.doctor.losses import in_a_term, in_loss, seems_in_loss
 from preamp.doctor.record import Record
 from preamp.doctor.updates import broken_update, diverged, diverged_in_range, not_skipped
 from preamp.doctor.values import needs_no_scale
@@ -165,6 +166,8 @@ def _without_look(record: Record, end: Failure, extent: Extent) -> Finding | Non
     is_gradual = lost_before(record, end) or end.not_finite < end.losses
     if is_gradual and _fell(record, end):
         return seems_in_loss(extent, is_inf=end.inf > 0)
+    if _is_one_term(record, end):
+        return in_a_term(extent)
     if any(map(math.isinf, record.loss.values)):
         return unknown_forward(record, extent)
     if update_count(record, end.start) and not is_gradual:  # weights that are NaN stay so
@@ -176,6 +179,13 @@ def _fell(record: Record, end: Failure) -> bool:
     """Return whether the loss had fallen far before the run failed, as answers became certain."""
     losses = record.loss.finite()
     return end.start > 0 and len(losses) > 1 and min(losses) < losses[0] / 2
+
+
+def _is_one_term(record: Record, end: Failure) -> bool:
+    """Return whether a loss that was negative is inf whenever it is lost: one of its terms overflows."""
+    before = record.loss.finite(0, end.start)
+    lost = [record.loss.values[place] for place in lost_places(record)]
+    return len(before) >= LATEST and max(before) < 0.0 and set(lost) == {math.inf}
 
 
 def unknown_nan(extent: Extent) -> Finding:

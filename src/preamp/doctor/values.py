@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from preamp.doctor.finding import Finding
 from preamp.doctor.record import Record
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
-from preamp.looks import Look
+from preamp.looks import Look, is_of
 from preamp.words import percent, power, powers, two_to
 
 __all__ = [
@@ -79,7 +79,7 @@ def _flushed_whole(look: Look) -> bool:
     """
     dead = {row.name for row in look.rows if row.what == "activation" and not row.histogram.nonzero}
     rows = [row for row in look.rows if row.direction == "backward"]
-    zero = [row for row in rows if row.histogram.zeros and not row.histogram.nonzero and row.name not in dead]
+    zero = [row for row in rows if row.histogram.zeros and not row.histogram.nonzero and not is_of(row, dead)]
     alive = [row.histogram.low for row in rows if row.histogram.nonzero]
     return bool(zero) and (not alive or min(alive) <= exponent_of(look.band.normal))
 
