@@ -18,7 +18,7 @@ from preamp.errors import TraceError
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.json_numbers import is_number, to_json
 
-__all__ = ["Fit", "Kind", "Look", "LookRow", "is_of", "joined", "look_from_json", "look_to_json", "module_of"]
+__all__ = ["Fit", "Kind", "Look", "LookRow", "joined", "look_from_json", "look_to_json", "module_of", "owner"]
 
 Kind = Literal["activation", "flow", "gradient", "input", "weight"]
 MARGIN = 2
@@ -205,8 +205,13 @@ class Look(NamedTuple):
     def _scaled_rows(self) -> list[LookRow]:
         """Return the flows and gradients that can overflow in the low dtype."""
         scaled = [row for row in self.rows if row.direction == "backward"]
-        low = {row.name for row in scaled if row.dtype == self.low_dtype}
-        chosen = [r for r in scaled if r.dtype == self.low_dtype or (r.what == "gradient" and is_of(r, low))]
+        flows: dict[str | None, str] = {row.name: row.dtype for row in scaled if row.what == "flow"}
+        chosen = [
+            row
+            for row in scaled
+            if row.dtype == self.low_dtype
+            or (row.what == "gradient" and flows.get(owner(row.name, flows)) == self.low_dtype)
+        ]
         return chosen or scaled
 
     def _highest(self) -> tuple[int, LookRow] | None:
@@ -222,18 +227,17 @@ class Look(NamedTuple):
         return exponent_of(self.band.largest)
 
 
-def is_of(row: LookRow, modules: Collection[str]) -> bool:
-    """Return whether a row is of one of some modules.
+def owner(name: str, modules: Collection[str | None]) -> str | None:
+    """Return which of some modules a row belongs to; None for none of them.
 
     A row has its module's name, or, where `preamp.jax.look` named it, the path of a parameter below that:
     "dense.kernel", "dense/kernel" or "dense[0]" of "dense".
     """
-    name = row.name
     while name not in modules:
         name = module_of(name)
         if not name:
-            return False
-    return True
+            return None
+    return name
 
 
 def module_of(path: str) -> str:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from preamp.doctor.finding import Finding
 from preamp.doctor.record import Record
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
-from preamp.looks import Look, is_of
+from preamp.looks import Look, owner
 from preamp.words import percent, power, powers, two_to
 
 __all__ = [
@@ -77,9 +77,15 @@ def _flushed_whole(look: Look) -> bool:
     It is not where a module puts out nothing but zeros, nor where no other gradient comes near the end of
     the format.
     """
-    dead = {row.name for row in look.rows if row.what == "activation" and not row.histogram.nonzero}
+    outputs: dict[str | None, int] = {
+        row.name: row.histogram.nonzero for row in look.rows if row.what == "activation"
+    }
     rows = [row for row in look.rows if row.direction == "backward"]
-    zero = [row for row in rows if row.histogram.zeros and not row.histogram.nonzero and not is_of(row, dead)]
+    zero = [
+        row
+        for row in rows
+        if row.histogram.zeros and not row.histogram.nonzero and outputs.get(owner(row.name, outputs)) != 0
+    ]
     alive = [row.histogram.low for row in rows if row.histogram.nonzero]
     return bool(zero) and (not alive or min(alive) <= exponent_of(look.band.normal))
 
