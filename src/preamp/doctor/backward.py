@@ -285,9 +285,11 @@ def nan_now_and_then(record: Record) -> Finding | None:
     ]
     certain = set(not_by_scale(record))
     places = [place for place in alike if place in certain]
+    if places and _stand_out(record, places):
+        return None
     if certain and len(alike) > FEWEST and _span(record, alike) >= SPAN:  # lower scales changed nothing
         places = alike
-    if len(places) < FEWEST or _stand_out(record, places):
+    if len(places) < FEWEST:
         return None
     lowest, *_, highest = sorted(record.scales[place] for place in places)
     return Finding(

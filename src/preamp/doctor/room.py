@@ -94,7 +94,15 @@ def _waste(record: Record) -> Severity:
     """Return how bad unused head room is: whether using it would save many entries, or must do so."""
     if not record.room:
         return "note"
-    return "warning" if _saved(record, record.room) >= MANY or record.room >= MUCH else "note"
+    if record.room >= MUCH:
+        return "warning"
+    return "warning" if _saved(record, record.room) >= MANY and not _has_converged(record) else "note"
+
+
+def _has_converged(record: Record) -> bool:
+    """Return whether hardly any loss is left: gradients shrink with it, and what they lose matters little."""
+    losses = record.loss.finite()
+    return len(losses) >= SHORT and abs(median(losses[-LATEST:])) <= OFTEN * abs(median(losses[:LATEST]))
 
 
 def _saved(record: Record, powers_higher: int) -> float:
