@@ -153,7 +153,8 @@ def test_a_finite_loss_with_gradients_that_fail_at_every_scale_is_nan_in_backwar
     trace = run(0, 100, lost=0.5, low=low)
     for index in (0, 40):
         flows = row("head", "flow", 2, nonfinite=1), row("body", "flow", 2, nonfinite=9)
-        trace.look(Look(index, trace[index].scale, "float16", (row("head", "activation", 1), *flows)))
+        told = tuple(flow._replace(nans=flow.histogram.nonfinite) for flow in flows)
+        trace.look(Look(index, trace[index].scale, "float16", (row("head", "activation", 1), *told)))
     (finding,) = diagnose(trace).findings
     assert finding.kind == "NaN in backward"
     assert "In backward, the gradient of the output of module head is the first" in finding.sentence
@@ -885,3 +886,48 @@ def test_head_room_that_most_late_looks_could_not_use_is_a_note() -> None:
 
     assert late(-10, -10, -10, -10).severity == "warning"
     assert late(9, 8, 8, -10).severity in ("note", "fine")
+
+
+def test_the_order_of_a_tree_is_not_taken_for_that_of_backward() -> None:
+    def growing(nans: int | None) -> Trace:
+        losses = [2.0 / (1 + n / 50) + 0.01 * (n * 7919 % 201) / 201 for n in range(200)]
+        steps = [Step(n, 1.0, finite=n > 5, skipped=n <= 5, loss=loss) for n, loss in enumerate(losses)]
+        trace = Trace(steps, policy=repr(Static(1.0)))
+        rows = row("first", "flow", -4), row("last", "flow", 14)
+        trace.look(Look(100, 1.0, "float16", tuple(one._replace(nans=nans) for one in rows)))
+        return trace
+
+    assert first(growing(0)).kind == "exploding gradients"
+    assert "exploding gradients" not in [found.kind for found in diagnose(growing(None)).findings]
+
+
+def test_a_run_that_loses_most_late_steps_gets_their_cause_and_not_starving() -> None:
+    readings = [n > 60 and n % 6 != 0 for n in range(301)]
+    steps = [
+        step._replace(loss=math.inf if step.skipped else 0.5 + 0.1 / (1 + step.index))
+        for step in simulate(Dynamic(), readings)
+    ]
+    trace = Trace([step._replace(peak=None) for step in steps], policy=repr(Dynamic()))
+    for index in (0, 40, 200, 293):
+        trace.look(seen(index, steps[index].scale, "overflow" if steps[index].skipped else ""))
+    finding = first(trace)
+    assert (finding.kind, finding.severity) == ("forward overflow", "problem")
+    assert "neck" in finding.sentence
+
+
+def test_what_a_converged_run_could_save_is_a_note() -> None:
+    def ending(last: float) -> Trace:
+        losses = [1.0 * last ** (n / 200) + 1e-6 * n for n in range(200)]
+        steps = [Step(n, 8.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(losses)]
+        trace = Trace(steps, policy=repr(Dynamic(init_scale=8.0, growth_interval=50)))
+        trace.look(Look(190, 8.0, "float16", (row("dense", "flow", -10),)))
+        return trace
+
+    assert first(ending(0.5)).severity == "warning"
+    assert diagnose(ending(1e-4)).healthy
+
+
+def test_steps_that_overflow_at_a_high_scale_do_not_hide_those_that_stand_out() -> None:
+    trace = sporadic({20, 33, 71, 90, 131, 160, 171, 200, 221, 240}, lost=2.0, norm=10.0)
+    early = [step._replace(loss=0.6) if step.index in (20, 33) else step for step in trace]
+    assert first(Trace(early, **trace.about)).kind == "dragged down"

@@ -12,7 +12,7 @@ from preamp.doctor.chain import Break, break_of
 from preamp.doctor.finding import FEWEST, Finding
 from preamp.doctor.history import SHORT, Extent, Failure, counts, number
 from preamp.doctor.record import Record
-from preamp.doctor.values import module_name, needs_no_scale
+from preamp.doctor.values import is_in_order, module_name, needs_no_scale
 from preamp.exponents import exponent_of
 from preamp.policy import Static
 from preamp.words import of_steps, power, two_to
@@ -177,7 +177,8 @@ def _carried_words(end: Failure) -> str:
 def _where_in_backward(record: Record, source: Break | None) -> str:
     if source is not None and source.row is not None:
         where = "gradient of the output" if source.row.what == "flow" else "gradient of the parameters"
-        return f" In backward, the {where} of {module_name(source.row.name)} is the first with inf or NaN."
+        held = "is the first with" if is_in_order(source.row) else "holds"
+        return f" In backward, the {where} of {module_name(source.row.name)} {held} inf or NaN."
     return first_parameter(record)
 
 
@@ -214,7 +215,11 @@ def _growing_backward(record: Record) -> Finding | None:
     if not clean or max(record.opening, len(record.skips)) < FEWEST:
         return None
     look = clean[-1]
-    flows = [(row.histogram.peak_exponent, row.name) for row in look.rows if row.what == "flow"]
+    flows = [
+        (row.histogram.peak_exponent, row.name)
+        for row in look.rows
+        if row.what == "flow" and is_in_order(row)
+    ]
     known = [(peak, name) for peak, name in flows if peak is not None]
     if not known:
         return None

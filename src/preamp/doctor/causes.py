@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from preamp.doctor.backward import (
@@ -50,6 +51,7 @@ __all__ = ["failed", "now_and_then"]
 
 SATURATED: Final = 3
 """From this power of two on, an answer is certain: float16 has no number between 1 and its sigmoid."""
+RECENT: Final = 100
 LONE: Final = 5
 """So few steps say nothing about whether there are more and more of them."""
 
@@ -61,7 +63,7 @@ def failed(record: Record) -> Finding | None:
     """Find why a run never recovered; None if it did, or nothing but the scale is to blame."""
     end = failure(record)
     if end is None:
-        return diverged_in_range(record)
+        return diverged_in_range(record) or _mostly_lost(record)
     source, extent = source_of(record, end), Extent.of_failure(record, end)
     if source is not None and (found := _in_data(record, end, source, extent)):
         return found
@@ -72,6 +74,15 @@ def failed(record: Record) -> Finding | None:
     if source is not None:
         return _at(record, end, source, extent)
     return _without_look(record, end, extent)
+
+
+def _mostly_lost(record: Record) -> Finding | None:
+    """Find why the loss of most late steps is inf or NaN, where looks at such steps show it."""
+    late = record.loss.values[-RECENT:]
+    lost = sum(not math.isfinite(value) for value in late)
+    if 2 * lost < len(late) or not of_lost(record):
+        return None
+    return replace(_lost_steps(record, lost_places(record)), severity="problem")
 
 
 def source_of(record: Record, end: Failure) -> Break | None:

@@ -92,11 +92,9 @@ def _has_no_loss(record: Record) -> bool:
 
 def _waste(record: Record) -> Severity:
     """Return how bad unused head room is: whether using it would save many entries, or must do so."""
-    if not record.room:
+    if not record.room or _has_converged(record):
         return "note"
-    if record.room >= MUCH:
-        return "warning"
-    return "warning" if _saved(record, record.room) >= MANY and not _has_converged(record) else "note"
+    return "warning" if record.room >= MUCH or _saved(record, record.room) >= MANY else "note"
 
 
 def _has_converged(record: Record) -> bool:
