@@ -10,6 +10,7 @@ were not looked at while the rules were written.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -23,14 +24,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import torch
 from torch import Tensor, nn
 
 from preamp import Dynamic, Headroom, Static, Step, Trace
 from preamp.doctor import Diagnosis, diagnose
+from preamp.jax import (
+    ScaledGradients,
+    apply_gradients,
+    exponent_histogram,
+    flow_slot,
+    last_step,
+    look,
+    loss_scaled,
+    scaled_value_and_grad,
+    step,
+    watch,
+)
 from preamp.jax import autocast as jax_autocast
-from preamp.jax import last_step, loss_scaled, step
 from preamp.torch import GradScaler, Lens, autocast
 
 ROWS, WIDTH, EVERY = 32, 16, 40
@@ -1270,6 +1283,268 @@ def healthy_torch_rare_large_gradients(seed: int) -> Trace:
 @case()
 def healthy_jax_two_rates(seed: int) -> Trace:
     return jax_run(seed, optimizer=optax.sgd(optax.join_schedules([lambda n: 0.05, lambda n: 0.005], [120])))
+
+
+# JAX, with looks at gradients, flows and activations, each recorded by itself
+
+Loss = Callable[..., Any]
+"""A function of the parameters, of a `Tap` and of a batch."""
+
+
+class Tap:
+    """Names what layers put out, and watches the gradients that flow back through it."""
+
+    def __init__(self, slots: dict[str, Any] | None = None) -> None:
+        self.slots, self.outputs = slots, dict[str, Any]()
+
+    def __call__(self, name: str, x: Any) -> Any:
+        """Return `x`."""
+        self.outputs[name] = x
+        return x if self.slots is None else watch(x, self.slots[name])
+
+
+def jax_seen(
+    seed: int,
+    loss: Loss,
+    params: Any,
+    batch: Callable[[Any, int], Sequence[Any]],
+    optimizer: optax.GradientTransformation,
+    *,
+    steps: int = 200,
+    policy: Any = None,
+    dtype: Any = jnp.float16,
+    lowered: bool = True,
+    every: int = EVERY,
+    carried: Callable[[Any], Any] | None = None,
+) -> Trace:
+    """Train in a loop as users write it, with looks at every 40th step and at the first of skipped ones.
+
+    Args:
+        seed: of the batches.
+        loss: what is trained.
+        params: a tree.
+        batch: makes one, of a generator and the number of the step.
+        optimizer: what `loss_scaled` is given.
+        steps: how many.
+        policy: a rule for the scale.
+        dtype: of autocast.
+        lowered: whether there is autocast.
+        every: how often to look.
+        carried: what becomes of the sum of gradients before those of the next are added; None to drop it.
+    """
+    rule, generator = policy or Dynamic(), np.random.default_rng(seed + 1000)
+    scaled, trace = loss_scaled(optimizer, rule), Trace(policy=repr(rule))
+
+    def tapped(params: Any, slots: Any, *batch: Any) -> Any:
+        tap = Tap(slots)
+        return loss(params, tap, *batch), tap.outputs
+
+    def outputs(*given: Any) -> Any:
+        return tapped(given[0], None, *given[1:])[1]
+
+    @jax.jit
+    def run(params: Any, state: Any, slots: Any, kept: Any, *batch: Any) -> Any:
+        low = jax_autocast(tapped, dtype) if lowered else tapped
+        both = scaled_value_and_grad(low, argnums=(0, 1), has_aux=True)
+        (value, seen), pair = both(state, params, slots, *batch)
+        gradients, flows = pair.gradients
+        counts = exponent_histogram(gradients), flows, exponent_histogram(seen)
+        total = ScaledGradients(gradients, pair.scale)
+        total = total if kept is None else kept + total
+        params, state = apply_gradients(scaled, total, state, params, value=value)
+        return params, state, counts, total
+
+    state, slots, kept, was_skipped = scaled.init(params), None, None, False
+    for index in range(steps):
+        given = [jnp.asarray(one) for one in batch(generator, index)]
+        slots = slots or {name: flow_slot() for name in jax.eval_shape(outputs, params, *given)}
+        params, state, counts, total = run(params, state, slots, kept, *given)
+        done = last_step(state)
+        if index % every == 0 or (done.skipped and not was_skipped):
+            for what, counted in zip(("gradient", "flow", "activation"), counts, strict=True):
+                trace.look(look(counted, index=index, scale=done.scale, what=what))
+        kept, was_skipped = (carried(total) if carried else None), done.skipped
+        trace(done)
+    return trace
+
+
+def jax_dense(generator: Any, *sizes: int, gain: float = 1.4) -> dict[str, Any]:
+    """Return the parameters of some layers."""
+    return {
+        f"layer{place}": {
+            "w": jnp.asarray(generator.normal(size=shape) * gain / math.sqrt(shape[0]), jnp.float32),
+            "b": jnp.zeros(shape[1]),
+        }
+        for place, shape in enumerate(itertools.pairwise(sizes))
+    }
+
+
+def jax_layers(params: Any, tap: Tap, x: Any, act: Callable[[Any], Any] = jax.nn.relu) -> Any:
+    """Return the answers of some layers."""
+    for place, (name, one) in enumerate(params.items()):
+        x = tap(name, (act(x) if place else x) @ one["w"] + one["b"])
+    return x
+
+
+def jax_classes(seed: int, width: int = 16, count: int = 5) -> Callable[[Any, int], Sequence[Any]]:
+    """Return a maker of batches of points and the class of each."""
+    truth = np.random.default_rng(seed).normal(size=(width, count))
+
+    def batch(generator: Any, index: int) -> Sequence[Any]:
+        x = generator.normal(size=(ROWS, width)).astype("float32")
+        return x, (x @ truth).argmax(1).astype("int32")
+
+    return batch
+
+
+def jax_cross_entropy(params: Any, tap: Tap, x: Any, y: Any) -> Any:
+    """Return the loss of the answers of some layers."""
+    answers = jax_layers(params, tap, x).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(answers, y).mean()
+
+
+@case("forward overflow")
+def jax_answers_in_dollars(seed: int) -> Trace:
+    generator = np.random.default_rng(seed)
+
+    def batch(generator: Any, index: int) -> Sequence[Any]:
+        x = generator.normal(size=(ROWS, 8)).astype("float32")
+        return x, (47000 + 12000 * (np.tanh(x[:, 0]) + 0.8 * x[:, 3])).astype("float32")
+
+    def loss(params: Any, tap: Tap, x: Any, y: Any) -> Any:
+        hidden = jax.nn.relu(tap("layer0", x @ params["layer0"]["w"] + params["layer0"]["b"]))
+        ones = jnp.ones((len(x), 1), hidden.dtype)
+        last = params["layer1"]["w"] * 12000, params["layer1"]["b"][None] * 12000 + 47000
+        dollars = tap("layer1", jnp.concatenate([hidden, ones], 1) @ jnp.concatenate(last))[:, 0]
+        return jnp.mean(((dollars.astype(jnp.float32) - y) / 12000) ** 2)
+
+    return jax_seen(seed, loss, jax_dense(generator, 8, 32, 1, gain=0.3), batch, optax.adam(2e-3), steps=260)
+
+
+@case("forward NaN")
+def jax_unit_length_of_rows_without_a_live_unit(seed: int) -> Trace:
+    generator = np.random.default_rng(seed)
+
+    def loss(params: Any, tap: Tap, x: Any, y: Any) -> Any:
+        first, second = params["layer0"], params["layer1"]
+        hidden = jax.nn.relu(tap("layer0", x @ first["w"] + first["b"])).astype(jnp.float32)
+        unit = tap("layer1", hidden / jnp.sqrt(jnp.sum(hidden**2, -1, keepdims=True)))
+        answers = tap("layer2", unit @ second["w"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(answers, y).mean()
+
+    params = jax_dense(generator, 8, 5, 3, gain=1.0)
+    return jax_seen(seed, loss, params, jax_classes(seed, 8, 3), optax.adam(3e-3), steps=150, every=25)
+
+
+@case("loss function")
+def jax_sum_of_squares_in_float16(seed: int) -> Trace:
+    generator = np.random.default_rng(seed)
+    basis = generator.normal(size=(4, 32)) * 5
+
+    def loss(params: Any, tap: Tap, x: Any) -> Any:
+        half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), (params, x))
+        errors = jax_layers(half[0], tap, half[1], jnp.tanh) - half[1]
+        return jnp.sum(errors * errors, dtype=jnp.float16)
+
+    def batch(generator: Any, index: int) -> Sequence[Any]:
+        return ((generator.normal(size=(64, 4)) @ basis).astype("float32"),)
+
+    params = jax_dense(generator, 32, 16, 16, 32)
+    return jax_seen(seed, loss, params, batch, optax.adam(1e-3), steps=120, lowered=False)
+
+
+@case("too low")
+def jax_constant_scale_for_tiny_gradients(seed: int) -> Trace:
+    generator = np.random.default_rng(seed)
+    basis = generator.normal(size=(3, 24)) * 5e-4
+
+    def loss(params: Any, tap: Tap, x: Any) -> Any:
+        return jnp.mean((jax_layers(params, tap, x, jnp.tanh).astype(jnp.float32) - x) ** 2)
+
+    def batch(generator: Any, index: int) -> Sequence[Any]:
+        return ((generator.normal(size=(256, 3)) @ basis).astype("float32"),)
+
+    params = jax_dense(generator, 24, 16, 16, 24, gain=0.7)
+    return jax_seen(seed, loss, params, batch, optax.adam(1e-3), policy=Static(4.0))
+
+
+@case("never grew", "too low")
+def jax_small_weight_of_the_loss(seed: int) -> Trace:
+    def loss(*given: Any) -> Any:
+        return 1e-5 * jax_cross_entropy(*given)
+
+    params = jax_dense(np.random.default_rng(seed), 16, 32, 32, 5)
+    policy = Dynamic(init_scale=1.0)
+    return jax_seen(seed, loss, params, jax_classes(seed), optax.adam(2e-3), policy=policy)
+
+
+@case("dead units")
+def jax_bias_of_the_head_in_a_hidden_layer(seed: int) -> Trace:
+    params = jax_dense(np.random.default_rng(seed), 16, 32, 5)
+    params["layer0"]["b"] -= 12.0
+    return jax_seen(seed, jax_cross_entropy, params, jax_classes(seed), optax.adam(1e-3))
+
+
+@case("gradients not cleared")
+def jax_sums_are_multiplied_by_zero(seed: int) -> Trace:
+    classes = jax_classes(seed)
+
+    def batch(generator: Any, index: int) -> Sequence[Any]:
+        x, y = classes(generator, index)
+        return (x * 3e4 if index == 70 else x), y
+
+    params = jax_dense(np.random.default_rng(seed), 16, 24, 5)
+    policy = Dynamic(init_scale=2.0**13)
+
+    def carried(gradients: ScaledGradients) -> ScaledGradients:
+        return gradients.map(lambda one: one * 0.0)
+
+    return jax_seen(seed, jax_cross_entropy, params, batch, optax.adam(3e-3), policy=policy, carried=carried)
+
+
+@case("dragged down")
+def jax_rare_wrong_labels(seed: int) -> Trace:
+    classes = jax_classes(seed, 8, 3)
+
+    def batch(generator: Any, index: int) -> Sequence[Any]:
+        x, y = classes(generator, index)
+        if generator.random() < 0.05:
+            x[0], y[0] = x[0] * 4, (y[0] + 1) % 3
+        return x, y
+
+    def loss(params: Any, tap: Tap, x: Any, y: Any) -> Any:
+        wide = jax.nn.softmax(jax_layers(params, tap, x).astype(jnp.float32))
+        shares = tap("shares", wide.astype(jnp.float16)).astype(jnp.float32)
+        return -jnp.mean(jnp.log(jnp.take_along_axis(shares, y[:, None], 1) + 1e-7))
+
+    params = jax_dense(np.random.default_rng(seed), 8, 32, 3)
+    policy = Dynamic(init_scale=2.0**15)
+    return jax_seen(seed, loss, params, batch, optax.adam(1e-2), steps=450, policy=policy)
+
+
+@case("diverged", "stopped learning", "dead units")
+def jax_rate_jumps_when_warmup_ends(seed: int) -> Trace:
+    schedule = optax.join_schedules([lambda n: 0.003, lambda n: 0.8], [120])
+    params = jax_dense(np.random.default_rng(seed), 16, 32, 32, 5)
+
+    def loss(params: Any, tap: Tap, x: Any, y: Any) -> Any:
+        answers = jax_layers(params, tap, x, jnp.tanh).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(answers, y).mean()
+
+    return jax_seen(seed, loss, params, jax_classes(seed), optax.adam(schedule), policy=Dynamic(), steps=300)
+
+
+@case()
+def healthy_jax_loss_falls_to_nothing(seed: int) -> Trace:
+    truth = np.random.default_rng(seed).normal(size=(4, 16)) * 1.5
+
+    def batch(generator: Any, index: int) -> Sequence[Any]:
+        y = generator.integers(0, 4, ROWS)
+        return (truth[y] + generator.normal(size=(ROWS, 16))).astype("float32"), y.astype("int32")
+
+    params = jax_dense(np.random.default_rng(seed), 16, 32, 4)
+    policy = Dynamic(init_scale=2.0**11, growth_interval=100)
+    return jax_seen(seed, jax_cross_entropy, params, batch, optax.sgd(0.05, momentum=0.9), policy=policy)
 
 
 # What came of it

@@ -330,11 +330,14 @@ def test_what_a_module_limits_and_whether_it_does_so_alone() -> None:
     assert "autocast(enabled=False)" in finding.advice
 
 
-def test_who_overflows_first_is_taken_from_looks() -> None:
-    trace = looked_at(row("late", "flow", 3, (1,), nonfinite=2), row("early", "flow", 3, (1,), nonfinite=1))
+@pytest.mark.parametrize(("nans", "said"), [(0, "was the first with"), (None, "had")])
+def test_who_overflows_first_is_taken_from_looks(nans: int | None, said: str) -> None:
+    """Rows that do not tell NaN from inf are those of a tree, which has no order."""
+    rows = row("late", "flow", 3, (1,), nonfinite=2), row("early", "flow", 3, (1,), nonfinite=1)
+    trace = looked_at(*(one._replace(nans=nans) for one in rows))
     (finding,) = [f for f in diagnose(trace).findings if f.kind == "overflows first"]
     assert finding.sentence == (
-        "In 1 of 1 looks at overflows, the gradient of the output of module late was the first with inf "
+        f"In 1 of 1 looks at overflows, the gradient of the output of module late {said} inf "
         "or NaN, in backward."
     )
 

@@ -153,7 +153,8 @@ def test_a_finite_loss_with_gradients_that_fail_at_every_scale_is_nan_in_backwar
     trace = run(0, 100, lost=0.5, low=low)
     for index in (0, 40):
         flows = row("head", "flow", 2, nonfinite=1), row("body", "flow", 2, nonfinite=9)
-        trace.look(Look(index, trace[index].scale, "float16", (row("head", "activation", 1), *flows)))
+        told = tuple(flow._replace(nans=flow.histogram.nonfinite) for flow in flows)
+        trace.look(Look(index, trace[index].scale, "float16", (row("head", "activation", 1), *told)))
     (finding,) = diagnose(trace).findings
     assert finding.kind == "NaN in backward"
     assert "In backward, the gradient of the output of module head is the first" in finding.sentence
@@ -682,3 +683,251 @@ def test_a_higher_scale_is_advised_where_it_is_called_too_low(
 def test_a_policy_that_looks_at_gradients_gets_no_blame_for_a_quick_fall() -> None:
     trace = simulate(Headroom(init_scale=2.0**40), Stationary(steps=2000, level=0.0, jitter=0.25))
     assert "backs off too far" not in [finding.kind for finding in diagnose(trace).findings]
+
+
+def in_parts(trace: Trace, *, scale: float | None = None) -> Trace:
+    """Return a run with a look for each kind of value, as `preamp.jax.look` makes them.
+
+    Args:
+        trace: a run.
+        scale: that of the parts of the forward pass, which none multiplies; None for that of the step.
+    """
+    parted = Trace(trace, **trace.about)
+    for look in trace.looks:
+        for what in ("gradient", "flow", "activation"):
+            rows = tuple(row for row in look.rows if row.what == what)
+            told = scale if scale and what == "activation" else look.scale
+            parted.look(look._replace(rows=rows, scale=told, inputs=(), weights=()))
+        if look.inputs:
+            parted.look(look._replace(rows=(), weights=(), scale=scale or look.scale))
+        if look.weights:
+            parted.look(look._replace(rows=(), inputs=(), scale=scale or look.scale))
+    return parted
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_looks_that_were_recorded_in_parts_tell_as_much(link: str, scale: float | None) -> None:
+    trace = run(41, 100, losses=[0.5] * 5, lost=0.5 if link == "backward" else math.nan)
+    trace.look(seen(0, 2.0**16))
+    trace.look(seen(40, 2.0**16))
+    trace.look(seen(60, trace[60].scale, link))
+    whole, parted = diagnose(trace), diagnose(in_parts(trace, scale=scale))
+    assert len(parted.record.trace.looks) > 2 * len(trace.looks)
+    assert parted.findings == whole.findings
+
+
+def steady(steps: int = 200, *, scale: float = 8.0, policy: Any = None, **about: Any) -> Trace:
+    """Return a run of steps that are all taken at one scale, with losses that fall and never repeat."""
+    losses = [1.0 / (1 + n / 50) + 0.01 * (n * 7919 % 101) / 101 for n in range(steps)]
+    made = [Step(n, scale, finite=True, skipped=False, loss=loss) for n, loss in enumerate(losses)]
+    return Trace(made, policy=repr(policy or Static(scale)), **about)
+
+
+@pytest.mark.parametrize("what", ["flow", "gradient"])
+def test_gradients_seen_in_parts_show_a_scale_that_is_too_low(what: Any) -> None:
+    trace = steady(policy=Static(8.0))
+    for index in (0, 100, 190):
+        trace.look(Look(index, 8.0, "float16", (row("dense.kernel", what, -18, dtype="float32"),)))
+        trace.look(Look(index, 8.0, "float16", (row("dense", "activation", 0),)))
+    found = diagnose(trace)
+    assert found.findings[0].kind == "too low"
+    assert found.better() == Static(2.0**35)
+
+
+def by_parameter(name: str, peak: int | None, entries: int) -> LookRow:
+    counts = (entries,) if peak is not None else ()
+    seen = ExponentHistogram(peak or 0, counts, zeros=0 if counts else entries)
+    return LookRow(name, "gradient", "float32", seen)
+
+
+@pytest.mark.parametrize("path", ["{}.{}", "{}/{}", "['{}']['{}']"])
+def test_units_that_died_are_told_by_the_gradients_of_weight_and_bias(path: str) -> None:
+    def gradients(*peaks: int | None) -> Trace:
+        trace = steady(policy=Static(8.0))
+        places = [("first", "b", 8), ("first", "w", 64), ("last", "b", 2), ("last", "w", 16)]
+        for index in (0, 100, 190):
+            rows = (
+                by_parameter(path.format(module, name), peak, size)
+                for (module, name, size), peak in zip(places, peaks, strict=True)
+            )
+            trace.look(Look(index, 8.0, "float16", tuple(rows)))
+        return trace
+
+    found = first(gradients(None, None, 0, None))
+    assert (found.kind, found.severity) == ("dead units", "problem")
+    assert "first" in found.sentence
+    assert "from the first look on" in found.sentence
+    for alive in [
+        (None, None, 0, 0),  # a frozen layer, or a head that begins at zero
+        (0, None, 0, None),  # biases alone are trained
+        (None, None, -20, None),  # or the scale is so low that they were lost
+    ]:
+        assert first(gradients(*alive)).kind != "dead units"
+
+
+def test_one_row_for_a_whole_module_does_not_show_what_it_was_given() -> None:
+    trace = steady(policy=Static(8.0))
+    for index in (0, 100, 190):
+        rows = [by_parameter(f"stem.{n}", None, 8 * n + 8) for n in (0, 1)]
+        rows += [by_parameter("head.0", 0, 2), by_parameter("head.1", None, 16)]
+        trace.look(Look(index, 8.0, "float16", tuple(one._replace(nans=0) for one in rows)))
+    assert first(trace).kind != "dead units"
+
+
+def test_the_limit_of_parameters_named_by_their_path_counts() -> None:
+    """Gradients of a parameter are copies of values in the low dtype where the flow of its module is."""
+    steps = [Step(n, 2.0**-7, finite=n > 20, skipped=n <= 20, loss=2e10 + n) for n in range(150)]
+    trace = Trace(steps, policy=repr(Dynamic()))
+    for index in (50, 100):
+        rows = row("dense", "flow", 8), row("dense.kernel", "gradient", 15, dtype="float32")
+        trace.look(Look(index, 2.0**-7, "float16", rows))
+    assert first(trace).kind == "gradient overflow"
+
+
+def with_norms(norms: Sequence[float]) -> Trace:
+    return Trace(
+        [
+            Step(n, 64.0, finite=True, skipped=False, loss=1.0 / (1 + n), grad_norm=norm)
+            for n, norm in enumerate(norms)
+        ],
+        policy=repr(Static(64.0)),
+        precision="bfloat16",
+    )
+
+
+def test_small_norms_that_return_to_the_first_ones_do_not_explode() -> None:
+    def norms(highest: float) -> list[float]:
+        first = [1.0 + 0.02 * (n % 40) for n in range(20)]
+        return first + [highest if n % 30 == 29 else 0.001 * (1 + n % 3) for n in range(230)]
+
+    assert diagnose(with_norms(norms(4.0))).healthy
+    assert first(with_norms(norms(40.0))).kind == "exploding gradients"
+
+
+def test_a_loss_that_returned_only_to_where_it_began_has_diverged() -> None:
+    def losses(late: float) -> Trace:
+        values = [3.7 * 0.985**n for n in range(120)]
+        values += [min(3.7, values[-1] + 4.0 * n) + 18.0 * math.sin(n / 13) for n in range(40)]
+        values += [late + 0.01 * (n * 7919 % 141) / 141 for n in range(140)]
+        steps = [Step(n, 1.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(values)]
+        return Trace(steps, precision="bfloat16")
+
+    found = first(losses(3.5))
+    assert (found.kind, found.severity) == ("diverged", "problem")
+    assert "stayed near 3.5" in found.sentence
+    assert first(losses(0.6)).kind == "loss spike"
+
+
+def test_a_spike_says_below_what_the_loss_came_back() -> None:
+    values = [1.0 + 0.01 * (n % 9) for n in range(100)]
+    values += [30.0 - n for n in range(20)] + [1.5 + 0.01 * (n * 7919 % 101) / 101 for n in range(100)]
+    steps = [Step(n, 1.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(values)]
+    finding = first(Trace(steps, precision="bfloat16"))
+    assert finding.kind == "loss spike"
+    bound = float(re.search(r"come back below ([\d.]+)\.", finding.sentence)[1])  # type: ignore[index]
+    assert 1.5 < bound < 11.0
+
+
+@pytest.mark.parametrize("loss", [1e-7, 1e-3])
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+def test_a_loss_that_begins_below_the_format_at_its_scale_is_scaled_too_little(
+    loss: float, scale: float
+) -> None:
+    steps = [
+        Step(n, scale, finite=True, skipped=False, loss=loss * (1 + 0.1 * (n * 7919 % 101) / 101))
+        for n in range(200)
+    ]
+    found = diagnose(Trace(steps))
+    assert (found.findings[0].kind == "too low") == (loss * scale < 2.0**-14)
+    assert diagnose(Trace(steps, precision="float32")).healthy
+    assert diagnose(Trace([step._replace(grad_norm=1e-3 + 1e-4 * step.index) for step in steps])).healthy
+    fell = [step._replace(loss=0.5 * 0.9**step.index) for step in steps]
+    assert diagnose(Trace(fell)).healthy
+
+
+def test_gradients_that_keep_an_older_scale_are_of_an_earlier_step() -> None:
+    """`ScaledGradients` carry the scale of their pass, so sums of them show where they come from."""
+
+    def skipped(*, carried: bool) -> Trace:
+        trace = run(41, 60, losses=[0.5], lost=0.5)
+        steps = [step._replace(culprits=(), scale=2.0**16 if carried else step.scale) for step in trace]
+        made = Trace(steps, **trace.about)
+        for index in (20, 60, 80):
+            rows = row("dense", "activation", 1), row("dense.kernel", "gradient", -3)
+            made.look(Look(index, steps[index].scale, "float16", rows))
+        return made
+
+    assert first(skipped(carried=True)).kind == "gradients not cleared"
+    other = first(skipped(carried=False))
+    assert other.kind == "another rank"
+    assert "of an earlier step" in other.sentence
+    assert "inf times 0 is NaN" in other.advice
+
+
+def test_a_loss_that_was_negative_and_is_inf_has_a_term_that_overflows() -> None:
+    assert first(run(41, 60, losses=[-8.0 - n % 3 for n in range(41)], lost=math.inf)).kind == "loss function"
+    assert first(run(41, 60, losses=[-8.0 - n % 3 for n in range(41)], lost=math.nan)).kind != "loss function"
+    assert first(run(41, 60, losses=[8.0 + n % 3 for n in range(41)], lost=math.inf)).kind != "loss function"
+
+
+def test_batches_whose_losses_stand_out_may_overflow_at_low_scales() -> None:
+    places = {20, 33, 71, 90, 131, 160, 171, 200}
+    assert first(sporadic(places, lost=2.0, norm=1.0)).kind == "dragged down"
+    assert first(sporadic(places, lost=0.6, norm=1.0)).kind == "NaN in backward"
+
+
+def test_head_room_that_most_late_looks_could_not_use_is_a_note() -> None:
+    def late(*peaks: int) -> Any:
+        trace = steady(policy=Static(8.0))
+        for place, peak in enumerate(peaks):
+            trace.look(Look(110 + 20 * place, 8.0, "float16", (row("dense", "flow", peak),)))
+        return first(trace)
+
+    assert late(-10, -10, -10, -10).severity == "warning"
+    assert late(9, 8, 8, -10).severity in ("note", "fine")
+
+
+def test_the_order_of_a_tree_is_not_taken_for_that_of_backward() -> None:
+    def growing(nans: int | None) -> Trace:
+        losses = [2.0 / (1 + n / 50) + 0.01 * (n * 7919 % 201) / 201 for n in range(200)]
+        steps = [Step(n, 1.0, finite=n > 5, skipped=n <= 5, loss=loss) for n, loss in enumerate(losses)]
+        trace = Trace(steps, policy=repr(Static(1.0)))
+        rows = row("first", "flow", -4), row("last", "flow", 14)
+        trace.look(Look(100, 1.0, "float16", tuple(one._replace(nans=nans) for one in rows)))
+        return trace
+
+    assert first(growing(0)).kind == "exploding gradients"
+    assert "exploding gradients" not in [found.kind for found in diagnose(growing(None)).findings]
+
+
+def test_a_run_that_loses_most_late_steps_gets_their_cause_and_not_starving() -> None:
+    readings = [n > 60 and n % 6 != 0 for n in range(301)]
+    steps = [
+        step._replace(loss=math.inf if step.skipped else 0.5 + 0.1 / (1 + step.index))
+        for step in simulate(Dynamic(), readings)
+    ]
+    trace = Trace([step._replace(peak=None) for step in steps], policy=repr(Dynamic()))
+    for index in (0, 40, 200, 293):
+        trace.look(seen(index, steps[index].scale, "overflow" if steps[index].skipped else ""))
+    finding = first(trace)
+    assert (finding.kind, finding.severity) == ("forward overflow", "problem")
+    assert "neck" in finding.sentence
+
+
+def test_what_a_converged_run_could_save_is_a_note() -> None:
+    def ending(last: float) -> Trace:
+        losses = [1.0 * last ** (n / 200) + 1e-6 * n for n in range(200)]
+        steps = [Step(n, 8.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(losses)]
+        trace = Trace(steps, policy=repr(Dynamic(init_scale=8.0, growth_interval=50)))
+        trace.look(Look(190, 8.0, "float16", (row("dense", "flow", -10),)))
+        return trace
+
+    assert first(ending(0.5)).severity == "warning"
+    assert diagnose(ending(1e-4)).healthy
+
+
+def test_steps_that_overflow_at_a_high_scale_do_not_hide_those_that_stand_out() -> None:
+    trace = sporadic({20, 33, 71, 90, 131, 160, 171, 200, 221, 240}, lost=2.0, norm=10.0)
+    early = [step._replace(loss=0.6) if step.index in (20, 33) else step for step in trace]
+    assert first(Trace(early, **trace.about)).kind == "dragged down"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from preamp import ExponentHistogram, Look, LookRow, PolicyError, Step, Trace, TraceError
 from preamp.exponents import BANDS
-from preamp.looks import look_to_json
+from preamp.looks import joined, look_to_json
 
 from .strategies import looks, runs
 
@@ -65,6 +65,44 @@ def test_the_limit_is_the_largest_of_what_is_in_the_low_dtype() -> None:
     assert look(activation).limit is None
     assert look(row("linear", "flow", None)).limit is None
     assert look(linear, row("other", "flow", 3)).limit == linear
+
+
+def test_the_gradient_of_a_parameter_is_limited_as_the_module_that_holds_it() -> None:
+    flow, of_norm = row("block", "flow", 3), row("block.norm", "flow", 2, dtype="float32")
+    for path in ("block.kernel", "block/kernel", "block[0]"):
+        weights = row(path, "gradient", 5, dtype="float32")
+        inner = row("block.norm", "gradient", 12, dtype="float32")
+        assert look(flow, of_norm, weights, inner).limit == weights
+
+
+@few
+@given(st.lists(looks, max_size=4), st.randoms(use_true_random=False))
+def test_looks_that_were_taken_apart_can_be_joined(seen: list[Look], random: Any) -> None:
+    whole = []
+    for index, one in enumerate(seen):
+        named = [list({(r.what, r.name): r for r in rows}.values()) for rows in one[3:]]
+        computed = sorted(named[0], key=lambda r: KINDS.index(r.what))
+        whole.append(Look(index, one.scale, one.low_dtype, *map(tuple, (computed, *named[1:]))))
+    parts = []
+    for one in whole:
+        of_one = [one._replace(rows=(), inputs=(), weights=())]
+        of_one += [of_one[0]._replace(rows=tuple(r for r in one.rows if r.what == what)) for what in KINDS]
+        of_one += [of_one[0]._replace(inputs=one.inputs), of_one[0]._replace(weights=one.weights)]
+        random.shuffle(of_one)
+        parts += of_one
+    assert joined(parts) == whole
+    assert joined(whole) == whole
+
+
+def test_two_passes_of_one_step_stay_two_looks() -> None:
+    forward, backward = look(row("a", "activation")), look(row("a", "gradient"))
+    assert [len(one.rows) for one in joined([forward, backward, forward, backward])] == [2, 2]
+    other = backward._replace(rows=(row("b", "gradient"),), scale=1.0)
+    assert joined([backward, other]) == [backward, other]
+    assert joined([forward._replace(scale=1.0), backward])[0].scale == backward.scale
+    assert joined([backward, forward._replace(scale=1.0)])[0].scale == backward.scale
+    narrow = forward._replace(low_dtype="float8_e4m3fn")
+    assert joined([narrow, backward])[0].low_dtype == "float8_e4m3fn"
 
 
 @few

@@ -349,6 +349,17 @@ def test_any_look_can_be_drawn(low_dtype, what):
         assert "<name>" not in svg
 
 
+def test_the_page_shows_all_parts_of_the_latest_look(tmp_path):
+    whole, trace = look(), Trace([Step(0, 2.0**10, True, False)])
+    for what in ("gradient", "activation", "flow"):
+        trace.look(whole._replace(rows=tuple(row for row in whole.rows if row.what == what)))
+    text = page(tmp_path, curves=[Curve("seen", trace)])
+    for kind in ("flow", "gradient", "activation"):
+        for row in heat_table(whole, kind):
+            assert f'<td data-label="rounds to zero">{row["rounds to zero"]}</td>' in text
+    assert text.count('<td data-label="module">body.2</td>') == 3
+
+
 def test_the_page_shows_what_a_lens_has_seen_with_its_numbers(tmp_path):
     trace = Trace([Step(0, 2.0**10, True, False)])
     trace.look(look(modules=1))

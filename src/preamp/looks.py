@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -18,7 +18,7 @@ from preamp.errors import TraceError
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.json_numbers import is_number, to_json
 
-__all__ = ["Fit", "Kind", "Look", "LookRow", "look_from_json", "look_to_json"]
+__all__ = ["Fit", "Kind", "Look", "LookRow", "joined", "look_from_json", "look_to_json", "module_of", "owner"]
 
 Kind = Literal["activation", "flow", "gradient", "input", "weight"]
 MARGIN = 2
@@ -205,8 +205,13 @@ class Look(NamedTuple):
     def _scaled_rows(self) -> list[LookRow]:
         """Return the flows and gradients that can overflow in the low dtype."""
         scaled = [row for row in self.rows if row.direction == "backward"]
-        low = {row.name for row in scaled if row.dtype == self.low_dtype}
-        chosen = [r for r in scaled if r.dtype == self.low_dtype or (r.what == "gradient" and r.name in low)]
+        flows: dict[str | None, str] = {row.name: row.dtype for row in scaled if row.what == "flow"}
+        chosen = [
+            row
+            for row in scaled
+            if row.dtype == self.low_dtype
+            or (row.what == "gradient" and flows.get(owner(row.name, flows)) == self.low_dtype)
+        ]
         return chosen or scaled
 
     def _highest(self) -> tuple[int, LookRow] | None:
@@ -220,6 +225,71 @@ class Look(NamedTuple):
 
     def _last_exponent(self) -> int:
         return exponent_of(self.band.largest)
+
+
+def owner(name: str, modules: Collection[str | None]) -> str | None:
+    """Return which of some modules a row belongs to; None for none of them.
+
+    A row has its module's name, or, where `preamp.jax.look` named it, the path of a parameter below that:
+    "dense.kernel", "dense/kernel" or "dense[0]" of "dense".
+    """
+    while name not in modules:
+        name = module_of(name)
+        if not name:
+            return None
+    return name
+
+
+def module_of(path: str) -> str:
+    """Return the path of what holds a parameter, such as "dense" for "dense.kernel"; "" for the outermost."""
+    return path[: max(0, *map(path.rfind, "./["))]
+
+
+def joined(looks: Iterable[Look]) -> list[Look]:
+    """Return looks in which what was recorded of one step in several parts is one look.
+
+    `preamp.jax.look` makes one look for each kind of value: gradients, activations, flows. A row that the
+    step has already, as where a step has several passes, begins another look, and so does a backward pass at
+    another scale. Rows are in the order of `Look.rows`. Where two formats are told, the narrower one holds.
+
+    Args:
+        looks: looks at any steps, in any order; the result is in the order of their first parts.
+    """
+    parts: list[Look] = []
+    seen: list[set[tuple[Kind, str]]] = []
+    latest: dict[int, int] = {}
+    for look in looks:
+        rows = {(row.what, row.name) for row in (*look.inputs, *look.weights, *look.rows)}
+        place = latest.get(look.index)
+        if place is None or rows & seen[place] or not _fit_together(parts[place], look):
+            latest[look.index] = len(parts)
+            parts.append(look)
+            seen.append(rows)
+        else:
+            parts[place] = _both(parts[place], look)
+            seen[place] |= rows
+    return parts
+
+
+def _fit_together(one: Look, other: Look) -> bool:
+    return one.scale == other.scale or not (_is_scaled(one) and _is_scaled(other))
+
+
+def _is_scaled(look: Look) -> bool:
+    """Return whether any values of a look are multiplied by its scale."""
+    return any(row.direction == "backward" for row in look.rows)
+
+
+def _both(one: Look, other: Look) -> Look:
+    rows = sorted((*one.rows, *other.rows), key=lambda row: ORDER[row.what])
+    return Look(
+        one.index,
+        one.scale if _is_scaled(one) or not _is_scaled(other) else other.scale,
+        min(one.low_dtype, other.low_dtype, key=lambda name: BANDS[name].largest),
+        tuple(rows),
+        (*one.inputs, *other.inputs),
+        (*one.weights, *other.weights),
+    )
 
 
 def look_to_json(look: Look) -> dict[str, Any]:
@@ -262,6 +332,7 @@ def look_from_json(entry: Any) -> Look:
 
 
 COMPUTED: tuple[Kind, ...] = ("activation", "flow", "gradient")
+ORDER: dict[Kind, int] = {what: place for place, what in enumerate(COMPUTED)}
 GIVEN: dict[str, Kind] = {"inputs": "input", "weights": "weight"}
 EXACT: dict[str, Any] = {"smallest": (int, float), "largest": (int, float), "nans": int}
 

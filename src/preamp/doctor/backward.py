@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from statistics import median
+from statistics import median, quantiles
 from typing import Final
 
 from preamp.doctor.chain import Break, break_of
 from preamp.doctor.finding import FEWEST, Finding
 from preamp.doctor.history import SHORT, Extent, Failure, counts, number
 from preamp.doctor.record import Record
-from preamp.doctor.values import module_name, needs_no_scale
+from preamp.doctor.values import is_in_order, module_name, needs_no_scale
 from preamp.exponents import exponent_of
 from preamp.policy import Static
 from preamp.words import of_steps, power, two_to
@@ -27,13 +28,15 @@ __all__ = [
 ]
 
 NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
-BEYOND_FIRST: Final = 3.0  # of the first norms: a converged run may go back there for a step
+FAR_BEYOND_FIRST: Final = 10.0
+"""Of the first norms: where the loss is nearly 0, norms are small and one batch may bring the first back."""
 EXPLODED: Final = 10
 """From so many powers of two between the first and the largest gradient in backward, they explode."""
 FAR_ABOVE: Final = 16.0  # of gradients, compared with the largest norm of all other steps
 LARGEST: Final = 2.0**24  # a gradient that is no overflow, where no norm is known
 SPAN: Final = 2.0**8  # from the highest to the lowest scale at which steps overflow all the same
 USUAL: Final = 10.0  # of losses, compared with their median
+MOSTLY: Final = 0.9
 
 
 def in_backward(record: Record, end: Failure, source: Break | None) -> Finding | None:
@@ -137,31 +140,45 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
     looks = [look for look in record.looks if look.index >= first]
     if not any(row.what == "gradient" for look in looks for row in look.rows):
         return None
-    here = bool(record.culprits)
+    here = bool(record.culprits) or _is_carried(record, end)
     return Finding(
         kind="gradients not cleared" if here else "another rank",
         severity="problem",
         sentence=f"Steps are skipped {Extent.of_failure(record, end).said}, but what one pass adds to the "
         "gradients is finite: "
         + (
-            f"an inf from an earlier step was never cleared.{first_parameter(record)}"
+            f"an inf from an earlier step was never cleared.{first_parameter(record) or _carried_words(end)}"
             if here
             else "the gradients of another rank, or of an earlier step, are not."
         ),
         advice="Call optimizer.zero_grad() after every step, skipped or not"
         + (
-            ", also where gradients are accumulated."
+            ", also where gradients are accumulated. "
             if here
-            else ". With several ranks, look at their records."
-        ),
+            else ". With several ranks, look at their records. "
+        )
+        + "Where the loop carries sums of gradients itself, begin them with zeros: inf times 0 is NaN.",
         numbers=counts(end),
     )
+
+
+def _is_carried(record: Record, end: Failure) -> bool:
+    """Return whether gradients kept an older scale while the rule lowered it: they are of an earlier pass."""
+    new, scales = record.new_scale, record.scales
+    pairs = [(new[place - 1], scales[place]) for place in range(end.start + 1, len(record))]
+    lowered = [scale for told, scale in pairs if told is not None and told < scale]
+    return len(lowered) >= FEWEST and len(lowered) >= MOSTLY * len(pairs)
+
+
+def _carried_words(end: Failure) -> str:
+    return f" They still carry a scale that has been lowered since, down to {power(end.lowest)}."
 
 
 def _where_in_backward(record: Record, source: Break | None) -> str:
     if source is not None and source.row is not None:
         where = "gradient of the output" if source.row.what == "flow" else "gradient of the parameters"
-        return f" In backward, the {where} of {module_name(source.row.name)} is the first with inf or NaN."
+        held = "is the first with" if is_in_order(source.row) else "holds"
+        return f" In backward, the {where} of {module_name(source.row.name)} {held} inf or NaN."
     return first_parameter(record)
 
 
@@ -179,7 +196,7 @@ def exploding(record: Record) -> Finding | None:
     """Find gradients that are now and then very much larger than just before."""
     norms = record.grad_norm.finite()
     spikes, highest = _spikes(norms)
-    if spikes < FEWEST or highest < BEYOND_FIRST * median(norms[:NORM_WINDOW]):
+    if spikes < FEWEST or highest < FAR_BEYOND_FIRST * median(norms[:NORM_WINDOW]):
         return _growing_backward(record)
     return Finding(
         kind="exploding gradients",
@@ -198,7 +215,11 @@ def _growing_backward(record: Record) -> Finding | None:
     if not clean or max(record.opening, len(record.skips)) < FEWEST:
         return None
     look = clean[-1]
-    flows = [(row.histogram.peak_exponent, row.name) for row in look.rows if row.what == "flow"]
+    flows = [
+        (row.histogram.peak_exponent, row.name)
+        for row in look.rows
+        if row.what == "flow" and is_in_order(row)
+    ]
     known = [(peak, name) for peak, name in flows if peak is not None]
     if not known:
         return None
@@ -253,7 +274,8 @@ def too_large(record: Record) -> Finding | None:
 def nan_now_and_then(record: Record) -> Finding | None:
     """Find single steps whose loss is finite and gradients are not, at scales that cannot be the reason.
 
-    At their scale no gradient overflows that is not many times larger than any that was seen.
+    At their scale no gradient overflows that is not many times larger than any that was seen. Where their
+    losses stand out, so may their gradients, and they may overflow after all.
     """
     losses = record.loss.finite()
     if len(losses) < SHORT:
@@ -268,6 +290,8 @@ def nan_now_and_then(record: Record) -> Finding | None:
     ]
     certain = set(not_by_scale(record))
     places = [place for place in alike if place in certain]
+    if places and _stand_out(record, places):
+        return None
     if certain and len(alike) > FEWEST and _span(record, alike) >= SPAN:  # lower scales changed nothing
         places = alike
     if len(places) < FEWEST:
@@ -283,6 +307,16 @@ def nan_now_and_then(record: Record) -> Finding | None:
         advice=DERIVATIVES,
         numbers={"steps": len(places), "highest_scale": highest},
     )
+
+
+def _stand_out(record: Record, places: Sequence[int]) -> bool:
+    """Return whether nearly all of some steps have a loss twice as large as most steps around them."""
+    high = 0
+    for place in places:
+        around = record.loss.finite(max(0, place - NORM_WINDOW), place + NORM_WINDOW + 1)
+        most = quantiles(around, n=4)[-1] if len(around) > 1 else math.inf
+        high += (record.loss[place] or 0.0) > most + abs(most)
+    return high >= MOSTLY * len(places)
 
 
 def _span(record: Record, places: Sequence[int]) -> float:

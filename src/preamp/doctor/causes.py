@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from preamp.doctor.backward import (
@@ -31,6 +32,7 @@ from preamp.doctor.forward import (
 )
 from preamp.doctor.history import (
     FEW_UPDATES,
+    LATEST,
     Extent,
     Failure,
     failure,
@@ -39,7 +41,7 @@ from preamp.doctor.history import (
     period_of,
     update_count,
 )
-from preamp.doctor.losses import in_loss, seems_in_loss
+from preamp.doctor.losses import in_a_term, in_loss, seems_in_loss
 from preamp.doctor.record import Record
 from preamp.doctor.updates import broken_update, diverged, diverged_in_range, not_skipped
 from preamp.doctor.values import needs_no_scale
@@ -49,6 +51,7 @@ __all__ = ["failed", "now_and_then"]
 
 SATURATED: Final = 3
 """From this power of two on, an answer is certain: float16 has no number between 1 and its sigmoid."""
+RECENT: Final = 100
 LONE: Final = 5
 """So few steps say nothing about whether there are more and more of them."""
 
@@ -60,7 +63,7 @@ def failed(record: Record) -> Finding | None:
     """Find why a run never recovered; None if it did, or nothing but the scale is to blame."""
     end = failure(record)
     if end is None:
-        return diverged_in_range(record)
+        return diverged_in_range(record) or _mostly_lost(record)
     source, extent = source_of(record, end), Extent.of_failure(record, end)
     if source is not None and (found := _in_data(record, end, source, extent)):
         return found
@@ -71,6 +74,15 @@ def failed(record: Record) -> Finding | None:
     if source is not None:
         return _at(record, end, source, extent)
     return _without_look(record, end, extent)
+
+
+def _mostly_lost(record: Record) -> Finding | None:
+    """Find why the loss of most late steps is inf or NaN, where looks at such steps show it."""
+    late = record.loss.values[-RECENT:]
+    lost = sum(not math.isfinite(value) for value in late)
+    if 2 * lost < len(late) or not of_lost(record):
+        return None
+    return replace(_lost_steps(record, lost_places(record)), severity="problem")
 
 
 def source_of(record: Record, end: Failure) -> Break | None:
@@ -165,6 +177,8 @@ def _without_look(record: Record, end: Failure, extent: Extent) -> Finding | Non
     is_gradual = lost_before(record, end) or end.not_finite < end.losses
     if is_gradual and _fell(record, end):
         return seems_in_loss(extent, is_inf=end.inf > 0)
+    if _is_one_term(record, end):
+        return in_a_term(extent)
     if any(map(math.isinf, record.loss.values)):
         return unknown_forward(record, extent)
     if update_count(record, end.start) and not is_gradual:  # weights that are NaN stay so
@@ -176,6 +190,13 @@ def _fell(record: Record, end: Failure) -> bool:
     """Return whether the loss had fallen far before the run failed, as answers became certain."""
     losses = record.loss.finite()
     return end.start > 0 and len(losses) > 1 and min(losses) < losses[0] / 2
+
+
+def _is_one_term(record: Record, end: Failure) -> bool:
+    """Return whether a loss that was negative is inf whenever it is lost: one of its terms overflows."""
+    before = record.loss.finite(0, end.start)
+    lost = [record.loss.values[place] for place in lost_places(record)]
+    return len(before) >= LATEST and max(before) < 0.0 and set(lost) == {math.inf}
 
 
 def unknown_nan(extent: Extent) -> Finding:

@@ -13,7 +13,8 @@ from preamp.doctor.history import SHORT, number
 from preamp.doctor.record import Record
 from preamp.doctor.room import is_far_too_low
 from preamp.doctor.values import module_name
-from preamp.looks import Look, LookRow
+from preamp.exponents import exponent_of
+from preamp.looks import Look, LookRow, module_of
 from preamp.words import percent
 
 __all__ = ["clipped_while_scaled", "dead_units", "not_learning", "poisoned_buffers"]
@@ -141,7 +142,7 @@ def dead_units(record: Record) -> Finding | None:
     stuck = [{row.name for row in look.rows if row.what != "activation" and _is_zero(row)} for look in looks]
     names = [row.name for row in looks[-1].rows if row.name in dead[0] & dead[1]]
     if not names or not stuck[0] & stuck[1]:
-        return _nearly_dead(clean)
+        return _nearly_dead(clean) or _fed_with_zeros(clean)
     always = any(row.name == names[0] and row.what == "activation" and _is_zero(row) for row in clean[0].rows)
     began = (
         "It starts so: its first weights or biases are at fault, or something in it overflows and is divided "
@@ -190,6 +191,57 @@ def _nearly_dead(clean: Sequence[Look]) -> Finding | None:
                 numbers={"zeros": share, "gradients": unmoved},
             )
     return None
+
+
+def _fed_with_zeros(clean: Sequence[Look]) -> Finding | None:
+    """Find units that died between two modules, by the gradients of single parameters.
+
+    The gradient of a bias is that of the output; that of a weight is that times the input. So a module of
+    which one is zero, and not the other, was given nothing but zeros. One that sends them learns nothing.
+    """
+    found = [_by_parameter(look) for look in clean]
+    (dead, fed), (dead_before, fed_before) = found[-1], found[-2]
+    modules, given = sorted(dead & dead_before), sorted(fed & fed_before)
+    if not modules or not given:
+        return None
+    always = all(one[0] >= set(modules) for one in found)
+    return Finding(
+        kind="dead units",
+        severity="problem",
+        sentence=f"The gradients of all parameters of {module_name(modules[0])} are exactly zero "
+        f"{'from the first look on' if always else 'in the last looks'}. In {module_name(given[0])} those of "
+        "the weight are zero and those of the bias are not: it is given nothing but zeros.",
+        advice="All units between them are dead from the start: look at the first weights and biases, such "
+        "as a large negative bias before a ReLU."
+        if always
+        else DIED,
+        numbers={"modules": len(modules)},
+    )
+
+
+def _by_parameter(look: Look) -> tuple[set[str], set[str]]:
+    """Return the modules whose gradients are all zero, and those where it is all but the smallest.
+
+    Both are empty where gradients come so near the end of the format that zeros may be the scale's fault. A
+    lens has one row for all parameters of a module, and tells NaN from inf: it cannot answer this.
+    """
+    modules: dict[str, list[LookRow]] = {}
+    for row in look.rows:
+        if row.what == "gradient" and row.nans is None:
+            modules.setdefault(module_of(row.name), []).append(row)
+    several = {name: rows for name, rows in modules.items() if len(rows) > 1}
+    alive = [row.histogram.low for rows in modules.values() for row in rows if row.histogram.nonzero]
+    if not alive or min(alive) <= exponent_of(look.band.normal):
+        return set(), set()
+    dead = {name for name, rows in several.items() if all(map(_is_zero, rows))}
+    fed = {name for name, rows in several.items() if _is_bias_alone(rows)}
+    return dead, fed
+
+
+def _is_bias_alone(rows: Sequence[LookRow]) -> bool:
+    """Return whether of the parameters of a module the smallest alone gets a gradient."""
+    bias, *others = sorted(rows, key=lambda row: row.histogram.total)
+    return not _is_zero(bias) and all(map(_is_zero, others))
 
 
 def _zeros(row: LookRow) -> float:

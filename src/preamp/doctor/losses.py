@@ -7,7 +7,7 @@ from typing import Final
 from preamp.doctor.finding import Finding
 from preamp.doctor.history import Extent
 
-__all__ = ["in_loss", "seems_in_loss"]
+__all__ = ["in_a_term", "in_loss", "seems_in_loss"]
 
 FLOAT32: Final = "Compute the loss in float32: loss_fn(output.float(), target)."
 
@@ -30,6 +30,21 @@ def in_loss(extent: Extent, *, is_inf: bool) -> Finding:
         sentence=f"The loss is {'inf or NaN' if is_inf else 'NaN'} {extent.said}, but all outputs of modules "
         "are finite: it becomes so in the loss function. No loss scale helps.",
         advice=f"Look there for {cause}. {FLOAT32}",
+        numbers=extent.numbers,
+    )
+
+
+def in_a_term(extent: Extent) -> Finding:
+    """Return the finding that a loss that was negative is inf, and never NaN, where no look shows why."""
+    return Finding(
+        kind="loss function",
+        severity=extent.severity,
+        sentence=f"The loss is inf {extent.said}, never NaN, and it was negative before: so it is a "
+        "difference of terms, of which one is inf. An inf in the outputs would most likely be in both, "
+        "and give NaN. So a term of the loss function overflows, or an output in forward. No loss scale "
+        "helps.",
+        advice=f"Look there for an exponential, a power or a sum that leaves float16. {FLOAT32} If it stays, "
+        "find the first layer whose output is inf and run that in float32.",
         numbers=extent.numbers,
     )
 

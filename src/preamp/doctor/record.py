@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from preamp.doctor.advice import recorded_policy
 from preamp.doctor.finding import RARE
 from preamp.exponents import BANDS, Band, exponent_of
-from preamp.looks import Look, LookRow
+from preamp.looks import Look, LookRow, joined
 from preamp.policy import Policy
 from preamp.trace import Summary, Trace
 
@@ -114,12 +114,13 @@ class Record:
     Attributes:
         scales: the scale of every step and, last, the one after it.
         skipped: for every step, 1 if it was skipped.
+        looks: what was seen of single steps; what was recorded of one step in parts is one look.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace: Trace = trace
         self.policy: Policy[Any] | None = recorded_policy(trace.about.get("policy"))
-        self.looks: list[Look] = [look for look in trace.looks if 0.0 < look.scale < math.inf]
+        self.looks: list[Look] = [look for look in joined(trace.looks) if 0.0 < look.scale < math.inf]
         self.scales: array[float] = array("d", trace.column("scale"))
         self._left_out: frozenset[int] = frozenset(
             place for place, scale in enumerate(self.scales) if not 0.0 < scale < math.inf

@@ -11,6 +11,7 @@ from statistics import median, median_low
 from typing import Any, Final
 
 from preamp.doctor.finding import FEWEST, OFTEN, Finding, Severity
+from preamp.doctor.history import LATEST, SHORT, number
 from preamp.doctor.record import Column, Record
 from preamp.doctor.values import lost, lost_words, needs_no_scale, saves_something
 from preamp.exponents import exponent_of
@@ -90,13 +91,27 @@ def _has_no_loss(record: Record) -> bool:
 
 
 def _waste(record: Record) -> Severity:
-    """Return how bad unused head room is: whether many entries lose digits for it, or must do so."""
-    if not record.room:
+    """Return how bad unused head room is: whether using it would save many entries, or must do so."""
+    if not record.room or _has_converged(record):
         return "note"
-    if record.look is not None:
-        gone = lost(record.look)
-        return "warning" if gone.flushed + gone.subnormal >= MANY or record.room >= MUCH else "note"
-    return "warning" if record.room >= MUCH else "note"
+    return "warning" if record.room >= MUCH or _saved(record, record.room) >= MANY else "note"
+
+
+def _has_converged(record: Record) -> bool:
+    """Return whether hardly any loss is left: gradients shrink with it, and what they lose matters little."""
+    losses = record.loss.finite()
+    return len(losses) >= SHORT and abs(median(losses[-LATEST:])) <= OFTEN * abs(median(losses[:LATEST]))
+
+
+def _saved(record: Record, powers_higher: int) -> float:
+    """Return what share of the entries a higher scale would save in most late looks; 0 without any."""
+    first = record.index[record.late.start] if record.late else 0
+    looks = [look for look in record.sound if look.index >= first] or [
+        look for look in (record.look,) if look
+    ]
+    pairs = [(lost(k), lost(k, _scale(exponent_of(k.scale) + powers_higher))) for k in looks]
+    saved = [now.flushed + now.subnormal - then.flushed - then.subnormal for now, then in pairs]
+    return median(saved) if saved else 0.0
 
 
 def is_far_too_low(record: Record) -> bool:
@@ -157,7 +172,7 @@ def _too_short(record: Record, interval: float) -> str:
 def too_low(record: Record) -> Finding | None:
     """Find a scale far below what the gradients allow."""
     if record.room is None:
-        return _below_one(record)
+        return _below_one(record) or _loss_below_normal(record)
     if not _is_wasted(record):
         return None
     usual, settings = median_low(record.of(record.late)), _higher_start(record)
@@ -193,6 +208,32 @@ def _below_one(record: Record) -> Finding | None:
         f"smaller, so that more of them round to zero in {record.band.name}.",
         advice="Start higher.",
         numbers={"scale": highest},
+        settings={"init_scale": FIRST_TRY},
+    )
+
+
+def _loss_below_normal(record: Record) -> Finding | None:
+    """Find a loss that is too small even when it is scaled, from the start, and did not fall.
+
+    Gradients in backward begin with the scale times derivatives of the loss, which are mostly no larger than
+    a loss that nothing has been learned of yet. One that is small because it fell says nothing.
+    """
+    losses, norms = record.loss.finite(), record.grad_norm.finite()
+    if needs_no_scale(record.band) or any(record.skipped) or len(losses) < SHORT:
+        return None
+    first, last = median(map(abs, losses[:LATEST])), median(map(abs, losses[-LATEST:]))
+    seen, highest = max([first, *norms]), max(record.scales)
+    if not 0.0 < seen * highest < record.band.normal or 2 * last < first:
+        return None
+    return Finding(
+        kind="too low",
+        severity="warning",
+        sentence=f"The loss began at {number(first)} and has not fallen by half. Times a scale of at most "
+        f"{power(highest)}, it is below {record.band.name}'s smallest normal number, "
+        f"{power(record.band.normal)}: most gradients lose digits there, or round to zero.",
+        advice="Start higher. A model that computes in float32 throughout needs no scale: write "
+        'Trace(precision="float32") then.',
+        numbers={"loss": first, "scale": highest},
         settings={"init_scale": FIRST_TRY},
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Final
 
@@ -135,8 +137,10 @@ def diverged_in_range(record: Record) -> Finding | None:
     first, late = losses[0], median(losses[-quarter:])
     best = min(median(losses[place : place + LATEST]) for place in range(0, len(losses) - quarter, LATEST))
     loss = Rise(min(first, best), late)
-    if late <= first or loss.base <= 0.0 or loss.ratio < TENFOLD:
+    if loss.base <= 0.0:
         return None
+    if late <= first or loss.ratio < TENFOLD:
+        return _unlearned(record, losses, late)
     norms = record.grad_norm.finite()
     norm = Rise(norms[0], median(norms[-max(20, len(norms) // 4) :])) if norms else None
     larger = norm is not None and norm.ratio >= TENFOLD
@@ -144,6 +148,20 @@ def diverged_in_range(record: Record) -> Finding | None:
     if grew is False or (grew is None and not larger and late < 2 * first):
         return None
     return _divergence(record, loss, norm if larger else None, None)
+
+
+def _unlearned(record: Record, losses: Sequence[float], late: float) -> Finding | None:
+    """Find a loss that had fallen, rose far above where it began, and then stayed about where it began."""
+    levels = [median(losses[place : place + LATEST]) for place in range(0, len(losses) - LATEST + 1, LATEST)]
+    top = max(range(len(levels)), key=levels.__getitem__)
+    first, best, peak = levels[0], min(levels[: top + 1]), levels[top]
+    rose = Rise(best, peak).ratio >= TENFOLD and Rise(first, peak).ratio >= TWOFOLD
+    is_lost = 2 * late >= first and Rise(best, late).ratio >= TWOFOLD
+    if not (rose and is_lost) or updates_grew(record) is False:
+        return None
+    found = _divergence(record, Rise(best, peak), None, None)
+    stays = f" It then stayed near {number(late)}: what had been learned is lost."
+    return replace(found, sentence=found.sentence + stays)
 
 
 def broken_update(record: Record, end: Failure, source: Break | None) -> Finding:
@@ -217,7 +235,7 @@ def loss_spike(record: Record) -> Finding | None:
         kind="loss spike",
         severity="warning",
         sentence=f"The loss jumped from {number(base)} to {number(losses[place])} near step "
-        f"{record.index[low]:,} and took {high - low + 1:,} steps to come back.",
+        f"{record.index[low]:,} and took {high - low + 1:,} steps to come back below {number(bound)}.",
         advice="Look at the data and the learning rate of the steps before it; clip the gradients "
         "(max_norm=1.0).",
         numbers={"base": base, "peak": losses[place], "steps": high - low + 1},

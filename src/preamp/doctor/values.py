@@ -13,13 +13,14 @@ from typing import Final, NamedTuple
 from preamp.doctor.finding import Finding
 from preamp.doctor.record import Record
 from preamp.exponents import BANDS, Band, ExponentHistogram, exponent_of
-from preamp.looks import Look
+from preamp.looks import Look, LookRow, owner
 from preamp.words import percent, power, powers, two_to
 
 __all__ = [
     "Lost",
     "best_scale",
     "bfloat16_would_do",
+    "is_in_order",
     "limited",
     "lost",
     "lost_words",
@@ -77,9 +78,15 @@ def _flushed_whole(look: Look) -> bool:
     It is not where a module puts out nothing but zeros, nor where no other gradient comes near the end of
     the format.
     """
-    dead = {row.name for row in look.rows if row.what == "activation" and not row.histogram.nonzero}
+    outputs: dict[str | None, int] = {
+        row.name: row.histogram.nonzero for row in look.rows if row.what == "activation"
+    }
     rows = [row for row in look.rows if row.direction == "backward"]
-    zero = [row for row in rows if row.histogram.zeros and not row.histogram.nonzero and row.name not in dead]
+    zero = [
+        row
+        for row in rows
+        if row.histogram.zeros and not row.histogram.nonzero and outputs.get(owner(row.name, outputs)) != 0
+    ]
     alive = [row.histogram.low for row in rows if row.histogram.nonzero]
     return bool(zero) and (not alive or min(alive) <= exponent_of(look.band.normal))
 
@@ -133,14 +140,27 @@ def overflowed(record: Record) -> Finding | None:
         return None
     (name, what), worst = max(counts.items(), key=lambda pair: (pair[1], pair[0]))
     way = "forward" if what == "activation" else "backward"
+    held = "had" if rows and not all(map(_knows_order, record.looks)) else "was the first with"
     which = f"the {_WHAT[what]} of {module_name(name)}" if what else f"a parameter of {name}"
     return Finding(
         kind="overflows first",
         severity="note",
         sentence=f"In {worst:,} of {counts.total():,} {'looks at overflows' if rows else 'overflows'}, "
-        f"{which} was the first with inf or NaN, in {way}.",
+        f"{which} {held} inf or NaN, in {way}.",
         numbers={"overflows": counts.total(), "first": worst},
     )
+
+
+def _knows_order(look: Look) -> bool:
+    return all(map(is_in_order, look.rows))
+
+
+def is_in_order(row: LookRow) -> bool:
+    """Return whether rows like this come in the order in which they were computed, as those of a lens do.
+
+    Those of `preamp.jax.look` are in the order of a tree, and do not tell NaN from inf.
+    """
+    return row.nans is not None
 
 
 def limited(record: Record) -> Finding | None:

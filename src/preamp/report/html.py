@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from preamp.doctor import lost_words
 from preamp.files import replacing
-from preamp.looks import Look
+from preamp.looks import Look, joined
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import TITLES, heat_figure, heat_table
 
@@ -136,7 +136,7 @@ def _figures(curves: Sequence[Curve]) -> list[str]:
 
 def _seen(curves: Sequence[Curve]) -> list[str]:
     """Return the latest look of each of the first traces of different names that have one."""
-    looks = {curve.name: curve.trace.looks[-1] for curve in reversed(curves) if curve.trace.looks}
+    looks = {curve.name: joined(curve.trace.looks)[-1] for curve in reversed(curves) if curve.trace.looks}
     chosen = [(name, looks[name]) for name in dict.fromkeys(c.name for c in curves) if name in looks][
         :MOST_SEEN
     ]
