@@ -6,11 +6,12 @@ import math
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
-from preamp import Dynamic, PolicyError
+from preamp import Dynamic, PolicyError, Static, dialects
 from preamp.jax import check_starved, last_step, loss_scaled, step
 
 RULE = Dynamic(init_scale=8.0, min_scale=4.0, max_scale=64.0)
@@ -56,3 +57,26 @@ def test_a_scale_that_cannot_work_is_refused(scale: float) -> None:
 def test_a_count_below_0_is_refused(numbers: Any) -> None:
     with pytest.raises(PolicyError, match="-1"):
         check_starved(state_with(**numbers), RULE)
+
+
+@pytest.mark.parametrize("made_by", [Dynamic(), Static(8.0), dialects.FLAX], ids=repr)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_static_policy_keeps_its_own_scale_whatever_was_saved(made_by: Any, compiled: bool) -> None:
+    params = jnp.ones(2)
+    inner, policy = optax.sgd(0.25), Static(128.0)
+    saved = loss_scaled(inner, made_by).init(params)
+    train = step(lambda w: w.sum(), loss_scaled(inner, policy))
+    train = jax.jit(train) if compiled else train
+    _, params, state = train(params, saved)
+    assert last_step(state).scale == float(saved.policy_state.scale)  # what was in the loss
+    _, params, state = train(params, state)
+    assert (last_step(state).scale, last_step(state).new_scale) == (128.0, 128.0)
+    assert params.tolist() == [0.5, 0.5]  # both steps were unscaled with the scale in their loss
+    assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, saved)
+    assert not state.policy_state.scale.weak_type
+
+
+def test_another_policy_with_the_same_state_continues_at_the_scale_that_was_saved() -> None:
+    saved = loss_scaled(optax.sgd(0.25), Static(8.0)).init(jnp.ones(2))
+    _, _, state = step(lambda w: w.sum(), loss_scaled(optax.sgd(0.25), Dynamic()))(jnp.ones(2), saved)
+    assert last_step(state).new_scale == 8.0
