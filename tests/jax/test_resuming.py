@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from preamp import Dynamic, PolicyError, Static, dialects
-from preamp.jax import check_starved, last_step, loss_scaled, step
+from preamp import Dynamic, Headroom, PolicyError, Static, UsageError, dialects
+from preamp.jax import LossScale, check_starved, last_step, loss_scaled, step
 
 RULE = Dynamic(init_scale=8.0, min_scale=4.0, max_scale=64.0)
 
@@ -80,3 +80,39 @@ def test_another_policy_with_the_same_state_continues_at_the_scale_that_was_save
     saved = loss_scaled(optax.sgd(0.25), Static(8.0)).init(jnp.ones(2))
     _, _, state = step(lambda w: w.sum(), loss_scaled(optax.sgd(0.25), Dynamic()))(jnp.ones(2), saved)
     assert last_step(state).new_scale == 8.0
+
+
+def cast(state: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32, jnp.bool_])
+@pytest.mark.parametrize("policy", [RULE, Headroom(), Static(8.0)], ids=repr)
+def test_a_state_that_was_cast_is_refused(dtype: Any, policy: Any) -> None:
+    optimizer = loss_scaled(optax.sgd(0.25), policy)
+    state = optimizer.init(jnp.ones(2))
+    only = state._replace(policy_state=cast(state.policy_state, dtype))
+    for wrong in (cast(state, dtype), only):
+        for ask in (
+            lambda state: check_starved(state, policy),
+            lambda state: step(lambda w: w.sum(), optimizer)(jnp.ones(2), state),
+            lambda state: jax.jit(step(lambda w: w.sum(), optimizer))(jnp.ones(2), state),
+        ):
+            name = jnp.dtype(dtype).name
+            with pytest.raises(
+                UsageError, match=rf"opt_state\.policy_state\.scale is of dtype {name}.* Write"
+            ):
+                ask(wrong)
+        restored = jax.tree.map(lambda old, new: old.astype(new.dtype), wrong, optimizer.init(jnp.ones(2)))
+        step(lambda w: w.sum(), optimizer)(jnp.ones(2), restored)
+    with pytest.raises(UsageError, match=rf"state\.scale is of dtype {jnp.dtype(dtype).name}.* Write"):
+        cast(LossScale(policy), dtype).check_starved()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("steps", jnp.float32), ("skipped_steps", jnp.int8), ("loss", jnp.float16)]
+)
+def test_a_field_of_another_dtype_is_named(name: str, dtype: Any) -> None:
+    state = state_with()
+    with pytest.raises(UsageError, match=rf"opt_state\.{name} is of dtype {jnp.dtype(dtype).name}"):
+        check_starved(state._replace(**{name: getattr(state, name).astype(dtype)}), RULE)

@@ -21,7 +21,7 @@ from preamp.jax.loss_scale import LossScale
 from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
 from preamp.jax.scaled_gradients import ScaledGradients
-from preamp.jax.states import find, found_in, kind_of
+from preamp.jax.states import check_dtypes, find, found_in, kind_of
 from preamp.policy import Reading
 
 __all__ = ["differentiated", "scale_in", "scaled_value_and_grad", "unscaled_loss", "value_and_grad"]
@@ -187,7 +187,9 @@ def scale_in(loss_scale: Any) -> Any:
     if isinstance(loss_scale, LossScale):
         return loss_scale.loss_scale
     if loss_scale is None or isinstance(loss_scale, dict) or found_in(loss_scale):
-        scale = find(loss_scale).policy_state.scale
+        state = find(loss_scale)
+        check_dtypes(state)
+        scale = state.policy_state.scale
         return scale if isinstance(scale, jax.Array) else jnp.asarray(scale)  # nnx keeps it in a variable
     raise UsageError(
         f"the first argument holds no loss scale: it is {kind_of(loss_scale)}. Write "

@@ -20,8 +20,16 @@ from preamp.jax.loss_scale import LossScale, read, start_of
 from preamp.jax.matching import check_gradients, check_inner_state
 from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
-from preamp.jax.scaled_gradients import ScaledGradients, single
-from preamp.jax.states import UNKNOWN_LOSS, LossScaledState, check_scalars, find, found_in, kind_of
+from preamp.jax.scaled_gradients import ScaledGradients, as_loss, single
+from preamp.jax.states import (
+    UNKNOWN_LOSS,
+    LossScaledState,
+    check_dtypes,
+    check_scalars,
+    find,
+    found_in,
+    kind_of,
+)
 from preamp.loss_scale_arguments import check_counts, given_policy
 from preamp.policy import Dynamic, Policy, Reading
 from preamp.trace import Step
@@ -269,9 +277,10 @@ class Scaling:
         return {name: value for name, value in extra.items() if name not in OFFERED or name in taken}
 
     def _check_state(self, state: Any) -> None:
-        """Raise for a state of another optimizer, or of another policy."""
+        """Raise for a state of another optimizer, of another policy, or of other dtypes."""
         find(state)
         check_scalars(state)
+        check_dtypes(state)
         if (state.peak is None) != (self.first_peak() is None) or type(state.policy_state) is not type(
             self.policy.start()
         ):
@@ -299,7 +308,7 @@ class Scaling:
             starved=after.starved,
             steps=state.steps + 1,
             skipped_steps=state.skipped_steps + jnp.where(reading.finite, 0, 1).astype(jnp.int32),
-            loss=_as_loss(loss, reading.finite),
+            loss=_recorded(as_loss(loss, "value"), reading.finite),
             peak=None if reading.peak is None else _copy(reading.peak),
         )
 
@@ -386,11 +395,13 @@ def check_starved(opt_state: Any, policy: Policy[Any]) -> None:
     Raises:
         Starved: if the policy has given up.
         PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
-        UsageError: for another state, and inside a function that JAX transforms.
+        UsageError: for another state, one that was cast to another dtype, and inside a function that JAX
+            transforms.
         UserWarning: a warning, for a scale outside the policy's bounds. Nothing else says so: `last_step`
             does not know the policy.
     """
     state = find(opt_state)
+    check_dtypes(state)
     counts = {name: getattr(state, name) for name in ("steps", "skipped_steps")}
     check_counts(dict(zip(counts, read(list(counts.values())), strict=True)), counts)
     LossScale(policy, state.policy_state, state.starved).check_starved()
@@ -407,9 +418,11 @@ def declared(scaled: Any, extra: dict[str, Any]) -> tuple[ScaledGradients, dict[
     """Return gradients with their scale, and what else there is for the inner optimizer.
 
     Raises:
-        UsageError: for gradients without a scale: nothing tells whether they are scaled; for two scales.
+        UsageError: for gradients without a scale: nothing tells whether they are scaled; for two scales; for
+            a `value` that is not a real scalar.
     """
     others = {name: _plain(value) for name, value in extra.items() if name != "loss_scale"}
+    as_loss(extra.get("value"), "value")  # before anything is computed with it
     if isinstance(scaled, ScaledGradients):
         if extra.get("loss_scale") is not None:
             raise UsageError(
@@ -434,13 +447,10 @@ def _plain(value: Any) -> Any:
     return value.unscale() if isinstance(value, ScaledGradients) else value
 
 
-def _as_loss(value: Any, finite: Any) -> Any:
-    """Return a loss as the state keeps it; averaged like the step."""
-    if value is None or not gradients.is_inexact(value) or jnp.shape(value):
-        return jnp.full((), UNKNOWN_LOSS, jnp.float32)
-    loss = jnp.asarray(value).real.astype(jnp.float32)
+def _recorded(loss: Any, finite: Any) -> Any:
+    """Return a loss as the state keeps it: averaged over devices that take the same step."""
     apart = tuple(axes.varying(loss) - axes.varying(finite))
-    return jax.lax.pmean(loss, apart) if apart else loss + 0.0
+    return jax.lax.pmean(loss, apart) if apart else _copy(loss)
 
 
 def _without_float0(update: Any) -> Any:
