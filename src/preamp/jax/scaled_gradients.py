@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import random as extend_random
 
 from preamp.errors import UsageError
+from preamp.jax import axes
 from preamp.jax import gradients as arithmetic
 from preamp.jax.callers import optax_caller
 from preamp.jax.states import UNKNOWN_LOSS
@@ -67,8 +68,8 @@ class ScaledGradients(metaclass=Named):
             A sum has the sum of the losses; what `map` returns has none.
 
     Raises:
-        UsageError: for a scale that is not a floating scalar, a loss that is not a real scalar, gradients that
-            have a scale already, and for arithmetic, comparisons and conversions of the object.
+        UsageError: for a scale that is not a floating scalar, a loss that is not a real scalar, gradients
+            that have a scale already, and for arithmetic, comparisons and conversions of the object.
 
     >>> import jax.numpy as jnp
     >>> scaled = ScaledGradients({"w": jnp.array([8.0, 16.0])}, 8.0)
@@ -100,18 +101,25 @@ class ScaledGradients(metaclass=Named):
         return _read(self._numbers)[..., 1]
 
     def map(self, function: Callable[[Any], Any]) -> ScaledGradients:
-        """Apply a linear function to each floating or complex array, such as a mean over devices.
+        """Apply a linear function to each floating or complex array, such as a division.
 
-        The function must be linear, because the gradients are still scaled: ``scaled.map(lambda g:
-        lax.pmean(g, "data"))``. Clipping is not linear: write ``loss_scaled(inner, max_norm=...)`` for it.
+        The function must be linear, because the gradients are still scaled: ``scaled.map(lambda g: g / 2)``.
+        Clipping is not linear: write ``loss_scaled(inner, max_norm=...)`` for it.
+
+        For a mean over devices write ``scaled_value_and_grad(loss_fn, axis_name="data")``. A ``map(lambda g:
+        lax.pmean(g, "data"))`` is right in `pmap`, and in `shard_map` with ``check_vma=False``. With its
+        checks the gradients of parameters that all devices share are the sum over devices already, which a
+        mean leaves as it is: n times too large, for n devices.
 
         Raises:
-            UsageError: for what cannot be called.
+            UsageError: for what cannot be called, and for a function that sums, averages or gathers over
+                devices what `shard_map` knows to be equal on all of them.
         """
         if not callable(function):
             raise UsageError(
                 f"map({function!r:.60}) needs a function of one array. Write scaled.map(lambda g: g / 4)."
             )
+        _check_reduction(function, self.gradients)
         scale = self.scale
         numbers = _stored(scale, jnp.full_like(scale, UNKNOWN_LOSS))
         return _made(arithmetic.each(function, self.gradients), numbers)
@@ -272,6 +280,21 @@ def as_loss(value: Any, name: str = "loss") -> Any:
             "scaled_value_and_grad returned, or leave it out."
         )
     return jnp.asarray(float(value) if kind is int else value).astype(jnp.float32)
+
+
+def _check_reduction(function: Callable[[Any], Any], gradients: Any) -> None:
+    """Raise for a mean over devices of gradients that are the sum over them."""
+    leaves = [leaf for leaf in jax.tree.leaves(gradients) if isinstance(leaf, jax.core.Tracer)]
+    one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves if arithmetic.is_inexact(leaf)}
+    for leaf in one_of_each_kind.values():
+        name = axes.reduced_in_vain(function, leaf)
+        if name is not None:
+            raise UsageError(
+                f"map was given a sum, mean or gather over the axis {name!r}, along which these gradients do "
+                "not differ: shard_map has summed them over devices already, since the parameters are the "
+                "same on all of them. The mean of equal numbers would leave the sum. Write "
+                f"scaled_value_and_grad(loss_fn, axis_name={name!r}), which averages value and gradients."
+            )
 
 
 def _sum_of_losses(first: Any, second: Any) -> Any:
