@@ -17,6 +17,7 @@ from jax import lax
 
 from preamp.errors import UsageError
 from preamp.jax import axes, gradients
+from preamp.jax.flow_slots import FlowSlot, is_flow_slot
 from preamp.jax.loss_scale import LossScale
 from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
@@ -130,9 +131,15 @@ def differentiated(
         if names:
             value = lax.pmean(gradients.wide(value), names)
             scaled = gradients.each(lambda leaf: axes.mean(names, leaf), gradients.wide(scaled))
+            scaled = jax.tree.map(lambda node: _of_all(names, node), scaled, is_leaf=is_flow_slot)
         return (value, aux) if has_aux else value, scaled[0] if isinstance(argnums, int) else scaled
 
     return call
+
+
+def _of_all(names: Sequence[Hashable], node: Any) -> Any:
+    """Return the counts of all devices of a slot; other nodes as they are."""
+    return FlowSlot(axes.sum_over(names, [node.counts])) if is_flow_slot(node) else node
 
 
 def unscaled_loss(

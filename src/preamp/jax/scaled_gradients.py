@@ -284,8 +284,8 @@ def as_loss(value: Any, name: str = "loss") -> Any:
 
 def _check_reduction(function: Callable[[Any], Any], gradients: Any) -> None:
     """Raise for a mean over devices of gradients that are the sum over them."""
-    leaves = [leaf for leaf in jax.tree.leaves(gradients) if isinstance(leaf, jax.core.Tracer)]
-    one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves if arithmetic.is_inexact(leaf)}
+    leaves = [leaf for leaf in arithmetic.inexact_leaves(gradients) if isinstance(leaf, jax.core.Tracer)]
+    one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves}
     for leaf in one_of_each_kind.values():
         name = axes.reduced_in_vain(function, leaf)
         if name is not None:

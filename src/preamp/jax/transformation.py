@@ -16,6 +16,7 @@ from preamp.checks import is_number, shown
 from preamp.errors import PolicyError, UsageError
 from preamp.jax import axes, gradients
 from preamp.jax.callers import optax_caller
+from preamp.jax.flow_slots import is_flow_slot
 from preamp.jax.loss_scale import LossScale, read, start_of
 from preamp.jax.matching import check_gradients, check_inner_state
 from preamp.jax.modules import refuse_stateful
@@ -136,6 +137,11 @@ class Scaling:
     def init(self, params: Any) -> LossScaledState:
         """Return the state before the first step."""
         refuse_stateful(params)
+        if any(map(is_flow_slot, jax.tree.leaves(params, is_leaf=is_flow_slot))):
+            raise UsageError(
+                "params hold a flow_slot(), which the optimizer would update. Write the slots as another "
+                "argument of the loss, and scaled_value_and_grad(loss_fn, argnums=(0, 1))."
+            )
         start, inner = start_of(self.policy), self.inner.init(gradients.wide(params))
         if found_in(inner):
             raise UsageError(
