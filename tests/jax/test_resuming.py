@@ -12,7 +12,16 @@ import optax
 import pytest
 
 from preamp import Dynamic, Headroom, PolicyError, Static, UsageError, dialects
-from preamp.jax import LossScale, check_starved, last_step, loss_scaled, step
+from preamp.jax import (
+    LossScale,
+    apply_gradients,
+    check_starved,
+    last_step,
+    loss_scaled,
+    restart_loss_scale,
+    scaled_value_and_grad,
+    step,
+)
 
 RULE = Dynamic(init_scale=8.0, min_scale=4.0, max_scale=64.0)
 
@@ -116,3 +125,34 @@ def test_a_field_of_another_dtype_is_named(name: str, dtype: Any) -> None:
     state = state_with()
     with pytest.raises(UsageError, match=rf"opt_state\.{name} is of dtype {jnp.dtype(dtype).name}"):
         check_starved(state._replace(**{name: getattr(state, name).astype(dtype)}), RULE)
+
+
+@pytest.mark.parametrize(
+    ("ask", "why"),
+    [
+        (last_step, r"Write loss_scale\.loss_scale"),
+        (lambda scale: check_starved(scale, RULE), r"Write loss_scale\.check_starved\(\)"),
+        (lambda scale: restart_loss_scale(scale, RULE), r"Write LossScale\(policy\)"),
+    ],
+)
+def test_a_loss_scale_is_not_the_state_of_an_optimizer(ask: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=f"was given a LossScale.*{why}"):
+        ask(LossScale(RULE))
+
+
+def test_a_state_is_checked_with_its_own_kind_of_policy() -> None:
+    with pytest.raises(
+        UsageError, match=r"is not that of Headroom\(\)\. Write check_starved.*loss_scaled was given"
+    ):
+        check_starved(state_with(), Headroom())
+
+
+def test_a_line_search_without_value_fn_is_told_what_to_write() -> None:
+    optimizer, params = loss_scaled(optax.lbfgs()), jnp.ones(2)
+    state = optimizer.init(params)
+    _, scaled = scaled_value_and_grad(lambda w: (w**2).sum())(state, params)
+    for told in ({}, {"value": 2.0}):
+        with pytest.raises(
+            UsageError, match=r"'value_fn'\. Write step\(loss_fn, optimizer\).*value_fn=lambda"
+        ):
+            apply_gradients(optimizer, scaled, state, params, **told)

@@ -268,6 +268,12 @@ class Scaling:
         except UsageError:
             raise
         except Exception as error:
+            if isinstance(error, TypeError) and "required keyword-only" in str(error):
+                raise UsageError(
+                    f"the optimizer inside loss_scaled asks for more arguments: {error}. Write "
+                    "step(loss_fn, optimizer), which gives them, or apply_gradients(optimizer, scaled, "
+                    "opt_state, params, value=value, value_fn=lambda params: loss_fn(params, ...))."
+                ) from error
             check_inner_state(error, self.inner.init, like, inner_state)
             raise
         shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (after, inner_state)]
@@ -342,6 +348,11 @@ def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossS
     >>> float(state.policy_state.scale)
     1024.0
     """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "restart_loss_scale was given a LossScale. Write LossScale(policy), which starts the policy "
+            "again."
+        )
     state = find(opt_state)
     start = Scaling(optax.with_extra_args_support(optax.identity()), given_policy(policy, {}), None, ()).init(
         ()
@@ -362,6 +373,11 @@ def last_step(opt_state: Any) -> Step | None:
         UsageError: for another state, and inside a function that JAX transforms.
         PolicyError: for a loss scale that is not a finite number above 0, with which every step is skipped.
     """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "last_step was given a LossScale, which has no record of steps. Write loss_scale.loss_scale for "
+            "the scale, and loss_scale.check_starved() after restoring one."
+        )
     state = find(opt_state)
     record = (
         state.steps,
@@ -406,8 +422,19 @@ def check_starved(opt_state: Any, policy: Policy[Any]) -> None:
         UserWarning: a warning, for a scale outside the policy's bounds. Nothing else says so: `last_step`
             does not know the policy.
     """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "check_starved was given a LossScale, which has its policy with it. Write "
+            "loss_scale.check_starved()."
+        )
     state = find(opt_state)
     check_dtypes(state)
+    if type(state.policy_state) is not type(given_policy(policy, {}).start()):
+        raise UsageError(
+            f"the loss scale in opt_state, {kind_of(state.policy_state)}, is not that of {policy!r}. Write "
+            "check_starved(opt_state, policy) with the policy that loss_scaled was given, or opt_state = "
+            "restart_loss_scale(opt_state, policy) to resume with this one."
+        )
     counts = {name: getattr(state, name) for name in ("steps", "skipped_steps")}
     check_counts(dict(zip(counts, read(list(counts.values())), strict=True)), counts)
     LossScale(policy, state.policy_state, state.starved).check_starved()
