@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from preamp.errors import UsageError
 from preamp.jax.autocasting import jaxprs
 
-__all__ = ["max_over", "mean", "names_of", "reduced_in_vain", "sum_over", "tracked", "varying"]
+__all__ = ["check_bound", "max_over", "mean", "names_of", "reduced_in_vain", "sum_over", "tracked", "varying"]
 
 
 def names_of(axis_name: Hashable) -> tuple[Hashable, ...]:
@@ -24,6 +25,23 @@ def names_of(axis_name: Hashable) -> tuple[Hashable, ...]:
     if axis_name is None:
         return ()
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def check_bound(names: Sequence[Hashable]) -> None:
+    """Raise for an axis that nothing around maps over.
+
+    Raises:
+        UsageError: naming it, and where it would be bound.
+    """
+    for name in names:
+        try:
+            lax.axis_index(name)
+        except NameError:
+            raise UsageError(
+                f"axis_name={name!r} is not the name of an axis here: only jax.pmap, jax.vmap and "
+                f"jax.shard_map bind one. Write jax.shard_map(step, mesh=..., ...) over a mesh "
+                f"with the axis {name!r}, or jax.pmap(step, axis_name={name!r}). Under jit alone, with sharded arrays, leave it out."
+            ) from None
 
 
 def varying(value: Any) -> frozenset[Hashable]:

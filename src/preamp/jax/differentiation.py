@@ -117,6 +117,7 @@ def differentiated(
 
     def call(scale: Any, *args: Any, **kwargs: Any) -> Any:
         _check_range(numbers, len(args))
+        axes.check_bound(names)
         refuse_stateful([args[number] for number in numbers])
 
         def loss_of(*chosen: Any) -> tuple[Any, Any]:

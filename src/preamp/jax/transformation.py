@@ -235,6 +235,7 @@ class Scaling:
         complete: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, LossScaledState]:
         """Return `finish` of the inner updates, or `before` on a skip: all of it in one conditional."""
+        axes.check_bound(self.names)
         scale = scaled.scale
         seen = gradients.look(scaled.gradients, scale, self.names)
         reading = reading_of(self.policy, scaled.gradients, seen.finite, self.names)
