@@ -40,7 +40,8 @@ def check_bound(names: Sequence[Hashable]) -> None:
             raise UsageError(
                 f"axis_name={name!r} is not the name of an axis here: only jax.pmap, jax.vmap and "
                 f"jax.shard_map bind one. Write jax.shard_map(step, mesh=..., ...) over a mesh "
-                f"with the axis {name!r}, or jax.pmap(step, axis_name={name!r}). Under jit alone, with sharded arrays, leave it out."
+                f"with the axis {name!r}, or jax.pmap(step, axis_name={name!r}). "
+                "Under jit alone, with sharded arrays, leave it out."
             ) from None
 
 
