@@ -26,6 +26,7 @@ from preamp import (
     Static,
     Tolerant,
 )
+from preamp.policy import State
 from preamp.policy.saved import OURS
 
 from .strategies import dynamics, moving, play, policies, quietly, scripts, statics, tolerants
@@ -107,6 +108,9 @@ def test_a_saved_state_that_would_ruin_gradients_is_refused(saved: dict[str, Any
 
 def test_a_static_scale_stays_its_own() -> None:
     assert Static(8.0).restore({"scale": 4.0, "bad": 3.0}) == (8.0, 0.0, 3.0)
+    for scale in (4.0, math.nan, math.inf):  # a framework's checkpoint need not pass through restore
+        for finite, counts in ((True, (1.0, 0.0)), (False, (0.0, 3.0))):
+            assert Static(8.0).step(State(scale, 0.0, 2.0), Reading(finite)) == (8.0, *counts)
 
 
 @pytest.mark.parametrize("make", [Dynamic, Tolerant])

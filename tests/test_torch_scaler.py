@@ -282,6 +282,16 @@ def test_any_policy_trains(policy):
     assert training.scaler.get_scale() == simulate(policy, [factor == INF for factor in script])[-1].new_scale
 
 
+def test_a_static_scale_cannot_be_set_to_another():
+    training = Training(GradScaler("cpu", policy=Static(8.0)))
+    training.step()
+    training.scaler.scale(torch.ones(1))
+    with pytest.raises(PolicyError, match=r"set to 64\.0: Static\(scale=8\.0\) has only 8\.0\. Write"):
+        training.scaler.update(64.0)
+    assert training.scaler.get_scale() == 8.0
+    training.scaler.update(8.0)
+
+
 def test_a_policy_and_settings_exclude_each_other():
     with pytest.raises(PolicyError, match="both given"):
         GradScaler("cpu", init_scale=8.0, policy=Static(8.0))

@@ -9,13 +9,27 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from preamp import ExponentHistogram, PolicyError, Trace, UsageError
-from preamp.jax import LossScale, exponent_histogram, flow_slot, look, scaled_value_and_grad, watch
-from preamp.policy import Static
+from preamp.jax import (
+    LossScale,
+    ScaledGradients,
+    apply_gradients,
+    exponent_histogram,
+    flow_slot,
+    last_step,
+    look,
+    loss_scaled,
+    scaled_value_and_grad,
+    step,
+    value_and_grad,
+    watch,
+)
+from preamp.policy import Headroom, Static
 from tests.test_exponents import counted
 
 from .trainings import shard_map
@@ -114,12 +128,19 @@ def test_a_look_has_a_row_for_each_leaf() -> None:
     ("histograms", "options", "why"),
     [
         ({"w": jnp.ones((2, 2))}, {}, r"shape \(2, 2\) is no histogram\. Write look\(exponent_histogram"),
+        ({"w": jnp.zeros(256).at[130].set(0.5)}, {}, r"counts of w are not whole numbers.* Write look\("),
+        ({"w": jnp.zeros(256).at[130].set(-1.0)}, {}, "counts of w are not whole numbers"),
+        ({"w": jnp.zeros(256).at[130].set(jnp.nan)}, {}, "counts of w are not whole numbers"),
+        ({"w": flow_slot()}, {"index": -1}, r"index=-1 is not the number of a step\. Write index=0"),
+        ({"w": flow_slot()}, {"index": 0.5}, r"index=0\.5 is not the number of a step"),
+        ({"w": flow_slot()}, {"scale": 0.0}, r"scale=0\.0 is not a finite number above 0\. Write scale=1"),
+        ({"w": flow_slot()}, {"scale": float("nan")}, "scale=nan is not a finite number above 0"),
         ({"w": flow_slot()}, {"like": [1.0, 2.0]}, "like= has 2 floating leaves, but there are 1"),
     ],
 )
 def test_what_is_no_tree_of_histograms_is_refused(histograms: Any, options: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        look(histograms, index=0, **options)
+        look(histograms, **{"index": 0, **options})
 
 
 @pytest.mark.parametrize(
@@ -183,8 +204,116 @@ def test_a_slot_that_is_used_often_adds_up_and_flows_under_transforms_too() -> N
         return lax.scan(lambda carry, _: (watch(carry * 2.0, slot), None), x, length=5)[0].sum()
 
     flows = jax.jit(jax.grad(repeated))(flow_slot(), jnp.ones(3))
-    assert ExponentHistogram.of_fields(flows.astype(int).tolist()) == ExponentHistogram(0, (3,) * 5)
+    assert ExponentHistogram.of_fields(flows.counts.astype(int).tolist()) == ExponentHistogram(0, (3,) * 5)
     batched = jax.grad(lambda slot: jax.vmap(partial(repeated, slot))(jnp.ones((7, 3))).sum())(flow_slot())
-    assert np.array_equal(batched, 7 * flows)
+    assert np.array_equal(batched.counts, 7 * flows.counts)
     saved = jax.grad(jax.checkpoint(repeated))(flow_slot(), jnp.ones(3))
-    assert np.array_equal(saved, flows)
+    assert np.array_equal(saved.counts, flows.counts)
+
+
+SCALE = LossScale(Static(2.0**6))
+WEIGHTS = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)}
+INPUT = jnp.ones((4, 3))
+
+
+def watched(parameters: Any, slots: Any, x: Any) -> Any:
+    return jnp.sum(watch(jnp.tanh(x @ parameters["w"]), slots["h"]) * 3.0)
+
+
+def flow(flows: Any) -> ExponentHistogram:
+    (row,) = look(flows, index=0, scale=2.0**6, what="flow").rows
+    assert row.name == "h"
+    return row.histogram
+
+
+@pytest.mark.parametrize("scale", [2.0**6, 2.0**-3, 1.0])
+def test_counts_are_not_unscaled(scale: float) -> None:
+    loss_scale, both = LossScale(Static(scale)), {"argnums": (0, 1)}
+    slots = {"h": flow_slot()}
+    _, scaled = scaled_value_and_grad(watched, **both)(loss_scale, WEIGHTS, slots, INPUT)
+    expected = ExponentHistogram(1 + int(np.log2(scale)), (8,))  # 3 * scale
+    halved = jax.tree.map(lambda leaf: leaf, scaled).map(lambda g: g / 2)
+    value_and_gradients = jax.jit(value_and_grad(watched, **both))(loss_scale, WEIGHTS, slots, INPUT)
+    for flows in (
+        scaled.gradients[1],
+        scaled.unscale()[1],
+        loss_scale.unscale(scaled.gradients)[1],
+        halved.gradients[1],
+        value_and_gradients[1][1],
+    ):
+        assert flow(flows) == expected
+    (row,) = look((scaled + scaled).unscale()[1], index=0, what="flow").rows
+    assert row.histogram.total == 16
+    assert exponent_histogram(scaled.gradients)[1] == {"h": None}
+
+
+def test_counts_are_no_part_of_the_norm_the_peak_or_the_step() -> None:
+    policy = Headroom(init_scale=1.0)
+    x = jnp.ones((4000, 3)) * 2.0**-20
+    slots = {"h": flow_slot()}
+    plain = value_and_grad(watched)(LossScale(policy), WEIGHTS, slots, x)[2]
+    both = value_and_grad(watched, argnums=(0, 1))(LossScale(policy), WEIGHTS, slots, x)[2]
+    assert both.peak == plain.peak < 1.0
+    optimizer = loss_scaled(optax.sgd(0.1), policy, max_norm=1.0)
+    state = optimizer.init(WEIGHTS)
+    value, scaled = scaled_value_and_grad(watched, argnums=(0, 1))(state, WEIGHTS, slots, x)
+    gradients = ScaledGradients(scaled.gradients[0], scaled.scale, value)
+    ours = last_step(apply_gradients(optimizer, gradients, state, WEIGHTS)[1])
+    one = last_step(step(lambda p: watched(p, slots, x), optimizer)(WEIGHTS, state)[2])
+    assert ours == one
+    with pytest.raises(
+        UsageError, match=r"params hold a flow_slot\(\).* Write the slots as another argument"
+    ):
+        optimizer.init({**WEIGHTS, **slots})
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("ours", [True, False])
+def test_flows_of_devices_are_added_up(checked: bool, ours: bool) -> None:
+    mesh, whole, split = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec(), PartitionSpec("d")
+
+    def counted(parameters: Any, slots: Any, x: Any) -> Any:
+        if ours:
+            axis = {"axis_name": "d", "argnums": (0, 1)}
+            return scaled_value_and_grad(watched, **axis)(SCALE, parameters, slots, x)[1].gradients[1]
+        flows = jax.grad(watched, argnums=1)(parameters, slots, x)
+        return flows if checked else lax.psum(flows, "d")
+
+    mapped = jax.jit(shard_map(counted, mesh, (whole, whole, split), whole, checked))
+    assert flow(mapped(WEIGHTS, {"h": flow_slot()}, INPUT)).total == 8
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (
+            lambda x, slot: watch({"a": x}, slot),
+            r"was given a dict and needs .* array.* Write watch\(x, slot\)",
+        ),
+        (lambda x, slot: watch(jnp.arange(3), slot), "needs a floating or complex array"),
+        (lambda x, slot: watch(slot, x), r"given the slot first\. Write watch\(x, slot\)"),
+        (
+            lambda x, slot: watch(x, jnp.zeros(256)),
+            r"is an array of shape \(256,\), not a flow_slot\(\)\. Write",
+        ),
+        (
+            lambda x, slot: watch(x, jax.tree.map(lambda a: a[:3], slot)),
+            r"counts of shape \(3,\), not a flow_",
+        ),
+        (lambda x, slot: watch(x, {"h": slot}), "the slot of watch is a dict"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(call: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        jax.grad(lambda slot: jnp.sum(call(jnp.ones(3), slot)))(flow_slot())
+
+
+def test_a_slot_that_differs_where_the_array_does_not_is_refused() -> None:
+    mesh, whole, split = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec(), PartitionSpec("d")
+
+    def program(counts: Any, x: Any) -> Any:
+        slot = jax.tree.map(lambda _: counts[0], flow_slot())
+        return watch(x, slot)
+
+    with pytest.raises(UsageError, match="the slot of watch differs between devices"):
+        shard_map(program, mesh, (split, whole), whole)(jnp.zeros((2, 256)), jnp.ones(3))

@@ -6,12 +6,22 @@ import math
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
-from preamp import Dynamic, PolicyError
-from preamp.jax import LossScale, check_starved, last_step, loss_scaled, step
+from preamp import Dynamic, Headroom, PolicyError, Static, UsageError, dialects
+from preamp.jax import (
+    LossScale,
+    apply_gradients,
+    check_starved,
+    last_step,
+    loss_scaled,
+    restart_loss_scale,
+    scaled_value_and_grad,
+    step,
+)
 
 RULE = Dynamic(init_scale=8.0, min_scale=4.0, max_scale=64.0)
 
@@ -63,3 +73,93 @@ def test_a_first_scale_that_a_rule_allows_above_its_ceiling_is_its_own() -> None
     LossScale(rule).check_starved()  # a warning would be an error here
     with pytest.warns(UserWarning, match="above max_scale"):
         LossScale(rule, rule.start()._replace(scale=4.0)).check_starved()
+
+
+@pytest.mark.parametrize("made_by", [Dynamic(), Static(8.0), dialects.FLAX], ids=repr)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_static_policy_keeps_its_own_scale_whatever_was_saved(made_by: Any, compiled: bool) -> None:
+    params = jnp.ones(2)
+    inner, policy = optax.sgd(0.25), Static(128.0)
+    saved = loss_scaled(inner, made_by).init(params)
+    train = step(lambda w: w.sum(), loss_scaled(inner, policy))
+    train = jax.jit(train) if compiled else train
+    _, params, state = train(params, saved)
+    assert last_step(state).scale == float(saved.policy_state.scale)  # what was in the loss
+    _, params, state = train(params, state)
+    assert (last_step(state).scale, last_step(state).new_scale) == (128.0, 128.0)
+    assert params.tolist() == [0.5, 0.5]  # both steps were unscaled with the scale in their loss
+    assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, saved)
+    assert not state.policy_state.scale.weak_type
+
+
+def test_another_policy_with_the_same_state_continues_at_the_scale_that_was_saved() -> None:
+    saved = loss_scaled(optax.sgd(0.25), Static(8.0)).init(jnp.ones(2))
+    _, _, state = step(lambda w: w.sum(), loss_scaled(optax.sgd(0.25), Dynamic()))(jnp.ones(2), saved)
+    assert last_step(state).new_scale == 8.0
+
+
+def cast(state: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32, jnp.bool_])
+@pytest.mark.parametrize("policy", [RULE, Headroom(), Static(8.0)], ids=repr)
+def test_a_state_that_was_cast_is_refused(dtype: Any, policy: Any) -> None:
+    optimizer = loss_scaled(optax.sgd(0.25), policy)
+    state = optimizer.init(jnp.ones(2))
+    only = state._replace(policy_state=cast(state.policy_state, dtype))
+    for wrong in (cast(state, dtype), only):
+        for ask in (
+            lambda state: check_starved(state, policy),
+            lambda state: step(lambda w: w.sum(), optimizer)(jnp.ones(2), state),
+            lambda state: jax.jit(step(lambda w: w.sum(), optimizer))(jnp.ones(2), state),
+        ):
+            name = jnp.dtype(dtype).name
+            with pytest.raises(
+                UsageError, match=rf"opt_state\.policy_state\.scale is of dtype {name}.* Write"
+            ):
+                ask(wrong)
+        restored = jax.tree.map(lambda old, new: old.astype(new.dtype), wrong, optimizer.init(jnp.ones(2)))
+        step(lambda w: w.sum(), optimizer)(jnp.ones(2), restored)
+    with pytest.raises(UsageError, match=rf"state\.scale is of dtype {jnp.dtype(dtype).name}.* Write"):
+        cast(LossScale(policy), dtype).check_starved()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("steps", jnp.float32), ("skipped_steps", jnp.int8), ("loss", jnp.float16)]
+)
+def test_a_field_of_another_dtype_is_named(name: str, dtype: Any) -> None:
+    state = state_with()
+    with pytest.raises(UsageError, match=rf"opt_state\.{name} is of dtype {jnp.dtype(dtype).name}"):
+        check_starved(state._replace(**{name: getattr(state, name).astype(dtype)}), RULE)
+
+
+@pytest.mark.parametrize(
+    ("ask", "why"),
+    [
+        (last_step, r"Write loss_scale\.loss_scale"),
+        (lambda scale: check_starved(scale, RULE), r"Write loss_scale\.check_starved\(\)"),
+        (lambda scale: restart_loss_scale(scale, RULE), r"Write LossScale\(policy\)"),
+    ],
+)
+def test_a_loss_scale_is_not_the_state_of_an_optimizer(ask: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=f"was given a LossScale.*{why}"):
+        ask(LossScale(RULE))
+
+
+def test_a_state_is_checked_with_its_own_kind_of_policy() -> None:
+    with pytest.raises(
+        UsageError, match=r"is not that of Headroom\(\)\. Write check_starved.*loss_scaled was given"
+    ):
+        check_starved(state_with(), Headroom())
+
+
+def test_a_line_search_without_value_fn_is_told_what_to_write() -> None:
+    optimizer, params = loss_scaled(optax.lbfgs()), jnp.ones(2)
+    state = optimizer.init(params)
+    _, scaled = scaled_value_and_grad(lambda w: (w**2).sum())(state, params)
+    for told in ({}, {"value": 2.0}):
+        with pytest.raises(
+            UsageError, match=r"'value_fn'\. Write step\(loss_fn, optimizer\).*value_fn=lambda"
+        ):
+            apply_gradients(optimizer, scaled, state, params, **told)

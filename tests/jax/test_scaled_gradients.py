@@ -325,7 +325,7 @@ def test_gradients_that_were_mapped_have_no_known_loss() -> None:
     params, scaled = parameters(), scaled_of()
     for unknown in (scaled.map(lambda g: g / 2), ScaledGradients(scaled.gradients, scaled.scale)):
         assert last_step(OPTIMIZER.update(unknown, OPTIMIZER.init(params), params)[1]).loss is None
-    with pytest.raises(UsageError, match="the loss of ScaledGradients is"):
+    with pytest.raises(UsageError, match=r"loss=.* is not a real scalar"):
         ScaledGradients(scaled.gradients, 1.0, jnp.ones(2))
 
 
@@ -513,3 +513,57 @@ def test_a_compiled_update_pays_nothing_for_the_scale_that_gradients_carry() -> 
         for run, gradients in ((declared, given.gradients), (carried, given))
     ]
     assert passes[1] - passes[0] <= 64  # a scalar that is read instead of another
+
+
+# Means over devices
+
+TWO = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+PLAIN = loss_scaled(optax.sgd(0.1), POLICY)  # the size of a gradient shows, unlike with a clip or Adam
+WHOLE, SPLIT = PartitionSpec(), PartitionSpec("data")
+MEANS: dict[str, Callable[[Any], Any]] = {
+    "pmean": lambda g: lax.pmean(g, "data"),
+    "psum": lambda g: lax.psum(g, ("data",)) / 2,
+    "in jit": jax.jit(lambda g: lax.pmean(g, "data")),
+    "all_gather": lambda g: lax.all_gather(g, "data").mean(0),
+}
+
+
+def averaged(mean: Any, **options: Any) -> Any:
+    def train(params: Any, state: Any, x: Any) -> Any:
+        _, scaled = scaled_value_and_grad(loss, **options)(state, params, x)
+        return apply_gradients(PLAIN, scaled.map(mean) if mean else scaled, state, params)[0]
+
+    return train
+
+
+def mapped(train: Any, checked: bool) -> Any:
+    params = parameters()
+    run = jax.jit(shard_map(train, TWO, (WHOLE, WHOLE, SPLIT), WHOLE, checked))
+    return run(params, PLAIN.init(params), X)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_mean_of_what_is_summed_already_is_refused(mean: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"over the axis 'data'.* Write scaled_value_and_grad\(loss_fn, axis_"
+    ):
+        mapped(averaged(MEANS[mean]), True)
+    assert off_by(mapped(averaged(None, axis_name="data"), True), once(X)) < 1e-6
+    assert off_by(mapped(averaged(lambda g: g / 2), True), once(X)) < 1e-6
+
+
+def once(x: Any) -> Any:
+    params = parameters()
+    return step(loss, PLAIN)(params, PLAIN.init(params), x)[1]
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_mean_of_what_differs_is_right(mean: str) -> None:
+    if mean != "all_gather":  # whose result shard_map cannot know to be the same on all devices
+        assert off_by(mapped(averaged(MEANS[mean]), False), once(X)) < 1e-6
+    params = parameters()
+    several = [stacked(params), stacked(PLAIN.init(params)), X.reshape(2, -1, X.shape[-1])]
+    by_pmap = jax.pmap(averaged(MEANS[mean]), axis_name="data", devices=jax.devices("cpu")[:2])(*several)
+    assert off_by(jax.tree.map(lambda leaf: leaf[0], by_pmap), once(X)) < 1e-6
+    by_vmap = jax.vmap(averaged(MEANS[mean]), axis_name="data")(*several)
+    assert off_by(jax.tree.map(lambda leaf: leaf[0], by_vmap), once(X)) < 1e-6

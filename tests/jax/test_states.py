@@ -74,6 +74,61 @@ def test_step_tells_the_loss_and_update_where_it_is_given() -> None:
     assert last_step(unknown).grad_norm is not None
 
 
+@pytest.mark.parametrize("true", [float("-inf"), float("inf"), float("nan"), 0.0, -3e38])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_loss_is_told_whatever_it_is(true: float, compiled: bool) -> None:
+    def diverged(params: Any) -> Any:
+        return jnp.sum(params["w"]) * 0.0 + true
+
+    def train(params: Any, state: Any) -> Any:
+        _, scaled = scaled_value_and_grad(diverged)(state, params)
+        return apply_gradients(OPTIMIZER, scaled, state, params)
+
+    for run in (step(diverged, OPTIMIZER), train):
+        *_, state = (jax.jit(run) if compiled else run)(PARAMS, OPTIMIZER.init(PARAMS))
+        assert np.array_equal(last_step(state).loss, np.float32(true), equal_nan=True)
+
+
+def test_a_sum_with_a_loss_that_is_not_known_has_none() -> None:
+    state = OPTIMIZER.init(PARAMS)
+    value, scaled = scaled_value_and_grad(loss)(state, PARAMS, X)
+    unknown = scaled.map(lambda g: g)
+    for total in (scaled + unknown, unknown + scaled, unknown + unknown, sum([scaled, unknown, scaled])):
+        assert last_step(apply_gradients(OPTIMIZER, total, state, PARAMS)[1]).loss is None
+    both = apply_gradients(OPTIMIZER, scaled + scaled, state, PARAMS)[1]
+    assert last_step(both).loss == 2.0 * value
+
+
+REAL = [3, 3.5, np.int64(3), np.float64(3.5), np.float32(3.5), jnp.int32(3), jnp.uint8(3), jnp.bfloat16(3.5)]
+NOT_REAL = ["x", 3j, jnp.complex64(3.0), jnp.ones(3), [3.0], True, jnp.array(True), {"loss": 3.0}]
+
+
+def ways_to_tell(value: Any) -> list[Callable[[], Any]]:
+    state = OPTIMIZER.init(PARAMS)
+    _, scaled = scaled_value_and_grad(loss)(state, PARAMS, X)
+    told = lambda: ScaledGradients(scaled.gradients, scaled.scale, value)  # noqa: E731
+    return [
+        lambda: OPTIMIZER.update(scaled, state, PARAMS, value=value),
+        lambda: apply_gradients(OPTIMIZER, scaled, state, PARAMS, value=value),
+        lambda: apply_gradients(OPTIMIZER, told(), state, PARAMS),
+    ]
+
+
+@pytest.mark.parametrize("value", REAL, ids=repr)
+def test_a_loss_may_be_any_real_scalar(value: Any) -> None:
+    for tell in ways_to_tell(value):
+        assert last_step(tell()[1]).loss == float(value)
+
+
+@pytest.mark.parametrize("value", NOT_REAL, ids=repr)
+def test_what_is_no_real_scalar_is_no_loss(value: Any) -> None:
+    for tell in ways_to_tell(value):
+        with pytest.raises(
+            UsageError, match=r"(loss|value)=.* is not a real scalar.* Write (loss|value)=value"
+        ):
+            tell()
+
+
 @pytest.mark.parametrize("checked", [True, False])
 def test_the_loss_of_devices_without_an_axis_name_is_their_mean(checked: bool) -> None:
     """Parameters are equal on all devices, examples are not: JAX has summed the gradients."""

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-from preamp import Dynamic, Static
+from preamp import Dynamic, Static, UsageError
 from preamp.jax import (
     ScaledGradients,
     apply_gradients,
@@ -212,3 +212,18 @@ def test_gradients_of_several_losses_are_added_before_one_step() -> None:
         before = params
         _, params, state = train(params, state, xs)
         assert identical(params, before) is bool(np.any(~np.isfinite(xs)))
+
+
+@pytest.mark.parametrize("where", ["step", "loss_scaled"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, lambda f: jax.vmap(f, (None, None, 0), axis_name="d")]
+)
+def test_an_axis_that_is_not_bound_is_named(where: str, wrap: Any) -> None:
+    axis = {"axis_name": "data"}
+    optimizer = loss_scaled(optax.sgd(0.1), **(axis if where == "loss_scaled" else {}))
+    train = step(lambda w, x: (w * x).sum(), optimizer, **(axis if where == "step" else {}))
+    params = jnp.ones(2)
+    with pytest.raises(
+        UsageError, match=r"axis_name='data' is not the name of an axis here.* Write jax\.shard_map"
+    ):
+        wrap(train)(params, optimizer.init(params), jnp.ones((4, 2)))

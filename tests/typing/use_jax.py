@@ -9,6 +9,7 @@ import optax
 from preamp import Dynamic, Look, Step, casting
 from preamp.casts import CastReport
 from preamp.jax import (
+    FlowSlot,
     LossScale,
     LossScaledState,
     ScaledGradients,
@@ -69,7 +70,7 @@ def by_hand(w: jax.Array, x: jax.Array) -> LossScale:
 
 
 def see(w: jax.Array) -> Look:
-    slot: jax.Array = flow_slot()
+    slot: FlowSlot = flow_slot()
     assert_type(watch(w, slot), jax.Array)
     return look(exponent_histogram(w), index=3, scale=8.0, low_dtype="float16")
 

@@ -16,6 +16,7 @@ from preamp.jax.autocasting.census import casts
 from preamp.jax.autocasting.transform import autocast
 from preamp.jax.differentiation import scaled_value_and_grad, value_and_grad
 from preamp.jax.exponents import exponent_histogram, flow_slot, look, watch
+from preamp.jax.flow_slots import FlowSlot
 from preamp.jax.gradients import all_finite
 from preamp.jax.loss_scale import LossScale
 from preamp.jax.scaled_gradients import ScaledGradients
@@ -26,6 +27,7 @@ from preamp.jax.transformation import check_starved, last_step, loss_scaled, res
 _exporting.register()
 
 __all__ = [
+    "FlowSlot",
     "LossScale",
     "LossScaledState",
     "ScaledGradients",

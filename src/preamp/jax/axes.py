@@ -6,7 +6,7 @@ This room knows what JAX tracks of a value inside `shard_map`. It refuses to kno
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -14,7 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["max_over", "mean", "names_of", "sum_over", "tracked", "varying"]
+from preamp.errors import UsageError
+from preamp.jax.autocasting import jaxprs
+
+__all__ = ["check_bound", "max_over", "mean", "names_of", "reduced_in_vain", "sum_over", "tracked", "varying"]
 
 
 def names_of(axis_name: Hashable) -> tuple[Hashable, ...]:
@@ -22,6 +25,24 @@ def names_of(axis_name: Hashable) -> tuple[Hashable, ...]:
     if axis_name is None:
         return ()
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def check_bound(names: Sequence[Hashable]) -> None:
+    """Raise for an axis that nothing around maps over.
+
+    Raises:
+        UsageError: naming it, and where it would be bound.
+    """
+    for name in names:
+        try:
+            lax.axis_index(name)
+        except NameError:
+            raise UsageError(
+                f"axis_name={name!r} is not the name of an axis here: only jax.pmap, jax.vmap and "
+                f"jax.shard_map bind one. Write jax.shard_map(step, mesh=..., ...) over a mesh "
+                f"with the axis {name!r}, or jax.pmap(step, axis_name={name!r}). "
+                "Under jit alone, with sharded arrays, leave it out."
+            ) from None
 
 
 def varying(value: Any) -> frozenset[Hashable]:
@@ -70,3 +91,25 @@ def mean(names: Sequence[Hashable], gradient: Any) -> Any:
         return lax.pmean(gradient, tuple(names))
     mine = tuple(name for name in names if name in varying(gradient))
     return lax.psum(gradient, mine) if mine else gradient
+
+
+def reduced_in_vain(function: Callable[[Any], Any], array: Any) -> Hashable:
+    """Return an axis over which a function sums or gathers what is known to be equal along it, or None.
+
+    The function is traced, and nothing is computed.
+    """
+    for name in _reduced(jax.make_jaxpr(function)(array).jaxpr):
+        if name not in varying(array) and tracked([name]):
+            return name
+    return None
+
+
+def _reduced(program: Any) -> Iterator[Hashable]:
+    """Yield the mapped axes over which a program sums or gathers."""
+    for equation in program.eqns:
+        if equation.primitive.name.startswith(("psum", "all_gather")):
+            names = equation.params.get("axes", equation.params.get("axis_name", ()))
+            # Of `vmap` an axis may be a number: that of an array.
+            yield from [name for name in names_of(names) if not isinstance(name, int)]
+        for inner in jaxprs.subprograms(equation):
+            yield from _reduced(jaxprs.inner(inner))

@@ -17,11 +17,12 @@ from jax import lax
 
 from preamp.errors import UsageError
 from preamp.jax import axes, gradients
+from preamp.jax.flow_slots import FlowSlot, is_flow_slot
 from preamp.jax.loss_scale import LossScale
 from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
 from preamp.jax.scaled_gradients import ScaledGradients
-from preamp.jax.states import find, found_in, kind_of
+from preamp.jax.states import check_dtypes, find, found_in, kind_of
 from preamp.policy import Reading
 
 __all__ = ["differentiated", "scale_in", "scaled_value_and_grad", "unscaled_loss", "value_and_grad"]
@@ -116,6 +117,7 @@ def differentiated(
 
     def call(scale: Any, *args: Any, **kwargs: Any) -> Any:
         _check_range(numbers, len(args))
+        axes.check_bound(names)
         refuse_stateful([args[number] for number in numbers])
 
         def loss_of(*chosen: Any) -> tuple[Any, Any]:
@@ -130,9 +132,15 @@ def differentiated(
         if names:
             value = lax.pmean(gradients.wide(value), names)
             scaled = gradients.each(lambda leaf: axes.mean(names, leaf), gradients.wide(scaled))
+            scaled = jax.tree.map(lambda node: _of_all(names, node), scaled, is_leaf=is_flow_slot)
         return (value, aux) if has_aux else value, scaled[0] if isinstance(argnums, int) else scaled
 
     return call
+
+
+def _of_all(names: Sequence[Hashable], node: Any) -> Any:
+    """Return the counts of all devices of a slot; other nodes as they are."""
+    return FlowSlot(axes.sum_over(names, [node.counts])) if is_flow_slot(node) else node
 
 
 def unscaled_loss(
@@ -187,7 +195,9 @@ def scale_in(loss_scale: Any) -> Any:
     if isinstance(loss_scale, LossScale):
         return loss_scale.loss_scale
     if loss_scale is None or isinstance(loss_scale, dict) or found_in(loss_scale):
-        scale = find(loss_scale).policy_state.scale
+        state = find(loss_scale)
+        check_dtypes(state)
+        scale = state.policy_state.scale
         return scale if isinstance(scale, jax.Array) else jnp.asarray(scale)  # nnx keeps it in a variable
     raise UsageError(
         f"the first argument holds no loss scale: it is {kind_of(loss_scale)}. Write "

@@ -5,6 +5,7 @@ This room counts, and names what was counted. It refuses to know when to look an
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar, get_args
 
 import jax
@@ -12,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from preamp.checks import one_of
+from preamp.checks import one_of, shown
 from preamp.errors import UsageError
 from preamp.exponents import BANDS, FIELDS, ExponentHistogram
+from preamp.jax import axes
+from preamp.jax.flow_slots import FlowSlot, is_flow_slot
 from preamp.jax.gradients import is_inexact
+from preamp.jax.states import kind_of
 from preamp.looks import Kind, Look, LookRow
 
 __all__ = ["exponent_histogram", "flow_slot", "look", "watch"]
@@ -44,7 +48,9 @@ def exponent_histogram(tree: Any) -> Any:
     >>> int(counts[0]), int(counts[127]), int(counts[129])
     (1, 2, 1)
     """
-    return jax.tree.map(lambda leaf: _count(jnp.asarray(leaf)) if is_inexact(leaf) else None, tree)
+    return jax.tree.map(
+        lambda leaf: _count(jnp.asarray(leaf)) if is_inexact(leaf) else None, tree, is_leaf=is_flow_slot
+    )
 
 
 def look(
@@ -59,7 +65,8 @@ def look(
     """Return what `exponent_histogram` counted as a `Look`, for `Trace.look`. Reads devices, once.
 
     Args:
-        histograms: a tree of counts; rows are named by its paths.
+        histograms: a tree of counts, or of the slots of `watch` after a backward pass; rows are named by its
+            paths.
         index: the number of the step.
         scale: the loss scale that was in it.
         low_dtype: what overflows and underflows, such as "float16".
@@ -67,46 +74,85 @@ def look(
         like: the tree that was counted, or one of the same dtypes, to name them; None for all float32.
 
     Raises:
-        UsageError: for leaves of another shape than [256], or not as many as `like` has.
+        UsageError: for leaves of another shape than [256] or that are not whole numbers from 0, for not as
+            many as `like` has, and for an index or a scale that no step has.
         PolicyError: for another `what` or `low_dtype`.
 
     `print(look(...))` shows a table. How large the values were is known to a power of two.
     """
+    _check_step(index, scale)
     one_of("what", what, get_args(Kind))
     one_of("low_dtype", low_dtype, tuple(BANDS))
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(histograms)[0]]
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(histograms, is_leaf=is_flow_slot)[0]]
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
-    read = map(_histogram, jax.device_get(jax.tree.leaves(histograms)))
+    counts = [
+        node.counts if is_flow_slot(node) else node
+        for node in jax.tree.leaves(histograms, is_leaf=is_flow_slot)
+    ]
+    read = map(_histogram, names, jax.device_get(counts))
     rows = tuple(map(LookRow, names, [what] * len(names), _dtypes(like, len(names)), read))
     computed = () if what in ("input", "weight") else rows
     given = {"inputs": rows} if what == "input" else {"weights": rows} if what == "weight" else {}
     return Look(int(index), float(scale), low_dtype, computed, **given)
 
 
-def flow_slot() -> jax.Array:
-    """Return what `watch` needs to count in: zeros of shape [256], float32."""
-    return jnp.zeros(FIELDS, jnp.float32)
+def flow_slot() -> FlowSlot:
+    """Return what `watch` needs to count in: a `FlowSlot` of zeros."""
+    return FlowSlot(jnp.zeros(FIELDS, jnp.float32))
 
 
 def watch(x: T, slot: Any) -> T:
     """Return `x`. The derivative with respect to `slot` is the histogram of that with respect to `x`.
 
     So the gradients that flow between layers are counted in the same backward pass, without a callback. Where
-    a slot is used several times, its counts add up. They are scaled as the loss is, so differentiate with
-    `jax.grad` or `scaled_value_and_grad`: dividing by the scale or averaging over devices changes counts too.
+    a slot is used several times, its counts add up. What is counted is scaled as the loss is; the counts
+    themselves are not, and `unscale`, `value_and_grad` and clipping leave them as they are. With an
+    `axis_name` they are those of all devices.
 
     Args:
         x: a floating or complex array.
         slot: a `flow_slot()`, an argument of the loss.
 
+    Raises:
+        UsageError: for what is not such an array, and what is not such a slot.
+
     >>> import jax
     >>> import jax.numpy as jnp
     >>> flows = jax.grad(lambda slot: jnp.sum(watch(jnp.ones(3), slot) * 4.0))(flow_slot())
-    >>> float(flows[127 + 2])
+    >>> float(flows.counts[127 + 2])
     3.0
     """
-    watched: T = _watched(x, slot)
+    _check_watched(x, slot)
+    watched: T = _watched(x, FlowSlot(_varying_like(x, slot.counts)))
     return watched
+
+
+def _check_watched(x: Any, slot: Any) -> None:
+    if is_flow_slot(x):
+        raise UsageError("watch was given the slot first. Write watch(x, slot).")
+    if not (hasattr(x, "shape") and is_inexact(x)):
+        raise UsageError(
+            f"watch was given {kind_of(x)} and needs a floating or complex array, which a gradient flows to. "
+            "Write watch(x, slot) for each array of its own, with a slot of its own."
+        )
+    if not is_flow_slot(slot) or jnp.shape(slot.counts) != (FIELDS,):
+        what = f"counts of shape {jnp.shape(slot.counts)}" if is_flow_slot(slot) else kind_of(slot)
+        raise UsageError(
+            f"the slot of watch is {what}, not a flow_slot(). Write slot = flow_slot(), give it to the loss "
+            "as an argument, and differentiate with respect to it."
+        )
+    if axes.varying(slot.counts) - axes.varying(x):
+        raise UsageError(
+            "the slot of watch differs between devices, along an axis of shard_map on which the array does "
+            "not. Write in_specs=PartitionSpec() for the slot: counts of all devices are added up."
+        )
+
+
+def _varying_like(x: Any, counts: Any) -> Any:
+    """Return counts that `shard_map` takes to differ as `x` does: their derivative is then the sum of all."""
+    for name in axes.varying(x) - axes.varying(counts):
+        counts = jnp.where(lax.axis_index(name) >= 0, counts, counts)
+    return counts
 
 
 @jax.custom_vjp
@@ -119,7 +165,7 @@ def _watch_forward(x: Any, slot: Any) -> tuple[Any, None]:
 
 
 def _watch_backward(_: None, flow: Any) -> tuple[Any, Any]:
-    return flow, _count(flow).astype(jnp.float32)
+    return flow, FlowSlot(_count(flow).astype(jnp.float32))
 
 
 _watched.defvjp(_watch_forward, _watch_backward)
@@ -139,11 +185,27 @@ def _fields(array: Any) -> Any:
     return (lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32) >> 23) & 0xFF
 
 
-def _histogram(counts: Any) -> ExponentHistogram:
+def _check_step(index: Any, scale: Any) -> None:
+    if not float(index).is_integer() or index < 0:
+        raise UsageError(f"index={shown(index)} is not the number of a step. Write index=0 for the first.")
+    if not 0.0 < float(scale) < math.inf:
+        raise UsageError(
+            f"scale={shown(scale)} is not a finite number above 0. Write scale=1.0 if the loss was not "
+            "scaled."
+        )
+
+
+def _histogram(name: str, counts: Any) -> ExponentHistogram:
     if np.shape(counts) != (FIELDS,):
         raise UsageError(
             f"an array of shape {np.shape(counts)} is no histogram. "
             "Write look(exponent_histogram(gradients), index=...)."
+        )
+    if not np.array_equal(counts, np.abs(np.rint(counts))):
+        raise UsageError(
+            f"the counts of {name or 'the array'} are not whole numbers from 0: they were divided, by a loss "
+            "scale or in a mean over devices. Write look(flows, ...) with the slots as differentiating "
+            "returns them, and jax.lax.psum over devices."
         )
     return ExponentHistogram.of_fields(np.rint(counts).astype(np.int64).tolist())
 

@@ -10,6 +10,7 @@ from jax import export
 
 from preamp import policy
 from preamp.errors import PolicyError
+from preamp.jax.flow_slots import FlowSlot
 from preamp.jax.loss_scale import LossScale
 from preamp.jax.states import LossScaledState
 from preamp.policy import Policy
@@ -27,6 +28,13 @@ def register() -> None:
     for kind in [LossScaledState, *states]:
         with contextlib.suppress(ValueError):
             export.register_namedtuple_serialization(kind, serialized_name=f"preamp.{kind.__name__}")
+    with contextlib.suppress(ValueError):
+        export.register_pytree_node_serialization(
+            FlowSlot,
+            serialized_name="preamp.FlowSlot",
+            serialize_auxdata=lambda _: b"",
+            deserialize_auxdata=lambda _: None,
+        )
     with contextlib.suppress(ValueError):
         export.register_pytree_node_serialization(
             LossScale,

@@ -18,8 +18,9 @@ import numpy as np
 from jax import lax
 
 from preamp.jax import axes
+from preamp.jax.flow_slots import is_flow_slot
 
-__all__ = ["Seen", "all_finite", "each", "is_inexact", "like", "look", "multiplied", "wide"]
+__all__ = ["Seen", "all_finite", "each", "inexact_leaves", "is_inexact", "like", "look", "multiplied", "wide"]
 
 
 class Seen(NamedTuple):
@@ -79,13 +80,18 @@ def like(tree: Any, reference: Any) -> Any:
 
 
 def each(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to the floating and complex leaves of a tree."""
-    return jax.tree.map(lambda leaf: function(leaf) if is_inexact(leaf) else leaf, tree)
+    """Apply a function to the floating and complex leaves of a tree; counts of `watch` stay as they are."""
+    return jax.tree.map(lambda leaf: function(leaf) if is_inexact(leaf) else leaf, tree, is_leaf=is_flow_slot)
+
+
+def inexact_leaves(tree: Any) -> list[Any]:
+    """Return the floating and complex leaves of a tree, without counts of `watch`."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_flow_slot) if is_inexact(leaf)]
 
 
 def is_inexact(leaf: Any) -> bool:
     """Return whether a leaf is floating or complex."""
-    return bool(jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact))
+    return not is_flow_slot(leaf) and bool(jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact))
 
 
 def _wide(leaf: Any) -> Any:
@@ -110,7 +116,7 @@ def _times(leaf: Any, factor: Any) -> Any:
 
 def _sum_of_squares(tree: Any, names: tuple[Hashable, ...]) -> Any:
     """Return the sum of squared magnitudes in a tree: float64 if any leaf is, else float32."""
-    totals = [_total(_wide(leaf)) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    totals = [_total(_wide(leaf)) for leaf in inexact_leaves(tree)]
     dtype = np.result_type(np.float32, *[total.dtype for total in totals])
     return axes.sum_over(names, [jnp.zeros((), dtype), *[total.astype(dtype) for total in totals]])
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from preamp.errors import UsageError
 from preamp.jax.gradients import multiplied
+from preamp.jax.states import check_dtype
 from preamp.jax_arithmetic import to_host
 from preamp.loss_scale_arguments import check_resumed, given_policy
 from preamp.policy import Dynamic, Policy, Reading
@@ -102,9 +103,12 @@ class LossScale:
             Starved: if it has given up.
             PolicyError: for a scale that is not a finite number above 0, and for a count below 0, such as a
                 damaged checkpoint holds.
-            UsageError: inside a function that JAX transforms.
+            UsageError: for a state that was cast to another dtype, and inside a function that JAX transforms.
             UserWarning: a warning, for a scale outside the policy's bounds.
         """
+        names = [*(f"state.{name}" for name in self.state._fields), "starved"]
+        for name, value in zip(names, [*self.state, self.starved], strict=True):
+            check_dtype(name, value, jnp.float32, "Write LossScale(policy), and cast the parameters alone")
         *state, overflows = read([*self.state, self.starved])
         saved = dict(zip(self.state._fields, state, strict=True))
         check_resumed(self.policy, saved, "opt_state = restart_loss_scale(opt_state, policy)")

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from preamp.jax import axes
-from preamp.jax.gradients import is_inexact, wide
+from preamp.jax.gradients import inexact_leaves, wide
 from preamp.jax_arithmetic import count_from, largest
 from preamp.policy import Policy, Reading
 
@@ -29,7 +28,7 @@ def reading_of(policy: Policy[Any], scaled: Any, finite: Any, names: tuple[Hasha
         finite: whether they are, on all devices.
         names: axes along which devices hold other gradients of the same step.
     """
-    leaves = [part for leaf in jax.tree.leaves(wide(scaled)) if is_inexact(leaf) for part in _parts(leaf)]
+    leaves = [part for leaf in inexact_leaves(wide(scaled)) for part in _parts(leaf)]
     return Reading(
         finite,
         peak=_peak(leaves, names) if "peak" in policy.sees else None,

@@ -17,11 +17,12 @@ from jax import lax
 from jax.extend import random as extend_random
 
 from preamp.errors import UsageError
+from preamp.jax import axes
 from preamp.jax import gradients as arithmetic
 from preamp.jax.callers import optax_caller
 from preamp.jax.states import UNKNOWN_LOSS
 
-__all__ = ["Named", "NoSuchAttribute", "ScaledGradients", "single"]
+__all__ = ["Named", "NoSuchAttribute", "ScaledGradients", "as_loss", "single"]
 
 WHAT = "gradients times the loss scale, which only loss_scaled(...) takes"
 INSIDE = "Write loss_scaled around the whole optimizer, loss_scaled(optax.chain(...))"
@@ -58,17 +59,17 @@ class ScaledGradients(metaclass=Named):
     Args:
         gradients: a tree of arrays, those of a loss times `scale`.
         scale: a floating scalar, stored as float32.
-        loss: the loss itself, not scaled, a floating scalar. None: it is not known.
+        loss: the loss itself, not scaled, a real scalar. None: it is not known.
 
     Attributes:
         gradients: the tree, still scaled.
         scale: a float32 scalar.
-        loss: a float32 scalar that `last_step` reports; -inf where it is not known. A sum has the sum of
-            the losses; what `map` returns has none.
+        loss: a float32 scalar that `last_step` reports; float32's lowest finite number where it is not known.
+            A sum has the sum of the losses; what `map` returns has none.
 
     Raises:
-        UsageError: for a scale or a loss that is not a floating scalar, for gradients that have a scale
-            already, and for arithmetic, comparisons and conversions of the object.
+        UsageError: for a scale that is not a floating scalar, a loss that is not a real scalar, gradients
+            that have a scale already, and for arithmetic, comparisons and conversions of the object.
 
     >>> import jax.numpy as jnp
     >>> scaled = ScaledGradients({"w": jnp.array([8.0, 16.0])}, 8.0)
@@ -84,7 +85,7 @@ class ScaledGradients(metaclass=Named):
                 "these gradients are ScaledGradients already and carry their own scale. Write "
                 "ScaledGradients(scaled.gradients, scale) to replace it."
             )
-        self.gradients, self._numbers = gradients, _stored(_checked(scale), _checked_loss(loss))
+        self.gradients, self._numbers = gradients, _stored(_checked(scale), as_loss(loss))
 
     @property
     def scale(self) -> Any:
@@ -93,22 +94,32 @@ class ScaledGradients(metaclass=Named):
 
     @property
     def loss(self) -> Any:
-        """The loss that they are gradients of, not scaled, a float32 scalar; -inf where it is not known."""
+        """The loss that they are gradients of, not scaled, a float32 scalar.
+
+        float32's lowest finite number where it is not known.
+        """
         return _read(self._numbers)[..., 1]
 
     def map(self, function: Callable[[Any], Any]) -> ScaledGradients:
-        """Apply a linear function to each floating or complex array, such as a mean over devices.
+        """Apply a linear function to each floating or complex array, such as a division.
 
-        The function must be linear, because the gradients are still scaled: ``scaled.map(lambda g:
-        lax.pmean(g, "data"))``. Clipping is not linear: write ``loss_scaled(inner, max_norm=...)`` for it.
+        The function must be linear, because the gradients are still scaled: ``scaled.map(lambda g: g / 2)``.
+        Clipping is not linear: write ``loss_scaled(inner, max_norm=...)`` for it.
+
+        For a mean over devices write ``scaled_value_and_grad(loss_fn, axis_name="data")``. A ``map(lambda g:
+        lax.pmean(g, "data"))`` is right in `pmap`, and in `shard_map` with ``check_vma=False``. With its
+        checks the gradients of parameters that all devices share are the sum over devices already, which a
+        mean leaves as it is: n times too large, for n devices.
 
         Raises:
-            UsageError: for what cannot be called.
+            UsageError: for what cannot be called, and for a function that sums, averages or gathers over
+                devices what `shard_map` knows to be equal on all of them.
         """
         if not callable(function):
             raise UsageError(
                 f"map({function!r:.60}) needs a function of one array. Write scaled.map(lambda g: g / 4)."
             )
+        _check_reduction(function, self.gradients)
         scale = self.scale
         numbers = _stored(scale, jnp.full_like(scale, UNKNOWN_LOSS))
         return _made(arithmetic.each(function, self.gradients), numbers)
@@ -129,7 +140,7 @@ class ScaledGradients(metaclass=Named):
         common = jnp.where(mine == 0.0, theirs, mine)
         converted = arithmetic.multiplied(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
         total = jax.tree.map(_sum, arithmetic.wide(self.gradients), converted)
-        return _made(total, _stored(common, self.loss + other.loss))
+        return _made(total, _stored(common, _sum_of_losses(self.loss, other.loss)))
 
     def __radd__(self, other: Any) -> ScaledGradients:
         """Add to the 0 that `sum` starts with."""
@@ -250,16 +261,46 @@ def _checked(scale: Any) -> Any:
     return jnp.asarray(scale).astype(jnp.float32)
 
 
-def _checked_loss(loss: Any) -> Any:
-    """Return a loss as a float32 scalar."""
-    if loss is None:
+def as_loss(value: Any, name: str = "loss") -> Any:
+    """Return a loss as a float32 scalar, `UNKNOWN_LOSS` for None.
+
+    Raises:
+        UsageError: for what is not a real scalar.
+    """
+    if value is None:
         return jnp.full((), UNKNOWN_LOSS, jnp.float32)
-    if not arithmetic.is_inexact(loss) or jnp.shape(loss):
+    kind = getattr(value, "dtype", type(value))
+    is_real = kind in (int, float) or any(
+        hasattr(value, "dtype") and jnp.issubdtype(kind, real) for real in (jnp.floating, jnp.integer)
+    )
+    if not is_real or jnp.shape(value):
+        what = f"{value!r:.60}" if not is_real else f"an array of shape {jnp.shape(value)}"
         raise UsageError(
-            f"the loss of ScaledGradients is {loss!r:.60}, not a floating scalar. Write "
-            "ScaledGradients(gradients, scale, value), or leave it out."
+            f"{name}={what} is not a real scalar, such as the loss is. Write {name}=value with what "
+            "scaled_value_and_grad returned, or leave it out."
         )
-    return jnp.asarray(loss).real.astype(jnp.float32)
+    return jnp.asarray(float(value) if kind is int else value).astype(jnp.float32)
+
+
+def _check_reduction(function: Callable[[Any], Any], gradients: Any) -> None:
+    """Raise for a mean over devices of gradients that are the sum over them."""
+    leaves = [leaf for leaf in arithmetic.inexact_leaves(gradients) if isinstance(leaf, jax.core.Tracer)]
+    one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves}
+    for leaf in one_of_each_kind.values():
+        name = axes.reduced_in_vain(function, leaf)
+        if name is not None:
+            raise UsageError(
+                f"map was given a sum, mean or gather over the axis {name!r}, along which these gradients do "
+                "not differ: shard_map has summed them over devices already, since the parameters are the "
+                "same on all of them. The mean of equal numbers would leave the sum. Write "
+                f"scaled_value_and_grad(loss_fn, axis_name={name!r}), which averages value and gradients."
+            )
+
+
+def _sum_of_losses(first: Any, second: Any) -> Any:
+    """Return the sum of two losses; `UNKNOWN_LOSS` if one of them is."""
+    is_known = (first != UNKNOWN_LOSS) & (second != UNKNOWN_LOSS)
+    return jnp.where(is_known, first + second, UNKNOWN_LOSS)
 
 
 def _sum(first: Any, second: Any) -> Any:

@@ -7,14 +7,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from preamp.checks import shown
 from preamp.errors import UsageError
 
-__all__ = ["UNKNOWN_LOSS", "LossScaledState", "check_scalars", "find", "found_in", "kind_of"]
+__all__ = [
+    "UNKNOWN_LOSS",
+    "LossScaledState",
+    "check_dtype",
+    "check_dtypes",
+    "check_scalars",
+    "find",
+    "found_in",
+    "kind_of",
+]
 
-UNKNOWN_LOSS = -float("inf")  # where nobody told the loss: a real one is never this
+# Where nobody told the loss. A diverged loss is inf, -inf or NaN, and none is float32's lowest finite number.
+UNKNOWN_LOSS = float(np.finfo(np.float32).min)
 
 
 class LossScaledState(NamedTuple):
@@ -31,7 +42,7 @@ class LossScaledState(NamedTuple):
         steps: int32; steps taken or skipped.
         skipped_steps: int32; steps skipped.
         loss: float32; the last loss, not scaled: that of `step`, of the `ScaledGradients`, or the `value`
-            that `update` was given. -inf where it is not known.
+            that `update` was given. float32's lowest finite number where it is not known.
         peak: float32; the largest magnitude among the last scaled gradients, if finite. None, which is no
             leaf, where the policy does not ask for it.
     """
@@ -119,6 +130,42 @@ def check_scalars(state: LossScaledState) -> None:
                 "several devices or trainings. Write jax.pmap(step, ...) or jax.vmap(step), or "
                 "jax.tree.map(lambda x: x[0], opt_state) for the first of them."
             )
+
+
+def check_dtypes(state: LossScaledState) -> None:
+    """Raise for scalars of another dtype than `init` makes, such as a cast of the whole state leaves behind.
+
+    In float16 or as an integer the scale overflows or stops to move, and every step may be skipped.
+
+    Raises:
+        UsageError: with the first of them.
+    """
+    integers = ("steps", "skipped_steps")
+    instead = (
+        "Write opt_state = jax.tree.map(lambda old, new: old.astype(new.dtype), opt_state, "
+        "optimizer.init(params)), and cast the parameters alone"
+    )
+    for name, value in _scalars(state):
+        if name != "finite":
+            check_dtype(f"opt_state.{name}", value, jnp.int32 if name in integers else jnp.float32, instead)
+
+
+def check_dtype(name: str, value: Any, expected: Any, instead: str) -> None:
+    """Raise for a scalar of another kind of dtype than expected, or of a shorter one.
+
+    Args:
+        name: what the message calls it.
+        value: an array, or what stands for one: without a dtype it is not checked.
+        expected: float32 or int32; a longer one of the same kind will do.
+        instead: what to write.
+    """
+    dtype = jnp.dtype(getattr(value, "dtype", expected))
+    kind = jnp.floating if jnp.issubdtype(expected, jnp.floating) else jnp.integer
+    if not jnp.issubdtype(dtype, kind) or dtype.itemsize < jnp.dtype(expected).itemsize:
+        raise UsageError(
+            f"{name} is of dtype {dtype} and has to be {jnp.dtype(expected)}: the state was cast, or a file "
+            f"has another dtype. {instead}."
+        )
 
 
 def kind_of(value: Any) -> str:

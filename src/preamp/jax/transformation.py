@@ -16,12 +16,21 @@ from preamp.checks import is_number, shown
 from preamp.errors import PolicyError, UsageError
 from preamp.jax import axes, gradients
 from preamp.jax.callers import optax_caller
+from preamp.jax.flow_slots import is_flow_slot
 from preamp.jax.loss_scale import LossScale, read, start_of
 from preamp.jax.matching import check_gradients, check_inner_state
 from preamp.jax.modules import refuse_stateful
 from preamp.jax.readings import reading_of
-from preamp.jax.scaled_gradients import ScaledGradients, single
-from preamp.jax.states import UNKNOWN_LOSS, LossScaledState, check_scalars, find, found_in, kind_of
+from preamp.jax.scaled_gradients import ScaledGradients, as_loss, single
+from preamp.jax.states import (
+    UNKNOWN_LOSS,
+    LossScaledState,
+    check_dtypes,
+    check_scalars,
+    find,
+    found_in,
+    kind_of,
+)
 from preamp.loss_scale_arguments import check_counts, given_policy
 from preamp.policy import Dynamic, Policy, Reading
 from preamp.trace import Step
@@ -128,6 +137,11 @@ class Scaling:
     def init(self, params: Any) -> LossScaledState:
         """Return the state before the first step."""
         refuse_stateful(params)
+        if any(map(is_flow_slot, jax.tree.leaves(params, is_leaf=is_flow_slot))):
+            raise UsageError(
+                "params hold a flow_slot(), which the optimizer would update. Write the slots as another "
+                "argument of the loss, and scaled_value_and_grad(loss_fn, argnums=(0, 1))."
+            )
         start, inner = start_of(self.policy), self.inner.init(gradients.wide(params))
         if found_in(inner):
             raise UsageError(
@@ -221,6 +235,7 @@ class Scaling:
         complete: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, LossScaledState]:
         """Return `finish` of the inner updates, or `before` on a skip: all of it in one conditional."""
+        axes.check_bound(self.names)
         scale = scaled.scale
         seen = gradients.look(scaled.gradients, scale, self.names)
         reading = reading_of(self.policy, scaled.gradients, seen.finite, self.names)
@@ -254,6 +269,12 @@ class Scaling:
         except UsageError:
             raise
         except Exception as error:
+            if isinstance(error, TypeError) and "required keyword-only" in str(error):
+                raise UsageError(
+                    f"the optimizer inside loss_scaled asks for more arguments: {error}. Write "
+                    "step(loss_fn, optimizer), which gives them, or apply_gradients(optimizer, scaled, "
+                    "opt_state, params, value=value, value_fn=lambda params: loss_fn(params, ...))."
+                ) from error
             check_inner_state(error, self.inner.init, like, inner_state)
             raise
         shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (after, inner_state)]
@@ -269,9 +290,10 @@ class Scaling:
         return {name: value for name, value in extra.items() if name not in OFFERED or name in taken}
 
     def _check_state(self, state: Any) -> None:
-        """Raise for a state of another optimizer, or of another policy."""
+        """Raise for a state of another optimizer, of another policy, or of other dtypes."""
         find(state)
         check_scalars(state)
+        check_dtypes(state)
         if (state.peak is None) != (self.first_peak() is None) or type(state.policy_state) is not type(
             self.policy.start()
         ):
@@ -299,7 +321,7 @@ class Scaling:
             starved=after.starved,
             steps=state.steps + 1,
             skipped_steps=state.skipped_steps + jnp.where(reading.finite, 0, 1).astype(jnp.int32),
-            loss=_as_loss(loss, reading.finite),
+            loss=_recorded(as_loss(loss, "value"), reading.finite),
             peak=None if reading.peak is None else _copy(reading.peak),
         )
 
@@ -327,6 +349,11 @@ def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossS
     >>> float(state.policy_state.scale)
     1024.0
     """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "restart_loss_scale was given a LossScale. Write LossScale(policy), which starts the policy "
+            "again."
+        )
     state = find(opt_state)
     start = Scaling(optax.with_extra_args_support(optax.identity()), given_policy(policy, {}), None, ()).init(
         ()
@@ -347,6 +374,11 @@ def last_step(opt_state: Any) -> Step | None:
         UsageError: for another state, and inside a function that JAX transforms.
         PolicyError: for a loss scale that is not a finite number above 0, with which every step is skipped.
     """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "last_step was given a LossScale, which has no record of steps. Write loss_scale.loss_scale for "
+            "the scale, and loss_scale.check_starved() after restoring one."
+        )
     state = find(opt_state)
     record = (
         state.steps,
@@ -386,11 +418,24 @@ def check_starved(opt_state: Any, policy: Policy[Any]) -> None:
     Raises:
         Starved: if the policy has given up.
         PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
-        UsageError: for another state, and inside a function that JAX transforms.
+        UsageError: for another state, one that was cast to another dtype, and inside a function that JAX
+            transforms.
         UserWarning: a warning, for a scale outside the policy's bounds. Nothing else says so: `last_step`
             does not know the policy.
     """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "check_starved was given a LossScale, which has its policy with it. Write "
+            "loss_scale.check_starved()."
+        )
     state = find(opt_state)
+    check_dtypes(state)
+    if type(state.policy_state) is not type(given_policy(policy, {}).start()):
+        raise UsageError(
+            f"the loss scale in opt_state, {kind_of(state.policy_state)}, is not that of {policy!r}. Write "
+            "check_starved(opt_state, policy) with the policy that loss_scaled was given, or opt_state = "
+            "restart_loss_scale(opt_state, policy) to resume with this one."
+        )
     counts = {name: getattr(state, name) for name in ("steps", "skipped_steps")}
     check_counts(dict(zip(counts, read(list(counts.values())), strict=True)), counts)
     LossScale(policy, state.policy_state, state.starved).check_starved()
@@ -407,9 +452,11 @@ def declared(scaled: Any, extra: dict[str, Any]) -> tuple[ScaledGradients, dict[
     """Return gradients with their scale, and what else there is for the inner optimizer.
 
     Raises:
-        UsageError: for gradients without a scale: nothing tells whether they are scaled; for two scales.
+        UsageError: for gradients without a scale: nothing tells whether they are scaled; for two scales; for
+            a `value` that is not a real scalar.
     """
     others = {name: _plain(value) for name, value in extra.items() if name != "loss_scale"}
+    as_loss(extra.get("value"), "value")  # before anything is computed with it
     if isinstance(scaled, ScaledGradients):
         if extra.get("loss_scale") is not None:
             raise UsageError(
@@ -434,13 +481,10 @@ def _plain(value: Any) -> Any:
     return value.unscale() if isinstance(value, ScaledGradients) else value
 
 
-def _as_loss(value: Any, finite: Any) -> Any:
-    """Return a loss as the state keeps it; averaged like the step."""
-    if value is None or not gradients.is_inexact(value) or jnp.shape(value):
-        return jnp.full((), UNKNOWN_LOSS, jnp.float32)
-    loss = jnp.asarray(value).real.astype(jnp.float32)
+def _recorded(loss: Any, finite: Any) -> Any:
+    """Return a loss as the state keeps it: averaged over devices that take the same step."""
     apart = tuple(axes.varying(loss) - axes.varying(finite))
-    return jax.lax.pmean(loss, apart) if apart else loss + 0.0
+    return jax.lax.pmean(loss, apart) if apart else _copy(loss)
 
 
 def _without_float0(update: Any) -> Any:

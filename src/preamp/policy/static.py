@@ -16,6 +16,8 @@ __all__ = ["Static"]
 class Static(Policy[State]):
     """One scale for ever. Steps that overflow are still skipped.
 
+    A state with another scale, such as another policy has saved, has this policy's own after one step.
+
     Args:
         scale: what the loss is multiplied by. Kept in float32.
 
@@ -40,8 +42,9 @@ class Static(Policy[State]):
         return Policy.restore(self, saved)._replace(scale=self.scale)
 
     def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
+        is_own = state.scale == self.scale  # with NaN it is not
         return State(
-            state.scale,
+            where(is_own, state.scale, self.scale),  # not self.scale alone: the type is the framework's
             good=where(reading.finite, state.good + 1.0, 0.0),
             bad=where(reading.finite, 0.0, state.bad + 1.0),
         )

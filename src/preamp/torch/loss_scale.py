@@ -195,9 +195,15 @@ class LossScale:
         """Go on with another scale.
 
         Raises:
-            PolicyError: for a scale that would turn gradients into 0, inf or NaN.
+            PolicyError: for a scale that would turn gradients into 0, inf or NaN, and for one that the policy
+                would not keep, which is any other than its own of `Static`.
         """
-        self.policy.restore({"scale": scale})
+        kept = self.policy.restore({"scale": scale}).scale
+        if kept != to_float32(scale):
+            raise PolicyError(
+                f"the scale cannot be set to {shown(scale)}: {self.policy!r} has only {kept!r}. "
+                f"Write GradScaler(policy=Static({shown(scale)}))."
+            )
         self._set(scale=to_float32(scale))
 
     def set_good(self, good: int) -> None:
