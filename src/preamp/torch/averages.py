@@ -70,8 +70,8 @@ class Averages:
                 torch.clear_autocast_cache()
         if written:
             raise UsageError(
-                "weights were written inside `with optimizer.averaged():`, such as by model.load_state_dict(). "
-                "That was undone: the weights are again those from before the block. Write it after the block."
+                "weights were written inside `with optimizer.averaged():`, as load_state_dict() does. That "
+                "was undone: the weights are again those from before the block. Write it after the block."
             )
 
 

@@ -356,8 +356,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         """Refuse a call while the averages are in the weights' place."""
         if self._is_averaged:
             raise UsageError(
-                f"optimizer.{call} is inside `with optimizer.averaged():`, where the averages are in the weights' "
-                "place until the end of the block. Write it before or after the block."
+                f"optimizer.{call} is inside `with optimizer.averaged():`, where the averages are in the "
+                "place of the weights until the end of the block. Write it before or after the block."
             )
 
     def _evaluates_first(self) -> bool:

@@ -208,6 +208,7 @@ class GradScaler(Stepping):
         Raises:
             AssertionError: as PyTorch, before the first `scale`.
             RuntimeError: as PyTorch, for a second call before `update`.
+            UsageError: as `step`, if the scale was changed after the loss was scaled.
         """
         if not self._enabled:
             return
@@ -219,6 +220,7 @@ class GradScaler(Stepping):
             )
         if ledger["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
+        self._refuse_other_scale(ledger)
         self._unscale(optimizer, ledger)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> Watch:
@@ -269,7 +271,8 @@ class GradScaler(Stepping):
             PolicyError: if other code wrote a scale of 0, inf or NaN. No parameter was changed.
             AssertionError: as PyTorch, when there is nothing to check.
             RuntimeError: as PyTorch, for a second call before `update`.
-            UsageError: for a closure that does not scale its loss, for what is not an optimizer, and for a
+            UsageError: if `update(new_scale)` or `load_state_dict` changed the scale after scaling the loss;
+                for a closure that does not scale its loss, for what is not an optimizer, and for a
                 `max_norm` or `max_value` that `optimizer.step` takes as well, without `optimizer_kwargs` to
                 say whose it is.
         """
@@ -289,6 +292,7 @@ class GradScaler(Stepping):
             raise RuntimeError("step() has already been called since the last update().")
         if evaluates:
             return self._step_with_closure(optimizer, ledger, clip, args, kwargs)
+        self._refuse_other_scale(ledger)
         if is_fused(optimizer) and takes(optimizer, "grad_scaler"):
             return self._step_of_old_kind(optimizer, ledger, args, kwargs)
         if self._stays_on_device(optimizer):
@@ -319,8 +323,11 @@ class GradScaler(Stepping):
             self._loss_scale.adopt()
             self._advance(outcomes)
         else:
-            self._loss_scale.set_scale(self._scale_by_hand(new_scale))
+            before, scale = self._known_scale(), self._scale_by_hand(new_scale)
+            self._loss_scale.set_scale(scale)
+            self._note_change("scaler.update(new_scale)", before)
             self._finish(outcomes)
+        self._is_pending = False
 
     def get_scale(self) -> float:
         """Return the current scale, or 1.0 if scaling is disabled. Reads a device."""
@@ -360,11 +367,22 @@ class GradScaler(Stepping):
         """
         if self._enabled:
             numbers, settings = self._saved(state_dict)
+            before = self._known_scale()
             scale = self._loss_scale.restore(numbers, settings)
+            self._note_change("scaler.load_state_dict(state_dict)", before)
             if self._buffers is not None and self._buffers.restores:
                 self._buffers.keep()  # those of the checkpoint, if the model was loaded first
             warn_if_out_of_bounds(self.policy, scale, 'state_dict["scale"] = {bound!r} before loading')
             self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
+
+    def _known_scale(self) -> float | None:
+        """Return the scale, None where it would have to be read from a device."""
+        return None if self._loss_scale.on_device else float(self._loss_scale.state.scale)
+
+    def _note_change(self, by: str, before: float | None) -> None:
+        """Note that the scale was changed, for gradients that have the one from before in them."""
+        if self._is_pending and (before is None or before != self._known_scale()):
+            self._changed_by = by
 
     def _saved(self, state_dict: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the numbers and the settings in a checkpoint; raise what `load_state_dict` raises."""
@@ -462,8 +480,11 @@ class GradScaler(Stepping):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
         self._losses.add(output)
+        self._is_pending, self._changed_by = True, None
         if not torch.compiler.is_compiling():
             self._scalings += 1
+            # A graph that is captured now scales whenever it is replayed, and nothing is heard of it here.
+            self._is_pending = not (output.is_cuda and torch.cuda.is_current_stream_capturing())
             if self._order is None and output.grad_fn is not None:
                 self._order = backward_order(output.grad_fn)
         wide = output.float() if output.dtype is torch.float16 else output

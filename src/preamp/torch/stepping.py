@@ -105,6 +105,8 @@ class Stepping(torch.amp.GradScaler):
         self._warns_of_small_eps = True
         self._inspected: set[int] = set()  # ids of optimizers
         self._scalings = 0
+        self._is_pending = False  # whether a loss was scaled since the last update
+        self._changed_by: str | None = None  # what changed the scale after a loss was scaled with another
         self._losses = Losses()
         self._buffers: Buffers | None = None
         self._how_to_scale = "scaler.scale(loss).backward()"  # what the user of this scaler writes
@@ -387,6 +389,15 @@ class Stepping(torch.amp.GradScaler):
         """Give a decision made on the host the form that PyTorch keeps it in."""
         where = self._device_of_scale()
         ledger["found_inf_per_device"] = {where: _number(float(not ledger["outcome"].finite), where)}
+
+    def _refuse_other_scale(self, ledger: Ledger) -> None:
+        """Refuse gradients that would be divided by another scale than the one in them."""
+        if self._changed_by is not None and ledger["stage"] is OptState.READY:
+            raise UsageError(
+                f"{self._changed_by} changed the scale after the loss was scaled, so the gradients would be "
+                f"divided by another number than they were multiplied by. Write {self._changed_by} after "
+                "scaler.step(optimizer), or scale the loss again: scaler.scale(loss).backward()."
+            )
 
     def _unscale(self, optimizer: Any, ledger: Ledger, *, agree: bool = True) -> None:
         """Unscale an optimizer's gradients and note what was found, on this rank or on all."""
