@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from preamp.checks import callable_or_none, is_number, shown
+from preamp.checks import callable_or_none, is_number, level_of_caller, shown
 from preamp.errors import PolicyError, Starved, UsageError
 from preamp.loss_scale_arguments import warn_if_out_of_bounds
 from preamp.policy import Dynamic, Policy
-from preamp.torch.agreement import Agreement
+from preamp.torch.agreement import Agreement, number_of_ranks
 from preamp.torch.buffers import Buffers
 from preamp.torch.culprits import backward_order
 from preamp.torch.device import check_device
@@ -396,16 +396,20 @@ class GradScaler(Stepping):
                 f"{shown(optimizer)} is not an optimizer: it has no param_groups. "
                 "Write scaler.step(optimizer), once for each optimizer."
             )
-        if self._warns_of_small_eps and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self._inspect(optimizer)
         ledger = self._per_optimizer_states[id(optimizer)]
         ledger["optimizer"] = optimizer  # which lives until `update`, so that no other has its id
         return ledger
 
     def _inspect(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn, the first time an optimizer comes, of settings with which float16 weights become NaN."""
-        if id(optimizer) not in self._inspected:
-            self._inspected.add(id(optimizer))
+        """Warn, the first time an optimizer comes, of what would train wrongly."""
+        if id(optimizer) in self._inspected:
+            return
+        self._inspected.add(id(optimizer))
+        if not self._readings.agreement.needed(()):
+            _warn_of_shards(optimizer)
+        if self._warns_of_small_eps:
             instead = "train float32 weights, or LossScaleOptimizer(..., master_weights=True)"
             warn_of_small_eps(optimizer, range(len(optimizer.param_groups)), instead)
 
@@ -633,6 +637,19 @@ def _for_optimizer(
             f"{twice[0]} is given twice, in optimizer_kwargs and beside it. Write it in one place."
         )
     return {**kwargs, **given}
+
+
+def _warn_of_shards(optimizer: Any) -> None:
+    """Warn of parameters of FSDP's first version, of which each rank has another part."""
+    flat = ("_is_flat_param", "_fsdp_flattened")
+    if number_of_ranks() > 1 and any(hasattr(p, name) for p in parameters_of(optimizer) for name in flat):
+        warnings.warn(
+            "the parameters belong to FSDP's first version, where every rank has other gradients: each would "
+            "skip and clip by its own alone. Write ShardedGradScaler() instead of GradScaler(), or "
+            'process_group="world". With NO_SHARD alone they are the same everywhere, and nothing is wrong.',
+            UserWarning,
+            stacklevel=level_of_caller(),
+        )
 
 
 def _limit(name: str, value: Any) -> float | None:
