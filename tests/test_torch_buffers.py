@@ -144,6 +144,39 @@ def test_a_buffer_that_somebody_set_is_left_alone():
     assert (run.model.mask == 7.0).all()
 
 
+@restoring
+@pytest.mark.parametrize("how", ["added", "replaced", "registered"])
+def test_modules_that_come_after_the_scaler_are_looked_after(way, how):
+    run = Run(**way, restore_buffers=True)
+    run.step()
+    if how == "added":
+        run.model.append(nn.BatchNorm1d(1))
+        run.model[4].register_buffer("mask", torch.full((2,), -INF))
+        names = (*RUINED, "4.running_mean", "4.running_var")
+    elif how == "replaced":
+        run.model[1] = nn.BatchNorm1d(4)
+        names = RUINED
+    else:
+        run.model[3].register_buffer("seen", torch.zeros(1))
+        run.model[3].register_forward_hook(lambda one, _, y: one.seen.add_(y.detach().sum()) and None)
+        names = (*RUINED, "3.seen")
+    run.step()
+    before = {name: one.clone() for name, one in run.model.named_buffers()}
+    run.step(factor=INF)
+    assert run.last.skipped
+    assert run.last.buffers == names
+    after = dict(run.model.named_buffers())
+    assert all(torch.equal(after[name], before[name]) for name in names)
+
+
+def test_a_module_that_comes_just_before_the_overflow_is_named():
+    run = Run()
+    run.step()
+    run.model.append(nn.BatchNorm1d(1))
+    run.step(factor=INF)
+    assert run.last.buffers == (*RUINED, "4.running_mean", "4.running_var")
+
+
 def test_copies_from_before_a_checkpoint_are_not_put_back():
     run = Run(restore_buffers=True)
     run.step()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preamp.errors import UsageError
+
 __all__ = ["Averages"]
 
 
@@ -47,15 +49,30 @@ class Averages:
 
     @contextmanager
     def swapped_in(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Put the averages in the parameters' place, and the parameters back at the end."""
+        """Put the averages in the parameters' place, and the parameters back at the end.
+
+        Raises:
+            UsageError: at the end, if other code has written to the parameters. They are put back.
+        """
         before = [parameter.detach().clone() for parameter in parameters]
         self.overwrite(parameters)
+        shown = [*self.values, *before[len(self.values) :]]
+        versions = [local._version for local in _here(parameters)]
         try:
             yield
+            trios = zip(_here(parameters), _here(shown), versions, strict=True)
+            written = any(
+                now._version != version and not torch.equal(now, one) for now, one, version in trios
+            )
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(_here(parameters), _here(before))
                 torch.clear_autocast_cache()
+        if written:
+            raise UsageError(
+                "weights were written inside `with optimizer.averaged():`, as load_state_dict() does. That "
+                "was undone: the weights are again those from before the block. Write it after the block."
+            )
 
 
 def _here(tensors: Sequence[Any]) -> list[Tensor]:

@@ -161,6 +161,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         self.iterations: int = 0
         self.skipped_steps: int = 0
         self._averages = Averages(ema_momentum) if use_ema else None
+        self._is_averaged = False  # True inside `averaged`
         self._accumulation = Accumulation() if gradient_accumulation_steps else None
         self._masters = MasterWeights() if master_weights else None
         if self._masters is not None:
@@ -192,6 +193,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         Of a loss of 1 it is the factor that gradients made by hand have to be multiplied by. `step` raises
         if `backward` was called on the loss itself and not on what is returned here.
         """
+        self._require_own_weights("scale_loss(loss)")
         scaled: Tensor = self.scaler.scale(loss)
         self._scaled.note(self.scaler, loss)
         return map_tensors(self._scaled.expect, scaled) if self.scaler.is_enabled() else scaled
@@ -207,6 +209,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             UsageError: for a loss that is not a tensor.
         """
         require_tensor(loss, "optimizer.backward(loss)")
+        self._require_own_weights("backward(loss)")
         scaled = self.scaler.scale(loss)
         self._scaled.note(self.scaler, loss)
         torch.autograd.backward(scaled, **_renamed(options))
@@ -232,6 +235,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             AssertionError: as PyTorch, if no parameter has a gradient.
             Starved: if the policy was told to give up. The parameters are as they were.
         """
+        self._require_own_weights("step()")
         if closure is None:
             self._require_scaled()
         if not self._evaluates_first():
@@ -257,6 +261,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
 
     def finalize_variable_values(self) -> None:
         """Overwrite the weights with their moving averages, if there are any."""
+        self._require_own_weights("finalize_variable_values()")
         if self._averages is not None:
             self._follow_model()
             self._averages.overwrite(parameters_of(self))
@@ -266,17 +271,25 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def averaged(self) -> Iterator[None]:
         """Put the moving averages in the weights' place for a `with` block, such as an evaluation.
 
+        Nothing can be trained, saved or loaded there: `backward`, `scale_loss`, `step`, `state_dict`,
+        `load_state_dict` and `finalize_variable_values` raise a `UsageError`.
+        `model.state_dict()` has the averages.
+
         Raises:
             PolicyError: without `use_ema`.
+            UsageError: at the end of the block, if weights were written in it. They are as before the block.
         """
         if self._averages is None:
             raise PolicyError("there are no averages. Write LossScaleOptimizer(..., use_ema=True).")
         self._follow_model()
+        outside, self._is_averaged = self._is_averaged, True
         try:
             with self._averages.swapped_in(parameters_of(self)):
                 self._write_back()
                 yield
+                self._follow_model()  # so that it is noticed
         finally:
+            self._is_averaged = outside
             self._write_back()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -291,6 +304,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state dict, with one more entry."""
+        self._require_own_weights("state_dict()")
         self._follow_model()
         state = super().state_dict()
         accumulation, averages, masters = self._accumulation, self._averages, self._masters
@@ -311,6 +325,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             ValueError: as PyTorch, for other parameter groups.
             PolicyError: for other master weights or averages. Nothing was changed.
         """
+        self._require_own_weights("load_state_dict(state_dict)")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         ours = state_dict.get(OURS)
@@ -336,6 +351,14 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def _warn_of_small_eps(self, groups: Iterable[int]) -> None:
         """Warn of groups, given by their numbers, whose `eps` is 0 in their parameters' dtype."""
         warn_of_small_eps(self.inner_optimizer, groups, "LossScaleOptimizer(..., master_weights=True)")
+
+    def _require_own_weights(self, call: str) -> None:
+        """Refuse a call while the averages are in the weights' place."""
+        if self._is_averaged:
+            raise UsageError(
+                f"optimizer.{call} is inside `with optimizer.averaged():`, where the averages are in the "
+                "place of the weights until the end of the block. Write it before or after the block."
+            )
 
     def _evaluates_first(self) -> bool:
         """Return whether something is to be done between a closure's gradients and the inner optimizer."""

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from preamp.checks import callable_or_none, is_number, shown
+from preamp.checks import callable_or_none, is_number, level_of_caller, shown
 from preamp.errors import PolicyError, Starved, UsageError
 from preamp.loss_scale_arguments import warn_if_out_of_bounds
 from preamp.policy import Dynamic, Policy
-from preamp.torch.agreement import Agreement
+from preamp.torch.agreement import Agreement, number_of_ranks
 from preamp.torch.buffers import Buffers
 from preamp.torch.culprits import backward_order
 from preamp.torch.device import check_device
@@ -208,6 +208,7 @@ class GradScaler(Stepping):
         Raises:
             AssertionError: as PyTorch, before the first `scale`.
             RuntimeError: as PyTorch, for a second call before `update`.
+            UsageError: as `step`, if the scale was changed after the loss was scaled.
         """
         if not self._enabled:
             return
@@ -219,6 +220,7 @@ class GradScaler(Stepping):
             )
         if ledger["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
+        self._refuse_other_scale(ledger)
         self._unscale(optimizer, ledger)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> Watch:
@@ -269,7 +271,8 @@ class GradScaler(Stepping):
             PolicyError: if other code wrote a scale of 0, inf or NaN. No parameter was changed.
             AssertionError: as PyTorch, when there is nothing to check.
             RuntimeError: as PyTorch, for a second call before `update`.
-            UsageError: for a closure that does not scale its loss, for what is not an optimizer, and for a
+            UsageError: if `update(new_scale)` or `load_state_dict` changed the scale after scaling the loss;
+                for a closure that does not scale its loss, for what is not an optimizer, and for a
                 `max_norm` or `max_value` that `optimizer.step` takes as well, without `optimizer_kwargs` to
                 say whose it is.
         """
@@ -289,6 +292,7 @@ class GradScaler(Stepping):
             raise RuntimeError("step() has already been called since the last update().")
         if evaluates:
             return self._step_with_closure(optimizer, ledger, clip, args, kwargs)
+        self._refuse_other_scale(ledger)
         if is_fused(optimizer) and takes(optimizer, "grad_scaler"):
             return self._step_of_old_kind(optimizer, ledger, args, kwargs)
         if self._stays_on_device(optimizer):
@@ -319,8 +323,11 @@ class GradScaler(Stepping):
             self._loss_scale.adopt()
             self._advance(outcomes)
         else:
-            self._loss_scale.set_scale(self._scale_by_hand(new_scale))
+            before, scale = self._known_scale(), self._scale_by_hand(new_scale)
+            self._loss_scale.set_scale(scale)
+            self._note_change("scaler.update(new_scale)", before)
             self._finish(outcomes)
+        self._is_pending = False
 
     def get_scale(self) -> float:
         """Return the current scale, or 1.0 if scaling is disabled. Reads a device."""
@@ -360,11 +367,22 @@ class GradScaler(Stepping):
         """
         if self._enabled:
             numbers, settings = self._saved(state_dict)
+            before = self._known_scale()
             scale = self._loss_scale.restore(numbers, settings)
+            self._note_change("scaler.load_state_dict(state_dict)", before)
             if self._buffers is not None and self._buffers.restores:
                 self._buffers.keep()  # those of the checkpoint, if the model was loaded first
             warn_if_out_of_bounds(self.policy, scale, 'state_dict["scale"] = {bound!r} before loading')
             self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
+
+    def _known_scale(self) -> float | None:
+        """Return the scale, None where it would have to be read from a device."""
+        return None if self._loss_scale.on_device else float(self._loss_scale.state.scale)
+
+    def _note_change(self, by: str, before: float | None) -> None:
+        """Note that the scale was changed, for gradients that have the one from before in them."""
+        if self._is_pending and (before is None or before != self._known_scale()):
+            self._changed_by = by
 
     def _saved(self, state_dict: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the numbers and the settings in a checkpoint; raise what `load_state_dict` raises."""
@@ -378,16 +396,20 @@ class GradScaler(Stepping):
                 f"{shown(optimizer)} is not an optimizer: it has no param_groups. "
                 "Write scaler.step(optimizer), once for each optimizer."
             )
-        if self._warns_of_small_eps and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self._inspect(optimizer)
         ledger = self._per_optimizer_states[id(optimizer)]
         ledger["optimizer"] = optimizer  # which lives until `update`, so that no other has its id
         return ledger
 
     def _inspect(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn, the first time an optimizer comes, of settings with which float16 weights become NaN."""
-        if id(optimizer) not in self._inspected:
-            self._inspected.add(id(optimizer))
+        """Warn, the first time an optimizer comes, of what would train wrongly."""
+        if id(optimizer) in self._inspected:
+            return
+        self._inspected.add(id(optimizer))
+        if not self._readings.agreement.needed(()):
+            _warn_of_shards(optimizer)
+        if self._warns_of_small_eps:
             instead = "train float32 weights, or LossScaleOptimizer(..., master_weights=True)"
             warn_of_small_eps(optimizer, range(len(optimizer.param_groups)), instead)
 
@@ -462,8 +484,11 @@ class GradScaler(Stepping):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
         self._losses.add(output)
+        self._is_pending, self._changed_by = True, None
         if not torch.compiler.is_compiling():
             self._scalings += 1
+            # A graph that is captured now scales whenever it is replayed, and nothing is heard of it here.
+            self._is_pending = not (output.is_cuda and torch.cuda.is_current_stream_capturing())
             if self._order is None and output.grad_fn is not None:
                 self._order = backward_order(output.grad_fn)
         wide = output.float() if output.dtype is torch.float16 else output
@@ -612,6 +637,19 @@ def _for_optimizer(
             f"{twice[0]} is given twice, in optimizer_kwargs and beside it. Write it in one place."
         )
     return {**kwargs, **given}
+
+
+def _warn_of_shards(optimizer: Any) -> None:
+    """Warn of parameters of FSDP's first version, of which each rank has another part."""
+    flat = ("_is_flat_param", "_fsdp_flattened")
+    if number_of_ranks() > 1 and any(hasattr(p, name) for p in parameters_of(optimizer) for name in flat):
+        warnings.warn(
+            "the parameters belong to FSDP's first version, where every rank has other gradients: each would "
+            "skip and clip by its own alone. Write ShardedGradScaler() instead of GradScaler(), or "
+            'process_group="world". With NO_SHARD alone they are the same everywhere, and nothing is wrong.',
+            UserWarning,
+            stacklevel=level_of_caller(),
+        )
 
 
 def _limit(name: str, value: Any) -> float | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,7 +46,8 @@ from preamp.trace import Step
 
 __all__ = ["Clip", "Ledger", "Stepping", "fresh", "no_flag"]
 
-# PyTorch's: "stage", "found_inf_per_device"; ours: "optimizer", "outcome", "sight", "meshes".
+# PyTorch's: "stage", "found_inf_per_device"; ours: "optimizer", "outcome", "sight", "meshes", "looked" (on
+# this rank alone), "divided" (in place, by what), "failed".
 Ledger: TypeAlias = dict[str, Any]
 LARGE = 2.0**100  # the reciprocal of a larger number loses digits in float32, or is 0
 
@@ -54,6 +57,30 @@ class Clip(NamedTuple):
 
     max_norm: float | None = None
     max_value: float | None = None
+
+
+class _Failed(NamedTuple):
+    """What was read for a step that raised, for when it is tried again: its gradients may be clipped by then.
+
+    Attributes:
+        gradients: each with its version, as they were left.
+        looked: what this rank saw in the scaled gradients, if the policy sees.
+        norm: the norm that was taken, if any.
+        divisor: what it has to be divided by.
+    """
+
+    gradients: list[tuple[weakref.ref[Tensor], int]]
+    looked: Sight | None
+    norm: Any
+    divisor: Any
+
+    def is_of(self, parameters: list[Tensor]) -> bool:
+        """Return whether these parameters still have those gradients, and nobody has written to them."""
+        present = [p.grad for p in parameters if p.grad is not None]
+        return len(present) == len(self.gradients) and all(
+            before() is gradient and version == gradient._version
+            for (before, version), gradient in zip(self.gradients, present, strict=True)
+        )
 
 
 class _Overflow(Exception):  # a signal, not an error: it leaves a closure and goes no further
@@ -78,6 +105,8 @@ class Stepping(torch.amp.GradScaler):
         self._warns_of_small_eps = True
         self._inspected: set[int] = set()  # ids of optimizers
         self._scalings = 0
+        self._is_pending = False  # whether a loss was scaled since the last update
+        self._changed_by: str | None = None  # what changed the scale after a loss was scaled with another
         self._losses = Losses()
         self._buffers: Buffers | None = None
         self._how_to_scale = "scaler.scale(loss).backward()"  # what the user of this scaler writes
@@ -96,9 +125,10 @@ class Stepping(torch.amp.GradScaler):
             optimizer.found_inf = None if is_of_torch(optimizer) else _number(0.0, where)
         elif divisor != 1.0:
             arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
+            ledger["divided"].append(divisor)
         self._note_flag(ledger)  # subclasses decide by it in _maybe_opt_step
         step = partial(self._maybe_opt_step, optimizer, ledger, *args, **kwargs)
-        result = self._let(optimizer, ledger, step, began)
+        result = self._let(optimizer, ledger, step, began, gradients)
         arithmetic.note_writing(gradients.tensors if fused else ())
         self._stepped(optimizer, ledger)
         return result
@@ -117,6 +147,7 @@ class Stepping(torch.amp.GradScaler):
         """
         self._loss_scale.to_host()
         self._loss_scale.adopt()
+        ledger["divided"] = []
         together = together or clip != Clip() or self._readings.watches(optimizer)
         if ledger["stage"] is OptState.READY and not together:
             self._require_gradients(optimizer)
@@ -141,7 +172,9 @@ class Stepping(torch.amp.GradScaler):
             named = self._culprits(optimizer, seen.parameters, seen.peaks())
             ledger["outcome"] = Outcome(scale, False, culprits=lambda: named, sight=sight)
             return gradients, divisor
-        ledger["outcome"] = Outcome(scale, True, norm, divisor, sight=sight and sight.read())
+        ledger["outcome"] = self._as_first(
+            optimizer, ledger, Outcome(scale, True, norm, divisor, sight=sight and sight.read())
+        )
         if clip.max_value is not None:
             arithmetic.clamp_(gradients.tensors, clip.max_value * divisor)
             if clips_norm:
@@ -150,6 +183,7 @@ class Stepping(torch.amp.GradScaler):
             divisor = max(divisor, norm / clip.max_norm)
         if divisor > LARGE:
             arithmetic.multiply_(gradients.tensors, 1.0 / LARGE)
+            ledger["divided"].append(LARGE)
             divisor /= LARGE
         return gradients, divisor
 
@@ -177,7 +211,8 @@ class Stepping(torch.amp.GradScaler):
             finite = unscaled if agreed else finite & unscaled
         name = partial(self._culprits, optimizer, gradients.parameters, sizes)  # keeps no gradient alive
         told = norm if alone or clip.max_norm is not None else None  # other ranks may have told none
-        ledger["outcome"] = Outcome(scale, finite, told, divisor, name, sight)
+        outcome = Outcome(scale, finite, told, divisor, name, sight)
+        ledger["outcome"], ledger["divided"] = self._as_first(optimizer, ledger, outcome), []
         if clip.max_value is not None:
             limit = torch.where(finite, divisor * clip.max_value, math.inf)  # a skipped step clips nothing
             arithmetic.clamp_(gradients.tensors, limit)
@@ -200,20 +235,34 @@ class Stepping(torch.amp.GradScaler):
             step = (lambda: None) if skips else partial(optimizer.step, *args, **kwargs)
         else:
             arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
+            ledger["divided"].append(divisor)
             step = partial(step_where, optimizer, finite, *args, **kwargs)
-        result = self._let(optimizer, ledger, step, began)
+        result = self._let(optimizer, ledger, step, began, gradients)
         arithmetic.note_writing(gradients.tensors)
         self._stepped(optimizer, ledger)
         return result
 
-    def _let(self, optimizer: Any, ledger: Ledger, step: Callable[[], Any], began: OptState) -> Any:
-        """Let an optimizer step. If it raises, the step may be tried again, or left out without `update`."""
+    def _let(
+        self,
+        optimizer: Any,
+        ledger: Ledger,
+        step: Callable[[], Any],
+        began: OptState,
+        gradients: Gradients,
+    ) -> Any:
+        """Let an optimizer step. If it raises, the step may be tried again, or left out without `update`.
+
+        Gradients are then what they were before, but for the entries that `max_value` has clipped.
+        """
         try:
             return step()
         except BaseException:
-            if not (is_fused(optimizer) and ledger["stage"] is OptState.READY) and began is OptState.READY:
+            for divisor in reversed(ledger["divided"]):
+                arithmetic.multiply_(gradients.tensors, divisor)
+            if ledger["stage"] is OptState.UNSCALED and began is OptState.READY:
                 self._scale_again(optimizer)
             ledger["stage"] = began
+            self._note_failure(optimizer, ledger)
             raise
         finally:
             for name in ("grad_scale", "found_inf"):
@@ -230,7 +279,29 @@ class Stepping(torch.amp.GradScaler):
         """Multiply gradients that were unscaled for a step which then failed."""
         factor = self._require_scale("step") * self._loss_factor
         arithmetic.multiply_(gather(optimizer).tensors, factor)
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+        ledger = self._per_optimizer_states[id(optimizer)]
+        ledger["stage"] = OptState.READY
+        self._note_failure(optimizer, ledger)
+
+    def _note_failure(self, optimizer: Any, ledger: Ledger) -> None:
+        """Keep what was read for a step that raised."""
+        outcome: Outcome | None = ledger.get("outcome")
+        if outcome is not None:
+            present = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+            marks = [(weakref.ref(gradient), gradient._version) for gradient in present]
+            ledger["failed"] = _Failed(marks, ledger.get("looked"), outcome.norm, outcome.divisor)
+
+    def _before(self, optimizer: Any, ledger: Ledger) -> _Failed | None:
+        """Return what was read when the same step was tried and raised."""
+        failed: _Failed | None = ledger.get("failed")
+        return failed if failed is not None and failed.is_of(parameters_of(optimizer)) else None
+
+    def _as_first(self, optimizer: Any, ledger: Ledger, outcome: Outcome) -> Outcome:
+        """Return an outcome with the norm from before the step was tried and its gradients clipped."""
+        before = self._before(optimizer, ledger)
+        if before is None or before.norm is None:
+            return outcome
+        return replace(outcome, norm=before.norm, divisor=before.divisor)
 
     def _step_with_closure(self, optimizer: Any, ledger: Ledger, clip: Clip, args: Any, kwargs: Any) -> Any:
         """Let the optimizer evaluate the loss as often as it likes; take all back if one overflows."""
@@ -319,6 +390,15 @@ class Stepping(torch.amp.GradScaler):
         where = self._device_of_scale()
         ledger["found_inf_per_device"] = {where: _number(float(not ledger["outcome"].finite), where)}
 
+    def _refuse_other_scale(self, ledger: Ledger) -> None:
+        """Refuse gradients that would be divided by another scale than the one in them."""
+        if self._changed_by is not None and ledger["stage"] is OptState.READY:
+            raise UsageError(
+                f"{self._changed_by} changed the scale after the loss was scaled, so the gradients would be "
+                f"divided by another number than they were multiplied by. Write {self._changed_by} after "
+                "scaler.step(optimizer), or scale the loss again: scaler.scale(loss).backward()."
+            )
+
     def _unscale(self, optimizer: Any, ledger: Ledger, *, agree: bool = True) -> None:
         """Unscale an optimizer's gradients and note what was found, on this rank or on all."""
         self._loss_scale.adopt()
@@ -341,8 +421,14 @@ class Stepping(torch.amp.GradScaler):
         """Return what a policy that sees asks of scaled gradients; what was unscaled was looked at before."""
         if not self._loss_scale.policy.sees:
             return None
+        ledger = self._per_optimizer_states[id(optimizer)]
+        before = self._before(optimizer, ledger)
+        if before is not None and before.looked is not None:
+            return before.looked
         scaled, edge = gradients.without(self._already.among(gradients)), self._loss_scale.edge
-        return self._readings.look(optimizer, scaled, edge, self._device_of_scale(), read=read)
+        looked = self._readings.look(optimizer, scaled, edge, self._device_of_scale(), read=read)
+        ledger["looked"] = looked
+        return looked
 
     def _seen(self, ledger: Ledger) -> Sight | None:
         """Return what was seen when gradients were unscaled; nothing if other code did that."""
