@@ -435,12 +435,20 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Read what this wrapper wrote, Keras's own, or an optimizer without one.
 
         A scale that is fixed here stays; one that training cannot resume from, such as NaN, starts again. A
-        warning says so, and of a scale outside the policy's bounds, which is kept.
+        warning says so, and of a scale outside the policy's bounds, which is kept. Another one says if the
+        inner optimizer was not built, so that Keras loads nothing into it.
         """
         check_store(store)
         inner, saved = self.inner_optimizer, saved_state(store)
         if saved is not None:
             self._ledger.load(saved)
+            if not self.built and saved.get("steps", 1.0):  # Keras saves no scale before `build`
+                warnings.warn(
+                    f"only the loss scale is loaded: {inner.name!r} has no variables yet to load its "
+                    "iterations and moments into. Write "
+                    "model.optimizer.build(model.trainable_variables) before model.load_weights(path).",
+                    stacklevel=level_of_caller("keras", "tensorflow"),
+                )
             beside = {name: store[name] for name in store.keys() if name.isdecimal()}  # noqa: SIM118
             if "dynamic_scale" in store.keys() and beside:  # noqa: SIM118  # a file is no mapping
                 inner.load_own_variables(beside)
