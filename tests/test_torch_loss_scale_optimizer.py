@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from preamp import Dynamic, PolicyError, Starved, Static, Trace, dialects
+from preamp import Dynamic, PolicyError, Starved, Static, Trace, UsageError, dialects
 from preamp.torch import LossScaleOptimizer
 
 from .originals import keras_worker
@@ -455,3 +455,17 @@ def test_inner_optimizers_that_cannot_work_are_refused():
     for options in ({"gradient_accumulation_steps": 2}, {"master_weights": True}):
         with pytest.raises(PolicyError, match="LBFGS evaluates its closure itself"):
             LossScaleOptimizer(torch.optim.LBFGS(parameters), **options)
+
+
+def test_a_loss_is_scaled_once():
+    """Its gradients are divided once. Two losses of one step are each scaled, and may be added up."""
+    run = Run(initial_scale=64.0)
+    loss = run.model.weight.sum()
+    scaled = run.optimizer.scale_loss(loss)
+    for twice in (run.optimizer.scale_loss, run.optimizer.backward):
+        with pytest.raises(UsageError, match=r"scaled already.*Write"):
+            twice(scaled)
+    (scaled + run.optimizer.scale_loss(loss)).backward()
+    before = run.values()
+    run.optimizer.step()
+    assert close(before - run.values(), torch.tensor([0.2] * 8 + [0.0] * 2))

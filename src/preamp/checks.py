@@ -11,6 +11,7 @@ import reprlib
 import struct
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "FLOAT32_MAX",
     "FLOAT32_TINY",
     "ROUND",
+    "ScaledLosses",
     "assign",
     "between",
     "callable_or_none",
@@ -153,6 +155,47 @@ def loss_or_refused(loss: Any) -> Any:
     if all(hasattr(part, "dtype") or isinstance(part, Real | list | tuple) for part in parts):
         return loss
     raise UsageError(f"loss={shown(loss)} is not a tensor. Write loss_fn(targets, model(inputs)).")
+
+
+class ScaledLosses:
+    """What a loss scale has made of the last loss, to notice a loss that is scaled twice.
+
+    A copy of an optimizer has another one: what it has scaled is not known.
+    """
+
+    def __init__(self) -> None:
+        self._last: Callable[[], Any] = _nothing
+
+    def __reduce__(self) -> tuple[type[ScaledLosses], tuple[()]]:
+        return ScaledLosses, ()
+
+    def check(self, loss: Any, instead: str) -> None:
+        """Refuse to scale a loss that has been scaled: its gradients are divided by the scale once.
+
+        Args:
+            loss: what is about to be scaled.
+            instead: what to write.
+
+        Raises:
+            UsageError: for what `note` was told last.
+        """
+        if loss is not None and loss is self._last():
+            raise UsageError(
+                "this loss has been scaled already: its gradients would be too large by a factor of the loss "
+                f"scale, because they are divided by it once. Write {instead}."
+            )
+
+    def note(self, scaled: Any) -> Any:
+        """Return a scaled loss, which is remembered for as long as it exists."""
+        try:
+            self._last = weakref.ref(scaled)
+        except TypeError:  # such as a list of losses
+            self._last = _nothing
+        return scaled
+
+
+def _nothing() -> None:
+    return None
 
 
 def listed_gradients(name: str, values: Any, instead: str) -> list[Any]:

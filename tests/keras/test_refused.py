@@ -277,3 +277,25 @@ def test_variables_are_taken_for_their_values() -> None:
     first.step([1.0, 1.0])
     second.optimizer.set_weights(first.optimizer.variables)
     assert second.optimizer.last_step == first.optimizer.last_step._replace(loss=None)
+
+
+def test_a_loss_is_scaled_once() -> None:
+    """Gradients are divided once. Two losses of one step are each scaled, and may be added up."""
+    optimizer = LossScaleOptimizer(sgd())
+    first = optimizer.scale_loss(tensor(1.0))
+    with pytest.raises(UsageError, match=r"scaled already.*Write"):
+        optimizer.scale_loss(first)
+    assert float(keras.ops.convert_to_numpy(first + optimizer.scale_loss(tensor(1.0)))) == 2.0**16
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_fit_scales_no_loss_that_compute_loss_has_scaled(run_eagerly: bool) -> None:
+    class Scales(keras.Model):
+        def compute_loss(self, *arguments: Any, **settings: Any) -> Any:
+            return self.optimizer.scale_loss(super().compute_loss(*arguments, **settings))
+
+    inputs = keras.Input((2,))
+    model = Scales(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(LossScaleOptimizer(sgd()), "mse", run_eagerly=run_eagerly)
+    with pytest.raises((UsageError, ValueError), match=r"scaled already|scale_loss inside jit"):
+        model.train_on_batch(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"))

@@ -397,3 +397,35 @@ def test_a_subclass_with_an_argument_of_its_own_is_saved_and_loaded(tmp_path: Pa
     assert (type(again), again.note, again.loss_scale) == (Noted, "here", model.optimizer.loss_scale)
     with pytest.raises(PolicyError, match="is no configuration of a LossScaleOptimizer"):
         Noted.from_config({**again.get_config(), "unknown": 1})
+
+
+@pytest.mark.parametrize("wrap", [LossScaleOptimizer, Stock])
+def test_weights_loaded_before_build_are_told_of(wrap: Any, tmp_path: Path) -> None:
+    """Keras loads nothing into an optimizer without variables. Its own warning names no line to write."""
+    path = tmp_path / "model.weights.h5"
+    train(model_of(wrap(keras.optimizers.Adam(0.125))), "0010").save_weights(path)
+    again = model_of(adam())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        again.load_weights(path)
+    messages = [str(each.message) for each in told if "only the loss scale is loaded" in str(each.message)]
+    assert len(messages) == 1
+    assert "optimizer.build(model.trainable_variables)" in messages[0]
+    built = model_of(adam())
+    built.optimizer.build(built.trainable_variables)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built.load_weights(path)
+    assert array(built.optimizer.iterations) == 3
+    model_of(adam()).save_weights(path)
+    with warnings.catch_warnings():  # nothing was trained, so nothing is lost
+        warnings.simplefilter("error")
+        model_of(adam()).load_weights(path)
+
+
+def test_a_scale_that_is_assigned_is_not_called_that_of_a_checkpoint() -> None:
+    model = train(model_of(adam()), "0")
+    model.optimizer.dynamic_scale.assign(2.0**40)
+    with pytest.warns(UserWarning, match="the optimizer's loss scale") as told:
+        print(model.optimizer.last_step)
+    assert not any("checkpoint" in str(each.message) for each in told)

@@ -286,3 +286,32 @@ def test_scaled_gradients_can_be_applied() -> None:
 def test_a_scale_that_is_no_power_of_two_warns(kind: str) -> None:
     with pytest.warns(InexactScale, match="initial_scale=3"):
         wrapped(kind, initial_scale=3.0)
+
+
+@each_kind
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_is_scaled_once(kind: str, compiled: bool) -> None:
+    variable, optimizer = tf.Variable([1.0, 1.0]), wrapped(kind, initial_scale=64.0)
+
+    def loss() -> Any:
+        return tf.reduce_sum(variable**2)
+
+    calls: list[Any] = [
+        lambda: optimizer.minimize(lambda: optimizer.get_scaled_loss(loss()), [variable]),
+        lambda: optimizer.get_scaled_loss(optimizer.get_scaled_loss(loss())),
+        lambda: optimizer.get_scaled_loss(optimizer.get_scaled_loss(loss))(),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=r"scaled already.*Write"):
+            (tf.function(call, autograph=False) if compiled else call)()
+    assert variable.numpy().tolist() == [1.0, 1.0]
+    assert optimizer.skipped_steps == 0
+    optimizer.minimize(loss, [variable])
+    assert variable.numpy().tolist() == [0.0, 0.0]
+
+
+@each_kind
+@pytest.mark.parametrize("loss", ["a", None, ["a"], {}])
+def test_what_is_not_a_loss_is_refused(kind: str, loss: Any) -> None:
+    with pytest.raises(UsageError, match=r"is not a tensor\. Write"):
+        wrapped(kind).get_scaled_loss(loss)

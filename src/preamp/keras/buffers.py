@@ -71,7 +71,7 @@ def state_values(model: Any, variables: Sequence[Any], among: Sequence[Any], kin
         model: the model that is trained.
         variables: whose values.
         among: all variables of their kind, in Keras's order.
-        kind: "optimizer" or "non_trainable".
+        kind: "optimizer", "non_trainable" or "metrics".
     """
     state = getattr(model, "_jax_state", None)
     if state and not model._jax_state_synced:

@@ -136,7 +136,7 @@ class Ledger:
         restored = self.policy.restore(dict(zip(self.state._fields, state, strict=True)))
         was_outside, self._is_outside = self._is_outside, is_out_of_bounds(self.policy, restored.scale)
         if self._is_outside and not was_outside:
-            warn_if_out_of_bounds(self.policy, restored.scale, INSIDE)
+            warn_if_out_of_bounds(self.policy, restored.scale, INSIDE, of="optimizer")
         self._checked = state
 
     def raise_if_starved(self, numbers: Sequence[float]) -> None:

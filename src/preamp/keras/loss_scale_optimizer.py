@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from preamp.checks import (
+    ScaledLosses,
     check_store,
     level_of_caller,
     listed,
@@ -153,6 +154,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         self._ledger = Ledger(made, self._scalar)
         self.dynamic_scale, self.step_counter = self._ledger.state.scale, self._ledger.state.good
         self._was_scaled = False
+        self._scaled_losses = ScaledLosses()
         self._scaled_loss: Any = None  # what the loss was that was scaled last
         self._loss_of_step: tuple[Any, Any] | None = None  # a step's loss, and how many steps there were then
         self.inner_optimizer = inner_optimizer
@@ -253,9 +255,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
         Raises:
             UsageError: for what is not a tensor; on JAX under `jit`, where the scale of this moment would be
-                compiled in.
+                compiled in; for a loss that has been scaled already.
         """
         loss_or_refused(loss)
+        self._scaled_losses.check(loss, "scale_loss(loss) once; Keras's own train_step does it in fit")
         self._was_scaled = True
         if not isinstance(self.policy, Static) and framework.bakes(self.dynamic_scale.value):
             raise UsageError(
@@ -264,7 +267,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                 "argument of the function that is compiled."
             )
         self._scaled_loss = framework.known_scalar(loss)
-        return keras.ops.multiply(loss, self.dynamic_scale)
+        return self._scaled_losses.note(keras.ops.multiply(loss, self.dynamic_scale))
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
         """Return the loss times the scale among the optimizer's variables: `scale_loss` for `jax.jit`.
@@ -432,12 +435,20 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Read what this wrapper wrote, Keras's own, or an optimizer without one.
 
         A scale that is fixed here stays; one that training cannot resume from, such as NaN, starts again. A
-        warning says so, and of a scale outside the policy's bounds, which is kept.
+        warning says so, and of a scale outside the policy's bounds, which is kept. Another one says if the
+        inner optimizer was not built, so that Keras loads nothing into it.
         """
         check_store(store)
         inner, saved = self.inner_optimizer, saved_state(store)
         if saved is not None:
             self._ledger.load(saved)
+            if not self.built and saved.get("steps", 1.0):  # Keras saves no scale before `build`
+                warnings.warn(
+                    f"only the loss scale is loaded: {inner.name!r} has no variables yet to load its "
+                    "iterations and moments into. Write "
+                    "model.optimizer.build(model.trainable_variables) before model.load_weights(path).",
+                    stacklevel=level_of_caller("keras", "tensorflow"),
+                )
             beside = {name: store[name] for name in store.keys() if name.isdecimal()}  # noqa: SIM118
             if "dynamic_scale" in store.keys() and beside:  # noqa: SIM118  # a file is no mapping
                 inner.load_own_variables(beside)

@@ -5,7 +5,6 @@ This room listens to `fit`. It refuses to know how a step is taken: it reads wha
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import keras
 
 from preamp.checks import callable_or_none, level_of_caller
 from preamp.errors import PolicyError, Starved, UsageError
+from preamp.keras.batch_losses import Losses
 from preamp.keras.buffers import Buffers, state_values
 from preamp.keras.inner import BaseLossScaleOptimizer
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, framework
@@ -47,8 +47,12 @@ class TraceCallback(keras.callbacks.Callback):
         **about: anything JSON can hold that describes the run.
 
     Attributes:
-        trace: the record. A step's `loss` is what Keras logs: the mean over the epoch so far,
-            and None after a batch of the epoch whose loss was inf or NaN: the mean does not recover from it.
+        trace: the record. A step's `loss` is that of its own batch, and not the mean over the epoch, which
+            Keras logs. Where the step is compiled, as on JAX and TensorFlow, it is what the batch added to
+            Keras's float32 sum of the epoch. It is None where that sum does not tell: with
+            `steps_per_execution` above 1, for the rest of an epoch in which a loss was inf or NaN, where the
+            sum's rounding is more than 1% of the loss, and in a `train_step` of your own that updates no
+            `keras.metrics.Mean` named "loss".
 
     Raises:
         PolicyError: for an `on_step` that cannot be called, and a `restore_buffers` that is no bool.
@@ -84,7 +88,6 @@ class TraceCallback(keras.callbacks.Callback):
             )
         self.restore_buffers = restore_buffers
         self._has_warned = self._has_warned_of_unseen = False
-        self._mean_is_lost = False
         self.on_step: Callable[[Step], object] | None = on_step
         self._path = None if isinstance(path, Trace) else path
         self._settings: dict[str, Any] = {"on_error": on_error, "only_rank": only_rank}
@@ -106,21 +109,26 @@ class TraceCallback(keras.callbacks.Callback):
         if self._path is not None and not self._close.alive:
             self.trace = self._opened("append")
         self._buffers = Buffers(self.model)
+        self._losses = Losses(self.model)
         self._steps, self._skipped = map(int, framework.read(self._values()[-2:]))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keep what the forward pass may spoil."""
+        """Keep what the forward pass may spoil, and the sum of the losses before this batch."""
         if self.restore_buffers:
             self._buffers.keep()
+        self._losses.begin_batch(self._values()[-2])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Record the step, and say what the scale is now."""
         optimizer = self.model.optimizer
-        numbers = framework.read(self._values())
+        values = self._values()
+        scalars = self._losses.end_batch(optimizer._loss_of_step)
+        numbers = framework.read([*scalars, *values])
+        of_losses, numbers = numbers[: len(scalars)], numbers[len(scalars) :]
         step = optimizer._ledger.step(numbers)
         if step is None:
             return
-        loss = self._mean_loss(logs)
+        loss = self._losses.loss(of_losses, numbers[-2], (logs or {}).get("loss"))
         steps, skipped = map(int, numbers[-2:])
         self._warn_if_unseen(steps - self._steps - 1, skipped - self._skipped - step.skipped)
         buffers = self._spoiled() if skipped > self._skipped else ()
@@ -138,10 +146,6 @@ class TraceCallback(keras.callbacks.Callback):
             self.on_train_end()
             raise
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note that Keras starts a new mean of the loss."""
-        self._mean_is_lost = False
-
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Say what the scale is now, for the history and for what shows logs."""
         if logs is not None:
@@ -152,14 +156,6 @@ class TraceCallback(keras.callbacks.Callback):
         """Close the file."""
         if self._path is not None:
             self._close()
-
-    def _mean_loss(self, logs: dict[str, Any] | None) -> float | None:
-        """Return the mean loss of the epoch, until one batch has made it inf or NaN for all that follow."""
-        loss = None if logs is None else logs.get("loss")
-        if loss is None or self._mean_is_lost:
-            return None
-        self._mean_is_lost = not math.isfinite(loss)
-        return float(loss)
 
     def _opened(self, mode: Literal["new", "append", "replace"], **about: Any) -> Trace:
         """Return a trace of the file, which is closed with this callback if `fit` breaks off."""

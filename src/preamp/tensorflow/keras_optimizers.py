@@ -112,6 +112,8 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
 
     @unconverted
     def get_scaled_loss(self, loss: Any) -> Any:
+        if not callable(loss):
+            self._check_loss(loss)
         self._gradients_are_scaled, self._was_scaled = False, True
         if not callable(loss):
             self._scaled_loss = on_tensorflow.known_scalar(loss)

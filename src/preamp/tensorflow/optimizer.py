@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorflow as tf
 
-from preamp.checks import level_of_caller, listed_gradients, listed_variables, loss_or_refused, shown
+from preamp.checks import (
+    ScaledLosses,
+    level_of_caller,
+    listed_gradients,
+    listed_variables,
+    loss_or_refused,
+    shown,
+)
 from preamp.errors import PolicyError, UsageError
 from preamp.policy import Moving, Policy, Static
 from preamp.tensorflow.arguments import ArgumentTypeError
@@ -128,6 +135,7 @@ class LossScaleOptimizer:
 
     _loss_has_been_scaled = False
     _gradients_have_been_unscaled = False
+    _scaled_losses: ScaledLosses
 
     __signature__: ClassVar[_SignatureOfInit] = _SignatureOfInit()
 
@@ -235,14 +243,21 @@ class LossScaleOptimizer:
                 becomes float32: 2**17 is inf in float16.
 
         Raises:
-            UsageError: for what is not a tensor.
+            UsageError: for what is not a tensor, and for a loss that has been scaled already.
         """
         if callable(loss):
             self._loss_has_been_scaled = True
-            return lambda: multiplied(loss_or_refused(loss()), self.loss_scale)
-        loss_or_refused(loss)
+            return lambda: self.get_scaled_loss(loss())
+        self._check_loss(loss)
         self._loss_has_been_scaled = True
-        return multiplied(loss, self.loss_scale)
+        return self._scaled_losses.note(multiplied(loss, self.loss_scale))
+
+    def _check_loss(self, loss: Any) -> None:
+        """Refuse what is not a loss, and one that has been scaled already."""
+        loss_or_refused(loss)
+        # Past `__setattr__` of tf_keras, which tracks attributes.
+        scaled_losses = self.__dict__.setdefault("_scaled_losses", ScaledLosses())
+        scaled_losses.check(loss, "minimize(loss_fn, variables), which scales, or get_scaled_loss(loss) once")
 
     @unconverted
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:

@@ -87,6 +87,7 @@ class OverTfKeras(LossScaleOptimizer):
     def get_scaled_loss(self, loss: Any) -> Any:
         if callable(loss):
             return self._after_noting(loss)
+        self._check_loss(loss)
         loss = tf.convert_to_tensor(loss)
         self._loss_scale.losses.add(loss)
         return super().get_scaled_loss(loss)

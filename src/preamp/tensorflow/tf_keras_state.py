@@ -189,7 +189,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         restored = self.policy.restore(state._asdict())
         was_outside, self._is_outside = self._is_outside, is_out_of_bounds(self.policy, restored.scale)
         if self._is_outside and not was_outside:
-            warn_if_out_of_bounds(self.policy, restored.scale, INSIDE)
+            warn_if_out_of_bounds(self.policy, restored.scale, INSIDE, of="optimizer")
         self._checked = state
 
     def skipped(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preamp.checks import callable_or_none, whole
+from preamp.checks import ScaledLosses, callable_or_none, whole
 from preamp.errors import PolicyError, UsageError
 from preamp.loss_scale_arguments import (
     INITIAL_SCALE,
@@ -150,6 +150,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         self.scaler._how_to_scale = "optimizer.backward(loss)"
         self.scaler._warns_of_small_eps = False  # that is done here
         self._scaled = _Scaled()
+        self._scaled_losses = ScaledLosses()
         self.on_step: Callable[[Step], object] | None = on_step
         self.last_step: Step | None = None
         self.weight_decay: float | None = weight_decay
@@ -192,11 +193,18 @@ class LossScaleOptimizer(torch.optim.Optimizer):
 
         Of a loss of 1 it is the factor that gradients made by hand have to be multiplied by. `step` raises
         if `backward` was called on the loss itself and not on what is returned here.
+
+        Raises:
+            UsageError: for a loss that this optimizer has scaled already.
         """
         self._require_own_weights("scale_loss(loss)")
+        self._scaled_losses.check(loss, "optimizer.scale_loss(loss).backward(), or optimizer.backward(loss)")
         scaled: Tensor = self.scaler.scale(loss)
         self._scaled.note(self.scaler, loss)
-        return map_tensors(self._scaled.expect, scaled) if self.scaler.is_enabled() else scaled
+        if not self.scaler.is_enabled():
+            return scaled
+        expected: Tensor = self._scaled_losses.note(map_tensors(self._scaled.expect, scaled))
+        return expected
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Scale a loss and compute its gradients.
@@ -206,10 +214,11 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             **options: for `Tensor.backward`.
 
         Raises:
-            UsageError: for a loss that is not a tensor.
+            UsageError: for a loss that is not a tensor, or that this optimizer has scaled already.
         """
         require_tensor(loss, "optimizer.backward(loss)")
         self._require_own_weights("backward(loss)")
+        self._scaled_losses.check(loss, "optimizer.scale_loss(loss).backward(), or optimizer.backward(loss)")
         scaled = self.scaler.scale(loss)
         self._scaled.note(self.scaler, loss)
         torch.autograd.backward(scaled, **_renamed(options))
