@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from preamp import Dynamic, PolicyError, Starved, Static, Trace, UsageError, dialects
+from preamp import Dynamic, InexactScale, PolicyError, Starved, Static, Trace, UsageError, dialects
 from preamp.torch import LossScaleOptimizer
 
 from .originals import keras_worker
@@ -469,3 +469,12 @@ def test_a_loss_is_scaled_once():
     before = run.values()
     run.optimizer.step()
     assert close(before - run.values(), torch.tensor([0.2] * 8 + [0.0] * 2))
+
+
+def test_a_first_scale_is_named_as_it_was_written() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    with pytest.warns(InexactScale, match=r"^initial_scale=1000 .* Write initial_scale=1024\.0") as told:
+        LossScaleOptimizer(inner, initial_scale=1000.0)
+    assert len(told) == 1
+    with pytest.raises(PolicyError, match=r"initial_scale=1e\+60 is inf in float32"):
+        LossScaleOptimizer(inner, initial_scale=1e60)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from preamp.checks import is_number, level_of_caller, not_subnormal, positive, shown, whole
+from preamp.checks import FLOAT32_MAX, is_number, level_of_caller, not_subnormal, positive, shown, whole
 from preamp.dialect import Dialect
 from preamp.errors import PolicyError
 from preamp.policy import Policy
@@ -76,6 +76,11 @@ def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
     """Refuse a first scale and an interval that cannot work."""
     positive("initial_scale", initial_scale, "initial_scale=2.0**15")
     not_subnormal("initial_scale", initial_scale)
+    if initial_scale > FLOAT32_MAX:
+        raise PolicyError(
+            f"initial_scale={shown(initial_scale)} is inf in float32, the dtype of the loss scale. "
+            "Write initial_scale=2.0**15."
+        )
     whole("dynamic_growth_steps", dynamic_growth_steps, least=1, instead="dynamic_growth_steps=2000")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import Dynamic, PolicyError, Static, Trace, UsageError, dialects
+from preamp import Dynamic, InexactScale, PolicyError, Static, Trace, UsageError, dialects
 from preamp.keras import LossScaleOptimizer, TraceCallback
 
 from .driving import BACKEND, INF, Run, same, tensor
@@ -299,3 +300,15 @@ def test_fit_scales_no_loss_that_compute_loss_has_scaled(run_eagerly: bool) -> N
     model.compile(LossScaleOptimizer(sgd()), "mse", run_eagerly=run_eagerly)
     with pytest.raises((UsageError, ValueError), match=r"scaled already|scale_loss inside jit"):
         model.train_on_batch(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"))
+
+
+@pytest.mark.parametrize("scale", [2.0**200, 1e60])
+def test_a_first_scale_that_is_inf_in_float32_is_named_as_it_was_written(scale: float) -> None:
+    with pytest.raises(PolicyError, match=rf"initial_scale={re.escape(repr(scale))} is inf in float32"):
+        LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=scale)
+
+
+def test_a_first_scale_that_is_no_power_of_two_is_named_as_it_was_written() -> None:
+    with pytest.warns(InexactScale, match=r"^initial_scale=1000 .* Write initial_scale=1024\.0") as told:
+        LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=1000.0)
+    assert len(told) == 1

@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from preamp.checks import level_of_caller, not_subnormal, positive, shown
-from preamp.errors import PolicyError
+from preamp.checks import level_of_caller, not_subnormal, positive, shown, warn_if_inexact
+from preamp.errors import InexactScale, PolicyError
 from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, as_whole, check_scale, given_policy
 from preamp.policy import Dynamic, Policy, Static
 
@@ -59,7 +59,9 @@ def rule(
         made = _fixed(factor, given)
         given = {"loss_scale_factor": factor}
     elif given or inner.loss_scale_factor is None:
-        made = Dynamic.holding(scale, growth_interval=steps)
+        warn_if_inexact("initial_scale", scale)
+        with warnings.catch_warnings(action="ignore", category=InexactScale):  # said just now
+            made = Dynamic.holding(scale, growth_interval=steps)
     else:
         made = _fixed(inner.loss_scale_factor, {})
     agree = isinstance(made, Static) and made.scale == inner.loss_scale_factor

@@ -6,6 +6,7 @@ This room owns that idiom. It refuses to know how gradients are unscaled and whe
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preamp.checks import ScaledLosses, callable_or_none, whole
-from preamp.errors import PolicyError, UsageError
+from preamp.checks import ScaledLosses, callable_or_none, warn_if_inexact, whole
+from preamp.errors import InexactScale, PolicyError, UsageError
 from preamp.loss_scale_arguments import (
     INITIAL_SCALE,
     INTERVAL,
@@ -623,7 +624,9 @@ def _scaler(inner: Any, scale: float, steps: int, policy: Policy[Any] | None, **
     device = next((p.device.type for p in parameters_of(inner)), "cpu")
     check_scale(scale, steps)
     if policy is None:
-        return GradScaler(device, init_scale=scale, growth_interval=steps, **options)
+        warn_if_inexact("initial_scale", scale)
+        with warnings.catch_warnings(action="ignore", category=InexactScale):  # said just now
+            return GradScaler(device, init_scale=scale, growth_interval=steps, **options)
     rule = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
     return GradScaler(device, policy=given_policy(policy, rule), **options)
 
