@@ -344,10 +344,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         optimizer_variables = _listed_values("optimizer_variables", optimizer_variables, instead)
         trainable_variables = _listed_values("trainable_variables", trainable_variables, instead)
         if self.built and len(grads) != len(self._trainable_variables):
-            raise CountError(
-                f"{len(grads)} gradients came for {len(self._trainable_variables)} variables. Write None for "
-                "a variable without a gradient."
-            )
+            raise CountError(_miscounted(len(grads), len(self._trainable_variables)))
         return super(BaseLossScaleOptimizer, self).stateless_apply(  # type: ignore[no-any-return]
             framework.stateless_inputs(optimizer_variables),
             grads,
@@ -648,3 +645,15 @@ def _kept(variable: Any) -> bool:
 
 def _dtype(variable: Any) -> str:
     return str(keras.backend.standardize_dtype(variable.dtype))
+
+
+def _miscounted(gradients: int, variables: int) -> str:
+    """Say that there are not as many gradients as variables."""
+    if variables == 0:  # what Keras leaves after it has loaded an .h5 file
+        return (
+            f"{gradients} gradients came for an optimizer without variables. A model that was loaded from an "
+            ".h5 file has lost its optimizer's: save it as .keras, or compile it with a new optimizer."
+        )
+    return (
+        f"{gradients} gradients came for {variables} variables. Write None for a variable without a gradient."
+    )
