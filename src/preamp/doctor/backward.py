@@ -22,6 +22,7 @@ __all__ = [
     "first_parameter",
     "in_backward",
     "nan_now_and_then",
+    "not_by_scale",
     "not_of_this_pass",
     "too_large",
     "unnoticed",

@@ -64,7 +64,7 @@ def failed(record: Record) -> Finding | None:
     end = failure(record)
     if end is None:
         return diverged_in_range(record) or _mostly_lost(record)
-    source, extent = source_of(record, end), Extent.of_failure(record, end)
+    source, extent = _source_of(record, end), Extent.of_failure(record, end)
     if source is not None and (found := _in_data(record, end, source, extent)):
         return found
     if found := diverged(record, end, source):
@@ -85,7 +85,7 @@ def _mostly_lost(record: Record) -> Finding | None:
     return replace(_lost_steps(record, lost_places(record)), severity="problem")
 
 
-def source_of(record: Record, end: Failure) -> Break | None:
+def _source_of(record: Record, end: Failure) -> Break | None:
     """Return where the first inf or NaN was in the steps that failed; None without looks at them."""
     first = record.index[end.start]
     if end.is_forward:  # what came first: later looks may show more that was lost since
@@ -183,7 +183,7 @@ def _without_look(record: Record, end: Failure, extent: Extent) -> Finding | Non
         return unknown_forward(record, extent)
     if update_count(record, end.start) and not is_gradual:  # weights that are NaN stay so
         return broken_update(record, end, None)
-    return unknown_nan(extent)
+    return _unknown_nan(extent)
 
 
 def _fell(record: Record, end: Failure) -> bool:
@@ -199,7 +199,7 @@ def _is_one_term(record: Record, end: Failure) -> bool:
     return len(before) >= LATEST and max(before) < 0.0 and set(lost) == {math.inf}
 
 
-def unknown_nan(extent: Extent) -> Finding:
+def _unknown_nan(extent: Extent) -> Finding:
     """Return the finding that the loss is NaN and never inf, where nothing shows what makes it so."""
     return Finding(
         kind="forward NaN",
