@@ -931,3 +931,29 @@ def test_steps_that_overflow_at_a_high_scale_do_not_hide_those_that_stand_out() 
     trace = sporadic({20, 33, 71, 90, 131, 160, 171, 200, 221, 240}, lost=2.0, norm=10.0)
     early = [step._replace(loss=0.6) if step.index in (20, 33) else step for step in trace]
     assert first(Trace(early, **trace.about)).kind == "dragged down"
+
+
+def test_culprits_of_earlier_steps_do_not_hide_another_rank() -> None:
+    def skipped(start: int) -> Any:
+        """Return the first finding where parameters are named from a step on, and in the first steps."""
+        trace = run(41, 60, losses=[0.5], lost=0.5)
+        names = ("dense.kernel",)
+        opening = [Step(n, 2.0**16, finite=False, skipped=True, loss=0.6, culprits=names) for n in range(3)]
+        steps = [
+            step._replace(
+                index=step.index + 3, culprits=names if step.skipped and step.index >= start else ()
+            )
+            for step in trace
+        ]
+        made = Trace([*opening, *steps], **trace.about)
+        for index in (20, 60, 80):
+            rows = row("dense", "activation", 1), row("dense.kernel", "gradient", -3)
+            made.look(Look(index, made[index].scale, "float16", rows))
+        return first(made)
+
+    other = skipped(1000)
+    assert other.kind == "another rank"
+    assert "no parameter of this rank" in other.sentence
+    here = skipped(0)
+    assert here.kind == "gradients not cleared"
+    assert "another one" in here.advice
