@@ -957,3 +957,17 @@ def test_culprits_of_earlier_steps_do_not_hide_another_rank() -> None:
     here = skipped(0)
     assert here.kind == "gradients not cleared"
     assert "another one" in here.advice
+
+
+def test_gradients_that_are_zero_with_a_large_scaled_loss_are_cut_off() -> None:
+    def zeros(scale: float, loss: float) -> Any:
+        steps = [
+            Step(n, scale, finite=True, skipped=False, loss=loss * (1 + n % 7), grad_norm=0.0)
+            for n in range(120)
+        ]
+        return first(Trace(steps))
+
+    cut = zeros(2.0**16, 1.2)
+    assert cut.kind == "not learning"
+    assert "stop_gradient" in cut.advice
+    assert zeros(2.0**4, 1e-6).kind == "vanished"
