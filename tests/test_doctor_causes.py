@@ -526,7 +526,7 @@ def test_single_steps_lost_at_scales_that_overflow_nothing_are_nan_in_backward()
     places = {20, 33, 71, 90, 131, 160, 171, 200}
     finding = first(sporadic(places, lost=0.6, norm=1.0))
     assert (finding.kind, finding.severity) == ("NaN in backward", "warning")
-    assert first(sporadic(places, lost=9e4, norm=1.0)).kind == "dragged down"  # a batch unlike the others
+    assert first(sporadic(places, lost=9e4, norm=1.0)).kind == "bad data"  # a batch unlike the others
     assert first(sporadic(places, lost=0.6, norm=200.0)).kind != "NaN in backward"
 
 
@@ -971,3 +971,27 @@ def test_gradients_that_are_zero_with_a_large_scaled_loss_are_cut_off() -> None:
     assert cut.kind == "not learning"
     assert "stop_gradient" in cut.advice
     assert zeros(2.0**4, 1e-6).kind == "vanished"
+
+
+def test_skipped_steps_whose_own_loss_is_a_thousand_times_the_usual_are_bad_data() -> None:
+    def told(factor: float) -> str:
+        steps, scale = [], 2.0**16
+        for n in range(250):
+            is_bad = n % 25 == 20
+            loss, after = 0.5 + 0.01 * (n * 7 % 31), scale / 2 if is_bad else scale
+            step = Step(n, scale, finite=not is_bad, skipped=is_bad, new_scale=after)
+            steps.append(step._replace(loss=loss * factor if is_bad else loss, peak=None if is_bad else 1.0))
+            scale = after
+        return str(first(Trace(steps)).kind)
+
+    assert told(1e8) == "bad data"
+    assert told(5.0) == "dragged down"
+
+
+def test_a_low_scale_that_never_moved_under_an_unknown_rule_is_too_low() -> None:
+    steps = [
+        Step(n, 4.0, finite=True, skipped=False, loss=1e-6 + 1e-9 * (n * 7 % 101), peak=1e-6)
+        for n in range(240)
+    ]
+    assert first(Trace(steps)).kind == "too low"
+    assert first(Trace(steps, policy=repr(Dynamic(init_scale=4.0)))).kind == "never grew"

@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Final
 
 from preamp.doctor.backward import (
@@ -33,11 +34,13 @@ from preamp.doctor.forward import (
 from preamp.doctor.history import (
     FEW_UPDATES,
     LATEST,
+    SHORT,
     Extent,
     Failure,
     failure,
     lost_before,
     lost_places,
+    number,
     period_of,
     update_count,
 )
@@ -51,6 +54,8 @@ __all__ = ["failed", "now_and_then"]
 
 SATURATED: Final = 3
 """From this power of two on, an answer is certain: float16 has no number between 1 and its sigmoid."""
+EXTREME: Final = 1000.0
+"""Losses so many times the usual one come from other data, not from weights that were not updated."""
 RECENT: Final = 100
 LONE: Final = 5
 """So few steps say nothing about whether there are more and more of them."""
@@ -221,7 +226,7 @@ def now_and_then(record: Record) -> Finding | None:
     lost = lost_places(record)
     if lost:
         return _lost_steps(record, lost)
-    if found := unnoticed(record) or nan_now_and_then(record):
+    if found := _extreme_batches(record) or unnoticed(record) or nan_now_and_then(record):
         return found
     periodic = array("q", (skip.place for skip in record.skips.of("sudden")))
     if len(periodic) >= FEWEST and period_of(periodic) >= 2 * FEWEST and not record.loss.count():
@@ -237,6 +242,32 @@ def now_and_then(record: Record) -> Finding | None:
             "record the loss of each step, and a lens, and the cause can be named.",
         )
     return None
+
+
+def _extreme_batches(record: Record) -> Finding | None:
+    """Find skipped steps whose own loss or inputs are far larger than those of all others.
+
+    A skipped step leaves the weights as they were, so a loss that is back in the next step was the batch's.
+    """
+    skipped = {record.index[skip.place] for skip in record.skips}
+    given = [(k, row) for k in record.looks if k.index in skipped and (row := given_far_larger(record, k))]
+    seen = sum(look.index in skipped for look in record.looks)
+    if len(given) >= 2 and 2 * len(given) >= seen:
+        numbers = {look.index for look, _ in given}
+        places = [skip.place for skip in record.skips if record.index[skip.place] in numbers]
+        return large_inputs(Extent.of_steps(record, places), given[-1][1], given[-1][0].low_dtype)
+    losses = record.loss
+    usual = [abs(losses.values[n]) for n in record.settled if losses.known[n] and not record.skipped[n]]
+    if len(usual) < SHORT:
+        return None
+    bound = max(EXTREME * median(usual), record.band.largest)  # a smaller loss may only weigh more
+    far = [s.place for s in record.skips if abs(losses[s.place] or 0.0) > bound]
+    alone = [n for n in far if n + 1 < len(record) and abs(losses[n + 1] or 0.0) <= bound / EXTREME**0.5]
+    others = len(record.skips) - len(record.skips.of("growth"))
+    if len(alone) < FEWEST or 2 * len(alone) < others:
+        return None
+    why = f"the loss alone was more than {number(bound)}, and far lower again in the next step"
+    return bad_batches(record, alone, why)
 
 
 def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:

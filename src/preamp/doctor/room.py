@@ -159,6 +159,8 @@ def never_grew(record: Record) -> Finding | None:
     interval = getattr(record.policy, "growth_interval", 0) if record.policy else math.inf
     is_scaled = any(scale != 1.0 for scale in record.scales)
     has_moved = record.growths or len(record.skips) or record.opening
+    if record.policy is None and record.room is not None:
+        return None  # a long interval and a low ceiling leave the same record: the scale is too low
     if has_moved or not is_scaled or interval <= len(record.settled):
         return None
     if not _is_wasted(record):
