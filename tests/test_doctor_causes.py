@@ -995,3 +995,13 @@ def test_a_low_scale_that_never_moved_under_an_unknown_rule_is_too_low() -> None
     ]
     assert first(Trace(steps)).kind == "too low"
     assert first(Trace(steps, policy=repr(Dynamic(init_scale=4.0)))).kind == "never grew"
+
+
+def test_rows_sorted_by_name_do_not_hide_the_module_that_overflows() -> None:
+    trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
+    for index, lost in ((0, 0), (40, 0), (60, 9)):
+        rows = row("head", "activation", -2, nonfinite=lost), row("phi", "activation", 15, nonfinite=lost)
+        trace.look(Look(index, trace[index].scale, "float16", (*rows, row("q", "activation", 0))))
+    found = first(trace)
+    assert found.kind == "forward overflow"
+    assert "phi" in found.sentence
