@@ -257,7 +257,11 @@ def _extreme_batches(record: Record) -> Finding | None:
         places = [skip.place for skip in record.skips if record.index[skip.place] in numbers]
         return large_inputs(Extent.of_steps(record, places), given[-1][1], given[-1][0].low_dtype)
     losses = record.loss
-    usual = [abs(losses.values[n]) for n in record.settled if losses.known[n] and not record.skipped[n]]
+    if len(record.skips) < FEWEST:
+        return None
+    usual = array(
+        "d", (abs(losses.values[n]) for n in record.settled if not record.skipped[n] and losses.known[n])
+    )
     if len(usual) < SHORT:
         return None
     bound = max(EXTREME * median(usual), record.band.largest)  # a smaller loss may only weigh more

@@ -85,11 +85,11 @@ def is_cut_off(record: Record) -> bool:
 
     The derivatives of a mean over 2**24 outputs with a scaled loss of 1 are still numbers of float16.
     """
-    taken = [place for place in range(len(record)) if not record.skipped[place]]
-    columns = [[column[place] for place in taken] for column in (record.peak, record.grad_norm)]
-    known = [[value for value in values if value is not None] for values in columns]
-    losses = [abs(loss) * record.scales[n] for n in taken if (loss := record.loss[n]) is not None]
-    if max(map(len, known)) < SHORT or any(map(any, known)) or not losses or median(losses) < 1.0:
+    norms = max(record.peak.finite(), record.grad_norm.finite(), key=len)
+    if len(norms) < SHORT or any(record.peak.finite()) or any(record.grad_norm.finite()):
+        return False
+    losses = [abs(loss) * record.scales[n] for n in record.settled if (loss := record.loss[n]) is not None]
+    if not losses or median(losses) < 1.0:
         return False
     rows = [row for look in record.looks for row in look.rows if row.direction == "backward"]
     return not any(row.histogram.nonzero or row.histogram.nonfinite for row in rows)
