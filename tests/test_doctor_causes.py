@@ -526,7 +526,7 @@ def test_single_steps_lost_at_scales_that_overflow_nothing_are_nan_in_backward()
     places = {20, 33, 71, 90, 131, 160, 171, 200}
     finding = first(sporadic(places, lost=0.6, norm=1.0))
     assert (finding.kind, finding.severity) == ("NaN in backward", "warning")
-    assert first(sporadic(places, lost=9e4, norm=1.0)).kind == "dragged down"  # a batch unlike the others
+    assert first(sporadic(places, lost=9e4, norm=1.0)).kind == "bad data"  # a batch unlike the others
     assert first(sporadic(places, lost=0.6, norm=200.0)).kind != "NaN in backward"
 
 
@@ -931,3 +931,77 @@ def test_steps_that_overflow_at_a_high_scale_do_not_hide_those_that_stand_out() 
     trace = sporadic({20, 33, 71, 90, 131, 160, 171, 200, 221, 240}, lost=2.0, norm=10.0)
     early = [step._replace(loss=0.6) if step.index in (20, 33) else step for step in trace]
     assert first(Trace(early, **trace.about)).kind == "dragged down"
+
+
+def test_culprits_of_earlier_steps_do_not_hide_another_rank() -> None:
+    def skipped(start: int) -> Any:
+        """Return the first finding where parameters are named from a step on, and in the first steps."""
+        trace = run(41, 60, losses=[0.5], lost=0.5)
+        names = ("dense.kernel",)
+        opening = [Step(n, 2.0**16, finite=False, skipped=True, loss=0.6, culprits=names) for n in range(3)]
+        steps = [
+            step._replace(
+                index=step.index + 3, culprits=names if step.skipped and step.index >= start else ()
+            )
+            for step in trace
+        ]
+        made = Trace([*opening, *steps], **trace.about)
+        for index in (20, 60, 80):
+            rows = row("dense", "activation", 1), row("dense.kernel", "gradient", -3)
+            made.look(Look(index, made[index].scale, "float16", rows))
+        return first(made)
+
+    other = skipped(1000)
+    assert other.kind == "another rank"
+    assert "no parameter of this rank" in other.sentence
+    here = skipped(0)
+    assert here.kind == "gradients not cleared"
+    assert "another one" in here.advice
+
+
+def test_gradients_that_are_zero_with_a_large_scaled_loss_are_cut_off() -> None:
+    def zeros(scale: float, loss: float) -> Any:
+        steps = [
+            Step(n, scale, finite=True, skipped=False, loss=loss * (1 + n % 7), grad_norm=0.0)
+            for n in range(120)
+        ]
+        return first(Trace(steps))
+
+    cut = zeros(2.0**16, 1.2)
+    assert cut.kind == "not learning"
+    assert "stop_gradient" in cut.advice
+    assert zeros(2.0**4, 1e-6).kind == "vanished"
+
+
+def test_skipped_steps_whose_own_loss_is_a_thousand_times_the_usual_are_bad_data() -> None:
+    def told(factor: float) -> str:
+        steps, scale = [], 2.0**16
+        for n in range(250):
+            is_bad = n % 25 == 20
+            loss, after = 0.5 + 0.01 * (n * 7 % 31), scale / 2 if is_bad else scale
+            step = Step(n, scale, finite=not is_bad, skipped=is_bad, new_scale=after)
+            steps.append(step._replace(loss=loss * factor if is_bad else loss, peak=None if is_bad else 1.0))
+            scale = after
+        return str(first(Trace(steps)).kind)
+
+    assert told(1e8) == "bad data"
+    assert told(5.0) == "dragged down"
+
+
+def test_a_low_scale_that_never_moved_under_an_unknown_rule_is_too_low() -> None:
+    steps = [
+        Step(n, 4.0, finite=True, skipped=False, loss=1e-6 + 1e-9 * (n * 7 % 101), peak=1e-6)
+        for n in range(240)
+    ]
+    assert first(Trace(steps)).kind == "too low"
+    assert first(Trace(steps, policy=repr(Dynamic(init_scale=4.0)))).kind == "never grew"
+
+
+def test_rows_sorted_by_name_do_not_hide_the_module_that_overflows() -> None:
+    trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
+    for index, lost in ((0, 0), (40, 0), (60, 9)):
+        rows = row("head", "activation", -2, nonfinite=lost), row("phi", "activation", 15, nonfinite=lost)
+        trace.look(Look(index, trace[index].scale, "float16", (*rows, row("q", "activation", 0))))
+    found = first(trace)
+    assert found.kind == "forward overflow"
+    assert "phi" in found.sentence

@@ -22,6 +22,7 @@ __all__ = [
     "first_parameter",
     "in_backward",
     "nan_now_and_then",
+    "not_by_scale",
     "not_of_this_pass",
     "too_large",
     "unnoticed",
@@ -140,7 +141,7 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
     looks = [look for look in record.looks if look.index >= first]
     if not any(row.what == "gradient" for look in looks for row in look.rows):
         return None
-    here = bool(record.culprits) or _is_carried(record, end)
+    here = bool(record.culprits_from(end.start)) or _is_carried(record, end)
     return Finding(
         kind="gradients not cleared" if here else "another rank",
         severity="problem",
@@ -150,10 +151,13 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
             f"an inf from an earlier step was never cleared.{first_parameter(record) or _carried_words(end)}"
             if here
             else "the gradients of another rank, or of an earlier step, are not."
+            if not record.culprits
+            else "no parameter of this rank has inf or NaN in these steps, and so another rank has."
         ),
         advice="Call optimizer.zero_grad() after every step, skipped or not"
         + (
-            ", also where gradients are accumulated. "
+            ", also where gradients are accumulated. With several ranks, inf may also come from another one "
+            "through the all-reduce: look at their records. "
             if here
             else ". With several ranks, look at their records. "
         )

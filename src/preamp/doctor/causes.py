@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Final
 
 from preamp.doctor.backward import (
@@ -33,11 +34,13 @@ from preamp.doctor.forward import (
 from preamp.doctor.history import (
     FEW_UPDATES,
     LATEST,
+    SHORT,
     Extent,
     Failure,
     failure,
     lost_before,
     lost_places,
+    number,
     period_of,
     update_count,
 )
@@ -51,6 +54,8 @@ __all__ = ["failed", "now_and_then"]
 
 SATURATED: Final = 3
 """From this power of two on, an answer is certain: float16 has no number between 1 and its sigmoid."""
+EXTREME: Final = 1000.0
+"""Losses so many times the usual one come from other data, not from weights that were not updated."""
 RECENT: Final = 100
 LONE: Final = 5
 """So few steps say nothing about whether there are more and more of them."""
@@ -64,7 +69,7 @@ def failed(record: Record) -> Finding | None:
     end = failure(record)
     if end is None:
         return diverged_in_range(record) or _mostly_lost(record)
-    source, extent = source_of(record, end), Extent.of_failure(record, end)
+    source, extent = _source_of(record, end), Extent.of_failure(record, end)
     if source is not None and (found := _in_data(record, end, source, extent)):
         return found
     if found := diverged(record, end, source):
@@ -85,7 +90,7 @@ def _mostly_lost(record: Record) -> Finding | None:
     return replace(_lost_steps(record, lost_places(record)), severity="problem")
 
 
-def source_of(record: Record, end: Failure) -> Break | None:
+def _source_of(record: Record, end: Failure) -> Break | None:
     """Return where the first inf or NaN was in the steps that failed; None without looks at them."""
     first = record.index[end.start]
     if end.is_forward:  # what came first: later looks may show more that was lost since
@@ -183,7 +188,7 @@ def _without_look(record: Record, end: Failure, extent: Extent) -> Finding | Non
         return unknown_forward(record, extent)
     if update_count(record, end.start) and not is_gradual:  # weights that are NaN stay so
         return broken_update(record, end, None)
-    return unknown_nan(extent)
+    return _unknown_nan(extent)
 
 
 def _fell(record: Record, end: Failure) -> bool:
@@ -199,7 +204,7 @@ def _is_one_term(record: Record, end: Failure) -> bool:
     return len(before) >= LATEST and max(before) < 0.0 and set(lost) == {math.inf}
 
 
-def unknown_nan(extent: Extent) -> Finding:
+def _unknown_nan(extent: Extent) -> Finding:
     """Return the finding that the loss is NaN and never inf, where nothing shows what makes it so."""
     return Finding(
         kind="forward NaN",
@@ -221,7 +226,7 @@ def now_and_then(record: Record) -> Finding | None:
     lost = lost_places(record)
     if lost:
         return _lost_steps(record, lost)
-    if found := unnoticed(record) or nan_now_and_then(record):
+    if found := _extreme_batches(record) or unnoticed(record) or nan_now_and_then(record):
         return found
     periodic = array("q", (skip.place for skip in record.skips.of("sudden")))
     if len(periodic) >= FEWEST and period_of(periodic) >= 2 * FEWEST and not record.loss.count():
@@ -237,6 +242,36 @@ def now_and_then(record: Record) -> Finding | None:
             "record the loss of each step, and a lens, and the cause can be named.",
         )
     return None
+
+
+def _extreme_batches(record: Record) -> Finding | None:
+    """Find skipped steps whose own loss or inputs are far larger than those of all others.
+
+    A skipped step leaves the weights as they were, so a loss that is back in the next step was the batch's.
+    """
+    skipped = {record.index[skip.place] for skip in record.skips}
+    given = [(k, row) for k in record.looks if k.index in skipped and (row := given_far_larger(record, k))]
+    seen = sum(look.index in skipped for look in record.looks)
+    if len(given) >= 2 and 2 * len(given) >= seen:
+        numbers = {look.index for look, _ in given}
+        places = [skip.place for skip in record.skips if record.index[skip.place] in numbers]
+        return large_inputs(Extent.of_steps(record, places), given[-1][1], given[-1][0].low_dtype)
+    losses = record.loss
+    if len(record.skips) < FEWEST:
+        return None
+    usual = array(
+        "d", (abs(losses.values[n]) for n in record.settled if not record.skipped[n] and losses.known[n])
+    )
+    if len(usual) < SHORT:
+        return None
+    bound = max(EXTREME * median(usual), record.band.largest)  # a smaller loss may only weigh more
+    far = [s.place for s in record.skips if abs(losses[s.place] or 0.0) > bound]
+    alone = [n for n in far if n + 1 < len(record) and abs(losses[n + 1] or 0.0) <= bound / EXTREME**0.5]
+    others = len(record.skips) - len(record.skips.of("growth"))
+    if len(alone) < FEWEST or 2 * len(alone) < others:
+        return None
+    why = f"the loss alone was more than {number(bound)}, and far lower again in the next step"
+    return bad_batches(record, alone, why)
 
 
 def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:

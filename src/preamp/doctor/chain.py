@@ -13,6 +13,7 @@ from statistics import median
 from typing import Final, Literal, NamedTuple
 
 from preamp.doctor.record import Record
+from preamp.doctor.values import is_in_order
 from preamp.exponents import exponent_of
 from preamp.looks import Look, LookRow
 
@@ -89,7 +90,10 @@ def break_of(record: Record, look: Look) -> Break:
     if given is not None and given in bad:
         return Break("data", look, given, _what(look, given, None))
     outputs = [row for row in look.rows if row.what == "activation"]
-    first = next((row for row in outputs if row in bad), None)
+    lost = [row for row in outputs if row in bad]
+    if lost and not is_in_order(lost[0]):  # sorted by name: the one at the limit made the others
+        lost.sort(key=lambda row: _what(look, row, known) != "overflow")
+    first = lost[0] if lost else None
     if first is not None:
         return _in_forward(look, first, outputs, bad, known)
     if record.is_lost(look):

@@ -11,7 +11,7 @@ from preamp.doctor.finding import Finding
 from preamp.doctor.forward import run_in_float32
 from preamp.doctor.history import SHORT, number
 from preamp.doctor.record import Record
-from preamp.doctor.room import is_far_too_low
+from preamp.doctor.room import is_cut_off, is_far_too_low
 from preamp.doctor.values import module_name
 from preamp.exponents import exponent_of
 from preamp.looks import Look, LookRow, module_of
@@ -27,7 +27,9 @@ NEARLY, ALIVE = 0.97, 0.9  # shares of zeros: of units that died, and at most of
 
 
 def not_learning(record: Record) -> Finding | None:
-    """Find losses that repeat exactly: the weights do not change."""
+    """Find weights that do not change: nothing reaches them in backward, or losses repeat exactly."""
+    if is_cut_off(record):
+        return _cut_off(record)
     losses = record.loss.finite()
     if unused := _other_parameters(record):
         return unused
@@ -52,6 +54,19 @@ def not_learning(record: Record) -> Finding | None:
         advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
         "model (after .to() and wrapping), and that the loss depends on them.",
         numbers={"values": values, "steps": len(losses)},
+    )
+
+
+def _cut_off(record: Record) -> Finding:
+    return Finding(
+        kind="not learning",
+        severity="problem",
+        sentence=f"All gradients were exactly zero in all {len(record):,} steps, although the loss times the "
+        "scale is far too large for them to round to zero: the loss does not depend on the parameters that "
+        "are trained.",
+        advice="Look for detach(), stop_gradient, no_grad or an argmax between the parameters and the loss, "
+        "for frozen parameters, and for an optimizer that was given the parameters of another model.",
+        numbers={"steps": len(record)},
     )
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -340,10 +340,14 @@ class Record:
 
         Steps whose loss was inf or NaN do not count: all their gradients are lost with it.
         """
+        return self.culprits_from(0)
+
+    def culprits_from(self, place: int) -> Counter[str]:
+        """Return the same of the steps from a place on."""
         steps = zip(self.skipped, self._kept("culprits"), self._kept("loss"), strict=True)
         return Counter(
             names[0]
-            for skipped, names, loss in steps
+            for skipped, names, loss in islice(steps, place, None)
             if skipped and names and (loss is None or math.isfinite(loss))
         )
 

@@ -18,7 +18,7 @@ from preamp.exponents import exponent_of
 from preamp.policy import Static
 from preamp.words import percent, power, powers
 
-__all__ = ["at_ceiling", "is_far_too_low", "never_grew", "not_scaled", "too_low", "vanished"]
+__all__ = ["at_ceiling", "is_cut_off", "is_far_too_low", "never_grew", "not_scaled", "too_low", "vanished"]
 
 SHORTEST_INTERVAL: Final = 100
 MANY: Final = 1 / 10
@@ -64,6 +64,8 @@ def vanished(record: Record) -> Finding | None:
         return None  # the looks say how much higher the scale could be
     if record.look and any(row.what == "gradient" and row.histogram.nonzero for row in record.look.rows):
         return None  # they are not zero where they are made
+    if is_cut_off(record):
+        return None
     first = "scale" if isinstance(record.policy, Static) else "init_scale"
     is_low = scale < HIGHEST_TRY
     return Finding(
@@ -76,6 +78,21 @@ def vanished(record: Record) -> Finding | None:
         numbers={"steps": zero, "scale": scale},
         settings={first: HIGHEST_TRY} if is_low else {},
     )
+
+
+def is_cut_off(record: Record) -> bool:
+    """Return whether all gradients were zero in every step, though the scaled loss is too large to underflow.
+
+    The derivatives of a mean over 2**24 outputs with a scaled loss of 1 are still numbers of float16.
+    """
+    norms = max(record.peak.finite(), record.grad_norm.finite(), key=len)
+    if len(norms) < SHORT or any(record.peak.finite()) or any(record.grad_norm.finite()):
+        return False
+    losses = [abs(loss) * record.scales[n] for n in record.settled if (loss := record.loss[n]) is not None]
+    if not losses or median(losses) < 1.0:
+        return False
+    rows = [row for look in record.looks for row in look.rows if row.direction == "backward"]
+    return not any(row.histogram.nonzero or row.histogram.nonfinite for row in rows)
 
 
 def _zeros(record: Record, column: Column) -> tuple[int, int]:
@@ -142,6 +159,8 @@ def never_grew(record: Record) -> Finding | None:
     interval = getattr(record.policy, "growth_interval", 0) if record.policy else math.inf
     is_scaled = any(scale != 1.0 for scale in record.scales)
     has_moved = record.growths or len(record.skips) or record.opening
+    if record.policy is None and record.room is not None:
+        return None  # a long interval and a low ceiling leave the same record: the scale is too low
     if has_moved or not is_scaled or interval <= len(record.settled):
         return None
     if not _is_wasted(record):
