@@ -268,7 +268,8 @@ class GradScaler(Stepping):
             What `optimizer.step` returns, None when it was skipped. `last_step.skipped` tells them apart.
 
         Raises:
-            PolicyError: if other code wrote a scale of 0, inf or NaN. No parameter was changed.
+            PolicyError: if other code wrote a scale of 0, inf or NaN, or if `reduce` returned something other
+                than None or the sum. No parameter was changed.
             AssertionError: as PyTorch, when there is nothing to check.
             RuntimeError: as PyTorch, for a second call before `update`.
             UsageError: if `update(new_scale)` or `load_state_dict` changed the scale after scaling the loss;
