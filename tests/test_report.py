@@ -32,7 +32,16 @@ from preamp.report.heat import COLORS, MOST_ROWS, heat_table, span_of, zero_shar
 numbers = st.one_of(st.none(), st.floats())
 scales = st.floats(min_value=0.0, allow_nan=False)
 traces = st.lists(
-    st.builds(Step, st.integers(0, 99), scales, st.booleans(), st.booleans(), loss=numbers, zeros=numbers),
+    st.builds(
+        Step,
+        st.integers(0, 99),
+        scales,
+        st.booleans(),
+        st.booleans(),
+        new_scale=st.none() | scales,
+        loss=numbers,
+        zeros=numbers,
+    ),
     max_size=30,
 ).map(Trace)
 

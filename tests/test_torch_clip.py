@@ -216,7 +216,7 @@ def test_a_limit_that_cannot_work_is_refused_and_changes_nothing(name, limit, en
     "limits", [{"max_norm": 1.0}, {"max_value": 0.5}, {"max_norm": 1.0, "max_value": 0.7}]
 )
 def test_a_disabled_scaler_clips_all_the_same(limits):
-    results = []
+    results, norms = [], []
     for enabled in (False, True):
         (weight,) = weights()
         scaler, optimizer = ours(enabled=enabled), make("SGD", [weight], lr=1.0)
@@ -226,7 +226,29 @@ def test_a_disabled_scaler_clips_all_the_same(limits):
             scaler.step(optimizer, **limits)
             scaler.update()
         results.append(weight.detach())
+        norms.append(scaler.last_step.grad_norm)
     assert close(*[[r] for r in results])
+    assert norms[0] == pytest.approx(norms[1] if "max_norm" in limits else None)
+
+
+@pytest.mark.parametrize("limits", [{"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}], ids=str)
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_disabled_scaler_records_what_clip_grad_norm_returns(limits, closure, alone):
+    others = {} if alone else {"reduce": lambda readings: None}
+    for value, finite in ((4.0, True), (INF, False), (NAN, False)):
+        (weight,), (same,) = weights(), weights()
+        scaler, optimizer = ours(enabled=False, **others), make("SGD", [weight], lr=1.0)
+        gradient = torch.tensor([3.0, value, 0.0])
+        weight.grad, same.grad = gradient.clone(), gradient.clone()
+        scaler.step(optimizer, *([lambda: torch.zeros(())] if closure else []), **limits)
+        expected = clip_grad_norm_([same], 1.0).item()
+        last = scaler.last_step
+        assert (last.finite, last.skipped) == (finite, False)  # the step is taken all the same
+        assert last.grad_norm == (pytest.approx(expected) if finite else None)
+        scaler.update()
+        scaler.step(optimizer)
+        assert (scaler.last_step.finite, scaler.last_step.grad_norm) == (True, None)  # of this step
 
 
 @few

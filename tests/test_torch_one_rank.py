@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from preamp import UsageError
+from preamp import Headroom, PolicyError, UsageError
 from preamp.torch import GradScaler, ShardedGradScaler
 from preamp.torch.agreement import Agreement
 from preamp.torch.readings import Readings
@@ -70,3 +72,45 @@ def test_other_ranks_hear_of_a_gradient_on_the_device_of_the_loss(gradient):
     scaler.unscale_(optimizer)
     Readings(Agreement(reduce=reduce)).flags({weight.device: torch.zeros(())}, [], torch.device("meta"))
     assert places == ["meta"] * 3
+
+
+@pytest.mark.parametrize("keywords", [{}, {"capturable": True}, {"policy": Headroom()}], ids=str)
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda readings: "sum", "'sum', which is not a tensor"),
+        (lambda readings: readings.tolist(), r"\[0.0, .*which is not a tensor"),
+        (lambda readings: readings[:1], r"a torch.float64 tensor of shape \[1\]"),
+        (lambda readings: readings.sum(), r"a torch.float64 tensor of shape \[\]"),
+        (lambda readings: readings[None], r"a torch.float64 tensor of shape \[1, "),
+        (lambda readings: readings.float(), r"a torch.float32 tensor of shape \[(2|282)\]"),
+        (lambda readings: readings != 0.0, "a torch.bool tensor"),
+    ],
+    ids=["str", "list", "part", "scalar", "wider", "float32", "bool"],
+)
+def test_what_reduce_returns_is_checked_before_anything_changes(spoil, named, keywords):
+    spoils = True
+    scaler = GradScaler("cpu", reduce=lambda readings: spoil(readings) if spoils else None, **keywords)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaler.scale(weight.sum()).backward()
+    gradient = weight.grad.clone()
+    with pytest.raises(PolicyError, match=rf"^reduce= .*returned {named}.*Return a tensor of the same"):
+        scaler.step(optimizer, max_norm=math.inf)
+    assert weight.tolist() == [1.0, 1.0]
+    assert torch.equal(weight.grad, gradient)
+    spoils = False
+    scaler.step(optimizer, max_norm=math.inf)
+    scaler.update()
+    assert weight.tolist() == [0.5, 0.5]
+    assert scaler.last_step.grad_norm == pytest.approx(math.sqrt(2.0))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sum_that_is_still_under_way_is_refused():
+    scaler = GradScaler("cpu", reduce=partial(dist.all_reduce, async_op=True))
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(PolicyError, match=r"has to wait until the sum is complete"):
+        scaler.step(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import tempfile
 import time
 import tracemalloc
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Look, Step, Summary, Trace, TraceError
+from preamp import Dynamic, Look, Reading, Step, Summary, Trace, TraceError
 from preamp.columns import FIELDS
 
 from .strategies import runs, steps
@@ -160,14 +161,20 @@ NO_TRACE: dict[str, tuple[str | bytes, int, str]] = {
         f"{token} for a number": (HEAD + line().replace("2.0", token), 2, f"{token} is not a number of JSON")
         for token in ("NaN", "Infinity", "-Infinity")
     },
+    **{
+        f"{name} is the word {word!r}": (HEAD + line(**{name: word}), 2, f"{name} is {word}, but")
+        for name in ("scale", "new_scale")
+        for word in ("nan", "-inf")
+    },
     "unknown entry": (HEAD + line(colour="red"), 2, "'colour'"),
     "stopped for no reason": (HEAD + '{"stopped": 3}\n', 2, "without"),
     **{f"no {name}": (HEAD + line() + line(**{name: "ABSENT"}), 3, f"without {name}") for name in STEP},
     **{
         f"{name} is {value!r}": (HEAD + line(**{name: value}), 2, f"{name} is {value!r}"[:40])
         for name, values in {
-            "index": ["0", 0.5, True, None, 10**400],
-            "scale": ["2", None, True, [2.0], "Infinity", 10**400],
+            "index": ["0", 0.5, True, None, 10**400, -1],
+            "scale": ["2", None, True, [2.0], "Infinity", 10**400, -2.0],
+            "new_scale": ["2", -2.0],
             "finite": [1, "true", None],
             "skipped": [0, "false", None],
             "loss": ["low", False, {}, None],
@@ -208,6 +215,56 @@ def test_a_trace_cut_anywhere_lacks_the_step_that_was_cut_and_no_other(
         trace(recorded[0]._replace(index=recorded[-1].index + 1))
     more = recorded[0]._replace(index=recorded[-1].index + 1)
     assert repr(list(Trace.read(path))) == repr([*recorded[:kept], more])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda trace, step: trace(step),
+        lambda trace, step: trace.extend([tuple(step)]),
+        lambda trace, step: Trace([*trace, step]),
+    ],
+    ids=["call", "extend", "construct"],
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"index": -1},
+        {"index": -(2**80)},
+        {"scale": math.nan},
+        {"scale": -2.0},
+        {"scale": -2},  # not a float: taken the slow way
+        {"scale": -math.inf},
+        {"new_scale": math.nan},
+        {"new_scale": -1.0},
+        {"new_scale": math.nan, "culprits": ("weight",)},
+    ],
+    ids=str,
+)
+def test_a_step_that_cannot_be_is_refused_and_not_written(
+    tmp_path: Path, changes: dict[str, Any], record: Callable[[Trace, Step], object]
+) -> None:
+    good = Step(0, 2.0, finite=True, skipped=False)
+    (name, value), *_ = changes.items()
+    path = tmp_path / "run.jsonl"
+    for trace in (Trace([good]), Trace([good], path=path)):
+        with trace, pytest.raises(TraceError, match=rf"^a step's {name} is {value}(\.0)?, but "):
+            record(trace, good._replace(**{"index": 1, **changes}))
+        assert list(trace) == [good]
+    assert list(Trace.read(path)) == [good]
+
+
+@pytest.mark.parametrize("policy", [Dynamic(min_scale=None), Dynamic(max_scale=None)], ids=str)
+def test_scales_that_a_policy_without_bounds_reaches_are_recorded(path: Path, policy: Dynamic) -> None:
+    trace, state = Trace(), policy.start()
+    for index in range(300):
+        finite = policy.min_scale is not None
+        after = policy.step(state._replace(good=state.good * 0 + policy.growth_interval - 1), Reading(finite))
+        trace(Step(index, state.scale, finite, not finite, after.scale))
+        state = after
+    assert trace[-1].scale in (0.0, math.inf)
+    trace.write(path)
+    assert Trace.read(path) == trace
 
 
 def test_a_missing_file_is_the_operating_systems_error(tmp_path: Path) -> None:

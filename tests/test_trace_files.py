@@ -505,7 +505,8 @@ _maybe = st.none() | st.floats(-1e6, 1e6)
 _rank = st.dictionaries(
     st.integers(0, 6),
     st.builds(Step, st.just(0), st.sampled_from([1.0, 2.0]), st.booleans(), st.booleans(),
-              new_scale=_maybe, loss=_maybe, grad_norm=_maybe, peak=_maybe, zeros=_maybe, seconds=_maybe,
+              new_scale=st.none() | st.floats(0.0, 1e6), loss=_maybe, grad_norm=_maybe,
+              peak=_maybe, zeros=_maybe, seconds=_maybe,
               culprits=st.lists(st.sampled_from("abc"), max_size=2, unique=True).map(tuple)),
     max_size=6,
 )  # fmt: skip

@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
     Attributes:
         index: 0 for the first step.
-        scale: the loss scale that was in this step's loss.
+        scale: the loss scale that was in this step's loss; 0 or inf where a policy has no floor or ceiling.
         finite: True when every gradient was finite.
         skipped: True when the update was not applied; with several optimizers, that of any of them.
         new_scale: the scale of the next step; None until the policy has advanced.
@@ -188,8 +188,8 @@ class Trace:
 
         Raises:
             TypeError: for a step that holds something other than numbers and names.
-            TraceError: for a trace whose file is closed, a copy of one that writes a file, and in a process
-                that was forked from the one that writes it.
+            TraceError: for an index below 0, a scale that is NaN or below 0, a trace whose file is closed, a
+                copy of one that writes a file, and in a process that was forked from the one that writes it.
             OSError: naming the file, if it cannot be written and `on_error` is "raise".
         """
         if not isinstance(step, Step):

@@ -75,21 +75,43 @@ def row_of(step: tuple[Any, ...]) -> Row:
 
     Raises:
         TypeError: for something that is not a number, or not a name.
+        TraceError: for an index or a scale that no step has.
     """
     index, scale, finite, skipped, *rest = step
     if (
         type(index) is int
         and type(scale) is float
+        and index >= 0
+        and scale >= 0.0
         and type(finite) is bool is type(skipped)
         and rest[5] == () == rest[7]
         and PLAIN.issuperset(map(type, rest[:5]))
         and PLAIN.issuperset((type(rest[6]),))
+        and (rest[0] is None or rest[0] >= 0.0)
     ):  # as nearly always
         return tuple(step)
-    return tuple(
+    row = tuple(
         None if value is None and name not in REQUIRED else _plain(name, value)
         for name, value in zip(FIELDS, step, strict=True)
     )
+    problem = _impossible(row)
+    if problem:
+        raise TraceError(f"a step's {problem}.")
+    return row
+
+
+def _impossible(row: Row) -> str:
+    """Say which number of a row no step can have, or nothing.
+
+    A scale of 0 or inf is possible: a policy without a floor or a ceiling gets there.
+    """
+    index, scale, _, _, new_scale, *_ = row
+    if index < 0:
+        return f"index is {index}, but the first step has index 0"
+    for name, value in (("scale", scale), ("new_scale", new_scale)):
+        if value is not None and not value >= 0.0:  # NaN too
+            return f"{name} is {value}, but a loss scale is 0 or above"
+    return ""
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -231,13 +253,20 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
         and len(entry) == 12 - values.count(None)  # nothing unknown and no null
         and values[9] is None is values[11]
         and PLAIN.issuperset(map(type, rest))
+        and index >= 0
+        and scale >= 0.0
+        and (rest[0] is None or rest[0] >= 0.0)
     ):  # the slow way, for what is rare
         problem = _problem(entry)
         if problem:
             raise TraceError(f"{path}, line {number}: {problem}.")
         numbers = {name: float(entry[name]) for name in NUMBERS if name in entry}
         names = {name: tuple(entry.get(name, ())) for name in NAMES}
-        return tuple(map({**entry, **numbers, **names}.get, FIELDS))
+        row = tuple(map({**entry, **numbers, **names}.get, FIELDS))
+        problem = _impossible(row)
+        if problem:
+            raise TraceError(f"{path}, line {number}: {problem}.")
+        return row
     return (*values[:9], (), values[10], ())
 
 

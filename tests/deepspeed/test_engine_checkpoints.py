@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from preamp import dialects
+from preamp.convert import convert
 from preamp.deepspeed import Engine, initialize
 from preamp.deepspeed.checkpoint_files import STATES
 from preamp.errors import CheckpointError, UsageError
@@ -357,3 +359,12 @@ def test_loading_says_nothing_of_what_is_well(tmp_path, caplog):
         engine.save_checkpoint(tmp_path)
         engine.load_checkpoint(tmp_path)
     assert caplog.records == []
+
+
+def test_convert_says_what_an_engines_folder_lacks(tmp_path):
+    engine = made({"fp16": {**FLOAT16["fp16"], "hysteresis": 2}})
+    train(engine, 0, [False])
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"Write --from torch\. Hysteresis, .* fp16 section"):
+        convert(tmp_path, dialects.DEEPSPEED, tmp_path / "out.json", dialects.KERAS)
+    assert not (tmp_path / "out.json").exists()

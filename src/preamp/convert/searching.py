@@ -65,6 +65,13 @@ def _at(source: Path, problem: Exception) -> Exception:
 def _nothing(tree: Any, dialect: Dialect[...], source: Path) -> CheckpointError:
     known = [other for other in ALL.values() if other.format and _loadable(tree, other)[0]]
     hint = f" Write --from {' or '.join(other.name.lower() for other in known)}." if known else ""
+    optimizer = entries_of(entries_of(tree).get("optimizer"))
+    if dialect.system.startswith("DeepSpeed") and "loss_scale_optimizer" in optimizer:
+        hint = (
+            f" preamp.deepspeed saved it, with the loss scale in PyTorch's format.{hint} Hysteresis, "
+            "min_scale and the other settings that PyTorch does not save are not in it: they are in the "
+            "configuration's fp16 section."
+        )
     return CheckpointError(f"{source} holds nothing that {dialect.system} saves.{hint}")
 
 

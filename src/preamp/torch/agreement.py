@@ -60,10 +60,13 @@ class Agreement:
         return bool(self.reduce or self.process_group is not None or meshes)
 
     def __call__(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
-        """Return the sum over ranks of a float64 tensor, of one shape on all. Every rank has to call."""
+        """Return the sum over ranks of a float64 tensor, of one shape on all. Every rank has to call.
+
+        Raises:
+            PolicyError: if `reduce` returns something other than None or such a tensor.
+        """
         if self.reduce is not None:
-            returned = self.reduce(readings)
-            return returned if isinstance(returned, Tensor) else readings
+            return _checked_sum(self.reduce(readings), readings)
         if self.process_group is not None:
             dist.all_reduce(readings, group=None if _is_world(self.process_group) else self.process_group)
             return readings
@@ -106,6 +109,27 @@ def _refuse_several(meshes: Sequence[Any], wanted: str, otherwise: str) -> None:
             "which of them are copies cannot be told. Write distribute_tensor(parameter, mesh, placements) "
             f"with one mesh for all, where Replicate() copies, or {otherwise}."
         )
+
+
+def _checked_sum(returned: Any, readings: Tensor) -> Tensor:
+    """Return the sum that the caller's `reduce` returned, or left in `readings` if it returned None.
+
+    Raises:
+        PolicyError: for anything else, such as the handle of a sum that is still under way.
+    """
+    if returned is None:
+        return readings
+    if not isinstance(returned, Tensor):
+        found = f"{shown(returned)}, which is not a tensor"
+    elif returned.shape != readings.shape or returned.dtype != readings.dtype:
+        found = f"a {returned.dtype} tensor of shape {list(returned.shape)}"
+    else:
+        return returned
+    raise PolicyError(
+        f"reduce= was given a {readings.dtype} tensor of shape {list(readings.shape)} and returned {found}. "
+        "Return a tensor of the same shape and dtype, or sum in place and return None, as "
+        "reduce=torch.distributed.all_reduce does; it has to wait until the sum is complete."
+    )
 
 
 def _is_world(group: Any) -> bool:

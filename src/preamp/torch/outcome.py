@@ -32,6 +32,7 @@ class Outcome:
         divisor: what the gradients were multiplied by when the norm was taken.
         culprits: names the parameters whose gradients on this rank are not finite.
         sight: what all ranks have seen in the scaled gradients; None for a policy that does not see.
+        skips: whether a step whose gradients are not finite is skipped; a disabled scaler takes it.
     """
 
     scale: float | Tensor
@@ -40,6 +41,7 @@ class Outcome:
     divisor: float | Tensor = 1.0
     culprits: Callable[[], tuple[str, ...]] = tuple
     sight: Sight | None = None
+    skips: bool = True
 
     def read(self) -> Outcome:
         """Return the same with every number read to the host."""
@@ -47,7 +49,7 @@ class Outcome:
         norm = None if self.norm is None or not finite else float(self.norm) / float(self.divisor)
         named = () if finite else self.culprits()
         sight = self.sight and self.sight.read()
-        return Outcome(float(self.scale), finite, norm, 1.0, lambda: named, sight)
+        return Outcome(float(self.scale), finite, norm, 1.0, lambda: named, sight, self.skips)
 
 
 def reading_of(outcomes: Sequence[Outcome], policy: Policy[Any]) -> Reading:
@@ -93,7 +95,7 @@ def step_of(
         int(index),
         float(read[0].scale),
         finite,
-        skipped=not finite,
+        skipped=any(outcome.skips and not outcome.finite for outcome in read),
         new_scale=None if new_scale is None else float(new_scale),
         loss=loss.read() if isinstance(loss, UnreadLoss) else loss,
         grad_norm=math.hypot(*norms) if len(norms) == len(read) else None,

@@ -86,8 +86,9 @@ class GradScaler(Stepping):
         last_step: the latest `Step`: available after `step`, complete after `update`. None before. Its `loss`
             is the sum of all losses that were scaled since the update before, on this rank; of a closure that
             is evaluated several times, as LBFGS does, those of the last evaluation. None if one of them was
-            not a single number, or was changed in place (`loss.mul_(2)`) before it was read. A disabled
-            scaler looks at nothing and takes gradients to be finite.
+            not a single number, or was changed in place (`loss.mul_(2)`) before it was read. Of a disabled
+            scaler `skipped` is False, and `finite` is True unless `max_norm` found a norm that is not finite;
+            `grad_norm` is that norm. They are read when you ask for `last_step`.
 
     Raises:
         AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.
@@ -268,7 +269,8 @@ class GradScaler(Stepping):
             What `optimizer.step` returns, None when it was skipped. `last_step.skipped` tells them apart.
 
         Raises:
-            PolicyError: if other code wrote a scale of 0, inf or NaN. No parameter was changed.
+            PolicyError: if other code wrote a scale of 0, inf or NaN, or if `reduce` returned something other
+                than None or the sum. No parameter was changed.
             AssertionError: as PyTorch, when there is nothing to check.
             RuntimeError: as PyTorch, for a second call before `update`.
             UsageError: if `update(new_scale)` or `load_state_dict` changed the scale after scaling the loss;
@@ -279,9 +281,9 @@ class GradScaler(Stepping):
         kwargs = _for_optimizer(optimizer, optimizer_kwargs, kwargs, max_norm=max_norm, max_value=max_value)
         clip = Clip(_limit("max_norm", max_norm), _limit("max_value", max_value))
         if not self._enabled:
-            clips = None if clip == Clip() else partial(self._clip, optimizer, clip)
+            outcome = Outcome(1.0, finite=True, skips=False)
+            clips = None if clip == Clip() else partial(self._clip, optimizer, clip, outcome)
             result = step_after(optimizer, clips, args, kwargs)
-            outcome = Outcome(1.0, finite=True)
             self._last = partial(step_of, [outcome], self._steps_seen, 1.0, loss=self._losses.so_far())
             return result
         evaluates = callable(args[0] if args else kwargs.get("closure"))
@@ -530,16 +532,26 @@ class GradScaler(Stepping):
             raise
         self._finish(outcomes)
 
-    def _clip(self, optimizer: Any, clip: Clip) -> None:
-        """Clip where there is no scale: as PyTorch, unless other ranks have parts of the norm."""
-        if self._readings.agreement.needed(gather(optimizer).meshes):
-            self._clip_unscaled(optimizer, clip)
+    def _clip(self, optimizer: Any, clip: Clip, outcome: Outcome) -> None:
+        """Clip where there is no scale: as PyTorch, unless other ranks have parts of the norm.
+
+        With `max_norm` the norm from before any clipping, and whether it is finite, are noted in `outcome`.
+        """
+        gradients, both = gather(optimizer), None not in clip
+        if self._readings.agreement.needed(gradients.meshes):
+            seen = self._clip_unscaled(optimizer, Clip(max_norm=math.inf)) if both else None
+            clipped = self._clip_unscaled(optimizer, clip)
+            if clip.max_norm is not None:
+                outcome.finite, outcome.norm = seen or clipped
             return
+        before = torch.linalg.vector_norm(gradients.norms()) if both and gradients.tensors else None
         parameters = parameters_of(optimizer)
         if clip.max_value is not None:
             torch.nn.utils.clip_grad_value_(parameters, clip.max_value)
         if clip.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, clip.max_norm)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, clip.max_norm)
+            outcome.norm = norm if before is None else before
+            outcome.finite = outcome.norm.isfinite()  # read when `last_step` is
 
     def _tell(self, outcome: Outcome) -> None:
         self._last = partial(step_of, [outcome], self._steps_seen, None, loss=self._losses.so_far())
