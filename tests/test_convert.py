@@ -565,3 +565,16 @@ def test_a_default_that_stands_for_what_was_not_saved_is_named(
     assert torch.load(out)["growth_interval"] == 1000
     assert "megatron does not save min_scale=1.0, growth_factor=2.0" in said
     assert "growth_interval=1000: these defaults were assumed." in said
+
+
+def test_what_our_scaler_took_from_a_policy_and_did_not_save_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scaler, weight = GradScaler("cpu", policy=Dynamic(hysteresis=2)), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save(scaler.state_dict(), tmp_path / "ours.pt")
+    said = converted(capsys, tmp_path / "ours.pt", "torch", tmp_path / "out.json", "deepspeed")
+    assert "torch does not save hysteresis=1, min_scale=None, max_scale=" in said

@@ -7,6 +7,7 @@ entries (`formats`) and rules (`dialects`). Nothing in a file is ever executed: 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +77,8 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
         lost += _uncounted(found.state, found.policy) + _left_out(found.remembered)
     write(out, carried or entries, target)
     assumed = tuple(f"{name}={value!r}" for name, value in origin.unsaved_arguments().items())
+    if found.remembered and carried is None:
+        assumed += _unsaved_of_policy(origin, found.policy)
     return Conversion(found.where, found.state, found.policy, lost, found.equal, assumed)
 
 
@@ -85,6 +88,19 @@ def _uncounted(state: Any, policy: Any) -> list[str]:
     if counts_overflows or state.bad <= 0:
         return []
     return [f"bad={state.bad:g} (counted for a policy that the checkpoint does not hold)"]
+
+
+def _unsaved_of_policy(origin: Dialect[...], policy: Any) -> tuple[str, ...]:
+    """Name what our own adapters take from a policy and the origin's checkpoints have no place for."""
+    form, start = origin.known_format(), policy.start()
+    others = {"hysteresis": 2, "min_scale": 2.0**-20, "max_scale": 2.0**40}
+    others = {name: other for name, other in others.items() if hasattr(policy, name)}
+    saved = form.save(start, policy)
+    return tuple(
+        f"{name}={getattr(policy, name)!r}"
+        for name, other in others.items()
+        if form.save(start, replace(policy, **{name: other})) == saved
+    )
 
 
 def _left_out(remembered: Mapping[str, Any]) -> list[str]:
