@@ -218,14 +218,14 @@ def walked(policy: Policy[Any], script: str, state: Any = None) -> Scales:
 
 _names = st.text() | st.just("\ud800 lone surrogate") | st.just("größe.0.weight\n")
 _loose = st.none() | st.floats()
-_scales = st.floats(min_value=0.0)
+_recorded = st.floats(min_value=0.0)
 steps = st.builds(
     Step,
     index=st.integers(min_value=0),
-    scale=_scales,
+    scale=_recorded,
     finite=st.booleans(),
     skipped=st.booleans(),
-    new_scale=st.none() | _scales,
+    new_scale=st.none() | _recorded,
     loss=_loose,
     grad_norm=_loose,
     peak=_loose,
