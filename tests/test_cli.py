@@ -124,15 +124,27 @@ def test_a_training_takes_as_many_steps_as_asked_for(steps, here, tmp_path):
 
 def test_ctrl_c_leaves_traces_and_a_report_of_what_ran(tmp_path):
     arguments = ["train", "--steps", "100000", "--precision", "float16", "--out", "out"]  # too many to end
-    command = [sys.executable, "-m", "preamp", *arguments]
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "preamp", *arguments],
+            cwd=tmp_path,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     path = tmp_path / "out/float16-unscaled-seed0/trace.jsonl"
     deadline = time.monotonic() + 60
-    while not (path.exists() and path.read_text().count("\n") > 30):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
+    try:
+        while not (path.exists() and path.read_text().count("\n") > 30):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "float16, no scaling, seed 0 stopped: interrupted" in printed
     trace = Trace.read(path)

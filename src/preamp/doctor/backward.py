@@ -152,7 +152,7 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
             if here
             else "the gradients of another rank, or of an earlier step, are not."
             if not record.culprits
-            else "no parameter of this rank has inf or NaN in these steps, and so another rank has."
+            else "no parameter of this rank is named in these steps: another rank most likely has it."
         ),
         advice="Call optimizer.zero_grad() after every step, skipped or not"
         + (

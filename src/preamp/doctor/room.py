@@ -41,7 +41,7 @@ def not_scaled(record: Record) -> Finding | None:
     return Finding(
         kind="not scaled",
         severity=_severity(zeros, saves_something(record.look)),
-        sentence=f"The loss was not scaled in {record.band.name}{_room_words(record)}"
+        sentence=f"The loss was not scaled in {record.band.name} (the scale was 1){_room_words(record)}"
         + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else ".")
         + lost_words(record.look, _advised(settings)),
         advice="Scale it.",
