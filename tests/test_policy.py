@@ -29,7 +29,18 @@ from preamp import (
 from preamp.policy import State
 from preamp.policy.saved import OURS
 
-from .strategies import dynamics, moving, play, policies, quietly, scripts, statics, tolerants
+from .strategies import (
+    OWN,
+    dynamics,
+    moving,
+    near_the_defaults,
+    play,
+    policies,
+    quietly,
+    scripts,
+    statics,
+    tolerants,
+)
 
 CLEAN, OVERFLOW = Reading(finite=True), Reading(finite=False)
 FLOORED = {"bounds": "strict", "min_scale": 1.0, "max_scale": None}
@@ -317,10 +328,11 @@ def test_policies_with_other_settings_differ() -> None:
     assert len(set(different)) == len(different)
 
 
+@pytest.mark.parametrize("kind", OURS.values())
 @no_deadline
-@given(policies)
-def test_a_state_starts_as_plain_floats(policy: Any) -> None:
-    state = policy.start()
+@given(st.data())
+def test_a_state_starts_as_plain_floats(kind: Any, data: st.DataObject) -> None:
+    state = data.draw(OWN.get(kind, near_the_defaults(kind))).start()
     assert all(type(value) is float for value in state)
     assert state.good == state.bad == 0.0
 

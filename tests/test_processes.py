@@ -268,7 +268,7 @@ def test_what_a_recorded_step_says_of_other_scales() -> None:
             Step(4, 2.0**20, True, False),  # the last known would have overflowed
             Step(5, 1.0, True, False, peak=1e9),  # gradients wider than what overflowed
             Step(6, math.inf, False, True),
-            Step(7, math.nan, True, False, peak=2.0),
+            Step(7, 0.0, True, False, peak=2.0),
             Step(8, 8.0, True, False, peak=0.0),
         ]
     )

@@ -518,7 +518,7 @@ def test_a_compiled_update_pays_nothing_for_the_scale_that_gradients_carry() -> 
 # Means over devices
 
 TWO = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
-PLAIN = loss_scaled(optax.sgd(0.1), POLICY)  # the size of a gradient shows, unlike with a clip or Adam
+BY_SGD = loss_scaled(optax.sgd(0.1), POLICY)  # the size of a gradient shows, unlike with a clip or Adam
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec("data")
 MEANS: dict[str, Callable[[Any], Any]] = {
     "pmean": lambda g: lax.pmean(g, "data"),
@@ -531,7 +531,7 @@ MEANS: dict[str, Callable[[Any], Any]] = {
 def averaged(mean: Any, **options: Any) -> Any:
     def train(params: Any, state: Any, x: Any) -> Any:
         _, scaled = scaled_value_and_grad(loss, **options)(state, params, x)
-        return apply_gradients(PLAIN, scaled.map(mean) if mean else scaled, state, params)[0]
+        return apply_gradients(BY_SGD, scaled.map(mean) if mean else scaled, state, params)[0]
 
     return train
 
@@ -539,7 +539,7 @@ def averaged(mean: Any, **options: Any) -> Any:
 def mapped(train: Any, checked: bool) -> Any:
     params = parameters()
     run = jax.jit(shard_map(train, TWO, (WHOLE, WHOLE, SPLIT), WHOLE, checked))
-    return run(params, PLAIN.init(params), X)
+    return run(params, BY_SGD.init(params), X)
 
 
 @pytest.mark.parametrize("mean", MEANS)
@@ -554,7 +554,7 @@ def test_a_mean_of_what_is_summed_already_is_refused(mean: str) -> None:
 
 def once(x: Any) -> Any:
     params = parameters()
-    return step(loss, PLAIN)(params, PLAIN.init(params), x)[1]
+    return step(loss, BY_SGD)(params, BY_SGD.init(params), x)[1]
 
 
 @pytest.mark.parametrize("mean", MEANS)
@@ -562,7 +562,7 @@ def test_a_mean_of_what_differs_is_right(mean: str) -> None:
     if mean != "all_gather":  # whose result shard_map cannot know to be the same on all devices
         assert off_by(mapped(averaged(MEANS[mean]), False), once(X)) < 1e-6
     params = parameters()
-    several = [stacked(params), stacked(PLAIN.init(params)), X.reshape(2, -1, X.shape[-1])]
+    several = [stacked(params), stacked(BY_SGD.init(params)), X.reshape(2, -1, X.shape[-1])]
     by_pmap = jax.pmap(averaged(MEANS[mean]), axis_name="data", devices=jax.devices("cpu")[:2])(*several)
     assert off_by(jax.tree.map(lambda leaf: leaf[0], by_pmap), once(X)) < 1e-6
     by_vmap = jax.vmap(averaged(MEANS[mean]), axis_name="data")(*several)
