@@ -988,6 +988,25 @@ def test_skipped_steps_whose_own_loss_is_a_thousand_times_the_usual_are_bad_data
     assert told(5.0) == "dragged down"
 
 
+@pytest.mark.parametrize(("powers", "kind"), [(10, "bad data"), (3, "NaN in backward")])
+def test_skipped_steps_whose_inputs_are_far_larger_than_usual_are_bad_data(powers: int, kind: str) -> None:
+    steps, scale = [], 2.0**16
+    for n in range(250):
+        is_bad = n % 25 == 20
+        after = scale / 2 if is_bad else scale
+        step = Step(
+            n, scale, finite=not is_bad, skipped=is_bad, new_scale=after, loss=0.5 + 0.01 * (n * 7 % 31)
+        )
+        steps.append(step._replace(loss=(step.loss or 0.0) * (5.0 if is_bad else 1.0)))
+        scale = after
+    trace = Trace(steps)
+    for index in (0, 40, 45, 95, 120):
+        is_bad = trace[index].skipped
+        look = seen(index, trace[index].scale, "backward" if is_bad else "")
+        trace.look(look._replace(inputs=(row("stem", "input", 1 + is_bad * powers), *look.inputs[1:])))
+    assert first(trace).kind == kind
+
+
 def test_a_low_scale_that_never_moved_under_an_unknown_rule_is_too_low() -> None:
     steps = [
         Step(n, 4.0, finite=True, skipped=False, loss=1e-6 + 1e-9 * (n * 7 % 101), peak=1e-6)
