@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from preamp.errors import UsageError
+from preamp.torch import GradScaler
 
 from .torch_pairs import make, ours, theirs, weights
 
@@ -121,3 +122,15 @@ def test_what_works_with_the_original_works(change, loop):
         loop(run, CHANGES[change])
     assert torch.equal(a.weight, b.weight)
     assert a.scaler.get_scale() == b.scaler.get_scale()
+
+
+def test_a_step_without_gradients_has_pytorchs_error_after_a_scale_was_set() -> None:
+    for scaler in (GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight])
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update(4.0)
+        optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="No inf checks were recorded"):
+            scaler.step(optimizer)

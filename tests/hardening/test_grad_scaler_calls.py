@@ -18,7 +18,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from preamp import Dynamic, PolicyError, PreampError, Reading, Starved, Tolerant, UsageError
+from preamp import Dynamic, PolicyError, PreampError, Reading, Starved, Tolerant
 from preamp.torch import GradScaler
 
 from .calling import Calling, drive, drive_long
@@ -172,8 +172,8 @@ class GradScalerCalls(Calling):
             self.refused(AssertionError, self.scaler.step, one.optimizer, **given)
         elif one.stage == "stepped":
             self.refused(RuntimeError, self.scaler.step, one.optimizer, **given)
-        elif not one.has_gradients:  # of a scale that was set meanwhile it is told first
-            self.refused((AssertionError, UsageError), self.scaler.step, one.optimizer, **given)
+        elif not one.has_gradients:
+            self.refused(AssertionError, self.scaler.step, one.optimizer, **given)
         else:
             self.take(one, **given)
 

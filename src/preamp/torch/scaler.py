@@ -221,7 +221,7 @@ class GradScaler(Stepping):
             )
         if ledger["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._refuse_other_scale(ledger)
+        self._refuse_other_scale(optimizer, ledger)
         self._unscale(optimizer, ledger)
 
     def watch(self, optimizer: torch.optim.Optimizer) -> Watch:
@@ -294,7 +294,7 @@ class GradScaler(Stepping):
             raise RuntimeError("step() has already been called since the last update().")
         if evaluates:
             return self._step_with_closure(optimizer, ledger, clip, args, kwargs)
-        self._refuse_other_scale(ledger)
+        self._refuse_other_scale(optimizer, ledger)
         if is_fused(optimizer) and takes(optimizer, "grad_scaler"):
             return self._step_of_old_kind(optimizer, ledger, args, kwargs)
         if self._stays_on_device(optimizer):

@@ -390,9 +390,11 @@ class Stepping(torch.amp.GradScaler):
         where = self._device_of_scale()
         ledger["found_inf_per_device"] = {where: _number(float(not ledger["outcome"].finite), where)}
 
-    def _refuse_other_scale(self, ledger: Ledger) -> None:
+    def _refuse_other_scale(self, optimizer: Any, ledger: Ledger) -> None:
         """Refuse gradients that would be divided by another scale than the one in them."""
-        if self._changed_by is not None and ledger["stage"] is OptState.READY:
+        if self._changed_by is None or ledger["stage"] is not OptState.READY:
+            return
+        if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise UsageError(
                 f"{self._changed_by} changed the scale after the loss was scaled, so the gradients would be "
                 f"divided by another number than they were multiplied by. Write {self._changed_by} after "
