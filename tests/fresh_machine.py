@@ -1,4 +1,4 @@
-"""What a newcomer meets: an empty home, no cache or setting of pip, and no program but Python, make and a shell.
+"""What a newcomer meets: an empty home, no cache or setting of pip, no program but Python, make and a shell.
 
 For each supported Python that is here: a copy of what a clone holds; the README's two commands as printed;
 then each extra alone, installed as its page in docs/start says, in which the page's first program trains and
