@@ -10,7 +10,7 @@ OLDEST_JAX := .venv-oldest-jax
 MATRIX := tests/jax/test_autocast_programs.py tests/jax/test_autocast_structures.py
 ARGS ?=
 
-.PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-oldest-jax test-r docs fresh bench format clean
+.PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-oldest-jax test-r docs fresh matrix bench format clean
 
 train: .venv/train.stamp
 	$(BIN)/preamp train $(ARGS)
@@ -54,6 +54,11 @@ test-oldest-jax: $(OLDEST_JAX)/test.stamp
 # What a newcomer meets: an empty home, Python, pip and make. Half an hour more with ARGS=--all.
 fresh:
 	$(PYTHON) tests/fresh_machine.py $(ARGS)
+
+# Each room with the oldest, the newest and some releases between of its framework; writes docs/versions.md. Some minutes
+# and up to 5 GB of downloads a row, on the Pythons that are here. ARGS="torch-2.6 jax-0.12" runs those; ARGS=--list shows all.
+matrix: .venv/test.stamp
+	$(BIN)/python tests/matrix.py $(ARGS)
 
 # Needs R with reticulate and testthat. On one backend of Keras with ARGS=jax.
 test-r: .venv/test.stamp
