@@ -1,6 +1,6 @@
 """The tests of each room with other releases of its framework: `make matrix`.
 
-    python tests/matrix.py [ROW ...] [--list] [--keep] [--folder FOLDER] [--page]
+    python tests/matrix.py [ROW ...] [--tests FILE] [--list] [--keep] [--folder FOLDER] [--page]
 
 Each row is an environment of its own, made by uv from PyPI alone, with preamp in it as a user installs it.
 What came of it goes into docs/versions.json, row by row, and docs/versions.md is written from that. An
@@ -24,7 +24,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -299,7 +299,7 @@ def _table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield f"{name:18}{row['python']:8}{counts}  {versions}"
 
 
-def run_all(rows: Sequence[Row], matrix: Matrix) -> int:
+def run_all(rows: Sequence[Row], matrix: Matrix, remember: bool) -> int:
     """Run rows one after the other; return the exit status."""
     results, not_made = dict[str, dict[str, Any]](), list[str]()
     try:
@@ -314,7 +314,8 @@ def run_all(rows: Sequence[Row], matrix: Matrix) -> int:
         except NotMade as error:
             not_made.append(f"{row.name} was not made. {error}")
             print(f"  {not_made[-1]}", flush=True)
-        else:
+            continue
+        if remember:
             versions_page.remember(row.name, results[row.name])
             versions_page.write(ROWS, AUTOCAST)
     print(*_table(results), *not_made, sep="\n")
@@ -325,6 +326,7 @@ def main() -> None:
     """Run the rows that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="such as torch-2.6; without one, all")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="run these; docs stay as they are")
     parser.add_argument("--list", action="store_true", help="print the rows, and run nothing")
     parser.add_argument("--keep", action="store_true", help="leave the environments where they are")
     parser.add_argument("--folder", type=Path, default=CACHE, help="for environments, downloads and logs")
@@ -334,13 +336,15 @@ def main() -> None:
     if unknown := [name for name in given.rows if name not in known]:
         parser.error(f"no row is called {', '.join(unknown)}. There are {', '.join(known)}.")
     rows = [known[name] for name in given.rows] or list(ROWS)
+    if given.tests:
+        rows = [replace(row, tests=tuple(given.tests), without=()) for row in rows]
     if given.list:
         for row in rows:
             print(f"{row.name:18}Python {row.python:7}{' '.join(row.requires)}")
     elif given.page:
         versions_page.write(ROWS, AUTOCAST)
     else:
-        sys.exit(run_all(rows, Matrix(given.folder.expanduser().resolve(), given.keep)))
+        sys.exit(run_all(rows, Matrix(given.folder.expanduser().resolve(), given.keep), not given.tests))
 
 
 if __name__ == "__main__":
