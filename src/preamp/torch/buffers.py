@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from preamp.checks import shown
 from preamp.errors import PolicyError
+from preamp.torch.compat import local_part
 
 __all__ = ["Buffers"]
 
@@ -99,7 +100,7 @@ class Buffers:
                 continue
             if buffer.is_floating_point() or buffer.is_complex():
                 found.setdefault(id(buffer), (name, buffer))
-        return {name: getattr(b, "_local_tensor", b) for name, b in found.values()}
+        return {name: local_part(b) for name, b in found.values()}
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
