@@ -188,12 +188,11 @@ def _place(model: nn.Module, args: Any) -> torch.device:
             f"the model lies on {sorted(map(str, devices))}. Write model.to(device) with one for all of it."
         )
     device = devices.pop()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device.type != "cpu" or accelerator is None:
+    if device.type != "cpu" or not torch.accelerator.is_available():
         return device
     given = getattr(args, "local_rank", None)
     local = int(os.environ.get("LOCAL_RANK", "0")) if given is None or given < 0 else int(given)
-    device = torch.device(accelerator.type, local)
+    device = torch.device(torch.accelerator.current_accelerator().type, local)
     torch.accelerator.set_device_index(local)
     model.to(device)
     return device

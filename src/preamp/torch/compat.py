@@ -12,20 +12,21 @@ Private attributes of objects are read where they are needed. These are the same
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _foreach_utils, _pytree
 
 __all__ = [
     "amp_unscale_",
     "amp_update_scale_",
+    "by_device_and_dtype",
     "foreach_copy_",
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
-    "group_by_device_and_dtype",
     "is_compiler_off",
     "is_exporting",
     "is_in_backward",
@@ -49,11 +50,22 @@ foreach_norm = torch._foreach_norm
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 amp_update_scale_ = torch._amp_update_scale_
 
-# Sorts tensors in C++. Since before 2.6; without, a loop in Python would do, as it does in compiled code.
-group_by_device_and_dtype = _foreach_utils._group_tensors_by_device_and_dtype
 
-# The leaves of nested containers. Since before 2.6; without, the lens could not find what modules put out.
-tree_leaves = _pytree.tree_leaves
+def by_device_and_dtype(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Return the positions of the tensors of each device and dtype, sorted in C++.
+
+    Since before 2.6. Without, a loop in Python would do, as it does in compiled code.
+    """
+    grouped = _foreach_utils._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    return {key: indices for key, (_, indices) in grouped.items()}
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return what is in nested containers, those included that were registered with PyTorch.
+
+    Since before 2.6. Without, the lens could not find the tensors that a module puts out.
+    """
+    return _pytree.tree_leaves(tree)
 
 
 def is_in_backward() -> bool:
@@ -72,7 +84,7 @@ def is_in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_of_transform(tensor: torch.Tensor) -> bool:
+def is_of_transform(tensor: Tensor) -> bool:
     """Return whether a tensor is one of `torch.func`.
 
     Since before 2.6. Without, a loss would be kept for longer than the function it belongs to.
@@ -80,7 +92,7 @@ def is_of_transform(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return a DTensor's part on this rank, without a node in autograd's graph; any other tensor as it is.
 
     Since before 2.6. Without, buffers that are DTensors could not be kept.
