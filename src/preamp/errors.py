@@ -102,22 +102,23 @@ class MissingExtra(PreampError, ImportError):
         return cls(f"{error.name} is missing. Run: pip install {shlex.quote(install or str(error.name))}")
 
     @classmethod
-    def refuse_older(cls, name: str, found: str, least: str) -> None:
+    def refuse_older(cls, name: str, found: str, least: str, wanted: str = "preamp") -> None:
         """Refuse a release that is too old.
 
         Args:
             name: what it is a release of, as pip calls it.
             found: the release that is installed, such as "2.6.0+cpu".
             least: the oldest that works, such as "2.6". Its development versions do.
+            wanted: what works with that one only.
 
         Raises:
             MissingExtra: for one that is older, with the line that installs another.
         """
         numbers = [int(number) for number in re.findall(r"\d+", found)]
         if numbers < [int(number) for number in least.split(".")]:
-            install = shlex.quote(f"{name}>={least}")
             raise cls(
-                f"{name} {found} is too old: preamp works with {least} and newer. Run: pip install {install}"
+                f"{name} {found} is too old: {wanted} works with {least} and newer. "
+                f"Run: pip install {shlex.quote(f'{name}>={least}')}"
             )
 
 
