@@ -4,9 +4,10 @@ The rest of `preamp.torch` takes them from here. Beside each one stands since wh
 2.6 and newer, and what happens where it is not. Nothing here decides anything, and nothing loads the compiler
 or Triton.
 
-Private attributes of objects are read where they are needed. These are the same since 2.6: `_version`,
-`_values`, `_is_view` of a tensor; `_parameters`, `_buffers`, `_compiled_call_impl` of a module;
-`_sequence_nr` of a node of autograd's graph; `_optimizer_step_pre_hooks` of an optimizer.
+Private attributes of objects are read where they are needed. These have been the same since before 2.6:
+`_version`, `_values`, `_is_view` of a tensor; `_is_flat_param` of a parameter that FSDP made;
+`_parameters`, `_buffers`, `_compiled_call_impl` of a module; `_sequence_nr` of a node of autograd's graph;
+`_step_supports_amp_scaling` and `_optimizer_step_pre_hooks` of an optimizer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils import _foreach_utils, _pytree
 
 __all__ = [
+    "BatchNormBase",
     "amp_unscale_",
     "amp_update_scale_",
     "by_device_and_dtype",
@@ -49,6 +51,10 @@ foreach_norm = torch._foreach_norm
 # PyTorch's scaler is made of these. Since before 2.6; nothing works without.
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 amp_update_scale_ = torch._amp_update_scale_
+
+
+# What batch and instance normalization have in common. Since before 2.6; each could be named instead.
+BatchNormBase = torch.nn.modules.batchnorm._NormBase
 
 
 def by_device_and_dtype(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
