@@ -22,6 +22,7 @@ from preamp.checks import FLOAT32_MAX, is_number, shown, to_float32
 from preamp.errors import InexactScale, PolicyError
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
+from preamp.torch.compat import amp_update_scale_
 
 __all__ = ["SETTINGS", "LossScale", "numbers_and_settings"]
 
@@ -186,7 +187,7 @@ class LossScale:
         tracker: Any = self.tracker
         found_inf = finite.logical_not().to(self._device(), torch.float32)
         factors = rule.growth_factor, rule.backoff_factor
-        torch._amp_update_scale_(self.state.scale, tracker, found_inf, *factors, rule.growth_interval)
+        amp_update_scale_(self.state.scale, tracker, found_inf, *factors, rule.growth_interval)
         self.state.scale.clamp_(rule.min_scale, rule.max_scale)
         self.state.good.copy_(tracker)
         self._remember()
