@@ -38,7 +38,7 @@ class Module:
         return False
 
     def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        pass  # what is drawn is drawn on the CPU
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
@@ -79,6 +79,11 @@ class _Device:
                 return on_host[id(value)][0]
             return self.lifted(value) if here else value
 
+        wanted = operator._schema.arguments
+        args = tuple(  # numbers that C++ has made tensors of come as numbers
+            torch.tensor(value) if isinstance(value, int | float) and str(one.type) == "Tensor" else value
+            for value, one in zip(args, wanted, strict=False)
+        )
         lowered = tree_map(lower, (args, kwargs))
         result = operator(*lowered[0], **lowered[1])
         for tensor, inner in on_host.values():
