@@ -17,6 +17,7 @@ from torch import Tensor
 
 from preamp.checks import FLOAT32_MAX
 from preamp.torch.compat import amp_unscale_, by_device_and_dtype, foreach_mul_, foreach_norm
+from preamp.torch.device import widest
 
 __all__ = [
     "HALF_DTYPES",
@@ -85,7 +86,7 @@ class Gradients:
         if peak == 0.0:
             return 0.0
         shares = self.shares or [1.0] * len(self.tensors)
-        parts = (squared_norm([t.double() / peak]) for t in self.tensors)
+        parts = (squared_norm([t.to(widest(t.device)) / peak]) for t in self.tensors)
         return sum(share * part for share, part in zip(shares, parts, strict=True)) * peak * peak
 
     def peaks(self) -> list[float]:
@@ -142,7 +143,7 @@ class Gradients:
     def _of_each(self, measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Return one number of each gradient, measured in groups that are alike: of shape [gradients]."""
         first = self.tensors[0].device
-        dtype = torch.float64 if any(t.dtype is torch.float64 for t in self.tensors) else torch.float32
+        dtype = widest(first) if any(t.dtype is torch.float64 for t in self.tensors) else torch.float32
         groups = list(_alike(self.tensors).values())
         parts = [measure([self.tensors[i] for i in group]).to(first, dtype) for group in groups]
         if len(parts) == 1:
@@ -232,11 +233,14 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
         flag = flags.setdefault(device, found_inf if device == found_inf.device else found_inf.to(device))
         group, inverse = [tensors[i] for i in indices], inv_scale.to(device)
         if dtype in KERNEL_DTYPES or device.type == "cpu":
-            amp_unscale_(group, flag, inverse)
-        else:
-            peaks = torch.stack(foreach_norm(group, math.inf))
-            flag.copy_(torch.maximum(flag, peaks.isfinite().all().logical_not().to(flag.dtype)))
-            foreach_mul_(group, inverse)
+            try:
+                amp_unscale_(group, flag, inverse)
+                continue
+            except NotImplementedError:  # some backends have no such kernel; nothing has moved
+                pass
+        peaks = torch.stack(foreach_norm(group, math.inf))
+        flag.copy_(torch.maximum(flag, peaks.isfinite().all().logical_not().to(flag.dtype)))
+        foreach_mul_(group, inverse)
     return flags
 
 

@@ -174,8 +174,11 @@ class LossScale:
             return
         here = Reading(*[None if one is None else self._here(one) for one in reading])
         if self._by_kernel and not torch.compiler.is_compiling():
-            self._advance_by_kernel(here.finite)
-            return
+            try:
+                self._advance_by_kernel(here.finite)
+                return
+            except NotImplementedError:  # some backends have no such kernel; nothing has moved
+                self._by_kernel = False
         after = self.policy.advance(self.state, here, torch.where)
         for old, new in zip(self.state, _apart(after, self.state), strict=True):
             old.copy_(new)

@@ -32,6 +32,7 @@ from preamp.policy import Policy
 from preamp.torch.accumulation import Accumulation
 from preamp.torch.averages import Averages
 from preamp.torch.compat import is_of_transform
+from preamp.torch.device import is_capturing
 from preamp.torch.gradients import gather, multiply_
 from preamp.torch.masters import MasterWeights
 from preamp.torch.optimizers import parameters_of, warn_of_small_eps
@@ -600,7 +601,7 @@ class _Scaled:
 
 def _is_captured(loss: Any) -> bool:
     """Return whether what is computed now is recorded into a CUDA graph."""
-    return getattr(loss, "is_cuda", False) and torch.cuda.is_current_stream_capturing()
+    return isinstance(loss, Tensor) and is_capturing(loss)
 
 
 class _Decay:

@@ -26,7 +26,7 @@ from preamp.policy import Dynamic, Policy
 from preamp.torch.agreement import Agreement, number_of_ranks
 from preamp.torch.buffers import Buffers
 from preamp.torch.culprits import backward_order
-from preamp.torch.device import check_device
+from preamp.torch.device import check_device, is_capturing
 from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale, numbers_and_settings
 from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes, warn_of_small_eps
@@ -70,7 +70,7 @@ class GradScaler(Stepping):
         process_group: the ranks that hold different gradients of one model (tensor, pipeline or fully
             sharded parallel), so that all of them skip together. DDP needs none, and DTensors know theirs.
         reduce: instead of a group, a function that sums a float64 tensor over ranks: of shape [2], for a
-            policy that sees [282].
+            policy that sees [282]. On a device without float64, such as MPS, it is float32.
         capturable: read nothing, ever: for `torch.compile(fullgraph=True)` and CUDA graphs. The state
             stays on the device, `last_step` is read when it is asked for, and a step that must not happen
             is taken back by a `where`, unless the optimizer is fused.
@@ -490,7 +490,7 @@ class GradScaler(Stepping):
         if not torch.compiler.is_compiling():
             self._scalings += 1
             # A graph that is captured now scales whenever it is replayed, and nothing is heard of it here.
-            self._is_pending = not (output.is_cuda and torch.cuda.is_current_stream_capturing())
+            self._is_pending = not is_capturing(output)
             if self._order is None and output.grad_fn is not None:
                 self._order = backward_order(output.grad_fn)
         wide = output.float() if output.dtype is torch.float16 else output

@@ -26,6 +26,7 @@ from preamp.torch import gradients as arithmetic
 from preamp.torch.agreement import number_of_ranks
 from preamp.torch.buffers import Buffers
 from preamp.torch.culprits import culprits
+from preamp.torch.device import widest
 from preamp.torch.gradients import Gradients, gather
 from preamp.torch.guarded import Snapshot, prime, step_where
 from preamp.torch.loss_scale import LossScale
@@ -479,7 +480,7 @@ class Stepping(torch.amp.GradScaler):
 
     def _inverse(self, scale: Tensor) -> Tensor:
         if self._loss_scale.on_device:
-            wide = scale if scale.device.type == "mps" else scale.double()
+            wide = scale.to(widest(scale.device))
             return (wide * self._loss_factor).reciprocal().float()
         return _number(1.0 / (self._loss_scale.state.scale * self._loss_factor), scale.device)
 
