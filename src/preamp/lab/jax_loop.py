@@ -33,7 +33,7 @@ from preamp.jax import (
 from preamp.lab import ADAM_EPSILON, ZEROS_EVERY, Precision
 from preamp.lab.lens import Lens
 from preamp.lab.problem import Problem, share_of_zeros
-from preamp.looks import Kind
+from preamp.looks import Kind, Look
 from preamp.policy import Policy
 from preamp.trace import Step
 
@@ -68,7 +68,7 @@ class JaxLoop:
         if policy is not None:
             self.optimizer = loss_scaled(self.optimizer, policy)
         layers: Layers = OrderedDict(
-            (f"layer{number}", {"weight": weight.T, "bias": np.zeros(len(weight), np.float32)})
+            (f"layer{number}", {"weight": jnp.asarray(weight.T), "bias": jnp.zeros(len(weight))})
             for number, weight in enumerate(problem.initial_weights(seed), start=1)
         )
         state = layers, self.optimizer.init(layers)
@@ -84,7 +84,7 @@ class JaxLoop:
         for index, rows in enumerate(self.problem.batches(self.seed)):
             start = time.perf_counter()
             if self.lens.is_due(index, after_skip=skipped):
-                self._look(index, inputs[rows], labels[rows])
+                self.lens.show(self._looks(index, inputs[rows], labels[rows]))
             after = self.train_step(self.layers, self.state, inputs[rows], labels[rows])
             loss, gradients, peak, self.layers, self.state = after
             zeros = share_of_zeros(gradients) if index % ZEROS_EVERY == 0 else None
@@ -128,19 +128,12 @@ class JaxLoop:
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(answers, labels)
         return jnp.mean(losses), activations
 
-    def _look(self, index: int, inputs: NDArray[np.float32], labels: NDArray[np.int64]) -> None:
-        """Show the lens a step that is about to be made."""
+    def _looks(self, index: int, inputs: NDArray[np.float32], labels: NDArray[np.int64]) -> Iterator[Look]:
+        """Yield what there is to see of a step that is about to be made, a look for each kind of values."""
         scale, values, counts = self.values(self.layers, self.state, inputs, labels)
-        for what, tree in values.items():
-            seen = look(
-                counts[what],
-                index=index,
-                scale=float(scale),
-                low_dtype=self.precision,
-                what=what,
-                like=tree,
-            )
-            self.lens.on_look(seen)
+        about: dict[str, Any] = {"index": index, "scale": float(scale), "low_dtype": self.precision}
+        for what, like in values.items():
+            yield look(counts[what], what=what, like=like, **about)
 
     def _values(
         self, layers: Layers, state: Any, inputs: jax.Array, labels: jax.Array
@@ -165,8 +158,9 @@ class JaxLoop:
             "flow": _last_first(activations),  # which has the flows' shapes and dtypes
             "gradient": _last_first(gradients),
         }
-        counts = {what: exponent_histogram(tree) for what, tree in values.items() if what != "flow"}
-        return scale, values, {**counts, "flow": _last_first(flows)}
+        counts: dict[Kind, ByLayer] = {what: exponent_histogram(tree) for what, tree in values.items()}
+        counts["flow"] = _last_first(flows)
+        return scale, values, counts
 
 
 def _network(

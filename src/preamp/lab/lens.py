@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from preamp.lab import LOOK_EVERY
@@ -17,7 +17,7 @@ class Lens:
 
     Attributes:
         every: steps from one look to the next; the first one is looked at.
-        on_look: called with every `Look`; None to look at nothing.
+        on_look: called with every `Look`; None not to look.
     """
 
     every: int = LOOK_EVERY
@@ -33,3 +33,9 @@ class Lens:
         """
         before, self._streak = self._streak, after_skip
         return self.on_look is not None and (index % self.every == 0 or (after_skip and not before))
+
+    def show(self, looks: Iterable[Look]) -> None:
+        """Hand on what was seen of a step."""
+        for look in looks:
+            if self.on_look is not None:
+                self.on_look(look)
