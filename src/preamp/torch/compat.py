@@ -13,11 +13,13 @@ Private attributes of objects are read where they are needed. These have been th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _guards
+from torch.amp import autocast_mode
 from torch.utils import _foreach_utils, _pytree
 
 __all__ = [
@@ -134,3 +136,37 @@ def is_compiler_off() -> bool:
 
 
 # ---- Autocast ----------------------------------------------------------------------------------------------
+
+
+class _SecretSettings:
+    """An autocast region that the compiler cannot read, so that what enters it runs eagerly."""
+
+    _fast_dtype: torch.dtype
+
+    @property
+    def fast_dtype(self) -> torch.dtype:
+        if _guards.TracingContext.try_get() is not None and not torch.compiler.is_compiling():
+            from torch._dynamo.exc import Unsupported
+
+            raise Unsupported("An autocast region with casting=, report= or emulate= is not compiled.")
+        return self._fast_dtype
+
+    @fast_dtype.setter
+    def fast_dtype(self, dtype: torch.dtype) -> None:
+        self._fast_dtype = dtype
+
+
+# An autocast that the compiler does not take for PyTorch's own, whose settings it writes into its graph.
+# Since 2.12. Without, the compiler is stopped where it reads them.
+UnmanagedAutocast: Any = getattr(autocast_mode, "_UnmanagedAutocast", _SecretSettings)
+
+
+@contextmanager
+def _region(*settings: Any) -> Iterator[None]:
+    with torch.autocast(*settings):
+        yield
+
+
+# Makes a region in code that the compiler traces, in place of a subclass of PyTorch's autocast. Until 2.11 the
+# compiler did not allow a class to make PyTorch's region, only a function.
+traced_autocast: Callable[..., Any] = torch.autocast if hasattr(autocast_mode, "_UnmanagedAutocast") else _region
