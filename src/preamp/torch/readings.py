@@ -135,8 +135,7 @@ class Readings:
             sizes = sight.each
             total = sizes.amax().to(divisor.device)
         else:
-            sizes = self._sizes(optimizer, gradients, divisor.device)
-            total = torch.linalg.vector_norm(_shared(sizes, gradients.shares)).to(divisor.device)
+            total, sizes = self.norm_on_device(optimizer, gradients, divisor.device)
         finite = total / divisor <= FLOAT32_MAX
         if agree and self.agreement.needed(gradients.meshes):
             wide = widest(total.device)
@@ -146,6 +145,13 @@ class Readings:
             finite = (overflows == 0.0) & squared.isfinite()
             total = (squared.sqrt() * divisor).to(divisor.dtype)
         return Seen(finite, None if sight is not None and sizes is sight.each else total, sight, sizes)
+
+    def norm_on_device(
+        self, optimizer: Any, gradients: Gradients, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return this rank's L2 norm of all gradients on a device, and that of each, unread."""
+        sizes = self._sizes(optimizer, gradients, device)
+        return torch.linalg.vector_norm(_shared(sizes, gradients.shares)).to(device), sizes
 
     def flags(
         self,
