@@ -23,6 +23,9 @@ HEAD = """\
 What is asked for is in `pyproject.toml`. What is tried are the oldest release, the newest, and some between;
 those in bold passed all of their tests, which are the room's own.
 """
+NEEDS = """\
+What `preamp.torch` and its autocast need of PyTorch beyond its public names, since which release that is
+there and what happens without is said beside each name in `src/preamp/torch/compat.py`."""
 ROOMS = {
     "torch": "`preamp.torch`, without autocast",
     "jax": "`preamp.jax`",
@@ -65,7 +68,7 @@ def page(rows: Sequence[Row], autocast: tuple[int, int], found: Mapping[str, Map
         found: what came of those that were run.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    parts = [HEAD.rstrip(), "\n".join(_supported(project, rows, autocast, found)), "## Rows"]
+    parts = [HEAD.rstrip(), "\n".join(_supported(project, rows, autocast, found)), NEEDS, "## Rows"]
     parts += ["\n".join(_ran(rows, found)), *_not_run(rows, found)]
     return "\n\n".join(parts) + "\n"
 
