@@ -58,9 +58,9 @@ has() { "$PYTHON" -c "import $1" 2>/dev/null; }
 tests=("$PYTHON" -m pytest -q -p no:cacheprovider)
 
 # These compute on the GPU.
-step "training on $device beside training on the CPU" 90 \
+step "training on $device beside training on the CPU" 120 \
     env PREAMP_TEST_DEVICE="$device" "${tests[@]}" tests/device_checks.py
-step "CUDA graphs, and NCCL with one rank" 90 "${tests[@]}" tests/test_torch_cuda.py
+step "CUDA graphs, and NCCL with one rank" 60 "${tests[@]}" tests/test_torch_cuda.py
 # The rest of the tests compute on the CPU, those for JAX on the GPU if it has one. None of them may mind a GPU.
 of_torch=() # without the two above, and without what needs packages that are not there
 for file in tests/test_torch_*.py; do
