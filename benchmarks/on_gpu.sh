@@ -48,7 +48,7 @@ step() { # step NAME SECONDS COMMAND...: run it for at most so long, and keep it
     timeout --kill-after=10 "$most" "$@" >"$log" 2>&1
     local status=$?
     local last
-    last=$(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | tr '|' '/' | tr -d '=' | cut -c -100)
+    last=$(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | tr '|' '/' | tr -d '=' | sed 's/^ *//; s/ *$//' | cut -c -100)
     [ $status -eq 124 ] && last="not done after $most s"
     names+=("$name") outcomes+=("$last") seconds+=("$((SECONDS - began))")
     echo "   $last"
@@ -84,6 +84,7 @@ step "benchmarks" 150 "$PYTHON" benchmarks/run.py --device "$device" --only torc
 
 mkdir -p "$(dirname "$page")"
 {
+    printf -- '---\norphan: true\n---\n\n' # until a page of docs/ leads here
     echo "# On a GPU"
     echo
     echo "\`benchmarks/on_gpu.sh\` writes this page; nothing in it is written by hand."
