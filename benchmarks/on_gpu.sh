@@ -48,7 +48,7 @@ step() { # step NAME SECONDS COMMAND...: run it for at most so long, and keep it
     timeout --kill-after=10 "$most" "$@" >"$log" 2>&1
     local status=$?
     local last
-    last=$(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | tr '|' '/' | tr -d '=' | cut -c -100)
+    last=$(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | tr '|' '/' | tr -d '=' | sed 's/^ *//; s/ *$//' | cut -c -100)
     [ $status -eq 124 ] && last="not done after $most s"
     names+=("$name") outcomes+=("$last") seconds+=("$((SECONDS - began))")
     echo "   $last"
@@ -58,9 +58,9 @@ has() { "$PYTHON" -c "import $1" 2>/dev/null; }
 tests=("$PYTHON" -m pytest -q -p no:cacheprovider)
 
 # These compute on the GPU.
-step "training on $device beside training on the CPU" 90 \
+step "training on $device beside training on the CPU" 120 \
     env PREAMP_TEST_DEVICE="$device" "${tests[@]}" tests/device_checks.py
-step "CUDA graphs, and NCCL with one rank" 90 "${tests[@]}" tests/test_torch_cuda.py
+step "CUDA graphs, and NCCL with one rank" 60 "${tests[@]}" tests/test_torch_cuda.py
 # The rest of the tests compute on the CPU, those for JAX on the GPU if it has one. None of them may mind a GPU.
 of_torch=() # without the two above, and without what needs packages that are not there
 for file in tests/test_torch_*.py; do
@@ -84,6 +84,7 @@ step "benchmarks" 150 "$PYTHON" benchmarks/run.py --device "$device" --only torc
 
 mkdir -p "$(dirname "$page")"
 {
+    printf -- '---\norphan: true\n---\n\n' # until a page of docs/ leads here
     echo "# On a GPU"
     echo
     echo "\`benchmarks/on_gpu.sh\` writes this page; nothing in it is written by hand."

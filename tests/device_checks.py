@@ -259,3 +259,22 @@ def test_steps_and_scales_are_those_of_pytorchs_scaler(kind):
     (scales, mine), (expected, theirs) = train(GradScaler), train(torch.amp.GradScaler)
     assert scales == expected
     same(mine, theirs)
+
+
+def test_keras_reads_and_unscales_there():
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "torch":
+        pytest.skip("Keras has another backend in this process")
+    from preamp.keras import on_torch
+
+    counted = [torch.tensor(7, dtype=torch.int64), torch.tensor(3, dtype=torch.int32), torch.tensor(0.5)]
+    assert on_torch.read([one.to(DEVICE) for one in counted]) == [7.0, 3.0, 0.5]
+    for numbers, finite in (([2.0, -8.0], True), ([1.0, INF], False)):
+        weight = nn.Parameter(torch.zeros(2).to(DEVICE))
+        weight.grad = torch.tensor(numbers).to(DEVICE)
+        gradients, told = on_torch.unscale([weight.grad], [weight], torch.tensor(4.0).to(DEVICE))
+        assert gradients[0].tolist() == [number / 4.0 for number in numbers]
+        assert bool(told.item()) == finite
+        found = on_torch.seen({"peak", "share"}, 1.0, gradients)
+        peak = 2.0 if finite else torch.finfo(torch.float32).max
+        assert on_torch.read([found["peak"], found["share"]]) == [peak, 0.5]

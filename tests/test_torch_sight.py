@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from preamp import PolicyError, Reading, Static
 from preamp.policy import Where
 from preamp.torch import GradScaler, LossScaleOptimizer, stepping
+from preamp.torch.sight import HIGHEST, LOWEST, Sight, packed, unpacked
 
 from .seeing import Remembering, seen_in
 from .torch_pairs import INF, NAN, give, make, ours, weights
@@ -268,3 +271,29 @@ def test_a_policy_may_move_a_number_of_its_state_elsewhere(capturable: bool) -> 
         scaler.step(optimizer)
         scaler.update()
     assert scaler.policy_state[2:] == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@given(
+    peak=st.floats(0.0, width=32, exclude_min=True) | st.integers(LOWEST, HIGHEST).map(lambda e: 2.0**e),
+    tensor=st.booleans(),
+)
+def test_ranks_read_the_power_of_two_above_a_peak_whatever_they_sum_in(dtype, peak, tensor):
+    host = torch.device("cpu")
+    mine = Sight(torch.tensor(peak, dtype=dtype) if tensor else peak, 2.0, 3.0)
+    with patch("preamp.torch.sight.widest", lambda device: dtype):
+        total = packed(mine, host) + packed(Sight(0.0, 0.0, 1.0), host)
+    digits, exponent = math.frexp(peak) if peak < math.inf else (1.0, HIGHEST)
+    least = max(exponent - (digits == 0.5), LOWEST)
+    bins = total[: HIGHEST - LOWEST + 1].tolist()
+    assert total.dtype is dtype
+    assert bins == [float(one == least) for one in range(LOWEST, HIGHEST + 1)]
+    seen = unpacked(total, mine).read()
+    assert seen[:3] == (min(2.0**least, torch.finfo(dtype).max), 2.0, 4.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_peak_that_is_nan_or_0_has_no_bin(dtype):
+    for peak in (0.0, NAN):
+        with patch("preamp.torch.sight.widest", lambda device: dtype):
+            assert packed(Sight(peak, 0.0, 0.0), torch.device("cpu")).eq(0.0).all()
