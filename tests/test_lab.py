@@ -1,14 +1,20 @@
 """The trainings the command line runs: the tables they take, and that float16 honestly fails in them."""
 
+import itertools
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+
 import numpy as np
 import pytest
 import torch
 
-from preamp import DataError, Dynamic, PreampError, Trace, dialects
+from preamp import DataError, Dynamic, MissingExtra, PreampError, Trace, dialects
+from preamp.lab import OLDEST_TORCH, runs
 from preamp.lab.autoencoder import autoencoder
 from preamp.lab.classify import classify
 from preamp.lab.data import digits, read_csv
-from preamp.lab.runs import Plan, find_loop, plans, train
+from preamp.lab.runs import Plan, choose_framework, find_loop, plans, train
 from preamp.lab.torch_loop import TorchLoop
 
 ROWS = [f"{number},{number % 7},{'odd' if number % 2 else 'even'}" for number in range(30)]
@@ -107,6 +113,72 @@ def test_a_framework_is_found_by_name_or_refused():
     assert find_loop("torch") is TorchLoop
     with pytest.raises(PreampError, match=r"'abacus'.*Write one of torch"):
         find_loop("abacus")
+
+
+PACKAGES = ("torch", "jax", "optax", "tensorflow", "keras")
+OLD, RECENT = f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1] - 1}.1", f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}.0+cpu"
+
+
+def installed(monkeypatch, packages, torch_release):
+    """Play a machine with these packages."""
+
+    def release(package):
+        assert package == "torch"
+        if torch_release is None:
+            raise PackageNotFoundError(package)
+        return torch_release
+
+    monkeypatch.setattr(runs, "find_spec", lambda name: object() if name in packages else None)
+    monkeypatch.setattr(runs, "version", release)
+
+
+@pytest.mark.parametrize("torch_release", [OLD, RECENT, "nightly", None])
+def test_the_framework_chosen_is_the_first_that_is_there_whole(monkeypatch, torch_release):
+    for size in range(1, len(PACKAGES) + 1):
+        for packages in map(set, itertools.combinations(PACKAGES, size)):
+            installed(monkeypatch, packages, torch_release)
+            ready = [
+                ("torch", "torch" in packages and torch_release != OLD),
+                ("jax", packages >= {"jax", "optax"}),
+                ("tensorflow", packages >= {"tensorflow", "keras"}),
+                ("keras", "keras" in packages),
+            ]
+            begun = [("torch", "torch"), ("jax", "jax"), ("tensorflow", "tensorflow"), ("keras", "keras")]
+            expected = [name for name, is_ready in ready if is_ready]
+            expected += [name for name, package in begun if package in packages]
+            if packages == {"optax"}:
+                with pytest.raises(MissingExtra, match=r"No framework.*pip install 'preamp\[jax\]'"):
+                    choose_framework()
+            else:
+                assert choose_framework() == expected[0], packages
+
+
+def test_a_finder_that_raises_has_no_framework(monkeypatch):
+    def find(name):
+        raise ModuleNotFoundError(name) if name == "torch" else ValueError(f"{name}.__spec__ is None")
+
+    monkeypatch.setattr(runs, "find_spec", find)
+    with pytest.raises(MissingExtra):
+        choose_framework()
+
+
+def test_choosing_imports_no_framework():
+    code = "import sys; from preamp.lab.runs import choose_framework; print(choose_framework(), *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    chosen, *modules = done.stdout.split()
+    assert chosen == "torch"
+    assert not {*PACKAGES} & {*modules}
+
+
+def test_a_torch_that_is_too_old_is_refused_before_any_work(monkeypatch):
+    installed(monkeypatch, PACKAGES, OLD)
+    with pytest.raises(PreampError) as error:
+        find_loop("torch")
+    oldest = RECENT.removesuffix(".0+cpu")
+    assert f"torch {OLD} is installed" in str(error.value)
+    assert f"pip install 'torch>={oldest}', or write --framework jax" in str(error.value)
+    installed(monkeypatch, PACKAGES, RECENT)
+    assert find_loop("torch") is TorchLoop
 
 
 def test_every_epoch_sees_every_row_once():

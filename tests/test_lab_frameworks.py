@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,7 @@ class Peer:
     summary: dict
     report: str
     runs: dict
+    name: str
 
 
 def environment(backend: str) -> dict[str, str]:
@@ -62,7 +64,8 @@ def environment(backend: str) -> dict[str, str]:
     }
 
 
-def start(framework: str, backend: str, folder: Path) -> Peer:
+def start(name: str, folder: Path) -> Peer:
+    framework, backend = PEERS.get(name, (name, name))
     rows = [f"{x / 125},{(x * 7 % 125) / 125},{'high' if x > 62 else 'low'}" for x in range(125)]
     (folder / "table.csv").write_text("\n".join(rows))
     worker = str(Path(__file__).with_name("lab_worker.py"))
@@ -73,12 +76,13 @@ def start(framework: str, backend: str, folder: Path) -> Peer:
     assert done.returncode == 0, done.stderr
     summary = json.loads((folder / "out/summary.json").read_text())
     report = (folder / "out/report.html").read_text()
-    return Peer(done.stdout, done.stderr, summary, report, json.loads((folder / "runs.json").read_text()))
+    runs = json.loads((folder / "runs.json").read_text())
+    return Peer(done.stdout, done.stderr, summary, report, runs, name)
 
 
 @pytest.fixture(scope="module")
 def torch_peer(tmp_path_factory):
-    return start("torch", "torch", tmp_path_factory.mktemp("torch"))
+    return start("torch", tmp_path_factory.mktemp("torch"))
 
 
 ALSO = ("keras-jax", "keras-tensorflow")  # the loop of keras-torch again
@@ -87,12 +91,23 @@ EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in ALSO)) for name i
 
 @pytest.fixture(scope="module", params=EACH)
 def peer(request, tmp_path_factory):
-    return start(*PEERS[request.param], tmp_path_factory.mktemp(request.param))
+    return start(request.param, tmp_path_factory.mktemp(request.param))
+
+
+RELEASES = {
+    "torch": {"torch": "PyTorch"},
+    "jax": {"jax": "JAX"},
+    "keras-jax": {"keras": "Keras", "jax": "JAX"},
+    "keras-torch": {"keras": "Keras", "torch": "PyTorch"},
+    "keras-tensorflow": {"keras": "Keras", "tensorflow": "TensorFlow"},
+    "tensorflow": {"tensorflow": "TensorFlow"},
+}
 
 
 def table(printed: str) -> list[list[str]]:
-    """Return the cells of the table, but for the seconds, and the lines under it."""
+    """Return the cells of the table, but for the seconds, and the lines under it but for the framework's."""
     lines = [line.rstrip() for line in printed.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("Trained with ")]
     return [line.split()[:-1] if number < 4 else [line] for number, line in enumerate(lines)]
 
 
@@ -100,6 +115,14 @@ def test_the_command_line_prints_what_it_does_for_torch(peer, torch_peer):
     assert table(peer.stdout) == table(torch_peer.stdout)
     assert max(map(len, peer.stdout.splitlines())) <= 80
     assert peer.stderr == ""
+
+
+def test_the_output_the_summary_and_the_report_name_the_framework_and_its_release(peer, torch_peer):
+    for one in (peer, torch_peer):
+        release = " on ".join(f"{said} {version(package)}" for package, said in RELEASES[one.name].items())
+        assert f"\nTrained with {release}.\n" in one.stdout
+        assert one.summary["release"] == release
+        assert f"trained with {release}." in one.report
 
 
 def test_the_summary_and_the_report_are_those_of_torch(peer, torch_peer):
@@ -111,8 +134,9 @@ def test_the_summary_and_the_report_are_those_of_torch(peer, torch_peer):
     assert scaled == their_scaled
     assert (scaled["skipped"], "gives up" in scaled["stopped"]) == (3, True)
     assert unscaled == {**their_unscaled, "test_error": unscaled["test_error"]}
-    assert peer.report.count("<svg") == 3
-    assert torch_peer.report.count("<svg") == 3 + 2 * 3  # and what a lens saw in its two runs
+    seen = {"jax": 3}.get(peer.name, 0)  # kinds of values, in each of two runs
+    assert peer.report.count("<svg") == 3 + 2 * seen
+    assert torch_peer.report.count("<svg") == 3 + 2 * 3
 
 
 @pytest.mark.parametrize("run", ROUNDING)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -61,9 +60,9 @@ class JaxLoop:
         emulate: bool = True,
     ) -> None:
         self.problem, self.precision, self.policy, self.seed = problem, precision, policy, seed
-        self.network = partial(_network, ends_in_sigmoid=problem.loss == "squared")
+        self.products = _products
         if precision != "float32":
-            self.network = autocast(self.network, precision, emulate=emulate)
+            self.products = autocast(_products, precision, emulate=emulate)
         self.optimizer = optax.adam(problem.learning_rate, eps=ADAM_EPSILON)
         if policy is not None:
             self.optimizer = loss_scaled(self.optimizer, policy)
@@ -98,8 +97,8 @@ class JaxLoop:
 
     def outputs(self) -> NDArray[np.float32]:
         """Return what the network answers on the test rows, in the precision it was trained in."""
-        answers, _ = self.network(self.layers, jnp.asarray(self.problem.table.test))
-        return np.asarray(answers, np.float32)
+        answers, _ = self._outputs(self.layers, None, jnp.asarray(self.problem.table.test))
+        return np.asarray(answers)
 
     def _train_step(
         self, layers: Layers, state: Any, inputs: jax.Array, labels: jax.Array
@@ -117,12 +116,21 @@ class JaxLoop:
         of_weights = [layer["weight"] for layer in gradients.values()]
         return loss, of_weights, _peak(of_weights), layers, state
 
+    def _outputs(self, layers: Layers, slots: ByLayer | None, inputs: jax.Array) -> tuple[jax.Array, ByLayer]:
+        """Return what the network answers, in float32 from the last product on, and what layers put out."""
+        products, activations = self.products(layers, slots, inputs)
+        answers = products.astype(jnp.float32)
+        if self.problem.loss == "squared":
+            answers = jax.nn.sigmoid(answers)
+        *_, last = layers
+        activations[last] = answers = _watched(answers, slots, last)
+        return answers, activations
+
     def _loss(
         self, layers: Layers, slots: ByLayer | None, inputs: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, ByLayer]:
-        """Return the loss, and what each layer put out."""
-        answers, activations = self.network(layers, inputs, slots)
-        answers = answers.astype(jnp.float32)
+        """Return the loss, and what each layer puts out."""
+        answers, activations = self._outputs(layers, slots, inputs)
         if self.problem.loss == "squared":
             return jnp.mean(jnp.square(answers - inputs)), activations
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(answers, labels)
@@ -163,27 +171,24 @@ class JaxLoop:
         return scale, values, counts
 
 
-def _network(
-    layers: Layers, values: jax.Array, slots: ByLayer | None = None, *, ends_in_sigmoid: bool
-) -> tuple[jax.Array, ByLayer]:
-    """Return what the last layer puts out, and what each does.
+def _products(layers: Layers, slots: ByLayer | None, values: jax.Array) -> tuple[jax.Array, ByLayer]:
+    """Return what the last layer says, before any sigmoid of it, and what the others put out.
 
     Args:
         layers: weight, of shape (in, out), and bias of each.
-        values: the inputs.
         slots: for each layer, where to count the gradient with respect to what it puts out; None not to.
-        ends_in_sigmoid: whether the last layer has a sigmoid behind it, as all others have.
+        values: the inputs.
     """
-    *_, last = layers
+    *hidden, last = layers
     activations: ByLayer = OrderedDict()
-    for name, layer in layers.items():
-        values = values @ layer["weight"] + layer["bias"]
-        if name != last or ends_in_sigmoid:
-            values = jax.nn.sigmoid(values)
-        if slots is not None:
-            values = watch(values, slots[name])
-        activations[name] = values
-    return values, activations
+    for name in hidden:
+        products = values @ layers[name]["weight"] + layers[name]["bias"]
+        activations[name] = values = _watched(jax.nn.sigmoid(products), slots, name)
+    return values @ layers[last]["weight"] + layers[last]["bias"], activations
+
+
+def _watched(values: jax.Array, slots: ByLayer | None, name: str) -> jax.Array:
+    return values if slots is None else watch(values, slots[name])
 
 
 def _last_first(tree: ByLayer) -> ByLayer:

@@ -144,7 +144,7 @@ def _seen(curves: Sequence[Curve]) -> list[str]:
 
 
 LEGEND = (
-    "<p>Each row is a module, each column a power of two. The bars say what the low precision "
+    "<p>Each row is a module or a parameter, each column a power of two. The bars say what the low precision "
     "can hold of the values, at the loss scale of that step and at the best one; what lies left of them "
     "rounds to zero.</p>"
 )
