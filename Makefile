@@ -15,7 +15,7 @@ OF_KERAS := tests/keras src/preamp/keras docs/keras.md docs/recipes/keras_fit.md
 # Beside JAX, what ARGS="--framework NAME" asks for.
 FRAMEWORK := $(filter torch keras tensorflow,$(subst =, ,$(ARGS)))
 
-.PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-r docs fresh constraints bench format clean
+.PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-r docs fresh matrix constraints bench format clean
 
 train: .venv/train.stamp $(FRAMEWORK:%=.venv/with-%.stamp)
 	$(BIN)/preamp train $(ARGS)
@@ -67,6 +67,11 @@ constraints: .venv/test.stamp
 		--output-file build/constraints.txt $(ARGS) pyproject.toml
 	{ echo '# What is tested together, on every supported Python. Written by make constraints.'; \
 		sed -n '/preamp (pyproject/s/ *# via.*//p' build/constraints.txt; } > constraints.txt
+
+# Each room with the oldest, the newest and some releases between of its framework; writes docs/versions.md. Some minutes
+# and up to 5 GB of downloads a row, on the Pythons that are here. ARGS="torch-2.6 jax-0.12" runs those; ARGS=--list shows all.
+matrix: .venv/test.stamp
+	$(BIN)/python tests/matrix.py $(ARGS)
 
 # Needs R with reticulate and testthat. On one backend of Keras with ARGS=jax.
 test-r: .venv/test.stamp

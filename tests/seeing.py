@@ -1,17 +1,19 @@
-"""A policy that remembers what it was shown, and what it should have been shown, by NumPy in float64."""
+"""A policy that remembers what it was shown; by NumPy in float64, what it should have been; exponents counted."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from preamp import Policy, Reading, Step
+from preamp import ExponentHistogram, Policy, Reading, Step
 from preamp.policy import Where, choose
 
-__all__ = ["Remembered", "Remembering", "scales_after", "seen_in"]
+__all__ = ["Remembered", "Remembering", "counted", "scales_after", "seen_in"]
 
 
 class Remembered(NamedTuple):
@@ -69,3 +71,16 @@ def seen_in(arrays: Iterable[Any], edge: float) -> tuple[float, float]:
     ]
     entries = np.concatenate([np.abs(part.astype("float64")).ravel() for part in parts])
     return float(entries.max(initial=0.0)), float((entries >= edge).mean())
+
+
+def counted(values: Any, *, least: float = 2.0**-126, most: float = 2.0**128) -> ExponentHistogram:
+    """Count one by one what frameworks are to count."""
+    numbers = [abs(float(value)) for value in values]
+    bins = Counter(math.frexp(x)[1] - 1 for x in numbers if least <= x < most)
+    low, high = min(bins, default=0), max(bins, default=-1)
+    return ExponentHistogram(
+        low,
+        tuple(bins[e] for e in range(low, high + 1)),
+        zeros=sum(x < least for x in numbers),
+        nonfinite=sum(not x < most for x in numbers),
+    )

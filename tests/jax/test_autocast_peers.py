@@ -8,12 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import grampax
 import jax.numpy as jnp
 import pytest
 
 from .agreement import Run, run
 from .programs import PROGRAMS
+
+grampax = pytest.importorskip("grampax")
 
 FAILS = {
     "scan_with_a_constant": TypeError,

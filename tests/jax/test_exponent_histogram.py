@@ -30,7 +30,7 @@ from preamp.jax import (
     watch,
 )
 from preamp.policy import Headroom, Static
-from tests.test_exponents import counted
+from tests.seeing import counted
 
 from .trainings import shard_map
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
-import mpx
 import numpy as np
 import optax
 import pytest
@@ -23,6 +21,8 @@ from preamp.jax import (
     step,
     value_and_grad,
 )
+
+jmp, mpx = pytest.importorskip("jmp"), pytest.importorskip("mpx")
 
 
 def square(w: Any) -> Any:

@@ -150,6 +150,7 @@ def test_the_loss_of_devices_without_an_axis_name_is_their_mean(checked: bool) -
 
 @pytest.mark.parametrize("policy", [POLICY, Headroom()], ids=repr)
 def test_a_step_is_exported_and_read_back(policy: Policy[Any]) -> None:
+    pytest.importorskip("flatbuffers", reason="jax.export needs it to serialize")
     # An inner state without types: those of optax are the user's to register, once in a process.
     inner = optax.GradientTransformation(
         lambda params: (),
@@ -162,6 +163,7 @@ def test_a_step_is_exported_and_read_back(policy: Policy[Any]) -> None:
 
 
 def test_a_loss_scale_is_exported_with_its_policy() -> None:
+    pytest.importorskip("flatbuffers", reason="jax.export needs it to serialize")
     scale = LossScale(Tolerant(tolerance=0.3))
     advance = jax.jit(lambda scale: scale.advance(False))
     read = export.deserialize(export.export(advance)(scale).serialize()).call(scale)

@@ -39,6 +39,8 @@ __all__ = [
     "made_equation",
     "rebuilt",
     "region_name",
+    "root_of",
+    "root_with",
     "scan_layout",
     "source_line",
     "subprograms",
@@ -65,6 +67,7 @@ CALLS = {
     "closed_call": "call_jaxpr",
     "core_closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "checkpoint": "jaxpr",
     "remat": "jaxpr",
     "remat2": "jaxpr",
@@ -132,6 +135,26 @@ def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = params["ft_in"].unpack()  # since JAX 0.11
     return len(constants.vals), len(carried.vals)
+
+
+_ROOT = ["f", "solve", "tangent_solve", "solve_traced", "in_avals", "has_aux"]
+
+
+def root_of(equation: Any) -> Any | None:
+    """Return what `lax.custom_root` leaves in a program since JAX 0.12: one object, which holds functions.
+
+    None for other equations, and where that object is made of something else than in 0.12.
+    """
+    root = equation.params.get("_prim")
+    known = type(root).__name__ == "CustomRoot" and [*inspect.signature(type(root)).parameters] == _ROOT
+    return root if known else None
+
+
+def root_with(root: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Return such an object with its function and its solver changed, which must keep their dtypes."""
+    solve = change(root.solve)
+    solve_traced = jax.jit(solve).trace(*root.in_avals[:2])
+    return type(root)(change(root.f), solve, root.tangent_solve, solve_traced, root.in_avals, root.has_aux)
 
 
 def variable(aval: Any) -> Any:

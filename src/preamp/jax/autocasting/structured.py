@@ -6,12 +6,20 @@ with; all else flows as it comes. It refuses to know what happens inside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from preamp.jax.autocasting.jaxprs import CALLS, inner, scan_layout, wrapped_like
+from preamp.jax.autocasting.jaxprs import (
+    CALLS,
+    evaluated,
+    inner,
+    root_of,
+    root_with,
+    scan_layout,
+    wrapped_like,
+)
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
 from preamp.jax.autocasting.rules import Handler, as_written, convert
 
@@ -124,6 +132,25 @@ def _custom_vmap(program: Program, equation: Any) -> None:
     as_written(program, equation, params)
 
 
+def _object(program: Program, equation: Any) -> None:
+    """Enter the solver of a `custom_root`, which sees the dtypes it was written for; leave other objects."""
+    root = root_of(equation)
+    if root is None:
+        as_written(program, equation)
+        return
+
+    def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            arrays = jax.tree.leaves(args)
+            jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*args)
+            new = evaluated(_as_signed(program, jaxpr), arrays)
+            return jax.tree.unflatten(jax.tree.structure(results), new)
+
+        return run
+
+    as_written(program, equation, {**equation.params, "_prim": root_with(root, rewritten)})
+
+
 def _wanted(program: Program, equation: Any) -> tuple[bool, ...]:
     return program.ahead.wanted(equation.outvars)
 
@@ -170,6 +197,7 @@ STRUCTURED: dict[str, Handler] = {
     "custom_vjp_call": _custom_vjp,
     "custom_vjp_call_jaxpr": _custom_vjp,
     "custom_vmap_call": _custom_vmap,
+    "call_hi_primitive": _object,
     "convert_element_type": convert,
 }
 """What is done with equations that need more than a rule."""
