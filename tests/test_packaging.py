@@ -156,10 +156,10 @@ def test_the_source_archive_holds_what_a_clone_does(built: Path) -> None:
 
 @pytest.mark.slow
 def test_the_source_archive_passes_its_tests(built: Path, tmp_path: Path) -> None:
-    """Those of one room, of the pages, and of what is built from it."""
+    """Those of the rooms and pages, and of what is built from it."""
     with tarfile.open(built / f"{NAME}.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
-    names = ["formats", "pages", "packaging"]
+    names = ["imports", "pages", "packaging"]
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     words += [f"tests/test_{name}.py" for name in names]
     there = {"cwd": tmp_path / NAME, "env": os.environ | {"PYTHONPATH": "src"}}
