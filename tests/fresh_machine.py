@@ -26,18 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = [
-    "make",
-    "sh",
-    "env",
-    "mkdir",
-    "touch",
-    "rm",
-    "cat",
-    "uname",
-    "sed",
-    "bash",
-]  # bash for deepspeed's setup.py
+# bash is for the setup.py of deepspeed.
+PROGRAMS = ["make", "sh", "bash", "env", "mkdir", "touch", "rm", "cat", "uname", "sed"]
 KEPT = re.compile(r"SSL_CERT_FILE$|PIP_CERT$|(?i:https?|no)_proxy$")  # some networks need them
 FRAMEWORKS = {"torch", "jax", "keras", "tensorflow", "deepspeed", "optax", "flax", "tf_keras"}
 BROUGHT = {
