@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = ["make", "sh", "env", "mkdir", "touch", "rm", "cat", "uname", "sed"]
+# bash is for the setup.py of deepspeed.
+PROGRAMS = ["make", "sh", "bash", "env", "mkdir", "touch", "rm", "cat", "uname", "sed"]
 KEPT = re.compile(r"SSL_CERT_FILE$|PIP_CERT$|(?i:https?|no)_proxy$")  # some networks need them
 FRAMEWORKS = {"torch", "jax", "keras", "tensorflow", "deepspeed", "optax", "flax", "tf_keras"}
 BROUGHT = {
@@ -85,7 +86,7 @@ class Machine:
         kept = {name: value for name, value in os.environ.items() if KEPT.match(name)}
         path = os.pathsep.join(str(folder) for folder in (first, self.programs) if folder)
         fixed = {"HOME": str(self.home), "PATH": path, "LANG": "C.UTF-8", "PIP_CONFIG_FILE": os.devnull}
-        print("$", shlex.join(words).partition("\n")[0], flush=True)
+        print("$", *(word if len(word) < 100 else "..." for word in words), flush=True)
         said = []
         words = (shutil.which(words[0], path=path) or words[0], *words[1:])
         with subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -151,3 +152,16 @@ def test_the_source_archive_holds_what_a_clone_does(built: Path) -> None:
     with tarfile.open(built / f"{NAME}.tar.gz") as archive:
         held = {member.name.removeprefix(f"{NAME}/") for member in archive if member.isfile()}
     assert held == {*fresh_machine.tracked(), "PKG-INFO"}
+
+
+@pytest.mark.slow
+def test_the_source_archive_passes_its_tests(built: Path, tmp_path: Path) -> None:
+    """Those of the rooms and pages, and of what is built from it."""
+    with tarfile.open(built / f"{NAME}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    names = ["imports", "pages", "packaging"]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    words += [f"tests/test_{name}.py" for name in names]
+    there = {"cwd": tmp_path / NAME, "env": os.environ | {"PYTHONPATH": "src"}}
+    done = subprocess.run(words, **there, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout + done.stderr
