@@ -371,7 +371,8 @@ def test_the_first_step_is_not_to_be_compiled(dynamo):
     training = Training("AdamW", ours(capturable=True))
     training.scaler.scale(training.matrix.sum()).backward()
     before = training.values()
-    with pytest.raises(Exception, match=r"Take one step before torch.compile"):
+    # The compiler of torch 2.8 shows which error it met, and not what that says.
+    with pytest.raises(Exception, match=r"Take one step before torch.compile|\(UsageError\)"):
         torch.compile(training.scaler.step, fullgraph=True, backend="eager")(training.optimizer)
     assert training.values() == before
     training.scaler.step(training.optimizer)
