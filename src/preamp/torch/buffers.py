@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from preamp.checks import shown
 from preamp.errors import PolicyError
-from preamp.torch.compat import local_part
+from preamp.torch.compat import BatchNormBase, foreach_copy_, local_part
 
 __all__ = ["Buffers"]
 
@@ -66,7 +66,7 @@ class Buffers:
         ]:
             self._kept = {name: buffer.detach().clone() for name, buffer in present.items()}
         elif present:
-            torch._foreach_copy_(list(self._kept.values()), list(present.values()))
+            foreach_copy_(list(self._kept.values()), list(present.values()))
 
     @torch.no_grad()
     def restore(self, names: tuple[str, ...]) -> None:
@@ -104,7 +104,7 @@ class Buffers:
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
-    norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    norm = isinstance(module, BatchNormBase)
     return norm and name in ("running_mean", "running_var")
 
 

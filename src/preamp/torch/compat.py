@@ -4,35 +4,37 @@ The rest of `preamp.torch` takes them from here. Beside each one stands since wh
 2.6 and newer, and what happens where it is not. Nothing here decides anything, and nothing loads the compiler
 or Triton.
 
-Private attributes of objects are read where they are needed. These are the same since 2.6: `_version`,
-`_values`, `_is_view` of a tensor; `_parameters`, `_buffers`, `_compiled_call_impl` of a module;
-`_sequence_nr` of a node of autograd's graph; `_optimizer_step_pre_hooks` of an optimizer.
+Private attributes of objects are read where they are needed. These have been the same since before 2.6:
+`_version`, `_values`, `_is_view` of a tensor; `_is_flat_param` of a parameter that FSDP made;
+`_parameters`, `_buffers`, `_compiled_call_impl` of a module; `_sequence_nr` of a node of autograd's graph;
+`_step_supports_amp_scaling` and `_optimizer_step_pre_hooks` of an optimizer.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import _guards
+from torch import Tensor, _guards
 from torch.amp import autocast_mode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _pytree
 
 __all__ = [
+    "BatchNormBase",
     "DispatchKey",
     "UnmanagedAutocast",
     "all_operators",
     "amp_unscale_",
     "amp_update_scale_",
+    "by_device_and_dtype",
     "foreach_copy_",
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
-    "group_by_device_and_dtype",
     "has_kernel",
     "is_compiler_off",
     "is_exporting",
@@ -70,11 +72,26 @@ foreach_norm = torch._foreach_norm
 amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 amp_update_scale_ = torch._amp_update_scale_
 
-# Sorts tensors in C++. Since before 2.6; without, a loop in Python would do, as it does in compiled code.
-group_by_device_and_dtype = _foreach_utils._group_tensors_by_device_and_dtype
 
-# The leaves of nested containers. Since before 2.6; without, the lens could not find what modules put out.
-tree_leaves = _pytree.tree_leaves
+# What batch and instance normalization have in common. Since before 2.6; each could be named instead.
+BatchNormBase = torch.nn.modules.batchnorm._NormBase
+
+
+def by_device_and_dtype(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Return the positions of the tensors of each device and dtype, sorted in C++.
+
+    Since before 2.6. Without, a loop in Python would do, as it does in compiled code.
+    """
+    grouped = _foreach_utils._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    return {key: indices for key, (_, indices) in grouped.items()}
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return what is in nested containers, those included that were registered with PyTorch.
+
+    Since before 2.6. Without, the lens could not find the tensors that a module puts out.
+    """
+    return _pytree.tree_leaves(tree)
 
 
 def is_in_backward() -> bool:
@@ -93,7 +110,7 @@ def is_in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_of_transform(tensor: torch.Tensor) -> bool:
+def is_of_transform(tensor: Tensor) -> bool:
     """Return whether a tensor is one of `torch.func`.
 
     Since before 2.6. Without, a loss would be kept for longer than the function it belongs to.
@@ -101,7 +118,7 @@ def is_of_transform(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return a DTensor's part on this rank, without a node in autograd's graph; any other tensor as it is.
 
     Since before 2.6. Without, buffers that are DTensors could not be kept.

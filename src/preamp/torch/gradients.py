@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from preamp.checks import FLOAT32_MAX
-from preamp.torch.compat import amp_unscale_, foreach_mul_, foreach_norm, group_by_device_and_dtype
+from preamp.torch.compat import amp_unscale_, by_device_and_dtype, foreach_mul_, foreach_norm
 
 __all__ = [
     "HALF_DTYPES",
@@ -332,8 +332,7 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
         for index, tensor in enumerate(tensors):
             groups[tensor.device, tensor.dtype].append(index)
         return groups
-    grouped = group_by_device_and_dtype([list(tensors)], with_indices=True)
-    return {key: indices for key, (_, indices) in grouped.items()}
+    return by_device_and_dtype(tensors)
 
 
 def _next_in(dtype: torch.dtype, number: float) -> float:

@@ -60,6 +60,8 @@ class Readings:
 
     def watches(self, optimizer: Any) -> bool:
         """Return whether an optimizer is watched."""
+        if optimizer is None:  # of which the compiler of 2.6 cannot trace the id
+            return False
         return id(optimizer) in self._watches and self._watches[id(optimizer)].sees(optimizer)
 
     def look(

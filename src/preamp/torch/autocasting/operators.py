@@ -286,7 +286,7 @@ def _resolved(table: Casting, optional: frozenset[str]) -> tuple[dict[str, Rule]
 
 @cache
 def registered(device_type: str) -> frozenset[str]:
-    """Return the operators that autocast changes in the installed release, whether our tables name them or not."""
+    """Return the operators that the installed release casts for, whether our tables name them or not."""
     names = compat.operators_with_kernel(dispatch_key(device_type))
     return frozenset(name.removeprefix("aten::") for name in names)
 
