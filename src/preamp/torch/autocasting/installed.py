@@ -165,11 +165,12 @@ def before(device_type: str, name: str) -> Kernel:
     """Return what the dispatcher does without our kernel: the framework's cast, or nothing."""
     if name in operators.registered(device_type):
         kernel = compat.kernel_at(f"aten::{name}", operators.dispatch_key(device_type))
-        if kernel is None:  # the rule is known, though, and ours do the same without PyTorch's cache
+        if kernel:
+            return kernel
+        if rule := operators.listed(device_type).get(name):  # which ours follow too, without PyTorch's cache
             from preamp.torch.autocasting import kernels
 
-            return kernels.make(operators.listed(device_type)[name], name, device_type)
-        return kernel
+            return kernels.make(rule, name, device_type)
     if not operators.is_composite(name):
         return operators.without_autocast(name, device_type)
     operator, below = operators.find(name), operators.keys_below(device_type)
