@@ -1,6 +1,6 @@
-"""Autocast's operators as data: what its document lists, how the release differs, and calls of all of them.
+"""Autocast's operators as data: what its document lists, how a release differs, and calls of all of them.
 
-The document is PyTorch 2.1's "Autocast Op Reference".
+The document is PyTorch 2.1's "Autocast Op Reference", the release the one that docs/operators.md names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 aten = torch.ops.aten
+
+RELEASE = "2.13"
+NEWEST = (2, 15)  # the latest release whose lists our tables have
+# Operators that later releases added to the lists, as our tables did.
+NEWER = {"linalg_matrix_sqrth"}  # 2.14
 
 DOCUMENT = {
     "cpu": {
@@ -410,7 +415,15 @@ DECOMPOSITIONS = [
     Call("linalg_tensorsolve", torch.linalg.tensorsolve, x(4, 2, 2), x(4)),
 ]
 
+
+def is_there(call: Call) -> bool:
+    """Return whether the installed release has the operator that is called."""
+    name = REGISTERED_AS.get(call.name, call.name)
+    return hasattr(aten, name.partition(".")[0].partition("(")[0])
+
+
 CALLS = [*MATRICES, *ELEMENTS, *REDUCTIONS, *LOSSES, *IMAGES, *DECOMPOSITIONS]
+CALLS = [call for call in CALLS if is_there(call)]
 
 # The same operator by other ways: modules, methods, Python's operators and other namespaces.
 SPELLINGS: dict[str, tuple[list[Any], list[Callable[..., Any]]]] = {

@@ -135,16 +135,16 @@ CPU = _table(
     fft_rfft2 fft_rfftn fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler grid_sampler_2d
     grid_sampler_3d hinge_embedding_loss huber_loss inverse kl_div l1_loss linalg_cholesky linalg_cholesky_ex
     linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
-    linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve linalg_svd linalg_svdvals
-    linalg_tensorinv linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d max_unpool2d max_unpool3d
-    mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile nll_loss
-    nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod qr quantile reflection_pad1d reflection_pad2d
-    replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft svd trace
-    triangular_solve triplet_margin_loss view_as_complex
+    linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_matrix_sqrth linalg_qr linalg_solve linalg_svd
+    linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d max_unpool2d
+    max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss multilabel_margin_loss_forward nanquantile
+    nll_loss nll_loss2d orgqr ormqr pinverse poisson_nll_loss polar prod qr quantile reflection_pad1d
+    reflection_pad2d replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss
+    stft svd trace triangular_solve triplet_margin_loss view_as_complex
     """,
     widest="cat index_copy stack",
 )
-"""PyTorch 2.13's table for CPU tensors."""
+"""PyTorch 2.13's table for CPU tensors, with what 2.14 and 2.15 added."""
 
 CUDA = _table(
     lower="""
@@ -158,8 +158,8 @@ CUDA = _table(
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
     _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
     cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss
-    huber_loss kl_div l1_loss layer_norm linalg_matrix_norm linalg_vector_norm log log10 log1p log2
-    log_softmax logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
+    huber_loss kl_div l1_loss layer_norm linalg_matrix_norm linalg_matrix_sqrth linalg_vector_norm log log10
+    log1p log2 log_softmax logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
     native_layer_norm nll_loss nll_loss2d norm nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm
     rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softplus sum tan triplet_margin_loss
     upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
@@ -170,7 +170,7 @@ CUDA = _table(
     """,
     refuse="binary_cross_entropy",
 )
-"""PyTorch 2.13's table for CUDA tensors."""
+"""PyTorch 2.13's table for CUDA tensors, with what 2.14 and 2.15 added."""
 
 JAX = _table(
     lower="conv_general_dilated dot_general ragged_dot ragged_dot_general",

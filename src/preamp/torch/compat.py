@@ -15,15 +15,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, _guards
 from torch.amp import autocast_mode
+from torch.optim import optimizer
 from torch.utils import _foreach_utils, _pytree
 
 __all__ = [
     "BatchNormBase",
+    "DispatchKey",
+    "UnmanagedAutocast",
+    "all_operators",
     "amp_unscale_",
     "amp_update_scale_",
     "by_device_and_dtype",
@@ -31,15 +35,29 @@ __all__ = [
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
+    "has_kernel",
     "is_compiler_off",
     "is_exporting",
     "is_in_backward",
     "is_in_transform",
     "is_of_transform",
+    "kernel_at",
+    "keys_after",
     "local_part",
     "mark_constant",
+    "name_of_private_device",
+    "operators_with_kernel",
+    "optimizer_hooks",
+    "outside_of_graphs",
+    "put_kernel",
+    "remover",
+    "takes_numbers_as_tensors",
+    "traced_autocast",
     "tree_leaves",
+    "untraced",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 # ---- Scaling -----------------------------------------------------------------------------------------------
@@ -137,28 +155,95 @@ def is_compiler_off() -> bool:
 
 # ---- Autocast ----------------------------------------------------------------------------------------------
 
+# What PyTorch knows of operators: their names, which have a kernel at a dispatch key, which keys come after
+# one. Since before 2.6; no table could be edited without.
+DispatchKey = torch._C.DispatchKey
+all_operators = torch._C._dispatch_get_all_op_names
+operators_with_kernel = torch._C._dispatch_get_registrations_for_dispatch_key
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+keys_after = torch._C._dispatch_keyset_full_after
+name_of_private_device = torch._C._get_privateuse1_backend_name
 
-class _SecretSettings:
+# Whether PyTorch gives numbers to an operator as tensors. Since before 2.6; without, each call had to ask.
+takes_numbers_as_tensors = torch._C._should_allow_numbers_as_tensors
+
+
+def kernel_at(name: str, key: str) -> Callable[..., Any] | None:
+    """Return the kernel that an operator has at a dispatch key, called with the set of keys first.
+
+    Since 2.9. Without, None: nothing else calls a kernel that another has replaced.
+    """
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    kernel: Callable[..., Any] | None = get_kernel and get_kernel(name, key).call_boxed
+    return kernel
+
+
+def put_kernel(library: Any, name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Put a kernel in the dispatcher, in front of any other.
+
+    `allow_override` is there since 2.8. Without, `Library` refuses the second kernel at a key, and its
+    binding in C++, which `Library` calls, takes it.
+    """
+    if "allow_override" in torch.library.Library.impl.__code__.co_varnames:
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    else:
+        library.m.impl(name, key, kernel, True)
+
+
+def remover(library: Any) -> Callable[[], None]:
+    """Return what takes a library's kernels out of the dispatcher, in one call into C++.
+
+    Since before 2.6. Without, another thread could enter a kernel while it is removed.
+    """
+    remove: Callable[[], None] = library.m.reset
+    return remove
+
+
+def untraced(function: F) -> F:
+    """Have the compiler never take a function for a frame of the user's program.
+
+    Since 2.7 for all that it calls, too. Without, for the function alone.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "_FrameExecStrategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    else:
+        frames.skip_code(function.__code__)
+    return function
+
+
+def outside_of_graphs(function: F) -> F:
+    """Have the compiler call a function, not trace it.
+
+    It is what `torch.compiler.disable` does, without its import of the compiler. Since before 2.6. Without,
+    graphs would lose what the function does.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return untraced(function)
+
+
+class _NotCompiled:
     """An autocast region that the compiler cannot read, so that what enters it runs eagerly."""
 
-    _fast_dtype: torch.dtype
+    _dtype: torch.dtype
 
     @property
     def fast_dtype(self) -> torch.dtype:
-        if _guards.TracingContext.try_get() is not None and not torch.compiler.is_compiling():
+        if _guards.TracingContext.try_get() is not None:
             from torch._dynamo.exc import Unsupported
 
             raise Unsupported("An autocast region with casting=, report= or emulate= is not compiled.")
-        return self._fast_dtype
+        return self._dtype
 
     @fast_dtype.setter
     def fast_dtype(self, dtype: torch.dtype) -> None:
-        self._fast_dtype = dtype
+        self._dtype = dtype
 
 
 # An autocast that the compiler does not take for PyTorch's own, whose settings it writes into its graph.
 # Since 2.12. Without, the compiler is stopped where it reads them.
-UnmanagedAutocast: Any = getattr(autocast_mode, "_UnmanagedAutocast", _SecretSettings)
+UnmanagedAutocast: Any = getattr(autocast_mode, "_UnmanagedAutocast", _NotCompiled)
 
 
 @contextmanager
@@ -167,6 +252,13 @@ def _region(*settings: Any) -> Iterator[None]:
         yield
 
 
-# Makes a region in code that the compiler traces, in place of a subclass of PyTorch's autocast. Until 2.11 the
-# compiler did not allow a class to make PyTorch's region, only a function.
-traced_autocast: Callable[..., Any] = torch.autocast if hasattr(autocast_mode, "_UnmanagedAutocast") else _region
+# What makes PyTorch's region in code that the compiler traces. Until 2.11 it refuses a class that makes an
+# object of another class, and takes a function. A break of the graph inside has the whole caller run eagerly.
+traced_autocast: Callable[..., Any] = (
+    torch.autocast if hasattr(autocast_mode, "_UnmanagedAutocast") else _region
+)
+
+
+# The module with `_global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`, for the steps of all
+# optimizers. Since before 2.6; without, a weight that is stepped inside of a region would not be cast again.
+optimizer_hooks: Any = optimizer

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from preamp.casting import Rule
@@ -26,6 +25,7 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
 from preamp.torch.autocasting.thread import Kernel, thread
+from preamp.torch.compat import is_in_backward, tree_leaves
 
 if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
@@ -136,7 +136,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _told(self, name: str, run: Kernel) -> Kernel:
         def told(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._current is not None or _in_backward():
+            if self._current is not None or is_in_backward():
                 return run(keyset, *args, **kwargs)
             rule = str(self._rules.get(name, "unlisted"))
             self._current = call = self._call(name.partition(".")[0], rule, (args, kwargs))
@@ -152,7 +152,7 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not _probing.now and not _in_backward():
+        if not _probing.now and not is_in_backward():
             self._see(func, args, kwargs, result)
         return result
 
@@ -359,7 +359,3 @@ def _version(tensor: Tensor) -> int:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _in_backward() -> bool:
-    return torch._C._current_autograd_node() is not None

@@ -47,7 +47,7 @@ class Edits(NamedTuple):
 
 
 # PyTorch's compiler takes any autocast for its own and would drop the edits, unless it is "unmanaged".
-class EditedRegion(autocast, UnmanagedAutocast):
+class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which has no type
     """A region with a table, emulation or a report: what `autocast` returns when asked for one of them."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

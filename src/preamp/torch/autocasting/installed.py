@@ -20,8 +20,7 @@ from itertools import compress
 from types import FrameType
 from typing import Any
 
-import torch
-
+from preamp.torch import compat
 from preamp.torch.autocasting import operators
 from preamp.torch.autocasting.thread import Kernel, thread
 
@@ -127,7 +126,7 @@ def remove_unneeded() -> None:
                 for key in list(unneeded):
                     # Compares once more and removes in one call into C: no other thread can start in between.
                     still = map(frames.__eq__, iter(sys._current_frames, None))
-                    if [*map(operator.call, compress([_held[key].library.m.reset], still))]:
+                    if [*map(operator.call, compress([compat.remover(_held[key].library)], still))]:
                         _held.pop(key).library._destroy()
                         unneeded.discard(key)
         finally:
@@ -151,7 +150,7 @@ def _register(device_type: str, names: frozenset[str]) -> Any:
 def _kernel(device_type: str, name: str) -> Kernel:
     key, otherwise = rule_key(device_type, name), before(device_type, name)
 
-    @operators.untraced
+    @compat.untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         run = thread.rules.get(key)
         if run is None:
@@ -164,9 +163,14 @@ def _kernel(device_type: str, name: str) -> Kernel:
 @cache
 def before(device_type: str, name: str) -> Kernel:
     """Return what the dispatcher does without our kernel: the framework's cast, or nothing."""
-    if name in operators.listed(device_type):
-        kernel = torch.library.get_kernel(f"aten::{name}", operators.dispatch_key(device_type))
-        return kernel.call_boxed
+    if name in operators.registered(device_type):
+        kernel = compat.kernel_at(f"aten::{name}", operators.dispatch_key(device_type))
+        if kernel:
+            return kernel
+        if rule := operators.listed(device_type).get(name):  # which ours follow too, without PyTorch's cache
+            from preamp.torch.autocasting import kernels
+
+            return kernels.make(rule, name, device_type)
     if not operators.is_composite(name):
         return operators.without_autocast(name, device_type)
     operator, below = operators.find(name), operators.keys_below(device_type)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from preamp.casting import Rule
 from preamp.errors import UsageError
+from preamp.torch import compat
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.thread import Kernel
 
@@ -92,7 +93,7 @@ def emulate(name: str, device_type: str, dtype: torch.dtype | None) -> Kernel:
     """
     operator, switch = operators.call(name), torch.set_autocast_enabled
 
-    @operators.untraced
+    @compat.untraced
     def emulated(_: Any, /, *args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype(device_type)
         if dtype and low is torch.float16:  # which stands for float8: PyTorch has no regions of it
@@ -114,7 +115,7 @@ def _listed_with(dtype: torch.dtype, name: str, device_type: str) -> Kernel:
     """Return the framework's own cast of a listed operator, to another precision: it is faster than ours."""
     listed = installed.before(device_type, name)
 
-    @operators.untraced
+    @compat.untraced
     def cast_by_framework(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype(device_type)
         torch.set_autocast_dtype(device_type, dtype)
@@ -129,7 +130,7 @@ def _listed_with(dtype: torch.dtype, name: str, device_type: str) -> Kernel:
 def _cast_to(choose: Callable[[Values], torch.dtype], name: str, device_type: str) -> Kernel:
     operator, switch = operators.call(name), torch.set_autocast_enabled
 
-    @operators.untraced
+    @compat.untraced
     def cast_first(_: Any, /, *args: Any, **kwargs: Any) -> Any:
         switch(device_type, False)  # written out, not called: this is what an edit costs
         try:

@@ -1,6 +1,6 @@
 """Which operators of the dispatcher a name stands for.
 
-The only room that reads the dispatcher's lists and keys, most of which PyTorch calls private.
+The only room that reads the dispatcher's lists and keys.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import difflib
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from preamp import casting
 from preamp.casting import Casting, Rule
 from preamp.errors import CastingError
+from preamp.torch import compat
 
 __all__ = [
     "USER_NAMES",
@@ -26,15 +27,14 @@ __all__ = [
     "is_composite",
     "keys_below",
     "listed",
+    "missing",
     "overloads",
     "put",
+    "registered",
     "resolve",
-    "untraced",
     "with_number",
     "without_autocast",
 ]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # What users write, where it is not the name of one operator.
 USER_NAMES: dict[str, str] = {
@@ -75,21 +75,21 @@ NEAREST = 3
 
 def dispatch_key(device_type: str) -> str:
     """Return the name of the dispatch key of a device type's autocast."""
-    names = {"privateuseone": "PrivateUse1", torch._C._get_privateuse1_backend_name(): "PrivateUse1"}
+    names = {"privateuseone": "PrivateUse1", compat.name_of_private_device(): "PrivateUse1"}
     return "Autocast" + names.get(device_type, device_type.upper())
 
 
 @cache
 def keys_below(device_type: str) -> Any:
     """Return the set of dispatch keys that come after a device type's autocast."""
-    return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, dispatch_key(device_type)))
+    return compat.keys_after(getattr(compat.DispatchKey, dispatch_key(device_type)))
 
 
 @cache
 def _names() -> dict[str, list[str]]:
     """Return the names of aten's operators, overloads by operator."""
     names: dict[str, list[str]] = {}
-    for full in sorted(torch._C._dispatch_get_all_op_names()):
+    for full in sorted(compat.all_operators()):
         namespace, _, name = full.partition("::")
         if namespace == "aten":
             names.setdefault(name.partition(".")[0], []).append(name)
@@ -108,11 +108,9 @@ def put(library: Any, name: str, key: str, kernel: Callable[..., Any]) -> None:
     an overload for numbers, that is called.
     """
     _silence()
-    library.impl(name, kernel, key, with_keyset=True, allow_override=True)
-    if with_number(name):
-        library.impl(
-            name, _numbers_apart(name, TORCH_FUNC), TORCH_FUNC, with_keyset=True, allow_override=True
-        )
+    compat.put_kernel(library, name, kernel, key)
+    if with_number(name) and (apart := _numbers_apart(name, TORCH_FUNC)):
+        compat.put_kernel(library, name, apart, TORCH_FUNC)
 
 
 @cache
@@ -127,10 +125,12 @@ def with_number(name: str) -> Any:
 
 
 @cache
-def _numbers_apart(name: str, key: str) -> Callable[..., Any]:
-    as_number, as_tensor = with_number(name), torch.library.get_kernel(f"aten::{name}", key).call_boxed
+def _numbers_apart(name: str, key: str) -> Callable[..., Any] | None:
+    as_number, as_tensor = with_number(name), compat.kernel_at(f"aten::{name}", key)
+    if as_tensor is None:
+        return None
 
-    @untraced
+    @compat.untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(args[1], torch.Tensor):
             return as_tensor(keyset, *args, **kwargs)
@@ -146,7 +146,7 @@ def _silence() -> None:
     library.define("hush() -> ()")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings(action="ignore"):
         for _ in range(2):
-            library.impl("hush", lambda: None, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
+            compat.put_kernel(library, "hush", lambda _: None, "CPU")
 
 
 @cache
@@ -160,11 +160,11 @@ def find(name: str) -> Any:
 def call(name: str) -> Any:
     """Return what calls an operator: PyTorch's own object in between takes half as long again."""
     operator, sibling = find(name)._op, with_number(name)
-    if sibling is None or torch._C._should_allow_numbers_as_tensors(name.partition(".")[0]):
+    if sibling is None or compat.takes_numbers_as_tensors(name.partition(".")[0]):
         return operator
     of_number = sibling._op
 
-    @untraced
+    @compat.untraced
     def either(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
         run = operator if isinstance(second, torch.Tensor) else of_number
         return run(first, second, *args, **kwargs)
@@ -174,16 +174,7 @@ def call(name: str) -> Any:
 
 def is_composite(name: str) -> bool:
     """Return whether an operator is made of others, which the dispatcher sees in turn."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CompositeImplicitAutograd")
-
-
-def untraced(function: F) -> F:
-    """Return a function of the dispatcher that the compiler never takes for a frame of the user's program."""
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    never = frames._FrameExecStrategy(skip, skip)
-    frames.set_code_exec_strategy(function.__code__, never)
-    return function
+    return compat.has_kernel(f"aten::{name}", "CompositeImplicitAutograd")
 
 
 @cache
@@ -194,7 +185,7 @@ def without_autocast(name: str, device_type: str) -> Callable[..., Any]:
     """
     function, switch = call(name), torch.set_autocast_enabled
 
-    @untraced
+    @compat.untraced
     def run(_: Any, /, *args: Any, **kwargs: Any) -> Any:
         switch(device_type, False)
         try:
@@ -258,23 +249,46 @@ def _unknown(name: str) -> str:
 def resolve(table: Casting) -> dict[str, Rule]:
     """Return a table by operators: overload to rule.
 
+    Names that `missing` returns are left out.
+
     Raises:
         CastingError: for a name that stands for no operator, unless it comes from a table of ours: operators
             come and go with PyTorch's releases.
     """
-    return _resolved(table, table.optional)  # which equal tables may differ in
+    return _resolved(table, table.optional)[0]  # which equal tables may differ in
+
+
+def missing(table: Casting) -> tuple[str, ...]:
+    """Return the names that a table has from ours, and that stand for no operator of the installed release.
+
+    >>> missing(casting.DEFAULT.lower("softmax"))
+    ()
+
+    Raises:
+        CastingError: for another name that stands for no operator.
+    """
+    return _resolved(table, table.optional)[1]
 
 
 @cache
-def _resolved(table: Casting, optional: frozenset[str]) -> dict[str, Rule]:
+def _resolved(table: Casting, optional: frozenset[str]) -> tuple[dict[str, Rule], tuple[str, ...]]:
     resolved: dict[str, Rule] = {}
+    absent: list[str] = []
     for name, rule in table.rules.items():
         try:
             resolved |= dict.fromkeys(overloads(name), rule)
         except CastingError:
             if name not in optional:
                 raise
-    return resolved
+            absent.append(name)
+    return resolved, tuple(absent)
+
+
+@cache
+def registered(device_type: str) -> frozenset[str]:
+    """Return the operators that the installed release casts for, whether our tables name them or not."""
+    names = compat.operators_with_kernel(dispatch_key(device_type))
+    return frozenset(name.removeprefix("aten::") for name in names)
 
 
 @cache
@@ -283,12 +297,9 @@ def listed(device_type: str) -> dict[str, Rule]:
 
     Rules are those of the tables in `preamp.casting`; on device types without one, None is known of them.
     """
-    prefix = "aten::"
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(dispatch_key(device_type))
     rules = TABLES.get(device_type, casting.CUDA).rules
-    known = {name.removeprefix(prefix) for name in names}
     return {
         name: rules.get(name) or rules[name.partition(".")[0]]
-        for name in sorted(known)
+        for name in sorted(registered(device_type))
         if name in rules or name.partition(".")[0] in rules
     }

@@ -30,7 +30,7 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting.installed import remove_unneeded, unneeded
 from preamp.torch.autocasting.stepwise import wrap
 from preamp.torch.autocasting.thread import Frame, thread
-from preamp.torch.compat import traced_autocast
+from preamp.torch.compat import traced_autocast, untraced
 
 if TYPE_CHECKING:
     from preamp.casts import CastReport
@@ -138,6 +138,7 @@ class autocast(TorchAutocast):  # PyTorch's name
     def __repr__(self) -> str:
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
 
+    @untraced  # where the compiler gave up on the caller
     def __enter__(self) -> autocast:
         if is_compiling():
             return self._enter_traced()
@@ -153,6 +154,7 @@ class autocast(TorchAutocast):  # PyTorch's name
                 clear_autocast_cache()
         return self
 
+    @untraced
     def __exit__(self, *error: object) -> Literal[False]:
         if thread.traced and thread.traced[-1][0] is self:
             thread.traced.pop()[1].__exit__(None, None, None)

@@ -19,14 +19,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import clear_autocast_cache
-from torch.optim import optimizer as module
 
-from preamp.torch.autocasting.operators import untraced
+from preamp.torch.compat import optimizer_hooks, outside_of_graphs, untraced
 
 __all__ = ["Claim"]
 
 _cache = threading.Lock()
-_optimizers: Any = module
 
 
 class Claim:
@@ -45,14 +43,14 @@ class Claim:
         """Take the cache unless another thread has it; return whether it is this thread's."""
         if not self.held and _cache.acquire(False):
             self.held = True
-            _optimizers._global_optimizer_pre_hooks = _BEFORE
-            _optimizers._global_optimizer_post_hooks = _AFTER
+            optimizer_hooks._global_optimizer_pre_hooks = _BEFORE
+            optimizer_hooks._global_optimizer_post_hooks = _AFTER
         return self.held
 
     def release(self) -> None:
         """Empty the cache and let another thread use it."""
-        _optimizers._global_optimizer_pre_hooks = _BEFORE.data
-        _optimizers._global_optimizer_post_hooks = _AFTER.data
+        optimizer_hooks._global_optimizer_pre_hooks = _BEFORE.data
+        optimizer_hooks._global_optimizer_post_hooks = _AFTER.data
         clear_autocast_cache()
         self.held = False
         _cache.release()
@@ -78,21 +76,13 @@ class _WithOneMore(UserDict[int, Any]):
         return [*self.data.values(), self._hook]
 
 
-def _outside_of_graphs(hook: Any) -> Any:
-    """Have the compiler call a hook, not trace it: its graphs would lose that the cache is emptied.
-
-    This is what `torch.compiler.disable` does, without its import of the compiler.
-    """
-    hook._torchdynamo_disable = True
-    return untraced(hook)
-
-
-@_outside_of_graphs
+# Outside of graphs, because those would lose that the cache is emptied.
+@outside_of_graphs
 def _empty() -> None:
     clear_autocast_cache()
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def _before_step(_: Any, args: Any, kwargs: Any) -> Any:
     """Empty the cache before each call of a closure: an optimizer such as LBFGS writes weights in between."""
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
@@ -110,10 +100,10 @@ def _before_step(_: Any, args: Any, kwargs: Any) -> Any:
     return (args[0], with_empty_cache, *args[2:]), kwargs
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def _after_step(*_: Any) -> None:
     clear_autocast_cache()
 
 
-_BEFORE = _WithOneMore(_optimizers._global_optimizer_pre_hooks, _before_step)
-_AFTER = _WithOneMore(_optimizers._global_optimizer_post_hooks, _after_step)
+_BEFORE = _WithOneMore(optimizer_hooks._global_optimizer_pre_hooks, _before_step)
+_AFTER = _WithOneMore(optimizer_hooks._global_optimizer_post_hooks, _after_step)
