@@ -2,17 +2,22 @@
 # make test:  everything CI checks. make test-r has what needs R.
 # Both build .venv on the first call and go straight to work on every later one.
 
-PYTHON ?= python3.11
+comma := ,
+# The classifiers say which Pythons. PYTHON is the newest that runs and can make an environment: what pyenv has a shim
+# for need not run, and Debian has Pythons without ensurepip.
+SUPPORTED := $(sort $(shell sed -n 's/.*Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml))
+CAN_BUILD := import sys, ensurepip, venv; sys.exit(sys.version_info < ($(subst .,$(comma) ,$(firstword $(SUPPORTED))),))
+PYTHON ?= $(shell for v in $(SUPPORTED); do python$$v -c '$(CAN_BUILD)' 2>/dev/null && newest=python$$v; done; echo $$newest)
 BIN := .venv/bin
+ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 OF_KERAS := tests/keras src/preamp/keras docs/keras.md docs/recipes/keras_fit.md
-OLDEST_JAX := .venv-oldest-jax
-MATRIX := tests/jax/test_autocast_programs.py tests/jax/test_autocast_structures.py
-ARGS ?=
+# Beside JAX, what ARGS="--framework NAME" asks for.
+FRAMEWORK := $(filter torch keras tensorflow,$(subst =, ,$(ARGS)))
 
-.PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-oldest-jax test-r docs fresh bench format clean
+.PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-r docs fresh matrix constraints bench format clean
 
-train: .venv/train.stamp
+train: .venv/train.stamp $(FRAMEWORK:%=.venv/with-%.stamp)
 	$(BIN)/preamp train $(ARGS)
 
 # What runs on one core each runs two at a time.
@@ -47,13 +52,26 @@ keras-jax keras-torch: keras-%: .venv/test.stamp
 test-slow: .venv/test.stamp
 	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)
 
-# Autocast's programs without PyTorch, TensorFlow and the peers.
-test-oldest-jax: $(OLDEST_JAX)/test.stamp
-	$(OLDEST_JAX)/bin/pytest -n 2 --dist loadfile $(MATRIX) $(ARGS)
-
-# What a newcomer meets: an empty home, Python, pip and make. Half an hour more with ARGS=--all.
+# What a newcomer meets: an empty home, Python, pip and make; once for each supported Python that is here. It downloads
+# everything, PyTorch with CUDA among it, and takes an hour for each. ARGS="3.12 train" is the first command, on 3.12 alone.
 fresh:
 	$(PYTHON) tests/fresh_machine.py $(ARGS)
+
+# Writes constraints.txt for all supported Pythons: what pyproject.toml itself names, at releases that go together. What
+# stands in the file stays; ARGS=--upgrade raises it.
+constraints: .venv/test.stamp
+	mkdir -p build
+	cp constraints.txt build/constraints.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version $(firstword $(SUPPORTED)).0 --fork-strategy fewest \
+		--no-header --annotation-style line --all-extras --group test --group pinned \
+		--output-file build/constraints.txt $(ARGS) pyproject.toml
+	{ echo '# What is tested together, on every supported Python. Written by make constraints.'; \
+		sed -n '/preamp (pyproject/s/ *# via.*//p' build/constraints.txt; } > constraints.txt
+
+# Each room with the oldest, the newest and some releases between of its framework; writes docs/versions.md. Some minutes
+# and up to 5 GB of downloads a row, on the Pythons that are here. ARGS="torch-2.6 jax-0.12" runs those; ARGS=--list shows all.
+matrix: .venv/test.stamp
+	$(BIN)/python tests/matrix.py $(ARGS)
 
 # Needs R with reticulate and testthat. On one backend of Keras with ARGS=jax.
 test-r: .venv/test.stamp
@@ -72,27 +90,27 @@ format: .venv/test.stamp
 	$(BIN)/ruff format .
 
 .venv/bin/python:
+	@test -n '$(PYTHON)' || { echo 'None of $(SUPPORTED:%=python%) runs here and can make an environment.' \
+		'On Debian and Ubuntu: apt install python3-venv. Elsewhere: make PYTHON=/path/to/python$(lastword $(SUPPORTED)) train' >&2; exit 1; }
+	@$(PYTHON) -c '$(CAN_BUILD)' || { echo 'PYTHON=$(PYTHON) is older than $(firstword $(SUPPORTED)), or lacks venv or' \
+		'ensurepip. Write PYTHON=/path/to/python$(lastword $(SUPPORTED)), or on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-# torch first and pinned exactly: a looser request may bring several GB of CUDA packages.
+# The smallest framework, in which the main job trains.
 .venv/train.stamp: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) torch==2.13.0
-	$(PIP) --editable '.[torch,cli,report,lab]'
+	$(PIP) --editable '.[jax,cli,report,lab]'
+	touch $@
+
+.venv/with-%.stamp: .venv/train.stamp
+	$(PIP) --editable '.[$*]'
 	touch $@
 
 # deepspeed builds against the torch that is there, without compiling its kernels.
 .venv/test.stamp: .venv/train.stamp
 	$(PIP) --upgrade 'pip>=25.1' setuptools wheel ninja
-	$(PIP) --group test
+	$(PIP) --editable '.[torch,keras,tensorflow]' --group test
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	touch $@
 
-$(OLDEST_JAX)/test.stamp: pyproject.toml constraints-oldest-jax.txt
-	$(PYTHON) -m venv $(OLDEST_JAX)
-	$(OLDEST_JAX)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints-oldest-jax.txt --editable '.[jax]' \
-		equinox flax hypothesis pytest pytest-xdist sybil
-	touch $@
-
 clean:
-	rm -rf .venv $(OLDEST_JAX) runs dist build
+	rm -rf .venv runs dist build

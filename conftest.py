@@ -15,7 +15,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # What XLA compiles for one test or process it need not compile for the next.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-with suppress(ImportError):
-    import triton as _  # noqa: F401  # PyTorch for CUDA has it; loaded after TensorFlow it crashes
 
 import pytest
 from sybil import Example, Sybil
@@ -37,6 +34,10 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.integration.pytest import SybilItem
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from sybil.parsers.rest import DocTestParser
+
+from preamp.load_order import before_tensorflow
+
+before_tensorflow()  # which tests import by themselves
 
 HERE = Path(__file__).parent
 

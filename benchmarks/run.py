@@ -1,9 +1,10 @@
 """All benchmarks, each in a process of its own, and one page of what they found.
 
-Run: python benchmarks/run.py [--quick] [--only torch_scaler] [--page docs/benchmarks.md]
+Run: python benchmarks/run.py [--quick] [--device cuda] [--only torch_scaler] [--page docs/benchmarks.md]
 
-On the CPU always, and on CUDA as well where there is a device. A benchmark that fails is named on the page,
-and the exit status is 1. With `--quick` or `--only` the page is build/benchmarks.md.
+On the CPU always, and on CUDA as well where there is a device, or on the one that `--device` names. A
+benchmark that fails is named on the page, and the exit status is 1. With `--quick`, `--device` or `--only`
+the page is build/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -82,12 +83,14 @@ def run(job: Job, device: str, quick: bool) -> tuple[list[Row], bool]:
         return saved(kept), done.returncode == 0
 
 
-def run_all(jobs: Sequence[Job], quick: bool) -> Run:
-    """Run benchmarks one after the other."""
+def run_all(jobs: Sequence[Job], quick: bool, only: str | None) -> Run:
+    """Run benchmarks one after the other, on the CPU and on CUDA, or on one of them only."""
     busy, began, start = os.getloadavg()[0], date.today().isoformat(), time.perf_counter()
     cuda, rows, failed = cuda_devices(), list[Row](), list[str]()
     for job in jobs:
         for device in ("cpu", "cuda") if job.cuda in cuda else ("cpu",):
+            if only not in (None, device):
+                continue
             minutes = (time.perf_counter() - start) / 60
             print(f"\n{job}, {device}, after {minutes:.1f} minutes", flush=True)
             yielded, well = run(job, device, quick)
@@ -102,10 +105,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two rounds and small sizes: to try it")
     parser.add_argument("--only", action="append", choices=list(dict.fromkeys(job.script for job in JOBS)))
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only there")
     parser.add_argument("--page", type=Path)
     given = parser.parse_args()
-    done = run_all([job for job in JOBS if not given.only or job.script in given.only], given.quick)
-    folder = "build" if given.quick or given.only else "docs"
+    if given.device == "cuda" and not cuda_devices():
+        parser.error("there is no CUDA device. Leave out --device, or write --device cpu.")
+    jobs = [job for job in JOBS if not given.only or job.script in given.only]
+    done = run_all(jobs, given.quick, given.device)
+    folder = "build" if given.quick or given.only or given.device else "docs"
     path = given.page or HERE.parent / folder / "benchmarks.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text(page(done))

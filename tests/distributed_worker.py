@@ -106,10 +106,11 @@ def fsdp2(
     """
     model = nn.Sequential(nn.Linear(3, 1)) if small else net()
     copied = [model.get_parameter(name) for name in plain]
+    beside: dict[str, Any] = {"ignored_params": set(copied)} if plain else {}  # new in 2.7
     names = ("copies", "shards")[-len(mesh) :] if mesh else ()
     one = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names) if mesh else None
     for module in [*(layer for layer in model if isinstance(layer, nn.Linear)), model]:
-        fully_shard(module, mesh=one, ignored_params=set(copied))
+        fully_shard(module, mesh=one, **beside)
     training = Training(model, **how)
 
     def backward(step: int) -> None:

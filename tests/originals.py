@@ -18,10 +18,13 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
+
+import pytest
 
 from .recorded.drivers import Arguments, Scales, walk
 
@@ -87,7 +90,13 @@ def torch(arguments: Arguments, script: str) -> Scales:
 
 @cache
 def keras_worker(backend: str) -> Callable[..., Any]:
-    """Start a process with Keras on one backend; return the function that sends it a request."""
+    """Start a process with Keras on one backend; return the function that sends it a request.
+
+    The test is skipped where one of them is not installed, or JAX, which the process uses too.
+    """
+    for name in ("keras", backend, "jax"):
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
     process = subprocess.Popen(
         [sys.executable, str(HERE / "keras_worker.py")],
         env={**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(HERE.parent / "src")},

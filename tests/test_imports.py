@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
+import itertools
 import os
 import pkgutil
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,12 @@ MODULES = [
 ]
 
 
+def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own."""
+    words = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(words, env=os.environ | variables, capture_output=True, text=True, check=False)
+
+
 def test_importing_preamp_loads_no_framework() -> None:
     code = "import sys, preamp; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run(
@@ -45,6 +53,94 @@ def test_keras_without_its_backend_says_which_to_write() -> None:
         "MissingExtra: Keras is to compute with tensorflow, which is missing. Run: pip install tensorflow, "
         "or write before Keras is imported: os.environ['KERAS_BACKEND'] = 'jax'\n"
     )
+
+
+# Stands before all that finds modules: notes that triton or TensorFlow is asked for, and hides TensorFlow.
+ASKED_FOR = """
+import sys
+asked_for = []
+class Noting:
+    def find_spec(name, path=None, target=None):
+        if name in ("triton", "tensorflow") and name not in asked_for:
+            asked_for.append(name)
+        if name == "tensorflow":
+            raise ModuleNotFoundError("no tensorflow here", name=name)
+sys.meta_path.insert(0, Noting)
+try:
+    {statement}
+except ImportError:
+    print(*asked_for)
+"""
+LOADING_TENSORFLOW = {
+    "preamp.tensorflow": "import preamp.tensorflow",
+    "preamp.tensorflow_arithmetic": "import preamp.tensorflow_arithmetic",
+    "preamp.keras": "import preamp.keras",
+    "preamp.lab.keras_loop": "import preamp.lab.keras_loop",
+    "preamp.lab.tensorflow_loop": "import preamp.lab.tensorflow_loop",
+    "preamp.convert": "from preamp.convert.reading import _tensorflow; _tensorflow('checkpoint')",
+}
+
+
+@pytest.mark.parametrize("statement", LOADING_TENSORFLOW.values(), ids=LOADING_TENSORFLOW)
+def test_triton_is_loaded_before_tensorflow(statement: str) -> None:
+    if "keras" in statement or "lab" in statement:
+        pytest.importorskip("keras")
+    done = run(ASKED_FOR.format(statement=statement), KERAS_BACKEND="tensorflow")
+    assert done.stdout == "triton tensorflow\n", done.stderr
+
+
+def test_triton_is_not_loaded_where_tensorflow_is_not() -> None:
+    pytest.importorskip("jax")
+    pytest.importorskip("keras")
+    done = run(ASKED_FOR.format(statement="import preamp.keras; raise ImportError"), KERAS_BACKEND="jax")
+    assert done.stdout == "\n", done.stderr
+
+
+def test_what_is_loaded_stays_as_it_is() -> None:
+    """Once TensorFlow is loaded, triton must not be."""
+    code = "import preamp.load_order as order; sys.modules['tensorflow'] = sys; order.before_tensorflow()"
+    done = run(ASKED_FOR.format(statement=f"{code}; raise ImportError"))
+    assert done.stdout == "\n", done.stderr
+
+
+def test_keras_is_not_to_load_triton_after_tensorflow(tmp_path: Path) -> None:
+    """Where triton is found, which is not imported: an empty file does."""
+    (tmp_path / "triton.py").touch()
+    code = "import sys; sys.path[:0] = sys.argv[1:]; sys.modules['tensorflow'] = sys; import preamp.keras"
+    done = run(code, str(tmp_path), KERAS_BACKEND="torch")
+    assert done.stderr.endswith("Write import triton before TensorFlow is imported.\n")
+    assert "preamp.errors.UsageError: KERAS_BACKEND='torch', and TensorFlow is loaded already" in done.stderr
+
+
+NEEDED = {
+    **{"torch": "torch", "jax": "jax", "keras": "keras", "tensorflow": "tensorflow", "deepspeed": "torch"},
+    **{"report": "matplotlib", "cli": "cyclopts", "lab": "numpy", "convert": None},
+}
+CRASHED_ONCE = {frozenset(("torch", "keras")), frozenset(("torch", "tensorflow"))}
+SOME_PAIRS, OTHER_PAIRS = (
+    [(*pair, "tensorflow") for pair in itertools.permutations(NEEDED, 2) if frozenset(pair) in CRASHED_ONCE],
+    [
+        (*pair, backend)
+        for pair in itertools.permutations(NEEDED, 2)
+        for backend in (("tensorflow", "jax", "torch") if {"keras", "tensorflow"} & {*pair} else ("jax",))
+        if (frozenset(pair) not in CRASHED_ONCE or backend != "tensorflow")
+    ],
+)
+PAIRS = [*SOME_PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHER_PAIRS)]
+USED = """
+if "torch" in sys.modules:  # which loads its compiler, and so triton, with the first optimizer
+    import torch
+    torch.optim.SGD([torch.ones(1, requires_grad=True)])
+"""
+
+
+@pytest.mark.parametrize(("first", "second", "backend"), PAIRS)
+def test_rooms_can_be_imported_in_any_order(first: str, second: str, backend: str) -> None:
+    for name in {NEEDED[first], NEEDED[second], *([backend] if "keras" in (first, second) else [])} - {None}:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    done = run(f"import preamp.{first}, preamp.{second}, sys{USED}print('well')", KERAS_BACKEND=backend)
+    assert done.stdout == "well\n", (done.returncode, done.stderr)
 
 
 def test_the_heavy_names_are_names_of_something_installed() -> None:

@@ -159,7 +159,7 @@ def test_wide_numpy_and_torch(make: Any, settings: dict[str, Any]) -> None:
 @each_policy
 @pytest.mark.parametrize("weak", [False, True])
 def test_jax_scan_compiles_once(make: Any, settings: dict[str, Any], weak: bool) -> None:
-    import jax
+    jax = pytest.importorskip("jax")
     import jax.numpy as jnp
 
     policy, traced = quietly(make, **settings), 0
@@ -184,7 +184,7 @@ def test_jax_scan_compiles_once(make: Any, settings: dict[str, Any], weak: bool)
 
 @each_policy
 def test_tensorflow_function_traces_once(make: Any, settings: dict[str, Any]) -> None:
-    import tensorflow as tf
+    tf = pytest.importorskip("tensorflow")
 
     policy = quietly(make, **settings)
     step = tf.function(lambda state, reading: policy.advance(state, reading, tf.where))
@@ -204,7 +204,7 @@ def test_keras_ops_on_jax(make: Any, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("make", [Dynamic, Tolerant])
 def test_giving_up_is_seen_inside_jit_too(make: Any) -> None:
-    import jax
+    jax = pytest.importorskip("jax")
     import jax.numpy as jnp
 
     policy = make(init_scale=4.0, min_scale=1.0, at_floor="raise")

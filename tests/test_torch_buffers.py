@@ -13,6 +13,8 @@ from preamp.deepspeed import initialize
 from preamp.torch import GradScaler, LossScaleOptimizer, buffers, stepping
 from preamp.trace import Step
 
+from .torch_pairs import HALF_ENGINE
+
 INF, NAN = float("inf"), float("nan")
 RUINED = ("1.running_mean", "1.running_var")
 
@@ -228,6 +230,7 @@ def test_a_policy_that_gives_up_names_them_too():
     assert run.last.buffers == RUINED
 
 
+@HALF_ENGINE
 def test_an_engine_names_its_models_buffers():
     model = net()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -34,7 +34,7 @@ OPTIMIZERS = {
     "Adadelta": {},
     "ASGD": {},
     "Adafactor": {},
-    "Muon": {},
+    **({"Muon": {}} if hasattr(torch.optim, "Muon") else {}),  # new in 2.9
 }
 POLICIES = {
     "torch's": {"init_scale": 2.0**10, "growth_interval": 3},

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as OriginalSharded
 
 from preamp.torch import GradScaler, ShardedGradScaler
@@ -27,7 +28,7 @@ from . import distributed_worker as worker
 from .distributed_training import OVERFLOW, STEPS, Seen, alone, net
 
 WORKER = Path(worker.__file__)
-PATIENCE = 60.0  # seconds to wait for an answer
+PATIENCE = 180.0  # seconds to wait for an answer
 CLIP = {"max_norm": 0.1}
 SKIPPED = [False, True, False, False, False]
 
@@ -194,6 +195,10 @@ def test_a_rank_whose_shards_are_all_empty_takes_part(two, how, capturable):
     agreed(seen, "parameters")
 
 
+@pytest.mark.skipif(
+    "ignored_params" not in inspect.signature(fully_shard).parameters,
+    reason="FSDP2 leaves no parameter out before torch 2.7",
+)
 @pytest.mark.parametrize("planted", ["0.weight", "4.weight"], ids=["in a shard", "in a copy"])
 @pytest.mark.parametrize("how", [{}, {"clip": CLIP}, {"unscale": True}], ids=["", "clipped", "unscaled"])
 @pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])

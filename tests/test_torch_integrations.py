@@ -7,6 +7,7 @@ writes a checkpoint of its own after the first. They are imported where they are
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
@@ -90,6 +91,7 @@ fused_adamw = partial(adamw, fused=True)
 
 
 def fabric(job: Job) -> list[Row]:
+    pytest.importorskip("lightning")
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import MixedPrecision
 
@@ -115,6 +117,7 @@ def fabric(job: Job) -> list[Row]:
 
 
 def lightning(job: Job) -> list[Row]:
+    pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins.precision import MixedPrecision
@@ -156,6 +159,7 @@ def with_float16(accelerator: Any, scaler: torch.amp.GradScaler) -> Any:
 
 
 def accelerate(job: Job) -> list[Row]:
+    pytest.importorskip("accelerate")
     from accelerate import Accelerator
 
     host = with_float16(Accelerator(cpu=True, mixed_precision="fp16"), job.scaler)
@@ -180,6 +184,7 @@ def accelerate(job: Job) -> list[Row]:
 
 
 def transformers(job: Job) -> list[Row]:
+    pytest.importorskip("transformers")
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     rows = []
@@ -228,10 +233,11 @@ def alone(monkeypatch):
     for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, "1")
     yield
-    from accelerate.state import AcceleratorState, GradientState
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 @pytest.mark.parametrize("train", LIBRARIES)

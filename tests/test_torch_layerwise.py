@@ -324,13 +324,6 @@ def test_close_takes_every_hook_away():
     assert_same(backward_of(layerwise.backward, model, loss), expected)
 
 
-@pytest.fixture
-def one_rank():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def shard(model):
     mesh = init_device_mesh("cpu", (1,))
     for layer in model[::2]:

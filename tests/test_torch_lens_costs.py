@@ -228,16 +228,13 @@ def test_a_model_that_compiles_itself_is_refused() -> None:
     assert hooks(model) == 0
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_under_ddp_names_are_the_models_own() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = mlp()
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        expected = rows_of(seen(copy.deepcopy(model), X))
-        assert rows_of(seen(wrapped, X)) == expected
-        assert hooks(wrapped) == 0
-    finally:
-        torch.distributed.destroy_process_group()
+    model = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    expected = rows_of(seen(copy.deepcopy(model), X))
+    assert rows_of(seen(wrapped, X)) == expected
+    assert hooks(wrapped) == 0
 
 
 def test_under_torch_func_nothing_is_seen_and_nothing_breaks() -> None:

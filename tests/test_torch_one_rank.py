@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -16,13 +15,6 @@ from preamp import Headroom, PolicyError, UsageError
 from preamp.torch import GradScaler, ShardedGradScaler
 from preamp.torch.agreement import Agreement
 from preamp.torch.readings import Readings
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -82,4 +82,4 @@ __all__ = [
     "simulate",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

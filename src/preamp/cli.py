@@ -126,7 +126,7 @@ def train(
     *,
     task: Task | None = None,
     data: Path | None = None,
-    framework: Framework = "torch",
+    framework: Framework | None = None,
     precision: Annotated[tuple[Precision | Literal["all"], ...], NO_DEFAULT] = (),
     emulate: Annotated[bool, Parameter(negative="--native", show_default=False)] = True,
     rule: Annotated[str | None, NAME] = None,
@@ -144,7 +144,8 @@ def train(
     Args:
         task: what to learn; autoencoder for the digits, classify for a table of your own.
         data: a CSV file of numbers whose last column is a label, instead of handwritten digits.
-        framework: whose training loop to use; KERAS_BACKEND says what Keras runs on.
+        framework: whose training loop to use; KERAS_BACKEND says what Keras runs on. Default: the first of
+            torch, jax, tensorflow and keras that is installed.
         precision: float16 runs twice, without and with loss scaling. Can be given several times.
             Default: float32, and float16 or what the configuration computes in.
         emulate: compute in float32 and round where a GPU stores low precision, the default; --native computes
@@ -162,10 +163,11 @@ def train(
     import preamp.report  # noqa: F401  # what is missing is said before the work, not after
     from preamp.lab import data as tables
     from preamp.lab.results import grouped, row
-    from preamp.lab.runs import TASKS, find_loop, plans, write_summary
+    from preamp.lab.runs import TASKS, choose_framework, find_loop, plans, release_of, write_summary
 
     if epochs is not None and steps is not None:
         raise PreampError(f"--epochs {epochs} and --steps {steps} are both given. Write one of them.")
+    framework = framework or choose_framework()
     make_loop = partial(find_loop(framework), emulate=emulate)
     precisions, chosen = precisions_and_rule(precision, rule, policy, dialect, config)
     table = tables.read_csv(data) if data else tables.digits()
@@ -183,10 +185,11 @@ def train(
     with until_done():
         rows = [row(group) for group in grouped(runs)]
         write_summary(out_dir / "summary.json", problem, framework, runs)
-        _write_training_report(out_dir / "report.html", problem, runs, rows, emulate)
+        _write_training_report(out_dir / "report.html", problem, runs, rows, emulate, release_of(framework))
     print_table(rows)
     if seeds > 1:
         out.print(f"Median and range of {seeds} seeds; steps, skipped steps and seconds are sums.")
+    out.print(f"Trained with {release_of(framework)}.")
     print_lines(stops((f"{run.plan.name}, seed {run.plan.seed}", run.trace) for run in runs))
     print_open(out_dir / "report.html")
     return INTERRUPTED if interrupted else 0
@@ -409,7 +412,7 @@ def _named(paths: Sequence[Path], traces: Sequence[Trace]) -> dict[str, Trace]:
 
 
 def _write_training_report(
-    path: Path, problem: Problem, runs: list[Run], rows: list[Row], emulate: bool
+    path: Path, problem: Problem, runs: list[Run], rows: list[Row], emulate: bool, release: str
 ) -> None:
     from preamp.lab.results import grouped, sentence
     from preamp.report import Strip, write_report
@@ -424,7 +427,7 @@ def _write_training_report(
         path,
         title=f"{TITLES[problem.task].format(problem.table.name)} in each precision",
         lead=[
-            "The same network, first weights and batches in every run. "
+            f"The same network, first weights and batches in every run, trained with {release}. "
             f"Low precision is {ARITHMETIC[emulate]}.",
             *map(sentence, grouped(runs)),
         ],

@@ -10,7 +10,7 @@ PreampError
 ├── TraceError      (ValueError)    a trace file that cannot be read, with the line
 ├── CheckpointError (ValueError)    a checkpoint, or a loss scale in one, that cannot be read or written
 ├── DataError       (ValueError)    a user's table that cannot be trained on, with the line
-└── MissingExtra    (ImportError)   an optional dependency is absent, with the line that installs it
+└── MissingExtra    (ImportError)   an optional dependency is absent or too old, with what installs it
 
 UserWarning
 ├── InexactScale                   a scale or factor that is not a power of two: it rounds every gradient
@@ -21,6 +21,7 @@ UserWarning
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from typing import Self
 
@@ -88,7 +89,7 @@ class DataError(PreampError, ValueError):
 
 
 class MissingExtra(PreampError, ImportError):
-    """An optional dependency is absent."""
+    """An optional dependency is absent or too old."""
 
     @classmethod
     def of(cls, error: ImportError, install: str | None = None) -> Self:
@@ -99,6 +100,26 @@ class MissingExtra(PreampError, ImportError):
             install: what brings it, as pip calls it. None: the package itself.
         """
         return cls(f"{error.name} is missing. Run: pip install {shlex.quote(install or str(error.name))}")
+
+    @classmethod
+    def refuse_older(cls, name: str, found: str, least: str, wanted: str = "preamp") -> None:
+        """Refuse a release that is too old.
+
+        Args:
+            name: what it is a release of, as pip calls it.
+            found: the release that is installed, such as "2.6.0+cpu".
+            least: the oldest that works, such as "2.6". Its development versions do.
+            wanted: what works with that one only.
+
+        Raises:
+            MissingExtra: for one that is older, with the line that installs another.
+        """
+        numbers = [int(number) for number in re.findall(r"\d+", found)]
+        if numbers < [int(number) for number in least.split(".")]:
+            raise cls(
+                f"{name} {found} is too old: {wanted} works with {least} and newer. "
+                f"Run: pip install {shlex.quote(f'{name}>={least}')}"
+            )
 
 
 class InexactScale(UserWarning):

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
-import tensorflow as tf
+from preamp.load_order import before_tensorflow
+
+before_tensorflow()
+import tensorflow as tf  # noqa: E402
 
 __all__ = [
     "agreed",

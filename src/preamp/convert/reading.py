@@ -20,6 +20,7 @@ from typing import Any
 
 from preamp.errors import CheckpointError, MissingExtra
 from preamp.files import packed_as
+from preamp.load_order import before_tensorflow
 
 __all__ = ["read"]
 
@@ -187,6 +188,7 @@ def _keras_variables(path: Path, file: Any, config: dict[str, Any]) -> Any:
 
 def _tensorflow(path: Path) -> Any:
     """Return the scalar variables, by the parts of their names."""
+    before_tensorflow()
     import tensorflow as tf
 
     reader = tf.train.load_checkpoint(str(path))

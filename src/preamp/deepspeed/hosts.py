@@ -18,6 +18,7 @@ from torch import Tensor
 from preamp.deepspeed.mirror import RECORD
 from preamp.deepspeed.scalers import DynamicLossScaler
 from preamp.errors import UsageError
+from preamp.torch.device import widest
 from preamp.torch.gradients import Gradients
 from preamp.torch.sight import Sight, look
 
@@ -108,12 +109,14 @@ class Host(ABC):
                 with counts as entries of 0.
         """
         tensors = [gradient for _, gradient in self.gradients() if gradient is not None]
-        mine = look(Gradients([], tensors), edge, _device(), read=True)
-        peak = torch.tensor([mine.peak], dtype=torch.float64, device=_device())
+        device = _device()
+        wide = widest(device)
+        mine = look(Gradients([], tensors), edge, device, read=True)
+        peak = torch.tensor([mine.peak], dtype=wide, device=device)
         self.combine(peak)
         if edge is None:
             return Sight(peak.item())
-        counts = torch.tensor([mine.above, mine.entries], dtype=torch.float64, device=_device())
+        counts = torch.tensor([mine.above, mine.entries], dtype=wide, device=device)
         self.combine(counts, "SUM")
         return Sight(peak.item(), *counts.tolist())
 

@@ -21,9 +21,10 @@ from preamp.deepspeed.engine import Engine
 from preamp.deepspeed.precision import cast_model, dtype_named
 from preamp.deepspeed.ranks import begin_alike, join, rank
 from preamp.deepspeed.sections import DEEPSPEED_ITSELF, optimizer_of, scheduler_of
-from preamp.errors import ConfigError, UsageError
+from preamp.errors import ConfigError, MissingExtra, UsageError
 from preamp.torch import GradScaler, LossScaleOptimizer
 from preamp.torch.agreement import number_of_ranks
+from preamp.torch.gradients import HALF_DTYPES
 from preamp.torch.optimizers import parameters_of
 from preamp.trace import Step
 
@@ -113,12 +114,16 @@ def initialize(
     settings = _settings(args, config if config is not None else config_params)
     _refuse_others(mpu=mpu, mesh_param=mesh_param)
     bare = _bare(model)
+    casts = settings.precision != "float32" and not settings.autocast
+    if casts or any(parameter.dtype in HALF_DTYPES for parameter in bare.parameters()):
+        engine_in_half = "an engine of preamp.deepspeed with half-precision parameters"
+        MissingExtra.refuse_older("torch", torch.__version__, "2.10", engine_in_half)  # for Tensor.grad_dtype
     device = _place(bare, args)
     join(device, dist_init_required, distributed_port)
     batch = _batch(settings, number_of_ranks())
     inner = _inner(optimizer, model_parameters, bare, settings)
     begin_alike([*bare.parameters(), *bare.buffers()], about=(settings.precision, settings.autocast, batch))
-    if settings.precision != "float32" and not settings.autocast:
+    if casts:
         data_types = settings.ignored.get("data_types") or {}
         wanted = data_types.get("buffer_dtype")
         cast_model(bare, getattr(torch, settings.precision), None if wanted is None else dtype_named(wanted))
@@ -188,9 +193,9 @@ def _place(model: nn.Module, args: Any) -> torch.device:
             f"the model lies on {sorted(map(str, devices))}. Write model.to(device) with one for all of it."
         )
     device = devices.pop()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device.type != "cpu" or accelerator is None:
+    if device.type != "cpu" or not torch.accelerator.is_available():  # 2.6 has no check_available=
         return device
+    accelerator: Any = torch.accelerator.current_accelerator()
     given = getattr(args, "local_rank", None)
     local = int(os.environ.get("LOCAL_RANK", "0")) if given is None or given < 0 else int(given)
     device = torch.device(accelerator.type, local)

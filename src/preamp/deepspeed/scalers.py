@@ -23,6 +23,7 @@ from preamp.errors import InexactScale, PolicyError, Starved, UsageError
 from preamp.policy import Reading
 from preamp.torch.agreement import WORLD, Agreement, number_of_ranks
 from preamp.torch.culprits import culprits
+from preamp.torch.device import widest
 from preamp.torch.gradients import gather
 from preamp.trace import Step
 
@@ -180,7 +181,7 @@ class DynamicLossScaler(LossScalerBase):
         if number_of_ranks() == 1:
             return overflow
         device = named[0][1].device if named else torch.get_default_device()
-        mine = torch.tensor([overflow, 0.0], dtype=torch.float64, device=device)
+        mine = torch.tensor([overflow, 0.0], dtype=widest(device), device=device)
         return Agreement(process_group or WORLD)(mine, [])[0].item() > 0.0
 
     @torch.no_grad()

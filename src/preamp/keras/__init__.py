@@ -5,8 +5,10 @@ refuses to know when a scale moves: the policy does. docs/architecture.md says w
 """
 
 from preamp.errors import MissingExtra
+from preamp.load_order import before_keras
 
 try:
+    before_keras()
     import keras
 except ImportError as error:
     backend = str(error.name).partition(".")[0]

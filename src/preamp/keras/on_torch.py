@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from preamp.checks import FLOAT32_MAX
+from preamp.torch.device import widest
 from preamp.torch.gradients import HALF_DTYPES, Gradients, note_writing, unscale_
 
 __all__ = [
@@ -102,7 +103,7 @@ def read(scalars: Sequence[Tensor]) -> list[float]:
     """Read 0-dim tensors, all of them at once."""
     first = scalars[-1].device
     counts = any(scalar.dtype in (torch.int32, torch.int64) for scalar in scalars)
-    exact = torch.float64 if counts and first.type != "mps" else torch.float32
+    exact = widest(first) if counts else torch.float32
     return torch.stack([scalar.to(first, exact) for scalar in scalars]).tolist()
 
 

@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from preamp.errors import PreampError, Starved
 from preamp.lab import ADAM_EPSILON, KERAS_BACKENDS, ZEROS_EVERY, Precision
 from preamp.lab.problem import Problem, share_of_zeros
+from preamp.load_order import before_keras
 from preamp.policy import Policy
 from preamp.trace import Step
 
 try:
+    before_keras()
     import keras
 except ValueError as error:  # a backend that Keras does not know
     raise PreampError(f"{error}. Set KERAS_BACKEND to one of {', '.join(KERAS_BACKENDS)}.") from error

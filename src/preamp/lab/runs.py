@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -23,16 +25,37 @@ from numpy.typing import NDArray
 
 from preamp.errors import MissingExtra, PreampError, Starved
 from preamp.files import replacing
-from preamp.lab import KERAS_BACKENDS, Framework, Precision, Task
+from preamp.lab import KERAS_BACKENDS, OLDEST_TORCH, Framework, Precision, Task
 from preamp.lab.autoencoder import autoencoder
 from preamp.lab.classify import classify
 from preamp.lab.problem import Problem
 from preamp.policy import Policy
 from preamp.trace import Step, Trace
 
-__all__ = ["TASKS", "Loop", "Plan", "Run", "find_loop", "plans", "train", "write_summary"]
+__all__ = [
+    "TASKS",
+    "Loop",
+    "Plan",
+    "Run",
+    "choose_framework",
+    "find_loop",
+    "plans",
+    "release_of",
+    "train",
+    "write_summary",
+]
 
 TASKS: dict[Task, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
+
+# What each loop imports, the framework first; in the order in which one is chosen. TensorFlow's loop needs no
+# KERAS_BACKEND, so it goes before Keras's.
+PACKAGES: dict[Framework, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "jax": ("jax", "optax"),
+    "tensorflow": ("tensorflow", "keras"),
+    "keras": ("keras",),
+}
+TITLES: dict[str, str] = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "keras": "Keras"}
 
 CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::InitializeLog")
 
@@ -115,16 +138,57 @@ def plans(precisions: list[Precision], policy: Policy[Any], seeds: int, first_se
     ]
 
 
+def choose_framework() -> Framework:
+    """Return the framework to train with where none is asked for: the first in `PACKAGES` that can be.
+
+    Nothing is imported for that. Where none has all that it needs, it is the first that has some of it, for
+    which `find_loop` says what is missing.
+
+    Raises:
+        MissingExtra: without any framework.
+    """
+    there = [name for name, (framework, *_) in PACKAGES.items() if _is_installed(framework)]
+    if not there:
+        raise MissingExtra("No framework to train with is installed. Run: pip install 'preamp[jax]'")
+    ready = [name for name in there if all(map(_is_installed, PACKAGES[name])) and not _is_too_old(name)]
+    return (ready or there)[0]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # what finders and half a module may raise
+        return False
+
+
+def _is_too_old(framework: Framework) -> bool:
+    """Return whether it is a PyTorch before `OLDEST_TORCH`. One that has no release is taken for new."""
+    if framework != "torch":
+        return False
+    try:
+        release = re.match(r"(\d+)\.(\d+)", version(framework))
+    except PackageNotFoundError:  # one that was built in its folder
+        return False
+    return release is not None and tuple(map(int, release.groups())) < OLDEST_TORCH
+
+
 def find_loop(framework: Framework) -> Callable[..., Loop]:
     """Return what makes a framework's loop of (problem, precision, policy, seed).
 
     Raises:
-        PreampError: for a framework without a loop, or one that cannot work in this process.
+        PreampError: for a framework without a loop, one that is too old, or one that cannot work in this
+            process.
         MissingExtra: for a framework that is not installed.
     """
     known = get_args(Framework)
     if framework not in known:
         raise PreampError(f"framework {framework!r} is unknown. Write one of {', '.join(known)}.")
+    if _is_too_old(framework):
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise PreampError(
+            f"torch {version(framework)} is installed, and the training needs autocast(emulate=True), which "
+            f"works from {oldest} on. Run: pip install 'torch>={oldest}', or write --framework jax."
+        )
     try:
         with _without_chatter():
             module = import_module(f"preamp.lab.{framework}_loop")
@@ -132,6 +196,14 @@ def find_loop(framework: Framework) -> Callable[..., Loop]:
             return getattr(module, name)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}") from error
+
+
+def release_of(framework: Framework) -> str:
+    """Return a framework whose loop was found, with its release, such as "Keras 3.15.1 on JAX 0.10.2"."""
+    names: list[str] = [framework]
+    if framework == "keras":
+        names.append(sys.modules["keras"].backend.backend())
+    return " on ".join(f"{TITLES[name]} {sys.modules[name].__version__}" for name in names)
 
 
 def _remedy(package: str | None, framework: Framework) -> str:
@@ -204,12 +276,16 @@ def train(
     return Run(plan, trace, error, accuracy, seconds, outputs, interrupted)
 
 
-def write_summary(path: Path, problem: Problem, framework: str, runs: list[Run]) -> None:
+def write_summary(path: Path, problem: Problem, framework: Framework, runs: list[Run]) -> None:
     """Write what came of the runs as JSON."""
-    entries = [_entry(run) for run in runs]
-    text = json.dumps({"task": problem.task, "framework": framework, "runs": entries}, indent=2) + "\n"
+    summary = {
+        "task": problem.task,
+        "framework": framework,
+        "release": release_of(framework),
+        "runs": [_entry(run) for run in runs],
+    }
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write((json.dumps(summary, indent=2) + "\n").encode())
 
 
 def _entry(run: Run) -> dict[str, Any]:

@@ -10,15 +10,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 from numpy.typing import NDArray
 
 from preamp.errors import PreampError
 from preamp.lab import ADAM_EPSILON, ZEROS_EVERY, Precision
 from preamp.lab.problem import Problem, share_of_zeros
+from preamp.load_order import before_keras
 from preamp.policy import Policy
 from preamp.trace import Step
+
+before_keras()
+import keras  # noqa: E402
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf

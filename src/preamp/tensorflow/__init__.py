@@ -7,8 +7,10 @@ be called. It refuses to know when a scale moves: the policy does.
 import sys
 
 from preamp.errors import MissingExtra
+from preamp.load_order import before_tensorflow
 
 try:
+    before_tensorflow()
     import tensorflow as _  # noqa: F401  # only to say what is missing
 except ImportError as error:
     raise MissingExtra.of(error, "preamp[tensorflow]") from error

@@ -7,9 +7,11 @@ scale moves: the policy does. docs/architecture.md says what each file decides.
 from preamp.errors import MissingExtra
 
 try:
-    import torch as _  # noqa: F401  # only to say what is missing
+    import torch as _torch
 except ImportError as error:
     raise MissingExtra.of(error, "preamp[torch]") from error
+else:
+    MissingExtra.refuse_older("torch", _torch.__version__, "2.6")
 
 from preamp.torch import amp, cpu, cuda
 from preamp.torch.autocasting.custom import custom_bwd, custom_fwd

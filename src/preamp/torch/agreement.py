@@ -37,7 +37,8 @@ class Agreement:
         reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm of unscaled
             gradients); sums it over ranks in place, or returns the sum. For a policy that sees the shape is
             [282]: then come 278 bins, one for each binary exponent of float32 from -149 to 128, with a one
-            for this rank's peak; entries at the policy's edge or above; all entries.
+            for this rank's peak; entries at the policy's edge or above; all entries. On a device without
+            float64, such as MPS, it is float32: there a norm above 1.8e19 counts as not finite.
 
     Raises:
         PolicyError: if both are given, or `reduce` cannot be called.
@@ -60,7 +61,7 @@ class Agreement:
         return bool(self.reduce or self.process_group is not None or meshes)
 
     def __call__(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
-        """Return the sum over ranks of a float64 tensor, of one shape on all. Every rank has to call.
+        """Return the sum over ranks of a tensor, of one shape and dtype on all. Every rank has to call.
 
         Raises:
             PolicyError: if `reduce` returns something other than None or such a tensor.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from preamp.errors import UsageError
+from preamp.torch.compat import foreach_copy_, foreach_lerp_
 
 __all__ = ["Averages"]
 
@@ -38,13 +39,13 @@ class Averages:
         """Take the present values in."""
         for late in parameters[len(self.values) :]:
             self.values.append(late.detach().clone())
-        torch._foreach_lerp_(_here(self.values), _here(parameters), 1.0 - self.momentum)
+        foreach_lerp_(_here(self.values), _here(parameters), 1.0 - self.momentum)
 
     @torch.no_grad()
     def overwrite(self, parameters: Sequence[Tensor]) -> None:
         """Write the averages into the parameters."""
         if self.values:
-            torch._foreach_copy_(_here(parameters[: len(self.values)]), _here(self.values))
+            foreach_copy_(_here(parameters[: len(self.values)]), _here(self.values))
             torch.clear_autocast_cache()  # casts of what was there before
 
     @contextmanager
@@ -66,7 +67,7 @@ class Averages:
             )
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(_here(parameters), _here(before))
+                foreach_copy_(_here(parameters), _here(before))
                 torch.clear_autocast_cache()
         if written:
             raise UsageError(

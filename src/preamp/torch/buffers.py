@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from preamp.checks import shown
 from preamp.errors import PolicyError
+from preamp.torch.compat import BatchNormBase, foreach_copy_, local_part
 
 __all__ = ["Buffers"]
 
@@ -65,7 +66,7 @@ class Buffers:
         ]:
             self._kept = {name: buffer.detach().clone() for name, buffer in present.items()}
         elif present:
-            torch._foreach_copy_(list(self._kept.values()), list(present.values()))
+            foreach_copy_(list(self._kept.values()), list(present.values()))
 
     @torch.no_grad()
     def restore(self, names: tuple[str, ...]) -> None:
@@ -99,11 +100,11 @@ class Buffers:
                 continue
             if buffer.is_floating_point() or buffer.is_complex():
                 found.setdefault(id(buffer), (name, buffer))
-        return {name: getattr(b, "_local_tensor", b) for name, b in found.values()}
+        return {name: local_part(b) for name, b in found.values()}
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
-    norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    norm = isinstance(module, BatchNormBase)
     return norm and name in ("running_mean", "running_var")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from preamp.exponents import FIELDS, ExponentHistogram
+from preamp.torch.device import widest
 
 __all__ = ["Counts", "Measured", "add", "count", "read"]
 
@@ -82,11 +83,13 @@ def read(counts: Sequence[Counts], numbers: Sequence[Tensor] = ()) -> tuple[list
         What was measured for each of the counts, and the numbers.
     """
     device = counts[0].fields.device
-    wide = [number.view(-1).to(device, torch.float64) for number in (*numbers, *(c.extremes for c in counts))]
+    wide = widest(device)
+    bits, _ = INFINITY[wide]
+    told = [number.view(-1).to(device, wide) for number in (*numbers, *(c.extremes for c in counts))]
     integers = [part.view(-1).to(device) for c in counts for part in (c.fields, c.nans)]
-    host = torch.cat([*(part.view(torch.int64) for part in wide), *integers]).cpu()
+    host = torch.cat([*(part.view(bits).long() for part in told), *integers]).cpu()
     split = len(numbers) + 2 * len(counts)
-    floats = host[:split].view(torch.float64).tolist()
+    floats = host[:split].to(bits).view(wide).tolist()
     table = host[split:].view(-1, FIELDS + 1).tolist()
     pairs = zip(floats[len(numbers) :: 2], floats[len(numbers) + 1 :: 2], strict=True)
     measured = [_measured(row, *pair) for row, pair in zip(table, pairs, strict=True)]

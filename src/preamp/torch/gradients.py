@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from preamp.checks import FLOAT32_MAX
+from preamp.torch.compat import amp_unscale_, by_device_and_dtype, foreach_mul_, foreach_norm
+from preamp.torch.device import widest
 
 __all__ = [
     "HALF_DTYPES",
@@ -85,7 +86,7 @@ class Gradients:
         if peak == 0.0:
             return 0.0
         shares = self.shares or [1.0] * len(self.tensors)
-        parts = (squared_norm([t.double() / peak]) for t in self.tensors)
+        parts = (squared_norm([t.to(widest(t.device)) / peak]) for t in self.tensors)
         return sum(share * part for share, part in zip(shares, parts, strict=True)) * peak * peak
 
     def peaks(self) -> list[float]:
@@ -99,9 +100,7 @@ class Gradients:
 
     def norms(self) -> Tensor:
         """Return the L2 norm of each gradient on this rank, of shape [gradients], unread."""
-        return self._of_each(
-            lambda group: torch.stack(torch._foreach_norm(group, 2.0, dtype=_wide(group[0])))
-        )
+        return self._of_each(lambda group: torch.stack(foreach_norm(group, 2.0, dtype=_wide(group[0]))))
 
     def entries(self) -> float:
         """Return how many entries are this rank's to count."""
@@ -144,7 +143,7 @@ class Gradients:
     def _of_each(self, measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Return one number of each gradient, measured in groups that are alike: of shape [gradients]."""
         first = self.tensors[0].device
-        dtype = torch.float64 if any(t.dtype is torch.float64 for t in self.tensors) else torch.float32
+        dtype = widest(first) if any(t.dtype is torch.float64 for t in self.tensors) else torch.float32
         groups = list(_alike(self.tensors).values())
         parts = [measure([self.tensors[i] for i in group]).to(first, dtype) for group in groups]
         if len(parts) == 1:
@@ -190,7 +189,7 @@ def squared_norm(tensors: Sequence[Tensor]) -> float:
     )
     for indices in _alike(others).values():
         group = [others[i] for i in indices]
-        norms = torch.stack(torch._foreach_norm(group, 2.0, dtype=_wide(group[0])))
+        norms = torch.stack(foreach_norm(group, 2.0, dtype=_wide(group[0])))
         total += torch.linalg.vector_norm(norms).item() ** 2
     return float(total)
 
@@ -200,7 +199,7 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
     filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
     if filled[0].is_cpu:  # where the maximum norm takes ten times as long
         return torch.stack([end for t in filled for end in torch.aminmax(t)]).abs().view(-1, 2).amax(1)
-    return torch.stack(torch._foreach_norm(filled, math.inf))
+    return torch.stack(foreach_norm(filled, math.inf))
 
 
 def square(tensor: Tensor) -> Tensor:
@@ -220,7 +219,7 @@ def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
         if not isinstance(factor, Tensor) and dtype in HALF_DTYPES:  # or it is rounded to the half type
             number = torch.full((), factor, dtype=torch.float32, device=device)
         on_device = number.to(device) if isinstance(number, Tensor) else number
-        torch._foreach_mul_([tensors[i] for i in indices], on_device)
+        foreach_mul_([tensors[i] for i in indices], on_device)
 
 
 def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
@@ -234,11 +233,14 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
         flag = flags.setdefault(device, found_inf if device == found_inf.device else found_inf.to(device))
         group, inverse = [tensors[i] for i in indices], inv_scale.to(device)
         if dtype in KERNEL_DTYPES or device.type == "cpu":
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
-        else:
-            peaks = torch.stack(torch._foreach_norm(group, math.inf))
-            flag.copy_(torch.maximum(flag, peaks.isfinite().all().logical_not().to(flag.dtype)))
-            torch._foreach_mul_(group, inverse)
+            try:
+                amp_unscale_(group, flag, inverse)
+                continue
+            except NotImplementedError:  # some backends have no such kernel; nothing has moved
+                pass
+        peaks = torch.stack(foreach_norm(group, math.inf))
+        flag.copy_(torch.maximum(flag, peaks.isfinite().all().logical_not().to(flag.dtype)))
+        foreach_mul_(group, inverse)
     return flags
 
 
@@ -334,8 +336,7 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
         for index, tensor in enumerate(tensors):
             groups[tensor.device, tensor.dtype].append(index)
         return groups
-    grouped = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
-    return {key: indices for key, (_, indices) in grouped.items()}
+    return by_device_and_dtype(tensors)
 
 
 def _next_in(dtype: torch.dtype, number: float) -> float:

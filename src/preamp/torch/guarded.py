@@ -7,7 +7,6 @@ This room copies and restores parameters and state. It refuses to know gradients
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -148,4 +147,7 @@ def _plain_step(optimizer: Any) -> Callable[[], Any]:
 
 def _inner_step(optimizer: Any) -> Callable[[], Any]:
     """Return the step without what is wrapped around it: hooks, profiling, a graph break."""
-    return partial(inspect.unwrap(type(optimizer).step), optimizer)
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__"):  # as inspect.unwrap, which the compiler of 2.6 cannot trace
+        step = step.__wrapped__
+    return partial(step, optimizer)

@@ -17,6 +17,7 @@ from preamp.checks import callable_or_none, level_of_caller, whole
 from preamp.errors import PolicyError, UsageError
 from preamp.exponents import BANDS
 from preamp.looks import Look
+from preamp.torch.compat import is_compiler_off, is_exporting, is_in_backward, is_in_transform, mark_constant
 from preamp.torch.loss_scale_optimizer import LossScaleOptimizer
 from preamp.torch.sample import Sample, dtype_name, inner_of, tensors_in
 from preamp.torch.scaler import GradScaler
@@ -282,7 +283,7 @@ def _access(name: str) -> str:
 
 def _warn_of_compilation() -> None:
     """Say that a call of the model is part of a larger function that is being compiled."""
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         warnings.warn(
             "Lens(model) records nothing of this call: it is compiled, alone or in a larger function. Write "
             "compiled = torch.compile(model), train that outside of other compiled functions, and write "
@@ -291,23 +292,19 @@ def _warn_of_compilation() -> None:
         )
 
 
-# The compiler runs it once, when it traces the call, and leaves it out of what it compiles. This is what
-# torch.compiler.assume_constant_result sets, which would load the compiler, and that takes seconds.
-_warn_of_compilation._dynamo_marked_constant = True  # type: ignore[attr-defined]
+mark_constant(_warn_of_compilation)  # so the compiler runs it once, when it traces the call
 
 
 def _eagerly() -> AbstractContextManager[Any]:
     """Return a context in which nothing that is compiled runs compiled."""
-    compiler = sys.modules.get("torch._dynamo")  # which takes long to load
-    if compiler is None or compiler.eval_frame._stance.stance == "force_eager":
+    if is_compiler_off():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def _is_inside() -> bool:
     """Return whether a backward pass computes something again, or `torch.func` transforms the model."""
-    in_backward = torch._C._current_autograd_node() is not None
-    return in_backward or torch._C._functorch.peek_interpreter_stack() is not None
+    return is_in_backward() or is_in_transform()
 
 
 def _has_skipped(scaler: Any) -> bool:

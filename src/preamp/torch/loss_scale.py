@@ -22,6 +22,8 @@ from preamp.checks import FLOAT32_MAX, is_number, shown, to_float32
 from preamp.errors import InexactScale, PolicyError
 from preamp.loss_scale_arguments import given_policy
 from preamp.policy import Dynamic, Policy, Reading
+from preamp.torch import launches
+from preamp.torch.compat import amp_update_scale_
 
 __all__ = ["SETTINGS", "LossScale", "numbers_and_settings"]
 
@@ -158,8 +160,20 @@ class LossScale:
             self.state = self.state._replace(scale=scale, good=good)
         self._remember()
 
-    def advance(self, reading: Reading) -> None:
+    def snapshot(self) -> float | Tensor:
+        """Return the scale as it is now: a float, or a tensor that does not move on."""
+        scale: float | Tensor = self.state.scale
+        return scale.clone() if isinstance(scale, Tensor) else scale
+
+    def advance(self, reading: Reading, found_inf: Tensor | None = None) -> float | Tensor:
         """Move on by one step, on the device if the state or the flag is there.
+
+        Args:
+            reading: what was seen.
+            found_inf: the opposite of `reading.finite` as a float32 where the state is, if that is at hand.
+
+        Returns:
+            A `snapshot` of the scale after it.
 
         Raises:
             Starved: if the policy gives up; on the host only. The state is as it was.
@@ -170,23 +184,32 @@ class LossScale:
         if not self.on_device:
             self.state = self.policy.step(self.state, reading)
             self._mirror()
-            return
+            return self.snapshot()
         here = Reading(*[None if one is None else self._here(one) for one in reading])
+        copy = launches.advance(self.policy, self.state, here.finite)
+        if copy is not None:
+            self._mirror()
+            return copy
         if self._by_kernel and not torch.compiler.is_compiling():
-            self._advance_by_kernel(here.finite)
-            return
+            if found_inf is None:
+                found_inf = here.finite.logical_not().to(torch.float32)
+            try:
+                self._advance_by_kernel(found_inf)
+                return self.snapshot()
+            except NotImplementedError:  # some backends have no such kernel; nothing has moved
+                self._by_kernel = False
         after = self.policy.advance(self.state, here, torch.where)
         for old, new in zip(self.state, _apart(after, self.state), strict=True):
             old.copy_(new)
         self._mirror()
+        return self.snapshot()
 
-    def _advance_by_kernel(self, finite: Tensor) -> None:
-        """Take the same step with three operations instead of thirty."""
+    def _advance_by_kernel(self, found_inf: Tensor) -> None:
+        """Take the same step with PyTorch's kernel and two operators instead of thirty."""
         rule: Any = self.policy
         tracker: Any = self.tracker
-        found_inf = finite.logical_not().to(self._device(), torch.float32)
         factors = rule.growth_factor, rule.backoff_factor
-        torch._amp_update_scale_(self.state.scale, tracker, found_inf, *factors, rule.growth_interval)
+        amp_update_scale_(self.state.scale, tracker, found_inf, *factors, rule.growth_interval)
         self.state.scale.clamp_(rule.min_scale, rule.max_scale)
         self.state.good.copy_(tracker)
         self._remember()

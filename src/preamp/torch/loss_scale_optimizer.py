@@ -31,8 +31,9 @@ from preamp.loss_scale_arguments import (
 from preamp.policy import Policy
 from preamp.torch.accumulation import Accumulation
 from preamp.torch.averages import Averages
+from preamp.torch.compat import is_of_transform
+from preamp.torch.device import is_capturing
 from preamp.torch.gradients import gather, multiply_
-from preamp.torch.losses import is_wrapped
 from preamp.torch.masters import MasterWeights
 from preamp.torch.optimizers import parameters_of, warn_of_small_eps
 from preamp.torch.scaler import GradScaler
@@ -579,7 +580,7 @@ class _Scaled:
 
     def expect(self, scaled: Tensor) -> Tensor:
         """Return a scaled loss that tells, when its gradients are computed."""
-        if not scaled.requires_grad or torch.compiler.is_compiling() or is_wrapped(scaled):
+        if not scaled.requires_grad or torch.compiler.is_compiling() or is_of_transform(scaled):
             self.by_hand = True
         else:
             self.is_expected = True
@@ -600,7 +601,7 @@ class _Scaled:
 
 def _is_captured(loss: Any) -> bool:
     """Return whether what is computed now is recorded into a CUDA graph."""
-    return getattr(loss, "is_cuda", False) and torch.cuda.is_current_stream_capturing()
+    return isinstance(loss, Tensor) and is_capturing(loss)
 
 
 class _Decay:

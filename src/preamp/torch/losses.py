@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Losses", "UnreadLoss", "is_wrapped"]
+from preamp.torch.compat import is_of_transform
+
+__all__ = ["Losses", "UnreadLoss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Losses:
         """Add a loss that is about to be scaled. It is not read."""
         if not self._is_wanted or torch.compiler.is_compiling():
             return
-        if type(loss) is not Tensor or loss.numel() != 1 or loss.is_complex() or is_wrapped(loss):
+        if type(loss) is not Tensor or loss.numel() != 1 or loss.is_complex() or is_of_transform(loss):
             self._is_known = False
             return
         if isinstance(self._sum, UnreadLoss) and not self._sum.is_unchanged():
@@ -107,9 +109,3 @@ def _total(total: UnreadLoss | float, loss: Tensor) -> Tensor:
     before = total.tensor
     wide = torch.promote_types(before.dtype, torch.float32)
     return before.view(()).to(wide) + loss.view(()).to(before.device, non_blocking=True)
-
-
-def is_wrapped(loss: Tensor) -> bool:
-    """Return whether a tensor is one of `torch.func`, which must not leave the function it belongs to."""
-    wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
-    return wrapped is not None and bool(wrapped(loss))

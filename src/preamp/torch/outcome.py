@@ -33,6 +33,7 @@ class Outcome:
         culprits: names the parameters whose gradients on this rank are not finite.
         sight: what all ranks have seen in the scaled gradients; None for a policy that does not see.
         skips: whether a step whose gradients are not finite is skipped; a disabled scaler takes it.
+        found_inf: 0.0 if `finite`, else 1.0, where that was computed on the device.
     """
 
     scale: float | Tensor
@@ -42,6 +43,7 @@ class Outcome:
     culprits: Callable[[], tuple[str, ...]] = tuple
     sight: Sight | None = None
     skips: bool = True
+    found_inf: Tensor | None = None
 
     def read(self) -> Outcome:
         """Return the same with every number read to the host."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from preamp.checks import FLOAT32_MAX
 from preamp.torch.agreement import Agreement
+from preamp.torch.device import widest
 from preamp.torch.gradients import Gradients
 from preamp.torch.sight import Sight, look, packed, unpacked
 from preamp.torch.watch import Watch
@@ -60,6 +61,8 @@ class Readings:
 
     def watches(self, optimizer: Any) -> bool:
         """Return whether an optimizer is watched."""
+        if optimizer is None:  # of which the compiler of 2.6 cannot trace the id
+            return False
         return id(optimizer) in self._watches and self._watches[id(optimizer)].sees(optimizer)
 
     def look(
@@ -107,10 +110,10 @@ class Readings:
         if self.agreement.needed(gradients.meshes):
             unit = divisor * divisor  # other ranks' gradients may be unscaled already
             seen = [not finite, squared / unit if finite else 0.0]
-            mine = torch.tensor(seen, dtype=torch.float64, device=device)
+            mine = torch.tensor(seen, dtype=widest(device), device=device)
             total, sight = self._agreed(mine, gradients.meshes, norm, sight)
             overflows, squared = total.tolist()
-            finite, squared = overflows == 0.0, squared * unit
+            finite, squared = overflows == 0.0 and math.isfinite(squared), squared * unit
         return Seen(finite, math.sqrt(squared) if finite and norm else None, sight and sight.read())
 
     def on_device(
@@ -132,15 +135,23 @@ class Readings:
             sizes = sight.each
             total = sizes.amax().to(divisor.device)
         else:
-            sizes = self._sizes(optimizer, gradients, divisor.device)
-            total = torch.linalg.vector_norm(_shared(sizes, gradients.shares)).to(divisor.device)
+            total, sizes = self.norm_on_device(optimizer, gradients, divisor.device)
         finite = total / divisor <= FLOAT32_MAX
         if agree and self.agreement.needed(gradients.meshes):
-            squared = torch.where(finite, (total.double() / divisor).square(), 0.0)
-            mine = torch.stack([finite.logical_not().double(), squared])
+            wide = widest(total.device)
+            squared = torch.where(finite, (total.to(wide) / divisor).square(), 0.0)
+            mine = torch.stack([finite.logical_not().to(wide), squared])
             (overflows, squared), sight = self._agreed(mine, gradients.meshes, norm, sight)
-            finite, total = overflows == 0.0, (squared.sqrt() * divisor).to(divisor.dtype)
+            finite = (overflows == 0.0) & squared.isfinite()
+            total = (squared.sqrt() * divisor).to(divisor.dtype)
         return Seen(finite, None if sight is not None and sizes is sight.each else total, sight, sizes)
+
+    def norm_on_device(
+        self, optimizer: Any, gradients: Gradients, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return this rank's L2 norm of all gradients on a device, and that of each, unread."""
+        sizes = self._sizes(optimizer, gradients, device)
+        return torch.linalg.vector_norm(_shared(sizes, gradients.shares)).to(device), sizes
 
     def flags(
         self,
@@ -152,7 +163,7 @@ class Readings:
         """Return found_inf flags, and a sight, that all ranks agree on, unread; they meet on a device."""
         if not self.agreement.needed(meshes):
             return found, sight
-        flag = torch.stack([one.double().to(device) for one in found.values()]).sum()
+        flag = torch.stack([one.to(device, widest(device)) for one in found.values()]).sum()
         mine = torch.stack([flag, torch.zeros_like(flag)])
         (overflows, _), sight = self._agreed(mine, meshes, False, sight)
         return {place: (overflows > 0.0).to(place, torch.float32) for place in found}, sight
@@ -163,13 +174,15 @@ class Readings:
         if gradients.shares is None:
             return norms
         self.agreement.refuse_norm(gradients.meshes)
-        squares = norms.double().square() * torch.tensor(gradients.shares, device=norms.device)
+        shares = torch.tensor(gradients.shares, device=norms.device)
+        squares = norms.to(widest(norms.device)).square() * shares
         return self.agreement.over_meshes(squares, gradients.meshes).sqrt().to(norms)
 
     def _squared_norm(self, optimizer: Any, gradients: Gradients) -> float:
         if not self.watches(optimizer) or not gradients.tensors:
             return gradients.squared_norm()
-        return float(self._watches[id(optimizer)].squares(gradients).sum(dtype=torch.float64).item())
+        squares = self._watches[id(optimizer)].squares(gradients)
+        return float(squares.sum(dtype=widest(squares.device)).item())
 
     def _sizes(self, optimizer: Any, gradients: Gradients, device: torch.device) -> Tensor:
         """Return the norm of each gradient, unread."""

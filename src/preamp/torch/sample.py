@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from preamp.exponents import BANDS
 from preamp.looks import Kind, Look, LookRow
 from preamp.torch import exponents
+from preamp.torch.compat import tree_leaves
 
 __all__ = ["Sample", "dtype_name", "inner_of", "tensors_in"]
 

@@ -26,7 +26,7 @@ from preamp.policy import Dynamic, Policy
 from preamp.torch.agreement import Agreement, number_of_ranks
 from preamp.torch.buffers import Buffers
 from preamp.torch.culprits import backward_order
-from preamp.torch.device import check_device
+from preamp.torch.device import check_device, is_capturing
 from preamp.torch.gradients import gather
 from preamp.torch.loss_scale import SETTINGS, LossScale, numbers_and_settings
 from preamp.torch.optimizers import is_fused, parameters_of, step_after, takes, warn_of_small_eps
@@ -70,7 +70,7 @@ class GradScaler(Stepping):
         process_group: the ranks that hold different gradients of one model (tensor, pipeline or fully
             sharded parallel), so that all of them skip together. DDP needs none, and DTensors know theirs.
         reduce: instead of a group, a function that sums a float64 tensor over ranks: of shape [2], for a
-            policy that sees [282].
+            policy that sees [282]. On a device without float64, such as MPS, it is float32.
         capturable: read nothing, ever: for `torch.compile(fullgraph=True)` and CUDA graphs. The state
             stays on the device, `last_step` is read when it is asked for, and a step that must not happen
             is taken back by a `where`, unless the optimizer is fused.
@@ -328,7 +328,7 @@ class GradScaler(Stepping):
             before, scale = self._known_scale(), self._scale_by_hand(new_scale)
             self._loss_scale.set_scale(scale)
             self._note_change("scaler.update(new_scale)", before)
-            self._finish(outcomes)
+            self._finish(outcomes, self._loss_scale.snapshot())
         self._is_pending = False
 
     def get_scale(self) -> float:
@@ -490,7 +490,7 @@ class GradScaler(Stepping):
         if not torch.compiler.is_compiling():
             self._scalings += 1
             # A graph that is captured now scales whenever it is replayed, and nothing is heard of it here.
-            self._is_pending = not (output.is_cuda and torch.cuda.is_current_stream_capturing())
+            self._is_pending = not is_capturing(output)
             if self._order is None and output.grad_fn is not None:
                 self._order = backward_order(output.grad_fn)
         wide = output.float() if output.dtype is torch.float16 else output
@@ -525,12 +525,14 @@ class GradScaler(Stepping):
         return new_scale
 
     def _advance(self, outcomes: dict[int, Outcome]) -> None:
+        steps = list(outcomes.values())
+        found_inf = steps[0].found_inf if len(steps) == 1 else None
         try:
-            self._loss_scale.advance(reading_of(list(outcomes.values()), self.policy))
+            new_scale = self._loss_scale.advance(reading_of(steps, self.policy), found_inf)
         except Starved:
-            self._finish(outcomes)  # a policy that gives up leaves a record too
+            self._finish(outcomes, self._loss_scale.snapshot())  # who gives up leaves a record too
             raise
-        self._finish(outcomes)
+        self._finish(outcomes, new_scale)
 
     def _clip(self, optimizer: Any, clip: Clip, outcome: Outcome) -> None:
         """Clip where there is no scale: as PyTorch, unless other ranks have parts of the norm.
@@ -556,7 +558,7 @@ class GradScaler(Stepping):
     def _tell(self, outcome: Outcome) -> None:
         self._last = partial(step_of, [outcome], self._steps_seen, None, loss=self._losses.so_far())
 
-    def _finish(self, outcomes: dict[int, Outcome]) -> None:
+    def _finish(self, outcomes: dict[int, Outcome], new_scale: float | Tensor) -> None:
         """Forget the iteration, and record it if it had a step."""
         self._per_optimizer_states.clear()
         self._already.forget()
@@ -565,8 +567,6 @@ class GradScaler(Stepping):
             return
         index = self._steps_seen.clone() if self._capturable else self._steps_seen
         self._steps_seen += 1
-        scale = self._loss_scale.state.scale
-        new_scale = scale.clone() if isinstance(scale, Tensor) else scale  # the tensor moves on
         buffers = self._buffers_after(outcomes)
         tell = partial(step_of, index=index, new_scale=new_scale, loss=loss, buffers=buffers)
         self._last = partial(tell, list(outcomes.values()))

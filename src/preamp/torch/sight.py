@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from preamp.torch.device import widest
 from preamp.torch.gradients import Gradients
 
 __all__ = ["WIDTH", "Sight", "combined", "look", "packed", "unpacked"]
@@ -82,16 +83,15 @@ def combined(sights: Sequence[Sight]) -> tuple[Any, Any]:
 
 
 def packed(sight: Sight, device: torch.device) -> Tensor:
-    """Return a sight as a float64 tensor of shape [WIDTH], to be summed over ranks.
+    """Return a sight as a tensor of shape [WIDTH] in the device's widest dtype, to be summed over ranks.
 
     A one in the bin of the least exponent e with peak <= 2**e, none for a peak of 0; entries at the edge or
     above; all entries.
     """
     peak, above, entries = (_wide(one, device) for one in sight[:3])
-    bits = peak.view(torch.int64) + (2**52 - 1)  # a mantissa that is not 0 carries into the exponent
-    exponent = (bits.bitwise_right_shift(52) - 1023).clamp(LOWEST, HIGHEST)
-    bins = torch.arange(LOWEST, HIGHEST + 1, device=device) == exponent
-    return torch.cat([(bins & (peak > 0.0)).double(), above.view(1), entries.view(1)])
+    powers = _powers(LOWEST - 1, HIGHEST, device).to(peak.dtype)
+    bins = (powers[:-1] < peak) & (peak <= powers[1:])
+    return torch.cat([bins.to(peak.dtype), above.view(1), entries.view(1)])
 
 
 def unpacked(total: Tensor, mine: Sight) -> Sight:
@@ -101,17 +101,26 @@ def unpacked(total: Tensor, mine: Sight) -> Sight:
         total: the sum of what they packed.
         mine: what this rank has seen; what it knows nothing of stays unknown.
     """
-    exponents = torch.arange(LOWEST, HIGHEST + 1, device=total.device)
-    highest = torch.where(total[:BINS] > 0.0, exponents, -1023).amax()
-    peak = (highest + 1023).bitwise_left_shift(52).view(torch.float64)  # 2**highest, exact; 0 without a bin
+    powers = _powers(LOWEST, HIGHEST, total.device).to(total.dtype)
+    most = min(2.0**HIGHEST, torch.finfo(total.dtype).max)
+    peak = torch.where(total[:BINS] > 0.0, powers, 0.0).amax().clamp(max=most)  # exact; 0 without a bin
     above = None if mine.above is None else total[BINS]
     return Sight(None if mine.peak is None else peak, above, total[BINS + 1], mine.each)
 
 
 def _wide(number: Any, device: torch.device) -> Tensor:
     if isinstance(number, Tensor):
-        return number.to(device, torch.float64)
-    return torch.full((), 0.0 if number is None else number, dtype=torch.float64, device=device)
+        return number.to(device, widest(device))
+    return torch.full((), 0.0 if number is None else number, dtype=widest(device), device=device)
+
+
+def _powers(first: int, last: int, device: torch.device) -> Tensor:
+    """Return 2**first, ..., 2**last as float32, made of their bits: 0 below 2**-149, inf above 2**127."""
+    exponents = torch.arange(first, last + 1, dtype=torch.int32, device=device)
+    one = torch.ones_like(exponents)
+    subnormal = one.bitwise_left_shift((exponents - LOWEST).clamp(0, 22)) * (exponents >= LOWEST)
+    normal = (exponents + 127).clamp(min=0).bitwise_left_shift(23)
+    return torch.where(exponents < -126, subnormal, normal).view(torch.float32)
 
 
 def _larger(a: Any, b: Any) -> Any:

@@ -23,9 +23,11 @@ from torch.amp.grad_scaler import OptState
 from preamp.checks import to_float32
 from preamp.errors import UsageError
 from preamp.torch import gradients as arithmetic
+from preamp.torch import launches
 from preamp.torch.agreement import number_of_ranks
 from preamp.torch.buffers import Buffers
 from preamp.torch.culprits import culprits
+from preamp.torch.device import widest
 from preamp.torch.gradients import Gradients, gather
 from preamp.torch.guarded import Snapshot, prime, step_where
 from preamp.torch.loss_scale import LossScale
@@ -195,7 +197,35 @@ class Stepping(torch.amp.GradScaler):
         began = ledger["stage"]
         gradients = gather(optimizer)
         ready = self._is_ready(optimizer, ledger, gradients, clip)
+        divisor = self._prepare_in_one_launch(optimizer, ledger, gradients, clip) if ready else None
+        if divisor is None:
+            divisor = self._prepare(optimizer, ledger, gradients, clip, ready=ready)
 
+        outcome: Outcome = ledger["outcome"]
+        ledger["found_inf_per_device"] = {divisor.device: outcome.found_inf}
+        if self._capturable:
+            prime(optimizer)
+        if is_fused(optimizer):
+            optimizer.grad_scale, optimizer.found_inf = divisor, outcome.found_inf
+            reads = self.on_step is not None and not self._capturable
+            skips = reads and not outcome.finite  # who listens can tell a skipped step by no call
+            if reads:
+                self._losses.read()
+            step = (lambda: None) if skips else partial(optimizer.step, *args, **kwargs)
+        else:
+            arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
+            ledger["divided"].append(divisor)
+            finite: Any = outcome.finite
+            step = partial(step_where, optimizer, finite, *args, **kwargs)
+        result = self._let(optimizer, ledger, step, began, gradients)
+        arithmetic.note_writing(gradients.tensors)
+        self._stepped(optimizer, ledger)
+        return result
+
+    def _prepare(
+        self, optimizer: Any, ledger: Ledger, gradients: Gradients, clip: Clip, *, ready: bool
+    ) -> Tensor:
+        """Note the outcome of a step that reads nothing; return what the gradients have to be divided by."""
         scale = self._require_scale("step").clone()
         constant = preset(optimizer) * (self._loss_factor if ready else 1.0)
         divisor = scale if ready else torch.ones_like(scale)
@@ -211,7 +241,8 @@ class Stepping(torch.amp.GradScaler):
             finite = unscaled if agreed else finite & unscaled
         name = partial(self._culprits, optimizer, gradients.parameters, sizes)  # keeps no gradient alive
         told = norm if alone or clip.max_norm is not None else None  # other ranks may have told none
-        outcome = Outcome(scale, finite, told, divisor, name, sight)
+        found_inf = finite.logical_not().to(scale.dtype)
+        outcome = Outcome(scale, finite, told, divisor, name, sight, found_inf=found_inf)
         ledger["outcome"], ledger["divided"] = self._as_first(optimizer, ledger, outcome), []
         if clip.max_value is not None:
             limit = torch.where(finite, divisor * clip.max_value, math.inf)  # a skipped step clips nothing
@@ -220,27 +251,28 @@ class Stepping(torch.amp.GradScaler):
                 norm = measure(None, gradients, divisor).norm
         if clip.max_norm is not None:
             clipping = torch.maximum(divisor, (norm / clip.max_norm).to(divisor.dtype))
-            divisor = torch.where(finite, clipping, divisor)
+            skips_itself = is_fused(optimizer) and is_of_torch(optimizer)  # and then divides by nothing
+            divisor = clipping if skips_itself else torch.where(finite, clipping, divisor)
+        return divisor
 
-        found_inf = finite.logical_not().to(scale.dtype)
-        ledger["found_inf_per_device"] = {scale.device: found_inf}
-        if self._capturable:
-            prime(optimizer)
-        if is_fused(optimizer):
-            optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
-            reads = self.on_step is not None and not self._capturable
-            skips = reads and not finite.item()  # who listens can tell a skipped step by no call
-            if reads:
-                self._losses.read()
-            step = (lambda: None) if skips else partial(optimizer.step, *args, **kwargs)
-        else:
-            arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
-            ledger["divided"].append(divisor)
-            step = partial(step_where, optimizer, finite, *args, **kwargs)
-        result = self._let(optimizer, ledger, step, began, gradients)
-        arithmetic.note_writing(gradients.tensors)
-        self._stepped(optimizer, ledger)
-        return result
+    def _prepare_in_one_launch(
+        self, optimizer: Any, ledger: Ledger, gradients: Gradients, clip: Clip
+    ) -> Tensor | None:
+        """Do what `_prepare` does for scaled gradients of one rank; None where there is no kernel for it."""
+        scale, constant = self._require_scale("step"), preset(optimizer)
+        usual = clip.max_value is None and not isinstance(constant, Tensor)
+        if not usual or self._loss_scale.policy.sees or self._readings.agreement.needed(gradients.meshes):
+            return None
+        if not launches.can_prepare(scale):
+            return None
+        norm, sizes = self._readings.norm_on_device(optimizer, gradients, scale.device)
+        made = launches.prepare(norm, scale, constant * self._loss_factor, clip.max_norm)
+        if made is None:
+            return None
+        name = partial(self._culprits, optimizer, gradients.parameters, sizes)
+        outcome = Outcome(made.scale, made.finite, norm, made.divisor, name, found_inf=made.found_inf)
+        ledger["outcome"], ledger["divided"] = self._as_first(optimizer, ledger, outcome), []
+        return made.multiplier
 
     def _let(
         self,
@@ -479,7 +511,7 @@ class Stepping(torch.amp.GradScaler):
 
     def _inverse(self, scale: Tensor) -> Tensor:
         if self._loss_scale.on_device:
-            wide = scale if scale.device.type == "mps" else scale.double()
+            wide = scale.to(widest(scale.device))
             return (wide * self._loss_factor).reciprocal().float()
         return _number(1.0 / (self._loss_scale.state.scale * self._loss_factor), scale.device)
 

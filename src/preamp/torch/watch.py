@@ -15,6 +15,7 @@ from torch import Tensor
 
 from preamp.errors import UsageError
 from preamp.torch.agreement import number_of_ranks
+from preamp.torch.device import widest
 from preamp.torch.gradients import Gradients, largest, square
 from preamp.torch.optimizers import parameters_of
 
@@ -69,8 +70,9 @@ class Watch:
             return None
         pairs = zip(map(self._as_it_was, gradients.parameters), gradients.tensors, strict=True)
         peaks = [largest([t])[0] if seen is None or seen.peak is None else seen.peak for seen, t in pairs]
-        wide = torch.float64 if any(one.dtype is torch.float64 for one in peaks) else torch.float32
-        return torch.stack([one.to(peaks[0].device, wide) for one in peaks])
+        first = peaks[0].device
+        wide = widest(first) if any(one.dtype is torch.float64 for one in peaks) else torch.float32
+        return torch.stack([one.to(first, wide) for one in peaks])
 
     def _measure(self, parameter: Tensor) -> None:
         gradient = parameter.grad

@@ -13,7 +13,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
-from torch.amp.autocast_mode import _UnmanagedAutocast
 
 from preamp.casting import DEFAULT, Casting
 from preamp.errors import CastingError, UsageError
@@ -21,6 +20,7 @@ from preamp.torch.autocasting import installed, kernels, operators
 from preamp.torch.autocasting.region import NOT_COMPILED, autocast
 from preamp.torch.autocasting.stepwise import is_stepwise
 from preamp.torch.autocasting.thread import Change, Kernel, thread
+from preamp.torch.compat import UnmanagedAutocast
 
 if TYPE_CHECKING:
     from preamp.casts import CastReport
@@ -47,7 +47,7 @@ class Edits(NamedTuple):
 
 
 # PyTorch's compiler takes any autocast for its own and would drop the edits, unless it is "unmanaged".
-class EditedRegion(autocast, _UnmanagedAutocast):
+class EditedRegion(autocast, UnmanagedAutocast):
     """A region with a table, emulation or a report: what `autocast` returns when asked for one of them."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

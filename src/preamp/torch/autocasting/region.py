@@ -22,7 +22,7 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from preamp.casting import Casting
 from preamp.checks import level_of_caller
@@ -30,6 +30,7 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting.installed import remove_unneeded, unneeded
 from preamp.torch.autocasting.stepwise import wrap
 from preamp.torch.autocasting.thread import Frame, thread
+from preamp.torch.compat import traced_autocast
 
 if TYPE_CHECKING:
     from preamp.casts import CastReport
@@ -108,6 +109,8 @@ class autocast(TorchAutocast):  # PyTorch's name
                 from preamp.torch.autocasting.edited import EditedRegion
 
                 return object.__new__(EditedRegion)  # type: ignore[no-any-return]  # a subclass
+            if is_dynamo_compiling():
+                return traced_autocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[no-any-return]
             if is_compiling():
                 return TorchAutocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[return-value]
         return object.__new__(cls)

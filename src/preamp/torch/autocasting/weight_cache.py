@@ -88,6 +88,11 @@ def _outside_of_graphs(hook: Any) -> Any:
 
 
 @_outside_of_graphs
+def _empty() -> None:
+    clear_autocast_cache()
+
+
+@_outside_of_graphs
 def _before_step(_: Any, args: Any, kwargs: Any) -> Any:
     """Empty the cache before each call of a closure: an optimizer such as LBFGS writes weights in between."""
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
@@ -97,7 +102,7 @@ def _before_step(_: Any, args: Any, kwargs: Any) -> Any:
     @untraced
     @functools.wraps(closure)
     def with_empty_cache(*given: Any, **named: Any) -> Any:
-        clear_autocast_cache()
+        _empty()
         return closure(*given, **named)
 
     if len(args) < 2:
