@@ -1,4 +1,4 @@
-"""A policy that remembers what it was shown; by NumPy in float64, what it should have been; exponents counted."""
+"""A policy that remembers what it was shown, and what that should be; exponents counted one by one."""
 
 from __future__ import annotations
 

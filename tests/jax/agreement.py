@@ -22,6 +22,7 @@ from preamp.jax import autocast
 
 from . import derivative_programs, library_programs, structured_programs  # noqa: F401  # fill PROGRAMS
 from .programs import PROGRAMS, Program
+from .trainings import enable_x64
 
 __all__ = ["ROUNDINGS", "Run", "compiled_agrees", "eager_agrees", "off_by", "products_are_low", "run", "slow"]
 
@@ -33,15 +34,6 @@ COMPILED = re.compile(
 FLOATS = {"float16", "bfloat16", "float32"}
 ROUNDINGS = 8
 NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
-
-
-def width(program: Program) -> Any:
-    """Return the context that a program is run in: of 64 bits where it has them."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(program.x64)
-    from jax.experimental import enable_x64
-
-    return enable_x64(program.x64)
 
 
 def is_array(leaf: Any) -> bool:
@@ -103,19 +95,19 @@ class Run:
     def jitted(self) -> dict[str, list[Any]]:
         """The results of every way, from one compiled program."""
         run = jax.jit(lambda *inputs: [way(*inputs) for way in self.ways])
-        with width(self.program):
+        with enable_x64(self.program.x64):
             return dict(zip([way.__name__ for way in self.ways], run(self.floats, self.others), strict=True))
 
     @cached_property
     def eager(self) -> dict[str, list[Any]]:
         """The results operator by operator, and of the gradient as well."""
         ways = [way for way in self.ways if way.__name__ in ("forward", "grad")]
-        with width(self.program):
+        with enable_x64(self.program.x64):
             return {way.__name__: way(self.floats, self.others) for way in ways}
 
     def trace(self, way: str) -> Any:
         if way not in self.traces:
-            with width(self.program):
+            with enable_x64(self.program.x64):
                 self.traces[way] = jax.jit(getattr(self, way)).trace(self.floats, self.others)
         return self.traces[way]
 
@@ -125,7 +117,7 @@ class Run:
 
     def lowered(self, way: str) -> Counter[str]:
         """Count products by the dtype of their inputs, in the program that XLA is given."""
-        with width(self.program):
+        with enable_x64(self.program.x64):
             shapes = COMPILED.findall(self.trace(way).lower().as_text())
         types = (shape.split("x")[-1] for shape in chain(*shapes))
         names = (NAMES.get(each, each) for each in types)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 
 import jax
 import pytest
+
+with suppress(ImportError), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    import equinox as _  # noqa: F401  # it imports what JAX 0.8 has deprecated
 
 # Before anything runs: devices cannot be divided later.
 jax.config.update("jax_num_cpu_devices", 8)

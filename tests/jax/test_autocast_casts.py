@@ -12,8 +12,9 @@ from preamp import CastingError, casting
 from preamp.casts import CastReport
 from preamp.jax import autocast, casts
 
-from .agreement import every_third, width
+from .agreement import every_third
 from .programs import PROGRAMS, Program
+from .trainings import enable_x64
 
 F32 = 4
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
@@ -309,7 +310,7 @@ def test_no_operator_is_said_so():
 @pytest.mark.parametrize("name", every_third(list(PROGRAMS)))
 def test_every_program_of_the_matrix_is_counted(name):
     program = PROGRAMS[name]
-    with width(program):
+    with enable_x64(program.x64):
         real, rehearsed = (counted_anew(program, emulate) for emulate in (False, True))
     low = any(row.runs == "bfloat16" for row in real.rows if row.operator in PRODUCTS)
     assert low == bool(program.products) or program.kept

@@ -17,6 +17,7 @@ from preamp.errors import CastingError
 from preamp.jax import autocast
 
 from .reading import dtypes
+from .trainings import enable_x64
 
 X, W = np.ones((4, 8), np.float32), np.ones((8, 8), np.float32)
 
@@ -124,7 +125,7 @@ def test_numbers_of_64_bits_integers_complex_numbers_and_keys_pass() -> None:
 
 
 def test_float64_runs_in_float64() -> None:
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    with enable_x64(True):
         x = np.ones((2, 2), np.float64)
         result = jax.jit(autocast(lambda x: jnp.exp(x @ x) + x.astype(np.float32)))(x)
         assert result.dtype == np.float64

@@ -32,7 +32,7 @@ from preamp.jax import (
 from preamp.policy import Headroom, Static
 from tests.seeing import counted
 
-from .trainings import shard_map
+from .trainings import enable_x64, shard_map
 
 jitted = jax.jit(exponent_histogram)
 
@@ -58,7 +58,7 @@ def test_wide_dtypes_are_counted_as_float32_holds_them() -> None:
     wide[:50] = 2.0 ** draw.integers(-200, 200, 50) * 0.999999999999  # which rounding would lift
     assert seen(jnp.asarray(single)) == counted(single)
     assert seen(jnp.asarray(single[: 2 * 1000].view(np.complex64))) == counted(single[:2000])
-    with jax.enable_x64(True):
+    with enable_x64(True):
         assert seen(jnp.asarray(wide)) == counted(wide)
         assert seen(jnp.asarray(wide[:2000].view(np.complex128))) == counted(wide[:2000])
 

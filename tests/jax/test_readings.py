@@ -27,7 +27,7 @@ from preamp.jax import value_and_grad as differentiated
 from preamp.jax.readings import reading_of
 from tests.seeing import Remembering, scales_after, seen_in
 
-from .trainings import batches, loss, parameters, shard_map
+from .trainings import batches, enable_x64, loss, parameters, shard_map
 
 EDGE = 3.0
 POLICY = Remembering(limit=EDGE)
@@ -82,7 +82,7 @@ def test_an_overflow_says_nothing_and_leaves_the_next_step_as_it_was(bad: float)
 
 
 def test_what_float32_cannot_hold_is_no_infinite_peak() -> None:
-    with jax.enable_x64(True):
+    with enable_x64(True):
         reading = reading_of(POLICY, jnp.array([1e100, 0.0]), True)
     assert reading.peak == np.finfo(np.float32).max
     assert (reading.peak.dtype, float(reading.share)) == (jnp.float32, 0.5)

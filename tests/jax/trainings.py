@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-__all__ = ["SCRIPT", "batches", "identical", "loss", "off_by", "parameters", "shard_map"]
+__all__ = ["SCRIPT", "batches", "enable_x64", "identical", "loss", "off_by", "parameters", "shard_map"]
 
 SCRIPT = "0010011000"  # "1" is an overflow
 
@@ -62,6 +62,15 @@ def shard_map(function: Any, mesh: Mesh, inputs: Any, outputs: Any, checked: boo
     from jax.experimental.shard_map import shard_map
 
     return shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_rep=checked)
+
+
+def enable_x64(enabled: bool) -> Any:
+    """Return the context in which numbers have 64 bits, or not; before JAX 0.8 it was elsewhere."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(enabled)
+    from jax.experimental import enable_x64
+
+    return enable_x64(enabled)
 
 
 def _bits(array: Any) -> bytes:

@@ -200,6 +200,11 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             )
 
     @property
+    def iterations(self) -> Any:
+        """The inner optimizer's count of updates. In Keras 3.8 its own wrapper counts none."""
+        return self.inner_optimizer.iterations
+
+    @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by. Reads it to the host."""
         return float(framework.read([self.dynamic_scale.value])[0])
