@@ -129,6 +129,7 @@ def test_on_a_cpu_triton_is_not_imported():
 
 
 @with_triton
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_after_tensorflow_triton_is_not_imported():
     """Here it would crash the process."""
     code = "import sys, tensorflow\n" + STEPS.format(kinds=("cpu",)) + "assert 'triton' not in sys.modules"
