@@ -2,7 +2,7 @@
 
 On CUDA and XPU devices, for which PyTorch brings Triton. Nothing is imported before the first step on such a
 device. Every function returns None, or False, where PyTorch's operators have to do the work instead: without
-Triton, after TensorFlow was imported (its LLVM and that of a Triton loaded later crash the process), in code
+Triton, after TensorFlow was imported (loading Triton then crashes the process), in code
 that `torch.compile` traces (which fuses operators itself), and where the first launch fails, as it does
 without a C compiler or, on some XPU devices, without float64.
 

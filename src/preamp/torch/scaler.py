@@ -73,7 +73,8 @@ class GradScaler(Stepping):
             policy that sees [282]. On a device without float64, such as MPS, it is float32.
         capturable: read nothing, ever: for `torch.compile(fullgraph=True)` and CUDA graphs. The state
             stays on the device, `last_step` is read when it is asked for, and a step that must not happen
-            is taken back by a `where`, unless the optimizer is fused.
+            is taken back by a `where`, unless the optimizer is fused. Take a step before you capture a graph:
+            of Triton's kernels only those are captured that were launched before.
         model: whose buffers to look at after a skipped step: an overflow in forward is in BatchNorm's running
             statistics before the step can be skipped. `last_step.buffers` names those that are not finite.
             Costs nothing while steps are taken.
