@@ -152,3 +152,34 @@ def test_where_a_kernel_cannot_be_compiled_operators_do_its_work():
     code = STEPS.format(kinds=("cpu",)) + "assert launches._failed == {'cpu'}"
     done = python("-c", code, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr
+
+
+COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from preamp import Dynamic
+from preamp.torch import launches, triton_kernels
+
+resets = ("growth", "backoff")
+other = Dynamic(at_ceiling="refuse", bounds="always", backoff_divisor=4.0, hysteresis_reset=resets)
+sources = [ASTSource(triton_kernels.prepare, dict(
+    total_at="*fp32", scale_at="*fp32", numbers_at="*fp32", finite_at="*i1", constant="fp32", max_norm="fp32"
+), {})]
+for policy in (Dynamic(), other):
+    settings = launches._settings(policy)
+    places = dict(finite_at="*i1", scale_at="*fp32", good_at="*fp32", bad_at="*fp32", copy_at="*fp32")
+    signature = {**places, **dict.fromkeys(settings, "constexpr")}
+    constants = {(5 + place,): value for place, value in enumerate(settings.values())}
+    sources.append(ASTSource(triton_kernels.advance, signature, constants))
+for target in (GPUTarget("cuda", 75, 32), GPUTarget("cuda", 90, 32)):
+    for source in sources:
+        assert "cubin" in compile(source, target=target, options={"num_warps": 1}).asm
+"""
+
+
+@with_triton
+def test_the_kernels_compile_for_devices_that_are_not_here(tmp_path):
+    """The interpreter takes what the compiler does not."""
+    done = python("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr

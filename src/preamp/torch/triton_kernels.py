@@ -19,17 +19,14 @@ Triton's interpreter (TRITON_INTERPRET=1), which is where they are tested.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 __all__ = ["advance", "prepare"]
 
 
-def _prepare(
-    total_at: Any, scale_at: Any, numbers_at: Any, finite_at: Any, constant: Any, max_norm: Any
-) -> None:
+# Triton compiles annotations too, and knows its own alone.
+def _prepare(total_at, scale_at, numbers_at, finite_at, constant, max_norm):  # type: ignore[no-untyped-def]
     # numbers: the scale as it is now, divisor, multiplier, found_inf.
     total, scale = tl.load(total_at).to(tl.float64), tl.load(scale_at)
     divisor = (scale.to(tl.float64) * constant).to(tl.float32)
@@ -43,12 +40,12 @@ def _prepare(
     tl.store(finite_at, finite)
 
 
-def _advance(
-    finite_at: Any,
-    scale_at: Any,
-    good_at: Any,
-    bad_at: Any,
-    copy_at: Any,
+def _advance(  # type: ignore[no-untyped-def]
+    finite_at,
+    scale_at,
+    good_at,
+    bad_at,
+    copy_at,
     GROWTH: tl.constexpr,
     BACKOFF: tl.constexpr,
     DIVIDES: tl.constexpr,
@@ -63,7 +60,7 @@ def _advance(
     RESET_BY_CLEAN: tl.constexpr,
     RESET_BY_GROWTH: tl.constexpr,
     RESET_BY_BACKOFF: tl.constexpr,
-) -> None:
+):
     finite, scale, before = tl.load(finite_at) != 0, tl.load(scale_at), tl.load(bad_at)
     good, bad = tl.load(good_at) + 1.0, before + 1.0
     floor, ceiling = tl.full((), FLOOR, tl.float32), tl.full((), CEILING, tl.float32)
