@@ -95,7 +95,7 @@ def _torch(release: str, python: str) -> Row:
 
 
 def _jax(release: str, python: str) -> Row:
-    requires = (f"jax=={release}.*", "flax", "equinox")
+    requires = (f"jax=={release}.*", "flax", "equinox", "flatbuffers")
     return Row(f"jax-{release}", python, "jax", requires, ("tests/jax", *CORE))
 
 
@@ -122,9 +122,9 @@ ROWS = (
     _jax("0.8", "3.12"),
     _jax("0.10", "3.11"),
     _jax("0.12", "3.13"),
-    _keras("3.8", "3.11"),
+    _keras("3.10", "3.11"),
     _keras("3.15", "3.12"),
-    _tensorflow("2.18", "3.8", "3.11"),
+    _tensorflow("2.18", "3.10", "3.11"),
     _tensorflow("2.21", "3.15", "3.13"),
 )
 
