@@ -493,6 +493,10 @@ def test_what_works_in_place_is_compiled_as_in_pytorchs_region(write):
     assert all(same(one, results[0]) for one in results)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 9),
+    reason="PyTorch before 2.9 does not give out the kernel that keeps numbers apart",
+)
 @pytest.mark.parametrize("rule", ["lower", "float32", "widest"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=list(TRANSFORMS))
 def test_transforms_of_operators_with_numbers(transform, rule):
