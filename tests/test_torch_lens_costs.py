@@ -193,6 +193,8 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+# PyTorch 2.12 says so where it was told to compile nothing.
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames:UserWarning")
 def test_a_compiled_model_runs_eagerly_when_it_is_sampled_and_is_compiled_once() -> None:
     model = mlp()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
