@@ -32,7 +32,7 @@ from xml.etree import ElementTree
 
 import versions_page
 
-__all__ = ["AUTOCAST", "ROWS", "Outcome", "Row", "main", "outcome_of"]
+__all__ = ["ROWS", "Outcome", "Row", "main", "outcome_of"]
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "preamp-matrix"
@@ -49,7 +49,6 @@ print(json.dumps([preamp.__file__, platform.python_version(), versions]))
 """
 NAMED = ("torch", "triton", "jax", "optax", "flax", "keras", "tensorflow", "tf-keras", "numpy")
 
-AUTOCAST = (2, 10)  # the oldest PyTorch that autocast works with
 CORE = (
     "tests/test_policy_frameworks.py",
     "tests/test_policy_seeing.py",
@@ -68,7 +67,6 @@ class Row:
         extra: the extra of pyproject.toml, whose lower bounds the releases have to meet.
         requires: the releases, and what else the tests compare with.
         tests: files and folders, as patterns.
-        without: files that are left out, as patterns.
         variables: of the environment.
     """
 
@@ -77,21 +75,17 @@ class Row:
     extra: str
     requires: tuple[str, ...]
     tests: tuple[str, ...]
-    without: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def files(self) -> list[str]:
         """Return which files and folders of tests there are."""
-        left_out = {path for pattern in self.without for path in ROOT.glob(pattern)}
         found = [path for pattern in self.tests for path in sorted(ROOT.glob(pattern))]
-        return [str(path.relative_to(ROOT)) for path in found if path not in left_out]
+        return [str(path.relative_to(ROOT)) for path in found]
 
 
 def _torch(release: str, python: str) -> Row:
-    has_autocast = tuple(int(part) for part in release.split(".")) >= AUTOCAST
-    without = () if has_autocast else ("tests/test_torch_autocast*.py",)
     tests = ("tests/test_torch_*.py", *CORE)
-    return Row(f"torch-{release}", python, "torch", (f"torch=={release}.*",), tests, without)
+    return Row(f"torch-{release}", python, "torch", (f"torch=={release}.*",), tests)
 
 
 def _jax(release: str, python: str) -> Row:
@@ -317,7 +311,7 @@ def run_all(rows: Sequence[Row], matrix: Matrix, remember: bool) -> int:
             continue
         if remember:
             versions_page.remember(row.name, results[row.name])
-            versions_page.write(ROWS, AUTOCAST)
+            versions_page.write(ROWS)
     print(*_table(results), *not_made, sep="\n")
     return int(bool(not_made) or any(row["failed"] for row in results.values()))
 
@@ -337,12 +331,12 @@ def main() -> None:
         parser.error(f"no row is called {', '.join(unknown)}. There are {', '.join(known)}.")
     rows = [known[name] for name in given.rows] or list(ROWS)
     if given.tests:
-        rows = [replace(row, tests=tuple(given.tests), without=()) for row in rows]
+        rows = [replace(row, tests=tuple(given.tests)) for row in rows]
     if given.list:
         for row in rows:
             print(f"{row.name:18}Python {row.python:7}{' '.join(row.requires)}")
     elif given.page:
-        versions_page.write(ROWS, AUTOCAST)
+        versions_page.write(ROWS)
     else:
         sys.exit(run_all(rows, Matrix(given.folder.expanduser().resolve(), given.keep), not given.tests))
 

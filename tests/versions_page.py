@@ -24,10 +24,10 @@ What is asked for is in `pyproject.toml`. What is tried are the oldest release, 
 those in bold passed all of their tests, which are the room's own.
 """
 NEEDS = """\
-What `preamp.torch` and its autocast need of PyTorch beyond its public names, since which release that is
-there and what happens without is said beside each name in `src/preamp/torch/compat.py`."""
+What `preamp.torch` needs of PyTorch beyond its public names, since which release that is there and what
+happens without is said beside each name in `src/preamp/torch/compat.py`."""
 ROOMS = {
-    "torch": "`preamp.torch`, without autocast",
+    "torch": "`preamp.torch`",
     "jax": "`preamp.jax`",
     "keras": "`preamp.keras`",
     "tensorflow": "`preamp.tensorflow`",
@@ -54,21 +54,20 @@ def remember(name: str, result: Mapping[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results() | {name: dict(result)}, indent=2, sort_keys=True) + "\n")
 
 
-def write(rows: Sequence[Row], autocast: tuple[int, int]) -> None:
+def write(rows: Sequence[Row]) -> None:
     """Write the page."""
-    PAGE.write_text(page(rows, autocast, results()))
+    PAGE.write_text(page(rows, results()))
 
 
-def page(rows: Sequence[Row], autocast: tuple[int, int], found: Mapping[str, Mapping[str, Any]]) -> str:
+def page(rows: Sequence[Row], found: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the page.
 
     Args:
         rows: all, in their order.
-        autocast: the oldest PyTorch that autocast works with.
         found: what came of those that were run.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    parts = [HEAD.rstrip(), "\n".join(_supported(project, rows, autocast, found)), NEEDS, "## Rows"]
+    parts = [HEAD.rstrip(), "\n".join(_supported(project, rows, found)), NEEDS, "## Rows"]
     parts += ["\n".join(_ran(rows, found)), *_not_run(rows, found)]
     return "\n\n".join(parts) + "\n"
 
@@ -86,10 +85,7 @@ def machine() -> str:
 
 
 def _supported(
-    project: Mapping[str, Any],
-    rows: Sequence[Row],
-    autocast: tuple[int, int],
-    found: Mapping[str, Mapping[str, Any]],
+    project: Mapping[str, Any], rows: Sequence[Row], found: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
     """Yield what is supported: the bounds, and the releases that were tried."""
     yield "| what | asked for | tried |"
@@ -103,10 +99,6 @@ def _supported(
         bounds = {re.split(r"[<>=]", line)[0]: line for line in project["optional-dependencies"][extra]}
         mine = [found[row.name] for row in rows if row.extra == extra and row.name in found]
         yield f"| {room} | {bounds[extra].removeprefix(extra)} | {_tried(extra, mine)} |"
-        if extra == "torch":
-            mine = [row for row in mine if _numbers(row["versions"]["torch"])[:2] >= autocast]
-            least = ".".join(map(str, autocast))
-            yield f"| `preamp.torch.autocast` | >={least} | {_tried(extra, mine)} |"
 
 
 def _tried(package: str, found: Sequence[Mapping[str, Any]]) -> str:

@@ -10,16 +10,7 @@ bfloat16, products are summed in float32. Every loop can rehearse it, and can co
 
 from typing import Final, Literal, TypeAlias
 
-__all__ = [
-    "ADAM_EPSILON",
-    "KERAS_BACKENDS",
-    "LOOK_EVERY",
-    "OLDEST_TORCH",
-    "ZEROS_EVERY",
-    "Framework",
-    "Precision",
-    "Task",
-]
+__all__ = ["ADAM_EPSILON", "KERAS_BACKENDS", "LOOK_EVERY", "ZEROS_EVERY", "Framework", "Precision", "Task"]
 
 Framework: TypeAlias = Literal["torch", "jax", "keras", "tensorflow"]
 Precision: TypeAlias = Literal["float32", "float16", "bfloat16"]
@@ -30,9 +21,6 @@ ADAM_EPSILON: Final = 1e-8
 
 KERAS_BACKENDS: Final = ("jax", "torch", "tensorflow")
 """What Keras can train on. `KERAS_BACKEND` says which one it is, once in a process."""
-
-OLDEST_TORCH: Final = (2, 10)
-"""The first release of PyTorch in which its loop runs: `autocast(emulate=True)` needs it."""
 
 ZEROS_EVERY: Final = 10
 """Steps from one count of the gradient entries that are zero to the next."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from preamp.errors import MissingExtra, PreampError, Starved
 from preamp.files import replacing
-from preamp.lab import KERAS_BACKENDS, OLDEST_TORCH, Framework, Precision, Task
+from preamp.lab import KERAS_BACKENDS, Framework, Precision, Task
 from preamp.lab.autoencoder import autoencoder
 from preamp.lab.classify import classify
 from preamp.lab.problem import Problem
@@ -150,7 +149,7 @@ def choose_framework() -> Framework:
     there = [name for name, (framework, *_) in PACKAGES.items() if _is_installed(framework)]
     if not there:
         raise MissingExtra("No framework to train with is installed. Run: pip install 'preamp[jax]'")
-    ready = [name for name in there if all(map(_is_installed, PACKAGES[name])) and not _is_too_old(name)]
+    ready = [name for name in there if all(map(_is_installed, PACKAGES[name]))]
     return (ready or there)[0]
 
 
@@ -161,34 +160,16 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _is_too_old(framework: Framework) -> bool:
-    """Return whether it is a PyTorch before `OLDEST_TORCH`. One that has no release is taken for new."""
-    if framework != "torch":
-        return False
-    try:
-        release = re.match(r"(\d+)\.(\d+)", version(framework))
-    except PackageNotFoundError:  # one that was built in its folder
-        return False
-    return release is not None and tuple(map(int, release.groups())) < OLDEST_TORCH
-
-
 def find_loop(framework: Framework) -> Callable[..., Loop]:
     """Return what makes a framework's loop of (problem, precision, policy, seed).
 
     Raises:
-        PreampError: for a framework without a loop, one that is too old, or one that cannot work in this
-            process.
+        PreampError: for a framework without a loop, or one that cannot work in this process.
         MissingExtra: for a framework that is not installed.
     """
     known = get_args(Framework)
     if framework not in known:
         raise PreampError(f"framework {framework!r} is unknown. Write one of {', '.join(known)}.")
-    if _is_too_old(framework):
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        raise PreampError(
-            f"torch {version(framework)} is installed, and the training needs autocast(emulate=True), which "
-            f"works from {oldest} on. Run: pip install 'torch>={oldest}', or write --framework jax."
-        )
     try:
         with _without_chatter():
             module = import_module(f"preamp.lab.{framework}_loop")
