@@ -12,7 +12,7 @@ from torch import nn
 from preamp import casting
 from preamp.casting import RULES, Casting
 from preamp.errors import CastingError, UsageError
-from preamp.torch import autocast
+from preamp.torch import autocast, compat
 from preamp.torch.autocasting import edited, operators
 
 from .torch_regions import (
@@ -321,8 +321,8 @@ def later_release(monkeypatch):
         return listed
 
     caches = [operators._names, operators.overloads, operators._resolved, operators.listed, edited._rules]
-    for name in ("_dispatch_get_all_op_names", "_dispatch_get_registrations_for_dispatch_key"):
-        monkeypatch.setattr(torch._C, name, without(getattr(torch._C, name)))
+    for name in ("all_operators", "operators_with_kernel"):
+        monkeypatch.setattr(compat, name, without(getattr(compat, name)))
     for one in caches:
         one.cache_clear()
     yield
@@ -356,7 +356,9 @@ def test_an_edit_of_an_operator_that_a_release_does_not_have_is_an_error(table, 
 @pytest.mark.parametrize("table", [casting.CPU, casting.CUDA])
 def test_tables_of_ours_name_operators_of_this_release(table):
     """Or nobody would notice that a name in them is wrong."""
-    assert [name for name in table.rules if not operators.overloads(name)] == []
+    new_in_2_14, until_2_14 = {"linalg_matrix_sqrth"}, {"cholesky", "qr"}
+    assert {*operators.missing(table)} <= new_in_2_14 | until_2_14
+    assert all(operators.overloads(name) for name in table.rules if name not in operators.missing(table))
 
 
 # Tables as values

@@ -111,7 +111,11 @@ def unpacked(total: Tensor, mine: Sight) -> Sight:
 def _wide(number: Any, device: torch.device) -> Tensor:
     if isinstance(number, Tensor):
         return number.to(device, widest(device))
-    return torch.full((), 0.0 if number is None else number, dtype=widest(device), device=device)
+    dtype = widest(device)
+    number = 0.0 if number is None else number
+    if number > torch.finfo(dtype).max:  # 2**128, which float32 does not hold: PyTorch would raise
+        number = math.inf
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def _powers(first: int, last: int, device: torch.device) -> Tensor:
