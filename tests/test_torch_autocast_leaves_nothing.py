@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from preamp import casting
 from preamp.torch import autocast
 from preamp.torch.autocasting import installed
+from preamp.torch.compat import dispatch_mode_flags
 
 from .torch_regions import BRAIN, HALF, in_step, in_thread, numbers, weight
 
@@ -51,7 +52,8 @@ def registered():
 
 def everything():
     hooks = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
-    return registered(), [(id(some), list(some.items())) for some in hooks]
+    modes = torch._C._len_torch_dispatch_stack(), dispatch_mode_flags()
+    return registered(), [(id(some), list(some.items())) for some in hooks], modes
 
 
 def work():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, _guards
 from torch.amp import autocast_mode
 from torch.optim import optimizer
-from torch.utils import _foreach_utils, _pytree
+from torch.utils import _foreach_utils, _python_dispatch, _pytree
 
 __all__ = [
     "BatchNormBase",
@@ -31,6 +31,8 @@ __all__ = [
     "amp_unscale_",
     "amp_update_scale_",
     "by_device_and_dtype",
+    "dispatch_mode_count",
+    "dispatch_mode_flags",
     "foreach_copy_",
     "foreach_lerp_",
     "foreach_mul_",
@@ -51,6 +53,7 @@ __all__ = [
     "outside_of_graphs",
     "put_kernel",
     "remover",
+    "set_dispatch_mode_flags",
     "takes_numbers_as_tensors",
     "traced_autocast",
     "tree_leaves",
@@ -250,6 +253,31 @@ UnmanagedAutocast: Any = getattr(autocast_mode, "_UnmanagedAutocast", _NotCompil
 def _region(*settings: Any) -> Iterator[None]:
     with torch.autocast(*settings):
         yield
+
+
+# How many dispatch modes this thread is in. Since before 2.6; nothing works without.
+dispatch_mode_count = torch._C._len_torch_dispatch_stack
+
+
+def dispatch_mode_flags() -> dict[str, bool]:
+    """Return which kinds of dispatch modes are entered, as PyTorch remembers it for the whole process.
+
+    Since before 2.6, one of the three since 2.10. A mode that is left puts back what it met when it was
+    entered, which is wrong where modes overlap. Until 2.11 nothing is compiled while one of them is set.
+    """
+    return {
+        name: on
+        for name, on in vars(_python_dispatch).items()
+        if name.startswith("_is_in_") and on in (True, False)
+    }
+
+
+def set_dispatch_mode_flags(flags: dict[str, bool]) -> None:
+    """Set what `dispatch_mode_flags` has returned, and the copy of one of them that C++ has."""
+    vars(_python_dispatch).update(flags)
+    in_cpp = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+    if in_cpp is not None:
+        in_cpp(flags["_is_in_any_mode_without_ignore_compile_internals"])
 
 
 # What makes PyTorch's region in code that the compiler traces. Until 2.11 it refuses a class that makes an

@@ -306,8 +306,9 @@ def _summed(parameter: Any, gradient: Any) -> Any:
 
 def _pieces(gradient: Any) -> int:
     """Return into how many pieces a DTensor is cut."""
-    placed = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-    return math.prod([size for placement, size in placed if not placement.is_replicate()])
+    mesh = gradient.device_mesh  # whose shape cannot be iterated over in code that PyTorch 2.10 compiles
+    cut = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return math.prod([mesh.size(axis) for axis in cut])
 
 
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -25,7 +25,13 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
 from preamp.torch.autocasting.thread import Kernel, thread
-from preamp.torch.compat import is_in_backward, tree_leaves
+from preamp.torch.compat import (
+    dispatch_mode_count,
+    dispatch_mode_flags,
+    is_in_backward,
+    set_dispatch_mode_flags,
+    tree_leaves,
+)
 
 if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
@@ -49,6 +55,9 @@ class _Probing(threading.local):
 
 
 _probing = _Probing()
+_lock = threading.Lock()
+_entered = 0  # how often any census of the process is entered
+_flags: dict[str, bool] = {}  # PyTorch's, from before the first of them
 
 
 @dataclass
@@ -102,11 +111,21 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._modules.follow():
             self._keep_repeats()
             self._sources.clear()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        global _entered, _flags
+        with _lock:
+            if not _entered:
+                _flags = dispatch_mode_flags()
+            _entered += 1
+            super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        global _entered
+        with _lock:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+            _entered -= 1
+            if not _entered and not dispatch_mode_count():  # or regions have overlapped
+                set_dispatch_mode_flags(_flags)
         self._modules.leave()
 
     def watched(self, rules: dict[str, Kernel], edits: Edits) -> dict[str, Kernel]:
