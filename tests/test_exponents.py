@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import Band, ExponentHistogram, TraceError
 from preamp.exponents import BANDS, exponent_of
-from preamp.torch.exponents import CHUNK, count, read
 
 from .seeing import counted
 from .strategies import histograms
+
+torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from preamp.torch.exponents import CHUNK, count, read  # noqa: E402
 
 few = settings(deadline=None, max_examples=60)
 finite = st.floats(allow_nan=False, allow_infinity=False)

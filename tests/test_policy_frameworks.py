@@ -137,7 +137,7 @@ def test_numpy(make: Any, settings: dict[str, Any], array: bool) -> None:
 
 @each_policy
 def test_torch(make: Any, settings: dict[str, Any]) -> None:
-    import torch
+    torch = pytest.importorskip("torch")
 
     policy = quietly(make, **settings)
     assert by_hand(policy, torch.tensor, torch.tensor, torch.where) == on_floats(policy)[1]
@@ -146,7 +146,8 @@ def test_torch(make: Any, settings: dict[str, Any]) -> None:
 @each_policy
 def test_wide_numpy_and_torch(make: Any, settings: dict[str, Any]) -> None:
     import numpy as np
-    import torch
+
+    torch = pytest.importorskip("torch")
 
     policy = quietly(make, **settings, **(WIDE if issubclass(make, Moving) else {}))
     expected = on_floats(policy)[1]

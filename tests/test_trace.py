@@ -364,9 +364,7 @@ def test_a_file_that_is_there_is_neither_lost_nor_mixed_up(tmp_path: Path) -> No
 
 
 def test_scalars_of_any_framework_are_recorded(tmp_path: Path) -> None:
-    import numpy
-    import torch
-
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     step = Step(
         numpy.int64(3), torch.tensor(8.0), numpy.bool_(True), numpy.bool_(False), loss=numpy.float32(0.5)
     )
