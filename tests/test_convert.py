@@ -417,7 +417,7 @@ def test_a_file_of_another_kind(kind: str, tmp_path: Path, capsys: pytest.Captur
     ("content", "said"),
     [
         (b"", "in is empty."),
-        (gzip.compress(b"{}"), "in is compressed with gzip. Unpack it first: gunzip -k "),
+        (gzip.compress(b"{}", mtime=0), "in is compressed with gzip. Unpack it first: gunzip -k "),
         (b'{"preamp_trace": 1}\n{"index": 0}\n', "in is the trace of a run, which holds no checkpoint"),
         (b'\xef\xbb\xbf{"preamp_trace": 1}\r\n', "in is the trace of a run, which holds no checkpoint"),
     ],
