@@ -23,6 +23,8 @@ from torch.amp import autocast_mode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _pytree
 
+from preamp.errors import UsageError
+
 __all__ = [
     "BatchNormBase",
     "DispatchKey",
@@ -213,6 +215,9 @@ def untraced(function: F) -> F:
     return function
 
 
+untraced(untraced)  # what 2.6 is told not to trace may call it
+
+
 def outside_of_graphs(function: F) -> F:
     """Have the compiler call a function, not trace it.
 
@@ -252,11 +257,26 @@ def _region(*settings: Any) -> Iterator[None]:
         yield
 
 
+NOT_INSIDE = (
+    f"PyTorch {torch.__version__} cannot compile the making of a region. Make it once, outside of what is "
+    "compiled: region = autocast(...), then `with region:`."
+)
+
+
+def _refused(*settings: Any) -> Any:
+    raise UsageError(NOT_INSIDE)
+
+
+def _maker_in_graphs() -> Callable[..., Any]:
+    if hasattr(autocast_mode, "_UnmanagedAutocast"):
+        return torch.autocast
+    return _region if hasattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy") else _refused
+
+
 # What makes PyTorch's region in code that the compiler traces. Until 2.11 it refuses a class that makes an
 # object of another class, and takes a function. A break of the graph inside has the whole caller run eagerly.
-traced_autocast: Callable[..., Any] = (
-    torch.autocast if hasattr(autocast_mode, "_UnmanagedAutocast") else _region
-)
+# In 2.6 it takes neither: the graph is broken, and only `fullgraph=True` raises.
+traced_autocast: Callable[..., Any] = _maker_in_graphs()
 
 
 # The module with `_global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`, for the steps of all

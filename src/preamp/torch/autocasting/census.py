@@ -25,7 +25,7 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
 from preamp.torch.autocasting.thread import Kernel, thread
-from preamp.torch.compat import is_in_backward, tree_leaves
+from preamp.torch.compat import is_in_backward, kernel_at, tree_leaves
 
 if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
@@ -317,6 +317,8 @@ def _why(source: Tensor) -> str:
         return "it does not require gradients, and only casts of weights that do are kept"
     if not source.is_leaf or source._is_view():
         return "it is not a leaf, and only casts of leaves are kept"
+    if kernel_at("aten::mm", operators.dispatch_key("cpu")) is None:
+        return "a report keeps no casts before PyTorch 2.9"
     return "the cache was emptied in between"
 
 
