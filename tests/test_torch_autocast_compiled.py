@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from preamp import casting
 from preamp.errors import UsageError
@@ -354,6 +355,26 @@ def test_other_threads_compile_again_once_the_region_is_left(edit):
         assert (counter.frame_count, eager.dtype) == (0, FULL)
     assert same(in_thread(lambda: compiled(X)), eager)
     assert counter.frame_count == 1
+
+
+def test_after_reports_in_overlapping_threads_functions_are_compiled():
+    """The flags that PyTorch's dispatch modes keep for the process would stay set."""
+
+    def first(others):
+        with autocast("cpu", report=True):
+            others()  # both are inside
+            others()
+        others()  # this one has left
+
+    def second(others):
+        with autocast("cpu", report=True):
+            for _ in range(3):
+                others()
+
+    in_step(first, second)
+    compiled, counter = counted(program)
+    compiled(X)
+    assert (counter.frame_count, is_in_torch_dispatch_mode()) == (1, False)
 
 
 # Export

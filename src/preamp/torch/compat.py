@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, _guards
 from torch.amp import autocast_mode
 from torch.optim import optimizer
-from torch.utils import _foreach_utils, _pytree
+from torch.utils import _foreach_utils, _python_dispatch, _pytree
 
 from preamp.errors import UsageError
 
@@ -51,6 +51,8 @@ __all__ = [
     "operators_with_kernel",
     "optimizer_hooks",
     "outside_of_graphs",
+    "pop_mode",
+    "push_mode",
     "put_kernel",
     "remover",
     "takes_numbers_as_tensors",
@@ -277,6 +279,13 @@ def _maker_in_graphs() -> Callable[..., Any]:
 # object of another class, and takes a function. A break of the graph inside has the whole caller run eagerly.
 # In 2.6 it takes neither: the graph is broken, and only `fullgraph=True` raises.
 traced_autocast: Callable[..., Any] = _maker_in_graphs()
+
+
+# What puts a dispatch mode in force in this thread, and what takes the innermost one away. `with mode:` also
+# sets flags of the whole process, which stay set when two threads overlap, and PyTorch 2.8 then compiles
+# nothing any more. Since before 2.6; without, `with mode:` would have to do.
+push_mode: Callable[[Any], None] = _python_dispatch._push_mode
+pop_mode: Callable[[], Any] = _python_dispatch._pop_mode
 
 
 # The module with `_global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`, for the steps of all

@@ -25,7 +25,7 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
 from preamp.torch.autocasting.thread import Kernel, thread
-from preamp.torch.compat import is_in_backward, kernel_at, tree_leaves
+from preamp.torch.compat import is_in_backward, kernel_at, pop_mode, push_mode, tree_leaves
 
 if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
@@ -102,11 +102,11 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._modules.follow():
             self._keep_repeats()
             self._sources.clear()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        push_mode(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        pop_mode()
         self._modules.leave()
 
     def watched(self, rules: dict[str, Kernel], edits: Edits) -> dict[str, Kernel]:
