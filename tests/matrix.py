@@ -83,9 +83,9 @@ class Row:
         return [str(path.relative_to(ROOT)) for path in found]
 
 
-def _torch(release: str, python: str) -> Row:
+def _torch(release: str, python: str, *requires: str) -> Row:
     tests = ("tests/test_torch_*.py", *CORE)
-    return Row(f"torch-{release}", python, "torch", (f"torch=={release}.*",), tests)
+    return Row(f"torch-{release}", python, "torch", (f"torch=={release}.*", *requires), tests)
 
 
 def _jax(release: str, python: str) -> Row:
@@ -105,7 +105,7 @@ def _tensorflow(release: str, keras: str, python: str) -> Row:
 
 
 ROWS = (
-    _torch("2.6", "3.11"),
+    _torch("2.6", "3.11", "setuptools"),  # which its Triton imports, and does not ask for
     _torch("2.8", "3.12"),
     _torch("2.10", "3.12"),
     _torch("2.12", "3.13"),

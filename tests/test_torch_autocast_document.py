@@ -82,6 +82,11 @@ def heard(make: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[An
     return *error, [(w.category, str(w.message), w.filename) for w in caught]
 
 
+def without_files(told: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what was heard without the files, which are PyTorch's own in releases as late as 2.8."""
+    return *told[:2], [warning[:2] for warning in told[2]]
+
+
 @contextmanager
 def switched_on(device: str, dtype: torch.dtype) -> Iterator[None]:
     """Switch autocast on by hand: the original's region refuses to for CUDA where there is none."""
@@ -256,7 +261,7 @@ settings_of = attrgetter("device", "fast_dtype", "_enabled", "_cache_enabled")
 ARGUMENTS = [(), (False,), (True, BRAIN), (True, HALF), (True, HALF, False), (False, BRAIN, True)]
 
 
-@pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 @pytest.mark.parametrize("surrounding", [None, HALF, BRAIN])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 @pytest.mark.parametrize(("device", "default"), [("cpu", BRAIN), ("cuda", HALF)])
@@ -281,7 +286,7 @@ NAMED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 @pytest.mark.parametrize(("named", "device"), NAMED)
 def test_the_names_of_a_device_type_are_deprecated_classes(named, device):
     def made(*arguments, **keywords):
@@ -300,7 +305,8 @@ def test_the_names_of_a_device_type_are_deprecated_classes(named, device):
     assert list(parameters)[:3] == ["enabled", "dtype", "cache_enabled"]
     default = parameters["dtype"].default
     assert default is region.fast_dtype is {"cpu": BRAIN, "cuda": HALF}[device]
-    with pytest.warns(FutureWarning, match="deprecated") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
 
         class Tagged(named):
             def __new__(cls, tag):
@@ -310,8 +316,14 @@ def test_the_names_of_a_device_type_are_deprecated_classes(named, device):
                 super().__init__(dtype=HALF)
                 self.tag = tag
 
-    assert caught[0].filename == __file__
-    tagged = Tagged("x")
+        of_class = len(caught)
+        tagged = Tagged("x")
+    # PyTorch warns of the subclass since 2.9, and of its objects before.
+    of_class_alone = issubclass(named, autocast) or "__deprecated__" in vars(named)
+    assert of_class == of_class_alone
+    deprecated = [warning for warning in caught if warning.category is FutureWarning]
+    assert [warning.filename for warning in deprecated] == [__file__]
+    assert "deprecated" in str(deprecated[0].message)
     assert isinstance(tagged, named)
     assert (tagged.tag, tagged.fast_dtype, tagged.device) == ("x", HALF, device)
     if device == "cpu":
@@ -339,7 +351,7 @@ def test_the_names_of_a_device_type_take_what_pytorch_does_not_have():
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_the_names_of_a_device_type_are_compiled():
-    @torch.compile(backend="aot_eager", fullgraph=True)
+    @torch.compile(backend="aot_eager", fullgraph=not torch.__version__.startswith("2.6."))
     def compute(x):
         with preamp.torch.cpu.amp.autocast(dtype=HALF):
             return torch.mm(x, x)
@@ -509,9 +521,9 @@ ERRORS: dict[Callable[[Any], Any], type[Exception]] = {
 
 @pytest.mark.parametrize(("misuse", "error"), ERRORS.items())
 def test_what_cannot_work_raises_what_the_original_raises(misuse, error):
-    mine = heard(misuse, preamp.torch.amp)
-    assert mine == heard(misuse, torch.amp)
+    mine, original = heard(misuse, preamp.torch.amp), heard(misuse, torch.amp)
     assert mine[0] is error
+    assert mine == original or (original[0], error) == (None, TypeError)  # as in PyTorch 2.10
 
 
 DOUBTFUL = [("cpu", FULL), ("cpu", DOUBLE), ("cpu", torch.int8), ("cpu", torch.float8_e5m2), ("xpu", FULL)]
@@ -523,12 +535,13 @@ def test_what_is_not_supported_is_warned_of_and_switched_off(monkeypatch, argume
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     made: list[Any] = []
     mine = heard(lambda: made.append(autocast(*arguments, **edit)))
-    assert mine == heard(lambda: torch.autocast(*arguments))
+    assert without_files(mine) == without_files(heard(lambda: torch.autocast(*arguments)))
     assert [(category, place) for category, _, place in mine[2]] == [(UserWarning, __file__)]
     with made[0]:
         assert not torch.is_autocast_enabled(made[0].device)
         assert torch.mm(numbers(2, 2), numbers(2, 2)).dtype == FULL
-    assert heard(autocast, *arguments, enabled=False, **edit) == (None, "", [])
+    off = heard(autocast, *arguments, enabled=False, **edit)
+    assert without_files(off) == without_files(heard(torch.autocast, *arguments, enabled=False))
 
 
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("mm")}, {"emulate": True}], ids=str)

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _python_dispatch
 
 from preamp import casting
 from preamp.torch import autocast
 from preamp.torch.autocasting import installed
-from preamp.torch.compat import dispatch_mode_flags
 
 from .torch_regions import BRAIN, HALF, in_step, in_thread, numbers, weight
 
@@ -52,7 +52,8 @@ def registered():
 
 def everything():
     hooks = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
-    modes = torch._C._len_torch_dispatch_stack(), dispatch_mode_flags()
+    flags = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+    modes = torch._C._len_torch_dispatch_stack(), flags
     return registered(), [(id(some), list(some.items())) for some in hooks], modes
 
 

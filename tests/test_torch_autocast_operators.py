@@ -195,6 +195,19 @@ def registered(device: str) -> frozenset[str]:
     return frozenset(names) - {"_cudnn_rnn"}  # which builds for CUDA alone register
 
 
+def is_cast(device: str, name: str) -> bool:
+    """Return whether PyTorch registers what a call goes through."""
+    return base(registered_as(name)) in map(base, registered(device))
+
+
+def need_no_gpu(device: str, call: Call) -> None:
+    """Skip a call that the release cannot make of fake tensors where there is no GPU."""
+    with machine(device):
+        got = outcome(call.function, given(call, device, FLOAT))
+    if isinstance(got, str) and re.search("NVIDIA driver|CUDA driver", got):
+        pytest.skip(f"PyTorch {torch.__version__.partition('+')[0]} asks for a GPU, with fake tensors too")
+
+
 def mistakes(table: Casting, names: frozenset[str]) -> set[str]:
     """Return the operators that a table lacks, and what it names though no operator is called so."""
     lacks = {name for name in names if name not in table and base(name) not in table}
@@ -221,6 +234,8 @@ def test_a_changed_table_is_noticed(device):
 @cache
 def reached(device: str) -> dict[Call, set[str]]:
     """Return the operators that each call goes through, those inside others too."""
+    if "capture_overload_names" not in str(_ExperimentalConfig.__init__.__doc__):
+        pytest.skip("the profiler of PyTorch 2.6 does not tell overloads")
     overloads = _ExperimentalConfig(capture_overload_names=True)
     with machine(device), profile(experimental_config=overloads) as seen:
         for number, call in enumerate(CALLS):
@@ -296,13 +311,19 @@ def test_what_no_table_of_ours_names_keeps_the_cast_of_pytorch(monkeypatch):
 
 @each(lambda device, call: rule_of(device, call.name) != "untouched")
 def test_its_rule_tells_what_an_operator_does_and_no_other_rule_does(device, call):
+    need_no_gpu(device, call)
     rule = rule_of(device, call.name)
     as_well = {"untouched"} if rule == "widest" and call.name in data.PROMOTE_BY_THEMSELVES else set()
-    assert fitting(device, call) == {name: {rule} | as_well for name in MAKERS}
+    found = fitting(device, call)
+    assert found.pop("by table") == {rule} | as_well
+    if not is_cast(device, call.name):  # older releases cast less
+        rule, as_well = "untouched", found["theirs"] & {"widest"}
+    assert found == dict.fromkeys(found, {rule} | as_well)
 
 
 @each(lambda device, call: rule_of(device, call.name) == "untouched" and call.name not in NOT_ON[device])
 def test_an_operator_that_reaches_no_listed_one_runs_in_what_it_is_given(device, call):
+    need_no_gpu(device, call)
     for rules in fitting(device, call).values():
         assert "untouched" in rules <= {"untouched", "widest"} or reached(device)[call] & registered(device)
 
@@ -541,6 +562,9 @@ def kind(got: Any) -> Any:
 
 @each(lambda device, call: device == "cuda" and rule_of(device, call.name) != "untouched")
 def test_a_device_can_be_rehearsed_on_cpu_tensors(device, call):
+    need_no_gpu(device, call)
+    if not is_cast(device, call.name):
+        pytest.skip(f"PyTorch {torch.__version__.partition('+')[0]} does not cast {call.name}, as 2.13 does")
     for low in HALVES:
         with machine(device):
             values = [given(call, device, *dtypes) for dtypes in mixes(call, low)]

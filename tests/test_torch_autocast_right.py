@@ -174,13 +174,13 @@ def test_a_thread_that_ends_inside_a_region_takes_nothing_with_it():
 
 # Any order
 
-DEVICES = ["cpu", "xpu", "mtia"]
+DEVICES = ["cpu", "xpu", "ipu"]
 OPTIONS = [
     ("cpu", {"dtype": HALF}),
     ("cpu", {"dtype": BRAIN, "cache_enabled": False}),
     ("cpu", {"enabled": False}),
     ("xpu", {"dtype": BRAIN}),
-    ("mtia", {"cache_enabled": False}),
+    ("ipu", {"cache_enabled": False}),
     ("cpu", {"dtype": HALF, "casting": casting.DEFAULT.float32("mm")}),
     ("cpu", {"dtype": BRAIN, "casting": casting.DEFAULT.lower("add").float32("bmm")}),
     ("cpu", {"casting": casting.DEFAULT}),
@@ -198,7 +198,7 @@ def everything():
 def model(entries, regions):
     """Return what is in force when some entries, outermost first, were not left yet."""
     table, cache = casting.DEFAULT, True
-    states = {"cpu": (False, BRAIN), "xpu": (False, HALF), "mtia": (False, HALF)}
+    states = {"cpu": (False, BRAIN), "xpu": (False, HALF), "ipu": (False, HALF)}
     for place in entries:
         (device, options), region = OPTIONS[place], regions[place]
         states[device] = (options.get("enabled", True), region.fast_dtype)

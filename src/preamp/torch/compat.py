@@ -23,6 +23,8 @@ from torch.amp import autocast_mode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
 
+from preamp.errors import UsageError
+
 __all__ = [
     "BatchNormBase",
     "DispatchKey",
@@ -31,8 +33,6 @@ __all__ = [
     "amp_unscale_",
     "amp_update_scale_",
     "by_device_and_dtype",
-    "dispatch_mode_count",
-    "dispatch_mode_flags",
     "foreach_copy_",
     "foreach_lerp_",
     "foreach_mul_",
@@ -51,9 +51,10 @@ __all__ = [
     "operators_with_kernel",
     "optimizer_hooks",
     "outside_of_graphs",
+    "pop_mode",
+    "push_mode",
     "put_kernel",
     "remover",
-    "set_dispatch_mode_flags",
     "takes_numbers_as_tensors",
     "traced_autocast",
     "tree_leaves",
@@ -216,6 +217,9 @@ def untraced(function: F) -> F:
     return function
 
 
+untraced(untraced)  # what 2.6 is told not to trace may call it
+
+
 def outside_of_graphs(function: F) -> F:
     """Have the compiler call a function, not trace it.
 
@@ -255,36 +259,33 @@ def _region(*settings: Any) -> Iterator[None]:
         yield
 
 
-# How many dispatch modes this thread is in. Since before 2.6; nothing works without.
-dispatch_mode_count = torch._C._len_torch_dispatch_stack
+NOT_INSIDE = (
+    f"PyTorch {torch.__version__} cannot compile the making of a region. Make it once, outside of what is "
+    "compiled: region = autocast(...), then `with region:`."
+)
 
 
-def dispatch_mode_flags() -> dict[str, bool]:
-    """Return which kinds of dispatch modes are entered, as PyTorch remembers it for the whole process.
-
-    Since before 2.6, one of the three since 2.10. A mode that is left puts back what it met when it was
-    entered, which is wrong where modes overlap. Until 2.11 nothing is compiled while one of them is set.
-    """
-    return {
-        name: on
-        for name, on in vars(_python_dispatch).items()
-        if name.startswith("_is_in_") and on in (True, False)
-    }
+def _refused(*settings: Any) -> Any:
+    raise UsageError(NOT_INSIDE)
 
 
-def set_dispatch_mode_flags(flags: dict[str, bool]) -> None:
-    """Set what `dispatch_mode_flags` has returned, and the copy of one of them that C++ has."""
-    vars(_python_dispatch).update(flags)
-    in_cpp = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
-    if in_cpp is not None:
-        in_cpp(flags["_is_in_any_mode_without_ignore_compile_internals"])
+def _maker_in_graphs() -> Callable[..., Any]:
+    if hasattr(autocast_mode, "_UnmanagedAutocast"):
+        return torch.autocast
+    return _region if hasattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy") else _refused
 
 
 # What makes PyTorch's region in code that the compiler traces. Until 2.11 it refuses a class that makes an
 # object of another class, and takes a function. A break of the graph inside has the whole caller run eagerly.
-traced_autocast: Callable[..., Any] = (
-    torch.autocast if hasattr(autocast_mode, "_UnmanagedAutocast") else _region
-)
+# In 2.6 it takes neither: the graph is broken, and only `fullgraph=True` raises.
+traced_autocast: Callable[..., Any] = _maker_in_graphs()
+
+
+# What puts a dispatch mode in force in this thread, and what takes the innermost one away. `with mode:` also
+# sets flags of the whole process, which stay set when two threads overlap, and PyTorch 2.8 then compiles
+# nothing any more. Since before 2.6; without, `with mode:` would have to do.
+push_mode: Callable[[Any], None] = _python_dispatch._push_mode
+pop_mode: Callable[[], Any] = _python_dispatch._pop_mode
 
 
 # The module with `_global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`, for the steps of all

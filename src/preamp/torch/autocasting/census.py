@@ -25,13 +25,7 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
 from preamp.torch.autocasting.thread import Kernel, thread
-from preamp.torch.compat import (
-    dispatch_mode_count,
-    dispatch_mode_flags,
-    is_in_backward,
-    set_dispatch_mode_flags,
-    tree_leaves,
-)
+from preamp.torch.compat import is_in_backward, kernel_at, pop_mode, push_mode, tree_leaves
 
 if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
@@ -55,9 +49,6 @@ class _Probing(threading.local):
 
 
 _probing = _Probing()
-_lock = threading.Lock()
-_entered = 0  # how often any census of the process is entered
-_flags: dict[str, bool] = {}  # PyTorch's, from before the first of them
 
 
 @dataclass
@@ -111,21 +102,11 @@ class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._modules.follow():
             self._keep_repeats()
             self._sources.clear()
-        global _entered, _flags
-        with _lock:
-            if not _entered:
-                _flags = dispatch_mode_flags()
-            _entered += 1
-            super().__enter__()  # type: ignore[no-untyped-call]
+        push_mode(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        global _entered
-        with _lock:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
-            _entered -= 1
-            if not _entered and not dispatch_mode_count():  # or regions have overlapped
-                set_dispatch_mode_flags(_flags)
+        pop_mode()
         self._modules.leave()
 
     def watched(self, rules: dict[str, Kernel], edits: Edits) -> dict[str, Kernel]:
@@ -336,6 +317,8 @@ def _why(source: Tensor) -> str:
         return "it does not require gradients, and only casts of weights that do are kept"
     if not source.is_leaf or source._is_view():
         return "it is not a leaf, and only casts of leaves are kept"
+    if kernel_at("aten::mm", operators.dispatch_key("cpu")) is None:
+        return "a report keeps no casts before PyTorch 2.9"
     return "the cache was emptied in between"
 
 

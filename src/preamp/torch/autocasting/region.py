@@ -190,7 +190,11 @@ class autocast(TorchAutocast):  # PyTorch's name
             TypeError: for what cannot be called.
         """
         if not callable(function):
-            return super().__call__(function)  # raises what PyTorch raises
+            super().__call__(function)  # raises what PyTorch raises, if it does
+            raise TypeError(
+                f"A {type(function).__name__} cannot be decorated. Write @autocast(...) above a function, or "
+                "`with autocast(...):`."
+            )
         return wrap(self, function)
 
     def report(self) -> CastReport:
