@@ -90,7 +90,7 @@ def model() -> tuple[Any, Any]:
 def kept(fn: Any, p: Any, tokens: Any) -> int:
     """Return the bytes that a function keeps for its backward pass, each array once."""
     _, backward = jax.vjp(lambda p: fn(p, tokens), p)
-    return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(backward)}.values())
+    return sum({id(leaf): np.asarray(leaf).nbytes for leaf in jax.tree.leaves(backward)}.values())
 
 
 @each_half
