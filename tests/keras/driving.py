@@ -52,6 +52,16 @@ def close(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
     return all(np.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(first, second, strict=True))
 
 
+def record_shardings(model: Any) -> None:
+    """Have Keras 3.10 on JAX note where a model's variables lie, which its training step reads.
+
+    `fit` does it when it begins, `evaluate` forgets it when it ends, and later releases have no such note.
+    """
+    record = getattr(model, "_record_training_state_sharding_spec", None)
+    if record is not None:
+        record()
+
+
 class Run:
     """Variables and the optimizer of them.
 
