@@ -42,9 +42,15 @@ def dtype_policy(name: str) -> Iterator[None]:
 
 
 def same(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
-    """Return whether arrays are equal to the last bit."""
+    """Return whether arrays are equal to the last bit, but for the sign of a zero.
+
+    TensorFlow keeps the scalars that it was given: once -0.0 was among them, a variable set to 0.0 has -0.0.
+    """
     assert len(first) == len(second)
-    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
+    return all(
+        a.dtype == b.dtype and (a + 0).tobytes() == (b + 0).tobytes()
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def close(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
