@@ -42,14 +42,30 @@ def dtype_policy(name: str) -> Iterator[None]:
 
 
 def same(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
-    """Return whether arrays are equal to the last bit."""
+    """Return whether arrays are equal to the last bit, but for the sign of a zero.
+
+    TensorFlow keeps the scalars that it was given: once -0.0 was among them, a variable set to 0.0 has -0.0.
+    """
     assert len(first) == len(second)
-    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
+    return all(
+        a.dtype == b.dtype and (a + 0).tobytes() == (b + 0).tobytes()
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def close(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
     assert len(first) == len(second)
     return all(np.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(first, second, strict=True))
+
+
+def record_shardings(model: Any) -> None:
+    """Have Keras 3.10 on JAX note where a model's variables lie, which its training step reads.
+
+    `fit` does it when it begins, `evaluate` forgets it when it ends, and later releases have no such note.
+    """
+    record = getattr(model, "_record_training_state_sharding_spec", None)
+    if record is not None:
+        record()
 
 
 class Run:

@@ -117,6 +117,8 @@ def test_one_callback_records_two_fits(tmp_path: Path) -> None:
 
 
 def test_tensorboard_shows_the_scale(tmp_path: Path) -> None:
+    for needed in ("tensorflow", "tensorboard"):
+        pytest.importorskip(needed, reason=f"Keras's TensorBoard callback needs {needed}")
     model = model_of(LossScaleOptimizer(adam(), policy=POLICY))
     board = keras.callbacks.TensorBoard(str(tmp_path), update_freq="epoch")
     fit(model, 1, callbacks=[TraceCallback(), board])

@@ -16,7 +16,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from preamp import Dynamic, Starved, UsageError
 from preamp.keras import LossScaleOptimizer
 
-from .driving import INF, Run, Stock, array, same
+from .driving import INF, Run, Stock, array, record_shardings, same
 from .test_training import BATCH, adam, data, fit, model_of, weights
 
 
@@ -261,6 +261,7 @@ def cost(make: Any, inner: str, width: int) -> tuple[int, float]:
     model.compile(make(getattr(keras.optimizers, inner)(0.125)), "mse")
     rows, targets = np.ones((16, width), "float32"), np.ones((16, 8), "float32")
     model.optimizer.build(model.trainable_variables)
+    record_shardings(model)
     kinds = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
     state = model._get_jax_state(**dict.fromkeys(kinds, True))
     compiled = jax.jit(model.train_step, donate_argnums=0).lower(state, (rows, targets)).compile()
@@ -306,10 +307,11 @@ def test_an_overflow_on_either_device_skips_the_step(row: int, two_devices: None
     y[row] = INF
     model = model_of(LossScaleOptimizer(adam(), 8.0), jit_compile=True)
     before = weights(model)
-    model.train_on_batch(x[:BATCH], y[:BATCH])
+    # Not train_on_batch: that of Keras 3.10 fails on two devices without sample weights, for any optimizer.
+    model.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0)
     assert same(weights(model), before)
     assert model.optimizer.loss_scale == 4.0
-    model.train_on_batch(x[BATCH : 2 * BATCH], y[BATCH : 2 * BATCH])
+    model.fit(x[BATCH : 2 * BATCH], y[BATCH : 2 * BATCH], batch_size=BATCH, verbose=0)
     assert not same(weights(model), before)
 
 
