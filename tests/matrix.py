@@ -99,7 +99,7 @@ def _keras(release: str, python: str) -> Row:
 
 
 def _tensorflow(release: str, keras: str, python: str) -> Row:
-    requires = (f"tensorflow=={release}.*", f"tf_keras=={release}.*", f"keras=={keras}.*")
+    requires = (f"tensorflow=={release}.*", f"tf_keras=={release}.*", f"keras=={keras}.*", "tensorboard")
     tests, variables = ("tests/tensorflow", "tests/keras"), {"KERAS_BACKEND": "tensorflow"}
     return Row(f"tensorflow-{release}", python, "tensorflow", requires, tests, variables=variables)
 
