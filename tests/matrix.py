@@ -279,9 +279,13 @@ def _tools() -> list[str]:
 
 
 def _commit() -> str:
-    """Return what was tested, as git calls it."""
-    words = ["git", "describe", "--always", "--exclude=*", "--dirty=, changed"]
-    return subprocess.run(words, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
+    """Return what was tested, as git calls it; what this program writes is no change."""
+    asked = ["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", ":!docs/versions.*"]
+    head, changes = (
+        subprocess.run(words, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
+        for words in asked
+    )
+    return f"{head}, changed" if changes else head
 
 
 def _table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -69,21 +69,26 @@ def captured(training: Training, warm_up: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def assert_replayed_as(mine, other):
+    """Assert that a graph of one training does what another does step by step."""
+    graph = captured(mine, warm_up=3)
+    for _ in range(3):
+        other.iteration()
+    for factor in FACTORS:
+        mine.factor.fill_(factor)
+        other.factor.fill_(factor)
+        graph.replay()
+        other.iteration()
+        assert mine.scaler.get_scale() == other.scaler.get_scale()
+        torch.testing.assert_close(mine.weights(), other.weights(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("max_norm", [None, 0.01])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_graph_that_is_replayed_trains_as_pytorchs_scaler_does(kind, max_norm):
     mine = Training(kind, GradScaler(**RULE, capturable=True), max_norm)
     theirs = Training(kind, torch.amp.GradScaler("cuda", **RULE), max_norm)
-    graph = captured(mine, warm_up=3)
-    for _ in range(3):
-        theirs.iteration()
-    for factor in FACTORS:
-        mine.factor.fill_(factor)
-        theirs.factor.fill_(factor)
-        graph.replay()
-        theirs.iteration()
-        assert mine.scaler.get_scale() == theirs.scaler.get_scale()
-        torch.testing.assert_close(mine.weights(), theirs.weights(), rtol=1e-5, atol=1e-6)
+    assert_replayed_as(mine, theirs)
     assert mine.scaler.policy_state.scale != RULE["init_scale"]
 
 
@@ -92,16 +97,7 @@ def test_a_graph_with_a_policy_that_sees_trains_as_without_a_graph(kind):
     policy = Headroom(init_scale=2.0**10, memory=2, patience=4)
     mine = Training(kind, GradScaler(policy=policy, capturable=True), 0.01)
     plain = Training(kind, GradScaler(policy=policy), 0.01)
-    graph = captured(mine, warm_up=3)
-    for _ in range(3):
-        plain.iteration()
-    for factor in FACTORS:
-        mine.factor.fill_(factor)
-        plain.factor.fill_(factor)
-        graph.replay()
-        plain.iteration()
-        assert mine.scaler.get_scale() == plain.scaler.get_scale()
-        torch.testing.assert_close(mine.weights(), plain.weights(), rtol=1e-5, atol=1e-6)
+    assert_replayed_as(mine, plain)
 
 
 def test_a_fused_step_on_the_device_reads_nothing():
