@@ -406,6 +406,8 @@ if __name__ == "__main__":
         "ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning
     )  # torch.compile
     warnings.filterwarnings("ignore", "DTensor random operators may not have", UserWarning)  # PyTorch 2.6
+    # PyTorch 2.8 says so under FSDP with its own scaler too, when Python's garbage collector runs.
+    warnings.filterwarnings("ignore", "Deallocating Tensor that still has live", UserWarning)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stdout
     serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.stdin, answers)

@@ -237,7 +237,7 @@ def reached(device: str) -> dict[Call, set[str]]:
     if "capture_overload_names" not in str(_ExperimentalConfig.__init__.__doc__):
         pytest.skip("the profiler of PyTorch 2.6 does not tell overloads")
     overloads = _ExperimentalConfig(capture_overload_names=True)
-    with machine(device), profile(experimental_config=overloads) as seen:
+    with machine(device), profile(experimental_config=overloads, acc_events=True) as seen:
         for number, call in enumerate(CALLS):
             values = given(call, device, FLOAT)
             with record_function(f"call {number}"):

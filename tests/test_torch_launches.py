@@ -175,8 +175,7 @@ for policy in (Dynamic(), other):
     settings = launches._settings(policy)
     places = dict(finite_at="*i1", scale_at="*fp32", good_at="*fp32", bad_at="*fp32", copy_at="*fp32")
     signature = {**places, **dict.fromkeys(settings, "constexpr")}
-    constants = {(5 + place,): value for place, value in enumerate(settings.values())}
-    sources.append(ASTSource(triton_kernels.advance, signature, constants))
+    sources.append(ASTSource(triton_kernels.advance, signature, settings))
 for target in (GPUTarget("cuda", 75, 32), GPUTarget("cuda", 90, 32)):
     for source in sources:
         assert "cubin" in compile(source, target=target, options={"num_warps": 1}).asm
