@@ -112,6 +112,17 @@ def test_keras_is_not_to_load_triton_after_tensorflow(tmp_path: Path) -> None:
     assert "preamp.errors.UsageError: KERAS_BACKEND='torch', and TensorFlow is loaded already" in done.stderr
 
 
+def test_pytorch_after_tensorflow_warns_of_triton(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "triton.py").touch()
+    code = "import sys; sys.path[:0] = sys.argv[1:]; sys.modules['tensorflow'] = sys{}\nimport preamp.torch"
+    done = run(code.format(""), str(tmp_path))
+    assert done.returncode == 0
+    assert "<string>:2: RuntimeWarning: TensorFlow was imported before triton, which PyTorch" in done.stderr
+    in_order = run(code.format("; import triton"), str(tmp_path))
+    assert (in_order.returncode, in_order.stderr) == (0, "")
+
+
 NEEDED = {
     **{"torch": "torch", "jax": "jax", "keras": "keras", "tensorflow": "tensorflow", "deepspeed": "torch"},
     **{"report": "matplotlib", "cli": "cyclopts", "lab": "numpy", "convert": None},

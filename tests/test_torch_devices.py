@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from preamp import casting
+from preamp import UsageError, casting
 from preamp.torch import GradScaler, autocast
 from preamp.torch.device import widest
 
@@ -75,6 +75,22 @@ def test_a_region_for_any_device_type_says_and_does_what_pytorchs_does(device, d
                 state = type(error), str(error)
         outcomes.append((state, [(one.category, str(one.message)) for one in heard]))
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("device", ["mtia", "maia", "mtia:0"])
+@pytest.mark.parametrize("edit", [{"casting": casting.DEFAULT}, {"report": True}, {"emulate": True}], ids=str)
+def test_where_pytorch_casts_nothing_nothing_is_edited(device, edit, recwarn):
+    kind = device.partition(":")[0]
+    if hasattr(torch._C.DispatchKey, f"Autocast{kind.upper()}"):
+        pytest.skip(f"PyTorch {torch.__version__} casts for {kind}")
+    try:
+        torch.autocast(device, dtype=torch.bfloat16)
+    except RuntimeError as error:  # of a release that knows no such device
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            autocast(device, dtype=torch.bfloat16, **edit)
+        return
+    with pytest.raises(UsageError, match=rf"not for '{kind}'\. Write autocast\('{device}'\) without them"):
+        autocast(device, dtype=torch.bfloat16, **edit)
 
 
 @pytest.mark.parametrize("device", ["xpu", "hpu", "mps"])

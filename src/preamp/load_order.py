@@ -14,11 +14,12 @@ import importlib
 import importlib.util
 import os
 import sys
+import warnings
 from contextlib import suppress
 
 from preamp.errors import UsageError
 
-__all__ = ["before_keras", "before_tensorflow"]
+__all__ = ["before_keras", "before_tensorflow", "before_torch"]
 
 
 def before_tensorflow() -> None:
@@ -48,6 +49,17 @@ def before_keras() -> None:
             "KERAS_BACKEND='torch', and TensorFlow is loaded already: Keras would load triton with PyTorch, "
             "and triton after TensorFlow can end the process with a segmentation fault. "
             "Write import triton before TensorFlow is imported."
+        )
+
+
+def before_torch() -> None:
+    """Warn where PyTorch would load triton after TensorFlow. To be called when PyTorch's room is imported."""
+    if "tensorflow" in sys.modules and _is_yet_to_load("triton"):
+        warnings.warn(
+            "TensorFlow was imported before triton, which PyTorch loads when the first optimizer is made; that "
+            "can end the process with a segmentation fault. Write import triton before TensorFlow is imported.",
+            RuntimeWarning,
+            stacklevel=3,
         )
 
 

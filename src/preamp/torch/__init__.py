@@ -5,6 +5,7 @@ scale moves: the policy does. docs/architecture.md says what each file decides.
 """
 
 from preamp.errors import MissingExtra
+from preamp.load_order import before_torch as _before_torch
 
 try:
     import torch as _torch
@@ -12,6 +13,7 @@ except ImportError as error:
     raise MissingExtra.of(error, "preamp[torch]") from error
 else:
     MissingExtra.refuse_older("torch", _torch.__version__, "2.6")
+    _before_torch()
 
 from preamp.torch import amp, cpu, cuda
 from preamp.torch.autocasting.custom import custom_bwd, custom_fwd

@@ -28,6 +28,7 @@ from preamp.errors import UsageError
 __all__ = [
     "BatchNormBase",
     "DispatchKey",
+    "DispatchMode",
     "UnmanagedAutocast",
     "all_operators",
     "amp_unscale_",
@@ -279,6 +280,10 @@ def _maker_in_graphs() -> Callable[..., Any]:
 # object of another class, and takes a function. A break of the graph inside has the whole caller run eagerly.
 # In 2.6 it takes neither: the graph is broken, and only `fullgraph=True` raises.
 traced_autocast: Callable[..., Any] = _maker_in_graphs()
+
+
+# What sees every operator that runs in a thread. Since before 2.6; without, there would be no reports.
+DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 # What puts a dispatch mode in force in this thread, and what takes the innermost one away. `with mode:` also

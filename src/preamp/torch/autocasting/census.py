@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from preamp.casting import Rule
@@ -25,7 +24,7 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting import installed, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
 from preamp.torch.autocasting.thread import Kernel, thread
-from preamp.torch.compat import is_in_backward, kernel_at, pop_mode, push_mode, tree_leaves
+from preamp.torch.compat import DispatchMode, is_in_backward, kernel_at, pop_mode, push_mode, tree_leaves
 
 if TYPE_CHECKING:
     from preamp.torch.autocasting.edited import Edits
@@ -80,7 +79,7 @@ class _Source:
     modules: dict[str, None] = field(default_factory=dict)
 
 
-class Census(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Census(DispatchMode):  # type: ignore[no-untyped-call]
     """Counts what runs while it is entered, in the thread that entered it.
 
     Args:

@@ -68,6 +68,11 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         self._float8 = dtype if emulate and dtype in FLOAT8 else None
         super().__init__(device_type, torch.float16 if self._float8 else dtype, enabled, cache_enabled)
         self.device = device_type.partition(":")[0]
+        if not operators.has_autocast(self.device):
+            raise UsageError(
+                f"casting=, report= and emulate= work where PyTorch {torch.__version__} casts, which it does "
+                f"not for {self.device!r}. Write autocast({device_type!r}) without them."
+            )
         self._casting, self._emulate = casting, emulate
         self._census: Census | None = None
         if report:

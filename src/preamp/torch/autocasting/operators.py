@@ -79,6 +79,11 @@ def dispatch_key(device_type: str) -> str:
     return "Autocast" + names.get(device_type, device_type.upper())
 
 
+def has_autocast(device_type: str) -> bool:
+    """Return whether PyTorch has a dispatch key for a device type's autocast."""
+    return hasattr(compat.DispatchKey, dispatch_key(device_type))
+
+
 @cache
 def keys_below(device_type: str) -> Any:
     """Return the set of dispatch keys that come after a device type's autocast."""
