@@ -56,8 +56,9 @@ def before_torch() -> None:
     """Warn where PyTorch would load triton after TensorFlow. To be called when PyTorch's room is imported."""
     if "tensorflow" in sys.modules and _is_yet_to_load("triton"):
         warnings.warn(
-            "TensorFlow was imported before triton, which PyTorch loads when the first optimizer is made; that "
-            "can end the process with a segmentation fault. Write import triton before TensorFlow is imported.",
+            "TensorFlow was imported before triton, which PyTorch loads when the first optimizer is made. "
+            "That can end the process with a segmentation fault. Write import triton before TensorFlow is "
+            "imported.",
             RuntimeWarning,
             stacklevel=3,
         )
