@@ -12,6 +12,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -279,12 +280,15 @@ def source_line(equation: Any) -> str:
     "-" where it is not known, as in functions that JAX traced on its own.
     """
     traceback = equation.source_info.traceback
-    frames = [frame for frame in (traceback.frames if traceback else ()) if _is_told(frame.file_name)]
+    # JAX keeps what it traced. Until 0.8 the frames of a nested program go on with those of its first caller.
+    traced = takewhile(lambda frame: frame.function_name != _TRACER, traceback.frames if traceback else ())
+    frames = [frame for frame in traced if _is_told(frame.file_name)]
     for frame in (*(frame for frame in frames if not _is_installed(frame.file_name)), *frames[:1]):
         return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return "-"
 
 
+_TRACER = "trace_to_jaxpr_dynamic"  # JAX's function around a nested program
 _OURS = Path(__file__).parents[2]
 _NEVER_TOLD = (*(str(folder) + os.sep for folder in (Path(jax.__file__).parent, _OURS)), "<frozen")
 _INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
