@@ -24,6 +24,7 @@ __all__ = [
     "dispatch_key",
     "empty_library",
     "find",
+    "has_autocast",
     "is_composite",
     "keys_below",
     "listed",
