@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp import Dynamic, Headroom, Histogram, PolicyError, Static, Tolerant, Trace, dialects
+from preamp import Dynamic, Headroom, Histogram, LogMax, PolicyError, Static, Tolerant, Trace, dialects
 from preamp.errors import UsageError
 from preamp.torch import GradScaler
 
@@ -45,6 +45,7 @@ POLICIES = {
     "static": {"policy": Static(2.0**10)},
     "headroom": {"policy": Headroom(init_scale=2.0**10, memory=2, patience=4)},
     "histogram": {"policy": Histogram(init_scale=2.0**10)},
+    "log max": {"policy": LogMax(init_scale=2.0**10, growth_interval=2)},
 }
 kinds = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 scripts = st.lists(st.sampled_from([1.0, 1.0, 1.0, INF, NAN]), min_size=1, max_size=10)
@@ -340,7 +341,7 @@ def dynamo():
     ("kind", "backend", "limits", "rule"),
     [
         ("SGD momentum", "eager", {}, "torch's"),
-        ("SGD", "eager", {}, "histogram"),
+        *(("SGD", "eager", {}, rule) for rule in POLICIES),
         ("AdamW", "eager", {"max_norm": 0.5}, "headroom"),
         ("SGD", "aot_eager", {"max_norm": 0.5, "max_value": 0.3}, "torch's"),
     ],

@@ -108,7 +108,7 @@ class LogMax(Moving[LogMaxState]):
 
         top = where(finite, peak, 2.0**self._log_max)
         latest = log2_near(self._stored(top / state.scale), where)
-        mean, variance = self._averages(state._replace(seen=seen), latest, finite, where)
+        mean, variance = self._averages(state, seen, latest, finite, where)
         aim = self._aim(mean, variance, latest, where)
 
         settled = where(self._grows(good), aim, self._unsettled(state.scale, aim, where))
@@ -125,16 +125,18 @@ class LogMax(Moving[LogMaxState]):
             where(finite, unseen, state.unseen),
         )
 
-    def _averages(self, state: LogMaxState, latest: Any, finite: Any, where: Where) -> tuple[Any, Any]:
+    def _averages(
+        self, state: LogMaxState, seen: Any, latest: Any, finite: Any, where: Where
+    ) -> tuple[Any, Any]:
         """Return mean and variance with one more peak. Its weight is a power of two, so nothing rounds."""
         most = state.mean + MOST_SURPRISE
         surprise = where(finite, latest, where(latest < most, latest, most)) - state.mean
-        fresh = 1.0 / power_below(state.seen + 1.0, where)
+        fresh = 1.0 / power_below(seen + 1.0, where)
         slow, slower = 1.0 / self.mean_steps, 1.0 / self.variance_steps
         mean = state.mean + _nearest(surprise * where(fresh > slow, fresh, slow))
 
         coarse = surprise // COARSE * COARSE
-        square = where(state.seen < 1.0, FIRST_VARIANCE, coarse * coarse)
+        square = where(seen < 1.0, FIRST_VARIANCE, coarse * coarse)
         change = where(square < MOST_SQUARE, square, MOST_SQUARE) - state.variance
         return mean, state.variance + _nearest(change * where(fresh > slower, fresh, slower))
 

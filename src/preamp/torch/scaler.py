@@ -140,12 +140,17 @@ class GradScaler(Stepping):
         self._capturable = capturable
         self._gives_up = self._loss_scale.policy.gives_up()
         if capturable and (on_step is not None or self._gives_up):
-            reason = (
-                f"on_step={on_step!r}" if on_step is not None else f"policy={policy!r}, which may give up,"
+            needed, instead = (
+                (f"on_step={on_step!r}", "leave out on_step: scaler.last_step is read when you ask for it")
+                if on_step is not None
+                else (
+                    f"policy={policy!r}, which can end the training,",
+                    "a policy with neither at_floor='raise' nor max_consecutive_overflows",
+                )
             )
             raise PolicyError(
-                f"capturable=True reads nothing, but {reason} needs a read at every step. "
-                "Write only one of them; scaler.last_step is read when you ask for it."
+                f"capturable=True reads nothing, but {needed} needs a read at every step. "
+                f"Write GradScaler(...) without capturable=True, or {instead}."
             )
         super().__init__()
         self._buffers = _buffers_of(model, restore_buffers, capturable)
