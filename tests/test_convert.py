@@ -520,6 +520,16 @@ def test_what_looks_like_a_librarys_own_is_not_called(
     assert not trace.exists()
 
 
+def test_members_of_enums_are_read_as_python_3_11_2_saved_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    stage = Calls(getattr, ZeroStageEnum, "gradients")
+    torch.save({"scaler": torch.amp.GradScaler("cpu").state_dict(), "stage": stage}, tmp_path / "in.pt")
+    converted(capsys, tmp_path / "in.pt", "torch", tmp_path / "out.json", "deepspeed")
+
+
 def test_the_shells_of_one_file_do_not_open_the_next(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

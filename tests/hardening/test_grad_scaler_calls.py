@@ -10,6 +10,7 @@ import copy
 import io
 import math
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -277,7 +278,15 @@ class GradScalerCalls(Calling):
         if any(one.stage != "ready" for one in self.all):
             return
         entries, self.state = self.saved
-        self.call(self.scaler.load_state_dict, entries)
+        with pytest.warns(UserWarning, match="loss scale") if self.is_outside() else nullcontext():
+            self.call(self.scaler.load_state_dict, entries)
+
+    def is_outside(self) -> bool:
+        """Return whether the scale, which the user has set, lies where the policy never moves it."""
+        policy = self.scaler.policy
+        lowest = min(policy.min_scale or 0.0, policy.init_scale)
+        highest = max(policy.max_scale or math.inf, policy.init_scale)
+        return not lowest <= self.state.scale <= highest
 
     @rule(way=st.sampled_from([copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))]))
     def copied(self, way: Any) -> None:

@@ -25,6 +25,7 @@ from preamp.load_order import before_tensorflow
 __all__ = ["read"]
 
 SHELLS = ("argparse", "deepspeed", "megatron", "numpy", "omegaconf", "preamp")
+OF_ENUMS = "builtins.getattr"  # how Python 3.11.0 to 3.11.3 saved members of enums
 HDF5, ZIP = b"\x89HDF\r\n\x1a\n", b"PK\x03\x04"
 TRACE = b'{"preamp_trace"'
 MOST_GROWTH, SMALL = 10, 2**26
@@ -106,7 +107,7 @@ def _torch(path: Path) -> Any:
     archived = zipfile.is_zipfile(path)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path)) if archived else []
     for name in names:
-        if name.split(".")[0] not in SHELLS:
+        if name.split(".")[0] not in SHELLS and name != OF_ENUMS:
             raise CheckpointError(
                 f"{path} wants {name} to be called, and is not loaded. "
                 "Write the scaler's state to a file of its own: torch.save(scaler.state_dict(), 'scaler.pt')."

@@ -154,6 +154,8 @@ def _load(place: str) -> Any:
         raise PreampError(
             f"There is no file {place}. Write the path of a Python file, or the name of a module."
         )
+    if b"\0" in path.read_bytes():  # for which Python has had two kinds of errors
+        raise PreampError(f"{place}: this is not Python (it has null bytes).")
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
