@@ -53,12 +53,12 @@ test-slow: .venv/test.stamp
 	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 # What a newcomer meets: an empty home, Python, pip and make; once for each supported Python that is here. It downloads
-# everything, PyTorch with CUDA among it, and takes an hour for each. ARGS="3.12 train" is the first command, on 3.12 alone.
+# everything, PyTorch with CUDA among it, and takes half an hour for each. ARGS="3.12 train" is the first command, on 3.12 alone.
 fresh:
 	$(PYTHON) tests/fresh_machine.py $(ARGS)
 
-# Writes constraints.txt for all supported Pythons: what pyproject.toml itself names, at releases that go together. What
-# stands in the file stays; ARGS=--upgrade raises it.
+# Writes constraints.txt for all supported Pythons: what pyproject.toml itself names, at releases that go together. Pins that
+# are there stay where they can; ARGS=--upgrade moves all to the newest releases.
 constraints: .venv/test.stamp
 	mkdir -p build
 	cp constraints.txt build/constraints.txt

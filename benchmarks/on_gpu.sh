@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# What this project's tests and benchmarks say on a machine with a CUDA GPU, in one page and under ten minutes:
+# What this project's tests and benchmarks say on a machine with a CUDA GPU, in one page. It takes under ten minutes once
+# everything is installed:
 #
 #     benchmarks/on_gpu.sh              writes docs/on_gpu.md, to be sent in a pull request
 #
-# It uses the Python of $PYTHON, or else the environment .venv, which it makes if there is none. JAX's part is
-# left out where JAX has no GPU: install jax[cuda12] first. What fails is named on the page and does not stop
-# the rest; the exit status is then 1.
+# It uses the Python of $PYTHON, which has to have what the tests need, or else the environment .venv, into which it
+# installs that. JAX's part runs where JAX is installed and has a GPU: install jax[cuda12], optax, flax and equinox first.
+# What fails is named on the page and does not stop the rest; the exit status is then 1.
 #
 #     benchmarks/on_gpu.sh --device cpu --quick     tries the script itself, and writes build/on_gpu.md
 set -uo pipefail
@@ -13,10 +14,10 @@ cd "$(dirname "$0")/.."
 
 device=cuda quick=
 while [ $# -gt 0 ]; do
-    case $1 in
-        --device) device=${2:?--device cuda, or cpu}; shift 2 ;;
-        --quick) quick=--quick; shift ;;
-        *) echo "Write benchmarks/on_gpu.sh [--device cuda] [--quick]." >&2; exit 2 ;;
+    case $1/${2:-} in
+        --device/cuda | --device/cpu) device=$2; shift 2 ;;
+        --quick/*) quick=--quick; shift ;;
+        *) echo "Write benchmarks/on_gpu.sh [--device cuda] [--quick], or --device cpu to try the script." >&2; exit 2 ;;
     esac
 done
 page=docs/on_gpu.md
@@ -24,20 +25,29 @@ page=docs/on_gpu.md
 logs=build/on_gpu
 rm -rf "$logs" && mkdir -p "$logs"
 
+lacks() { # lacks MODULE...: print those that cannot be found
+    "$PYTHON" -c 'import importlib.util as i, sys; print(*(n for n in sys.argv[1:] if not i.find_spec(n)))' "$@"
+}
+needed=(preamp torch numpy pytest xdist hypothesis sybil sklearn)
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=.venv/bin/python
-    if [ ! -x "$PYTHON" ]; then
-        newest=$(for one in python3.13 python3.12 python3.11; do command -v "$one" && break; done)
-        "${newest:?Python 3.11 or later is needed}" -m venv .venv || exit
+    make --no-print-directory .venv/bin/python || exit
+    if [ -n "$(lacks "${needed[@]}")" ]; then
         "$PYTHON" -m pip install --quiet --upgrade 'pip>=25.1' || exit
-        "$PYTHON" -m pip install --quiet --editable '.[torch]' pytest pytest-xdist hypothesis sybil numpy || exit
+        "$PYTHON" -m pip install --quiet --editable '.[torch,lab]' pytest pytest-xdist hypothesis sybil || exit
     fi
+fi
+missing=$(lacks "${needed[@]}") || exit
+if [ -n "$missing" ]; then
+    echo "$PYTHON lacks: $missing. Install them there, or leave PYTHON out: then .venv is used." >&2
+    exit 2
 fi
 if [ "$device" = cuda ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "PyTorch in $PYTHON sees no CUDA device. Install PyTorch's CUDA build there, or name another Python" >&2
     echo "in PYTHON." >&2
     exit 2
 fi
+export XLA_PYTHON_CLIENT_PREALLOCATE=false # or each of JAX's processes takes most of the GPU's memory
 
 broke=()
 names=() outcomes=() seconds=()
@@ -49,24 +59,23 @@ step() { # step NAME SECONDS COMMAND...: run it for at most so long, and keep it
     local status=$?
     local last
     last=$(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | tr '|' '/' | tr -d '=' | sed 's/^ *//; s/ *$//' | cut -c -100)
-    [ $status -eq 124 ] && last="not done after $most s"
+    case $status in 124 | 137) last="not done after $most s" ;; esac
     names+=("$name") outcomes+=("$last") seconds+=("$((SECONDS - began))")
     echo "   $last"
     [ $status -eq 0 ] || [ $status -eq 5 ] || broke+=("$name") # 5: nothing but skips
 }
-has() { "$PYTHON" -c "import $1" 2>/dev/null; }
 tests=("$PYTHON" -m pytest -q -p no:cacheprovider)
 
 # These compute on the GPU.
 step "training on $device beside training on the CPU" 120 \
     env PREAMP_TEST_DEVICE="$device" "${tests[@]}" tests/device_checks.py
 step "CUDA graphs, and NCCL with one rank" 60 "${tests[@]}" tests/test_torch_cuda.py
-# The rest of the tests compute on the CPU, those for JAX on the GPU if it has one. None of them may mind a GPU.
+# The rest of PyTorch's tests compute on the CPU, JAX's on the GPU. None of them may mind a GPU.
 of_torch=() # without the two above, and without what needs packages that are not there
 for file in tests/test_torch_*.py; do
     case $file in
         *_cuda.py | *_devices.py) ;;
-        *_integrations.py) if has lightning && has accelerate && has transformers; then of_torch+=("$file"); fi ;;
+        *_integrations.py) [ -n "$(lacks lightning accelerate transformers)" ] || of_torch+=("$file") ;;
         *) of_torch+=("$file") ;;
     esac
 done
@@ -78,19 +87,17 @@ else
     tests+=(--continue-on-collection-errors -n "$workers" --dist loadfile)
 fi
 step "tests for PyTorch" 150 "${tests[@]}" "${of_torch[@]}"
-if has jax; then step "tests for JAX" 100 "${tests[@]}" "${of_jax[@]}"; fi
+jax="not installed, or without optax, flax or equinox"
+if [ -z "$(lacks jax optax flax equinox)" ]; then
+    jax=$("$PYTHON" -c 'import jax; print(f"{jax.__version__} on {jax.devices()[0].device_kind}")' 2>"$logs/jax.log")
+    if [ "$device" = cpu ] || "$PYTHON" -c 'import sys, jax; sys.exit(jax.default_backend() != "gpu")'; then
+        step "tests for JAX" 100 "${tests[@]}" "${of_jax[@]}"
+    fi
+fi
 table=$logs/benchmarks.md
 step "benchmarks" 150 "$PYTHON" benchmarks/run.py --device "$device" --only torch_scaler $quick --page "$table"
 
-mkdir -p "$(dirname "$page")"
-{
-    printf -- '---\norphan: true\n---\n\n' # until a page of docs/ leads here
-    echo "# On a GPU"
-    echo
-    echo "\`benchmarks/on_gpu.sh\` writes this page; nothing in it is written by hand."
-    [ -z "$quick" ] || printf '\n**It was made with `--quick`: to try the script. These are not measurements.**\n'
-    echo
-    "$PYTHON" - "$device" <<'PYTHON'
+about=$("$PYTHON" - "$device" <<'PYTHON'
 import datetime
 import platform
 import subprocess
@@ -107,16 +114,22 @@ if sys.argv[1] == "cuda":
         driver = "unknown"
     found = torch.cuda.get_device_properties(0)
     memory = f"{found.total_memory / 2**30:.0f} GiB"
-    print(f"- Device: {found.name}, {memory}; driver {driver}, CUDA {torch.version.cuda}.")
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    print(f"- Device: {found.name}, {memory}; driver {driver}, {runtime}.")
 else:
     print("- Device: the CPU.")
-try:
-    import jax
-except ImportError:
-    print("- JAX: not installed.")
-else:
-    print(f"- JAX {jax.__version__} on {jax.devices()[0].device_kind}.")
 PYTHON
+) || exit
+mkdir -p "$(dirname "$page")"
+{
+    printf -- '---\norphan: true\n---\n\n' # until a page of docs/ leads here
+    echo "# On a GPU"
+    echo
+    echo "\`benchmarks/on_gpu.sh\` writes this page; nothing in it is written by hand."
+    [ -z "$quick" ] || printf '\n**It was made with `--quick`: to try the script. These are not measurements.**\n'
+    echo
+    echo "$about"
+    echo "- JAX: $jax."
     echo
     echo "| what | outcome | seconds |"
     echo "| --- | --- | ---: |"

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,28 @@ def test_pytorch_after_tensorflow_warns_of_triton(tmp_path: Path) -> None:
     assert "<string>:2: RuntimeWarning: TensorFlow was imported before triton, which PyTorch" in done.stderr
     in_order = run(code.format("; import triton"), str(tmp_path))
     assert (in_order.returncode, in_order.stderr) == (0, "")
+
+
+STUBS = """
+import sys, types
+for name in ("torch", "jax", "optax", "keras", "tensorflow"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__version__ = "99.0" if name != sys.argv[1] else "0.1.9"
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "room"),
+    [("torch", "torch"), ("jax", "jax"), ("optax", "jax"), ("keras", "keras"), ("tensorflow", "tensorflow")],
+)
+def test_a_release_older_than_the_extra_asks_for_is_refused(package: str, room: str) -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    asked = dict(line.split(">=") for line in project["optional-dependencies"][room])[package]
+    done = run(f"{STUBS}import preamp.{room}", package)
+    assert done.stderr.endswith(
+        f"MissingExtra: {package} 0.1.9 is too old: preamp works with {asked} and newer. "
+        f"Run: pip install '{package}>={asked}'\n"
+    )
 
 
 NEEDED = {

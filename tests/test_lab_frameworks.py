@@ -251,15 +251,15 @@ def slow(*values: str) -> object:
             "keras",
             "jax",
             "jax",
-            "jax is missing. Keras is to run on it. Run: pip install jax, "
-            "or set KERAS_BACKEND to torch or tensorflow.",
+            "jax is missing. Keras is to run on it. Set KERAS_BACKEND=torch, which is installed, "
+            "or run: pip install jax",
         ),
         slow(
             "keras",
             "",
             "tensorflow",
-            "tensorflow is missing. Keras is to run on it. Run: pip install tensorflow, "
-            "or set KERAS_BACKEND to jax or torch.",
+            "tensorflow is missing. Keras is to run on it. Set KERAS_BACKEND=jax, which is installed, "
+            "or run: pip install tensorflow",
         ),
         slow(
             "keras",

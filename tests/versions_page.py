@@ -21,7 +21,8 @@ HEAD = """\
 `make matrix` writes this page; nothing in it is written by hand.
 
 What is asked for is in `pyproject.toml`. What is tried are the oldest release, the newest, and some between;
-those in bold passed all of their tests, which are the room's own.
+those in bold passed all of their tests, which are the room's own. A Python is bold if a row with it passed.
+`python tests/matrix.py --list` says what is installed in each row.
 """
 NEEDS = """\
 What `preamp.torch` needs of PyTorch beyond its public names, since which release that is there and what

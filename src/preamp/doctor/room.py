@@ -184,7 +184,7 @@ def never_grew(record: Record) -> Finding | None:
 def _too_short(record: Record, interval: float) -> str:
     steps = len(record.settled)
     if math.isinf(interval):  # the record names no rule
-        return f" in all {steps:,} steps"
+        return f" in all {steps:,} steps" if steps > 1 else " in the only step"
     return f": it would grow after {interval:,} clean steps, and the run has {steps:,}"
 
 

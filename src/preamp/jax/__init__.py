@@ -7,11 +7,12 @@ from preamp.errors import MissingExtra
 
 try:
     import jax as _jax
-    import optax as _optax  # noqa: F401  # only to say what is missing
+    import optax as _optax
 except ImportError as error:
     raise MissingExtra.of(error, "preamp[jax]") from error
 else:  # in JAX 0.5 an array's type does not say along which axes of a mesh it varies
     MissingExtra.refuse_older("jax", _jax.__version__, "0.6")
+    MissingExtra.refuse_older("optax", _optax.__version__, "0.2.8")
 
 from preamp.jax import exporting as _exporting
 from preamp.jax.autocasting.census import casts

@@ -21,6 +21,7 @@ except ImportError as error:
     if backend != "openvino":
         raise MissingExtra.of(error, "preamp[keras]") from error
 else:
+    MissingExtra.refuse_older("keras", keras.__version__, "3.10")
     backend = keras.backend.backend()
 if backend not in ("jax", "tensorflow", "torch"):
     raise MissingExtra(

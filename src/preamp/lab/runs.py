@@ -191,6 +191,12 @@ def _remedy(package: str | None, framework: Framework) -> str:
     """Say what to do about a package that is missing: to install it, or to have Keras run on another."""
     usable = {"keras": KERAS_BACKENDS, "tensorflow": ("tensorflow",)}.get(framework, ())
     others = " or ".join(name for name in usable if name != package)
+    there = [name for name in usable if name != package and _is_installed(name)]
+    if there and package in usable:
+        return (
+            f"Keras is to run on it. Set KERAS_BACKEND={there[0]}, which is installed, "
+            f"or run: pip install {package}"
+        )
     if others and package in usable:
         return f"Keras is to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}."
     if others and package == os.environ.get("KERAS_BACKEND"):

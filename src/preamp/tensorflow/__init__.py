@@ -11,9 +11,11 @@ from preamp.load_order import before_tensorflow
 
 try:
     before_tensorflow()
-    import tensorflow as _  # noqa: F401  # only to say what is missing
+    import tensorflow as _tensorflow
 except ImportError as error:
     raise MissingExtra.of(error, "preamp[tensorflow]") from error
+else:
+    MissingExtra.refuse_older("tensorflow", _tensorflow.__version__, "2.18")
 
 from preamp.tensorflow.optimizer import LossScaleOptimizer
 
