@@ -75,6 +75,12 @@ def test_the_gradient_of_a_parameter_is_limited_as_the_module_that_holds_it() ->
         assert look(flow, of_norm, weights, inner).limit == weights
 
 
+def test_parts_of_a_look_whose_scale_is_nan_are_joined() -> None:
+    flow, gradient = row("a", "flow"), row("a", "gradient")
+    assert len(joined([look(flow, scale=math.nan), look(gradient, scale=float("nan"))])) == 1
+    assert len(joined([look(flow, scale=math.nan), look(gradient)])) == 2
+
+
 @few
 @given(st.lists(looks, max_size=4), st.randoms(use_true_random=False))
 def test_looks_that_were_taken_apart_can_be_joined(seen: list[Look], random: Any) -> None:

@@ -272,7 +272,8 @@ def joined(looks: Iterable[Look]) -> list[Look]:
 
 
 def _fit_together(one: Look, other: Look) -> bool:
-    return one.scale == other.scale or not (_is_scaled(one) and _is_scaled(other))
+    alike = one.scale == other.scale or (math.isnan(one.scale) and math.isnan(other.scale))
+    return alike or not (_is_scaled(one) and _is_scaled(other))
 
 
 def _is_scaled(look: Look) -> bool:

@@ -22,3 +22,10 @@ def quick_compiler() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def caches_are_cleared() -> Iterator[None]:
+    """A worker that keeps what it compiled for every file takes 5 GB in the end."""
+    yield
+    jax.clear_caches()
