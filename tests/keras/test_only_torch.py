@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
@@ -273,10 +274,12 @@ def test_no_step_is_recorded_by_autograd() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo
-def test_a_compiled_training_step_is_the_plain_one_and_is_compiled_once() -> None:
+def test_a_compiled_training_step_is_the_plain_one_and_is_compiled_once(monkeypatch) -> None:
     """Stock Keras compiles anew with every step, until torch gives up at the recompile limit."""
     from torch._dynamo.utils import counters
 
+    # PyTorch's own backend needs a C++ compiler, which is not everywhere.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     x, y = data(overflow=False)
     compiled, plain = (
         model_of(LossScaleOptimizer(adam(), dynamic_growth_steps=3), jit_compile=jit) for jit in (True, False)
