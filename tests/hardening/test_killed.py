@@ -53,10 +53,11 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been(tmp_path: Path, kills: 
         assert [step.scale for step in read] == [step.scale for step in alone]
         assert [step.skipped for step in read] == [overflows(number) for number in range(last + 1)]
 
-        # What was saved is what an unbroken training has after as many steps.
+        # What was saved is what an unbroken training has after as many steps. (`policy_state` may differ:
+        # overflows in a row decide nothing under this policy, so a checkpoint leaves them out.)
         unbroken = Training()
         for _ in range(resumed.done):
             unbroken.step()
-        assert resumed.scaler.policy_state == unbroken.scaler.policy_state
+        assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
         for ours, theirs in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True):
             assert torch.equal(ours, theirs)
