@@ -17,7 +17,7 @@ from statistics import NormalDist
 from typing import Any
 
 from preamp import Dynamic, Headroom, Histogram, LogMax, Policy, Static, dialects, processes, simulate
-from preamp.words import percent
+from preamp.record.formatting import percent
 
 YEAR = 365.25 * 24 * 3600  # seconds
 RATE = 1e-3

@@ -68,11 +68,11 @@ tests=("$PYTHON" -m pytest -q -p no:cacheprovider)
 
 # These compute on the GPU.
 step "training on $device beside training on the CPU" 120 \
-    env PREAMP_TEST_DEVICE="$device" "${tests[@]}" tests/device_checks.py
-step "CUDA graphs, and NCCL with one rank" 60 "${tests[@]}" tests/test_torch_cuda.py
+    env PREAMP_TEST_DEVICE="$device" "${tests[@]}" tests/torch/device_checks.py
+step "CUDA graphs, and NCCL with one rank" 60 "${tests[@]}" tests/torch/test_cuda.py
 # The rest of PyTorch's tests compute on the CPU, JAX's on the GPU. None of them may mind a GPU.
 of_torch=() # without the two above, and without what needs packages that are not there
-for file in tests/test_torch_*.py; do
+for file in tests/torch/test_*.py; do
     case $file in
         *_cuda.py | *_devices.py) ;;
         *_integrations.py) [ -n "$(lacks lightning accelerate transformers)" ] || of_torch+=("$file") ;;
@@ -81,7 +81,7 @@ for file in tests/test_torch_*.py; do
 done
 of_jax=(tests/jax)
 if [ -n "$quick" ]; then
-    of_torch=(tests/test_torch_one_rank.py) of_jax=(--collect-only tests/jax)
+    of_torch=(tests/torch/test_one_rank.py) of_jax=(--collect-only tests/jax)
 else
     workers=$("$PYTHON" -c 'import os; print(min(8, len(os.sched_getaffinity(0))))')
     tests+=(--continue-on-collection-errors -n "$workers" --dist loadfile)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from preamp.lab.data import digits
+from preamp.cli.lab.data import digits
 
 __all__ = ["PROBLEMS", "Problem"]
 

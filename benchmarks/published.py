@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from preamp import Dynamic, Policy, Static
-from preamp.lab.data import digits
+from preamp.cli.lab.data import digits
 from preamp.torch import GradScaler, LayerwiseScale, autocast
 
 BATCH, LOOK_EVERY = 8, 25

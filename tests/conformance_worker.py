@@ -135,8 +135,8 @@ def deepspeed_scaler_peer(policy: Any) -> Peer:
 def deepspeed_engine_peer(policy: Any) -> Peer:
     import torch
 
-    from preamp.config import Settings
     from preamp.deepspeed import initialize
+    from preamp.systems.deepspeed_config import Settings
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

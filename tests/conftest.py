@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture
 def here(tmp_path, monkeypatch, capsys):
     """Return what runs the command line in this process, which has loaded everything already."""
-    from preamp.cli import run as run_here  # which not every environment of the tests can
+    from preamp.cli.app import run as run_here  # which not every environment of the tests can
 
     monkeypatch.chdir(tmp_path)
 

@@ -16,7 +16,7 @@ import numpy as np
 from recorded.drivers import Scales, walk
 
 import preamp
-from preamp.policy.saved import from_json
+from preamp.policy.registry import from_json
 
 
 def optimizer(arguments: dict[str, Any], script: str) -> Scales:

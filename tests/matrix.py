@@ -50,10 +50,10 @@ print(json.dumps([preamp.__file__, platform.python_version(), versions]))
 NAMED = ("torch", "triton", "jax", "optax", "flax", "keras", "tensorflow", "tf-keras", "numpy")
 
 CORE = (
-    "tests/test_policy_frameworks.py",
-    "tests/test_policy_seeing.py",
-    "tests/test_exponents.py",
-    "tests/test_trace.py",
+    "tests/policy/test_frameworks.py",
+    "tests/policy/test_seeing.py",
+    "tests/record/test_exponents.py",
+    "tests/record/test_trace.py",
 )
 
 
@@ -84,7 +84,7 @@ class Row:
 
 
 def _torch(release: str, python: str, *requires: str) -> Row:
-    tests = ("tests/test_torch_*.py", *CORE)
+    tests = ("tests/torch/test_*.py", *CORE)
     return Row(f"torch-{release}", python, "torch", (f"torch=={release}.*", *requires), tests)
 
 

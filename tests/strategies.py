@@ -32,9 +32,9 @@ from preamp import (
     Tolerant,
 )
 from preamp.checks import to_float32
-from preamp.exponents import BANDS
-from preamp.looks import Kind
-from preamp.policy.saved import OURS
+from preamp.policy.registry import OURS
+from preamp.record.exponents import BANDS
+from preamp.record.snapshots import Kind
 
 from .recorded.drivers import Scales, walk
 

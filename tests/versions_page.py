@@ -26,7 +26,7 @@ those in bold passed all of their tests, which are the room's own. A Python is b
 """
 NEEDS = """\
 What `preamp.torch` needs of PyTorch beyond its public names, since which release that is there and what
-happens without is said beside each name in `src/preamp/torch/compat.py`."""
+happens without is said beside each name in `src/preamp/arrays/torch_compat.py`."""
 ROOMS = {
     "torch": "`preamp.torch`",
     "jax": "`preamp.jax`",

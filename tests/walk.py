@@ -2,8 +2,8 @@
 
 Run: python tests/walk.py [--list] [NAME ...]
 
-Counted with `sys.setprofile` over one step in steady state, in the functions of `src/preamp` alone (their
-lambdas and comprehensions among them). A change of file is a call from a function of one file to a function of
+Counted with `sys.setprofile` over one step in steady state, in functions of `src/preamp` alone (their
+lambdas and comprehensions among them). A change of file is a call from a function of one file to one of
 another; the frameworks' own frames between the two are left out. Asserts nothing.
 """
 

@@ -17,8 +17,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import preamp
-from preamp.dialect import Dialect
 from preamp.policy import Reading
+from preamp.systems.definition import Dialect
 
 __all__ = ["names_of", "setup"]
 

@@ -55,7 +55,7 @@ class Box(NamedTuple):
 
 def contract(pyproject: str) -> Contract:
     """Read the contract of a pyproject.toml."""
-    rooms, core, apart = tomllib.loads(pyproject)["tool"]["importlinter"]["contracts"]
+    rooms, core, apart, *_ = tomllib.loads(pyproject)["tool"]["importlinter"]["contracts"]
     surfaces = set(apart["forbidden_modules"])
     layers = [layer.split(" | ") for layer in rooms["layers"]]
     return Contract(layers, set(core["forbidden_modules"]) - surfaces - ARRAYS, surfaces)

@@ -15,9 +15,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from preamp import casting, dialects
-from preamp.formats import backoff_factor, hysteresis
 from preamp.policy import Moving, Policy
-from preamp.words import power
+from preamp.record.formatting import power
+from preamp.systems.formats import backoff_factor, hysteresis
 
 __all__ = ["dialect_rows", "operator_rows", "rule_rows", "setup"]
 

@@ -3,7 +3,7 @@
 The names here need no framework. The adapters are modules: `from preamp.torch import GradScaler`.
 """
 
-from preamp import casting, dialects, processes
+from preamp.autocasting import tables as casting
 from preamp.errors import (
     CastingError,
     CheckpointError,
@@ -18,8 +18,6 @@ from preamp.errors import (
     TraceError,
     UsageError,
 )
-from preamp.exponents import Band, ExponentHistogram
-from preamp.looks import Look, LookRow
 from preamp.policy import (
     Dynamic,
     FloorSchedule,
@@ -37,8 +35,12 @@ from preamp.policy import (
     Tolerant,
     TolerantState,
 )
-from preamp.simulate import simulate
-from preamp.trace import Step, Summary, Trace
+from preamp.record.exponents import Band, ExponentHistogram
+from preamp.record.snapshots import Look, LookRow
+from preamp.record.trace import Step, Summary, Trace
+from preamp.simulation import processes
+from preamp.simulation.simulate import simulate
+from preamp.systems import dialects
 
 __all__ = [
     "Band",

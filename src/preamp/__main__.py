@@ -8,7 +8,7 @@ import sys
 def main() -> int:
     """Run the command line and return its exit status."""
     try:
-        from preamp.cli import run
+        from preamp.cli.app import run
     except KeyboardInterrupt:
         return 130
     except ImportError as error:

@@ -18,32 +18,6 @@ from typing import Any
 
 from preamp.errors import InexactScale, PolicyError, UsageError
 
-__all__ = [
-    "FLOAT32_MAX",
-    "FLOAT32_TINY",
-    "ROUND",
-    "ScaledLosses",
-    "assign",
-    "between",
-    "callable_or_none",
-    "check_store",
-    "is_number",
-    "level_of_caller",
-    "listed",
-    "listed_gradients",
-    "listed_variables",
-    "loss_or_refused",
-    "not_subnormal",
-    "one_of",
-    "paired",
-    "positive",
-    "power_of_two",
-    "shown",
-    "to_float32",
-    "warn_if_inexact",
-    "whole",
-]
-
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 FLOAT32_TINY = 2.0**-126
 

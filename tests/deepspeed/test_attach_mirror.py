@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preamp import Dynamic, Moving, Policy, Reading, Starved, State, dialects
-from preamp.deepspeed.hooks import Hooks
-from preamp.deepspeed.mirror import RECORD, Mirror
+from preamp.deepspeed.attaching.method_patches import Hooks
+from preamp.deepspeed.attaching.mirror import RECORD, Mirror
 from preamp.errors import UsageError
 from tests.strategies import policies, reading, scripts
 

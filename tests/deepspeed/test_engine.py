@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from preamp import Dynamic, Starved, Static, Trace, UsageError, dialects, simulate
-from preamp.config import Settings
 from preamp.deepspeed import initialize
+from preamp.systems.deepspeed_config import Settings
 from preamp.torch import LossScaleOptimizer
 from tests.seeing import Remembering
 

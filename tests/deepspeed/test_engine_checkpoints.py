@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from preamp import dialects
-from preamp.convert import convert
 from preamp.deepspeed import Engine, initialize
-from preamp.deepspeed.checkpoint_files import STATES
+from preamp.deepspeed.engine.checkpoint_files import STATES
 from preamp.errors import CheckpointError, UsageError
+from preamp.systems.convert import convert
 
 WARMUP = {"type": "WarmupDecayLR", "params": {"total_num_steps": 12, "warmup_num_steps": 3}}
 FLOAT16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}

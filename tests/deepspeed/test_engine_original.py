@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from preamp.deepspeed import initialize, schedules
-from preamp.deepspeed.sections import optimizer_of
+from preamp.deepspeed import initialize
+from preamp.deepspeed.engine import schedules
+from preamp.deepspeed.engine.sections import optimizer_of
 
 BATCH = {"train_micro_batch_size_per_gpu": 4}
 

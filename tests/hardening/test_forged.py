@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from preamp import ConfigError, PreampError, Trace, config, dialects
-from preamp.convert import convert
+from preamp import ConfigError, PreampError, Trace, dialects
 from preamp.doctor.advice import recorded_policy
+from preamp.systems import deepspeed_config as config
+from preamp.systems.convert import convert
 
 STATE = dialects.TORCH.dump(dialects.TORCH.start())
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from preamp import Look, Trace
-from preamp.cli import run
+from preamp.cli.app import run
 from preamp.torch import GradScaler, Lens, autocast
 
 some = settings(deadline=None, max_examples=12)

@@ -30,13 +30,13 @@ from preamp import (
     Step,
     Trace,
     TraceError,
-    config,
     dialects,
 )
-from preamp.convert import convert
 from preamp.doctor import diagnose
-from preamp.policy.saved import from_json, to_json
+from preamp.policy.registry import from_json, to_json
 from preamp.report import Curve, write_report
+from preamp.systems import deepspeed_config as config
+from preamp.systems.convert import convert
 from tests.strategies import policies
 
 from .hostile import damaged, forged, often, seldom
@@ -207,7 +207,7 @@ def test_a_forged_state_is_refused_or_can_be_gone_on_with(folder: Path, data: An
 
 def bytes_of(suffix: str, entries: Any) -> bytes:
     with tempfile.TemporaryDirectory() as name:
-        from preamp.convert.writing import write
+        from preamp.systems.convert.writing import write
 
         path = Path(name) / f"x{suffix}"
         write(path, entries, dialects.TORCH)
@@ -252,7 +252,7 @@ def test_a_forged_checkpoint_is_refused_by_name_or_carried_over(folder: Path, da
 @cache
 def kept(system: str) -> dict[str, bytes]:
     """Return the files that Keras or tf_keras wrote, by name."""
-    from tests import test_convert
+    from tests.systems import test_convert
 
     save = {"keras": test_convert.save_keras, "h5": test_convert.save_keras_weights}
     with tempfile.TemporaryDirectory() as name:

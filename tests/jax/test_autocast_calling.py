@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from preamp.casting import DEFAULT
+from preamp.autocasting.tables import DEFAULT
 from preamp.errors import CastingError, UsageError
 from preamp.jax import autocast
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from preamp import CastingError, casting
-from preamp.casts import CastReport
+from preamp.autocasting.report import CastReport
 from preamp.jax import autocast, casts
 
 from .agreement import every_third

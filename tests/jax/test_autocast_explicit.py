@@ -14,7 +14,7 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
-from preamp.casting import DEFAULT, JAX
+from preamp.autocasting.tables import DEFAULT, JAX
 from preamp.errors import CastingError
 from preamp.jax import autocast, casts
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from preamp.casting import DEFAULT, JAX
+from preamp.autocasting.tables import DEFAULT, JAX
 from preamp.errors import CastingError
 from preamp.jax import autocast
 

@@ -26,7 +26,7 @@ from preamp.jax import (
     step,
     value_and_grad,
 )
-from preamp.jax.model_state import keep_on_skip
+from preamp.jax.scaling.model_state import keep_on_skip
 
 from .trainings import identical
 

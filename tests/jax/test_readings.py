@@ -24,7 +24,7 @@ from preamp.jax import (
     step,
 )
 from preamp.jax import value_and_grad as differentiated
-from preamp.jax.readings import reading_of
+from preamp.jax.scaling.readings import reading_of
 from tests.seeing import Remembering, scales_after, seen_in
 
 from .trainings import batches, enable_x64, loss, parameters, shard_map

@@ -30,7 +30,7 @@ from preamp import (
     dialects,
 )
 from preamp.keras import LossScaleOptimizer
-from preamp.policy.saved import OURS
+from preamp.policy.registry import OURS
 
 from .driving import INF, Run, Stock, array, dtype_policy, same
 

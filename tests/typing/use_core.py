@@ -25,12 +25,12 @@ from preamp import (
     processes,
     simulate,
 )
-from preamp.config import Settings, load
-from preamp.convert import Conversion, convert
-from preamp.dialect import Dialect
 from preamp.doctor import Diagnosis, Finding, diagnose
 from preamp.policy import Where, choose
 from preamp.report import Curve, scale_figure, write_report
+from preamp.systems.convert import Conversion, convert
+from preamp.systems.deepspeed_config import Settings, load
+from preamp.systems.definition import Dialect
 
 
 def choose_a_rule(hysteresis: int) -> Policy[Any]:

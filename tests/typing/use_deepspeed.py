@@ -6,7 +6,6 @@ from typing import Any, assert_type
 import torch
 
 from preamp import Dynamic, Step, Trace
-from preamp.config import load
 from preamp.deepspeed import (
     Attached,
     CreateLossScaler,
@@ -18,6 +17,7 @@ from preamp.deepspeed import (
     attach,
     initialize,
 )
+from preamp.systems.deepspeed_config import load
 
 
 def train(model: torch.nn.Module, x: torch.Tensor) -> Step | None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from preamp import Dynamic, Look, Step, casting
-from preamp.casts import CastReport
+from preamp.autocasting.report import CastReport
 from preamp.jax import (
     FlowSlot,
     LossScale,

@@ -5,7 +5,7 @@ from typing import Any, assert_type
 import torch
 
 from preamp import Dynamic, Look, Policy, Step, Trace, casting
-from preamp.casts import CastReport
+from preamp.autocasting.report import CastReport
 from preamp.torch import (
     GradScaler,
     LayerwiseScale,

@@ -12,9 +12,9 @@ try:
 except ImportError as error:
     raise MissingExtra.of(error, "preamp[torch]") from error
 
-from preamp.deepspeed.attached import Attached, attach
-from preamp.deepspeed.engine import Engine
-from preamp.deepspeed.initializing import initialize
+from preamp.deepspeed.attaching.attached import Attached, attach
+from preamp.deepspeed.engine.engine import Engine
+from preamp.deepspeed.engine.initialize import initialize
 from preamp.deepspeed.overflow_log import OverflowLog
 from preamp.deepspeed.scalers import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
 

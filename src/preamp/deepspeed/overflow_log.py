@@ -15,10 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from preamp.checks import positive, whole
-from preamp.deepspeed.ranks import rank
-from preamp.trace import Step
-
-__all__ = ["LOGGER", "OverflowLog", "not_finite"]
+from preamp.deepspeed.engine.ranks import rank
+from preamp.record.trace import Step
 
 LOGGER = logging.getLogger("preamp.deepspeed")
 NAMES = 3  # that a message holds; the record's `culprits` has all

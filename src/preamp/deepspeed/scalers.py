@@ -16,18 +16,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from preamp import dialects, formats
+from preamp.arrays.torch import gather
+from preamp.arrays.torch_devices import widest
 from preamp.checks import positive, whole
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import InexactScale, PolicyError, Starved, UsageError
 from preamp.policy import Reading
-from preamp.torch.agreement import WORLD, Agreement, number_of_ranks
-from preamp.torch.culprits import culprits
-from preamp.torch.device import widest
-from preamp.torch.gradients import gather
-from preamp.trace import Step
-
-__all__ = ["CreateLossScaler", "DynamicLossScaler", "LossScaler", "LossScalerBase"]
+from preamp.record.trace import Step
+from preamp.systems import dialects, formats
+from preamp.torch.scaling.culprits import culprits
+from preamp.torch.scaling.ranks import WORLD, Agreement, number_of_ranks
 
 Parameters: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 

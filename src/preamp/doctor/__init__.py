@@ -9,6 +9,6 @@ what a lens saw, `advice` how a rule is written, `diagnosis` puts them together.
 
 from preamp.doctor.diagnosis import Diagnosis, diagnose
 from preamp.doctor.finding import Finding, Severity
-from preamp.doctor.values import best_scale, lost_words
+from preamp.doctor.snapshots import best_scale, lost_words
 
 __all__ = ["Diagnosis", "Finding", "Severity", "best_scale", "diagnose", "lost_words"]

@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from preamp.dialect import Dialect
-from preamp.dialects import ALL
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy import Dynamic, Policy
-from preamp.policy.saved import OURS
-from preamp.words import kebab
-
-__all__ = ["as_code", "as_flags", "changed", "recorded_policy"]
+from preamp.policy.registry import OURS
+from preamp.record.formatting import kebab
+from preamp.systems.definition import Dialect
+from preamp.systems.dialects import ALL
 
 PLAIN_BELOW = 2.0**10  # powers of two up to here are read as they are
 

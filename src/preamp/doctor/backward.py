@@ -8,25 +8,14 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Final
 
-from preamp.doctor.chain import Break, break_of
+from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding
+from preamp.doctor.first_nonfinite import Break, break_of
 from preamp.doctor.history import SHORT, Extent, Failure, counts, number
-from preamp.doctor.record import Record
-from preamp.doctor.values import is_in_order, module_name, needs_no_scale
-from preamp.exponents import exponent_of
+from preamp.doctor.snapshots import is_in_order, module_name, needs_no_scale
 from preamp.policy import Static
-from preamp.words import of_steps, power, two_to
-
-__all__ = [
-    "exploding",
-    "first_parameter",
-    "in_backward",
-    "nan_now_and_then",
-    "not_by_scale",
-    "not_of_this_pass",
-    "too_large",
-    "unnoticed",
-]
+from preamp.record.exponents import exponent_of
+from preamp.record.formatting import of_steps, power, two_to
 
 NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
 FAR_BEYOND_FIRST: Final = 10.0

@@ -21,9 +21,10 @@ from preamp.doctor.backward import (
     not_of_this_pass,
     unnoticed,
 )
-from preamp.doctor.chain import Break, break_of, common, given_far_larger, grown, of_lost
-from preamp.doctor.data import bad_batches, bad_first_module, bad_inputs, bad_targets, large_inputs
+from preamp.doctor.batches import bad_batches, bad_first_module, bad_inputs, bad_targets, large_inputs
+from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding
+from preamp.doctor.first_nonfinite import Break, break_of, common, given_far_larger, grown, of_lost
 from preamp.doctor.forward import (
     close_to_overflow,
     forward_nan,
@@ -45,12 +46,9 @@ from preamp.doctor.history import (
     update_count,
 )
 from preamp.doctor.losses import in_a_term, in_loss, seems_in_loss
-from preamp.doctor.record import Record
+from preamp.doctor.snapshots import needs_no_scale
 from preamp.doctor.updates import broken_update, diverged, diverged_in_range, not_skipped
-from preamp.doctor.values import needs_no_scale
-from preamp.looks import Look
-
-__all__ = ["failed", "now_and_then"]
+from preamp.record.snapshots import Look
 
 SATURATED: Final = 3
 """From this power of two on, an answer is certain: float16 has no number between 1 and its sigmoid."""

@@ -9,11 +9,11 @@ from typing import Any, Final
 from preamp.doctor.advice import as_code, as_flags, changed
 from preamp.doctor.backward import exploding, too_large
 from preamp.doctor.causes import failed, now_and_then
+from preamp.doctor.evidence import Record
 from preamp.doctor.finding import OFTEN, Finding
-from preamp.doctor.idle import clipped_while_scaled, dead_units, not_learning, poisoned_buffers
-from preamp.doctor.record import Record
-from preamp.doctor.room import at_ceiling, never_grew, not_scaled, too_low, vanished
-from preamp.doctor.skipping import (
+from preamp.doctor.headroom import at_ceiling, never_grew, not_scaled, too_low, vanished
+from preamp.doctor.not_learning import clipped_while_scaled, dead_units, not_learning, poisoned_buffers
+from preamp.doctor.skipped_steps import (
     backs_off_too_far,
     dragged,
     lost_scale,
@@ -23,15 +23,13 @@ from preamp.doctor.skipping import (
     too_high,
     wrong_start,
 )
+from preamp.doctor.snapshots import bfloat16_would_do, limited, needs_no_scale, overflowed
 from preamp.doctor.updates import loss_spike
-from preamp.doctor.values import bfloat16_would_do, limited, needs_no_scale, overflowed
 from preamp.policy import Policy
-from preamp.processes import Recorded, has_peak
-from preamp.simulate import simulate
-from preamp.trace import Trace
-from preamp.words import of_steps, power, powers
-
-__all__ = ["Diagnosis", "diagnose"]
+from preamp.record.formatting import of_steps, power, powers
+from preamp.record.trace import Trace
+from preamp.simulation.processes import Recorded, has_peak
+from preamp.simulation.simulate import simulate
 
 Rule = Callable[[Record], Finding | None]
 NO_STEPS = "There are no steps in this record."

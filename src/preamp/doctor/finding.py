@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-__all__ = ["FEWEST", "OFTEN", "RARE", "Finding", "Severity"]
-
 OFTEN: Final = 1 / 100
 """The share of steps from which on skipping is too dear."""
 FEWEST: Final = 4

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from preamp.doctor.chain import Break
+from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding
+from preamp.doctor.first_nonfinite import Break
 from preamp.doctor.history import Extent
-from preamp.doctor.record import Record
-from preamp.doctor.values import module_name, needs_no_scale
-from preamp.exponents import exponent_of
-from preamp.looks import Look, LookRow
-from preamp.words import two_to
-
-__all__ = [
-    "close_to_overflow",
-    "forward_nan",
-    "forward_overflow",
-    "nearly_overflows",
-    "run_in_float32",
-    "unknown_forward",
-]
+from preamp.doctor.snapshots import module_name, needs_no_scale
+from preamp.record.exponents import exponent_of
+from preamp.record.formatting import two_to
+from preamp.record.snapshots import Look, LookRow
 
 CLOSE: Final = 2  # powers of two below the largest number of a format
 NO_SCALE: Final = "No loss scale helps, because the loss is scaled after it."

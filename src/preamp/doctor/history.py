@@ -12,27 +12,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
+from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Severity
-from preamp.doctor.record import Record
-
-__all__ = [
-    "FEW_UPDATES",
-    "LATEST",
-    "SHORT",
-    "TENFOLD",
-    "TWOFOLD",
-    "Extent",
-    "Failure",
-    "Rise",
-    "counts",
-    "failure",
-    "lost_before",
-    "lost_places",
-    "number",
-    "period_of",
-    "rise",
-    "update_count",
-]
 
 MOSTLY: Final = 0.9
 """From this share of bad steps on, a run has failed."""

@@ -7,8 +7,6 @@ from typing import Final
 from preamp.doctor.finding import Finding
 from preamp.doctor.history import Extent
 
-__all__ = ["in_a_term", "in_loss", "seems_in_loss"]
-
 FLOAT32: Final = "Compute the loss in float32: loss_fn(output.float(), target)."
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Final
 
-from preamp.doctor.chain import Break, grown, updates_grew
+from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding
+from preamp.doctor.first_nonfinite import Break, grown, updates_grew
 from preamp.doctor.history import (
     FEW_UPDATES,
     LATEST,
@@ -23,10 +24,7 @@ from preamp.doctor.history import (
     rise,
     update_count,
 )
-from preamp.doctor.record import Record
-from preamp.doctor.values import module_name
-
-__all__ = ["broken_update", "diverged", "diverged_in_range", "loss_spike", "not_skipped"]
+from preamp.doctor.snapshots import module_name
 
 SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
 HARMLESS: Final = 0.2  # of the first losses: what stays below that undoes little

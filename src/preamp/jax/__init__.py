@@ -14,18 +14,18 @@ else:  # in JAX 0.5 an array's type does not say along which axes of a mesh it v
     MissingExtra.refuse_older("jax", _jax.__version__, "0.6")
     MissingExtra.refuse_older("optax", _optax.__version__, "0.2.8")
 
-from preamp.jax import exporting as _exporting
-from preamp.jax.autocasting.census import casts
+from preamp.jax.autocasting.counting import casts
 from preamp.jax.autocasting.transform import autocast
-from preamp.jax.differentiation import scaled_value_and_grad, value_and_grad
 from preamp.jax.exponents import exponent_histogram, flow_slot, look, watch
-from preamp.jax.flow_slots import FlowSlot
-from preamp.jax.gradients import all_finite
-from preamp.jax.loss_scale import LossScale
-from preamp.jax.scaled_gradients import ScaledGradients
-from preamp.jax.states import LossScaledState
-from preamp.jax.stepping import apply_gradients, step
-from preamp.jax.transformation import check_starved, last_step, loss_scaled, restart_loss_scale
+from preamp.jax.scaling import exporting as _exporting
+from preamp.jax.scaling.differentiation import scaled_value_and_grad, value_and_grad
+from preamp.jax.scaling.flow_slots import FlowSlot
+from preamp.jax.scaling.gradients import all_finite
+from preamp.jax.scaling.loss_scale import LossScale
+from preamp.jax.scaling.scaled_gradients import ScaledGradients
+from preamp.jax.scaling.states import LossScaledState
+from preamp.jax.scaling.train_step import apply_gradients, step
+from preamp.jax.scaling.transformation import check_starved, last_step, loss_scaled, restart_loss_scale
 
 _exporting.register()
 

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from preamp.errors import UsageError
-from preamp.jax.autocasting import jaxprs
-
-__all__ = ["check_bound", "max_over", "mean", "names_of", "reduced_in_vain", "sum_over", "tracked", "varying"]
+from preamp.jax import jaxprs
 
 
 def names_of(axis_name: Hashable) -> tuple[Hashable, ...]:

@@ -15,14 +15,12 @@ from jax import lax
 
 from preamp.checks import one_of, shown
 from preamp.errors import UsageError
-from preamp.exponents import BANDS, FIELDS, ExponentHistogram
 from preamp.jax import axes
-from preamp.jax.flow_slots import FlowSlot, is_flow_slot
-from preamp.jax.gradients import is_inexact
-from preamp.jax.states import kind_of
-from preamp.looks import Kind, Look, LookRow
-
-__all__ = ["exponent_histogram", "flow_slot", "look", "watch"]
+from preamp.jax.scaling.flow_slots import FlowSlot, is_flow_slot
+from preamp.jax.scaling.gradients import is_inexact
+from preamp.jax.scaling.states import kind_of
+from preamp.record.exponents import BANDS, FIELDS, ExponentHistogram
+from preamp.record.snapshots import Kind, Look, LookRow
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ This room decides how Keras's arguments, files and `fit` come to a policy, on ea
 refuses to know when a scale moves: the policy does. docs/architecture.md says what each file decides.
 """
 
+from preamp.arrays.load_order import before_keras
 from preamp.errors import MissingExtra
-from preamp.load_order import before_keras
 
 try:
     before_keras()

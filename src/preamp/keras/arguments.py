@@ -13,10 +13,8 @@ from typing import Any
 
 from preamp.checks import level_of_caller, not_subnormal, positive, shown, warn_if_inexact
 from preamp.errors import InexactScale, PolicyError
-from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, as_whole, check_scale, given_policy
 from preamp.policy import Dynamic, Policy, Static
-
-__all__ = ["check_config", "check_rule", "rule"]
+from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, as_whole, check_scale, given_policy
 
 LONGEST = 2**24  # the counter is a float32 variable, which counts no further
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from preamp.keras.buffers import state_values
 
-__all__ = ["Losses"]
-
 EPSILON = 2.0**-23  # of float32, which the sums are kept in
 TOLERANCE = 0.01  # how much of a loss may be the rounding of the sum
 

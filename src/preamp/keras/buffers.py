@@ -12,8 +12,6 @@ from typing import Any
 
 import keras
 
-__all__ = ["Buffers", "state_values"]
-
 
 class Buffers:
     """The float variables of a model that its layers made as not trainable.

@@ -13,9 +13,7 @@ from typing import Any
 import keras
 
 from preamp.errors import PolicyError, UsageError
-from preamp.loss_scale_arguments import UNUSED, check_averaging, check_limits
-
-__all__ = ["Handed", "adopt", "check_inner", "hand_over", "is_hyperparameter"]
+from preamp.systems.arguments import UNUSED, check_averaging, check_limits
 
 # Bound here: people put this library's class in the place of Keras's name for its own.
 BaseLossScaleOptimizer = keras.optimizers.LossScaleOptimizer

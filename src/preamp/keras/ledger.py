@@ -14,16 +14,9 @@ import numpy as np
 
 from preamp.checks import level_of_caller
 from preamp.errors import PolicyError
-from preamp.loss_scale_arguments import (
-    check_counts,
-    check_resumed,
-    is_out_of_bounds,
-    warn_if_out_of_bounds,
-)
 from preamp.policy import Policy, Reading, Where, choose
-from preamp.trace import Step
-
-__all__ = ["Ledger", "saved_state"]
+from preamp.record.trace import Step
+from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
 
 # What to write to start inside the policy's bounds.
 INSIDE = "optimizer.dynamic_scale.assign({bound!r}) after loading"

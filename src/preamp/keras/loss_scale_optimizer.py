@@ -38,12 +38,10 @@ from preamp.keras.inner import (
     is_hyperparameter,
 )
 from preamp.keras.ledger import Ledger, saved_state
-from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole
 from preamp.policy import Dynamic, Policy, Reading, Static
-from preamp.policy.saved import from_json, to_json
-from preamp.trace import Step
-
-__all__ = ["CountError", "LossScaleOptimizer"]
+from preamp.policy.registry import from_json, to_json
+from preamp.record.trace import Step
+from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole
 
 framework: Any = import_module(f"preamp.keras.on_{keras.backend.backend()}")
 

@@ -14,22 +14,9 @@ import keras
 from jax.experimental.sparse import BCOO, JAXSparse
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # Keras exports the scope alone
 
+from preamp.arrays.jax import count_from, largest, to_host
 from preamp.errors import UsageError
-from preamp.jax_arithmetic import count_from, largest, to_host
 from preamp.policy import Reading
-
-__all__ = [
-    "apply",
-    "are_finite",
-    "bakes",
-    "known_scalar",
-    "read",
-    "seen",
-    "stateless_inputs",
-    "unscale",
-    "update",
-    "write",
-]
 
 
 def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:

@@ -10,23 +10,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from preamp import tensorflow_arithmetic
+from preamp.arrays import tensorflow as tensorflow_arithmetic
+from preamp.arrays.tensorflow import divided, unconverted, values_of, widened
 from preamp.errors import UsageError
 from preamp.policy import Reading
-from preamp.tensorflow_arithmetic import divided, unconverted, values_of, widened
-
-__all__ = [
-    "apply",
-    "are_finite",
-    "bakes",
-    "known_scalar",
-    "read",
-    "seen",
-    "stateless_inputs",
-    "unscale",
-    "update",
-    "write",
-]
 
 
 @unconverted

@@ -12,22 +12,9 @@ import keras
 import torch
 from torch import Tensor
 
+from preamp.arrays.torch import HALF_DTYPES, Gradients, note_writing, unscale_
+from preamp.arrays.torch_devices import widest
 from preamp.checks import FLOAT32_MAX
-from preamp.torch.device import widest
-from preamp.torch.gradients import HALF_DTYPES, Gradients, note_writing, unscale_
-
-__all__ = [
-    "apply",
-    "are_finite",
-    "bakes",
-    "known_scalar",
-    "read",
-    "seen",
-    "stateless_inputs",
-    "unscale",
-    "update",
-    "write",
-]
 
 # Keras's optimizers that apply a sparse gradient on PyTorch. The others raise in the middle of an update.
 TAKE_SPARSE = (

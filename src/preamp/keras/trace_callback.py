@@ -19,9 +19,7 @@ from preamp.keras.batch_losses import Losses
 from preamp.keras.buffers import Buffers, state_values
 from preamp.keras.inner import BaseLossScaleOptimizer
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, framework
-from preamp.trace import Step, Trace
-
-__all__ = ["TraceCallback"]
+from preamp.record.trace import Step, Trace
 
 
 class TraceCallback(keras.callbacks.Callback):

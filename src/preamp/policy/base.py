@@ -11,8 +11,6 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 from preamp.checks import is_number, shown, to_float32
 from preamp.errors import PolicyError, Starved
 
-__all__ = ["Policy", "Reading", "State", "Where", "choose"]
-
 Where: TypeAlias = Callable[[Any, Any, Any], Any]
 S = TypeVar("S", bound=Any)
 COUNTS = ("good", "bad", "age")

@@ -11,8 +11,6 @@ from preamp.checks import ROUND, assign, between, one_of, positive, to_float32, 
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy.base import Policy, Reading, State, Where, choose
 
-__all__ = ["Dynamic", "Moving"]
-
 Event: TypeAlias = Literal["clean", "growth", "backoff"]
 AtFloor: TypeAlias = Literal["hold", "raise", "raise_on_arrival"]
 AtCeiling: TypeAlias = Literal["clamp", "refuse"]

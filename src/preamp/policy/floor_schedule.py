@@ -13,8 +13,6 @@ from preamp.errors import PolicyError
 from preamp.policy.base import Reading, Where, choose
 from preamp.policy.dynamic import Moving
 
-__all__ = ["FloorSchedule", "FloorState"]
-
 
 class FloorState(NamedTuple):
     """`State` plus `age`: all steps so far. A float32 counts exactly to 2**24."""

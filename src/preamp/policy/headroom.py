@@ -12,8 +12,6 @@ from preamp.errors import PolicyError
 from preamp.policy.base import Policy, Reading, Where, choose
 from preamp.policy.logarithm import log2_near, on_grid, two_to
 
-__all__ = ["Headroom", "HeadroomState"]
-
 Scalar: TypeAlias = Any
 
 FIRST_SPREAD = 1.0

@@ -9,8 +9,6 @@ from preamp.checks import FLOAT32_TINY, assign, between, is_number, positive, to
 from preamp.policy.base import Reading, State, Where, choose
 from preamp.policy.dynamic import Moving
 
-__all__ = ["Histogram"]
-
 FAR = 2.0**-6  # of the edge: a peak below this has so much room that there is nothing to wait for
 
 

@@ -11,8 +11,6 @@ from preamp.policy.base import Reading, Where, choose
 from preamp.policy.dynamic import Moving
 from preamp.policy.logarithm import GRID, log2_near, on_grid, power_below, two_to
 
-__all__ = ["LogMax", "LogMaxState"]
-
 FIRST_VARIANCE = 1.0  # before two peaks are known, a factor of two either way is usual
 MOST_SURPRISE = (
     4.0  # by how much an overflow counts above the mean: infs that come at any scale must not drown it

@@ -19,8 +19,6 @@ from typing import Any, TypeAlias
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
 from preamp.policy.base import Where
 
-__all__ = ["GRID", "log2_near", "on_grid", "power_below", "two_to"]
-
 Scalar: TypeAlias = Any
 
 GRID = 2.0**-14  # sums of some multiples of it below 2**9 are exact in float32

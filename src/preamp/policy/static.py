@@ -9,8 +9,6 @@ from typing import Any
 from preamp.checks import assign, positive, to_float32, warn_if_inexact
 from preamp.policy.base import Policy, Reading, State, Where, choose
 
-__all__ = ["Static"]
-
 
 @dataclass(frozen=True, repr=False)
 class Static(Policy[State]):

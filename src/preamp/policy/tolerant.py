@@ -10,8 +10,6 @@ from preamp.errors import PolicyError
 from preamp.policy.base import Reading, Where, choose
 from preamp.policy.dynamic import Moving
 
-__all__ = ["Tolerant", "TolerantState"]
-
 
 class TolerantState(NamedTuple):
     """`State` plus `age`: the steps, clean or not, since the scale last moved."""

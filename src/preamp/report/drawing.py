@@ -11,8 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-__all__ = ["in_style", "to_svg"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 STYLE: dict[Any, Any] = {

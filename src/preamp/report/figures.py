@@ -18,11 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from preamp.record.formatting import exponent
+from preamp.record.trace import Trace
 from preamp.report.drawing import in_style, to_svg
-from preamp.trace import Trace
-from preamp.words import exponent
-
-__all__ = ["Curve", "loss_figure", "scale_figure", "zeros_figure"]
 
 SIZE_INCHES = (5.2, 3.3)
 MOST_POINTS = 400

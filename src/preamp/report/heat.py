@@ -18,12 +18,10 @@ from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
 from preamp.doctor import best_scale
-from preamp.exponents import Band, ExponentHistogram, exponent_of
-from preamp.looks import Fit, Kind, Look, LookRow
+from preamp.record.exponents import Band, ExponentHistogram, exponent_of
+from preamp.record.formatting import percent, power
+from preamp.record.snapshots import Fit, Kind, Look, LookRow
 from preamp.report.drawing import in_style, to_svg
-from preamp.words import percent, power
-
-__all__ = ["MOST_ROWS", "TITLES", "Span", "heat_figure", "heat_table", "shown_rows", "span_of", "zero_share"]
 
 MOST_ROWS: Final = 40
 MOST_COLUMNS: Final = 64

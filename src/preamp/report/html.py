@@ -15,12 +15,10 @@ from matplotlib.image import imsave
 from numpy.typing import NDArray
 
 from preamp.doctor import lost_words
-from preamp.files import replacing
-from preamp.looks import Look, joined
+from preamp.record.files import replacing
+from preamp.record.snapshots import Look, joined
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import TITLES, heat_figure, heat_table
-
-__all__ = ["Strip", "write_report"]
 
 MOST_SEEN = 4
 

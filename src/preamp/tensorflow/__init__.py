@@ -6,8 +6,8 @@ be called. It refuses to know when a scale moves: the policy does.
 
 import sys
 
+from preamp.arrays.load_order import before_tensorflow
 from preamp.errors import MissingExtra
-from preamp.load_order import before_tensorflow
 
 try:
     before_tensorflow()

@@ -9,12 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from preamp.checks import warn_if_inexact
-from preamp.dialects import TF_KERAS
 from preamp.errors import PolicyError
-from preamp.loss_scale_arguments import INITIAL_SCALE, INTERVAL, as_whole, check_scale, given_policy
 from preamp.policy import Dynamic, Policy
-
-__all__ = ["ArgumentTypeError", "check_buffers", "rule"]
+from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, as_whole, check_scale, given_policy
+from preamp.systems.dialects import TF_KERAS
 
 
 class ArgumentTypeError(PolicyError, TypeError):

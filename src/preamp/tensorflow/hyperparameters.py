@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from preamp.loss_scale_arguments import UNUSED
-
-__all__ = ["Hyperparameters", "is_hyperparameter"]
+from preamp.systems.arguments import UNUSED
 
 
 def is_hyperparameter(inner: Any, name: str) -> bool:

@@ -12,19 +12,17 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
+from preamp.arrays.tensorflow import as_stored, unconverted
 from preamp.checks import paired
 from preamp.errors import PolicyError, UsageError
 from preamp.keras import on_tensorflow
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossScaleOptimizer
 from preamp.policy import Policy
-from preamp.policy.saved import to_json
+from preamp.policy.registry import to_json
 from preamp.tensorflow.arguments import rule
 from preamp.tensorflow.hyperparameters import is_hyperparameter
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
 from preamp.tensorflow.optimizer import check_tape, flat_variables
-from preamp.tensorflow_arithmetic import as_stored, unconverted
-
-__all__ = ["LossScaleOptimizer"]
 
 
 @keras.saving.register_keras_serializable("preamp.tensorflow")

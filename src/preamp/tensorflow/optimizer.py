@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorflow as tf
 
+from preamp.arrays.tensorflow import divided, multiplied, unconverted
 from preamp.checks import (
     ScaledLosses,
     level_of_caller,
@@ -26,12 +27,8 @@ from preamp.checks import (
 )
 from preamp.errors import PolicyError, UsageError
 from preamp.policy import Moving, Policy, Static
+from preamp.record.trace import Step
 from preamp.tensorflow.arguments import ArgumentTypeError
-from preamp.tensorflow_arithmetic import divided, multiplied, unconverted
-from preamp.trace import Step
-
-__all__ = ["LossScaleOptimizer", "check_graph", "check_tape", "flat_variables", "kind_of_config"]
-
 
 _MADE: dict[tuple[Any, Any], Any] = {}  # what a user's subclass became, by the kind of inner optimizer
 

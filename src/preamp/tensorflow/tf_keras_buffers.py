@@ -13,8 +13,6 @@ import tf_keras
 from preamp.checks import shown
 from preamp.errors import PolicyError
 
-__all__ = ["Buffers"]
-
 
 class Buffers:
     """The float variables of a model that its layers made as not trainable: which a skipped step has ruined.

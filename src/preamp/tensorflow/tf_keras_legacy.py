@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import tf_keras
+from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs
 
 from preamp.tensorflow.optimizer import check_graph, check_tape, flat_variables
 from preamp.tensorflow.tf_keras_shared import OverTfKeras
-from preamp.tensorflow.tf_keras_state import theirs
-
-__all__ = ["LossScaleOptimizer"]
 
 
 @tf_keras.saving.register_keras_serializable("preamp", "LegacyLossScaleOptimizer")

@@ -7,9 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from preamp.tensorflow_arithmetic import unconverted
-
-__all__ = ["Losses"]
+from preamp.arrays.tensorflow import unconverted
 
 # A sum of no losses: a loss of 0.0 is added to it as 0.0, so that the two can be told apart.
 NONE = -0.0

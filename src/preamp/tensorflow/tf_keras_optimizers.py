@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import tf_keras
+from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs
 
+from preamp.arrays.tensorflow import unconverted
 from preamp.checks import check_store, listed_variables, paired
 from preamp.errors import UsageError
 from preamp.tensorflow.hyperparameters import Hyperparameters
 from preamp.tensorflow.optimizer import check_tape, flat_variables
 from preamp.tensorflow.tf_keras_shared import OverTfKeras
-from preamp.tensorflow.tf_keras_state import theirs
-from preamp.tensorflow_arithmetic import unconverted
-
-__all__ = ["LossScaleOptimizer"]
 
 
 @tf_keras.saving.register_keras_serializable("preamp")

@@ -15,17 +15,15 @@ from typing import Any, Self
 import tensorflow as tf
 import tf_keras
 
+from preamp.arrays.tensorflow import as_stored, unconverted
 from preamp.checks import paired
 from preamp.policy import Policy
-from preamp.policy.saved import from_json, to_json
+from preamp.policy.registry import from_json, to_json
+from preamp.record.trace import Step
 from preamp.tensorflow.arguments import check_buffers, rule
 from preamp.tensorflow.optimizer import LossScaleOptimizer, kind_of_config
 from preamp.tensorflow.tf_keras_buffers import Buffers
 from preamp.tensorflow.tf_keras_state import LossScaleState
-from preamp.tensorflow_arithmetic import as_stored, unconverted
-from preamp.trace import Step
-
-__all__ = ["OverTfKeras"]
 
 
 class OverTfKeras(LossScaleOptimizer):

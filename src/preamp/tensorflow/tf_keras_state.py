@@ -12,20 +12,13 @@ from typing import Any
 import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_keras exports only a facade
 
+from preamp.arrays.tensorflow import agreed, seen
 from preamp.errors import UsageError
-from preamp.loss_scale_arguments import (
-    check_counts,
-    check_resumed,
-    is_out_of_bounds,
-    warn_if_out_of_bounds,
-)
 from preamp.policy import Policy, Reading, Static, Where, choose
+from preamp.record.trace import Step
+from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
 from preamp.tensorflow.tf_keras_buffers import Buffers
 from preamp.tensorflow.tf_keras_losses import Losses
-from preamp.tensorflow_arithmetic import agreed, seen
-from preamp.trace import Step
-
-__all__ = ["LossScaleState", "theirs"]
 
 # What to write to start inside the policy's bounds: tf_keras has no way to set a scale.
 INSIDE = "load the model without its optimizer"

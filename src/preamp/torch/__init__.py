@@ -4,8 +4,8 @@ This room decides what an operator computes in, and whether an optimizer steps. 
 scale moves: the policy does. docs/architecture.md says what each file decides.
 """
 
+from preamp.arrays.load_order import before_torch as _before_torch
 from preamp.errors import MissingExtra
-from preamp.load_order import before_torch as _before_torch
 
 try:
     import torch as _torch
@@ -18,11 +18,11 @@ else:
 from preamp.torch import amp, cpu, cuda
 from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
 from preamp.torch.autocasting.region import autocast
-from preamp.torch.layerwise import LayerwiseScale
-from preamp.torch.lens import Lens
-from preamp.torch.loss_scale_optimizer import LossScaleOptimizer
-from preamp.torch.scaler import GradScaler
-from preamp.torch.sharded import ShardedGradScaler
+from preamp.torch.layerwise.layerwise_scale import LayerwiseScale
+from preamp.torch.lens.lens import Lens
+from preamp.torch.scaling.grad_scaler import GradScaler
+from preamp.torch.scaling.loss_scale_optimizer import LossScaleOptimizer
+from preamp.torch.scaling.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = [
     "GradScaler",

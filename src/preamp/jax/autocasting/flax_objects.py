@@ -20,8 +20,6 @@ import jax
 
 from preamp.errors import UsageError
 
-__all__ = ["Pure", "attribute_name", "pure"]
-
 NNX = "flax.nnx"
 
 

@@ -11,10 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from preamp.casting import Rule
-from preamp.jax.autocasting.jaxprs import hoistable, inner, is_literal
-
-__all__ = ["APART", "ARITHMETIC", "EXACT", "MOVES", "Lookahead", "Reader"]
+from preamp.autocasting.tables import Rule
+from preamp.jax.jaxprs import hoistable, inner, is_literal
 
 
 def _names(text: str) -> frozenset[str]:

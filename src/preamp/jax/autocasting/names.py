@@ -9,12 +9,10 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from preamp import casting
-from preamp.casting import Casting, Rule
+from preamp.autocasting import tables as casting
+from preamp.autocasting.tables import Casting, Rule
 from preamp.errors import CastingError
-from preamp.jax.autocasting.jaxprs import PRIMITIVES, inner, subprograms
-
-__all__ = ["USER_NAMES", "check_names", "rules_of"]
+from preamp.jax.jaxprs import PRIMITIVES, inner, subprograms
 
 USER_NAMES: dict[str, str] = {
     "Conv": "conv_general_dilated",

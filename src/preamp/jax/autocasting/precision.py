@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from preamp.jax.autocasting.jaxprs import is_array
-
-__all__ = ["FLOAT32", "Precision", "Value", "precision_of"]
+from preamp.jax.jaxprs import is_array
 
 
 class Precision(NamedTuple):

@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from preamp.casting import EXPLICIT_PRECISION, Rule
-from preamp.jax.autocasting import jaxprs
+from preamp.autocasting.tables import EXPLICIT_PRECISION, Rule
+from preamp.jax import jaxprs
 from preamp.jax.autocasting.lookahead import Lookahead
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
 from preamp.jax.autocasting.rounding import ROUNDED
 from preamp.jax.autocasting.rules import Handler, as_written, handler_of, is_explicit
 from preamp.jax.autocasting.structured import STRUCTURED
-
-__all__ = ["Program", "Rewriter", "Settings"]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["FLOAT32_EXPONENT_BITS", "ROUNDED", "rounded"]
-
 FLOAT32_EXPONENT_BITS = 8
 
 ROUNDED = Primitive("rounded")

@@ -12,28 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from jax import lax
 
-from preamp import casting
-from preamp.casting import Rule
+from preamp.autocasting import tables as casting
+from preamp.autocasting.tables import Rule
 from preamp.errors import CastingError
-from preamp.jax.autocasting.jaxprs import literal, source_line
 from preamp.jax.autocasting.lookahead import APART, ARITHMETIC, EXACT, MOVES
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
+from preamp.jax.jaxprs import literal, source_line
 
 if TYPE_CHECKING:
     from preamp.jax.autocasting.rewriting import Program
 
-__all__ = [
-    "Handler",
-    "as_given",
-    "as_written",
-    "convert",
-    "float32",
-    "handler_of",
-    "is_explicit",
-    "lower",
-    "refuse",
-    "widest",
-]
 
 Handler: TypeAlias = "Callable[[Program, Any], None]"
 

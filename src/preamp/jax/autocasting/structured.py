@@ -11,22 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from preamp.jax.autocasting.jaxprs import (
-    CALLS,
-    evaluated,
-    inner,
-    root_of,
-    root_with,
-    scan_layout,
-    wrapped_like,
-)
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
 from preamp.jax.autocasting.rules import Handler, as_written, convert
+from preamp.jax.jaxprs import CALLS, evaluated, inner, root_of, root_with, scan_layout, wrapped_like
 
 if TYPE_CHECKING:
     from preamp.jax.autocasting.rewriting import Program
-
-__all__ = ["STRUCTURED"]
 
 
 def _call(program: Program, equation: Any) -> None:

@@ -17,15 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from preamp.casting import DEFAULT, EXPLICIT_PRECISION, Casting
+from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.errors import CastingError, UsageError
-from preamp.jax.autocasting import jaxprs
+from preamp.jax import jaxprs
 from preamp.jax.autocasting.flax_objects import Pure, pure
 from preamp.jax.autocasting.names import check_names, rules_of
 from preamp.jax.autocasting.precision import Value, precision_of
 from preamp.jax.autocasting.rewriting import Rewriter, Settings
-
-__all__ = ["Call", "autocast", "is_traced", "region", "rewrite", "rewritten", "traced"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -4,6 +4,6 @@ from torch.amp import is_autocast_available
 
 from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
 from preamp.torch.autocasting.region import autocast
-from preamp.torch.scaler import GradScaler
+from preamp.torch.scaling.grad_scaler import GradScaler
 
 __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd", "is_autocast_available"]

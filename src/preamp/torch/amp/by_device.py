@@ -11,9 +11,7 @@ from torch.compiler import is_compiling
 from preamp.checks import level_of_caller
 from preamp.errors import UsageError
 from preamp.torch.autocasting.region import autocast
-from preamp.torch.scaler import GradScaler
-
-__all__ = ["DeviceAutocast", "DeviceGradScaler"]
+from preamp.torch.scaling.grad_scaler import GradScaler
 
 
 class DeviceAutocast(autocast):

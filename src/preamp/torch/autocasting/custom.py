@@ -21,9 +21,7 @@ from torch import Tensor
 from preamp.errors import UsageError
 from preamp.torch.autocasting.kernels import is_eligible
 from preamp.torch.autocasting.region import autocast
-from preamp.torch.autocasting.thread import thread
-
-__all__ = ["custom_bwd", "custom_fwd"]
+from preamp.torch.autocasting.thread_state import thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 

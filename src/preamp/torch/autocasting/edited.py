@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
-from preamp.casting import DEFAULT, Casting
+from preamp.arrays.torch_compat import UnmanagedAutocast
+from preamp.autocasting.tables import DEFAULT, Casting
 from preamp.errors import CastingError, UsageError
-from preamp.torch.autocasting import installed, kernels, operators
+from preamp.torch.autocasting import dispatcher, kernels, operators
+from preamp.torch.autocasting.generators import is_stepwise
 from preamp.torch.autocasting.region import NOT_COMPILED, autocast
-from preamp.torch.autocasting.stepwise import is_stepwise
-from preamp.torch.autocasting.thread import Change, Kernel, thread
-from preamp.torch.compat import UnmanagedAutocast
+from preamp.torch.autocasting.thread_state import Change, Kernel, thread
 
 if TYPE_CHECKING:
-    from preamp.casts import CastReport
-    from preamp.torch.autocasting.census import Census
+    from preamp.autocasting.report import CastReport
+    from preamp.torch.autocasting.counting import Census
 
-__all__ = ["EditedRegion", "Edits"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -76,7 +75,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         self._casting, self._emulate = casting, emulate
         self._census: Census | None = None
         if report:
-            from preamp.torch.autocasting.census import Census
+            from preamp.torch.autocasting.counting import Census
 
             self._census = Census(self.device)
 
@@ -88,7 +87,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             self._census.check_thread()
         change = self._change(thread.change_in_force(self.device))
         _compiled_code_waits()
-        installed.hold(self.device, change.names)
+        dispatcher.hold(self.device, change.names)
         super().__enter__()
         thread.frames[-1].change = change
         thread.follow_changes()
@@ -104,7 +103,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         super().__exit__(*error)
         _compiled_code_runs()
         if frame and frame.change:
-            installed.let_go(self.device, frame.change.names)
+            dispatcher.let_go(self.device, frame.change.names)
         return False
 
     def __call__(self, function: F) -> F:
@@ -179,7 +178,7 @@ def _rules(device_type: str, edits: Edits) -> tuple[dict[str, Kernel], frozenset
     if edits.emulate:
         lower = (name for name, rule in {**listed, **edited}.items() if rule == "lower")
         rules |= {name: kernels.emulate(name, device_type, edits.dtype) for name in lower}
-    keyed = {installed.rule_key(device_type, name): run for name, run in rules.items()}
+    keyed = {dispatcher.rule_key(device_type, name): run for name, run in rules.items()}
     return keyed, frozenset(rules)
 
 

@@ -13,13 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from preamp.casting import Rule
+from preamp.arrays import torch_compat as compat
+from preamp.autocasting.tables import Rule
 from preamp.errors import UsageError
-from preamp.torch import compat
-from preamp.torch.autocasting import installed, operators
-from preamp.torch.autocasting.thread import Kernel
-
-__all__ = ["cast", "emulate", "is_eligible", "make"]
+from preamp.torch.autocasting import dispatcher, operators
+from preamp.torch.autocasting.thread_state import Kernel
 
 # Little more than half the time of Tensor.to, which parses its arguments.
 CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
@@ -113,7 +111,7 @@ def emulate(name: str, device_type: str, dtype: torch.dtype | None) -> Kernel:
 
 def _listed_with(dtype: torch.dtype, name: str, device_type: str) -> Kernel:
     """Return the framework's own cast of a listed operator, to another precision: it is faster than ours."""
-    listed = installed.before(device_type, name)
+    listed = dispatcher.before(device_type, name)
 
     @compat.untraced
     def cast_by_framework(keyset: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -13,29 +13,10 @@ from typing import Any
 
 import torch
 
-from preamp import casting
-from preamp.casting import Casting, Rule
+from preamp.arrays import torch_compat as compat
+from preamp.autocasting import tables as casting
+from preamp.autocasting.tables import Casting, Rule
 from preamp.errors import CastingError
-from preamp.torch import compat
-
-__all__ = [
-    "USER_NAMES",
-    "call",
-    "dispatch_key",
-    "empty_library",
-    "find",
-    "has_autocast",
-    "is_composite",
-    "keys_below",
-    "listed",
-    "missing",
-    "overloads",
-    "put",
-    "registered",
-    "resolve",
-    "with_number",
-    "without_autocast",
-]
 
 # What users write, where it is not the name of one operator.
 USER_NAMES: dict[str, str] = {

@@ -24,18 +24,17 @@ from torch import (
 )
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from preamp.casting import Casting
+from preamp.arrays.torch_compat import traced_autocast, untraced
+from preamp.autocasting.tables import Casting
 from preamp.checks import level_of_caller
 from preamp.errors import UsageError
-from preamp.torch.autocasting.installed import remove_unneeded, unneeded
-from preamp.torch.autocasting.stepwise import wrap
-from preamp.torch.autocasting.thread import Frame, thread
-from preamp.torch.compat import traced_autocast, untraced
+from preamp.torch.autocasting.dispatcher import remove_unneeded, unneeded
+from preamp.torch.autocasting.generators import wrap
+from preamp.torch.autocasting.thread_state import Frame, thread
 
 if TYPE_CHECKING:
-    from preamp.casts import CastReport
+    from preamp.autocasting.report import CastReport
 
-__all__ = ["NOT_COMPILED", "autocast"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 TorchAutocast = torch.autocast  # now: users may put ours in its place

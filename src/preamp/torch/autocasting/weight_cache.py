@@ -20,9 +20,7 @@ from typing import Any
 
 from torch import clear_autocast_cache
 
-from preamp.torch.compat import optimizer_hooks, outside_of_graphs, untraced
-
-__all__ = ["Claim"]
+from preamp.arrays.torch_compat import optimizer_hooks, outside_of_graphs, untraced
 
 _cache = threading.Lock()
 

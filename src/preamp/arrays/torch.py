@@ -1,0 +1,347 @@
+"""The arithmetic on many gradients at once: collect, check, measure, multiply.
+
+This room reads and multiplies tensors, each of them once. It refuses to know scales and policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preamp.arrays.torch_compat import amp_unscale_, by_device_and_dtype, foreach_mul_, foreach_norm
+from preamp.arrays.torch_devices import widest
+from preamp.checks import FLOAT32_MAX
+
+# On a CPU torch.dot reads at memory speed; the norm of one large tensor takes half as long again.
+DOT_FROM = 2**15
+DOT_DTYPES = (torch.float32, torch.float64)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)  # bfloat16 only on a CPU
+
+
+@dataclass(slots=True)
+class Gradients:
+    """The gradients of one optimizer.
+
+    Attributes:
+        parameters: those that have a gradient, in the optimizer's order.
+        tensors: where the numbers of each gradient lie: dense, real, on this rank, every one once.
+        shares: which part of each squared norm is this rank's to count; None counts all of each.
+        meshes: where DTensors are among the gradients, the mesh that has the ranks of all of them; without
+            one, all their meshes.
+        aliased: True when several parameters have the same gradient.
+    """
+
+    parameters: list[Tensor]
+    tensors: list[Tensor]
+    shares: list[float] | None = None
+    meshes: list[Any] = field(default_factory=list)
+    aliased: bool = False
+
+    def squared_norm(self) -> float:
+        """Return the squared L2 norm of this rank's share; inf or NaN if that is not finite.
+
+        It can overflow on finite gradients: float32 squares do above 1.8e19. See `exact_squared_norm`.
+        """
+        if self.shares is None:
+            return squared_norm(self.tensors)
+        return sum(share * squared_norm([t]) for share, t in zip(self.shares, self.tensors, strict=True))
+
+    def are_finite(self) -> bool:
+        """Return whether every entry on this rank is finite; less work than the norm."""
+        small = [t for t in self.tensors if t.is_cpu and not _suits_dot(t)]
+        if small:  # PyTorch's kernel reads many small tensors fast, and multiplies them by 1
+            flag = torch.zeros((), dtype=torch.float32, device="cpu")  # whatever the user's defaults are
+            unscale_(small, torch.ones_like(flag), flag)
+            if flag.item():
+                return False
+        others = [t for t in self.tensors if not t.is_cpu or _suits_dot(t)] if small else self.tensors
+        return not others or math.isfinite(squared_norm(others)) or all(map(math.isfinite, self.peaks()))
+
+    def exact_squared_norm(self) -> float:
+        """Return the squared norm without overflow on the way; inf if an entry is not finite."""
+        peak = max(self.peaks(), default=0.0, key=lambda p: math.inf if math.isnan(p) else p)
+        if not math.isfinite(peak):
+            return math.inf
+        if peak == 0.0:
+            return 0.0
+        shares = self.shares or [1.0] * len(self.tensors)
+        parts = (squared_norm([t.to(widest(t.device)) / peak]) for t in self.tensors)
+        return sum(share * part for share, part in zip(shares, parts, strict=True)) * peak * peak
+
+    def peaks(self) -> list[float]:
+        """Return the largest magnitude in each gradient; NaN where it holds one."""
+        peaks: list[float] = self.largest().tolist() if self.tensors else []
+        return peaks
+
+    def largest(self) -> Tensor:
+        """Return the same as a tensor of shape [gradients], unread."""
+        return self._of_each(largest)
+
+    def norms(self) -> Tensor:
+        """Return the L2 norm of each gradient on this rank, of shape [gradients], unread."""
+        return self._of_each(lambda group: torch.stack(foreach_norm(group, 2.0, dtype=_wide(group[0]))))
+
+    def entries(self) -> float:
+        """Return how many entries are this rank's to count."""
+        shares = self.shares or [1.0] * len(self.tensors)
+        return sum(share * t.numel() for share, t in zip(shares, self.tensors, strict=True))
+
+    def count(self, edge: float, among: Sequence[int]) -> Tensor:
+        """Return how many of this rank's entries have a magnitude of `edge` or more, 0-dim, unread.
+
+        Args:
+            edge: the least magnitude that counts.
+            among: the positions of the gradients to look at; one at least.
+        """
+        tensors, device = [self.tensors[i] for i in among], self.tensors[0].device
+        counts = [(t.abs() >= _next_in(t.dtype, edge)).sum().to(device) for t in tensors]
+        if self.shares is None:
+            return torch.stack(counts).sum()
+        weighted = [count * self.shares[i] for i, count in zip(among, counts, strict=True)]
+        return torch.stack(weighted).sum()
+
+    def fits(self, divisor: float) -> bool:
+        """Return whether every gradient stays finite when it is divided by a number up to 1.
+
+        Division is multiplication by `1 / divisor`, so that has to be finite too.
+        """
+        limits = (torch.finfo(t.dtype).max for t in self.tensors)
+        fit = (peak / divisor <= limit for peak, limit in zip(self.peaks(), limits, strict=True))
+        return 1.0 / divisor <= FLOAT32_MAX and all(fit)
+
+    def without(self, ids: set[int]) -> Gradients:
+        """Return the gradients of the other parameters, given by their ids."""
+        return self.only([i for i, p in enumerate(self.parameters) if id(p) not in ids])
+
+    def only(self, places: Sequence[int]) -> Gradients:
+        """Return the gradients at some positions."""
+        shares = self.shares and [self.shares[i] for i in places]
+        parameters, tensors = [self.parameters[i] for i in places], [self.tensors[i] for i in places]
+        return Gradients(parameters, tensors, shares, self.meshes, self.aliased)
+
+    def _of_each(self, measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Return one number of each gradient, measured in groups that are alike: of shape [gradients]."""
+        first = self.tensors[0].device
+        dtype = widest(first) if any(t.dtype is torch.float64 for t in self.tensors) else torch.float32
+        groups = list(_alike(self.tensors).values())
+        parts = [measure([self.tensors[i] for i in group]).to(first, dtype) for group in groups]
+        if len(parts) == 1:
+            return parts[0]
+        places = dict(zip(chain(*groups), torch.cat(parts).unbind(), strict=True))
+        return torch.stack([places[i] for i in range(len(places))])
+
+
+def gather(optimizer: Any) -> Gradients:
+    """Return the gradients that an optimizer's parameters have at this moment.
+
+    A sparse gradient that is not coalesced is replaced by a coalesced one, and a DTensor that is still a sum
+    over ranks by the sum.
+
+    Raises:
+        AssertionError: as PyTorch, for a parameter that is not a tensor.
+    """
+    parameters: list[Tensor] = []
+    tensors: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not isinstance(parameter, Tensor):
+                kind = type(parameter).__name__
+                raise AssertionError(f"expected param to be torch.Tensor, got {kind}")
+            gradient = parameter.grad
+            if gradient is not None:
+                parameters.append(parameter)
+                tensors.append(gradient)
+    usual = {type(t) for t in tensors} <= {Tensor}
+    if not usual or any([t.is_sparse or t.is_complex() for t in tensors]):
+        return _gather_unusual(parameters)
+    return _once(Gradients(parameters, tensors))
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> float:
+    """Return the squared L2 norm of dense tensors, read to the host: one read per device and dtype."""
+    dots = [t.view(-1) for t in tensors if _suits_dot(t)]
+    others = [t for t in tensors if not _suits_dot(t)] if dots else tensors
+    total = sum(
+        torch.stack([torch.dot(t, t) for t in group]).sum(dtype=torch.float64).item()
+        for group in ([t for t in dots if t.dtype is dtype] for dtype in DOT_DTYPES)
+        if group
+    )
+    for indices in _alike(others).values():
+        group = [others[i] for i in indices]
+        norms = torch.stack(foreach_norm(group, 2.0, dtype=_wide(group[0])))
+        total += torch.linalg.vector_norm(norms).item() ** 2
+    return float(total)
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude in each of some tensors that are alike, unread; NaN where one is."""
+    filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
+    if filled[0].is_cpu:  # where the maximum norm takes ten times as long
+        return torch.stack([end for t in filled for end in torch.aminmax(t)]).abs().view(-1, 2).amax(1)
+    return torch.stack(foreach_norm(filled, math.inf))
+
+
+def square(tensor: Tensor) -> Tensor:
+    """Return the squared L2 norm of one dense tensor, 0-dim, unread."""
+    if _suits_dot(tensor):
+        flat = tensor.view(-1)
+        return torch.dot(flat, flat)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=_wide(tensor))
+    return norm.square()
+
+
+@torch.no_grad()
+def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply in place; a tensor `factor` may lie on another device."""
+    for (device, dtype), indices in _alike(tensors).items():
+        number: Any = factor
+        if not isinstance(factor, Tensor) and dtype in HALF_DTYPES:  # or it is rounded to the half type
+            number = torch.full((), factor, dtype=torch.float32, device=device)
+        on_device = number.to(device) if isinstance(number, Tensor) else number
+        foreach_mul_([tensors[i] for i in indices], on_device)
+
+
+def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+    """Multiply by `inv_scale` in place and check what was there: PyTorch's own kernel, where it has one.
+
+    Returns:
+        For each device a 0-dim float32 tensor, above 0 if a gradient there was not finite.
+    """
+    flags: dict[torch.device, Tensor] = {}
+    for (device, dtype), indices in _alike(tensors).items():
+        flag = flags.setdefault(device, found_inf if device == found_inf.device else found_inf.to(device))
+        group, inverse = [tensors[i] for i in indices], inv_scale.to(device)
+        if dtype in KERNEL_DTYPES or device.type == "cpu":
+            try:
+                amp_unscale_(group, flag, inverse)
+                continue
+            except NotImplementedError:  # some backends have no such kernel; nothing has moved
+                pass
+        peaks = torch.stack(foreach_norm(group, math.inf))
+        flag.copy_(torch.maximum(flag, peaks.isfinite().all().logical_not().to(flag.dtype)))
+        foreach_mul_(group, inverse)
+    return flags
+
+
+def note_writing(tensors: Sequence[Tensor]) -> None:
+    """Let autograd, and all who compare versions, know what PyTorch's kernels wrote without saying so."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
+@torch.no_grad()
+def clamp_(tensors: Iterable[Tensor], bound: float | Tensor) -> None:
+    """Clip every entry to [-bound, bound] in place."""
+    for tensor in tensors:
+        if isinstance(bound, Tensor):
+            limit: Any = bound.to(tensor.device, tensor.dtype)
+        else:
+            limit = min(bound, torch.finfo(tensor.dtype).max)
+        tensor.clamp_(-limit, limit)
+
+
+def _gather_unusual(parameters: list[Tensor]) -> Gradients:
+    """Return gradients of which some are sparse, complex or distributed."""
+    tensors, pieces, meshes = [], [], []
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if hasattr(gradient, "device_mesh"):
+            gradient = _summed(parameter, gradient)
+            pieces.append(_pieces(gradient))
+            meshes.append(gradient.device_mesh)
+            with torch.no_grad():  # so that it waits for communication
+                gradient = gradient.to_local()
+        else:
+            pieces.append(1)
+        tensors.append(_dense(parameter, gradient))
+    meshes = _outermost(meshes)
+    ranks = max([mesh.size() for mesh in meshes], default=1)  # those without a piece of their own have copies
+    return _once(Gradients(parameters, tensors, [n / ranks for n in pieces] if meshes else None, meshes))
+
+
+def _outermost(meshes: list[Any]) -> list[Any]:
+    """Return the mesh whose ranks are those of all the others and more; without one, all that differ.
+
+    Many have the same ranks: FSDP2 makes a mesh for every module it shards.
+    """
+    different = list(dict.fromkeys(meshes))
+    if len(different) < 2:
+        return different
+    widest = max(different, key=lambda mesh: mesh.size())
+    ranks = set(widest.mesh.flatten().tolist())
+    nested = all(ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in different)
+    return [widest] if nested else different
+
+
+@torch.no_grad()
+def _summed(parameter: Any, gradient: Any) -> Any:
+    """Return a DTensor whose local numbers are entries of the gradient, not terms of a sum over ranks."""
+    if any([placement.is_partial() for placement in gradient.placements]):
+        pairs = zip(gradient.placements, parameter.placements, strict=True)
+        placements = [wanted if found.is_partial() else found for found, wanted in pairs]
+        parameter.grad = gradient = gradient.redistribute(placements=placements)
+    return gradient
+
+
+def _pieces(gradient: Any) -> int:
+    """Return into how many pieces a DTensor is cut."""
+    mesh = gradient.device_mesh  # whose shape cannot be iterated over in code that PyTorch 2.10 compiles
+    cut = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return math.prod([mesh.size(axis) for axis in cut])
+
+
+def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.layout is torch.sparse_coo:
+        if not gradient.is_coalesced():  # the sum of two entries can overflow, and has another norm
+            parameter.grad = gradient = gradient.coalesce()
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _once(gradients: Gradients) -> Gradients:
+    """Drop the tensors that lie in the memory of an earlier one."""
+    tensors = gradients.tensors
+    if torch.compiler.is_compiling() or len({t.data_ptr() for t in tensors}) == len(tensors):
+        return gradients
+    places = {(t.data_ptr() or id(t), t.numel()): i for i, t in reversed(list(enumerate(tensors)))}
+    if len(places) == len(tensors):
+        return gradients
+    return replace(gradients.only(sorted(places.values())), aliased=True)
+
+
+def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Return the positions of the tensors of each device and dtype."""
+    if torch.compiler.is_compiling() or not tensors:
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for index, tensor in enumerate(tensors):
+            groups[tensor.device, tensor.dtype].append(index)
+        return groups
+    return by_device_and_dtype(tensors)
+
+
+def _next_in(dtype: torch.dtype, number: float) -> float:
+    """Return the least number of a dtype that is a given one, above 0, or more: tensors compare in theirs."""
+    info = torch.finfo(dtype)
+    if not 0.0 < number <= info.max:
+        return math.inf if number > 0.0 else number
+    unit = max(math.ldexp(info.eps, math.frexp(number)[1] - 1), info.smallest_normal * info.eps)
+    return math.ceil(number / unit) * unit
+
+
+def _suits_dot(tensor: Tensor) -> bool:
+    return (
+        tensor.numel() >= DOT_FROM and tensor.is_cpu and tensor.dtype in DOT_DTYPES and tensor.is_contiguous()
+    )
+
+
+def _wide(tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype to sum squares in: a half type's own would overflow at 256 squared."""
+    return torch.float32 if tensor.dtype in HALF_DTYPES else None

@@ -1,0 +1,261 @@
+"""The names of PyTorch that are private, or newer than the oldest release that preamp works with.
+
+The rest of `preamp.torch` takes them from here. Beside each one stands since which release it is there, of
+2.6 and newer, and what happens where it is not. Nothing here decides anything, and nothing loads the compiler
+or Triton.
+
+Private attributes of objects are read where they are needed. These have been the same since before 2.6:
+`_version`, `_values`, `_is_view` of a tensor; `_is_flat_param` of a parameter that FSDP made;
+`_parameters`, `_buffers`, `_compiled_call_impl` of a module; `_sequence_nr` of a node of autograd's graph;
+`_step_supports_amp_scaling` and `_optimizer_step_pre_hooks` of an optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, _guards
+from torch.amp import autocast_mode
+from torch.optim import optimizer
+from torch.utils import _foreach_utils, _python_dispatch, _pytree
+
+from preamp.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# ---- Scaling -----------------------------------------------------------------------------------------------
+
+# PyTorch's optimizers are made of these. Since before 2.6; nothing works without.
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+# PyTorch's scaler is made of these. Since before 2.6; nothing works without.
+amp_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+amp_update_scale_ = torch._amp_update_scale_
+
+
+# What batch and instance normalization have in common. Since before 2.6; each could be named instead.
+BatchNormBase = torch.nn.modules.batchnorm._NormBase
+
+
+def by_device_and_dtype(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Return the positions of the tensors of each device and dtype, sorted in C++.
+
+    Since before 2.6. Without, a loop in Python would do, as it does in compiled code.
+    """
+    grouped = _foreach_utils._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    return {key: indices for key, (_, indices) in grouped.items()}
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return what is in nested containers, those included that were registered with PyTorch.
+
+    Since before 2.6. Without, the lens could not find the tensors that a module puts out.
+    """
+    return _pytree.tree_leaves(tree)
+
+
+def is_in_backward() -> bool:
+    """Return whether a node of autograd's graph is running.
+
+    Since before 2.6. Without, the lens would count again what a checkpoint computes again.
+    """
+    return torch._C._current_autograd_node() is not None
+
+
+def is_in_transform() -> bool:
+    """Return whether `torch.func` transforms what is running.
+
+    Since before 2.6. Without, the lens would read tensors that have no values.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_of_transform(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of `torch.func`.
+
+    Since before 2.6. Without, a loss would be kept for longer than the function it belongs to.
+    """
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return a DTensor's part on this rank, without a node in autograd's graph; any other tensor as it is.
+
+    Since before 2.6. Without, buffers that are DTensors could not be kept.
+    """
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_exporting() -> bool:
+    """Return whether `torch.export` traces what is running.
+
+    Not in 2.6. Without, the lens's warning of compiled calls is given for an exported model too.
+    """
+    exporting: Callable[[], bool] | None = getattr(torch.compiler, "is_exporting", None)
+    return exporting is not None and exporting()
+
+
+def mark_constant(function: Any) -> None:
+    """Have the compiler run a function while it traces, and leave it out of what it compiles.
+
+    It is what `torch.compiler.assume_constant_result` does, which loads the compiler: that takes seconds.
+    Since before 2.6. Without, the function would be traced.
+    """
+    function._dynamo_marked_constant = True
+
+
+def is_compiler_off() -> bool:
+    """Return whether nothing that is compiled runs compiled, so that this need not be asked for.
+
+    Since 2.6, with `torch.compiler.set_stance`. Without, the compiler would be loaded to ask it.
+    """
+    compiler = sys.modules.get("torch._dynamo")  # which takes long to load
+    return compiler is None or compiler.eval_frame._stance.stance == "force_eager"
+
+
+# ---- Autocast ----------------------------------------------------------------------------------------------
+
+# What PyTorch knows of operators: their names, which have a kernel at a dispatch key, which keys come after
+# one. Since before 2.6; no table could be edited without.
+DispatchKey = torch._C.DispatchKey
+all_operators = torch._C._dispatch_get_all_op_names
+operators_with_kernel = torch._C._dispatch_get_registrations_for_dispatch_key
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+keys_after = torch._C._dispatch_keyset_full_after
+name_of_private_device = torch._C._get_privateuse1_backend_name
+
+# Whether PyTorch gives numbers to an operator as tensors. Since before 2.6; without, each call had to ask.
+takes_numbers_as_tensors = torch._C._should_allow_numbers_as_tensors
+
+
+def kernel_at(name: str, key: str) -> Callable[..., Any] | None:
+    """Return the kernel that an operator has at a dispatch key, called with the set of keys first.
+
+    Since 2.9. Without, None: nothing else calls a kernel that another has replaced.
+    """
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    kernel: Callable[..., Any] | None = get_kernel and get_kernel(name, key).call_boxed
+    return kernel
+
+
+def put_kernel(library: Any, name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Put a kernel in the dispatcher, in front of any other.
+
+    `allow_override` is there since 2.8. Without, `Library` refuses the second kernel at a key, and its
+    binding in C++, which `Library` calls, takes it.
+    """
+    if "allow_override" in torch.library.Library.impl.__code__.co_varnames:
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    else:
+        library.m.impl(name, key, kernel, True)
+
+
+def remover(library: Any) -> Callable[[], None]:
+    """Return what takes a library's kernels out of the dispatcher, in one call into C++.
+
+    Since before 2.6. Without, another thread could enter a kernel while it is removed.
+    """
+    remove: Callable[[], None] = library.m.reset
+    return remove
+
+
+def untraced(function: F) -> F:
+    """Have the compiler never take a function for a frame of the user's program.
+
+    Since 2.7 for all that it calls, too. Without, for the function alone.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "_FrameExecStrategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    else:
+        frames.skip_code(function.__code__)
+    return function
+
+
+untraced(untraced)  # what 2.6 is told not to trace may call it
+
+
+def outside_of_graphs(function: F) -> F:
+    """Have the compiler call a function, not trace it.
+
+    It is what `torch.compiler.disable` does, without its import of the compiler. Since before 2.6. Without,
+    graphs would lose what the function does.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return untraced(function)
+
+
+class _NotCompiled:
+    """An autocast region that the compiler cannot read, so that what enters it runs eagerly."""
+
+    _dtype: torch.dtype
+
+    @property
+    def fast_dtype(self) -> torch.dtype:
+        if _guards.TracingContext.try_get() is not None:
+            from torch._dynamo.exc import Unsupported
+
+            raise Unsupported("An autocast region with casting=, report= or emulate= is not compiled.")
+        return self._dtype
+
+    @fast_dtype.setter
+    def fast_dtype(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+
+# An autocast that the compiler does not take for PyTorch's own, whose settings it writes into its graph.
+# Since 2.12. Without, the compiler is stopped where it reads them.
+UnmanagedAutocast: Any = getattr(autocast_mode, "_UnmanagedAutocast", _NotCompiled)
+
+
+@contextmanager
+def _region(*settings: Any) -> Iterator[None]:
+    with torch.autocast(*settings):
+        yield
+
+
+NOT_INSIDE = (
+    f"PyTorch {torch.__version__} cannot compile the making of a region. Make it once, outside of what is "
+    "compiled: region = autocast(...), then `with region:`."
+)
+
+
+def _refused(*settings: Any) -> Any:
+    raise UsageError(NOT_INSIDE)
+
+
+def _maker_in_graphs() -> Callable[..., Any]:
+    if hasattr(autocast_mode, "_UnmanagedAutocast"):
+        return torch.autocast
+    return _region if hasattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy") else _refused
+
+
+# What makes PyTorch's region in code that the compiler traces. Until 2.11 it refuses a class that makes an
+# object of another class, and takes a function. A break of the graph inside has the whole caller run eagerly.
+# In 2.6 it takes neither: the graph is broken, and only `fullgraph=True` raises.
+traced_autocast: Callable[..., Any] = _maker_in_graphs()
+
+
+# What sees every operator that runs in a thread. Since before 2.6; without, there would be no reports.
+DispatchMode = _python_dispatch.TorchDispatchMode
+
+
+# What puts a dispatch mode in force in this thread, and what takes the innermost one away. `with mode:` also
+# sets flags of the whole process, which stay set when two threads overlap, and PyTorch 2.8 then compiles
+# nothing any more. Since before 2.6; without, `with mode:` would have to do.
+push_mode: Callable[[Any], None] = _python_dispatch._push_mode
+pop_mode: Callable[[], Any] = _python_dispatch._pop_mode
+
+
+# The module with `_global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`, for the steps of all
+# optimizers. Since before 2.6; without, a weight that is stepped inside of a region would not be cast again.
+optimizer_hooks: Any = optimizer

@@ -1,0 +1,449 @@
+"""The command line: train, simulate, report, doctor, inspect, convert, dialects.
+
+This room turns flags into calls and results into tables. It decides nothing about scales. The flags of
+the policies are made from their dataclasses.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.validators import Number
+
+from preamp import __version__
+from preamp.cli import comparison
+from preamp.cli.comparison import events, footer, scale_row, stops
+from preamp.cli.flags import SHORT_INTERVAL, Given, find_dialect, precisions_and_rule, rules
+from preamp.cli.lab import Framework, Precision, Task
+from preamp.cli.terminal import (
+    Row,
+    out,
+    print_diagnosis,
+    print_lines,
+    print_open,
+    print_table,
+    read_trace,
+    train_all,
+    until_done,
+)
+from preamp.errors import PreampError
+from preamp.policy import Dynamic
+from preamp.policy.registry import OURS
+from preamp.record.formatting import kebab
+from preamp.record.trace import Trace
+from preamp.record.trace_files import paths_of_ranks
+from preamp.simulation.processes import Process
+from preamp.systems.dialects import ALL
+
+if TYPE_CHECKING:
+    from preamp.cli.lab.problem import Problem
+    from preamp.cli.lab.runs import Run
+    from preamp.report import Curve
+
+
+__all__ = [
+    "app",
+    "convert",
+    "dialects",
+    "doctor",
+    "inspect",
+    "report",
+    "run",
+    "simulate",
+    "train",
+]
+
+Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))]
+Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
+Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
+LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+
+RULES = Group(
+    "Policy for the loss scale",
+    help=f"{', '.join(map(kebab, OURS))}. Without a name, the first that has all the settings given. "
+    f"In train, a growth interval of {Dynamic.growth_interval} by default is {SHORT_INTERVAL}.",
+)
+NAME = Parameter(name=["--policy", "--rule"], group=RULES, show_default=False)
+NO_DEFAULT = Parameter(show_default=False)  # help would show it as ()
+SETTINGS = Parameter(name="--policy", group=RULES, show_default=False)
+
+BAD_INPUT, INTERRUPTED = 2, 130
+TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
+ARITHMETIC = {
+    True: "rehearsed as on a tensor core: products store what goes in and out in it and sum in float32",
+    False: "the CPU's own",
+}
+COLORS = {  # by precision and whether the loss was scaled
+    ("float32", False): "#b0b0b0",
+    ("float16", False): "#d55e00",
+    ("float16", True): "#0072b2",
+    ("bfloat16", False): "#009e73",
+}
+
+app: App = App(
+    name="preamp",
+    help="Loss scaling that tells you what it did.",
+    version=f"preamp {__version__}",
+    result_action="return_value",
+    default_parameter=Parameter(negative=()),
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command. A user's mistake is one line on stderr and status 2.
+
+    Args:
+        arguments: the words after `preamp`.
+
+    Returns:
+        The exit status: 0, 2 for bad input, 130 after Ctrl-C.
+    """
+    warnings.showwarning = lambda message, *_: print(f"preamp: {message}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):  # a stream that was replaced may not know encodings
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        return app(arguments, exit_on_error=False, print_error=False) or 0
+    except (CycloptsError, PreampError) as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    print("preamp: " + " ".join(problem.split()), file=sys.stderr)
+    return BAD_INPUT
+
+
+@app.command
+def train(
+    *,
+    task: Task | None = None,
+    data: Path | None = None,
+    framework: Framework | None = None,
+    precision: Annotated[tuple[Precision | Literal["all"], ...], NO_DEFAULT] = (),
+    emulate: Annotated[bool, Parameter(negative="--native", show_default=False)] = True,
+    rule: Annotated[str | None, NAME] = None,
+    policy: Annotated[Given | None, SETTINGS] = None,
+    dialect: str | None = None,
+    config: Path | None = None,
+    seed: Seed = 0,
+    seeds: Count = 1,
+    epochs: Count | None = None,
+    steps: Count | None = None,
+    out_dir: Annotated[Path, Parameter(name="--out")] = Path("runs/train"),
+) -> int:
+    """Train a small real model in several precisions, side by side, and see what loss scaling did.
+
+    Args:
+        task: what to learn; autoencoder for the digits, classify for a table of your own.
+        data: a CSV file of numbers whose last column is a label, instead of handwritten digits.
+        framework: whose training loop to use; KERAS_BACKEND says what Keras runs on. Default: the first of
+            torch, jax, tensorflow and keras that is installed.
+        precision: float16 runs twice, without and with loss scaling. Can be given several times.
+            Default: float32, and float16 or what the configuration computes in.
+        emulate: compute in float32 and round where a GPU stores low precision, the default; --native computes
+            in low precision.
+        rule: the name of a policy above, or of another system's; see preamp dialects. --rule is the same.
+        policy: the settings of the policy.
+        dialect: use the policy of another system; see preamp dialects.
+        config: use the precision and the policy of a DeepSpeed configuration, and nothing else of it.
+        seed: of the first run.
+        seeds: how many seeds to run.
+        epochs: passes over the data. Default: as many as the task takes.
+        steps: how many steps to train each run, instead of --epochs.
+        out_dir: the folder for report.html, summary.json and the traces.
+    """
+    import preamp.report  # noqa: F401  # what is missing is said before the work, not after
+    from preamp.cli.lab import data as tables
+    from preamp.cli.lab.results import grouped, row
+    from preamp.cli.lab.runs import TASKS, choose_framework, find_loop, plans, release_of, write_summary
+
+    if epochs is not None and steps is not None:
+        raise PreampError(f"--epochs {epochs} and --steps {steps} are both given. Write one of them.")
+    framework = framework or choose_framework()
+    make_loop = partial(find_loop(framework), emulate=emulate)
+    precisions, chosen = precisions_and_rule(precision, rule, policy, dialect, config)
+    table = tables.read_csv(data) if data else tables.digits()
+    problem = TASKS[task or ("classify" if data else "autoencoder")](table, epochs)
+    if steps is not None:
+        problem = problem.with_steps(steps)
+    todo = plans(precisions, chosen, seeds, seed)
+
+    out_dir.mkdir(parents=True, exist_ok=True)
+    runs = train_all(problem, todo, make_loop, framework, out_dir)
+    interrupted = len(runs) < len(todo) or runs[-1].interrupted
+    if not runs:
+        out.print("Interrupted before the first step. Nothing was written.")
+        return INTERRUPTED
+    with until_done():
+        rows = [row(group) for group in grouped(runs)]
+        write_summary(out_dir / "summary.json", problem, framework, runs)
+        _write_training_report(out_dir / "report.html", problem, runs, rows, emulate, release_of(framework))
+    print_table(rows)
+    if seeds > 1:
+        out.print(f"Median and range of {seeds} seeds; steps, skipped steps and seconds are sums.")
+    out.print(f"Trained with {release_of(framework)}.")
+    print_lines(stops((f"{run.plan.name}, seed {run.plan.seed}", run.trace) for run in runs))
+    print_open(out_dir / "report.html")
+    return INTERRUPTED if interrupted else 0
+
+
+@app.command
+def simulate(
+    *,
+    rule: Annotated[tuple[str, ...], NAME] = (),
+    policy: Annotated[Given | None, SETTINGS] = None,
+    dialect: Annotated[tuple[str, ...], NO_DEFAULT] = (),
+    config: Annotated[tuple[Path, ...], NO_DEFAULT] = (),
+    trace: Path | None = None,
+    process: comparison.ProcessName | None = None,
+    dtype: LowPrecision | None = None,
+    ranks: Count | None = None,
+    overflow_rate: Share | None = None,
+    steps: Count | None = None,
+    seed: Seed | None = None,
+    out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/simulate.html"),
+) -> int:
+    """Play gradients or overflows through policies and compare what they do to the scale.
+
+    With --process, or a trace that has peaks, what overflows and what is flushed follows from each policy's
+    own scale. Otherwise the same steps overflow for every policy.
+
+    Args:
+        rule: the name of a policy above, or of another system's, see preamp dialects; can be given several
+            times, "all" for every one above. --rule is the same.
+        policy: the settings of the policy.
+        dialect: the policy of another system, see preamp dialects; can be given several times, "all" for
+            every one.
+        config: the policy of a DeepSpeed configuration; can be given several times.
+        trace: take a recorded run.
+        process: draw how large the gradients are; see preamp.processes.
+        dtype: the low precision that overflows and flushes. Default: that of the trace, or float16.
+        ranks: of how many ranks the largest gradient counts. Default: 1.
+        overflow_rate: invent overflows: the chance of each step. Default: 0.0005.
+        steps: how many steps to draw or invent. Default: 20,000.
+        seed: of what is drawn or invented. Default: 0.
+        out_file: the report with the picture of the scales.
+    """
+    import preamp.report  # noqa: F401  # what is missing is said before the work, not after
+
+    if trace is not None:
+        _refuse_together(
+            "trace", process=process, ranks=ranks, overflow_rate=overflow_rate, steps=steps, seed=seed
+        )
+        _refuse_to_overwrite([trace], out_file)
+        given = comparison.recorded(trace, dtype)
+    elif process is not None:
+        _refuse_together("process", overflow_rate=overflow_rate)
+        given = comparison.process(process, dtype=dtype, ranks=ranks, steps=steps, seed=seed)
+    else:
+        given = comparison.invented(steps, overflow_rate, seed)
+    if not isinstance(given.given, Process):
+        _refuse_without_gradients(dtype=dtype, ranks=ranks)
+    comparison.compare(rules(rule, policy, dialect, config), given, out_file)
+    return 0
+
+
+@app.command
+def report(
+    traces: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)],
+    /,
+    *,
+    out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/report.html"),
+) -> int:
+    """Draw recorded traces in one HTML file.
+
+    Args:
+        traces: files that a Trace was written to, or "run.{rank}.jsonl" for the ranks of one job.
+        out_file: the report to write.
+    """
+    from preamp.report import write_report
+
+    _refuse_to_overwrite(traces, out_file)
+    named = _named(traces, list(map(read_trace, traces)))
+    rows = [scale_row(name, one) for name, one in named.items()]
+    out_file.parent.mkdir(parents=True, exist_ok=True)
+    write_report(
+        out_file,
+        title="What loss scaling did",
+        lead=events(named.items()),
+        curves=[_curve(name, one) for name, one in named.items()],
+        table=rows,
+        footer=footer(map(str, traces)),
+    )
+    print_table(rows)
+    print_lines(events(named.items()))
+    print_open(out_file)
+    return 0
+
+
+@app.command
+def doctor(traces: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)], /) -> int:
+    """Say what is wrong with the loss scale of recorded runs, and what to write instead.
+
+    Args:
+        traces: files that a Trace was written to, or "run.{rank}.jsonl" for the ranks of one job.
+    """
+    from preamp.doctor import diagnose
+
+    for name, one in _named(traces, list(map(read_trace, traces))).items():
+        print_diagnosis(name, diagnose(one))
+        print_lines(f" {said}" for said in events([(name, one)]))
+    return 0
+
+
+@app.command
+def inspect(
+    target: str,
+    /,
+    *,
+    framework: Literal["torch", "jax"] = "torch",
+    device: str | None = None,
+    dtype: LowPrecision | None = None,
+    emulate: bool = False,
+    out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/inspect.html"),
+) -> int:
+    """Run a function under autocast and show which operator ran in which precision, and what was cast.
+
+    Functions of JAX are traced and nothing is computed.
+
+    Args:
+        target: MODULE:FUNCTION, such as train.py:step; it is called without arguments.
+        framework: whose operators are cast.
+        device: the device type whose tensors are cast; of PyTorch. Default: cpu.
+        dtype: the low precision. Default: bfloat16; of PyTorch on GPUs float16.
+        emulate: round in float32 instead of casting.
+        out_file: the report with all rows.
+    """
+    from preamp.cli.lab.inspected import inspect_function
+    from preamp.report import write_report
+
+    found = inspect_function(target, framework, device, dtype, emulate=emulate)
+    out_file.parent.mkdir(parents=True, exist_ok=True)
+    write_report(
+        out_file,
+        title=f"What autocast did in {target}",
+        lead=[found.summary(), *found.warnings],
+        curves=[],
+        table=found.table(),
+        footer=footer([f"{device or framework}, {dtype or 'default precision'}"]),
+    )
+    print(found)
+    print_open(out_file)
+    return 0
+
+
+@app.command
+def convert(
+    source: Path,
+    out_file: Path,
+    /,
+    *,
+    origin: Annotated[str, Parameter(name="--from")],
+    target: Annotated[str, Parameter(name="--to")],
+) -> int:
+    """Carry the loss scale in one system's checkpoint over to another's.
+
+    Args:
+        source: a checkpoint of PyTorch, DeepSpeed, flax, Keras or TensorFlow, or JSON. No code in it is run.
+        out_file: the .pt, .json or .msgpack file to write.
+        origin: whose checkpoint it is; see preamp dialects.
+        target: who is to load it.
+    """
+    from preamp.systems.convert import convert as carry_over
+
+    done = carry_over(source, find_dialect("from", origin), out_file, find_dialect("to", target))
+    counts = ", ".join(f"{name} {value:g}" for name, value in done.counts.items())
+    rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."
+    if done.equal:
+        rest = f"An equal one is at {' and '.join(done.equal)}; the one at {done.where} was taken. {rest}"
+    if done.assumed:
+        settings = ", ".join(done.assumed)
+        rest = f"{origin} does not save {settings}: these defaults were assumed. {rest}"
+    out.print(f"{out_file}: carried {counts} from {done.where} of {source}. {rest}", soft_wrap=True)
+    return 0
+
+
+@app.command
+def dialects() -> int:
+    """Show the systems whose rules preamp reproduces, and what is odd about each."""
+    print_table([{"dialect": name.lower(), "system": d.system, "oddity": d.odd} for name, d in ALL.items()])
+    return 0
+
+
+def _refuse_together(with_flag: str, **flags: object) -> None:
+    for name, value in flags.items():
+        if value is not None:
+            raise PreampError(f"{_flag(name)} is of no use with {_flag(with_flag)}. Write one of them.")
+
+
+def _refuse_without_gradients(**flags: object) -> None:
+    for name, value in flags.items():
+        if value is not None:
+            raise PreampError(
+                f"{_flag(name)} needs gradients. Write --process stationary, or --trace of a run with peaks."
+            )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _refuse_to_overwrite(traces: Sequence[Path], out_file: Path) -> None:
+    read = [os.path.realpath(one) for path in traces for _, one in paths_of_ranks(path)]
+    if os.path.realpath(out_file) in read:  # Path.resolve raises for a link to itself
+        raise PreampError(
+            f"--out {out_file} is a trace that is read. Write another name, such as report.html."
+        )
+
+
+def _named(paths: Sequence[Path], traces: Sequence[Trace]) -> dict[str, Trace]:
+    """Return the traces by the name they carry, or by their path where that tells more."""
+    names = [str(one.about.get("name", path)) for path, one in zip(paths, traces, strict=True)]
+    unique = [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
+    return dict(zip(unique, traces, strict=True))
+
+
+def _write_training_report(
+    path: Path, problem: Problem, runs: list[Run], rows: list[Row], emulate: bool, release: str
+) -> None:
+    from preamp.cli.lab.results import grouped, sentence
+    from preamp.report import Strip, write_report
+
+    strips = []
+    if problem.table.picture and problem.task == "autoencoder":
+        shown = [int((problem.table.test_labels == label).argmax()) for label in range(problem.table.classes)]
+        answers = {"original": problem.table.test, **{g[0].plan.name: g[0].outputs for g in grouped(runs)}}
+        shape = (-1, *problem.table.picture)
+        strips = [Strip(name, images[shown].reshape(shape)) for name, images in answers.items()]
+    write_report(
+        path,
+        title=f"{TITLES[problem.task].format(problem.table.name)} in each precision",
+        lead=[
+            f"The same network, first weights and batches in every run, trained with {release}. "
+            f"Low precision is {ARITHMETIC[emulate]}.",
+            *map(sentence, grouped(runs)),
+        ],
+        strips=strips,
+        strips_title="Test digits as each run redraws them",
+        curves=[_curve(run.plan.name, run.trace) for run in runs],
+        table=rows,
+        footer=footer(f"{run.plan.name}: {run.plan.policy!r}" for run in runs if run.plan.policy),
+    )
+
+
+def _curve(name: str, trace: Trace) -> Curve:
+    """Return a curve in the colour its kind of run always has."""
+    from preamp.report import Curve
+
+    precision = str(trace.about.get("precision"))
+    color = COLORS.get((precision, bool(trace.about.get("policy"))))
+    return Curve(name, trace, color, is_reference=precision == "float32")

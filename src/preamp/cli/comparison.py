@@ -1,0 +1,173 @@
+"""What several rules make of the same steps, as a table, sentences and a picture.
+
+This room chooses the steps that a command asks for and words what came of them. It refuses to know flags, and
+what a rule does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from preamp import __version__
+from preamp.cli.terminal import Row, print_lines, print_open, print_table, read_trace
+from preamp.errors import PreampError, TraceError
+from preamp.policy import Policy
+from preamp.record.exponents import BANDS
+from preamp.record.formatting import percent, power, sparkline
+from preamp.record.trace import Trace
+from preamp.simulation.processes import Drawn, Drifting, HeavyTailed, Process, Recorded, Spiky, Stationary
+from preamp.simulation.simulate import simulate
+
+ProcessName: TypeAlias = Literal["stationary", "drifting", "spiky", "heavy-tailed"]
+PROCESSES: dict[ProcessName, type[Drawn]] = {
+    "stationary": Stationary,
+    "drifting": Drifting,
+    "spiky": Spiky,
+    "heavy-tailed": HeavyTailed,
+}
+INVENTED_STEPS, INVENTED_RATE = 20_000, 0.0005
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps to play through rules.
+
+    Attributes:
+        given: what `simulate` takes.
+        source: where they are from, to end a sentence with.
+    """
+
+    given: Process | list[bool]
+    source: str
+
+
+def recorded(path: Path, dtype: str | None) -> Steps:
+    """Return a recorded run: its gradients if they were recorded, or else which steps overflowed."""
+    trace = read_trace(path)
+    precision = str(trace.about.get("precision"))
+    low = dtype or (precision if precision in BANDS and precision != "float32" else "float16")
+    try:
+        return Steps(Recorded(trace, dtype=low), f"recorded in {path}")
+    except TraceError:
+        source = f"recorded in {path}, without peaks, so the same steps overflow at every scale"
+        return Steps([not finite for finite in trace.column("finite")], source)
+
+
+def invented(steps: int | None, rate: float | None, seed: int | None) -> Steps:
+    """Return steps that overflow by chance, whatever the scale."""
+    chance = INVENTED_RATE if rate is None else rate
+    rng = random.Random(seed or 0)
+    overflows = [rng.random() < chance for _ in range(steps or INVENTED_STEPS)]
+    return Steps(overflows, f"invented, each step with a chance of {chance:g}")
+
+
+def process(name: ProcessName, **settings: Any) -> Steps:
+    """Return a process of `preamp.processes`; settings that are None are left as they are."""
+    drawn = PROCESSES[name](**{key: value for key, value in settings.items() if value is not None})
+    return Steps(drawn, f"drawn from {drawn!r}")
+
+
+def compare(rules: Mapping[str, Policy[Any]], steps: Steps, path: Path) -> None:
+    """Play steps through rules, print what came of them and write the report."""
+    from preamp.report import Curve, write_report
+
+    given = steps.given
+    _refuse_without_peaks(rules, given)
+    traces = {name: simulate(rule, given) for name, rule in rules.items()}
+    rows = [_row(name, one, given) for name, one in traces.items()]
+    trends = [{"trend": sparkline(one)} for one in traces.values()]
+    said = [*_best(given), *stops(traces.items())]
+    print_table([row | trend for row, trend in zip(rows, trends, strict=True)])
+    print_lines(said)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_report(
+        path,
+        title=f"The same {'gradients' if isinstance(given, Process) else 'overflows'}, other rules",
+        lead=[*_lead(steps), *said],
+        curves=[Curve(name, one) for name, one in traces.items()],
+        table=rows,
+        footer=footer(f"{name}: {rule!r}" for name, rule in rules.items()),
+    )
+    print_open(path)
+
+
+def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], given: Process | list[bool]) -> None:
+    seeing = [name for name, rule in rules.items() if rule.sees]
+    if seeing and not isinstance(given, Process):
+        raise PreampError(
+            f"{seeing[0]} looks at how large gradients are, and of these steps it is not known. "
+            "Write --process stationary, --trace of a run with peaks, or --policy dynamic."
+        )
+
+
+def _lead(steps: Steps) -> list[str]:
+    given = steps.given
+    count = f"{len(list(given)):,} steps"
+    if not isinstance(given, Process):
+        return [f"{count}, {sum(given):,} of which overflow: {steps.source}."]
+    meaning = (
+        f"Flushed: entries that were rounded to 0 in {given.dtype}, the mean over the applied steps. "
+        "To best: steps until the scale was within a factor 2 of the best."
+    )
+    return [f"{count}: {steps.source}.", meaning]
+
+
+def _best(given: Process | list[bool]) -> list[str]:
+    if not isinstance(given, Process):
+        return []
+    return [f"Best scale, held all the time: {power(given.best_scale)} (it skips at most 1 step in 1000)."]
+
+
+def _row(name: str, trace: Trace, given: Process | list[bool]) -> Row:
+    if not isinstance(given, Process):
+        return scale_row(name, trace)
+    done = given.outcome(trace)
+    return {
+        "run": name,
+        "steps": f"{done.steps:,}",
+        "skipped": f"{done.skipped:,}",
+        "flushed": "-" if done.flushed is None else percent(done.flushed),
+        "to best": "-" if done.reached is None else f"{done.reached:,}",
+        "final": power(done.final_scale),
+    }
+
+
+def scale_row(name: str, trace: Trace) -> Row:
+    """Return what a trace's scale did, as a row."""
+    summary = trace.summary()
+    return {
+        "run": name,
+        "steps": f"{summary.steps:,}",
+        "skipped": f"{summary.skipped:,}",
+        "streak": f"{summary.longest_streak}",
+        "lowest": power(summary.min_scale),
+        "highest": power(summary.max_scale),
+        "final": power(summary.final_scale),
+    }
+
+
+def stops(traces: Iterable[tuple[str, Trace]]) -> list[str]:
+    """Say which traces ended before their time, and why."""
+    return [f"{name} stopped: {trace.stopped}" for name, trace in traces if trace.stopped]
+
+
+def events(traces: Iterable[tuple[str, Trace]]) -> list[str]:
+    """Say what happened to traces besides their steps: resumed, ranks that disagree, stopped."""
+    traces = list(traces)
+    resumed = [
+        f"{name} was resumed from an older checkpoint, at step {', '.join(map(str, trace.resumed))}. "
+        "What it had done beyond is not counted."
+        for name, trace in traces
+        if trace.resumed
+    ]
+    ranks = [f"{name}: {said}." for name, trace in traces for said in trace.disagreements]
+    return resumed + ranks + stops(traces)
+
+
+def footer(lines: Iterable[str]) -> str:
+    """Return a report's small print."""
+    return f"preamp {__version__}. " + ". ".join(dict.fromkeys(lines))

@@ -1,0 +1,228 @@
+"""Which precisions and policies the flags of a command ask for. Flags that contradict each other raise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import fields
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any, TypedDict, get_args, get_type_hints
+
+from preamp.cli.lab import Precision
+from preamp.errors import PreampError
+from preamp.policy import Dynamic, Policy
+from preamp.policy.registry import OURS
+from preamp.record.formatting import kebab
+from preamp.systems.deepspeed_config import Settings, load
+from preamp.systems.definition import Dialect
+from preamp.systems.dialects import ALL
+
+# In a run of a few thousand steps the usual interval would hardly see the scale move.
+SHORT_INTERVAL = 100
+
+
+class Given(TypedDict, total=False):
+    """The settings that flags can give, of all our rules. Its keys are made below, from the rules."""
+
+
+def _kinds_with(setting: str) -> list[str]:
+    return [name for name, kind in OURS.items() if setting in kind.__dataclass_fields__]
+
+
+def _described(kind: type[Policy[Any]]) -> dict[str, str]:
+    """Return what the docstrings of a rule say of its settings."""
+    said: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        section = (base.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+        said |= {name: " ".join(text.split()) for name, text in _ENTRY.findall(section)}
+    return said
+
+
+def _setting(name: str) -> tuple[Any, str]:
+    """Return the type of a setting, and how it is described: where rules differ, by each."""
+    kinds = {rule: OURS[rule] for rule in _kinds_with(name)}
+    first = next(iter(kinds.values()))
+    texts = _by_rule({rule: _described(kind).get(name, "") for rule, kind in kinds.items()})
+    defaults = _by_rule(
+        {rule: _shown(kind.__dataclass_fields__[name].default) for rule, kind in kinds.items()}
+    )
+    if len(texts) > 1 or len(kinds) <= 2:
+        meaning = " ".join(f"Of {', '.join(rules)}: {text}" for text, rules in texts.items())
+    else:
+        meaning = next(iter(texts))
+    default = "; ".join(
+        value if len(defaults) == 1 else f"{value} of {', '.join(rules)}" for value, rules in defaults.items()
+    )
+    return get_type_hints(first)[name], f"{meaning} Default: {default}."
+
+
+def _by_rule(values: dict[str, str]) -> dict[str, list[str]]:
+    """Return values, and of which rules each is."""
+    same: dict[str, list[str]] = {}
+    for rule, value in values.items():
+        same.setdefault(value, []).append(rule)
+    return same
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _complete(given: type[Given]) -> None:
+    """Give the type a key for every setting, which the command line makes into a flag."""
+    names = dict.fromkeys(field.name for kind in OURS.values() for field in fields(kind))
+    settings = {name: _setting(name) for name in names}
+    given.__annotations__ = {name: kind for name, (kind, _) in settings.items()}
+    described = "".join(f"    {name}: {text}\n" for name, (_, text) in settings.items())
+    given.__doc__ = f"The settings of a rule.\n\nArgs:\n{described}"
+
+
+_ENTRY = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
+_complete(Given)
+
+
+def policy_of(name: str | None, given: Given | None, short: bool = False) -> Policy[Any]:
+    """Return the policy that `--policy NAME` and `--policy.*` ask for.
+
+    Args:
+        name: a policy of ours or a dialect; None: the first policy of ours that has the settings.
+        given: the settings.
+        short: whether intervals are to suit runs of a few thousand steps, where nothing else is said.
+
+    Raises:
+        PreampError: for an unknown name, for settings that the policy, or every policy, lacks, and for a
+            dialect with settings.
+    """
+    settings: dict[str, Any] = {**(given or {})}
+    kind = OURS[_rule_with(settings)] if name is None else find_policy(name)
+    if isinstance(kind, Dialect):
+        if settings:
+            raise PreampError(
+                f"{_flag(next(iter(settings)))} cannot change the policy of {kind.name.lower()}: the "
+                "settings are those of our own policies. Leave one of the two out."
+            )
+        return kind
+    lacking = [setting for setting in settings if setting not in kind.__dataclass_fields__]
+    if lacking:
+        raise PreampError(
+            f"{_flag(lacking[0])} is no setting of {kind.__name__}. Leave it out, or write "
+            f"--policy {kebab(_kinds_with(lacking[0])[0])}."
+        )
+    if short and getattr(kind, "growth_interval", None) == Dynamic.growth_interval:
+        settings = {"growth_interval": SHORT_INTERVAL, **settings}
+    return kind(**settings)
+
+
+def _rule_with(settings: Collection[str]) -> str:
+    """Return the first of our rules that has some settings."""
+    for name in OURS:
+        if all(name in _kinds_with(setting) for setting in settings):
+            return name
+    whose = [f"{_flag(setting)} (of {', '.join(_kinds_with(setting))})" for setting in settings]
+    raise PreampError(f"No rule has both {' and '.join(whose)}. Write the flags of one of them.")
+
+
+def find_policy(name: str) -> type[Policy[Any]] | Dialect[...]:
+    """Return one of our policies, or a dialect, by its name in any spelling.
+
+    Raises:
+        PreampError: for an unknown name, with all names.
+    """
+    known: dict[str, type[Policy[Any]] | Dialect[...]] = {
+        **{_key(dialect): value for dialect, value in ALL.items()},
+        **{_key(kind): value for kind, value in OURS.items()},
+    }
+    if _key(name) not in known:
+        raise _unknown("policy", name, [*map(kebab, OURS), *map(str.lower, ALL)])
+    return known[_key(name)]
+
+
+def find_dialect(flag: str, name: str) -> Dialect[...]:
+    """Return the dialect that a flag names, in any spelling.
+
+    Raises:
+        PreampError: for an unknown name, with all names.
+    """
+    known = {_key(dialect): value for dialect, value in ALL.items()}
+    if _key(name) not in known:
+        raise _unknown(flag, name, map(str.lower, ALL))
+    return known[_key(name)]
+
+
+def nearest_first(name: str, known: Iterable[str]) -> list[str]:
+    """Return all known names, those most like a misspelled one first.
+
+    >>> nearest_first("torhc", ["keras", "apex", "torch"])[0]
+    'torch'
+    """
+    return sorted(known, key=lambda one: -SequenceMatcher(None, _key(one), _key(name)).ratio())
+
+
+def _unknown(flag: str, name: str, known: Iterable[str]) -> PreampError:
+    return PreampError(f"--{flag} {name} is unknown. Write one of {', '.join(nearest_first(name, known))}.")
+
+
+def _key(name: str) -> str:
+    """Return a name without what spellings differ in: "LogMax", "log-max" and "log_max" are one."""
+    return re.sub("[-_]", "", name).lower()
+
+
+def _flag(setting: str) -> str:
+    return f"--policy.{setting.replace('_', '-')}"
+
+
+def precisions_and_rule(
+    given: Sequence[str], name: str | None, policy: Given | None, dialect: str | None, config: Path | None
+) -> tuple[list[Precision], Policy[Any]]:
+    """Return what the flags of `train` ask for: the precisions to train in, and the policy for float16."""
+    ours = {f"--policy {name}": name} if name else {"--policy.*": policy}
+    flags = {**ours, f"--dialect {dialect}": dialect, f"--config {config}": config}
+    both = [flag for flag, value in flags.items() if value]
+    if len(both) > 1:
+        raise PreampError(f"{' and '.join(both)} are both given. Write one of them.")
+    if config is None:
+        chosen = find_dialect("dialect", dialect) if dialect else policy_of(name, policy, short=True)
+        return _precisions(given or ("float32", "float16")), chosen
+    settings = load(config, skip_blanks=True)
+    precisions = _precisions(given or ("float32", settings.precision))
+    return precisions, _scaling(config, settings) if "float16" in precisions else Dynamic()
+
+
+def _precisions(given: Sequence[str]) -> list[Precision]:
+    return [name for name in get_args(Precision) if name in given or "all" in given]
+
+
+def _scaling(path: Path, settings: Settings) -> Policy[Any]:
+    if settings.policy is None:
+        raise PreampError(f'{path} does not scale the loss. Write "fp16": {{"enabled": true}} in it.')
+    return settings.policy
+
+
+def rules(
+    ours: Sequence[str], policy: Given | None, names: Sequence[str], configs: Sequence[Path]
+) -> dict[str, Policy[Any]]:
+    """Return the policies that the flags of `simulate` ask for, by name."""
+    asked = [find_dialect("dialect", name) for name in names if name != "all"]
+    chosen = ALL.values() if "all" in names else asked
+    read = {str(path): _scaling(path, load(path, skip_blanks=True)) for path in configs}
+    return {
+        **_own(ours, policy, is_alone=not (chosen or read)),
+        **read,
+        **{rule.name.lower(): rule for rule in chosen},
+    }
+
+
+def _own(names: Sequence[str], policy: Given | None, is_alone: bool) -> dict[str, Policy[Any]]:
+    chosen = list(OURS) if "all" in names else names
+    if policy is not None and len(chosen) > 1:
+        raise PreampError(
+            "--policy.* with several policies does not say whose settings these are. Write one --policy."
+        )
+    if chosen:
+        return {_told(find_policy(name)): policy_of(name, policy) for name in chosen}
+    return {"preamp": policy_of(None, policy)} if policy is not None or is_alone else {}
+
+
+def _told(kind: type[Policy[Any]] | Dialect[...]) -> str:
+    return kind.name.lower() if isinstance(kind, Dialect) else kebab(kind.__name__)

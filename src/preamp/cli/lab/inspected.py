@@ -1,0 +1,182 @@
+"""A user's function, found by its name, and the report of what autocast casts in it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from inspect import isfunction, signature
+from pathlib import Path
+from typing import Any
+
+from preamp.autocasting.report import CastReport
+from preamp.errors import MissingExtra, PreampError
+
+
+def inspect_function(
+    target: str, framework: str, device: str | None, dtype: str | None, *, emulate: bool
+) -> CastReport:
+    """Return what autocast casts in a function. PyTorch's is run for it, JAX's is traced.
+
+    Args:
+        target: "MODULE:FUNCTION", called without arguments; the module is a name or the path of a file.
+        framework: "torch" or "jax".
+        device: the device type, None for the CPU; JAX's tables are the same on every device.
+        dtype: the name of the low precision, None for the framework's default.
+        emulate: whether to round instead of casting.
+
+    Raises:
+        PreampError: for a target that is not there, that runs no operator, or that JAX cannot trace.
+        MissingExtra: without the framework.
+    """
+    if dtype and dtype.startswith("float8") and not emulate:
+        raise PreampError(f"--dtype {dtype} can only be rehearsed. Write --emulate as well.")
+    if framework == "torch":
+        return _run_in_torch(target, device or "cpu", dtype, emulate)
+    if device:
+        raise PreampError(
+            f"--device {device} changes nothing with --framework jax. Leave it out: JAX's casts are the same "
+            "on every device."
+        )
+    return _trace_in_jax(target, dtype, emulate)
+
+
+def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) -> CastReport:
+    try:
+        import torch
+
+        from preamp.torch.amp import autocast, is_autocast_available
+    except ImportError as error:
+        raise MissingExtra.of(error, "preamp[torch]") from error
+    try:
+        is_autocast_available(device)
+    except RuntimeError as error:
+        raise PreampError(f"--device {device} is no device type. Write cpu or cuda.") from error
+    function = find_function(target)
+    with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
+        result = function()
+    report = region.report()
+    if not report.rows:
+        raise PreampError(_nothing_ran(target, result))
+    return report
+
+
+def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
+    try:
+        import jax
+    except ImportError as error:
+        raise MissingExtra.of(error, "preamp[jax]") from error
+    from preamp.jax import casts
+
+    function = find_function(target)
+    returned: list[Any] = []
+
+    def kept() -> Any:
+        returned.append(function())
+        return returned[0]
+
+    try:
+        report = casts(kept, dtype=dtype or "bfloat16", emulate=emulate)
+    except jax.errors.JAXTypeError as error:
+        reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+        raise PreampError(
+            f"{target} cannot be traced: {reason}. Write a function that jax.jit can take."
+        ) from error
+    if not report.rows:
+        raise PreampError(_nothing_ran(target, returned[0]))
+    return report
+
+
+def _nothing_ran(target: str, result: Any) -> str:
+    """Say that a function ran no operator, and what to write where it returns one that was not called."""
+    name = target.rpartition(":")[2]
+    if callable(result):
+        return (
+            f"{target} ran no operator: it returns a function, and only {name} itself is called. Write a "
+            f"function that calls it, such as def run(): {name}()()"
+        )
+    if isinstance(result, (tuple, list)) and result and callable(result[0]):
+        return (
+            f"{target} ran no operator: it returns a function and its arguments, and only {name} itself is "
+            f"called. Write a function that calls it, such as def run(): fn, args = {name}(); fn(*args)"
+        )
+    return (
+        f"{target} ran no operator on tensors, so there is nothing to show. Write a function that runs the "
+        "model, such as one training step."
+    )
+
+
+def find_function(target: str) -> Callable[[], Any]:
+    """Return what "MODULE:FUNCTION" names; modules of the working directory are found too.
+
+    Raises:
+        PreampError: when it is not there, or cannot be called.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise PreampError(
+            f"{target!r} does not name a function. Write MODULE:FUNCTION, such as train.py:step."
+        )
+    module = _load(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise PreampError(
+            f"{place} has no function {name!r}. Write one of those that it has: {_functions(module)}."
+        )
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        raise PreampError(
+            f"{target} cannot be called without arguments: {error}. Write a function that can."
+        ) from error
+    return function  # type: ignore[no-any-return]
+
+
+def _load(place: str) -> Any:
+    sys.path.insert(0, "")
+    if not place.endswith(".py"):
+        if _is_missing(place):
+            if Path(place).exists():
+                raise PreampError(
+                    f"{place} is not a Python file. Write MODULE:FUNCTION with a file that ends in .py, or "
+                    "the name of a module."
+                )
+            raise PreampError(
+                f"There is no module {place!r}. Write its name, or the path of its file: {place}.py"
+            )
+        return importlib.import_module(place)
+    path = Path(place)
+    if not path.is_file():
+        raise PreampError(
+            f"There is no file {place}. Write the path of a Python file, or the name of a module."
+        )
+    if b"\0" in path.read_bytes():  # for which Python has had two kinds of errors
+        raise PreampError(f"{place}: this is not Python (it has null bytes).")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise PreampError(f"{place} cannot be imported. Write the path of a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        if error.filename and os.path.realpath(error.filename) != os.path.realpath(path):
+            raise  # of what it imports, with its traceback
+        where = f", line {error.lineno}" if error.lineno else ""
+        raise PreampError(f"{place}{where}: this is not Python ({error.msg}).") from error
+    return module
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except (ImportError, ValueError, AttributeError):  # no name of a module, such as "a..b" or ".a"
+        return True
+
+
+def _functions(module: Any) -> str:
+    own = [name for name, value in vars(module).items() if isfunction(value) and name[0] != "_"]
+    return ", ".join(own) or "none"

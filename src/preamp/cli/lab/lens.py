@@ -1,0 +1,39 @@
+"""When a loop looks at a step, for the loops whose framework has no lens of preamp's: those but PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from preamp.cli.lab import LOOK_EVERY
+from preamp.record.snapshots import Look
+
+
+@dataclass
+class Lens:
+    """Looks at the steps that `preamp.torch.Lens` looks at: at one of `every`, and at the one after a skip.
+
+    Attributes:
+        every: steps from one look to the next; the first one is looked at.
+        on_look: called with every `Look`; None not to look.
+    """
+
+    every: int = LOOK_EVERY
+    on_look: Callable[[Look], object] | None = None
+    _streak: bool = field(default=False, init=False, repr=False)
+
+    def is_due(self, index: int, *, after_skip: bool) -> bool:
+        """Return whether to look at a step. Of several skips in a row, the first one counts.
+
+        Args:
+            index: the number of the step. To be asked about each, in their order.
+            after_skip: whether the step before was skipped.
+        """
+        before, self._streak = self._streak, after_skip
+        return self.on_look is not None and (index % self.every == 0 or (after_skip and not before))
+
+    def show(self, looks: Iterable[Look]) -> None:
+        """Hand on what was seen of a step."""
+        for look in looks:
+            if self.on_look is not None:
+                self.on_look(look)

@@ -1,0 +1,278 @@
+"""One training beside another: which runs a comparison consists of, and what came of each.
+
+This room runs loops and keeps their traces. It refuses to know how progress and results are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from preamp.cli.lab import KERAS_BACKENDS, Framework, Precision, Task
+from preamp.cli.lab.autoencoder import autoencoder
+from preamp.cli.lab.classify import classify
+from preamp.cli.lab.problem import Problem
+from preamp.errors import MissingExtra, PreampError, Starved
+from preamp.policy import Policy
+from preamp.record.files import replacing
+from preamp.record.trace import Step, Trace
+
+TASKS: dict[Task, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
+
+# What each loop imports, the framework first; in the order in which one is chosen. TensorFlow's loop needs no
+# KERAS_BACKEND, so it goes before Keras's.
+PACKAGES: dict[Framework, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "jax": ("jax", "optax"),
+    "tensorflow": ("tensorflow", "keras"),
+    "keras": ("keras",),
+}
+TITLES: dict[str, str] = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "keras": "Keras"}
+
+CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::InitializeLog")
+
+
+class Loop(Protocol):
+    """What a framework's loop can do: that which `lab/NAME_loop.py` calls LOOP.
+
+    One that has a `lens` as well is looked through.
+
+    Args of its constructor:
+        problem: what to train.
+        precision: what values and gradients are stored in.
+        policy: the rule for the loss scale; None does not scale.
+        seed: of the first weights and of the order of the rows.
+        emulate: by keyword; round float32 to the precision; False computes in it.
+    """
+
+    def steps(self) -> Iterator[Step]:
+        """Train, yielding one `Step` after each update."""
+        ...
+
+    def outputs(self) -> NDArray[np.float32]:
+        """Return what the network answers on the test rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run to be made. `policy=None` does not scale the loss."""
+
+    precision: Precision
+    policy: Policy[Any] | None
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What the run is called, without its seed."""
+        if self.precision != "float16":
+            return self.precision
+        return "float16 + preamp" if self.policy else "float16, no scaling"
+
+    @property
+    def file_name(self) -> str:
+        """What its folder is called."""
+        scaled = ("-preamp" if self.policy else "-unscaled") if self.precision == "float16" else ""
+        return f"{self.precision}{scaled}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a plan.
+
+    Attributes:
+        plan: what was run.
+        trace: every step.
+        test_error: mean squared error, or the share of wrong labels.
+        test_accuracy: the share of right labels, for tasks that have them.
+        seconds: wall time of the training.
+        outputs: the answers on the test rows.
+        interrupted: True when Ctrl-C ended the training.
+    """
+
+    plan: Plan
+    trace: Trace
+    test_error: float
+    test_accuracy: float | None
+    seconds: float
+    outputs: NDArray[np.float32] = field(repr=False)
+    interrupted: bool = False
+
+
+def plans(precisions: list[Precision], policy: Policy[Any], seeds: int, first_seed: int) -> list[Plan]:
+    """Return the runs of a comparison: float16 is run twice, without and with loss scaling."""
+    policies: dict[Precision, list[Policy[Any] | None]] = {"float16": [None, policy]}
+    return [
+        Plan(precision, choice, seed)
+        for seed in range(first_seed, first_seed + seeds)
+        for precision in precisions
+        for choice in policies.get(precision, [None])
+    ]
+
+
+def choose_framework() -> Framework:
+    """Return the framework to train with where none is asked for: the first in `PACKAGES` that can be.
+
+    Nothing is imported for that. Where none has all that it needs, it is the first that has some of it, for
+    which `find_loop` says what is missing.
+
+    Raises:
+        MissingExtra: without any framework.
+    """
+    there = [name for name, (framework, *_) in PACKAGES.items() if _is_installed(framework)]
+    if not there:
+        raise MissingExtra("No framework to train with is installed. Run: pip install 'preamp[jax]'")
+    ready = [name for name in there if all(map(_is_installed, PACKAGES[name]))]
+    return (ready or there)[0]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # what finders and half a module may raise
+        return False
+
+
+def find_loop(framework: Framework) -> Callable[..., Loop]:
+    """Return what makes a framework's loop of (problem, precision, policy, seed).
+
+    Raises:
+        PreampError: for a framework without a loop, or one that cannot work in this process.
+        MissingExtra: for a framework that is not installed.
+    """
+    known = get_args(Framework)
+    if framework not in known:
+        raise PreampError(f"framework {framework!r} is unknown. Write one of {', '.join(known)}.")
+    try:
+        with _without_chatter():
+            module = import_module(f"preamp.cli.lab.{framework}_loop")
+            loop: Callable[..., Loop] = module.LOOP
+            return loop
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}") from error
+
+
+def release_of(framework: Framework) -> str:
+    """Return a framework whose loop was found, with its release, such as "Keras 3.15.1 on JAX 0.10.2"."""
+    names: list[str] = [framework]
+    if framework == "keras":
+        names.append(sys.modules["keras"].backend.backend())
+    return " on ".join(f"{TITLES[name]} {sys.modules[name].__version__}" for name in names)
+
+
+def _remedy(package: str | None, framework: Framework) -> str:
+    """Say what to do about a package that is missing: to install it, or to have Keras run on another."""
+    usable = {"keras": KERAS_BACKENDS, "tensorflow": ("tensorflow",)}.get(framework, ())
+    others = " or ".join(name for name in usable if name != package)
+    there = [name for name in usable if name != package and _is_installed(name)]
+    if there and package in usable:
+        return (
+            f"Keras is to run on it. Set KERAS_BACKEND={there[0]}, which is installed, "
+            f"or run: pip install {package}"
+        )
+    if others and package in usable:
+        return f"Keras is to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}."
+    if others and package == os.environ.get("KERAS_BACKEND"):
+        return f"This training cannot run on it anyway. Set KERAS_BACKEND to {others}."
+    return f"Run: pip install 'preamp[{framework}]'"
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Keep from stderr what TensorFlow's libraries say of themselves while they are loaded.
+
+    They write to the file itself, before anybody could tell them not to. Everything else is passed on.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # for what comes after
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # each run traces anew: it advises against that
+    if sys.stderr is None:  # closed
+        yield
+        return
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as aside, os.fdopen(os.dup(2), "wb") as stderr:
+        os.dup2(aside.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr.fileno(), 2)
+            aside.seek(0)
+            stderr.writelines(line for line in aside if not CHATTER.match(line))
+
+
+def train(
+    problem: Problem,
+    plan: Plan,
+    *,
+    make_loop: Callable[..., Loop],
+    trace: Trace,
+    on_step: Callable[[Step], object],
+) -> Run:
+    """Carry out a plan. Ctrl-C and a policy that gives up end it early; `trace.stopped` says so.
+
+    Args:
+        problem: what to train.
+        plan: in which precision, under which policy and seed.
+        make_loop: what `find_loop` returned.
+        trace: records the steps.
+        on_step: called with each step as well.
+    """
+    loop = make_loop(problem, plan.precision, plan.policy, plan.seed)
+    interrupted = False
+    if hasattr(loop, "lens"):
+        loop.lens.on_look = trace.look
+    try:
+        for step in loop.steps():
+            trace(step)
+            on_step(step)
+    except Starved as reason:
+        trace.stop(str(reason))
+    except KeyboardInterrupt:
+        interrupted = True
+        trace.stop("interrupted")
+    outputs = loop.outputs()
+    error, accuracy = problem.score(outputs)
+    seconds = sum(step.seconds or 0.0 for step in trace)
+    return Run(plan, trace, error, accuracy, seconds, outputs, interrupted)
+
+
+def write_summary(path: Path, problem: Problem, framework: Framework, runs: list[Run]) -> None:
+    """Write what came of the runs as JSON."""
+    summary = {
+        "task": problem.task,
+        "framework": framework,
+        "release": release_of(framework),
+        "runs": [_entry(run) for run in runs],
+    }
+    with replacing(path) as file:
+        file.write((json.dumps(summary, indent=2) + "\n").encode())
+
+
+def _entry(run: Run) -> dict[str, Any]:
+    summary = run.trace.summary()
+    return {
+        "name": run.plan.name,
+        "precision": run.plan.precision,
+        "scaled": run.plan.policy is not None,
+        "policy": repr(run.plan.policy) if run.plan.policy else None,
+        "seed": run.plan.seed,
+        "test_error": run.test_error,
+        "test_accuracy": run.test_accuracy,
+        "seconds": round(run.seconds, 3),
+        "stopped": run.trace.stopped,
+        **summary._asdict(),
+    }

@@ -1,0 +1,1 @@
+"""A policy inside a real DeepSpeed engine."""

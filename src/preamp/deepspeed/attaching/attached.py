@@ -1,0 +1,292 @@
+"""A policy inside a real DeepSpeed engine.
+
+DeepSpeed 0.19.8 moves the scale before it divides the gradients by it: with ZeRO every step on which the
+scale grows is half as long as it should be. Without ZeRO it divides by a scale that it never multiplied the
+loss with, and does not count hysteresis. Here a step ends before the scale moves, and the loss is scaled in
+all stages.
+
+This room owns the order of a step. It refuses to know where DeepSpeed keeps things: `hosts` does; and when a
+scale moves: the policy does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from preamp.checks import callable_or_none
+from preamp.deepspeed.attaching.admission import admitted
+from preamp.deepspeed.attaching.hosts import TESTED, Host, Stage0, require
+from preamp.deepspeed.attaching.method_patches import Hooks
+from preamp.deepspeed.attaching.mirror import Mirror
+from preamp.deepspeed.overflow_log import OverflowLog, not_finite
+from preamp.errors import Starved, UsageError
+from preamp.policy import Policy, Reading
+from preamp.record.trace import Step
+from preamp.systems import deepspeed_config as config
+from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
+from preamp.torch.scaling.losses import Losses, UnreadLoss
+from preamp.torch.scaling.sight import Sight, combined
+
+
+def attach(
+    engine: Any, policy: Policy[Any] | None = None, *, on_step: Callable[[Step], object] | None = None
+) -> Attached:
+    """Put a policy into a DeepSpeed engine that trains in float16, at any ZeRO stage.
+
+    The training loop stays as it is: `engine(...)`, `engine.backward(loss)`, `engine.step()`. Gradients are
+    divided by the scale that was in their loss, hysteresis counts in every stage, and a skipped step is one
+    record of the logger "preamp.deepspeed". Every rank has to attach, at the same step.
+
+    Checkpoints are DeepSpeed's, and DeepSpeed alone can load them. The scale, the hysteresis used and the
+    position in the window are saved and loaded with them. `load_checkpoint` may come before or after; at
+    stage 0 it comes after, because DeepSpeed alone loads no hysteresis there.
+
+    Args:
+        engine: the first of what `deepspeed.initialize` returns. One that has trained goes on from its scale.
+        policy: the rule. None: what the engine's configuration says under "fp16", at every stage with
+            hysteresis and an error at the floor. For one that sees, each clean step takes one more all-reduce
+            of a number, and one of two numbers if it asks for the share.
+        on_step: called with a `Step` after every update; a `Trace` is such a callable. The step's `loss` is
+            this rank's: the sum over the micro-steps of what `engine.backward` or `engine.scale` was given,
+            divided by `gradient_accumulation_steps` as DeepSpeed divides the gradients.
+
+    Returns:
+        What is attached, with `detach()`.
+
+    Raises:
+        UsageError: for an engine that a policy cannot be attached to. It is as it was.
+        PolicyError: for what is no policy, and for an `on_step` that cannot be called.
+        ConfigError: for a section "fp16" that DeepSpeed takes and that cannot work.
+    """
+    callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
+    host = admitted(engine)
+    rule = _configured(engine) if policy is None else given_policy(policy, {})
+    if host.saved().get("cur_iter"):
+        warn_if_out_of_bounds(
+            rule, host.scale, "cur_scale={bound!r} into the engine's loss scaler", of="engine"
+        )
+    if rule.sees and host.hides_gradients():
+        raise UsageError(
+            f"{rule!r} looks at gradients, which lie on a disk here. "
+            'Write "offload_optimizer": {"device": "cpu"}, or policy=Dynamic(), which looks at none.'
+        )
+    return Attached(host, rule, on_step)
+
+
+class _Outcome(NamedTuple):
+    """What was decided while DeepSpeed steps."""
+
+    finite: bool
+    peak: float | None
+    after: Any
+    attributes: dict[str, Any] | None
+    culprits: tuple[str, ...]
+    starved: Starved | None
+
+
+class Attached:
+    """A policy at work in an engine. Made by `attach`.
+
+    Attributes:
+        policy: the rule in force.
+        last_step: what the latest update came to. None before.
+        on_step: called with every `Step`.
+        overflow_log: called with every `Step`, too.
+    """
+
+    def __init__(self, host: Host, policy: Policy[Any], on_step: Callable[[Step], object] | None) -> None:
+        self.policy: Policy[Any] = policy
+        self.on_step: Callable[[Step], object] | None = on_step
+        self.last_step: Step | None = None
+        self.overflow_log: OverflowLog = OverflowLog()
+        self._host, self._mirror, self._hooks = host, Mirror(policy), Hooks()
+        self._outcome: _Outcome | None = None
+        self._norm: float | None = None
+        self._sight: Sight | None = None
+        self._seed_is_known = False
+        self._losses = Losses()
+        self._place_hooks()
+        if not host.saved().get("cur_iter"):
+            host.save(self._mirror.first())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.policy!r}, last_step={self.last_step!r})"
+
+    def detach(self) -> None:
+        """Give the engine back to DeepSpeed's own rule, which goes on from the scale that was reached.
+
+        Raises:
+            UsageError: if somebody has replaced a method of the engine or its optimizer since.
+        """
+        self._hooks.remove()
+
+    def _place_hooks(self) -> None:
+        host, place = self._host, self._hooks.place
+        place(host.optimizer, "step", self._step)
+        place(host.optimizer, "_update_scale", self._decide)
+        place(host.optimizer, "unscale_and_clip_grads", self._note_norm)
+        place(host.optimizer, "override_loss_scale", self._refuse_override)
+        place(host.engine, "backward", self._backward)
+        if isinstance(host, Stage0):
+            place(host.optimizer, "state_dict", host.state_dict)
+            place(host.optimizer, "load_state_dict", host.load_state_dict)
+        else:
+            place(host.engine, "scale", self._scale)
+            place(host.optimizer, "needs_scaler", self._needs_scaler)
+
+    def _backward(self, original: Any, loss: Any, *rest: Any, **named: Any) -> Any:
+        """Note the loss; scale its gradient, as DeepSpeed does not without ZeRO.
+
+        It is a view of the loss that goes on: DeepSpeed divides what the model has returned by the
+        accumulation steps unless it has seen the gradient of another tensor before, as with ZeRO.
+        """
+        seed = self._seed(*rest, **named)
+        with self._scaled_gradient(loss, seed) as scaled:
+            result = original(scaled, *rest, **named)
+        if isinstance(loss, Tensor):
+            self._note_loss(loss, seed)
+        return result
+
+    @contextmanager
+    def _scaled_gradient(self, loss: Any, seed: float) -> Iterator[Any]:
+        """Give a view of the loss, whose gradient is scaled at stage 0; elsewhere the loss."""
+        if not (isinstance(self._host, Stage0) and isinstance(loss, Tensor) and loss.grad_fn):
+            yield loss
+            return
+        scale, view = self._host.scale, loss.view_as(loss)
+
+        def scaled(gradient: Tensor) -> Tensor:
+            self._check_seed(gradient, seed)
+            return gradient * scale
+
+        hook = view.register_hook(scaled)  # type: ignore[no-untyped-call]
+        try:
+            yield view
+        finally:
+            hook.remove()
+
+    def _scale(self, original: Any, loss: Any) -> Any:
+        """Note the loss of `engine.scale(loss).backward()`, which DeepSpeed allows with ZeRO."""
+        scaled = original(loss)
+        self._note_loss(loss, self._seed())
+        return scaled
+
+    def _note_loss(self, loss: Tensor, seed: float) -> None:
+        """Keep a loss, unread, for the record of the step."""
+        number = loss.detach()
+        self._losses.add(number if seed == 1.0 else number.float() * seed)
+
+    def _needs_scaler(self, original: Any) -> bool:
+        """Have DeepSpeed refuse `loss.backward()` under a static scale, as it does under a dynamic one."""
+        return bool(original() or self._host.scale != 1.0)
+
+    def _seed(self, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> float:
+        """Return the gradient of the loss where nothing is scaled."""
+        return 1.0 / self._host.engine.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+
+    def _check_seed(self, gradient: Tensor, seed: float) -> None:
+        """Look once whether this release of DeepSpeed scales the loss itself."""
+        if not self._seed_is_known and not math.isclose(gradient.item(), seed, rel_tol=1e-2):
+            raise UsageError(
+                f"the gradient of the loss is {gradient.item():g} where {seed:g} was expected: this release "
+                "of DeepSpeed scales the loss itself. "
+                f"Write pip install deepspeed=={TESTED}, or do without attach."
+            )
+        self._seed_is_known = True
+
+    def _step(self, original: Any, *arguments: Any, **named: Any) -> Any:
+        """Let DeepSpeed step with the scale that was in the loss; then move the scale."""
+        scale, index = self._host.scale, self._host.engine.global_steps
+        if not 0.0 < scale < math.inf:
+            self.policy.restore({"scale": scale})  # refuses it, and says why
+        self._outcome = self._norm = None
+        self._sight = self._look() if self._host.looks_first else None
+        result = original(*arguments, **named)
+        outcome = self._outcome
+        if outcome is None:
+            raise UsageError(
+                "DeepSpeed has stepped without asking whether the scale is to move, so attach cannot tell "
+                f"what it divided by. Write pip install deepspeed=={TESTED}."
+            )
+        self._publish(outcome)
+        self._record(index, scale, outcome)
+        if outcome.starved is not None:
+            raise outcome.starved
+        return result
+
+    def _decide(self, original: Any, overflow: Any = False) -> None:
+        """Ask the policy, in place of DeepSpeed's rule. The scale stays until the step is done."""
+        finite, saved = not overflow, self._host.saved()
+        self._losses.read()  # the host has just waited for the gradients; later it would for the update
+        culprits = () if finite else self._host.culprits()
+        sight = (self._sight or self._look()) if finite else None
+        reading = Reading(finite) if sight is None else Reading(finite, *combined([sight]))
+        state = self._mirror.read(saved)
+        try:
+            after = self.policy.step(state, reading)
+        except Starved as error:
+            self._outcome = _Outcome(finite, reading.peak, state, None, culprits, _naming(error, culprits))
+        else:
+            attributes = self._mirror.written(saved, after, finite)
+            self._outcome = _Outcome(finite, reading.peak, after, attributes, culprits, None)
+
+    def _look(self) -> Sight | None:
+        """Return what all ranks see in the scaled gradients, for a policy that sees."""
+        if not self.policy.sees:
+            return None
+        return self._host.look(self.policy.edge if "share" in self.policy.sees else None)
+
+    def _note_norm(self, original: Any, *arguments: Any, **named: Any) -> Any:
+        """Remember the norm of the scaled gradients; read here, before the update is under way."""
+        if self._norm is None and len(arguments) > self._host.norm_at:
+            norm = arguments[self._host.norm_at]
+            self._norm = None if norm is None else float(norm) / self._host.scale
+        return original(*arguments, **named)
+
+    def _publish(self, outcome: _Outcome) -> None:
+        if outcome.attributes is not None:
+            self._host.save(outcome.attributes)
+        if isinstance(self._host, Stage0) and self._norm is not None:
+            self._host.optimizer._global_grad_norm = self._norm  # unfused: DeepSpeed leaves it scaled
+
+    def _record(self, index: int, scale: float, outcome: _Outcome) -> None:
+        loss = self._losses.take()
+        self.last_step = Step(
+            index=index,
+            scale=scale,
+            finite=outcome.finite,
+            skipped=not outcome.finite,
+            new_scale=self._host.scale,
+            loss=loss.read() if isinstance(loss, UnreadLoss) else loss,
+            grad_norm=self._norm,
+            peak=outcome.peak,
+            culprits=outcome.culprits,
+        )
+        self.overflow_log(self.last_step, self._mirror.overflows_left(outcome.after))
+        if self.on_step is not None:
+            self.on_step(self.last_step)
+
+    def _refuse_override(self, original: Any, loss_scale: float) -> None:
+        raise UsageError(
+            f"override_loss_scale({loss_scale!r}) would take the scale out of the policy's hands. "
+            f"Write attach(engine, policy=Static({loss_scale!r})) instead, after detach()."
+        )
+
+
+def _naming(error: Starved, culprits: Sequence[str]) -> Starved:
+    """Return the error with the parameters concerned, whose record may have been one too many."""
+    said = f"{str(error).removesuffix('.')}{not_finite(culprits)}."
+    return Starved(said, scale=error.scale, overflows=error.overflows)
+
+
+def _configured(engine: Any) -> Policy[Any]:
+    """Return the rule that the engine's configuration says."""
+    require(engine._config, ("float16_config",))
+    policy = config.load({"fp16": engine._config.float16_config.model_dump()}).policy
+    assert policy is not None  # fp16 is enabled, or the engine was refused
+    return policy

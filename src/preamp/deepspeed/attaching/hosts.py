@@ -1,0 +1,308 @@
+"""What has to be known of DeepSpeed's optimizers to attach a policy: one class per kind.
+
+Every name of DeepSpeed that is used stands in `uses` and is looked for before anything is changed. This
+room knows where a kind keeps its scale, which argument is the norm, and where gradients lie while they are
+scaled. It refuses to know policies. The release is deepspeed 0.19.8 (runtime/zero, runtime/fp16).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from preamp.arrays.torch import Gradients
+from preamp.arrays.torch_devices import widest
+from preamp.deepspeed.scalers import DynamicLossScaler
+from preamp.errors import UsageError
+from preamp.systems.formats.deepspeed import OURS as RECORD
+from preamp.torch.scaling.sight import Sight, look
+
+TESTED = "0.19.8"
+
+Combination: TypeAlias = Literal["MAX", "SUM"]
+
+
+def require(owner: Any, names: tuple[str, ...]) -> None:
+    """Refuse a release of DeepSpeed that has renamed something.
+
+    Raises:
+        UsageError: if an attribute is not there.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise UsageError(
+                f"{type(owner).__name__} has no {name}, on which attach stands: it was tested with "
+                f"deepspeed {TESTED}. Write pip install deepspeed=={TESTED}."
+            )
+
+
+class Host(ABC):
+    """The optimizer of an engine, which scales losses.
+
+    Args:
+        engine: DeepSpeed's engine.
+
+    Attributes:
+        uses: the attributes of the optimizer that are read, called or replaced.
+        engine_uses: those of the engine.
+        norm_at: which argument of `unscale_and_clip_grads` is the norm of the scaled gradients.
+        looks_first: whether gradients have to be looked at before the step, which takes them elsewhere.
+
+    Raises:
+        UsageError: if a name is not there. Nothing was changed.
+    """
+
+    uses: ClassVar[tuple[str, ...]] = (
+        "step",
+        "_update_scale",
+        "unscale_and_clip_grads",
+        "override_loss_scale",
+        "_global_grad_norm",
+    )
+    engine_uses: ClassVar[tuple[str, ...]] = ("backward", "global_steps", "param_names", "_config")
+    norm_at: ClassVar[int] = 1
+    looks_first: ClassVar[bool] = False
+
+    def __init__(self, engine: Any) -> None:
+        self.engine: Any = engine
+        self.optimizer: Any = engine.optimizer
+        require(engine, self.engine_uses)
+        require(self.optimizer, self.uses)
+
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by and its gradients are divided by."""
+        return float(self.saved()["cur_scale"])
+
+    @abstractmethod
+    def saved(self) -> dict[str, Any]:
+        """Return the attributes of the loss scaler, under the names they have in ZeRO."""
+
+    @abstractmethod
+    def save(self, attributes: Mapping[str, Any]) -> None:
+        """Set the attributes of the loss scaler."""
+
+    @abstractmethod
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Return this rank's parameters and gradients, or its parts of them, while they are scaled."""
+
+    @abstractmethod
+    def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
+        """Replace numbers by their maximum or sum over the ranks that have agreed on the overflow."""
+
+    def hides_gradients(self) -> bool:
+        """Return whether some gradients lie where nobody looks."""
+        return False
+
+    def look(self, edge: float | None) -> Sight:
+        """Return what is seen in the scaled gradients of all ranks, as floats. Every rank has to call.
+
+        Args:
+            edge: the magnitude from which entries count; None not to count them. What ZeRO pads its parts
+                with counts as entries of 0.
+        """
+        tensors = [gradient for _, gradient in self.gradients() if gradient is not None]
+        device = _device()
+        wide = widest(device)
+        mine = look(Gradients([], tensors), edge, device, read=True)
+        peak = torch.tensor([mine.peak], dtype=wide, device=device)
+        self.combine(peak)
+        if edge is None:
+            return Sight(peak.item())
+        counts = torch.tensor([mine.above, mine.entries], dtype=wide, device=device)
+        self.combine(counts, "SUM")
+        return Sight(peak.item(), *counts.tolist())
+
+    def culprits(self) -> tuple[str, ...]:
+        """Return the parameters whose gradients are not finite on any rank, last of the model first.
+
+        Every rank has to call. One byte per parameter of the model is sent.
+        """
+        names = self.engine.param_names
+        places = {id(parameter): place for place, parameter in enumerate(names)}
+        flags = torch.zeros(len(places), dtype=torch.uint8, device=_device())
+        for parameter, gradient in self.gradients():
+            if gradient is not None and id(parameter) in places:
+                flags[places[id(parameter)]] |= DynamicLossScaler._has_inf_or_nan(gradient).to(flags)
+        self.combine(flags)
+        return tuple(name for name, flag in zip(names.values(), flags.tolist(), strict=True) if flag)[::-1]
+
+
+class _Zero(Host):
+    """ZeRO keeps a scaler object, and saves it whole."""
+
+    uses = (
+        *Host.uses,
+        "loss_scaler",
+        "dynamic_loss_scale",
+        "dtype",
+        "dp_process_group",
+        "_model_parallel_all_reduce",
+        "averaged_gradients",
+        "needs_scaler",
+    )
+    engine_uses = (*Host.engine_uses, "gradient_accumulation_steps", "scale")
+
+    def saved(self) -> dict[str, Any]:
+        return dict(vars(self.optimizer.loss_scaler))
+
+    def save(self, attributes: Mapping[str, Any]) -> None:
+        scaler = self._scaler_that_is(attributes["dynamic"])
+        vars(scaler).pop(RECORD, None)
+        vars(scaler).update(attributes)
+        self.optimizer.loss_scaler, self.optimizer.dynamic_loss_scale = scaler, scaler.dynamic
+
+    def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
+        operation = getattr(_communication().ReduceOp, how)
+        _communication().all_reduce(numbers, op=operation, group=self.optimizer.dp_process_group)
+        self.optimizer._model_parallel_all_reduce(tensor=numbers, op=operation)
+
+    def _scaler_that_is(self, dynamic: bool) -> Any:
+        """Return a scaler of DeepSpeed's own class, so that DeepSpeed alone can load what is saved."""
+        scaler = self.optimizer.loss_scaler
+        if scaler.dynamic == dynamic:
+            return scaler
+        scalers = import_module("deepspeed.runtime.fp16.loss_scaler")
+        if not dynamic:
+            return scalers.LossScaler(1.0)
+        return scalers.DynamicLossScaler(1.0, 1000, 1.0, 1, False, dtype=self.optimizer.dtype)
+
+
+class _Zero12(_Zero):
+    uses = (*_Zero.uses, "params_in_partition")
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        for group, parameters in enumerate(self.optimizer.params_in_partition):
+            held = self.optimizer.averaged_gradients.get(group) or ()
+            parts = (part for part in held if not getattr(part, "_zero_padding", False))
+            yield from zip(parameters, parts, strict=False)  # a last part can be padding without that mark
+
+
+class _Zero12Offloaded(_Zero):
+    uses = (
+        *_Zero.uses,
+        "params_in_partition",
+        "single_partition_of_fp32_groups",
+        "grad_position",
+        "get_param_id",
+    )
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        optimizer = self.optimizer
+        for group, parameters in enumerate(optimizer.params_in_partition):
+            flat = optimizer.single_partition_of_fp32_groups[group].grad
+            for parameter in parameters:
+                _, _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                yield parameter, None if flat is None else flat.view(-1).narrow(0, start, length)
+
+
+class _Zero3(_Zero):
+    uses = (*_Zero.uses, "fp16_groups")
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        for group, parameters in enumerate(self.optimizer.fp16_groups):
+            yield from zip(parameters, self.optimizer.averaged_gradients.get(group) or (), strict=False)
+
+
+class _Zero3Offloaded(_Zero):
+    uses = (
+        *_Zero.uses,
+        "fp16_groups",
+        "fp32_partitioned_groups_flat",
+        "grad_position",
+        "get_param_id",
+        "swap_optimizer",
+    )
+
+    def hides_gradients(self) -> bool:
+        return bool(self.optimizer.swap_optimizer)  # on a disk
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        optimizer = self.optimizer
+        for parameters in optimizer.fp16_groups:
+            for parameter in parameters:
+                group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                flat = optimizer.fp32_partitioned_groups_flat[group].grad
+                on_disk = flat is None or flat.numel() < start + length
+                yield parameter, None if on_disk else flat.narrow(0, start, length)
+
+
+class Stage0(Host):
+    """Without ZeRO the scale lies in a configuration object, and hysteresis nowhere.
+
+    Attributes:
+        names: what is called otherwise there than in ZeRO.
+        unsaved: what has no place in DeepSpeed's state dict.
+        entry: ours, which has.
+    """
+
+    uses = (*Host.uses, "loss_scale_config", "fp16_groups", "mpu", "state_dict", "load_state_dict")
+    engine_uses = (*Host.engine_uses, "gradient_accumulation_steps")
+    names: ClassVar[dict[str, str]] = {"dynamic": "dynamic_loss_scale", "min_scale": "min_loss_scale"}
+    unsaved: ClassVar[tuple[str, ...]] = ("delayed_shift", "cur_hysteresis", RECORD)
+    entry: ClassVar[str] = "preamp"
+    looks_first = True
+
+    def saved(self) -> dict[str, Any]:
+        return dict(vars(self.optimizer.loss_scale_config))
+
+    def save(self, attributes: Mapping[str, Any]) -> None:
+        kept = vars(self.optimizer.loss_scale_config)
+        kept.pop(RECORD, None)
+        kept.update({self.names.get(name, name): value for name, value in attributes.items()})
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        return ((p, p.grad) for group in self.optimizer.fp16_groups for p in group)
+
+    def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
+        if self.optimizer.mpu is not None:  # all other ranks have the same gradients
+            operation = getattr(_communication().ReduceOp, how)
+            group = self.optimizer.mpu.get_model_parallel_group()
+            _communication().all_reduce(numbers, op=operation, group=group)
+
+    def state_dict(self, original: Any) -> dict[str, Any]:
+        """Return the optimizer's state dict, with one more entry, which DeepSpeed alone does not look at."""
+        kept = self.saved()
+        return {**original(), self.entry: {name: kept[name] for name in self.unsaved if name in kept}}
+
+    def load_state_dict(self, original: Any, state_dict: dict[str, Any], *rest: Any, **named: Any) -> None:
+        """Load such a state dict, or one of DeepSpeed alone: then no hysteresis is used up."""
+        original(state_dict, *rest, **named)
+        kept = vars(self.optimizer.loss_scale_config)
+        for name in self.unsaved:
+            kept.pop(name, None)
+        kept.update(state_dict.get(self.entry, {}))
+
+
+class _Unfused(Stage0):
+    norm_at = 0
+
+
+def kind_of(optimizer: Any) -> type[Host] | None:
+    """Return the class for a DeepSpeed optimizer; None for one that is not known, such as a subclass."""
+    kind = type(optimizer)
+    offloads = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
+    return KINDS.get((f"{kind.__module__}.{kind.__qualname__}", offloads))
+
+
+KINDS: dict[tuple[str, bool], type[Host]] = {
+    ("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", False): _Zero12,
+    ("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", True): _Zero12Offloaded,
+    ("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3", False): _Zero3,
+    ("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3", True): _Zero3Offloaded,
+    ("deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer", False): Stage0,
+    ("deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer", False): _Unfused,
+}
+
+
+def _communication() -> Any:
+    return import_module("deepspeed.comm")
+
+
+def _device() -> torch.device:
+    return torch.device(import_module("deepspeed.accelerator").get_accelerator().current_device_name())

@@ -1,0 +1,58 @@
+"""Methods replaced on one object, and put back.
+
+This room knows instances and their attributes. It refuses to know what is replaced, and never touches a
+class: what another engine in the same process does stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from preamp.errors import UsageError
+
+
+class Hook(partial[Any]):
+    """A method that knows what it took the place of: its first argument."""
+
+
+class Hooks:
+    """What was replaced, in order."""
+
+    def __init__(self) -> None:
+        self._placed: list[tuple[Any, str, Hook, dict[str, Any]]] = []
+
+    def place(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        """Have `instead(original, *arguments)` called in a method's place.
+
+        Raises:
+            UsageError: if that has been done. Nothing was replaced.
+        """
+        before = {name: vars(owner)[name]} if name in vars(owner) else {}
+        if isinstance(before.get(name), Hook):
+            raise UsageError(
+                f"{type(owner).__name__}.{name} is in the hands of an earlier attach. "
+                "Write handle.detach() first, with what that attach returned."
+            )
+        hook = Hook(instead, getattr(owner, name))
+        setattr(owner, name, hook)
+        self._placed.append((owner, name, hook, before))
+
+    def remove(self) -> None:
+        """Put back what was there, all of it or, if somebody has wrapped a hook since, nothing.
+
+        Raises:
+            UsageError: for a hook that is wrapped.
+        """
+        for owner, name, hook, _ in self._placed:
+            if vars(owner).get(name) is not hook:
+                raise UsageError(
+                    f"{type(owner).__name__}.{name} was replaced again after attach, so it cannot be put "
+                    "back. Write handle.detach() after that is undone."
+                )
+        while self._placed:
+            owner, name, _, before = self._placed.pop()
+            delattr(owner, name)
+            for original in before.values():
+                setattr(owner, name, original)

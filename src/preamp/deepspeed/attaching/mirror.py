@@ -1,0 +1,98 @@
+"""A policy's state in the attributes of DeepSpeed's loss scaler, where checkpoints and monitors look.
+
+The attributes are the truth: whoever sets them, or loads a checkpoint into them, is heard at the next step.
+They hold the state of DeepSpeed's own rules. Of another policy's they hold what they can, and the whole state
+lies beside them. This room refuses to know engines, and where the attributes are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from preamp.policy import Dynamic, Moving, Policy, Static
+from preamp.systems import dialects, formats
+from preamp.systems.formats.deepspeed import BESIDE, COUNTS
+from preamp.systems.formats.deepspeed import OURS as RECORD
+
+SETTINGS = ("dynamic", *formats.DEEPSPEED.setting_names)
+UNUSED = {"delayed_shift": 1, "cur_hysteresis": 1}  # stage 0 counts no hysteresis
+
+
+class Mirror:
+    """A policy, and DeepSpeed's names for what it counts.
+
+    Args:
+        policy: the rule in force.
+
+    Attributes:
+        settings: the policy's settings under DeepSpeed's names; of a rule that DeepSpeed does not have,
+            the nearest.
+    """
+
+    def __init__(self, policy: Policy[Any]) -> None:
+        self.policy = policy
+        rule: Any = policy if isinstance(policy, Moving | Static) else dialects.DEEPSPEED.policy
+        saved = formats.DEEPSPEED.save(rule.start(), rule)
+        self.settings = {name: saved[name] for name in SETTINGS if name in saved}
+
+    def first(self) -> dict[str, Any]:
+        """Return the attributes before the first step."""
+        clock = {"cur_iter": 0, "last_overflow_iter": -1}
+        state = self.policy.start()
+        return self._with_record({**self.settings, **clock, **self._moved(state)}, state)
+
+    def read(self, saved: Mapping[str, Any]) -> Any:
+        """Return the policy's state.
+
+        Args:
+            saved: the attributes by name.
+        """
+        record = saved.get(RECORD)
+        if record is not None and record[BESIDE] == _counts(saved):
+            start = self.policy.start()
+            return start._replace(**{name: record[name] for name in start._fields if name in record})
+        return self._read_counts(saved)
+
+    def written(self, saved: Mapping[str, Any], after: Any, finite: bool) -> dict[str, Any]:
+        """Return the attributes after a step.
+
+        Args:
+            saved: the attributes before it.
+            after: the policy's state after it.
+            finite: whether the gradients were.
+        """
+        now = saved.get("cur_iter", 0)
+        last = saved.get("last_overflow_iter", -1) if finite else now
+        clock = {"cur_iter": now + 1, "last_overflow_iter": last}
+        return self._with_record({**self.settings, **clock, **self._moved(after)}, after)
+
+    def overflows_left(self, state: Any) -> int | None:
+        """Return how many overflows it takes until the scale backs off; None where that is not counted."""
+        return self.policy.overflows_left(state) if isinstance(self.policy, Dynamic) else None
+
+    def _moved(self, state: Any) -> dict[str, Any]:
+        return {"cur_scale": state.scale, "cur_hysteresis": self.overflows_left(state) or 1}
+
+    def _read_counts(self, saved: Mapping[str, Any]) -> Any:
+        if isinstance(self.policy, Dynamic) and saved.get("last_overflow_iter") is not None:
+            return formats.DEEPSPEED.state({**UNUSED, **saved}, self.policy)
+        start = self.policy.start()
+        return start if isinstance(self.policy, Static) else start._replace(scale=float(saved["cur_scale"]))
+
+    def _with_record(self, saved: dict[str, Any], state: Any) -> dict[str, Any]:
+        if self._decisive(self._read_counts(saved)) != self._decisive(state):
+            saved[RECORD] = {BESIDE: _counts(saved), **state._asdict()}
+        return saved
+
+    def _decisive(self, state: Any) -> Any:
+        """Return what the policy's next moves depend on."""
+        if isinstance(self.policy, Static):
+            return self.policy.scale
+        if isinstance(self.policy, Dynamic) and self.policy.max_consecutive_overflows is None:
+            return state._replace(bad=self.policy.overflows_left(state))
+        return state
+
+
+def _counts(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: saved[name] for name in COUNTS if name in saved}

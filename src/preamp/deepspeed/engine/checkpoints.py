@@ -1,0 +1,251 @@
+"""What an engine saves, and how it goes on from there.
+
+All ranks call, rank 0 writes, and what does not fit is refused before anything is changed. This room refuses
+to know files (`checkpoint_files`) and what a loss scale is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from preamp.deepspeed.engine.checkpoint_files import (
+    LATEST,
+    STATES,
+    check_loadable,
+    first_line,
+    latest,
+    read,
+    write,
+)
+from preamp.deepspeed.engine.ranks import all_agree, unlike
+from preamp.deepspeed.overflow_log import LOGGER
+from preamp.errors import CheckpointError, UsageError
+from preamp.torch.scaling.loss_scale_optimizer import OURS
+
+if TYPE_CHECKING:
+    from preamp.deepspeed.engine.engine import Engine
+
+
+COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
+
+
+def save(
+    engine: Engine,
+    save_dir: Any,
+    tag: Any,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> bool:
+    """Save the model, the optimizer with its loss scale and master weights, the schedule and the counters.
+
+    Every rank has to call this; rank 0 writes. Random number generators are not saved, and neither are the
+    gradients of an unfinished update, of which a warning is logged: training goes on with that update's
+    first micro-step.
+
+    Args:
+        engine: whose state to save.
+        save_dir: a directory; made if it is not there.
+        tag: a name for this checkpoint and its folder. None: "global_step" and the number of updates.
+        client_state: numbers, strings, tensors, lists and dicts to be handed back by `load`.
+        save_latest: whether `load` without a tag is to take this one.
+        exclude_frozen: leave out parameters that need no gradient; they have to be there when it is loaded.
+
+    Returns:
+        True.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not write, and for a state that could not be loaded.
+        UsageError: for a tag that is no name for a folder.
+    """
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    if name in ("", "..", LATEST) or name != Path(name.strip()).name:
+        raise UsageError(
+            f"tag={tag!r} is no name for a checkpoint's folder beside the file {LATEST!r}. Write tag='best'."
+        )
+    if engine._calls:
+        LOGGER.warning(
+            "checkpoint %s: the gradients of %d micro-steps are not saved; training goes on before them",
+            name,
+            engine._calls,
+        )
+    failure: Exception | None = None
+    if engine.global_rank == 0:
+        try:
+            state = _state(engine, client_state, exclude_frozen)
+            check_loadable(state)
+            write(Path(save_dir), name, state, save_latest)
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            failure = error
+    if not all_agree(failure is None, engine.device):
+        raise CheckpointError(
+            f"checkpoint {name!r} was not written to {str(save_dir)!r}; what was saved before is as it was. "
+            f"{failure or 'See what rank 0 says.'}"
+        ) from failure
+    return True
+
+
+def load(
+    engine: Engine,
+    load_dir: Any,
+    tag: Any,
+    *,
+    strict: bool,
+    optimizer: bool,
+    scheduler: bool,
+    module_only: bool,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Go on from a checkpoint that `save` wrote; of DeepSpeed's own, take the model's weights.
+
+    Args:
+        engine: of the same model. It may have another number of ranks or micro-steps.
+        load_dir: what was `save_dir`.
+        tag: which one; None takes the latest.
+        strict: whether the model has to have the saved parameters, all of them and no others.
+        optimizer: False: the optimizer begins anew from the saved weights; the loss scale goes on.
+        scheduler: whether to load the schedule.
+        module_only: load the model's weights and nothing else.
+
+    Returns:
+        The path of the file and the `client_state`. (None, None), and a warning in the log, where no tag is
+        given and none is the latest.
+
+    Raises:
+        CheckpointError: for a file that is not there, cannot be read, does not fit, or is not what rank 0
+            has. Nothing was changed.
+    """
+    path, state = _agreed(engine, Path(load_dir), tag, strict)
+    if state is None:
+        LOGGER.warning("no checkpoint was loaded: there is no file %s", path)
+        return None, None
+    if not module_only:
+        schedule = engine.lr_scheduler if scheduler else None
+        _check_schedule(path, schedule, state.get("lr_scheduler"))
+        if engine.optimizer is not None:
+            _load_optimizer(path, engine, state, whole=optimizer)
+        if schedule is not None:
+            schedule.load_state_dict(state["lr_scheduler"])
+        for counter in COUNTERS:
+            setattr(engine, counter, state[counter])
+    engine.module.load_state_dict(state["module"], strict=strict)
+    engine._begin_update()
+    return str(path), state.get("client_state", {})
+
+
+def _agreed(engine: Engine, load_dir: Path, tag: Any, strict: bool) -> tuple[Path, dict[str, Any] | None]:
+    """Return a checkpoint that is the same on all ranks and fits the model; None where none is the latest."""
+    path, state, failure = load_dir / LATEST, None, None
+    try:
+        name = latest(load_dir) if tag is None else str(tag)
+        if name is not None:
+            path = load_dir / name / STATES
+            state = read(path)
+            _check_model(path, engine.module, state["module"], strict)
+            _check_counters(path, state)
+    except CheckpointError as error:
+        failure = error
+    numbers = state and [state[counter] for counter in COUNTERS]
+    alone = unlike((path.parent.name, numbers, failure is None))
+    if failure is not None:
+        raise failure
+    if alone:
+        raise CheckpointError(
+            f"ranks {alone} have another checkpoint in {str(load_dir)!r} than rank 0. "
+            "Write a directory that all of them share."
+        )
+    return path, state
+
+
+def _state(engine: Engine, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, Any]:
+    weights = engine.module.state_dict()
+    for name, parameter in engine.module.named_parameters():
+        if exclude_frozen and not parameter.requires_grad:
+            weights.pop(name, None)
+    counters = {name: getattr(engine, name) for name in COUNTERS}
+    counters["micro_steps"] -= engine._calls
+    return {
+        "module": weights,
+        "optimizer": None if engine.optimizer is None else engine.optimizer.state_dict(),
+        "optimizer_class": _optimizer_class(engine),
+        "precision": engine.settings.precision,
+        "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+        **counters,
+        "dp_world_size": engine.world_size,
+        "mp_world_size": 1,
+        "client_state": client_state,
+    }
+
+
+def _optimizer_class(engine: Engine) -> str | None:
+    return None if engine.optimizer is None else type(engine.optimizer.inner_optimizer).__name__
+
+
+def _check_model(path: Path, module: nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
+    """Refuse the weights of another model before anything is changed."""
+    here = module.state_dict()
+    wrong = [
+        name
+        for name, value in here.items()
+        if isinstance(value, Tensor) and name in saved and getattr(saved[name], "shape", None) != value.shape
+    ]
+    if strict:
+        wrong += [name for name in {**here, **saved} if name not in here or name not in saved]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{str(path)!r} was saved from another model: {', '.join(wrong[:3])}{more} differ. Make the "
+            "model as it was then, or write load_module_strict=False for what only one of them has."
+        )
+
+
+def _check_counters(path: Path, state: dict[str, Any]) -> None:
+    """Refuse counters that are none; those that DeepSpeed does not save are 0."""
+    for name in COUNTERS:
+        if type(state.setdefault(name, 0)) is not int or state[name] < 0:
+            raise CheckpointError(f"{str(path)!r} has {name}: {state[name]!r}. Write tag= with another one.")
+
+
+def _check_schedule(path: Path, scheduler: Any, saved: Any) -> None:
+    """Refuse what another kind of schedule saved: PyTorch would take it over and be neither."""
+    if scheduler is not None and (
+        not isinstance(saved, dict) or saved.keys() != scheduler.state_dict().keys()
+    ):
+        raise CheckpointError(
+            f"{str(path)!r} was saved without a {type(scheduler).__name__}. "
+            "Write load_lr_scheduler_states=False to begin it anew."
+        )
+
+
+def _load_optimizer(path: Path, engine: Engine, state: dict[str, Any], whole: bool) -> None:
+    """Load the optimizer with its loss scale, or the loss scale alone; all of it or nothing."""
+    optimizer: Any = engine.optimizer
+    saved, theirs, ours = state.get("optimizer"), state.get("optimizer_class"), _optimizer_class(engine)
+    if not isinstance(saved, dict) or OURS not in saved:
+        raise CheckpointError(
+            f"the optimizer in {str(path)!r} is not one of preamp's. Write load_module_only=True for the "
+            "model's weights; `preamp convert` reads the loss scale."
+        )
+    if whole and theirs != ours:
+        raise CheckpointError(
+            f"{str(path)!r} was saved with {theirs}, and this is {ours}. "
+            "Write load_optimizer_states=False to begin it anew."
+        )
+    before = optimizer.state_dict()
+    try:
+        entries = dict(saved[OURS])
+        if state.get("precision") != engine.settings.precision or not entries["scaler"]:
+            entries["scaler"] = optimizer.scaler.state_dict()  # another precision needs a scale of its own
+        if whole:
+            optimizer.load_state_dict({**saved, OURS: entries})
+        else:
+            optimizer.scaler.load_state_dict(entries["scaler"])
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        optimizer.load_state_dict(before)
+        raise CheckpointError(
+            f"the optimizer in {str(path)!r} does not fit: {first_line(error)}. "
+            "Or write load_optimizer_states=False to begin it anew."
+        ) from error

@@ -1,0 +1,88 @@
+"""The precision of a model: its parameters, its buffers, and what it is called with.
+
+This room looks into tuples, lists and dicts of a model's inputs. It refuses to know what the model does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from preamp.errors import ConfigError
+
+NAMES = {  # that DeepSpeed has for a precision
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+}
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None) -> None:
+    """Bring parameters into a half precision, and buffers only if one is given for them, as DeepSpeed does.
+
+    A table of positions or frequencies is not what it was in float16. Statistics of a batch norm follow its
+    parameters, because PyTorch takes no others. Complex numbers stay: they have no half precision.
+
+    Args:
+        model: whose parameters stay the same objects.
+        dtype: float16 or bfloat16.
+        buffers: for buffers of floating-point numbers. None: they are as they were.
+    """
+    norms = nn.modules.batchnorm._NormBase
+    kept = [(module, dict(module._buffers)) for module in model.modules() if not isinstance(module, norms)]
+    model.half() if dtype is torch.float16 else model.bfloat16()
+    for module, tensors in kept:
+        module._buffers.update(tensors if buffers is None else to_precision(tensors, buffers))
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """Return the dtype that a configuration calls by one of DeepSpeed's names.
+
+    Raises:
+        ConfigError: for another name.
+    """
+    dtype = NAMES.get(str(name).removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f'data_types.buffer_dtype: {name!r} is unknown. Write "buffer_dtype": "fp32".')
+    return dtype
+
+
+def to_precision(inputs: Any, dtype: torch.dtype) -> Any:
+    """Return inputs with every floating-point tensor in a precision; anything else as it is."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs
+    if isinstance(inputs, MutableMapping):
+        cast = {} if type(inputs) is dict else copy.copy(inputs)
+        for name, value in inputs.items():
+            cast[name] = to_precision(value, dtype)
+        return cast
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return type(inputs)(*(to_precision(value, dtype) for value in inputs))
+    if isinstance(inputs, list | tuple):
+        return type(inputs)(to_precision(value, dtype) for value in inputs)
+    return inputs
+
+
+def explain(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
+    """Say below an error that inputs are of another precision than the parameters, if they are."""
+    others = {value.dtype for value in _tensors(inputs) if value.is_floating_point()} - {dtype}
+    if others and "type" in str(error):
+        name = str(dtype).removeprefix("torch.")
+        error.add_note(
+            f"The parameters are {name}, an input is {others.pop()}. Write engine(inputs.to(torch.{name}))"
+            + (', or "auto_cast": true in the section "fp16".' if dtype is torch.float16 else ".")
+        )
+
+
+def _tensors(inputs: Any) -> Iterator[Tensor]:
+    if isinstance(inputs, Tensor):
+        yield inputs
+    elif isinstance(inputs, Mapping):
+        yield from _tensors(tuple(inputs.values()))
+    elif isinstance(inputs, list | tuple):
+        for value in inputs:
+            yield from _tensors(value)

@@ -1,0 +1,151 @@
+"""One model on several ranks: equal at the start, its gradients averaged before an update.
+
+Gradients are averaged when all micro-steps of an update have been added up, in the dtype they were added up
+in: float32 for half-precision parameters. What overflowed on one rank is then not finite on all, so that all
+skip. This room refuses to know scales and optimizers. A single process communicates nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from preamp.arrays.torch import HALF_DTYPES
+from preamp.errors import UsageError
+from preamp.torch.scaling.ranks import number_of_ranks
+
+BUCKET = 2**25  # entries that are averaged together
+ABSENT, DENSE, SPARSE = range(3)
+
+
+def rank() -> int:
+    """Return which of the processes this is."""
+    return dist.get_rank() if number_of_ranks() > 1 else 0
+
+
+def join(device: torch.device, required: bool | None, port: int) -> None:
+    """Join the other processes that a launcher started, unless that has been done.
+
+    Args:
+        device: of this rank's model; decides how they talk.
+        required: False: the caller does it himself. True: even if the launcher names no others.
+        port: where rank 0 listens if the launcher names no port.
+
+    Raises:
+        UsageError: when there are others and nobody may join them: each would train alone.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_available() or dist.is_initialized() or not (required or started > 1):
+        return
+    if required is False:
+        raise UsageError(
+            f"the launcher started {started} processes, and each would train alone. Write "
+            "torch.distributed.init_process_group() first, or leave out dist_init_required=False."
+        )
+    os.environ.setdefault("MASTER_PORT", str(port))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+
+
+@torch.no_grad()
+def begin_alike(tensors: Sequence[Tensor], about: object) -> None:
+    """Give all ranks rank 0's numbers.
+
+    Args:
+        tensors: a model's parameters and buffers.
+        about: what else has to be the same everywhere; its `repr` is compared.
+
+    Raises:
+        UsageError: for another model, or something else about it, on some rank.
+    """
+    if number_of_ranks() == 1:
+        return
+    others = unlike([about, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)])
+    if others:
+        raise UsageError(
+            f"the model or its configuration is another one on ranks {others} than on rank 0. Write the same "
+            "model, optimizer and config on every rank; only the data may differ."
+        )
+    for tensor in tensors:
+        sent = tensor.detach().contiguous()
+        dist.broadcast(sent, src=0)
+        tensor.copy_(sent)
+
+
+def unlike(about: object) -> list[int]:
+    """Return the ranks on which something has another `repr` than on rank 0."""
+    if number_of_ranks() == 1:
+        return []
+    everywhere: list[str] = [""] * number_of_ranks()
+    dist.all_gather_object(everywhere, hashlib.sha256(repr(about).encode()).hexdigest())
+    return [number for number, one in enumerate(everywhere) if one != everywhere[0]]
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[Tensor]) -> None:
+    """Replace each gradient by its mean over all ranks. A rank without one counts as zeros.
+
+    Args:
+        parameters: the same on all ranks, in the same order; without a gradient anywhere they stay so.
+
+    Raises:
+        UsageError: on every rank, for a gradient that is sparse on any.
+    """
+    if number_of_ranks() == 1 or not parameters:
+        return
+    here = [_kind(parameter.grad) for parameter in parameters]
+    anywhere = torch.tensor(here, dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+    kinds = anywhere.tolist()
+    if SPARSE in kinds:
+        raise UsageError(
+            f"the gradient of parameter {kinds.index(SPARSE)} is sparse, which is not averaged over ranks. "
+            "Write Embedding(..., sparse=False)."
+        )
+    used = [parameter for parameter, kind in zip(parameters, kinds, strict=True) if kind != ABSENT]
+    for bucket in _buckets(_gradient(parameter) for parameter in used):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(number_of_ranks())
+        dist.all_reduce(flat)
+        for gradient, mean in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def all_agree(done: bool, device: torch.device) -> bool:
+    """Return whether something was done on every rank, once all have tried."""
+    if number_of_ranks() == 1:
+        return done
+    failures = torch.tensor([not done], dtype=torch.int32, device=device)
+    dist.all_reduce(failures)
+    return failures.item() == 0
+
+
+def _kind(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return ABSENT
+    return DENSE if gradient.layout is torch.strided else SPARSE
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        dtype = torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
+        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+    return parameter.grad
+
+
+def _buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group neighbours of one dtype and device, up to `BUCKET` entries or one gradient."""
+    bucket: list[Tensor] = []
+    entries = 0
+    for gradient in gradients:
+        alike = bucket and (bucket[0].dtype, bucket[0].device) == (gradient.dtype, gradient.device)
+        if bucket and not (alike and entries + gradient.numel() <= BUCKET):
+            yield bucket
+            bucket, entries = [], 0
+        bucket.append(gradient)
+        entries += gradient.numel()
+    if bucket:
+        yield bucket

@@ -1,0 +1,265 @@
+"""Runs in which nothing is lost and nothing is learned: zero gradients, dead units, a wrong optimizer."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+from preamp.doctor.evidence import Record
+from preamp.doctor.finding import Finding
+from preamp.doctor.forward import run_in_float32
+from preamp.doctor.headroom import is_cut_off, is_far_too_low
+from preamp.doctor.history import SHORT, number
+from preamp.doctor.snapshots import module_name
+from preamp.record.exponents import exponent_of
+from preamp.record.formatting import percent
+from preamp.record.snapshots import Look, LookRow, module_of
+
+MOST_VALUES: Final = 10_000  # of batches in an epoch
+LEAST_CLIPPED: Final = 2.0**10  # at such a scale no bound of a norm is so small that it is meant
+MOST_CLIPPED: Final = 100.0
+ALIKE: Final = 1.01
+NEARLY, ALIVE = 0.97, 0.9  # shares of zeros: of units that died, and at most of those that live
+
+
+def not_learning(record: Record) -> Finding | None:
+    """Find weights that do not change: nothing reaches them in backward, or losses repeat exactly."""
+    if is_cut_off(record):
+        return _cut_off(record)
+    losses = record.loss.finite()
+    if unused := _other_parameters(record):
+        return unused
+    tail = max(len(losses) // 4, SHORT // 2)
+    if len(losses) < 2 * SHORT or len(losses) < len(record):
+        return None
+    late = set(losses[-tail:])
+    if late == {0.0} or len(late) > MOST_VALUES or not late <= set(losses[-2 * tail : -tail]):
+        return None
+    if is_far_too_low(record):
+        return None  # gradients round to zero: the weights do not change because of the scale
+    moved = next((place for place in reversed(range(len(losses))) if losses[place] not in late), None)
+    if moved is not None:
+        return _stopped_learning(record, moved + 1, len(losses))
+    values = len(late)
+    count = "the same value in all" if values == 1 else f"only {values:,} different values in"
+    return Finding(
+        kind="not learning",
+        severity="problem",
+        sentence=f"The loss has {count} {len(losses):,} steps, and the end of the run repeats those of the "
+        "beginning exactly: the weights do not change.",
+        advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
+        "model (after .to() and wrapping), and that the loss depends on them.",
+        numbers={"values": values, "steps": len(losses)},
+    )
+
+
+def _cut_off(record: Record) -> Finding:
+    return Finding(
+        kind="not learning",
+        severity="problem",
+        sentence=f"All gradients were exactly zero in all {len(record):,} steps, although the loss times the "
+        "scale is far too large for them to round to zero: the loss does not depend on the parameters that "
+        "are trained.",
+        advice="Look for detach(), stop_gradient, no_grad or an argmax between the parameters and the loss, "
+        "for frozen parameters, and for an optimizer that was given the parameters of another model.",
+        numbers={"steps": len(record)},
+    )
+
+
+def _stopped_learning(record: Record, place: int, steps: int) -> Finding:
+    return Finding(
+        kind="stopped learning",
+        severity="problem",
+        sentence=f"From step {record.index[place]:,} on, the losses of {steps - place:,} steps repeat "
+        "exactly: the weights no longer change.",
+        advice="If the loss is worse than before, the learning rate was most likely too high, and units have "
+        "died: lower it, or warm it up. Otherwise look whether the schedule has reached 0.",
+        numbers={"start": place, "steps": steps - place},
+    )
+
+
+def _other_parameters(record: Record) -> Finding | None:
+    """Find an optimizer whose gradients are all zero, while those of the model are not."""
+    norms = record.grad_norm.finite()
+    look = record.look
+    if len(norms) < SHORT or any(norms) or look is None:
+        return None
+    if not any(row.what == "gradient" and row.histogram.nonzero for row in look.rows):
+        return None
+    return Finding(
+        kind="not learning",
+        severity="problem",
+        sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the model "
+        "were not: the optimizer has other parameters.",
+        advice="Make the optimizer last, after model.to(...) and whatever copies or wraps the model.",
+        numbers={"steps": len(norms)},
+    )
+
+
+def clipped_while_scaled(record: Record) -> Finding | None:
+    """Find gradients that were clipped before they were unscaled: norm times scale is constant."""
+    norms = record.grad_norm
+    bounds = array(
+        "d",
+        (
+            norm * scale
+            for norm, known, scale in zip(norms.values, norms.known, record.scales, strict=False)
+            if known and scale >= LEAST_CLIPPED and math.isfinite(norm)
+        ),
+    )
+    if len(bounds) < SHORT:
+        return None
+    ordered = sorted(bounds)
+    low, bound, high = (ordered[len(ordered) * tenth // 10] for tenth in (1, 5, 9))
+    if not 0.0 < high <= MOST_CLIPPED or high > ALIKE * low:
+        return None
+    return Finding(
+        kind="clipped while scaled",
+        severity="problem",
+        sentence=f"In nearly all steps the gradient norm times the scale is {number(bound)}: the gradients "
+        "were clipped while they were still scaled, so the updates are as many times too small as the "
+        "scale is large.",
+        advice="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
+        "scaler.unscale_(optimizer) before clip_grad_norm_. In optax, put the clipping inside: "
+        "loss_scaled(optimizer, max_norm=...).",
+        numbers={"bound": bound},
+    )
+
+
+def poisoned_buffers(record: Record) -> Finding | None:
+    """Find buffers, such as BatchNorm's statistics, that a skipped step has left at inf or NaN."""
+    names = record.buffers
+    if not names:
+        return None
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return Finding(
+        kind="poisoned buffers",
+        severity="problem",
+        sentence=f"After a skipped step, {shown} held inf or NaN. A skipped step protects the weights and "
+        "not the buffers of modules: in evaluation the model gives NaN.",
+        advice="Reset them, or go back to a checkpoint before that step: module.reset_running_stats() for "
+        "BatchNorm. An overflow in forward put them there; run the modules before it in float32.",
+        numbers={"buffers": len(names)},
+    )
+
+
+def dead_units(record: Record) -> Finding | None:
+    """Find modules whose outputs have become zero, so that nothing before them gets a gradient."""
+    clean = [look for look in record.looks if not any(r.histogram.nonfinite for r in look.rows)]
+    looks = clean[-2:]
+    if len(looks) < 2:
+        return None
+    dead = [{row.name for row in look.rows if row.what == "activation" and _is_zero(row)} for look in looks]
+    stuck = [{row.name for row in look.rows if row.what != "activation" and _is_zero(row)} for look in looks]
+    names = [row.name for row in looks[-1].rows if row.name in dead[0] & dead[1]]
+    if not names or not stuck[0] & stuck[1]:
+        return _nearly_dead(clean) or _fed_with_zeros(clean)
+    always = any(row.name == names[0] and row.what == "activation" and _is_zero(row) for row in clean[0].rows)
+    began = (
+        "It starts so: its first weights or biases are at fault, or something in it overflows and is divided "
+        f"by, which gives 0. {run_in_float32(names[0])}"
+    )
+    return Finding(
+        kind="dead units",
+        severity="problem",
+        sentence=f"All outputs of {module_name(names[0])} are exactly zero "
+        f"{'from the first look on' if always else 'in the last looks'}, and the gradients of "
+        f"{len(stuck[0] & stuck[1]):,} modules with them.",
+        advice=began if always else DIED,
+        numbers={"modules": len(stuck[0] & stuck[1])},
+    )
+
+
+def _is_zero(row: LookRow) -> bool:
+    return row.histogram.zeros > 0 and row.histogram.zeros == row.histogram.total
+
+
+DIED: Final = (
+    "Its units have died. The usual reason is a learning rate that was too high at the start. Lower it, "
+    "warm it up, or use an activation that does not die, such as GELU."
+)
+
+
+def _nearly_dead(clean: Sequence[Look]) -> Finding | None:
+    """Find a module that put out zeros here and there at first, and nearly nothing but zeros at the end."""
+    first, late = clean[0], clean[-2:]
+    for row in first.rows:
+        if row.what != "activation" or _zeros(row) > ALIVE:
+            continue
+        rows = [next((r for r in look.rows if _is_same(r, row)), None) for look in late]
+        share = min((_zeros(r) if r is not None else 0.0) for r in rows)
+        unmoved = min(
+            max((_zeros(r) for r in look.rows if r.what == "gradient"), default=0.0) for look in late
+        )
+        if share >= NEARLY and unmoved >= ALIVE:
+            return Finding(
+                kind="dead units",
+                severity="problem",
+                sentence=f"{percent(share)} of the outputs of {module_name(row.name)} are exactly zero in "
+                f"the last looks, and {percent(_zeros(row))} were in the first; {percent(unmoved)} of the "
+                "weights of a module get no gradient.",
+                advice=DIED,
+                numbers={"zeros": share, "gradients": unmoved},
+            )
+    return None
+
+
+def _fed_with_zeros(clean: Sequence[Look]) -> Finding | None:
+    """Find units that died between two modules, by the gradients of single parameters.
+
+    The gradient of a bias is that of the output; that of a weight is that times the input. So a module of
+    which one is zero, and not the other, was given nothing but zeros. One that sends them learns nothing.
+    """
+    found = [_by_parameter(look) for look in clean]
+    (dead, fed), (dead_before, fed_before) = found[-1], found[-2]
+    modules, given = sorted(dead & dead_before), sorted(fed & fed_before)
+    if not modules or not given:
+        return None
+    always = all(one[0] >= set(modules) for one in found)
+    return Finding(
+        kind="dead units",
+        severity="problem",
+        sentence=f"The gradients of all parameters of {module_name(modules[0])} are exactly zero "
+        f"{'from the first look on' if always else 'in the last looks'}. In {module_name(given[0])} those of "
+        "the weight are zero and those of the bias are not: it is given nothing but zeros.",
+        advice="All units between them are dead from the start: look at the first weights and biases, such "
+        "as a large negative bias before a ReLU."
+        if always
+        else DIED,
+        numbers={"modules": len(modules)},
+    )
+
+
+def _by_parameter(look: Look) -> tuple[set[str], set[str]]:
+    """Return the modules whose gradients are all zero, and those where it is all but the smallest.
+
+    Both are empty where gradients come so near the end of the format that zeros may be the scale's fault. A
+    lens has one row for all parameters of a module, and tells NaN from inf: it cannot answer this.
+    """
+    modules: dict[str, list[LookRow]] = {}
+    for row in look.rows:
+        if row.what == "gradient" and row.nans is None:
+            modules.setdefault(module_of(row.name), []).append(row)
+    several = {name: rows for name, rows in modules.items() if len(rows) > 1}
+    alive = [row.histogram.low for rows in modules.values() for row in rows if row.histogram.nonzero]
+    if not alive or min(alive) <= exponent_of(look.band.normal):
+        return set(), set()
+    dead = {name for name, rows in several.items() if all(map(_is_zero, rows))}
+    fed = {name for name, rows in several.items() if _is_bias_alone(rows)}
+    return dead, fed
+
+
+def _is_bias_alone(rows: Sequence[LookRow]) -> bool:
+    """Return whether of the parameters of a module the smallest alone gets a gradient."""
+    bias, *others = sorted(rows, key=lambda row: row.histogram.total)
+    return not _is_zero(bias) and all(map(_is_zero, others))
+
+
+def _zeros(row: LookRow) -> float:
+    return row.histogram.zeros / row.histogram.total if row.histogram.total else 0.0
+
+
+def _is_same(one: LookRow, other: LookRow) -> bool:
+    return (one.name, one.what) == (other.name, other.what)

@@ -1,0 +1,275 @@
+"""Jaxprs, as every JAX from 0.6 to 0.12 has them: the one file that touches what JAX only half promises.
+
+This room decides how a jaxpr, a variable and an equation are made and read, and where primitives keep the
+programs they hold. It refuses to know about precision.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend.core as extended
+import numpy as np
+from jax.extend import linear_util
+from jax.extend.core import primitives
+
+
+def _moved(name: str) -> Any:
+    """Return what moved from jax.core to jax.extend.core."""
+    return getattr(extended, name) if hasattr(extended, name) else getattr(jax.core, name)
+
+
+_DropVar, _no_effects, _new_equation = _moved("DropVar"), _moved("no_effects"), _moved("new_jaxpr_eqn")
+_concrete_or_error = _moved("concrete_or_error")
+_suffixed = "suffix" in inspect.signature(extended.Var).parameters  # JAX 0.6.0
+
+PRIMITIVES = frozenset(getattr(primitives, name).name for name in dir(primitives) if name.endswith("_p"))
+"""The names of JAX's own primitives."""
+
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "shard_map": "jaxpr",
+    "xla_pmap": "call_jaxpr",
+}
+"""Primitives that run one program on their operands, one to one, and the parameter that holds it."""
+
+REGION = "preamp_autocast_"
+_REGION = re.compile(REGION + r"\w+")
+
+_HELD = CALLS | {"scan": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+def inner(jaxpr: Any) -> Any:
+    """Return the open jaxpr of an open or a closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def rebuilt(jaxpr: Any, invars: list[Any], outvars: list[Any], equations: list[Any]) -> Any:
+    """Return a jaxpr, closed if `jaxpr` is, with its constants and effects and other contents."""
+    old = inner(jaxpr)
+    new = old.replace(invars=invars, outvars=outvars, eqns=equations, debug_info=old.debug_info)
+    return jaxpr.replace(jaxpr=new) if hasattr(jaxpr, "consts") else new
+
+
+def region_name(equation: Any) -> str | None:
+    """Return the name of the innermost region that wrote an equation, None outside of regions."""
+    return _region_name(str(equation.source_info.name_stack))
+
+
+@cache
+def _region_name(scopes: str) -> str | None:
+    names = _REGION.findall(scopes)
+    return names[-1] if names else None
+
+
+def bodies(equation: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the programs of an equation that rewriting enters, each with the place of its first operand."""
+    name, params = equation.primitive.name, equation.params
+    if name in _HELD:
+        yield params[_HELD[name]], 0
+    elif name == "while":
+        yield params["body_jaxpr"], params["cond_nconsts"]
+    elif name == "cond":
+        yield from ((branch, 1) for branch in params["branches"])
+
+
+def hoistable(equation: Any) -> Sequence[int]:
+    """Return the places of the operands that may be cast before an equation instead of inside of it."""
+    name, params, places = equation.primitive.name, equation.params, range(len(equation.invars))
+    if name == "scan":
+        constants, carried = scan_layout(params)
+        return [*places[:constants], *places[constants + carried :]]
+    if name == "while":
+        return places[params["cond_nconsts"] :][: params["body_nconsts"]]
+    if name == "cond":
+        return places[1:]
+    return places if name in _HELD else ()
+
+
+def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
+    """Return how many of a scan's operands are constants, and how many are carried."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()  # since JAX 0.11
+    return len(constants.vals), len(carried.vals)
+
+
+_ROOT = ["f", "solve", "tangent_solve", "solve_traced", "in_avals", "has_aux"]
+
+
+def root_of(equation: Any) -> Any | None:
+    """Return what `lax.custom_root` leaves in a program since JAX 0.12: one object, which holds functions.
+
+    None for other equations, and where that object is made of something else than in 0.12.
+    """
+    root = equation.params.get("_prim")
+    known = type(root).__name__ == "CustomRoot" and [*inspect.signature(type(root)).parameters] == _ROOT
+    return root if known else None
+
+
+def root_with(root: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Return such an object with its function and its solver changed, which must keep their dtypes."""
+    solve = change(root.solve)
+    solve_traced = jax.jit(solve).trace(*root.in_avals[:2])
+    return type(root)(change(root.f), solve, root.tangent_solve, solve_traced, root.in_avals, root.has_aux)
+
+
+def variable(aval: Any) -> Any:
+    """Return a new variable."""
+    return extended.Var("", aval) if _suffixed else extended.Var(aval)  # type: ignore[arg-type]
+
+
+def drops(atom: Any) -> bool:
+    """Tell whether a variable only stands where a result is not wanted."""
+    return isinstance(atom, _DropVar)
+
+
+def dropped(aval: Any) -> Any:
+    """Return a variable for a result that is not wanted."""
+    return _DropVar(aval)
+
+
+def is_literal(atom: Any) -> bool:
+    """Tell whether an operand is a number in the program's text."""
+    return isinstance(atom, extended.Literal)
+
+
+def literal(number: Any, aval: Any) -> Any:
+    """Return a number as an operand."""
+    return extended.Literal(number, aval)
+
+
+def is_array(aval: Any) -> bool:
+    """Tell whether an abstract value is an array, and not a token or a reference."""
+    return isinstance(aval, jax.core.ShapedArray)
+
+
+def made_equation(
+    operand: Any, result: Any, primitive: Any, params: dict[str, Any], beside: Any | None
+) -> Any:
+    """Return an equation of one operand and one result, of the same source line as the one `beside` it."""
+    if beside is None:
+        return _new_equation([operand], [result], primitive, params, _no_effects)
+    return beside.replace(
+        invars=[operand], outvars=[result], primitive=primitive, params=params, effects=_no_effects
+    )
+
+
+def cast_equation(operand: Any, result: Any, dtype: np.dtype[Any], beside: Any | None) -> Any:
+    """Return the equation of a cast."""
+    params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
+    return made_equation(operand, result, primitives.convert_element_type_p, params, beside)
+
+
+def wrapped_like(function: Callable[..., Any], original: Any) -> Any:
+    """Return a function in the wrapping that a rule of a custom derivative has in a jaxpr, if it has one."""
+    if not hasattr(original, "call_wrapped"):
+        return function
+    return linear_util.wrap_init(function, debug_info=original.debug_info)
+
+
+def are_known(arrays: Iterable[Any]) -> bool:
+    """Tell whether the numbers of all these arrays are known now: nothing is being compiled or mapped."""
+    try:
+        for array in arrays:
+            _concrete_or_error(None, array)
+    except jax.errors.ConcretizationTypeError:
+        return False
+    return True
+
+
+def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Run a closed jaxpr's equations one by one.
+
+    What is being differentiated is called as `jnp` calls it: every operator as a small `jit`, whose
+    derivative JAX keeps. To differentiate the operators themselves takes twice as long.
+    """
+    program = inner(jaxpr)
+    if any(hasattr(array, "tangent") for array in [*arrays, *jaxpr.consts]):
+        mesh = jax.sharding.get_abstract_mesh()
+        program = program.replace(eqns=[_as_jit(equation, mesh) for equation in program.eqns])
+    results = jax.core.eval_jaxpr(program, jaxpr.consts, *arrays)
+    return [
+        jax.numpy.asarray(result, atom.aval.dtype) if is_literal(atom) else result
+        for result, atom in zip(results, program.outvars, strict=True)
+    ]
+
+
+def _as_jit(equation: Any, mesh: Any) -> Any:
+    """Return an equation as the `jit` of its operator; as it is if it has effects or holds a program."""
+    if equation.effects or any(subprograms(equation)):
+        return equation
+    avals = tuple(tuple(atom.aval for atom in atoms) for atoms in (equation.invars, equation.outvars))
+    try:
+        jit, params = _jit_of(equation.primitive, tuple(equation.params.items()), *avals, mesh)
+    except TypeError:  # a parameter that cannot be hashed
+        return equation
+    return equation.replace(primitive=jit, params=params)
+
+
+@lru_cache(maxsize=4096)
+def _jit_of(
+    primitive: Any, params: Sequence[tuple[str, Any]], given: Sequence[Any], gives: Sequence[Any], mesh: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the primitive and parameters of a `jit` of one operator, as it is within a mesh."""
+    template_of = jax.make_jaxpr(jax.jit(lambda *operands: (0.0,) * len(gives)))
+    (template,) = template_of(*[0.0] * len(given)).eqns
+    operands, results = [variable(aval) for aval in given], [variable(aval) for aval in gives]
+    operator = _new_equation(operands, results, primitive, dict(params), _no_effects)
+    program = rebuilt(template.params["jaxpr"], operands, results, [operator])
+    inline = getattr(type(template.params["inline"]), "JAX_EARLY", True)  # an enum since JAX 0.12
+    changed = {"jaxpr": program, "name": primitive.name, "inline": inline}
+    return template.primitive, template.params | changed
+
+
+def subprograms(equation: Any) -> Iterator[Any]:
+    """Yield every program that an equation holds, entered or not."""
+    for value in equation.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, extended.Jaxpr | extended.ClosedJaxpr):
+                yield each
+
+
+def source_line(equation: Any) -> str:
+    """Return the line that an equation comes from, as `file:line (function)`: the user's, else a library's.
+
+    "-" where it is not known, as in functions that JAX traced on its own.
+    """
+    traceback = equation.source_info.traceback
+    # JAX keeps what it traced. Until 0.8 the frames of a nested program go on with those of its first caller.
+    traced = takewhile(lambda frame: frame.function_name != _TRACER, traceback.frames if traceback else ())
+    frames = [frame for frame in traced if _is_told(frame.file_name)]
+    for frame in (*(frame for frame in frames if not _is_installed(frame.file_name)), *frames[:1]):
+        return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return "-"
+
+
+_TRACER = "trace_to_jaxpr_dynamic"  # JAX's function around a nested program
+_OURS = Path(__file__).parents[2]
+_NEVER_TOLD = (*(str(folder) + os.sep for folder in (Path(jax.__file__).parent, _OURS)), "<frozen")
+_INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+
+
+def _is_told(path: str) -> bool:
+    return not path.startswith(_NEVER_TOLD)
+
+
+def _is_installed(path: str) -> bool:
+    return any(part in path for part in _INSTALLED)

@@ -1,0 +1,341 @@
+"""Gradients of a scaled loss, as a type of their own that carries the loss scale in them.
+
+Whatever computes with them as if they were plain gradients gets an error that says what to write. There are
+three places for it: operators and conversions of the object, functions of optax that take it apart, and
+arithmetic on the leaf that holds the scale and the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import random as extend_random
+
+from preamp.errors import UsageError
+from preamp.jax import axes
+from preamp.jax.scaling import gradients as arithmetic
+from preamp.jax.scaling.optax_callers import optax_caller
+from preamp.jax.scaling.states import UNKNOWN_LOSS
+
+WHAT = "gradients times the loss scale, which only loss_scaled(...) takes"
+INSIDE = "Write loss_scaled around the whole optimizer, loss_scaled(optax.chain(...))"
+INSTEAD = (
+    "Write scaled.unscale() for the true gradients, as in optax.tree.norm(scaled.unscale()), or "
+    "scaled.map(lambda g: g / 2) for a linear function of each"
+)
+
+
+class NoSuchAttribute(UsageError, AttributeError):
+    """An attribute of arrays or dictionaries that scaled gradients do not have: `hasattr` is false."""
+
+
+class Named(type):
+    """The type of `ScaledGradients`. JAX prints types where two trees differ: this one says what to write."""
+
+    def __repr__(cls) -> str:
+        return f"<class 'preamp.jax.{cls.__name__}': {WHAT}. {INSIDE}. {INSTEAD}>"
+
+
+class ScaledGradients(metaclass=Named):
+    """Gradients of a scaled loss, with the scale that was in it.
+
+    `scaled_value_and_grad` returns them, and the `update` of `loss_scaled` takes nothing else. It is a
+    pytree, so it passes through `jit`, `scan`, `shard_map`, `jax.tree.map(lambda leaf: leaf, ...)`, donation,
+    pickle and copies. It is not a tree of plain arrays: one leaf holds the scale in a dtype without
+    arithmetic, on which JAX raises, and a function of optax that takes it apart raises a UsageError. A chain
+    that is written in the wrong order cannot clip scaled gradients.
+
+    Two of them can be added, and `sum` adds many. The second is converted to the scale of the first, so
+    gradients accumulate correctly even if the scale has changed between them. To start from zeros, in a
+    `scan`, write ``jax.tree.map(jnp.zeros_like, scaled)``.
+
+    Args:
+        gradients: a tree of arrays, those of a loss times `scale`.
+        scale: a floating scalar, stored as float32.
+        loss: the loss itself, not scaled, a real scalar. None: it is not known.
+
+    Attributes:
+        gradients: the tree, still scaled.
+        scale: a float32 scalar.
+        loss: a float32 scalar that `last_step` reports; float32's lowest finite number where it is not known.
+            A sum has the sum of the losses; what `map` returns has none.
+
+    Raises:
+        UsageError: for a scale that is not a floating scalar, a loss that is not a real scalar, gradients
+            that have a scale already, and for arithmetic, comparisons and conversions of the object.
+
+    >>> import jax.numpy as jnp
+    >>> scaled = ScaledGradients({"w": jnp.array([8.0, 16.0])}, 8.0)
+    >>> (scaled + scaled.map(lambda g: 3 * g)).unscale()["w"].tolist()
+    [4.0, 8.0]
+    """
+
+    gradients: Any
+
+    def __init__(self, gradients: Any, scale: Any, loss: Any = None) -> None:
+        if isinstance(gradients, ScaledGradients):
+            raise UsageError(
+                "these gradients are ScaledGradients already and carry their own scale. Write "
+                "ScaledGradients(scaled.gradients, scale) to replace it."
+            )
+        self.gradients, self._numbers = gradients, _stored(_checked(scale), as_loss(loss))
+
+    @property
+    def scale(self) -> Any:
+        """The scale that was in the loss, a float32 scalar."""
+        return _read(self._numbers)[..., 0]
+
+    @property
+    def loss(self) -> Any:
+        """The loss that they are gradients of, not scaled, a float32 scalar.
+
+        float32's lowest finite number where it is not known.
+        """
+        return _read(self._numbers)[..., 1]
+
+    def map(self, function: Callable[[Any], Any]) -> ScaledGradients:
+        """Apply a linear function to each floating or complex array, such as a division.
+
+        The function must be linear, because the gradients are still scaled: ``scaled.map(lambda g: g / 2)``.
+        Clipping is not linear: write ``loss_scaled(inner, max_norm=...)`` for it.
+
+        For a mean over devices write ``scaled_value_and_grad(loss_fn, axis_name="data")``. A ``map(lambda g:
+        lax.pmean(g, "data"))`` is right in `pmap`, and in `shard_map` with ``check_vma=False``. With its
+        checks the gradients of parameters that all devices share are the sum over devices already, which a
+        mean leaves as it is: n times too large, for n devices.
+
+        Raises:
+            UsageError: for what cannot be called, and for a function that sums, averages or gathers over
+                devices what `shard_map` knows to be equal on all of them.
+        """
+        if not callable(function):
+            raise UsageError(
+                f"map({function!r:.60}) needs a function of one array. Write scaled.map(lambda g: g / 4)."
+            )
+        _check_reduction(function, self.gradients)
+        scale = self.scale
+        numbers = _stored(scale, jnp.full_like(scale, UNKNOWN_LOSS))
+        return _made(arithmetic.each(function, self.gradients), numbers)
+
+    def unscale(self) -> Any:
+        """Return the gradients divided by the scale: float32 where they were shorter."""
+        return arithmetic.multiplied(self.gradients, 1.0 / single(self).scale)
+
+    def __add__(self, other: Any) -> ScaledGradients:
+        """Return the sum, in float32 where the gradients are shorter, scaled as the first of the two."""
+        if not isinstance(other, ScaledGradients):
+            raise UsageError(
+                f"ScaledGradients + {type(other).__name__}: only ScaledGradients can be added, because plain "
+                "gradients have no scale. Write ScaledGradients(gradients, scale) for the second."
+            )
+        mine, theirs = single(self).scale, single(other).scale
+        # A scale of 0 is that of jax.tree.map(jnp.zeros_like, scaled): zeros at any scale.
+        common = jnp.where(mine == 0.0, theirs, mine)
+        converted = arithmetic.multiplied(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
+        total = jax.tree.map(_sum, arithmetic.wide(self.gradients), converted)
+        return _made(total, _stored(common, _sum_of_losses(self.loss, other.loss)))
+
+    def __radd__(self, other: Any) -> ScaledGradients:
+        """Add to the 0 that `sum` starts with."""
+        return self if isinstance(other, int) and other == 0 else self.__add__(other)
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether the gradients are a mapping with this name: flax's `TrainState` asks."""
+        return hasattr(self.gradients, "keys") and name in self.gradients
+
+    def __iter__(self) -> Any:
+        """Raise, as indexing does."""
+        return self[0]
+
+    def __getitem__(self, name: Any) -> NoReturn:
+        """Raise: what is taken out would be scaled, without its scale."""
+        raise UsageError(
+            f"ScaledGradients cannot be indexed or unpacked, here by {name!r}: the part would have lost its "
+            "scale. Write scaled.unscale() for the true gradients, or ScaledGradients(scaled.gradients[...], "
+            "scaled.scale)."
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise: this is neither an array nor a dictionary."""
+        if name.startswith("_"):  # what pickle, copy, NumPy and JAX ask for
+            raise AttributeError(f"'ScaledGradients' object has no attribute {name!r}")
+        raise NoSuchAttribute(f"ScaledGradients have no {name!r}: they are {WHAT}. {INSTEAD}.")
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether it is the same object; raise for another one of the type."""
+        if self is not other and isinstance(other, ScaledGradients):
+            raise UsageError(
+                "ScaledGradients cannot be compared with ==. Write jax.tree.map(jnp.array_equal, "
+                "first.unscale(), second.unscale())."
+            )
+        return self is other
+
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"ScaledGradients({self.gradients!r})"
+
+
+def single(scaled: ScaledGradients) -> ScaledGradients:
+    """Return gradients that have one scale.
+
+    Raises:
+        UsageError: for those of several examples or devices at once, as `vmap` and `pmap` return them.
+    """
+    if shape := scaled._numbers.shape:
+        raise UsageError(
+            f"the scale of these ScaledGradients is an array of shape {shape}: they are those of several "
+            "examples or devices, stacked by vmap or pmap. Write jax.vmap(lambda s: s.unscale())(scaled) "
+            "for the true gradients of each, or scaled_value_and_grad of the mean loss for their mean."
+        )
+    return scaled
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: ScaledGradients, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(f"ScaledGradients have no {name}: they are {WHAT}. {INSTEAD}.")
+
+    refuse.__name__ = refuse.__qualname__ = name
+    return refuse
+
+
+_BINARY = ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "divmod")
+_OTHER = "neg pos abs round len reversed float int complex index array jax_array format setitem delitem"
+_ORDER = ("lt", "le", "gt", "ge")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHER.split(), *_ORDER):
+    setattr(ScaledGradients, f"__{_name}__", _refusing(f"__{_name}__"))
+
+
+def _no_random_numbers(*_: Any, **__: Any) -> NoReturn:
+    raise UsageError("the scale of ScaledGradients is not a key for random numbers.")
+
+
+# Scale and loss are stored in the bits of a JAX key: the one dtype that every transformation passes through
+# and on which arithmetic raises. The tag stands in the TypeError that JAX raises then. Nothing is registered.
+_IMPLEMENTATION = extend_random.define_prng_impl(
+    key_shape=(2,),
+    seed=_no_random_numbers,
+    split=_no_random_numbers,
+    random_bits=_no_random_numbers,
+    fold_in=_no_random_numbers,
+    name="preamp.jax.ScaledGradients",
+    tag=f"of preamp's ScaledGradients, {WHAT}. {INSIDE}. {INSTEAD}",
+)
+
+
+def _stored(scale: Any, loss: Any) -> Any:
+    bits = lax.bitcast_convert_type(jnp.stack([scale, loss], axis=-1), jnp.uint32)
+    return jax.random.wrap_key_data(bits, impl=_IMPLEMENTATION)
+
+
+def _read(numbers: Any) -> Any:
+    return lax.bitcast_convert_type(jax.random.key_data(numbers), jnp.float32)
+
+
+def _checked(scale: Any) -> Any:
+    """Return a scale as a float32 scalar."""
+    kind = getattr(scale, "dtype", type(scale))
+    number = kind in (int, float) or (kind is not bool and jnp.issubdtype(kind, jnp.floating))
+    if not number or jnp.shape(scale):
+        what = f"an array of shape {jnp.shape(scale)}" if number else f"{scale!r:.60}"
+        raise UsageError(
+            f"the scale of ScaledGradients is {what}, not a floating scalar. Write "
+            "ScaledGradients(gradients, opt_state.policy_state.scale), with the scale that was in the loss."
+        )
+    if isinstance(scale, float | int) and not 0.0 < scale < math.inf:  # an array is not read for this
+        raise UsageError(
+            f"the scale of ScaledGradients is {float(scale)!r}; a loss scale is positive and finite. Write "
+            "ScaledGradients(gradients, opt_state.policy_state.scale), with the scale that was in the loss."
+        )
+    return jnp.asarray(scale).astype(jnp.float32)
+
+
+def as_loss(value: Any, name: str = "loss") -> Any:
+    """Return a loss as a float32 scalar, `UNKNOWN_LOSS` for None.
+
+    Raises:
+        UsageError: for what is not a real scalar.
+    """
+    if value is None:
+        return jnp.full((), UNKNOWN_LOSS, jnp.float32)
+    kind = getattr(value, "dtype", type(value))
+    is_real = kind in (int, float) or any(
+        hasattr(value, "dtype") and jnp.issubdtype(kind, real) for real in (jnp.floating, jnp.integer)
+    )
+    if not is_real or jnp.shape(value):
+        what = f"{value!r:.60}" if not is_real else f"an array of shape {jnp.shape(value)}"
+        raise UsageError(
+            f"{name}={what} is not a real scalar, such as the loss is. Write {name}=value with what "
+            "scaled_value_and_grad returned, or leave it out."
+        )
+    return jnp.asarray(float(value) if kind is int else value).astype(jnp.float32)
+
+
+def _check_reduction(function: Callable[[Any], Any], gradients: Any) -> None:
+    """Raise for a mean over devices of gradients that are the sum over them."""
+    leaves = [leaf for leaf in arithmetic.inexact_leaves(gradients) if isinstance(leaf, jax.core.Tracer)]
+    one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves}
+    for leaf in one_of_each_kind.values():
+        name = axes.reduced_in_vain(function, leaf)
+        if name is not None:
+            raise UsageError(
+                f"map was given a sum, mean or gather over the axis {name!r}, along which these gradients do "
+                "not differ: shard_map has summed them over devices already, since the parameters are the "
+                "same on all of them. The mean of equal numbers would leave the sum. Write "
+                f"scaled_value_and_grad(loss_fn, axis_name={name!r}), which averages value and gradients."
+            )
+
+
+def _sum_of_losses(first: Any, second: Any) -> Any:
+    """Return the sum of two losses; `UNKNOWN_LOSS` if one of them is."""
+    is_known = (first != UNKNOWN_LOSS) & (second != UNKNOWN_LOSS)
+    return jnp.where(is_known, first + second, UNKNOWN_LOSS)
+
+
+def _sum(first: Any, second: Any) -> Any:
+    return first + second if arithmetic.is_inexact(first) else first
+
+
+def _made(gradients: Any, numbers: Any) -> ScaledGradients:
+    """Return an instance of what is given, unchecked: JAX puts other things than arrays into trees."""
+    scaled = object.__new__(ScaledGradients)
+    scaled.gradients, scaled._numbers = gradients, numbers
+    return scaled
+
+
+def _check_caller(caller: str | None) -> None:
+    """Raise if a function of optax is taking scaled gradients apart.
+
+    It would compute with them, and not all that it could do raises on the leaf of the scale: `zero_nans`
+    would pass, and `optax.tree.norm` end in an error of JAX that does not help. What only passes them on, as
+    a chain does, does not take them apart.
+    """
+    if caller:
+        raise UsageError(f"{caller} was given ScaledGradients, {WHAT}. {INSIDE}. {INSTEAD}.")
+
+
+def _flatten(scaled: ScaledGradients) -> tuple[tuple[Any, Any], None]:
+    _check_caller(optax_caller())
+    return (scaled.gradients, scaled._numbers), None
+
+
+def _flatten_with_names(scaled: ScaledGradients) -> tuple[list[tuple[Any, Any]], None]:
+    _check_caller(optax_caller())
+    names = jax.tree_util.GetAttrKey("gradients"), jax.tree_util.GetAttrKey("scale")
+    return list(zip(names, (scaled.gradients, scaled._numbers), strict=True)), None
+
+
+def _unflatten(_: None, children: Iterable[Any]) -> ScaledGradients:
+    return _made(*children)
+
+
+jax.tree_util.register_pytree_with_keys(ScaledGradients, _flatten_with_names, _unflatten, _flatten)

@@ -1,0 +1,168 @@
+"""A training step whose update is one conditional: what makes loss scaling cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import optax
+
+from preamp.checks import shown
+from preamp.errors import UsageError
+from preamp.jax.scaling import deferred_casts as tails
+from preamp.jax.scaling import gradients
+from preamp.jax.scaling.differentiation import differentiated, scale_in, unscaled_loss
+from preamp.jax.scaling.model_state import keep_on_skip
+from preamp.jax.scaling.modules import refuse_stateful
+from preamp.jax.scaling.scaled_gradients import ScaledGradients
+from preamp.jax.scaling.states import LossScaledState, find, found_in
+from preamp.jax.scaling.transformation import Scaling, declared
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    scaled_gradients: ScaledGradients,
+    opt_state: LossScaledState,
+    params: Any,
+    **extra: Any,
+) -> tuple[Any, Any]:
+    """Return the parameters and the optimizer's state after a step, both as they were if it is skipped.
+
+    Under `jit` all of the update, `optax.apply_updates` included, is one branch of one conditional.
+
+    Args:
+        optimizer: what `loss_scaled` returned, not a transformation with that inside.
+        scaled_gradients: of `scaled_value_and_grad`, a tree like `params`.
+        opt_state: of `optimizer.init(params)`.
+        params: a tree of arrays.
+        extra: what the inner optimizer's `update` takes besides, such as `value`, which is also recorded as
+            the step's loss. A `grad` may be `ScaledGradients`; without one it is the gradients of this step.
+
+    Raises:
+        UsageError: for an optimizer or a state that is not of `loss_scaled`, gradients that do not say their
+            scale, and gradients that are not a tree like the parameters.
+    """
+    if params is None:
+        raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
+    find(opt_state)
+    scaling = _scaling(optimizer)
+    scaled, extra = declared(scaled_gradients, extra)
+    return scaling.apply(scaled, opt_state, params, extra)
+
+
+def step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    has_aux: bool = False,
+    axis_name: Hashable = None,
+    keep_state: bool | None = None,
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """Return a training step: ``step(params, opt_state, *args) -> value, params, opt_state``.
+
+    With `has_aux` the first is (value, aux). Compile it: ``jax.jit(step, donate_argnums=(0, 1))``. Where
+    parameters are sharded over explicit axes, make the state with ``jax.jit(optimizer.init)(params)``.
+
+    A model's state, such as the running statistics of a batch norm, goes in as an argument and comes back in
+    aux. On a skipped step it comes back as it was: an overflow in forward would otherwise leave inf or NaN in
+    it for ever. New state is recognized in aux as a dictionary, module or other node with names that has all
+    entries of one argument, or of a part of it, by path and shape. Other entries of it, such as metrics, are
+    returned as they were computed. A node that has some of the entries only is an error.
+
+    Args:
+        loss_fn: a function of the parameters and what else the step is given, by position or by name, to a
+            floating scalar; or to a pair of it and anything. Of `optax.LookaheadParams` it is given the fast
+            ones.
+        optimizer: what `loss_scaled` returned, not a transformation with that inside. Its `update` is given
+            `value`, `grad` and `value_fn` as well, for what takes them.
+        has_aux: whether `loss_fn` returns a pair.
+        axis_name: the axis of `pmap` or `shard_map` along which devices have other examples, or a tuple of
+            them: value and gradients are averaged.
+        keep_state: whether state in aux comes back as it was on a skipped step. None: where it is recognized.
+            True: there has to be state, and single entries with the path and shape of an argument's are state
+            too. False: aux is what the loss function returned.
+
+    Raises:
+        UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; for state
+            in aux that could be that of several arguments or agrees with one only in part, and for
+            `keep_state=True` without any.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from preamp.jax import last_step, loss_scaled
+    >>> optimizer = loss_scaled(optax.sgd(0.25))
+    >>> train = jax.jit(step(lambda w, x: (w * x) ** 2, optimizer))
+    >>> w = jnp.float32(1.0)
+    >>> value, w, state = train(w, optimizer.init(w), 1.0)
+    >>> float(value), float(w), last_step(state).grad_norm
+    (1.0, 0.5, 2.0)
+    >>> value, w, state = train(w, state, jnp.inf)
+    >>> float(value), float(w), last_step(state).new_scale
+    (inf, 0.5, 32768.0)
+    """
+    scaling = _scaling(optimizer)
+    differentiate = differentiated(loss_fn, 0, has_aux, axis_name)
+    _check_keep_state(keep_state, has_aux)
+
+    def train(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+        refuse_stateful(fast)
+        _check_arguments(fast, opt_state)
+        scale, complete = scale_in(opt_state), None
+        if isinstance(scale, jax.core.Tracer):
+            result, scaled, complete = tails.cut(differentiate, scale, fast, *args, **kwargs)
+        else:
+            result, scaled = differentiate(scale, fast, *args, **kwargs)
+        value = result[0] if has_aux else result
+        value_fn = unscaled_loss(loss_fn, has_aux, axis_name, scale, args, kwargs)
+        extra = {"value": value, "value_fn": value_fn}
+        params, opt_state = scaling.apply(ScaledGradients(scaled, scale), opt_state, params, extra, complete)
+        if has_aux and keep_state is not False:
+            aux = keep_on_skip(result[1], opt_state.finite, args, kwargs, required=keep_state is True)
+            result = value, aux
+        return result, params, opt_state
+
+    return train
+
+
+def _scaling(optimizer: Any) -> Scaling:
+    """Return what `loss_scaled` made.
+
+    Raises:
+        UsageError: for any other optimizer, and for one that has `loss_scaled` inside.
+    """
+    scaling = getattr(getattr(optimizer, "update", None), "__self__", None)
+    if not isinstance(scaling, Scaling):
+        maker = getattr(getattr(optimizer, "init", optimizer), "__qualname__", repr(optimizer)).split(".")[0]
+        raise UsageError(
+            f"the optimizer was made by {shown(maker)}, not by loss_scaled, which has to be the outermost: "
+            "what is around it would be given gradients that are still scaled, or run on skipped steps. "
+            "Write loss_scaled(optimizer) around the whole optimizer, such as loss_scaled(optax.chain(...)) "
+            "or loss_scaled(optax.MultiSteps(inner, k))."
+        )
+    return scaling
+
+
+def _check_keep_state(keep_state: Any, has_aux: bool) -> None:
+    if keep_state is not None and not isinstance(keep_state, bool):
+        raise UsageError(
+            f"keep_state={keep_state!r:.60} is not a boolean. Write keep_state=True, or leave it out."
+        )
+    if keep_state and not has_aux:
+        raise UsageError(
+            "keep_state=True, but without has_aux=True the loss function returns no state. Write return "
+            "loss, state and step(loss_fn, optimizer, has_aux=True)."
+        )
+
+
+def _check_arguments(params: Any, opt_state: Any) -> None:
+    """Refuse what would go wrong deep inside of an optimizer."""
+    if found_in(params):
+        raise UsageError("params and opt_state are swapped. Write step(params, opt_state, ...).")
+    find(opt_state)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not gradients.is_inexact(leaf):
+            raise UsageError(
+                f"params{jax.tree_util.keystr(path)} has no gradient: it is {getattr(leaf, 'dtype', leaf)}. "
+                "Write step(loss_fn, optimizer)(params, ...) with floating parameters alone, and give the "
+                "rest as another argument."
+            )

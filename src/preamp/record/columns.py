@@ -1,0 +1,142 @@
+"""The numbers of many steps in columns: 65 bytes a step, where a tuple of Python floats takes 400.
+
+Rows go in and come out as plain tuples in the order of `Step`'s fields. Indices rise from row to row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, MutableSequence
+from typing import Any, Final, TypeAlias
+
+FIELDS: Final = (
+    *("index", "scale", "finite", "skipped", "new_scale", "loss", "grad_norm", "peak", "zeros"),
+    *("culprits", "seconds", "buffers"),
+)  # those of `Step`
+
+OPTIONAL: Final = ("new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
+FINITE, SKIPPED = 1, 2
+KNOWN: Final = tuple(4 << place for place in range(len(OPTIONAL)))  # set where the value is not None
+Names: TypeAlias = tuple[str, ...]
+
+
+class StepColumns:
+    """A growing table of steps.
+
+    The six numbers that may be None have a column of floats each, and a bit in `flags` that says whether the
+    float counts. Names are rare, so they are kept by position.
+    """
+
+    def __init__(self) -> None:
+        self.index: MutableSequence[int] = array("q")
+        self.scale = array("d")
+        self.flags = bytearray()
+        self.optional: tuple[array[float], ...] = tuple(array("d") for _ in OPTIONAL)
+        self.culprits: dict[int, Names] = {}
+        self.buffers: dict[int, Names] = {}
+        self._shared: dict[Names, Names] = {}  # the same names are usually culprits again and again
+
+    def __len__(self) -> int:
+        return len(self.flags)
+
+    def append(self, row: tuple[Any, ...]) -> None:
+        """Add a row of Python's own ints, bools, floats, None and tuples of names."""
+        index, scale, finite, skipped, new_scale, loss, grad_norm, peak, zeros, culprits, seconds, buffers = (
+            row
+        )
+        place, flags = len(self.flags), FINITE * finite + SKIPPED * skipped
+        try:
+            self.index.append(index)
+        except OverflowError:  # beyond 64 bits
+            self.index = [*self.index, index]
+        values = (new_scale, loss, grad_norm, peak, zeros, seconds)
+        for column, known, value in zip(self.optional, KNOWN, values, strict=True):
+            if value is None:
+                column.append(0.0)
+            else:
+                column.append(value)
+                flags += known
+        if culprits:
+            self.culprits[place] = self._shared.setdefault(culprits, culprits)
+        if buffers:
+            self.buffers[place] = self._shared.setdefault(buffers, buffers)
+        self.scale.append(scale)
+        self.flags.append(flags)
+
+    def row(self, place: int) -> tuple[Any, ...]:
+        """Return the row at a place from 0 on."""
+        flags = self.flags[place]
+        new_scale, loss, grad_norm, peak, zeros, seconds = (
+            column[place] if flags & known else None
+            for column, known in zip(self.optional, KNOWN, strict=True)
+        )
+        return (
+            self.index[place],
+            self.scale[place],
+            bool(flags & FINITE),
+            bool(flags & SKIPPED),
+            new_scale,
+            loss,
+            grad_norm,
+            peak,
+            zeros,
+            self.culprits.get(place, ()),
+            seconds,
+            self.buffers.get(place, ()),
+        )
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """Return all rows, first to last."""
+        culprits, buffers = self.culprits.get, self.buffers.get
+        numbers = zip(self.flags, self.index, self.scale, *map(self.values, OPTIONAL), strict=False)
+        for place, (flags, index, scale, new_scale, loss, grad_norm, peak, zeros, seconds) in enumerate(
+            numbers
+        ):
+            yield (
+                index,
+                scale,
+                flags & FINITE != 0,
+                flags & SKIPPED != 0,
+                new_scale,
+                loss,
+                grad_norm,
+                peak,
+                zeros,
+                culprits(place, ()),
+                seconds,
+                buffers(place, ()),
+            )
+
+    def values(self, name: str) -> Iterator[Any]:
+        """Return one field of all rows, first to last.
+
+        Raises:
+            KeyError: for a name that no field has.
+        """
+        if name in OPTIONAL:
+            place = OPTIONAL.index(name)
+            known = KNOWN[place]
+            pairs = zip(self.flags, self.optional[place], strict=False)
+            return (value if flags & known else None for flags, value in pairs)
+        if name in ("finite", "skipped"):
+            bit = FINITE if name == "finite" else SKIPPED
+            return (flags & bit != 0 for flags in self.flags)
+        if name in ("culprits", "buffers"):
+            rare: dict[int, Names] = getattr(self, name)
+            return (rare.get(place, ()) for place in range(len(self)))
+        plain: dict[str, MutableSequence[Any]] = {"index": self.index, "scale": self.scale}
+        return iter(plain[name])
+
+    def place_of(self, index: int) -> int:
+        """Return the place of the first row whose index is at least this one."""
+        return bisect_left(self.index, index)
+
+    def truncate(self, length: int) -> None:
+        """Drop the rows from a place on."""
+        columns: tuple[MutableSequence[Any], ...] = (self.index, self.scale, self.flags, *self.optional)
+        for column in columns:
+            del column[length:]
+        for rare in (self.culprits, self.buffers):
+            for place in [place for place in rare if place >= length]:
+                del rare[place]

@@ -1,0 +1,72 @@
+"""Writing a file whole or not at all, and errors of the operating system that name the file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Final
+
+PACKED: Final = {
+    b"\x1f\x8b": ("gzip", "gunzip -k"),
+    b"BZh": ("bzip2", "bunzip2 -k"),
+    b"\xfd7zXZ\x00": ("xz", "unxz -k"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+}
+
+
+def packed_as(path: str | Path, start: bytes) -> str:
+    """Say what a file is compressed with and how to unpack it; nothing if it is not.
+
+    Args:
+        path: the file.
+        start: its first 8 bytes.
+    """
+    for magic, (name, command) in PACKED.items():
+        if start.startswith(magic):
+            return f"{path} is compressed with {name}. Unpack it first: {command} {shlex.quote(str(path))}"
+    return ""
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Name the file in every OSError of this block: that of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename == str(path):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """Write a file beside a path, which takes its place once all of it is on the disk.
+
+    If the block raises or the disk is full, what was at the path is still there. What is not a regular file,
+    such as /dev/stdout, is written as it is.
+
+    Raises:
+        OSError: naming the path.
+    """
+    target = Path(os.path.realpath(path))  # through a link, which stays
+    if target.exists() and not target.is_file():
+        with naming(path), target.open("wb") as file:
+            yield file
+        return
+    unfinished = target.with_name(f".{target.name[:200]}.{os.getpid()}.unfinished")
+    try:
+        with naming(path):
+            with unfinished.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            if target.exists():
+                shutil.copymode(target, unfinished)
+            os.replace(unfinished, target)
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)

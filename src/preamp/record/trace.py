@@ -1,0 +1,548 @@
+"""What happened, step by step: the record of a run, as JSON lines and as a summary.
+
+The first line of a file describes the run, every other line is one step, or what a lens saw in one. Lines
+are written whole, one at a time, so the file of an interrupted run can be read up to its last step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, zip_longest
+from operator import itemgetter
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, NamedTuple, overload
+
+from preamp.checks import level_of_caller, shown, whole
+from preamp.errors import TraceError
+from preamp.record.columns import FIELDS, StepColumns
+from preamp.record.files import naming, replacing
+from preamp.record.snapshots import Look, look_from_json, look_to_json
+from preamp.record.trace_files import (
+    MODES,
+    TraceFile,
+    missing_ranks,
+    of_rank,
+    paths_of_ranks,
+    rank,
+    refuse_written,
+)
+from preamp.record.trace_lines import (
+    about_of,
+    entries,
+    head_line,
+    line_of,
+    parse,
+    row_of,
+    row_of_entry,
+    step_line,
+)
+from preamp.record.trace_ranks import Merger
+
+__all__ = ["Step", "Summary", "Trace"]
+
+MERGED: Final = "merged"  # where `about` has the files that a trace was read from
+
+
+class Step(NamedTuple):
+    """One training step.
+
+    Attributes:
+        index: 0 for the first step.
+        scale: the loss scale that was in this step's loss; 0 or inf where a policy has no floor or ceiling.
+        finite: True when every gradient was finite.
+        skipped: True when the update was not applied; with several optimizers, that of any of them.
+        new_scale: the scale of the next step; None until the policy has advanced.
+        loss: the loss, not scaled.
+        grad_norm: global L2 norm of the unscaled gradients.
+        peak: the largest finite magnitude among the scaled gradients.
+        zeros: the share of gradient entries that are exactly zero, from 0 to 1.
+        culprits: names of the parameters whose gradients were not finite, first in backward order.
+        seconds: wall time of the step.
+        buffers: names of module buffers, such as BatchNorm's running statistics, that were not finite after
+            a skipped step.
+    """
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    scale: float
+    finite: bool
+    skipped: bool
+    new_scale: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    peak: float | None = None
+    zeros: float | None = None
+    culprits: tuple[str, ...] = ()
+    seconds: float | None = None
+    buffers: tuple[str, ...] = ()
+
+
+class Summary(NamedTuple):
+    """What a trace comes to. Scales are None for a trace without steps.
+
+    Attributes:
+        steps: steps in the trace.
+        skipped: steps whose `skipped` is true.
+        skip_rate: skipped / steps, 0 without steps.
+        longest_streak: the most steps skipped in a row.
+        min_scale: the lowest scale that was in a loss, or is next.
+        max_scale: the highest such scale.
+        final_scale: the scale after the last step.
+        growths: times the scale grew.
+        backoffs: times the scale was lowered.
+        resumed: the steps at which the run was loaded from an older checkpoint, in the order it happened.
+            What was lost there is not counted.
+    """
+
+    steps: int
+    skipped: int
+    skip_rate: float
+    longest_streak: int
+    min_scale: float | None
+    max_scale: float | None
+    final_scale: float | None
+    growths: int
+    backoffs: int
+    resumed: tuple[int, ...] = ()
+
+
+class Trace:
+    """A list of `Step` that can be called with the next one, so it can be given to any `on_step=`.
+
+    One trace writes a file, and a second one that is opened for it raises. In a job of several processes give
+    each a file, `Trace("run.{rank}.jsonl")`, and read them as one run, `Trace.read("run.{rank}.jsonl")`; or
+    have one process write, `Trace("run.jsonl", only_rank=0)`.
+
+    Args:
+        steps: steps to begin with; or the path, which can be written first.
+        path: a file that each step is written to as it is recorded. "{rank}" in it becomes the number of this
+            process: that of `torch.distributed` or `jax.distributed` if they are initialized, else that of
+            torchrun, Open MPI or Slurm, else 0. Folders are made.
+        mode: what to do with a file that is there. "new" refuses it, so that no record is lost by
+            starting again; "append" reads it and goes on, described as it was; "replace" forgets it.
+        on_error: what happens if a line cannot be written, because the disk is full or the network is gone.
+            "raise" raises the OSError, wherever the step is recorded; the step is then not in the trace.
+            "warn" warns and keeps it in memory, and writes what is missing as soon as it can. A file that
+            cannot be opened always raises.
+        only_rank: the number of the only process that writes the file; in others the trace is in memory.
+        **about: anything JSON can hold that describes the run; the first line of the file.
+
+    Attributes:
+        about: what describes the run.
+        looks: what a lens saw, on the steps that it sampled.
+        stopped: why the run ended before its time, or None.
+        resumed: the index of every step that did not follow the one before it: there the run was loaded from
+            an older checkpoint, and the steps it went through again have replaced those it lost.
+
+    Raises:
+        TraceError: if the file is there and mode is "new", if another trace writes it, if it is not a trace,
+            for something in `about` that JSON cannot hold, for braces around another word than "rank", or if
+            the environment has a rank that is not a number below the number of processes.
+        OSError: for a file that cannot be opened or written.
+
+    >>> trace = Trace(policy="Static(2.0)")
+    >>> trace(Step(index=0, scale=2.0, finite=True, skipped=False))
+    >>> trace.summary().steps
+    1
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[Step] | str | Path = (),
+        *,
+        path: str | Path | None = None,
+        mode: Literal["new", "append", "replace"] = "new",
+        on_error: Literal["raise", "warn"] = "raise",
+        only_rank: int | None = None,
+        **about: Any,
+    ) -> None:
+        if isinstance(steps, str | PathLike):
+            if path is not None:
+                raise TraceError(f"the path is given twice: {shown(steps)} and path={shown(path)}.")
+            path, steps = steps, ()
+        if mode not in MODES:
+            raise TraceError(f"mode={shown(mode)} is unknown. Write mode='new', 'append' or 'replace'.")
+        if on_error not in ("raise", "warn"):
+            raise TraceError(f"on_error={shown(on_error)} is unknown. Write on_error='raise' or 'warn'.")
+        if only_rank is not None:
+            whole("only_rank", only_rank, least=0, instead="only_rank=0")
+        if not isinstance(steps, Iterable):
+            raise TraceError(
+                f"steps={shown(steps)} is not a series of Step. Write Trace('run.jsonl') for a file."
+            )
+        head_line(about)
+        self._columns = StepColumns()
+        self.looks: list[Look] = []
+        self.about: dict[str, Any] = about
+        self.stopped: str | None = None
+        self.resumed: list[int] = []
+        self._looks_before = 0  # how many of the looks came before the last step
+        self._closed: str | None = None  # why no step can be recorded any more
+        self._file: TraceFile | None = None
+        if path is not None and (only_rank is None or only_rank == rank()):
+            self._open(of_rank(path), mode, on_error)
+        try:
+            for step in steps:
+                self(step)
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, step: Step) -> None:
+        """Record a step, and write it if the trace has a file.
+
+        Raises:
+            TypeError: for a step that holds something other than numbers and names.
+            TraceError: for an index below 0, a scale that is NaN or below 0, a trace whose file is closed, a
+                copy of one that writes a file, and in a process that was forked from the one that writes it.
+            OSError: naming the file, if it cannot be written and `on_error` is "raise".
+        """
+        if not isinstance(step, Step):
+            raise TypeError(f"{shown(step)} is not a Step. Write trace(Step(index, scale, finite, skipped)).")
+        row = row_of(step)
+        self._warn_of_lost_steps(row[0])
+        self._write(step_line, row)
+        self._record(row)
+        self.stopped = None  # it went on
+
+    def _warn_of_lost_steps(self, index: int) -> None:
+        """Warn where a step that goes back is hardly a run that was resumed from a checkpoint."""
+        last = self._columns.index[-1] if self._columns else -1
+        if index == last:
+            warnings.warn(
+                f"step {index} is recorded a second time and replaces the first. If two scalers share this "
+                "trace, give each a trace of its own.",
+                stacklevel=level_of_caller(),
+            )
+        elif index == 0 and last > 0:
+            warnings.warn(
+                f"the steps begin at 0 again, and what was recorded up to step {last} is replaced. To "
+                "continue the count, load the scaler's own checkpoint; write another run to another file.",
+                stacklevel=level_of_caller(),
+            )
+
+    def extend(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Record many steps given as plain tuples, in the order of `Step`'s fields."""
+        if self._file is not None or self._closed is not None:
+            for row in rows:
+                self(Step(*row))
+            return
+        for row in rows:
+            self._record(row_of(row if len(row) == len(FIELDS) else Step(*row)))
+
+    def _record(self, row: tuple[Any, ...]) -> None:
+        """Keep a row in memory, instead of what a run that was resumed there had done before."""
+        index, columns = row[0], self._columns
+        if columns and index <= columns.index[-1]:
+            self.resumed.append(index)
+            columns.truncate(columns.place_of(index))
+            self._forget_looks(index)
+        columns.append(row)
+        self._looks_before = len(self.looks)
+
+    def _forget_looks(self, index: int) -> None:
+        """Drop the looks at steps that were lost; a lens looks at a step before it is recorded."""
+        kept = [look for look in self.looks[: self._looks_before] if look.index < index]
+        for look in self.looks[self._looks_before :]:
+            while kept and kept[-1].index > look.index:
+                kept.pop()
+            kept.append(look)
+        self.looks[:] = kept
+
+    def look(self, look: Look) -> None:
+        """Record what a lens saw: `Lens(model, on_look=trace.look)`. It is written if the trace has a file.
+
+        Raises:
+            TraceError: for a look that could not be read back.
+        """
+        self._write(line_of, {"look": look_to_json(look)})
+        self.looks.append(look)
+
+    def _write(self, to_line: Callable[[Any], str], entry: Any) -> None:
+        """Write a line if there is a file."""
+        if self._closed is not None:
+            raise TraceError(self._closed)
+        if self._file is not None:
+            self._file.write(to_line(entry))
+
+    def _open(self, path: Path, mode: str, on_error: Literal["raise", "warn"]) -> None:
+        """Open the file to write whole lines to it; nothing is lost if this fails."""
+        file = TraceFile(path, mode, on_error)
+        try:
+            if file.size and mode == "append":
+                self.__dict__.update(Trace.read(path).__dict__)
+                file.end_last_line()
+            else:
+                file.start(head_line(self.about))
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+
+    def __iter__(self) -> Iterator[Step]:
+        return map(Step._make, self._columns.rows())
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def column(self, name: str) -> Iterator[Any]:
+        """Return one field of every step, which is quicker and smaller than whole steps.
+
+        Args:
+            name: a field of `Step`.
+
+        Raises:
+            TraceError: for a name that `Step` does not have.
+
+        >>> trace = Trace([Step(index=0, scale=2.0, finite=True, skipped=False, loss=0.5)])
+        >>> list(trace.column("loss"))
+        [0.5]
+        """
+        if name not in FIELDS:
+            raise TraceError(f"column({name!r}): a step has no such field. Write one of {', '.join(FIELDS)}.")
+        return self._columns.values(name)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Step]: ...
+
+    def __getitem__(self, index: int | slice) -> Step | list[Step]:
+        if isinstance(index, slice):
+            return [Step._make(self._columns.row(place)) for place in range(len(self))[index]]
+        return Step._make(self._columns.row(range(len(self))[index]))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trace):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip_longest(self._lines(), other._lines()))
+
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # a trace changes while it is recorded
+
+    def __repr__(self) -> str:
+        about = "".join(f", {key}={value!r}" for key, value in self.about.items())
+        return f"Trace({len(self)} steps{about})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of: everything but the open file, which has one owner.
+
+        A copy can be read and written elsewhere. It raises if it is called, because what it would record is
+        not in the file.
+        """
+        if self._file is None:
+            return self.__dict__.copy()
+        closed = (
+            f"this is a copy of the trace that writes {self._file.path}, and a file has one writer. "
+            "Give the copy that goes on training a trace of its own: on_step=Trace('other.jsonl')."
+        )
+        return {**self.__dict__, "_file": None, "_closed": closed}
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def stop(self, reason: str) -> None:
+        """Note why the run ends before its time.
+
+        Raises:
+            TraceError: as for a step.
+            OSError: likewise.
+        """
+        self._write(line_of, {"stopped": reason})
+        self.stopped = reason
+
+    def close(self) -> None:
+        """Close the file, if there is one; another trace can then go on with it. Nothing is lost without it.
+
+        From then on the trace can be read, and raises if it is called.
+
+        Raises:
+            OSError: naming the file, if the system says only now that it could not be written. It is closed.
+        """
+        if self._file is not None:
+            file, self._file = self._file, None
+            self._closed = (
+                f"the trace of {file.path} is closed. To go on, write trace = Trace({str(file.path)!r}, "
+                "mode='append')."
+            )
+            file.close()
+
+    def write(self, path: str | Path) -> None:
+        """Write the whole trace to a file of JSON lines, which replaces one that is there when it is whole.
+
+        Args:
+            path: the file; "{rank}" in it becomes the number of this process.
+
+        Raises:
+            TraceError: for something in `about` that JSON cannot hold, or a file that a trace is writing.
+            OSError: naming the file.
+        """
+        path = of_rank(path)
+        refuse_written(path)
+        with naming(path):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.writelines(line.encode() for line in self._lines())
+
+    @classmethod
+    def read(
+        cls,
+        path: str | Path | Iterable[str | Path],
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Trace:
+        """Read a file of JSON lines. A last line that was not written to its end is left out.
+
+        Where the index of a step is not above the one before it, the run was resumed from an older
+        checkpoint: later lines replace those of the steps that were lost.
+
+        Several files are the ranks of one job and become one run. A step is finite if it was on every rank,
+        and skipped if it was on any; of grad_norm, peak and seconds it has the largest, of loss and zeros the
+        mean. Where ranks disagree about the scale, or about what was skipped, is in `disagreements`.
+
+        Args:
+            path: the file, or "run.{rank}.jsonl" for those of all ranks, or a list of them.
+            progress: called now and then with the bytes read so far and the size of the files.
+
+        Raises:
+            TraceError: naming the line that cannot be read and why.
+            OSError: if there is no such file.
+
+        Warns:
+            UserWarning: if ranks disagree, if the file of a rank below the highest is missing, and if one has
+                fewer steps than the others.
+        """
+        if not isinstance(path, str | PathLike):
+            return cls._read_ranks(list(map(Path, path)), "", progress)
+        ranks = paths_of_ranks(path)
+        paths = [one for _, one in ranks]
+        missing = missing_ranks(path, (number for number, _ in ranks))
+        if len(paths) == 1 and not missing:
+            return cls._read_one(paths[0], progress)
+        return cls._read_ranks(paths, missing, progress)
+
+    @classmethod
+    def _read_one(cls, path: Path, progress: Callable[[int, int], object] | None) -> Trace:
+        lines = entries(path, progress)
+        trace = cls()
+        trace.about = about_of(path, next(lines)[1])  # not as arguments: a file must not say what is opened
+        for number, line in lines:
+            entry = parse(path, number, line)
+            if "index" in entry or len(entry) != 1:
+                trace._record(row_of_entry(path, number, entry))
+                trace.stopped = None  # it went on
+            else:
+                trace._note(path, number, entry)
+        return trace
+
+    @classmethod
+    def _read_ranks(
+        cls, paths: list[Path], missing: str, progress: Callable[[int, int], object] | None
+    ) -> Trace:
+        if not paths:
+            raise TraceError("there are no files to read. Write Trace.read(['run.0.jsonl', 'run.1.jsonl']).")
+        sizes = [path.stat().st_size for path in paths]
+        merger, trace, done = Merger(), cls(), 0
+        for path, size in zip(paths, sizes, strict=True):
+
+            def tell(read: int, _: int, before: int = done) -> None:
+                if progress is not None:
+                    progress(before + read, max(sum(sizes), before + read))
+
+            one = cls._read_one(path, tell)
+            merger.add(str(path), one._columns)
+            trace.about = trace.about or one.about
+            trace.stopped = trace.stopped or one.stopped
+            trace.resumed = trace.resumed or one.resumed
+            trace.looks = sorted(trace.looks + one.looks, key=itemgetter(0))
+            done += size
+        trace._columns = merger.columns
+        trace._looks_before = len(trace.looks)
+        differing, incomplete = merger.differing, [*filter(None, [missing]), *merger.lacking()]
+        found = differing + incomplete
+        trace.about = {
+            **trace.about,
+            MERGED: {"files": [str(path) for path in paths], "disagreements": found},
+        }
+        if found:
+            shown_ones = "; ".join(found[:3]) + ("; ..." if len(found) > 3 else "")
+            problem, advice = "the record of this run is incomplete", ""
+            if differing:
+                problem = "the ranks of this run disagree"
+                advice = " Ranks that keep one loss scale must skip together; see docs/distributed.md."
+            warnings.warn(f"{problem}: {shown_ones}.{advice}", stacklevel=level_of_caller())
+        return trace
+
+    @property
+    def disagreements(self) -> tuple[str, ...]:
+        """In words, where the ranks of a job disagree or lack steps, for a trace read from their files."""
+        merged = self.about.get(MERGED)
+        found = merged.get("disagreements") if isinstance(merged, dict) else None
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
+    def _note(self, path: str | Path, number: int, entry: dict[str, Any]) -> None:
+        """Keep what a line that is not a step says."""
+        ((name, value),) = entry.items()
+        if name == "stopped" and isinstance(value, str):
+            self.stopped = value
+        elif name == "look":
+            self.looks.append(_as_look(path, number, value))
+        elif name == "resumed" and type(value) is int:
+            self.resumed.append(value)
+        else:
+            row_of_entry(path, number, entry)  # which says what is wrong with it
+
+    def summary(self) -> Summary:
+        """Count steps, skips and moves of the scale."""
+        skipped = longest = streak = growths = backoffs = 0
+        low, high, before = math.inf, -math.inf, math.nan
+        for skip, scale in zip(chain(self.column("skipped"), (False,)), self._scales(), strict=False):
+            growths, backoffs = growths + (scale > before), backoffs + (scale < before)
+            low, high, before = min(low, scale), max(high, scale), scale  # of NaN the other one
+            streak = streak + 1 if skip else 0
+            longest, skipped = max(longest, streak), skipped + skip
+        steps, known = len(self), low <= high
+        return Summary(
+            steps=steps,
+            skipped=skipped,
+            skip_rate=skipped / steps if steps else 0.0,
+            longest_streak=longest,
+            min_scale=low if known else None,
+            max_scale=high if known else None,
+            final_scale=before if steps else None,
+            growths=growths,
+            backoffs=backoffs,
+            resumed=tuple(self.resumed),
+        )
+
+    def _lines(self) -> Iterator[str]:
+        """Return the lines of the file that holds this trace."""
+        yield head_line(self.about)
+        yield from (line_of({"resumed": index}) for index in self.resumed)
+        looks = deque(self.looks)
+        for row in self._columns.rows():
+            while looks and looks[0].index <= row[0]:  # before its step, as a lens records it
+                yield line_of({"look": look_to_json(looks.popleft())})
+            yield step_line(row)
+        yield from (line_of({"look": look_to_json(look)}) for look in looks)
+        if self.stopped is not None:
+            yield line_of({"stopped": self.stopped})
+
+    def _scales(self) -> Iterator[float]:
+        """Return the scale of every step and, last, the one after it."""
+        yield from self.column("scale")
+        if len(self):
+            last = self[-1]
+            yield last.scale if last.new_scale is None else last.new_scale
+
+
+def _as_look(path: str | Path, number: int, entry: Any) -> Look:
+    try:
+        return look_from_json(entry)
+    except TraceError as error:
+        raise TraceError(f"{path}, line {number}: {error}.") from error

@@ -1,0 +1,1 @@
+"""Policies over recorded or synthetic gradients, without a model."""

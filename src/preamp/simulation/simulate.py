@@ -1,0 +1,114 @@
+"""A policy over recorded or invented gradients, on plain Python floats: no model, no framework.
+
+This room plays steps through a policy. It refuses to know where the overflows and the gradients come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from preamp.errors import Starved
+from preamp.policy import Policy, Reading
+from preamp.record.trace import Step, Trace
+from preamp.simulation.processes import Gradients, Process
+
+__all__ = ["simulate"]
+
+_CLEAN, _OVERFLOW = Reading(finite=True), Reading(finite=False)
+Seen: TypeAlias = tuple[
+    Reading, float | None, float | None
+]  # what the policy hears; peak and zeros of the step
+Look: TypeAlias = Callable[[Any, float], Seen]  # of a step, at a scale
+
+
+def simulate(policy: Policy[Any], overflows: Process | Iterable[bool | Reading | Step]) -> Trace:
+    """Play steps through a policy and return the trace.
+
+    Args:
+        policy: any policy or dialect.
+        overflows: a process, such as those of `preamp.processes`: what overflows, and what a policy that
+            looks at gradients sees, follows from the policy's own scale. Or, the same at every scale, for
+            each step True if its gradients overflow, or a `Reading`, or a `Step` of a recorded run; a
+            `Trace` is a series of steps.
+
+    Returns:
+        One step each. If the policy gives up, the trace ends with that step and `trace.stopped`
+        says why. Over a process, a step's `peak` is the scaled one, and `zeros` the share that was flushed.
+
+    >>> from preamp import Dynamic, processes
+    >>> trace = simulate(Dynamic(init_scale=8, growth_interval=2), [False, True, False, False])
+    >>> [step.scale for step in trace], trace.summary().final_scale
+    ([8.0, 8.0, 4.0, 4.0], 8.0)
+    >>> shrinking = processes.Drifting(steps=5000, drift=-10, jitter=0.25)
+    >>> [step.scale for step in simulate(Dynamic(growth_interval=100), shrinking)][::1000]
+    [65536.0, 67108864.0, 134217728.0, 536870912.0, 2147483648.0]
+    """
+    if isinstance(overflows, (str, bytes)):
+        raise TypeError(f"overflows={overflows!r} is text. Write [c == '1' for c in {overflows!r}].")
+    trace = Trace(policy=repr(policy))
+    look = _recalling(policy)
+    if isinstance(overflows, Process):
+        trace.about["process"] = repr(overflows)
+        look = _looking(policy, overflows)
+    trace.extend(_played(policy, overflows, look, trace))
+    return trace
+
+
+def _played(policy: Policy[Any], steps: Iterable[Any], look: Look, trace: Trace) -> Iterator[tuple[Any, ...]]:
+    advanced: Any = policy.step if policy.gives_up() else policy.advance
+    if not policy.sees:  # a rule that hears one bit goes through few states, over and over
+        advanced = lru_cache(maxsize=2**13)(advanced)
+    state = policy.start()
+    for index, item in enumerate(steps):
+        scale = state.scale
+        reading, peak, zeros = look(item, scale)
+        finite = reading.finite
+        try:
+            after = advanced(state, reading)
+        except Starved as reason:
+            yield index, scale, finite, not finite, scale, None, None, peak, zeros, (), None, ()
+            trace.stop(str(reason))
+            return
+        yield index, scale, finite, not finite, after.scale, None, None, peak, zeros, (), None, ()
+        state = after
+
+
+def _looking(policy: Policy[Any], process: Process) -> Look:
+    """Return how a policy sees a process."""
+    top, bottom, flushed = process.top, process.bottom, lru_cache(maxsize=2**13)(process.flushed)
+    blind, edge = not policy.sees, policy.edge if "share" in policy.sees else None
+
+    def look(gradients: Gradients, scale: float) -> Seen:
+        peak, typical = gradients[0] * scale, gradients[1] * scale
+        if not peak < top:  # NaN as well
+            return _OVERFLOW, None, None
+        if not peak > bottom:
+            peak = 0.0
+        share = None if edge is None else process.share_from(edge, peak, typical)
+        return _CLEAN if blind else Reading(True, peak, share), peak, flushed(typical) if peak else 1.0
+
+    return look
+
+
+def _recalling(policy: Policy[Any]) -> Look:
+    """Return how a policy sees what is the same at every scale."""
+    blind = not policy.sees
+
+    def look(item: Any, _: float) -> Seen:
+        reading = _reading(item)
+        plain = _CLEAN if reading.finite else _OVERFLOW
+        return plain if blind else reading, reading.peak, None
+
+    return look
+
+
+def _reading(item: Any) -> Reading:
+    if item in (True, False):
+        return _OVERFLOW if item else _CLEAN
+    if isinstance(item, (Reading, Step)):
+        return Reading(bool(item.finite), item.peak, getattr(item, "share", None))
+    raise TypeError(
+        f"overflows holds {item!r}, neither true nor false. Write True for a step that overflows."
+    )

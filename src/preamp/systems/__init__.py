@@ -1,0 +1,1 @@
+"""What other systems do: their rules, their saved formats, and DeepSpeed's configuration."""

@@ -1,0 +1,182 @@
+"""What a LossScaleOptimizer is told, refused alike in every framework where it cannot work.
+
+This room knows Keras's arguments. It refuses to know what an optimizer is and how it applies them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from preamp.checks import FLOAT32_MAX, is_number, level_of_caller, not_subnormal, positive, shown, whole
+from preamp.errors import PolicyError
+from preamp.policy import Policy
+from preamp.systems.definition import Dialect
+
+INITIAL_SCALE = 2.0**15
+INTERVAL = 2000
+
+# The arguments that every optimizer of Keras implements, with the values that mean "not given".
+UNUSED: dict[str, Any] = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "gradient_accumulation_steps": None,
+}
+
+
+def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) -> Policy[Any]:
+    """Return the policy that was given; a dialect's own.
+
+    Args:
+        policy: what the user gave.
+        instead: the arguments that describe a rule as well, each with its default.
+
+    Raises:
+        PolicyError: for what is no policy, or one together with such an argument.
+    """
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            f"policy={policy!r} is not a policy. Write policy=Dynamic() or policy=dialects.TORCH."
+        )
+    for name, (value, default) in instead.items():
+        if value != default:
+            raise PolicyError(
+                f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy."
+            )
+    return policy.policy if isinstance(policy, Dialect) else policy
+
+
+def as_whole(value: Any) -> Any:
+    """Return a float without a fraction, such as 2.0, as an int; anything else as it is."""
+    return int(value) if is_number(value) and value == int(value) else value
+
+
+def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
+    """Refuse a first scale and an interval that cannot work."""
+    positive("initial_scale", initial_scale, "initial_scale=2.0**15")
+    not_subnormal("initial_scale", initial_scale)
+    if initial_scale > FLOAT32_MAX:
+        raise PolicyError(
+            f"initial_scale={shown(initial_scale)} is inf in float32, the dtype of the loss scale. "
+            "Write initial_scale=2.0**15."
+        )
+    whole("dynamic_growth_steps", dynamic_growth_steps, least=1, instead="dynamic_growth_steps=2000")
+
+
+def check_resumed(policy: Policy[Any], saved: Mapping[str, Any], instead: str) -> Any:
+    """Return the policy's state for saved numbers, checked; warn of a scale that is out of bounds.
+
+    Args:
+        policy: the rule in force.
+        saved: the state's fields by name.
+        instead: as for `warn_if_out_of_bounds`.
+
+    Raises:
+        PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
+    """
+    state = policy.restore(saved)
+    warn_if_out_of_bounds(policy, state.scale, instead)
+    return state
+
+
+def check_counts(saved: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse saved counts of steps that are not whole numbers from 0.
+
+    Raises:
+        PolicyError: naming the first of them.
+    """
+    for name in names:
+        if name in saved:
+            whole(name, as_whole(saved[name]), least=0, instead=f"{name}=0")
+
+
+def is_out_of_bounds(policy: Any, scale: float) -> bool:
+    """Return whether a scale lies outside the floor and the ceiling of a policy."""
+    return _bound_crossed(policy, scale) is not None
+
+
+def warn_if_out_of_bounds(policy: Any, scale: float, instead: str, *, of: str = "checkpoint") -> None:
+    """Warn of a scale to resume from that lies outside the floor and the ceiling of the policy in force.
+
+    Args:
+        policy: the rule in force; one without bounds allows any scale.
+        scale: the one to resume from.
+        instead: what to write to start inside the bounds, with `{bound}` where the number belongs.
+        of: where the scale comes from.
+    """
+    crossed = _bound_crossed(policy, scale)
+    if crossed is None:
+        return
+    side, name, bound = crossed
+    kind = type(policy).__name__
+    warnings.warn(
+        f"the {of}'s loss scale {scale!r} is {side} {name}={bound!r} of {kind}. Training resumes at that "
+        "scale, and the bound holds again once the policy has moved it back. "
+        f"Write policy={kind}({name}={scale!r}) to allow it, or {instead.format(bound=bound)} "
+        "to start inside.",
+        UserWarning,
+        stacklevel=level_of_caller("keras", "tensorflow", "tf_keras", "jax"),
+    )
+
+
+def _bound_crossed(policy: Any, scale: float) -> tuple[str, str, float] | None:
+    """Return on which side of which bound a scale lies, and the bound; None inside.
+
+    With `bounds="moves"` the first scale may lie outside; up to there a scale is the policy's own.
+    """
+    floor, ceiling = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
+    first = getattr(policy, "init_scale", scale)
+    if floor is not None and scale < min(floor, first):
+        return "below", "min_scale", floor
+    if ceiling is not None and scale > max(ceiling, first):
+        return "above", "max_scale", ceiling
+    return None
+
+
+def check_limits(**limits: float | None) -> None:
+    """Refuse limits, decays and factors that cannot work, and two ways to clip at once.
+
+    Args:
+        limits: by name: `weight_decay`, `loss_scale_factor`, `clipnorm`, `clipvalue`, `global_clipnorm`.
+    """
+    for name, value in limits.items():
+        if value is None:
+            continue
+        if name != "weight_decay":
+            positive(name, value, f"{name}=1.0, or None")
+        elif not (is_number(value) and value >= 0.0):
+            raise PolicyError(
+                f"weight_decay={shown(value)} is not a finite number of at least 0. "
+                "Write weight_decay=0.004, or None for no decay."
+            )
+    clips = {name: value for name, value in limits.items() if name.startswith(("clip", "global_clip"))}
+    given = [f"{name}={value!r}" for name, value in clips.items() if value is not None]
+    if len(given) > 1:
+        raise PolicyError(f"{' and '.join(given)} are both given. Write only one of them.")
+
+
+def check_averaging(
+    ema_momentum: Any, ema_overwrite_frequency: Any, gradient_accumulation_steps: Any, *, fewest: int = 1
+) -> None:
+    """Refuse a momentum outside 0 to 1, and counts that are not whole numbers above 0.
+
+    Args:
+        ema_momentum: of the moving average.
+        ema_overwrite_frequency: updates between overwriting weights, or None.
+        gradient_accumulation_steps: micro-steps per update, or None.
+        fewest: micro-steps that the framework accepts at least.
+    """
+    if not (is_number(ema_momentum) and 0.0 <= ema_momentum <= 1.0):
+        raise PolicyError(f"ema_momentum={ema_momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
+    for name, value, least in (
+        ("ema_overwrite_frequency", ema_overwrite_frequency, 1),
+        ("gradient_accumulation_steps", gradient_accumulation_steps, fewest),
+    ):
+        if value is not None:
+            whole(name, value, least=least, instead=f"{name}=None")

@@ -1,0 +1,109 @@
+"""A saved loss scale from one system's checkpoint file to another's.
+
+This room finds the one state in a file that a dialect can load, and has another write it. It refuses to know
+entries (`formats`) and rules (`dialects`). Nothing in a file is ever executed: `reading` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from preamp.policy import Policy, Tolerant
+from preamp.systems.convert.reading import read
+from preamp.systems.convert.searching import find
+from preamp.systems.convert.writing import check_name, write
+from preamp.systems.definition import Dialect, unused_of
+
+__all__ = ["Conversion", "convert"]
+
+
+class Conversion(NamedTuple):
+    """What came of a conversion.
+
+    Attributes:
+        where: the place in the file where the state was found.
+        state: the state that was carried over.
+        policy: the policy that was saved with it, the origin's defaults for what was not.
+        lost: what the target's format has no place for, in words.
+        equal: the other places in the file where an equal state was found.
+        assumed: the settings that the origin's checkpoints do not hold, as "name=default".
+    """
+
+    where: str
+    state: Any
+    policy: Policy[Any]
+    lost: list[str]
+    equal: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """The numbers of the state by name, `good` counted from where clean steps count towards a growth.
+
+        They are the same on both sides of a conversion between a system that counts every clean step and
+        one that leaves the first after an overflow uncounted, such as DeepSpeed.
+        """
+        counts: dict[str, float] = self.state._asdict()
+        return {**counts, "good": max(counts["good"] - getattr(self.policy, "growth_delay", 0), 0.0)}
+
+
+def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...]) -> Conversion:
+    """Read a loss scale as one system saved it and write it as another loads it.
+
+    Args:
+        source: a checkpoint file, or the folder of a DeepSpeed checkpoint, or the prefix of a TensorFlow one.
+            The state may lie anywhere in it.
+        origin: the dialect that saved it.
+        out: the file to write, `.pt`, `.json` or `.msgpack`, which must not exist.
+        target: the dialect that is to load it.
+
+    Raises:
+        CheckpointError: for a file that cannot be read, or holds no such state, or several.
+        PolicyError: for a rule that the target does not have.
+        UsageError: for an `out` that exists, or has another suffix.
+        MissingExtra: if the library that reads or writes such files is absent.
+        OSError: for a file that cannot be opened or written.
+    """
+    check_name(out)
+    found = find(read(source), origin, source)
+    entries, lost = target.dump_and_tell(found.state, found.policy)
+    carried = None
+    if found.remembered and origin.format is target.format:
+        carried = target.known_format().with_remembered(entries, found.remembered)
+    if carried is None:
+        lost += _uncounted(found.state, found.policy) + _left_out(found.remembered)
+    write(out, carried or entries, target)
+    assumed = tuple(f"{name}={value!r}" for name, value in origin.unsaved_arguments().items())
+    if found.remembered and carried is None:
+        assumed += _unsaved_of_policy(origin, found.policy)
+    return Conversion(found.where, found.state, found.policy, lost, found.equal, assumed)
+
+
+def _uncounted(state: Any, policy: Any) -> list[str]:
+    """Name what our own adapters counted for a policy that is not in the checkpoint."""
+    counts_overflows = getattr(policy, "hysteresis", 1) > 1 or isinstance(policy, Tolerant)
+    if counts_overflows or state.bad <= 0:
+        return []
+    return [f"bad={state.bad:g} (counted for a policy that the checkpoint does not hold)"]
+
+
+def _unsaved_of_policy(origin: Dialect[...], policy: Any) -> tuple[str, ...]:
+    """Name what our own adapters take from a policy and the origin's checkpoints have no place for."""
+    form, start = origin.known_format(), policy.start()
+    others = {"hysteresis": 2, "min_scale": 2.0**-20, "max_scale": 2.0**40}
+    others = {name: other for name, other in others.items() if hasattr(policy, name)}
+    saved = form.save(start, policy)
+    return tuple(
+        f"{name}={getattr(policy, name)!r}"
+        for name, other in others.items()
+        if form.save(start, replace(policy, **{name: other})) == saved
+    )
+
+
+def _left_out(remembered: Mapping[str, Any]) -> list[str]:
+    """Name what our own adapter saved and the target has no place for."""
+    steps = [f"steps={remembered['steps']:g}"] if remembered.get("steps") else []
+    return [f"{name} (saved by preamp)" for name in unused_of(remembered) + steps]

@@ -1,0 +1,82 @@
+"""A loss scale in a file of its own, as its system would load it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from preamp.checks import to_float32
+from preamp.errors import MissingExtra, UsageError
+from preamp.record.files import replacing
+from preamp.systems.definition import Dialect
+from preamp.systems.dialects import MEGATRON
+
+
+def check_name(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is read.
+
+    Raises:
+        UsageError: for a file that exists, lies in no folder, or has no suffix of `WRITERS`.
+    """
+    if path.suffix not in WRITERS:
+        raise UsageError(
+            f"{path} is no file that a loss scale is written to. Write {path.with_suffix('.json')}, or "
+            ".pt or .msgpack; Keras and TensorFlow write theirs with the model: assign the numbers there."
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent} is no folder that {path.name} could be written to. Make it first.")
+    if path.exists():
+        raise UsageError(f"{path} exists and is not overwritten. Write another name, or delete it first.")
+
+
+def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
+    """Write entries, whole or not at all.
+
+    Args:
+        path: a file for which `check_name` passes.
+        entries: what the dialect's `dump` returned.
+        dialect: what is to load them.
+
+    Raises:
+        MissingExtra: if the library that writes such files is absent.
+        OSError: for a file that cannot be written.
+    """
+    try:
+        content = WRITERS[path.suffix](entries, dialect)
+    except ImportError as error:
+        raise MissingExtra.of(error) from error
+    with replacing(path) as file:
+        file.write(content)
+
+
+def _torch(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
+    import torch
+
+    if dialect is MEGATRON:  # which moves it to a device as it loads it
+        entries = {**entries, "scale": torch.tensor([entries["scale"]])}
+    file = io.BytesIO()
+    torch.save(entries, file)
+    return file.getvalue()
+
+
+def _json(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
+    return json.dumps(entries, indent=2).encode()
+
+
+def _msgpack(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
+    import numpy as np
+    from flax import serialization
+
+    def array(value: Any) -> Any:  # as a training's arrays: Python's numbers would be compiled again
+        if type(value) is float:
+            return np.float32(value) if to_float32(value) == value else np.float64(value)
+        if type(value) is int:
+            return np.int32(value) if abs(value) < 2**31 else np.int64(value)
+        return value
+
+    return bytes(serialization.msgpack_serialize({name: array(value) for name, value in entries.items()}))
+
+
+WRITERS = {".pt": _torch, ".json": _json, ".msgpack": _msgpack}

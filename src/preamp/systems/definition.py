@@ -1,0 +1,340 @@
+"""What a dialect is: a known system's rule, under its own argument names, and its saved state.
+
+This room knows what can be asked of every dialect. It refuses to know any system: their rules are in
+`dialects`, their checkpoints in `formats`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, ParamSpec
+
+from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, ROUND, level_of_caller
+from preamp.errors import CheckpointError, InexactScale, LossyConversion, PolicyError
+from preamp.policy import Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
+from preamp.systems.formats import Format, backoff_factor, hysteresis
+
+__all__ = ["Dialect", "dialect", "unused_of"]
+
+SHARED = ("scale", "good", "bad", "steps")  # steps: how far a run has come, not part of a rule
+
+P = ParamSpec("P")
+
+
+class Dialect(Policy[Any], Generic[P]):
+    """A known system's rule: itself the policy with that system's defaults, and callable for others.
+
+    Attributes:
+        name: the name in `dialects`, such as "TORCH".
+        system: the system and the release the rule was taken from.
+        odd: what is odd about it, in one line.
+        format: how the system saves its loss scale; None if that is not known here.
+        policy: the policy with the system's defaults.
+    """
+
+    def __init__(
+        self, make: Callable[P, Policy[Any]], system: str, odd: str, format: Format | None = None
+    ) -> None:
+        self._make = make
+        self.name: str = make.__name__
+        self.__module__ = make.__module__  # where a pickle looks for the name
+        self.system = system
+        self.odd = odd
+        self.format = format
+        self.__doc__ = f"{system}. {odd}"
+        self.policy: Policy[Any] = self(*(), **{})  # type: ignore[call-arg]  # every argument has a default
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Policy[Any]:
+        """Return the policy for the system's own arguments."""
+        with warnings.catch_warnings(action="ignore", category=InexactScale):  # the original rounds as well
+            return self._make(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"dialects.{self.name}"
+
+    def __reduce__(self) -> str:
+        return self.name  # pickled as the name it has in its module
+
+    def start(self) -> Any:
+        return self.policy.start()
+
+    def advance(self, state: Any, reading: Reading, where: Where = choose) -> Any:
+        return self.policy.advance(state, reading, where)
+
+    def starved(self, state: Any, after: Any, reading: Reading, where: Where = choose) -> Any:
+        return self.policy.starved(state, after, reading, where)
+
+    def _way_on(self) -> str:
+        return self.policy._way_on()
+
+    def load(self, saved: Any, policy: Policy[Any] | None = None) -> Any:
+        """Return the state from which the system would have gone on.
+
+        Args:
+            saved: what the system saves, such as a `state_dict`: by name, or an object with such
+                attributes. Numbers may be scalars of any framework.
+            policy: this dialect's, for the settings that the system does not save. Default: its own.
+
+        Returns:
+            The state, for the policy that `load_policy` returns for the same arguments.
+
+        Raises:
+            CheckpointError: for what the system does not save, or could not go on from.
+            PolicyError: for saved settings that cannot work.
+
+        Warns:
+            LossyConversion: of what our own adapter has saved beside the system's entries, such as the memory
+                of a `Headroom`, which no state of this dialect holds.
+        """
+        state = self.load_quietly(saved, policy)
+        unused = unused_of(self.known_format().remembered(self._entries(saved)))
+        if unused:
+            warnings.warn(
+                f"this was saved with a policy that {self.system} does not have, and {', '.join(unused)} is "
+                "left out. To go on with that policy, load it into the adapter that saved it.",
+                LossyConversion,
+                stacklevel=level_of_caller(),
+            )
+        return state
+
+    def load_quietly(self, saved: Any, policy: Policy[Any] | None = None) -> Any:
+        """Return what `load` returns, without a warning."""
+        rule = self.load_policy(saved, policy)
+        state = self.known_format().state(self._entries(saved), rule)
+        return state._replace(scale=self._usable(state.scale, rule))
+
+    def load_policy(self, saved: Any, policy: Policy[Any] | None = None) -> Policy[Any]:
+        """Return the policy that was saved, with the first scale of `policy`.
+
+        Arguments and errors are those of `load`.
+        """
+        with warnings.catch_warnings(action="ignore", category=InexactScale):
+            return self.known_format().policy(self._entries(saved), self._or_own(policy))
+
+    def dump(self, state: Any, policy: Policy[Any] | None = None) -> dict[str, Any]:
+        """Return what makes the system go on from a state, as `load` takes it.
+
+        Args:
+            state: a state of `policy`: numbers, or scalars of any framework.
+            policy: the settings to write, of this dialect or any other. Default: its own.
+
+        Raises:
+            CheckpointError: for a scale that the system cannot store.
+            PolicyError: for a rule that the system does not have.
+
+        Warns:
+            LossyConversion: of what the system does not save, or does otherwise.
+        """
+        saved, lost = self.dump_and_tell(state, policy)
+        if lost:
+            warnings.warn(
+                f"what {self.system} saves has no place for {', '.join(lost)}. "
+                "Configure there what that system has a setting for.",
+                LossyConversion,
+                stacklevel=level_of_caller(),
+            )
+        return saved
+
+    def dump_and_tell(
+        self, state: Any, policy: Policy[Any] | None = None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return what `dump` returns and, instead of a warning, what is lost."""
+        given = self._or_own(policy)
+        form = self.known_format()
+        if not isinstance(given, Moving) and not (isinstance(given, Static) and form.has_static):
+            raise PolicyError(f"policy={policy!r} is no rule that {self.system} has. Write {self!r} instead.")
+        state = type(state)(*map(float, state))
+        kept = _counted_as(self.policy, state, given)
+        kept = kept._replace(scale=self._usable(kept.scale, self.policy))
+        saved = form.save(kept, given)
+        rule, there = self.load_policy(saved), self.load_quietly(saved)
+        lost = _unknown_rule(given) + _unknown_memory(state, given)
+        lost += _lost({"scale": state.scale}, {"scale": there.scale})
+        lost += _lost_settings(state, given, rule)
+        before = _counts(given, kept)
+        if hysteresis(given) != hysteresis(rule):  # which is named, and says how many are left of each
+            before.pop("overflows_left", None)
+        return saved, lost + _lost(before, _counts(rule, there))
+
+    def unsaved_arguments(self) -> dict[str, Any]:
+        """Return the arguments that change the rule and that the system does not save, with their defaults.
+
+        >>> from preamp.systems.dialects import APEX
+        >>> APEX.unsaved_arguments()
+        {'scale_window': 2000, 'min_loss_scale': None, 'max_loss_scale': 16777216.0}
+        """
+        form, own = self.known_format(), self.policy
+        saved = form.save(own.start(), own)
+        unsaved = {}
+        for name, parameter in inspect.signature(self._make).parameters.items():
+            for other in self._with_another(name, parameter.default):
+                if form.save(own.start(), other) == saved:
+                    unsaved[name] = parameter.default
+        return unsaved
+
+    def _with_another(self, name: str, default: Any) -> Iterator[Policy[Any]]:
+        """Yield the rule with another value of one argument, if such a rule moves the scale otherwise."""
+        if isinstance(default, bool):
+            values: list[Any] = [not default]
+        else:
+            values = [2 * default, default / 2] if default else [0.25, 4.0]
+        for value in values:
+            try:
+                other: Policy[Any] = self(*(), **{name: value})  # type: ignore[call-arg]
+            except PolicyError:  # a backoff of 1, a fixed scale that is not given
+                continue
+            if type(other) is type(self.policy) and _settings(other) != _settings(self.policy):
+                yield other
+                return
+
+    def known_format(self) -> Format:
+        """Return `format`.
+
+        Raises:
+            CheckpointError: if there is none.
+        """
+        if self.format is None:
+            raise CheckpointError(
+                f"how {self.system} saves its loss scale is not known here. "
+                "Write State(scale=..., good=0.0, bad=0.0) with the scale that it saved."
+            )
+        return self.format
+
+    def _entries(self, saved: Any) -> Mapping[str, Any]:
+        form = self.known_format()
+        entries = form.find(saved)
+        if entries is None:
+            names = ", ".join(form.entries)
+            raise CheckpointError(
+                f"this is not what {self.system} saves: that has the entries {names}. "
+                f"Write {self!r}.load(part) with the part of the checkpoint that has them."
+            )
+        return entries
+
+    def _or_own(self, policy: Policy[Any] | None) -> Policy[Any]:
+        if policy is None:
+            return self.policy
+        return policy.policy if isinstance(policy, Dialect) else policy
+
+    def _usable(self, scale: float, policy: Policy[Any]) -> float:
+        """Return a scale as it is stored, if gradients survive it."""
+        stored = ROUND[getattr(policy, "scale_dtype", "float32")](scale)
+        if not 0.0 < stored < math.inf:
+            raise CheckpointError(
+                f"{self.system} cannot go on from a loss scale of {scale!r}: no gradient would survive. "
+                f"Write {self!r}.start() to start afresh."
+            )
+        return stored
+
+
+def dialect(
+    system: str, odd: str, format: Format | None = None
+) -> Callable[[Callable[P, Policy[Any]]], Dialect[P]]:
+    """Turn a function of a system's own arguments into a `Dialect`."""
+    return lambda make: Dialect(make, system, odd, format)
+
+
+def _counted_as(own: Policy[Any], state: Any, given: Policy[Any]) -> Any:
+    """Return a state of `given` with as many clean steps left to a growth under `own`, if `own` can count so.
+
+    One rule counts them from the first, another leaves some uncounted.
+    """
+    theirs, ours = (getattr(policy, "growth_delay", 0) for policy in (given, own))
+    return state if theirs == ours else state._replace(good=max(state.good - theirs + ours, 0.0))
+
+
+def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Name what is not the same after a conversion."""
+    return [
+        f"{name}={_brief(value)} (there {_brief(after[name])}{_consequence(name, value, after[name])})"
+        for name, value in before.items()
+        if value != after.get(name, value)
+    ]
+
+
+def _brief(value: Any) -> str:
+    return f"{value:.2g}" if value in (FLOAT32_MAX, FLOAT32_TINY) else repr(value)
+
+
+def _consequence(name: str, here: Any, there: Any) -> str:
+    """Say what follows from a difference that its name does not explain."""
+    if name != "growth_delay":
+        return ""
+    steps = abs(there - here)
+    when = "later" if there > here else "sooner"
+    return f": after an overflow it grows {steps} clean step{'s' if steps > 1 else ''} {when}"
+
+
+def unused_of(remembered: Mapping[str, Any]) -> list[str]:
+    """Name what was remembered for another policy; what nothing was counted in yet is not worth a name."""
+    return [f"{name}={value!r}" for name, value in remembered.items() if name not in SHARED and value]
+
+
+def _unknown_rule(policy: Policy[Any]) -> list[str]:
+    """Name a rule that no system has, of which only the common settings are carried."""
+    known = isinstance(policy, Dynamic | Tolerant | Static) or not isinstance(policy, Moving)
+    return [] if known else [f"policy={policy!r} (there Dynamic)"]
+
+
+def _unknown_memory(state: Any, policy: Policy[Any]) -> list[str]:
+    """Name what a state holds besides the numbers that every rule has."""
+    counted = ("age",) if isinstance(policy, Tolerant) else ()
+    named = {name: value for name, value in state._asdict().items() if name not in counted}
+    return unused_of({name: float(value) for name, value in named.items()})
+
+
+def _lost_settings(state: Any, given: Policy[Any], rule: Policy[Any]) -> list[str]:
+    """Name the settings of `given` that `rule` has otherwise, if the scale can then move otherwise."""
+    before, after = _settings(given), _settings(rule)
+    if isinstance(given, Moving) and isinstance(rule, Moving):
+        is_exact = math.frexp(before["backoff_factor"])[0] == 0.5
+        if before["backoff_factor"] == after["backoff_factor"] and not is_exact:
+            # scale / 3 and scale * (1 / 3) are not the same in the last bit
+            before["backoff_divisor"], after["backoff_divisor"] = given.backoff_divisor, rule.backoff_divisor
+        if given.scale_dtype != rule.scale_dtype and {given.max_scale, rule.max_scale} == {FLOAT32_MAX, None}:
+            del before["max_scale"]  # each ends where its scale_dtype does, which is named
+        if not all(_is_inside(state.scale, policy) for policy in (given, rule)):
+            before["bounds"], after["bounds"] = given.bounds, rule.bounds
+    return _lost(before, after)
+
+
+def _is_inside(scale: float, policy: Moving[Any]) -> bool:
+    return (policy.min_scale or 0.0) <= scale <= (policy.max_scale or math.inf)
+
+
+def _settings(policy: Policy[Any]) -> dict[str, Any]:
+    """Return what decides when and where to a scale moves, in the same terms for all rules."""
+    if not isinstance(policy, Moving):
+        return policy.get_config()
+    settings = {
+        "growth_factor": policy.growth_factor,
+        "backoff_factor": backoff_factor(policy),
+        "growth_interval": policy.growth_interval,
+        "growth_delay": policy.growth_delay,
+        "hysteresis": hysteresis(policy),
+        "tolerance": getattr(policy, "tolerance", 0.0),
+        "max_consecutive_overflows": getattr(policy, "max_consecutive_overflows", None),
+        "min_scale": policy.min_scale,
+        "max_scale": policy.max_scale,
+        "at_floor": policy.at_floor,
+        "scale_dtype": policy.scale_dtype,
+    }
+    if policy.max_scale is not None:
+        settings["at_ceiling"] = policy.at_ceiling
+    if isinstance(policy, Dynamic) and policy.hysteresis > 1:
+        settings["hysteresis_reset"] = policy.hysteresis_reset
+    return settings
+
+
+def _counts(policy: Policy[Any], state: Any) -> dict[str, int]:
+    """Return what a state has counted that the next moves depend on."""
+    if not isinstance(policy, Moving):
+        return {}
+    if isinstance(policy, Tolerant):
+        return {name: int(getattr(state, name)) for name in ("good", "bad", "age")}
+    if isinstance(policy, Dynamic):
+        return {"good": int(state.good), "overflows_left": policy.overflows_left(state)}
+    return {"good": int(state.good)}

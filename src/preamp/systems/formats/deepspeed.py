@@ -1,0 +1,139 @@
+"""What DeepSpeed saves: with ZeRO the loss scaler itself, at stage 0 its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from preamp.policy import Policy, State, Static
+from preamp.systems.formats.base import (
+    Format,
+    count,
+    entries_of,
+    flag,
+    hysteresis,
+    number,
+    numbers,
+    overflows_left,
+)
+
+OURS, BESIDE = "preamp_state", "beside"  # the state of a rule DeepSpeed lacks, and for which counts it holds
+COUNTS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class DeepSpeed(Format):
+    """What DeepSpeed's loss scalers have in common: counters of all steps, and scales that never move."""
+
+    has_static = True
+    dynamic: ClassVar[str]  # the name under which they say whether the scale moves
+
+    def policy(self, saved: Mapping[str, Any], rest: Policy[Any]) -> Policy[Any]:
+        if not flag(saved, self.dynamic):
+            return Static(number(saved, "cur_scale"))
+        return Format.policy(self, saved, rest)
+
+    def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        interval, factor = {"growth_interval": count(saved, "scale_window")}, number(saved, "scale_factor")
+        if factor == 2.0:
+            return interval
+        return {**interval, "growth_factor": factor, "backoff_divisor": factor, "factor_dtype": "float64"}
+
+    def state(self, saved: Mapping[str, Any], policy: Any) -> State:
+        scale = number(saved, "cur_scale")
+        if isinstance(policy, Static):
+            return State(scale, 0.0, 0.0)
+        clean = count(saved, "cur_iter") - count(saved, "last_overflow_iter") - 1
+        counted = clean - policy.growth_delay
+        good = clean if counted < 0 else counted % policy.growth_interval + policy.growth_delay
+        return State(scale, float(good), float(self.bad(saved)))
+
+    def bad(self, saved: Mapping[str, Any]) -> int:
+        """Return the overflows that count towards the next backoff."""
+        return 0
+
+    def save(self, state: Any, policy: Any) -> dict[str, Any]:
+        if isinstance(policy, Static):
+            return {"cur_scale": state.scale, self.dynamic: False}
+        clean = int(state.good)
+        return {
+            "cur_scale": state.scale,
+            "cur_iter": max(clean, 0),
+            "last_overflow_iter": max(clean, 0) - clean - 1,
+            "scale_factor": policy.growth_factor,
+            "scale_window": policy.growth_interval,
+            self.dynamic: True,
+        }
+
+
+class DeepSpeedZero(DeepSpeed):
+    """The attributes of LossScaler and DynamicLossScaler; ZeRO saves the object, as "loss_scaler"."""
+
+    entries = ("cur_scale", "dynamic")
+    dynamic = "dynamic"
+    setting_names = (
+        "scale_factor",
+        "scale_window",
+        "min_scale",
+        "delayed_shift",
+        "consecutive_hysteresis",
+        "raise_error_at_min_scale",
+    )
+
+    def find(self, saved: Any) -> Mapping[str, Any] | None:
+        return Format.find(self, entries_of(saved).get("loss_scaler", saved))
+
+    def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        floor = number(saved, "min_scale") or None  # no scale is below 0
+        return {
+            **DeepSpeed.settings(self, saved),
+            "min_scale": floor,
+            "hysteresis": count(saved, "delayed_shift"),
+            "hysteresis_reset": ("clean",) if flag(saved, "consecutive_hysteresis") else ("growth",),
+            "at_floor": "raise" if floor and flag(saved, "raise_error_at_min_scale") else "hold",
+        }
+
+    def bad(self, saved: Mapping[str, Any]) -> int:
+        patience = count(saved, "delayed_shift")
+        return patience - count(saved, "cur_hysteresis") if patience > 1 else 0
+
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return numbers(saved.get(OURS), without=BESIDE)
+
+    def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
+        beside = {name: saved[name] for name in COUNTS if name in saved}
+        return {**saved, OURS: {BESIDE: beside, **remembered}}
+
+    def save(self, state: Any, policy: Any) -> dict[str, Any]:
+        common = DeepSpeed.save(self, state, policy)
+        if isinstance(policy, Static):
+            return common
+        return {
+            **common,
+            "min_scale": policy.min_scale or 0.0,
+            "delayed_shift": hysteresis(policy),
+            "cur_hysteresis": overflows_left(policy, state),
+            "consecutive_hysteresis": "clean" in getattr(policy, "hysteresis_reset", ()),
+            "raise_error_at_min_scale": policy.at_floor == "raise",
+        }
+
+
+class DeepSpeedStage0(DeepSpeed):
+    """`state_dict()` of the fused and unfused FP16 optimizers, which lacks the floor; ours says more."""
+
+    entries = ("cur_scale", "cur_iter", "dynamic_loss_scale")
+    dynamic = "dynamic_loss_scale"
+
+    def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        ours = entries_of(saved.get("preamp"))
+        counted = {"hysteresis": count(ours, "delayed_shift")} if ours else {}
+        return {**DeepSpeed.settings(self, saved), **counted}
+
+    def bad(self, saved: Mapping[str, Any]) -> int:
+        ours = entries_of(saved.get("preamp"))
+        return count(ours, "delayed_shift") - count(ours, "cur_hysteresis") if ours else 0
+
+    def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return numbers(entries_of(saved.get("preamp")).get(OURS), without=BESIDE)
+
+    def save(self, state: Any, policy: Any) -> dict[str, Any]:
+        return {"cur_iter": 0, **DeepSpeed.save(self, state, policy)}

@@ -1,0 +1,368 @@
+"""What was cast, where, and what it cost: the counting behind `autocast(report=True)`.
+
+Kernels before the listed operators tell what was asked for; a dispatch mode sees what then runs, casts among
+it. Both slow a region down many times. Backward passes are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import flop_registry
+
+from preamp.arrays.torch_compat import (
+    DispatchMode,
+    is_in_backward,
+    kernel_at,
+    pop_mode,
+    push_mode,
+    tree_leaves,
+)
+from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
+from preamp.autocasting.tables import Rule
+from preamp.errors import UsageError
+from preamp.torch.autocasting import dispatcher, operators
+from preamp.torch.autocasting.kernels import ELIGIBLE
+from preamp.torch.autocasting.thread_state import Kernel, thread
+
+if TYPE_CHECKING:
+    from preamp.torch.autocasting.edited import Edits
+
+
+aten = torch.ops.aten
+CASTS = (aten._to_copy, aten.to)  # under inference_mode the second is all that is seen
+SAME_WORK = {aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention}
+UNCOUNTED = frozenset(["new_empty", "new_empty_strided", "new_zeros", "_unsafe_view"])
+# Whose results are infinite for other reasons than the range of the dtype.
+INFINITE_BY_NATURE = frozenset(
+    ["div", "log", "log10", "log1p", "log2", "logit", "reciprocal", "rsqrt", "atanh"]
+)
+
+
+class _Probing(threading.local):
+    """Whether a census of this thread is looking at numbers, which no census counts."""
+
+    now = False
+
+
+_probing = _Probing()
+
+
+@dataclass
+class _Call:
+    """One call of an operator, while it runs and after."""
+
+    operator: str
+    rule: str
+    module: str
+    tensors: list[Tensor]
+    inputs: str
+    runs: str = ""
+    bytes_cast: int = 0
+    bytes_moved: int = 0
+    flops: int = 0
+    overflowed: bool = False
+
+
+@dataclass
+class _Source:
+    """A tensor that was cast, and how often."""
+
+    tensor: weakref.ref[Tensor]
+    what: str
+    why: str
+    bytes: int
+    version: int
+    times: int = 0
+    modules: dict[str, None] = field(default_factory=dict)
+
+
+class Census(DispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what runs while it is entered, in the thread that entered it.
+
+    Args:
+        device_type: whose operators are listed.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_type = device_type
+        self._rules: dict[str, Rule] = {}
+        self._emulated: torch.dtype | bool = False
+        self._tallies: dict[tuple[str, ...], Tally] = {}
+        self._repeats: dict[str, _Source] = {}
+        self._sources: dict[tuple[int, torch.dtype], _Source] = {}
+        self._current: _Call | None = None
+        self._modules = _Modules()
+
+    def __enter__(self) -> Census:
+        if self._modules.follow():
+            self._keep_repeats()
+            self._sources.clear()
+        push_mode(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pop_mode()
+        self._modules.leave()
+
+    def watched(self, rules: dict[str, Kernel], edits: Edits) -> dict[str, Kernel]:
+        """Return what operators do, told to this census: those that are edited and those that are listed."""
+        listed = operators.listed(self._device_type)
+        self._rules = {**listed, **operators.resolve(edits.table)}
+        self._emulated = edits.emulate and (edits.dtype or True)
+        unedited = {
+            dispatcher.rule_key(self._device_type, name): dispatcher.before(self._device_type, name)
+            for name in listed
+        }
+        return {key: self._told(key.split()[1], run) for key, run in {**unedited, **rules}.items()}
+
+    def check_thread(self) -> None:
+        """Refuse to count in a second thread.
+
+        Raises:
+            UsageError: when another thread is being counted.
+        """
+        self._modules.check_thread()
+
+    def report(self) -> CastReport:
+        """Return the counts so far."""
+        rows = [CastRow(*names, **vars(tally)) for names, tally in self._tallies.items()]  # type: ignore[arg-type]
+        rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
+        return CastReport(rows, [*_overflowed(rows), *self._repeated(), *stayed(rows)])
+
+    def _told(self, name: str, run: Kernel) -> Kernel:
+        def told(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._current is not None or is_in_backward():
+                return run(keyset, *args, **kwargs)
+            rule = str(self._rules.get(name, "unlisted"))
+            self._current = call = self._call(name.partition(".")[0], rule, (args, kwargs))
+            try:
+                result = run(keyset, *args, **kwargs)
+            finally:
+                self._current = None
+            self._finish(call, (args, kwargs), result)
+            return result
+
+        return told
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not _probing.now and not is_in_backward():
+            self._see(func, args, kwargs, result)
+        return result
+
+    def _see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func.overloadpacket in CASTS and {args[0].dtype, result.dtype} <= ELIGIBLE:
+            if result.dtype is not args[0].dtype:
+                self._see_cast(args[0], result)
+            return
+        name = func._schema.name.partition("::")[2]
+        if func.is_view or name in UNCOUNTED or name.endswith("_like") or not _floats([args, kwargs]):
+            return
+        call = self._current or self._call(name, self._unlisted(), (args, kwargs))
+        call.bytes_moved += sum(map(_bytes, _floats([args, kwargs, result])))
+        formula = flop_registry.get(SAME_WORK.get(func.overloadpacket, func.overloadpacket))
+        call.flops += int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        if call is not self._current:
+            self._finish(call, (args, kwargs), result)
+
+    def _see_cast(self, source: Tensor, result: Tensor) -> None:
+        call = self._current
+        if call is None:
+            call = self._call("to", self._unlisted(), [source])
+            call.bytes_cast = _bytes(source)
+            self._finish(call, [source], result)
+        elif self._emulated:
+            return
+        else:
+            call.bytes_cast += _bytes(source)
+        self._remember(source, result.dtype, call.module)
+
+    def _remember(self, source: Tensor, dtype: torch.dtype, module: str) -> None:
+        key, version = (id(source), dtype), _version(source)
+        known = self._sources.get(key)
+        if known is None or known.tensor() is not source:
+            nameless = f"A {_name(source.dtype)} tensor of shape {tuple(source.shape)}"
+            what = self._modules.names.get(id(source), nameless)
+            known = _Source(weakref.ref(source), what, _why(source), _bytes(source), version)
+            self._sources[key] = known
+        if known.version != version:
+            known.version, known.why = version, "it is written to in between"
+        known.times += 1
+        known.modules[module] = None
+
+    def _unlisted(self) -> str:
+        """Return the rule of an operator that no kernel was told of."""
+        regions = (frame.region for frame in reversed(thread.frames))
+        innermost = next((region for region in regions if region.device == self._device_type), None)
+        return "unlisted" if innermost is None or innermost._enabled else "off"
+
+    def _call(self, operator: str, rule: str, values: Any) -> _Call:
+        tensors = _floats(values)
+        inputs = ", ".join(dict.fromkeys(_name(tensor.dtype) for tensor in tensors))
+        return _Call(operator, rule, self._modules.current, tensors, inputs)
+
+    def _finish(self, call: _Call, values: Any, result: Any) -> None:
+        results = _floats(result)
+        numbers = [tensor for tensor in _tensors(result) if tensor.is_complex()]
+        dtype = next(
+            (tensor.dtype for tensor in [*results, *numbers, *call.tensors, *_tensors(result)]), None
+        )
+        call.runs = _name(dtype) if dtype else "-"
+        call.inputs = call.inputs or call.runs
+        if self._emulated and call.rule == "lower":
+            low = torch.get_autocast_dtype(self._device_type)
+            call.runs = _name(low if self._emulated is True else self._emulated) + " emulated"
+        call.overflowed = _overflows(call, values, results)
+        names = (call.operator, call.module, call.rule, call.inputs, call.runs)
+        self._tallies.setdefault(names, Tally()).add(
+            calls=1,
+            bytes_cast=call.bytes_cast,
+            bytes_moved=call.bytes_moved,
+            flops=call.flops,
+            overflows=call.overflowed,
+        )
+
+    def _keep_repeats(self) -> None:
+        """Keep of each tensor what was cast most often between entering the region and leaving it."""
+        for source in self._sources.values():
+            if source.times >= REPEATED:
+                known = self._repeats.setdefault(source.what + source.why, source)
+                known.times = max(known.times, source.times)
+
+    def _repeated(self) -> Iterator[str]:
+        """Yield what was cast more than once in one entry, costliest first."""
+        self._keep_repeats()
+        for source in sorted(self._repeats.values(), key=lambda one: one.bytes * one.times, reverse=True):
+            times, places = f"{source.times} times", map(place, source.modules)
+            yield repeated(source.what, times, source.bytes, places, source.why)
+
+
+class _Modules:
+    """Which module is running, by its path from the outermost one, in the thread that follows them."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self._running: list[str] = []
+        self._handles: list[Any] = []
+        self._depth, self._thread = 0, 0
+
+    @property
+    def current(self) -> str:
+        return self._running[-1] if self._running else OUTSIDE
+
+    def check_thread(self) -> None:
+        if self._depth and threading.get_ident() != self._thread:
+            raise UsageError(
+                "A region with a report counts in one thread, and another thread is inside. "
+                "Write autocast(..., report=True) in each thread."
+            )
+
+    def follow(self) -> bool:
+        """Follow modules; return whether they were not followed already."""
+        self._depth += 1
+        if self._depth > 1:
+            return False
+        self._thread = threading.get_ident()
+        self._handles = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+        return True
+
+    def leave(self) -> None:
+        self._depth -= 1
+        if not self._depth:
+            for handle in self._handles:
+                handle.remove()
+            self._running.clear()
+
+    def _begin(self, module: torch.nn.Module, _: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self._running:
+            root = type(module).__name__
+            for path, part in [*module.named_modules(), *module.named_parameters()]:
+                self.names[id(part)] = f"{root}.{path}" if path else root
+        self._running.append(self.names.get(id(module), type(module).__name__))
+
+    def _end(self, *_: Any) -> None:
+        if self._running and threading.get_ident() == self._thread:
+            self._running.pop()
+
+
+def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
+    for row in rows:
+        if row.overflows:
+            yield (
+                f"{row.operator} {row.place} overflowed {row.runs} in {row.overflows:,} of "
+                f"{row.calls:,} calls: its inputs were finite, its results were not."
+            )
+
+
+def _why(source: Tensor) -> str:
+    """Return why a cast of a tensor is not kept."""
+    if torch.is_inference_mode_enabled():
+        return "inference mode keeps no casts"
+    if not torch.is_autocast_cache_enabled():
+        return "the cache is off"
+    if not isinstance(source, torch.nn.Parameter) and not source.requires_grad:
+        return "it is no weight; cast it once before it is used"
+    if not source.requires_grad:
+        return "it does not require gradients, and only casts of weights that do are kept"
+    if not source.is_leaf or source._is_view():
+        return "it is not a leaf, and only casts of leaves are kept"
+    if kernel_at("aten::mm", operators.dispatch_key("cpu")) is None:
+        return "a report keeps no casts before PyTorch 2.9"
+    return "the cache was emptied in between"
+
+
+def _overflows(call: _Call, values: Any, results: list[Tensor]) -> bool:
+    """Return whether results are infinite because the dtype ends there, as far as can be told."""
+    if call.operator in INFINITE_BY_NATURE or any(_is_infinite(leaf) for leaf in tree_leaves(values)):
+        return False
+    _probing.now = True
+    try:
+        return not all(map(_finite, results)) and all(map(_finite, call.tensors))
+    except (NotImplementedError, RuntimeError):  # tensors without numbers: sparse, fake, those of torch.func
+        return False
+    finally:
+        _probing.now = False
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.detach().float().isfinite().all())
+
+
+def _floats(values: Any) -> list[Tensor]:
+    return [tensor for tensor in _tensors(values) if tensor.is_floating_point()]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,98 @@
+"""Functions that run in a region, and generators and coroutines that are in it only while they run."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def wrap(region: AbstractContextManager[Any], function: F) -> F:
+    """Return the function that enters the region whenever the given one runs, of the same kind."""
+    if inspect.isgeneratorfunction(function):
+        wrapped: Any = _generator
+    elif inspect.iscoroutinefunction(function):
+        wrapped = _coroutine
+    elif inspect.isasyncgenfunction(function):
+        wrapped = _async_generator
+    else:
+        wrapped = _function
+    return cast(F, functools.wraps(function)(wrapped(region, function)))
+
+
+def is_stepwise(function: Callable[..., Any]) -> bool:
+    """Return whether a call of a function only begins its work."""
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(is_kind(function) for is_kind in kinds)
+
+
+def _function(region: AbstractContextManager[Any], function: F) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with region:
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _generator(region: AbstractContextManager[Any], function: F) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        return (yield from _Steps(region, function(*args, **kwargs)))
+
+    return run
+
+
+def _coroutine(region: AbstractContextManager[Any], function: F) -> Callable[..., Any]:
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        return await _Steps(region, function(*args, **kwargs))
+
+    return run
+
+
+def _async_generator(region: AbstractContextManager[Any], function: F) -> Callable[..., Any]:
+    async def run(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        inner = function(*args, **kwargs)
+        step: Awaitable[Any] = inner.asend(None)
+        while True:
+            try:
+                value = await _Steps(region, step)
+            except StopAsyncIteration:
+                return
+            try:
+                step = inner.asend((yield value))
+            except GeneratorExit:
+                await _Steps(region, inner.aclose())
+                raise
+            except BaseException as error:
+                step = inner.athrow(error)
+
+    return run
+
+
+class _Steps:
+    """A generator or coroutine each of whose steps is taken in the region."""
+
+    def __init__(self, region: AbstractContextManager[Any], inner: Any) -> None:
+        self.region, self.inner = region, inner
+
+    def __iter__(self) -> Generator[Any, Any, Any]:
+        step, value = self.inner.send, None
+        while True:
+            try:
+                with self.region:
+                    result = step(value)
+            except StopIteration as end:
+                return end.value
+            try:
+                step, value = self.inner.send, (yield result)
+            except GeneratorExit:
+                with self.region:
+                    self.inner.close()
+                raise
+            except BaseException as error:
+                step, value = self.inner.throw, error
+
+    __await__ = __iter__

@@ -1,0 +1,1 @@
+"""A loss scale for every layer."""

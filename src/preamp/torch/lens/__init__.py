@@ -1,0 +1,1 @@
+"""A lens on a model: how large its weights, activations and gradients are."""

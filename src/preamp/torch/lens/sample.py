@@ -1,0 +1,240 @@
+"""One forward and backward pass recorded by hooks: inputs, weights, activations, and gradients of both kinds.
+
+What is decided here is which tensors are counted and under which name.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parameter import is_lazy
+
+from preamp.arrays.torch_compat import tree_leaves
+from preamp.record.exponents import BANDS
+from preamp.record.snapshots import Kind, Look, LookRow
+from preamp.torch.lens import exponents
+
+
+class _Known(NamedTuple):
+    """A tensor that was counted, as it was then."""
+
+    tensor: weakref.ref[Tensor]
+    version: int | None
+    counts: exponents.Counts
+
+    def is_still(self, tensor: Tensor) -> bool:
+        return self.tensor() is tensor and self.version == _version(tensor)
+
+
+class Sample:
+    """What is recorded of one forward pass and the backward passes through it.
+
+    Args:
+        model: whose modules are looked at.
+        scaler: a `GradScaler` of ours or of PyTorch; None for a scale of 1.
+        index: the number of the step, where the scaler counts none.
+        activations: whether inputs, weights and outputs are counted too, besides gradients.
+
+    Attributes:
+        in_backward: True from the first gradient on.
+    """
+
+    def __init__(self, model: torch.nn.Module, scaler: Any, index: int, *, activations: bool) -> None:
+        self._modules = {id(module): name for name, module in model.named_modules()}
+        self._model, self._scaler, self._activations = model, scaler, activations
+        self._counts: dict[tuple[str, Kind, torch.dtype], exponents.Counts] = {}
+        self._known: dict[int, _Known] = {}  # what was counted once is not counted again as an input
+        self._put_out: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
+        self._weighed: tuple[set[str], set[int]] = set(), set()  # modules by name, and parameters
+        self._autocast: torch.dtype | None = None
+        self._numbers: list[Any] = [1.0, index]
+        self._open = True
+        self.in_backward = False
+        self._handles: list[Any] = [register_module_forward_hook(self._see_output)]
+        if activations:
+            self._handles += [
+                module.register_forward_pre_hook(self.see_input, with_kwargs=True)
+                for module in model.modules()
+                if _computes(module)
+            ]
+
+    def see_input(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Count what a module is called with, and its parameters, if it computes something itself."""
+        name = self._modules.get(id(module))
+        if name is not None and _computes(module):
+            for tensor in tensors_in((args, kwargs)):
+                self._add(name, "input", tensor)
+            self._weigh(name, module)
+
+    def end_forward(self) -> None:
+        """Take the hooks off the modules and wait for gradients."""
+        self._take_off()
+        if self._activations:  # parameters can be used without a call of the module that owns them
+            for name, module in self._model.named_modules():
+                self._weigh(name, module)
+        self._handles = [
+            parameter.register_hook(partial(self._see_gradient, name, "gradient"))  # type: ignore[no-untyped-call]
+            for name, parameter in _owned(self._model)
+        ]
+
+    def close(self) -> None:
+        """Take all hooks off. What comes afterwards is not seen."""
+        self._open = False
+        self._take_off()
+        self._known.clear()
+        self._put_out.clear()
+
+    def look(self, low_dtype: str | None) -> Look:
+        """Read all that was counted, at once.
+
+        Args:
+            low_dtype: what overflows and underflows; None for what autocast or the tensors say.
+        """
+        tensors = [number for number in self._numbers if isinstance(number, Tensor)]
+        measured, read = exponents.read(list(self._counts.values()), tensors)
+        told = iter(read)
+        scale, index = (next(told) if isinstance(n, Tensor) else n for n in self._numbers)
+        rows = [
+            LookRow(name, what, dtype_name(dtype), one.histogram, one.smallest, one.largest, one.nans)
+            for (name, what, dtype), one in zip(self._counts, measured, strict=True)
+        ]
+        return Look(
+            int(index),
+            scale,
+            low_dtype or self._low_dtype(),
+            rows=tuple(row for row in rows if row.what not in ("input", "weight")),
+            inputs=tuple(row for row in rows if row.what == "input"),
+            weights=tuple(row for row in rows if row.what == "weight"),
+        )
+
+    def _low_dtype(self) -> str:
+        computed = (dtype for _, what, dtype in self._counts if what not in ("input", "weight"))
+        names = set(map(dtype_name, computed))
+        if self._autocast is not None and dtype_name(self._autocast) in BANDS:
+            return dtype_name(self._autocast)
+        return next((name for name in BANDS if name in names and name != "float32"), "float16")
+
+    def _weigh(self, name: str, module: torch.nn.Module) -> None:
+        """Count the parameters that a module itself owns, each parameter once."""
+        modules, parameters = self._weighed
+        if name in modules:  # its parameters may be other objects now, as under FSDP
+            return
+        modules.add(name)
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in parameters and _can_be_counted(parameter):
+                parameters.add(id(parameter))
+                self._add(name, "weight", parameter)
+
+    def _see_output(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        name = self._modules.get(id(module))
+        if name is not None:
+            for tensor in tensors_in(output):
+                if self._is_new(tensor):
+                    self._see_tensor(name, tensor)
+
+    def _see_tensor(self, name: str, tensor: Tensor) -> None:
+        device = tensor.device.type
+        if self._autocast is None and torch.is_autocast_enabled(device):
+            self._autocast = torch.get_autocast_dtype(device)
+        if self._activations:
+            self._add(name, "activation", tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(partial(self._see_gradient, name, "flow"))  # type: ignore[no-untyped-call]
+
+    def _see_gradient(self, name: str, what: Kind, gradient: Tensor) -> None:
+        if self._open:
+            if not self.in_backward:
+                self.in_backward = True
+                self._note_scale()
+            self._add(name, what, gradient)
+
+    def _add(self, name: str, what: Kind, tensor: Tensor) -> None:
+        key = name, what, tensor.dtype
+        counts = self._count(tensor) if what in ("input", "activation") else exponents.count(tensor)
+        self._counts[key] = exponents.add(self._counts[key], counts) if key in self._counts else counts
+
+    def _count(self, tensor: Tensor) -> exponents.Counts:
+        """Count a tensor, unless that was done already: most inputs are what another module put out."""
+        known = self._known.get(id(tensor))
+        if known is None or not known.is_still(tensor):
+            known = _Known(weakref.ref(tensor), _version(tensor), exponents.count(tensor))
+            self._known[id(tensor)] = known
+        return known.counts
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Return whether no module inside this one has put out the same values as the same tensor."""
+        known, version = self._put_out.get(id(tensor)), _version(tensor)
+        if known is not None and known[0]() is tensor and known[1] == version:
+            return False
+        self._put_out[id(tensor)] = weakref.ref(tensor), version
+        return True
+
+    def _note_scale(self) -> None:
+        """Keep the scale that is in the loss, which the scaler's next update changes; unread."""
+        scaler = self._scaler
+        if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
+            self._numbers[0] = scaler._scale * getattr(scaler, "_loss_factor", 1.0)
+        index = getattr(scaler, "_steps_seen", self._numbers[1])
+        self._numbers[1] = index.clone() if isinstance(index, Tensor) else index
+
+    def _take_off(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name, such as "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def inner_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's model inside `torch.compile`'s module and those of data parallelism."""
+    wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    inner = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", model)
+    return model if inner is model else inner_of(inner)
+
+
+def _computes(module: torch.nn.Module) -> bool:
+    """Return whether a module uses parameters of its own, or has no modules inside that do its work."""
+    owns = any(parameter is not None for parameter in module._parameters.values())
+    return owns or next(module.children(), None) is None
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to. Nothing counts that of a tensor made in inference mode."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _can_be_counted(parameter: Tensor) -> bool:
+    return _is_numeric(parameter) and not (parameter.is_meta or is_lazy(parameter))
+
+
+def _is_numeric(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _owned(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter that gets a gradient, once, with the name of the first module that owns it."""
+    seen = set()
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                yield name, parameter
+
+
+def tensors_in(outputs: Any) -> Iterator[Tensor]:
+    """Yield the floating and complex tensors in what a module put out."""
+    for leaf in [outputs] if isinstance(outputs, Tensor) else tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and _is_numeric(leaf):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])

@@ -1,0 +1,122 @@
+"""A model's buffers, such as BatchNorm's running statistics: which of them a skipped step has ruined.
+
+Forward writes them, so an overflow there reaches them before anybody can skip the step, and a running mean
+that is inf stays inf.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from preamp.arrays.torch_compat import BatchNormBase, foreach_copy_, local_part
+from preamp.checks import shown
+from preamp.errors import PolicyError
+
+
+class Buffers:
+    """The floating-point buffers of a model. Nothing is read unless a step was skipped.
+
+    Buffers that are not finite when they are first found, such as a mask of -inf, are left alone; running
+    statistics are not. Those of modules that are added later are found at the next step that is taken, where
+    copies are kept, and else at the next one that is skipped.
+
+    Args:
+        model: whose buffers.
+        restores: whether to keep copies of them, to be put back.
+
+    Raises:
+        PolicyError: for what is not a module.
+    """
+
+    def __init__(self, model: Any, *, restores: bool) -> None:
+        if not isinstance(model, nn.Module):
+            raise PolicyError(
+                f"model={shown(model)} is not a torch.nn.Module. Write model=model, or leave it out."
+            )
+        self.restores = restores
+        self._model = model
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._constant: set[str] = set()
+        self._kept: dict[str, Tensor] = {}
+        self._find()
+        if restores:
+            self.keep()  # the first step may be skipped
+
+    def non_finite(self) -> tuple[str, ...]:
+        """Return the names of the buffers that hold inf or NaN, in the model's order. One read per device."""
+        self._find()
+        return _non_finite(self._present())
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy all buffers: at the start, after a checkpoint, and after each step that was taken.
+
+        Nothing is read, unless the model has buffers that it did not have before.
+        """
+        self._find()
+        present = self._present()
+        if [(n, b.shape, b.dtype, b.device) for n, b in present.items()] != [
+            (n, b.shape, b.dtype, b.device) for n, b in self._kept.items()
+        ]:
+            self._kept = {name: buffer.detach().clone() for name, buffer in present.items()}
+        elif present:
+            foreach_copy_(list(self._kept.values()), list(present.values()))
+
+    @torch.no_grad()
+    def restore(self, names: tuple[str, ...]) -> None:
+        """Put the copies of some buffers back; of what was never copied nothing."""
+        present = self._present()
+        for name in names:
+            if name in self._kept and name in present:
+                present[name].copy_(self._kept[name])
+
+    def _find(self) -> None:
+        """Find the buffers that the model has now: modules may have been added or replaced."""
+        owners = {
+            f"{prefix}.{name}" if prefix else name: (module, name)
+            for prefix, module in self._model.named_modules()
+            for name in module._buffers
+        }
+        known, self._owners = self._owners, owners
+        new = {name for name, (module, _) in owners.items() if known.get(name, (None,))[0] is not module}
+        if new:
+            self._constant -= new
+            present = {name: buffer for name, buffer in self._present().items() if name in new}
+            statistics = {name for name in new if _is_statistic(*owners[name])}
+            self._constant |= set(_non_finite(present)) - statistics  # these are never meant to be inf
+
+    def _present(self) -> dict[str, Tensor]:
+        """Return the floating-point buffers by name, each tensor once, and of a DTensor this rank's part."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, (module, key) in self._owners.items():
+            buffer = module._buffers.get(key)
+            if name in self._constant or buffer is None:
+                continue
+            if buffer.is_floating_point() or buffer.is_complex():
+                found.setdefault(id(buffer), (name, buffer))
+        return {name: local_part(b) for name, b in found.values()}
+
+
+def _is_statistic(module: nn.Module, name: str) -> bool:
+    norm = isinstance(module, BatchNormBase)
+    return norm and name in ("running_mean", "running_var")
+
+
+@torch.no_grad()
+def _non_finite(buffers: dict[str, Tensor]) -> tuple[str, ...]:
+    """Return which of some buffers hold inf or NaN, in their order."""
+    flags: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, buffer in buffers.items():
+        if not buffer.is_meta:
+            flags[buffer.device].append((name, buffer.isfinite().all()))
+    bad = {
+        name
+        for found in flags.values()
+        for (name, _), good in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True)
+        if not good
+    }
+    return tuple(name for name in buffers if name in bad)

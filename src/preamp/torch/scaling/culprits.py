@@ -1,0 +1,82 @@
+"""Which parameter went non-finite first: names, and the order in which backward reaches them.
+
+This room reads optimizers' parameter groups and autograd's graph. It refuses to know scales.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def names(optimizer: Any) -> dict[int, str]:
+    """Return what to call each parameter, by its `id`.
+
+    An optimizer made with `model.named_parameters()` knows its parameters' names; of any other the name is
+    the expression that leads to the parameter, such as `param_groups[0]['params'][3]`.
+    """
+    named: dict[int, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        known = group.get("param_names") or ()
+        for index, parameter in enumerate(group["params"]):
+            expression = f"param_groups[{number}]['params'][{index}]"
+            named[id(parameter)] = known[index] if index < len(known) else expression
+    return named
+
+
+def culprits(
+    optimizer: Any, parameters: Sequence[Tensor], sizes: Iterable[float], order: dict[int, int]
+) -> tuple[str, ...]:
+    """Return the names of the parameters whose gradients are not finite, first in backward order.
+
+    Args:
+        optimizer: the owner of the parameters.
+        parameters: those that have a gradient.
+        sizes: the norm or peak of each of these gradients.
+        order: when backward reaches a parameter, by its `id`, from `backward_order`. Parameters that are
+            not in it come after the others, last one first.
+    """
+    found = [index for index, size in enumerate(sizes) if not math.isfinite(size)]
+    found.sort(key=lambda index: (order.get(id(parameters[index]), len(order)), -index))
+    named = names(optimizer)
+    return tuple(named[id(parameters[index])] for index in found)
+
+
+def backward_order(root: Any) -> dict[int, int]:
+    """Return when backward from a node reaches each parameter: 0, 1, ... by the parameter's `id`.
+
+    As autograd does, of the nodes whose inputs are complete the one that was made last goes first.
+    """
+    waiting = _uses(root)
+    order: dict[int, int] = {}
+    ready, count = [(-root._sequence_nr(), 0, root)], 0
+    while ready:
+        _, _, node = heapq.heappop(ready)
+        if hasattr(node, "variable"):
+            order.setdefault(id(node.variable), len(order))
+        for following in _next(node):
+            waiting[following] -= 1
+            if not waiting[following]:
+                count += 1
+                heapq.heappush(ready, (-following._sequence_nr(), count, following))
+    return order
+
+
+def _uses(root: Any) -> dict[Any, int]:
+    """Return how many nodes feed each node of a graph."""
+    uses, reached = {root: 0}, [root]
+    for node in reached:
+        for following in _next(node):
+            if following not in uses:
+                uses[following] = 0
+                reached.append(following)
+            uses[following] += 1
+    return uses
+
+
+def _next(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions if following is not None]

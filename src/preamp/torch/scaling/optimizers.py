@@ -1,0 +1,119 @@
+"""What a scaler has to know of an optimizer it has never seen."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from preamp.arrays.torch import HALF_DTYPES
+from preamp.checks import is_number, level_of_caller
+
+SMALL_EPS = 2.0**-24  # float16's smallest number above 0; nothing that is larger rounds to 0
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Return whether `step` divides by `optimizer.grad_scale` and heeds `optimizer.found_inf`.
+
+    What only wraps such an optimizer does not count: it would keep these attributes to itself.
+    """
+    supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return supports and isinstance(optimizer, torch.optim.Optimizer)
+
+
+def preset(optimizer: Any) -> Any:
+    """Return what a user set as `grad_scale` of a fused optimizer, 1.0 without it."""
+    given = getattr(optimizer, "grad_scale", None) if is_fused(optimizer) else None
+    return 1.0 if given is None else given
+
+
+def is_of_torch(optimizer: Any) -> bool:
+    """Return whether the optimizer is PyTorch's own, not a subclass of it."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def begins_with_garbage(optimizer: Any) -> bool:
+    """Return whether a step that `found_inf` stops would leave memory that nobody wrote in the state.
+
+    The fused SGD's first step with momentum does: its kernel is to fill the new buffers, and does not.
+    """
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] != 0
+        and all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def evaluates_often(optimizer: Any) -> bool:
+    """Return whether `step` may move parameters and evaluate its closure again after that."""
+    return not is_of_torch(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
+
+
+def warn_of_small_eps(optimizer: Any, groups: Iterable[int], instead: str) -> None:
+    """Warn of parameter groups whose `eps` is 0 in the dtype of their parameters.
+
+    Adam and its relatives keep squares of gradients in that dtype. In float16 those of gradients below 1.7e-4
+    are 0; only `eps` then keeps the update from being a division by 0.
+
+    Args:
+        optimizer: the owner of the groups.
+        groups: their numbers.
+        instead: what to write besides a larger `eps`.
+    """
+    for number in groups:
+        group = optimizer.param_groups[number]
+        eps = group.get("eps")
+        computes_wide = is_of_torch(optimizer) and group.get("fused")  # in float32, rounded when stored
+        if computes_wide or not (is_number(eps) and 0.0 < eps < SMALL_EPS):
+            continue
+        for dtype in {parameter.dtype for parameter in group["params"] if parameter.dtype in HALF_DTYPES}:
+            if torch.tensor(eps, dtype=dtype).item() == 0.0:
+                name = str(dtype).removeprefix("torch.")
+                warnings.warn(
+                    f"eps={eps!r} of {type(optimizer).__name__}.param_groups[{number}] is 0 in {name}, the "
+                    "dtype of its parameters: where squares of gradients are 0 as well, the update divides "
+                    f"by 0 and the weights become NaN. Write eps=1e-4, or {instead}.",
+                    UserWarning,
+                    stacklevel=level_of_caller(),
+                )
+
+
+def takes(optimizer: Any, name: str) -> bool:
+    """Return whether an optimizer's `step` has an argument of this name."""
+    kind: Any = type(optimizer)
+    return _step_takes(kind, name)
+
+
+@lru_cache
+def _step_takes(kind: Any, name: str) -> bool:
+    try:
+        return name in inspect.signature(kind.step).parameters
+    except (AttributeError, TypeError, ValueError):  # found elsewhere by a wrapper, or not written in Python
+        return False
+
+
+def step_after(optimizer: Any, clip: Callable[[], None] | None, args: Any, kwargs: Any) -> Any:
+    """Clip and step an optimizer; with a closure, clip after each evaluation."""
+    closure = args[0] if args else kwargs.get("closure")
+    if clip is None:
+        return optimizer.step(*args, **kwargs)
+    if not callable(closure):
+        clip()
+        return optimizer.step(*args, **kwargs)
+
+    def evaluate() -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        clip()
+        return loss
+
+    return optimizer.step(evaluate, *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})

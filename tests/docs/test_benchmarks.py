@@ -1,0 +1,154 @@
+"""The machinery of `make bench`: turns, rows and the page. What things cost is for `make bench` to say."""
+
+import doctest
+import importlib
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MODULES = ("timing", "rows", "page", "run")
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """Return the modules, which import each other as scripts in one folder do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    for name in MODULES:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def core(bench):
+    """Return what `core.py --quick` comes to, in a process of its own."""
+    return bench.run.run(bench.run.Job("core"), "cpu", quick=True)
+
+
+@pytest.fixture
+def done(bench, core):
+    """Return a run of one benchmark."""
+    return bench.page.Run(core[0], ["core"], [], None, "2026-11-22", 1.0, 0.0, quick=True)
+
+
+def test_a_benchmark_yields_rows(core):
+    rows, well = core
+    assert well
+    assert len(rows) == len(set(rows)) == 8
+    for row in rows:
+        assert (row.area, row.device, row.verdict) == ("core", "cpu", "cost")
+        assert 0.0 < row.low <= row.ratio <= row.high < math.inf
+
+
+def test_a_benchmark_that_fails_is_named_and_keeps_its_rows(bench, done):
+    rows, well = bench.run.run(bench.run.Job("there_is_none"), "cpu", quick=True)
+    assert (rows, well) == ([], False)
+    page = bench.page.page(replace(done, failed=["there_is_none, cpu"]))
+    assert "Did not run to the end: there_is_none, cpu" in page
+    assert "Did not run" not in bench.page.page(done)
+
+
+def test_the_page_has_every_row_and_says_where_it_is_from(bench, done):
+    quick, full = (bench.page.page(replace(done, quick=quick)) for quick in (True, False))
+    lines = quick.splitlines()
+    for row in done.rows:
+        assert lines.count(f"| {' | '.join(row.cells())} |") == 1
+    assert "| core | 0 | 0 | 0 | 8 |" in lines
+    assert "| `python benchmarks/core.py` | What the state machine costs on the host" in quick
+    assert "not measurements" in quick
+    assert "not measurements" not in full
+
+
+def test_every_benchmark_is_run(bench):
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "    main(measure" in path.read_text()}
+    assert scripts == {job.script for job in bench.run.JOBS}
+
+
+def test_works_take_turns(bench):
+    calls = []
+    works = {name: lambda name=name: calls.append(name) for name in "abc"}
+    times = bench.timing.interleaved(works, bench.timing.Effort(rounds=4, seconds=math.inf, turn=0.0))
+    assert "".join(calls) == "aabbcc" + "abc" + "bca" + "cab" + "abc"  # twice to warm up
+    assert {name: len(taken) for name, taken in times.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_time_that_is_up_leaves_five_rounds(bench):
+    effort = bench.timing.Effort(rounds=1000, seconds=0.0, turn=0.0)
+    assert len(bench.timing.interleaved({"a": lambda: None}, effort)["a"]) == 5
+
+
+def test_what_goes_before_a_turn_goes_before_every_call(bench):
+    calls = []
+    works = {name: lambda name=name: calls.append(name) for name in "ab"}
+    effort = bench.timing.Effort(rounds=2, turn=60.0)
+    bench.timing.interleaved(works, effort, before=lambda name: calls.append(name.upper()))
+    assert "".join(calls) == "AaAaBbBb" + "AaBb" + "BbAa"
+
+
+seconds = st.floats(1e-6, 1e3)
+few = settings(max_examples=25)
+
+
+@few
+@given(st.lists(seconds, min_size=2, max_size=8), st.integers(-10, 10), st.booleans())
+def test_what_takes_a_times_as_long_has_the_ratio_a(bench, theirs, power, peer):
+    times = {"preamp": [2.0**power * taken for taken in theirs], "other": theirs}
+    kind = {"peers" if peer else "floors": ["other"]}
+    (row,) = bench.rows.Area("any").timed("what", times, "preamp", **kind)
+    assert row.low == row.ratio == row.high == 2.0**power
+    side = "even" if power == 0 else "wins" if power < 0 else "loses"
+    assert row.verdict == (side if peer else "cost")
+
+
+@few
+@given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=8))
+def test_quartiles_on_both_sides_of_1_are_even(bench, pairs):
+    both = pairs + [(theirs, ours) for ours, theirs in pairs]
+    times = {"preamp": [ours for ours, _ in both], "other": [theirs for _, theirs in both]}
+    (row,) = bench.rows.Area("any").timed("what", times, "preamp", ["other"])
+    assert row.verdict == "even"
+
+
+def test_a_row_that_loses_is_in_bold(bench):
+    area = bench.rows.Area("any")
+    rows = [area.counted("calls", "peer", ours, 8, "calls") for ours in (7, 8, 9)]
+    _, _, *lines = bench.rows.markdown(rows)
+    assert [row.verdict for row in rows] == ["wins", "even", "loses"]
+    assert ["**" in line for line in lines] == [False, False, True]
+    assert lines[2] == "| **any** | **1.12** | **loses** | **calls** | **peer** |  | **9 calls** | **cpu** |"
+
+
+def test_what_is_added_is_compared(bench):
+    times = {"base": [1.0, 2.0], "preamp": [1.5, 2.5], "other": [2.0, 3.0]}
+    row = bench.rows.Area("any").added("what", times, "base", "other")
+    assert (row.low, row.ratio, row.high, row.ours, row.unit) == (0.5, 0.5, 0.5, 500.0, "ms")
+
+
+def test_a_difference_that_drowns_in_noise_has_no_verdict(bench):
+    times = {"base": [1.0, 2.0], "preamp": [0.5, 1.0], "other": [0.9, 2.1]}
+    row = bench.rows.Area("any").added("what", times, "base", "other")
+    assert (row.verdict, row.ratio, row.high) == ("even", pytest.approx(math.nan, nan_ok=True), math.inf)
+
+
+@few
+@given(st.lists(seconds, min_size=2, max_size=8), st.lists(seconds, min_size=2, max_size=8))
+def test_figures_with_spreads_of_their_own_have_a_wider_ratio(bench, ours, theirs):
+    ours, theirs = bench.timing.spread(ours), bench.timing.spread(theirs)
+    row = bench.rows.Area("any").over("what", "other", ours, theirs)
+    assert row.ratio == ours.middle / theirs.middle
+    assert row.low == ours.low / theirs.high
+    assert row.high == ours.high / theirs.low
+
+
+def test_the_examples_of_the_machinery(bench):
+    for module in (bench.timing, bench.rows):
+        found = doctest.testmod(module)
+        assert found.attempted
+        assert not found.failed

@@ -1,0 +1,54 @@
+"""What the guides list and no example shows."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from preamp import processes, simulate
+from tests.torch.operators import DIFFERENCES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_guide_to_autocast_lists_how_the_release_differs_from_its_document():
+    lines = (DOCS / "autocast.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith(("| cpu |", "| cuda |"))] == [
+        f"| {d.device} | {d.document} | {d.release} | {d.reason} | `{'` `'.join(d.names.split())}` |"
+        for d in DIFFERENCES
+    ]
+
+
+def load_benchmark(name: str):
+    spec = importlib.util.spec_from_file_location(name, DOCS.parent / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_on_many_gpus_has_the_tables_that_are_computed():
+    page, computed = (DOCS / "at_scale.md").read_text(), load_benchmark("at_scale")
+    tables = computed.room_table(), computed.skip_table(), computed.probing_table(0.5, 10_000)
+    for lines in (*tables, computed.agreement_table(1e-5, 0.5)):
+        assert "\n".join(lines) in page
+
+
+@pytest.mark.slow
+def test_the_page_on_many_gpus_has_what_is_simulated():
+    page, computed = (DOCS / "at_scale.md").read_text(), load_benchmark("at_scale")
+    assert "\n".join(computed.rule_table(10_000, 0.5)) in page
+
+
+def test_growing_costs_in_simulation_what_it_does_on_paper():
+    """Where the top is sharp, to one growth."""
+    computed = load_benchmark("at_scale")
+    process = processes.Stationary(jitter=0.01, steps=24_000)
+    for name, rule in computed.RULES.items():
+        if not rule.sees:
+            plain = getattr(rule, "policy", rule)
+            clean = plain.growth_interval + plain.growth_delay
+            at_the_top = replace(plain, init_scale=process.best_scale)
+            skipped = simulate(at_the_top, process).summary().skipped
+            share = plain.hysteresis / (clean + plain.hysteresis)
+            assert skipped == pytest.approx(share * 24_000, abs=plain.hysteresis), name

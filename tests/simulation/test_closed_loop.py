@@ -1,0 +1,168 @@
+"""Policies against gradients that overflow and vanish as the scale makes them: nobody gets stuck.
+
+An adversary draws the logarithm of the peak before scaling, step by step. The scale decides what becomes of
+it: beyond float16's largest number it overflows, below its smallest it is read as 0.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preamp import Dynamic, FloorSchedule, Policy, Reading
+from preamp.policy.registry import OURS
+from tests.strategies import floor_schedules, moving, seeing
+
+LARGEST, SMALLEST = 65504.0, 2.0**-24
+WIDE = {"min_scale": 2.0**-50, "max_scale": 2.0**50}
+FLOORS = ((0, 2.0**-20), (100, 2.0**-10), (200, 2.0**30))  # the last is higher than most gradients bear
+
+BLIND: list[Policy[Any]] = [
+    Dynamic(growth_interval=10, **WIDE),
+    FloorSchedule(growth_interval=10, floors=FLOORS, patience=1, **WIDE),
+]
+SEEING = [
+    kind(**{name: bound for name, bound in WIDE.items() if name in kind.__dataclass_fields__})
+    for kind in OURS.values()
+    if kind.sees
+]
+each = pytest.mark.parametrize("policy", BLIND + SEEING, ids=lambda policy: type(policy).__name__)
+each_that_sees = pytest.mark.parametrize("policy", SEEING, ids=lambda policy: type(policy).__name__)
+
+Logs = list[float]  # of the peak before scaling, to the base 2; -inf for a peak that is truly 0
+
+
+class Seen(NamedTuple):
+    """What became of one step: the peak as it was read, None after an overflow, and the next scale."""
+
+    peak: float | None
+    scale: float
+
+
+def looked(policy: Policy[Any], peak: float, finite: bool) -> Reading:
+    """Return what is read of a scaled peak, alone or as one entry of a thousand."""
+    if not finite:
+        return Reading(False, math.nan, math.nan)
+    return Reading(True, peak, 1e-3 if peak >= policy.edge else 0.0)
+
+
+def run(
+    policy: Policy[Any], logs: Iterable[float], state: Any = None, is_inf: Callable[[int], bool] | None = None
+) -> list[Seen]:
+    """Return what the adversary's steps come to. No scale of them is 0, inf or NaN."""
+    state, steps = policy.start() if state is None else state, []
+    for index, log in enumerate(logs):
+        peak = 2.0**log * state.scale
+        finite = peak <= LARGEST and not (is_inf and is_inf(index))
+        peak = peak if peak >= SMALLEST else 0.0
+        state = policy.step(state, looked(policy, peak, finite))
+        assert policy.min_scale <= state.scale <= policy.max_scale
+        steps.append(Seen(peak if finite else None, state.scale))
+    return steps
+
+
+def around(level: float, spread: float, steps: int, seed: int = 0) -> Logs:
+    draw = random.Random(seed)
+    return [draw.gauss(level, spread) for _ in range(steps)]
+
+
+def skipped(steps: list[Seen]) -> int:
+    return sum(step.peak is None for step in steps)
+
+
+def unseen(steps: list[Seen]) -> int:
+    return sum(step.peak == 0.0 for step in steps)
+
+
+readings = st.lists(
+    st.tuples(st.booleans(), st.sampled_from([0.0, 1e-6, 1.0, 1e4, LARGEST]), st.floats(0, 1))
+)
+
+
+def after(policy: Policy[Any], past: list[tuple[bool, float, float]]) -> Any:
+    """Return the state after any readings, whether or not a scale could have made them."""
+    state = policy.start()
+    for finite, peak, share in past:
+        state = policy.advance(state, Reading(finite, peak if finite else math.inf, share))
+    return state
+
+
+@settings(deadline=None)
+@given(seeing | moving(at_floor="hold") | floor_schedules(at_floor="hold"), readings)
+def test_whatever_is_read_the_state_stays_finite_and_the_scale_above_0(policy: Any, past: Any) -> None:
+    state = after(policy, past)
+    if policy.min_scale and policy.max_scale:
+        assert all(math.isfinite(value) for value in state)
+        assert state.scale > 0.0
+
+
+@each
+@settings(deadline=None, max_examples=25)
+@given(past=readings)
+def test_overflows_in_a_row_lower_the_scale_to_its_floor(policy: Any, past: Any) -> None:
+    state = after(policy, past)
+    for _ in range(400):  # all floors of FLOORS come into force, and give way
+        state = policy.step(state, Reading(False, math.nan, math.nan))
+    assert state.scale == policy.min_scale
+
+
+@each
+@settings(deadline=None, max_examples=10)
+@given(past=readings, level=st.integers(-30, 30))
+def test_from_anywhere_steps_come_back_that_are_clean_and_seen(policy: Any, past: Any, level: int) -> None:
+    steps = run(policy, around(level, 0.25, 1500), after(policy, past))[1000:]
+    assert skipped(steps) <= (100 if isinstance(policy, FloorSchedule) else 50)  # 2 in 12, or 1 in 11
+    assert unseen(steps) == 0
+
+
+@each
+@pytest.mark.parametrize("jump", [-45.0, -20.0, 20.0, 45.0])
+def test_a_jump_is_followed(policy: Any, jump: float) -> None:
+    steps = run(policy, around(-jump / 2, 0.5, 1000) + around(jump / 2, 0.5, 1000))
+    assert skipped(steps[1000:]) <= 150
+    assert unseen(steps[1500:]) == 0
+    assert skipped(steps[1500:]) <= 55
+
+
+@each
+@pytest.mark.parametrize("way", [-1.0, 1.0])
+@pytest.mark.parametrize("length", [900, 6000])
+def test_a_drift_over_60_powers_of_two_is_followed(policy: Any, way: float, length: int) -> None:
+    logs = [way * 60.0 * (step / length - 0.5) + noise for step, noise in enumerate(around(0, 0.25, length))]
+    steps = run(policy, logs)[length // 6 :]
+    assert unseen(steps) == 0
+    assert skipped(steps) <= length / 7
+
+
+@each
+def test_a_peak_that_is_0_for_ever_does_no_harm(policy: Any) -> None:
+    steps = run(policy, [-math.inf] * 2000 + around(-10.0, 0.25, 1000))
+    assert skipped(steps[:2000]) == 0
+    assert skipped(steps[2000:]) <= 130
+
+
+@each_that_sees
+@pytest.mark.parametrize("k", [2, 3, 7, 50])
+def test_an_inf_on_every_kth_step_does_not_hide_the_gradients(policy: Any, k: int) -> None:
+    steps = run(policy, around(-10.0, 0.5, 2000), is_inf=lambda step: step % k == 0)
+    assert unseen(steps) == 0
+    assert skipped(steps[500:]) <= 1500 // k + 50
+
+
+@pytest.mark.parametrize("policy", BLIND, ids=lambda policy: type(policy).__name__)
+def test_an_inf_after_every_growth_leaves_a_blind_rule_where_it_is(policy: Any) -> None:
+    steps = run(policy, around(-10.0, 0.5, 2000), is_inf=lambda step: step % 11 == 10)
+    assert unseen(steps) == 0
+
+
+@each_that_sees
+def test_gradients_that_are_0_now_and_then_cost_nothing(policy: Any) -> None:
+    draw = random.Random(1)
+    logs = [log if draw.random() < 0.5 else -math.inf for log in around(-10.0, 0.5, 2000)]
+    assert skipped(run(policy, logs)) <= 10

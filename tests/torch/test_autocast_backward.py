@@ -1,0 +1,157 @@
+"""Gradients through regions: of every rule, of custom functions, and of what backward computes again."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from preamp import casting
+from preamp.torch import autocast, custom_bwd, custom_fwd
+
+from .regions import BASE, BRAIN, FULL, HALF, all_same, in_thread, numbers, state
+
+EDIT = casting.DEFAULT
+A, X = numbers(4, 4), numbers(5, 4)
+
+# The rules
+
+DIFFERENTIABLE = [
+    ("mm", torch.mm),
+    ("matmul", torch.matmul),
+    ("linear", F.linear),
+    ("mul", torch.mul),
+    ("add", torch.add),
+    ("softmax", lambda a, b: F.softmax(a, -1) * b),
+    ("layer_norm", lambda a, b: F.layer_norm(a, (4,), b[0], b[1])),
+    ("stack", lambda a, b: torch.stack([a, b])),
+    ("einsum", lambda a, b: torch.einsum("ij,jk", a, b)),
+]
+LEAVES = {"float32": (FULL, FULL), "float16": (HALF, HALF), "mixed": (FULL, HALF)}
+
+
+def derivatives(compute, leaves):
+    """Return a result with its first and second derivatives."""
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    result = compute(*leaves)
+    first = torch.autograd.grad(result.float().square().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(one.float().square().sum() for one in first), leaves)
+    return [result, *first, *second]
+
+
+@pytest.mark.parametrize("backward", ["inside", "outside"])
+@pytest.mark.parametrize("dtypes", LEAVES.values(), ids=list(LEAVES))
+@pytest.mark.parametrize("rule", ["lower", "float32", "widest"])
+@pytest.mark.parametrize(("name", "call"), DIFFERENTIABLE, ids=[name for name, _ in DIFFERENTIABLE])
+def test_derivatives_are_those_of_casts_by_hand(name, call, rule, dtypes, backward):
+    to = {"lower": HALF, "float32": FULL, "widest": dtypes[0]}[rule]
+    leaves = [leaf.to(dtype) for leaf, dtype in zip((A, A.t().exp()), dtypes, strict=True)]
+    if name == "softmax":
+        expected = derivatives(lambda a, b: F.softmax(a if rule == "widest" else a.to(to), -1) * b, leaves)
+    else:
+        expected = derivatives(lambda a, b: call(a.to(to), b.to(to)), leaves)
+    region = autocast("cpu", HALF, casting=getattr(EDIT, rule)(name))
+    if backward == "outside":
+        assert all_same(derivatives(region(call), leaves), expected)
+    else:
+        with region:
+            first = derivatives(call, leaves)
+        assert all_same(first[:1], expected[:1])
+        assert [one.dtype for one in first] == [one.dtype for one in expected]
+
+
+@pytest.mark.parametrize("rule", ["lower", "float32", "widest", "untouched"])
+def test_float64_goes_through_every_rule_with_its_gradients(rule):
+    leaves = [leaf.double().requires_grad_() for leaf in (A, A.t())]
+    for name, call in DIFFERENTIABLE:
+        assert torch.autograd.gradcheck(autocast("cpu", casting=getattr(EDIT, rule)(name))(call), leaves)
+
+
+# What backward computes again
+
+KINDS_OF_REGIONS = {
+    "float16": {"dtype": HALF},
+    "bfloat16": {"dtype": BRAIN},
+    "table": {
+        "dtype": HALF,
+        "casting": casting.DEFAULT.float32("mm", "addmm", "linear").lower("softmax", "mul"),
+    },
+    "emulated": {"dtype": BRAIN, "emulate": True},
+    "emulated float8": {"dtype": torch.float8_e5m2, "emulate": True},
+}
+
+
+def block(x):
+    return MODEL(x).softmax(-1) * x
+
+
+class Squares(Function):
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.mm(x, x.t()).mul(x.sum())
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return torch.mm(gradient, x).mul(x.sum()).float()
+
+
+torch.manual_seed(0)
+MODEL, SQUARES = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), Squares.apply
+
+
+def plainly(function, x, region):
+    return function(x)
+
+
+def reentrant(function, x, region):
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def restored(function, x, region):
+    return checkpoint(function, x, use_reentrant=False, context_fn=region.context_fn)
+
+
+def by_itself(function, x, region):
+    return checkpoint(function, x, use_reentrant=False)
+
+
+def gradients(function, how, options, backward):
+    x, region = X.clone().requires_grad_(), autocast("cpu", **options)
+    MODEL.zero_grad()
+    with region:
+        loss = how(function, x, region).float().square().sum()
+        if backward == "inside":
+            loss.backward()
+    if backward == "outside":
+        loss.backward()
+    elif backward == "thread":
+        in_thread(loss.backward)
+    assert state() == BASE
+    return [x.grad, *(p.grad for p in MODEL.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("function", [block, MODEL, SQUARES], ids=["function", "module", "custom"])
+@pytest.mark.parametrize("options", KINDS_OF_REGIONS.values(), ids=list(KINDS_OF_REGIONS))
+@pytest.mark.parametrize("backward", ["inside", "outside", "thread"])
+def test_what_is_recomputed_in_backward_runs_in_its_region(function, options, backward):
+    expected = gradients(function, plainly, options, backward)
+    edited = set(options) - {"dtype"}
+    ways = [restored] if edited else [restored, by_itself]
+    # PyTorch before 2.11 loses gradients of weights whose casts are kept from the forward without gradients.
+    loses = torch.__version__ < (2, 11) and function is not SQUARES and backward == "inside" and not edited
+    if (not edited or backward == "inside") and not loses:
+        ways.append(reentrant)
+    for way in ways:
+        assert all_same(gradients(function, way, options, backward), expected)
+    if function is SQUARES:
+        assert all_same(gradients(function, plainly, options, "inside"), expected)
+
+
+def test_without_its_context_an_edited_region_is_not_restored():
+    with pytest.raises(CheckpointError):
+        gradients(block, by_itself, KINDS_OF_REGIONS["table"], "outside")

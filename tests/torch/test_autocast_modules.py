@@ -1,0 +1,468 @@
+"""Modules in a region beside PyTorch's own autocast, and `emulate=True` beside real low precision."""
+
+import argparse
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from preamp import casting
+from preamp.torch import GradScaler, autocast
+
+from .operators import CALLS, Call, Input, ints, p, sign, x
+from .regions import all_same, attempt, without_onednn
+
+FULL, HALVES = torch.float32, [torch.float16, torch.bfloat16]
+(ONEDNN_LSTM,) = (call for call in CALLS if call.name == "mkldnn_rnn_layer")
+DTYPES = [*HALVES, torch.float8_e4m3fn, torch.float8_e5m2]
+halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+class Case:
+    """A module, what it is called with, and what it returns in a region.
+
+    `results` has a word for each tensor: "lower" comes from an operator that runs in low precision, "low" was
+    made of such by other operators, "float32" always is, and "as given" has the precision of the inputs.
+    """
+
+    def __init__(self, name: str, results: str, make: Callable[[], Any], *inputs: Any) -> None:
+        self.name, self.results, self.make, self.inputs = name, results.split(", "), make, inputs
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def each(results: str, inputs: list[Any], **makers: Callable[[], Any]) -> list[Case]:
+    return [Case(name, results, make, *inputs) for name, make in makers.items()]
+
+
+def positive(module: nn.Module) -> nn.Module:
+    """Return a module with positive weights, so that no relu is so near its bend that rounding decides."""
+    for parameter in module.parameters():
+        parameter.data.abs_()
+    return module
+
+
+class NativeLSTM(nn.LSTM):
+    """An LSTM that every CPU runs in low precision; oneDNN's runs on those with instructions for it only."""
+
+    def forward(self, *args: Any) -> Any:
+        with without_onednn():
+            return super().forward(*args)
+
+
+WIDE, TOKENS, SEQUENCE, TABLE, LABELS = x(4, 6), x(2, 4, 8), x(3, 2, 5), x(4, 3), ints(0, 2, 1, 1)
+with warnings.catch_warnings(
+    action="ignore"
+):  # of the low precision beside float32, which PyTorch 2.6 gives out
+    RMS_NORM = "as given" if nn.RMSNorm(2)(torch.ones(2).half()).dtype is torch.float16 else "float32"
+NETWORKS = [
+    *each("lower", [WIDE], Linear=lambda: nn.Linear(6, 5), PReLU=nn.PReLU),
+    Case("Conv1d", "lower", lambda: nn.Conv1d(2, 4, 3, padding="same"), x(2, 2, 7)),
+    Case("Conv2d", "lower", lambda: nn.Conv2d(2, 4, 3, stride=2, groups=2), x(2, 2, 7, 7)),
+    Case("Conv3d", "lower", lambda: nn.Conv3d(2, 3, 2, padding=1, padding_mode="circular"), x(1, 2, 4, 4, 4)),
+    Case("ConvTranspose1d", "lower", lambda: nn.ConvTranspose1d(2, 3, 3), x(2, 2, 5)),
+    Case("ConvTranspose2d", "lower", lambda: nn.ConvTranspose2d(2, 3, 3, stride=2), x(2, 2, 4, 4)),
+    Case("ConvTranspose3d", "lower", lambda: nn.ConvTranspose3d(2, 3, 2), x(1, 2, 3, 3, 3)),
+    Case("LSTM", "lower, lower, lower", lambda: nn.LSTM(5, 4, 2, bidirectional=True), SEQUENCE),
+    Case("NativeLSTM", "as given, as given, as given", lambda: NativeLSTM(5, 4, 2), SEQUENCE),
+    Case("GRU", "as given, as given", lambda: nn.GRU(5, 4, 2), SEQUENCE),
+    Case("RNN", "low, low", lambda: nn.RNN(5, 4, 2), SEQUENCE),
+    Case("RNN of relu", "low, low", lambda: positive(nn.RNN(5, 4, 2, nonlinearity="relu")), p(3, 2, 5)),
+    Case("LSTMCell", "as given, as given", lambda: nn.LSTMCell(6, 4), WIDE),
+    Case("GRUCell", "as given", lambda: nn.GRUCell(6, 4), WIDE),
+    Case("RNNCell", "low", lambda: nn.RNNCell(6, 4), WIDE),
+    Case("scaled_dot_product_attention", "lower", lambda: F.scaled_dot_product_attention, *[TOKENS] * 3),
+    Case("MultiheadAttention", "lower, low", lambda: nn.MultiheadAttention(8, 2), *[TOKENS] * 3),
+    *each(
+        "as given",
+        [TOKENS],
+        TransformerEncoderLayer=lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
+        LayerNorm=lambda: nn.LayerNorm(8),
+        GroupNorm=lambda: nn.GroupNorm(2, 4),
+        InstanceNorm1d=lambda: nn.InstanceNorm1d(4, affine=True),
+        BatchNorm1d=lambda: nn.BatchNorm1d(4),
+    ),
+    Case("RMSNorm", RMS_NORM, lambda: nn.RMSNorm(8), TOKENS),
+    Case(
+        "TransformerDecoderLayer",
+        "as given",
+        lambda: nn.TransformerDecoderLayer(8, 2, 16, 0.0),
+        *[TOKENS] * 2,
+    ),
+    Case("BatchNorm2d", "lower", lambda: nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 2)), x(3, 2, 4, 4)),
+    Case("Embedding", "lower", lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3)), ints(0, 4, 2)),
+]
+LOSSES = [
+    *each(
+        "float32",
+        [TABLE] * 2,
+        L1Loss=nn.L1Loss,
+        MSELoss=nn.MSELoss,
+        SmoothL1=nn.SmoothL1Loss,
+        Huber=nn.HuberLoss,
+    ),
+    *each("float32", [TABLE, sign(4, 3)], SoftMargin=nn.SoftMarginLoss, HingeEmbedding=nn.HingeEmbeddingLoss),
+    *each("float32", [TABLE, p(4, 3)], PoissonNLL=nn.PoissonNLLLoss, BCEWithLogits=nn.BCEWithLogitsLoss),
+    Case("KLDiv", "float32", lambda: nn.KLDivLoss(reduction="batchmean"), TABLE, p(4, 3)),
+    Case("BCE", "float32", nn.BCELoss, p(4, 3), p(4, 3)),
+    *each(
+        "float32",
+        [TABLE, LABELS],
+        CrossEntropy=nn.CrossEntropyLoss,
+        label_smoothing=lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
+        NLL=nn.NLLLoss,
+        MultiMargin=nn.MultiMarginLoss,
+    ),
+    Case("CrossEntropy of probabilities", "float32", nn.CrossEntropyLoss, TABLE, p(4, 3)),
+    Case("MultiLabelMargin", "float32", nn.MultiLabelMarginLoss, x(2, 3), ints([0, 2, -1], [1, -1, -1])),
+    Case("CosineEmbedding", "float32", nn.CosineEmbeddingLoss, TABLE, TABLE, ints(1, -1, 1, -1)),
+    Case("MarginRanking", "float32", lambda: nn.MarginRankingLoss(1.0), x(4), x(4), sign(4)),
+    Case("TripletMargin", "float32", nn.TripletMarginLoss, TABLE, TABLE, TABLE),
+    Case("CTC", "float32", nn.CTCLoss, x(5, 2, 4), ints([1, 2], [2, 3]), (5, 5), (2, 2)),
+    Case("GaussianNLL", "as given", nn.GaussianNLLLoss, TABLE, TABLE, p(4, 3)),
+    Case("MultiLabelSoftMargin", "as given", nn.MultiLabelSoftMarginLoss, TABLE, p(4, 3)),
+    Case("TripletMarginWithDistance", "as given", nn.TripletMarginWithDistanceLoss, TABLE, TABLE, TABLE),
+]
+cases = pytest.mark.parametrize("case", [*NETWORKS, *LOSSES], ids=repr)
+
+
+def numbers(shape: Any, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def used(case: Case, region: Any, inputs_in: torch.dtype = FULL) -> tuple[list[Tensor], ...]:
+    """Return results, gradients of inputs, gradients of weights, and buffers. Backward runs outside."""
+    torch.manual_seed(0)
+    module: Any = case.make()
+    parts = module if isinstance(module, nn.Module) else nn.Module()
+    inputs = [
+        one.make(n).to(inputs_in) if isinstance(one, Input) else one for n, one in enumerate(case.inputs)
+    ]
+    leaves = [
+        tensor
+        for tensor, one in zip(inputs, case.inputs, strict=True)
+        if getattr(one, "kind", "") in ("x", "p")
+    ]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    with region:
+        results = tree_leaves(module(*inputs))
+    sum((one.float() * numbers(one.shape, 9)).sum() for one in results).backward()
+    gradients = (
+        [leaf.grad for leaf in those if leaf.grad is not None] for those in (leaves, parts.parameters())
+    )
+    return results, *gradients, [one for one in parts.buffers() if one.is_floating_point()]
+
+
+def real(run: Callable[..., Any], case: Any, dtype: torch.dtype, *others: Any) -> Any:
+    """Return what PyTorch's autocast gives; with its own kernels where oneDNN has none for this CPU."""
+    results = attempt(run, case, torch.autocast("cpu", dtype=dtype), *others)
+    if isinstance(results, str):
+        with without_onednn():
+            return run(natively(case), torch.autocast("cpu", dtype=dtype), *others)
+    return results
+
+
+def natively(case: Any) -> Any:
+    """Return a call that oneDNN alone has as a call of what PyTorch has; what has a choice stays."""
+    if case is not ONEDNN_LSTM:
+        return case
+
+    def lstm(x: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor, h: Tensor, s: Tensor, *_: Any) -> Any:
+        return torch.lstm(x, (h, s), [w, u, b, c], True, 1, 0.0, False, False, False)
+
+    return Call(case.name, lstm, *case.arguments)
+
+
+def distance(a: list[Tensor], b: list[Tensor], dtype: torch.dtype) -> float:
+    """Return the largest difference, in units in the last place of each tensor's largest number."""
+    pairs = ((x.float(), y.float()) for x, y in zip(a, b, strict=True))
+    apart = [((x - y).abs().max() / y.abs().max()).item() for x, y in pairs]
+    return max(apart, default=0.0) / torch.finfo(dtype).eps
+
+
+@cases
+@halves
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # of RMSNorm
+@pytest.mark.parametrize("low_inputs", [False, True])
+def test_a_module_is_what_it_is_in_the_original_bit_by_bit(case, dtype, low_inputs):
+    given_in = dtype if low_inputs else FULL
+    mine = attempt(used, case, autocast("cpu", dtype=dtype), given_in)
+    original = attempt(used, case, torch.autocast("cpu", dtype=dtype), given_in)
+    assert all_same(mine, original)
+    if isinstance(original, str):  # this CPU has no kernel: there is nothing else to be like
+        assert case.name == "LSTM"
+        return
+    reference = used(case, nullcontext())
+    for ours, exact in zip(mine, reference, strict=True):
+        assert distance(ours, exact, dtype) < 5
+    kinds = {"lower": dtype, "low": dtype, "float32": FULL, "as given": given_in}
+    assert [one.dtype for one in mine[0]] == [kinds[result] for result in case.results]
+    assert {one.dtype for one in mine[1]} <= {given_in}
+    assert {one.dtype for one in mine[2]} <= {FULL}
+
+
+@halves
+@pytest.mark.parametrize(
+    "kind", ["MultiheadAttention", "TransformerEncoderLayer", "BatchNorm1d", "LSTM", "NativeLSTM", "Conv2d"]
+)
+def test_inference_is_what_it_is_in_the_original(kind, dtype):
+    """Some modules take a faster way when nothing has to be differentiated."""
+    (case,) = (case for case in NETWORKS if case.name == kind)
+    results = []
+    for region in (torch.autocast, autocast, lambda *a, **k: autocast(*a, emulate=True, **k), None):
+        torch.manual_seed(0)
+        module = case.make().eval()
+        inputs = [one.make(n) for n, one in enumerate(case.inputs)]
+        with torch.no_grad(), region("cpu", dtype=dtype) if region else nullcontext():
+            results.append(tree_leaves(attempt(module, *inputs)))
+    assert all_same(*results[:2])
+    assert distance(results[2], results[3], dtype) < 5
+
+
+# Emulation: modules
+
+
+@cases
+@dtypes
+def test_an_emulated_module_stays_in_float32_and_rounds_where_operators_are_lower(case, dtype):
+    mine = used(case, autocast("cpu", dtype=dtype, emulate=True))
+    assert all(one.dtype == FULL and bool(one.isfinite().all()) for part in mine for one in part)
+    assert [one.equal(one.to(dtype).float()) for one in mine[0]] == [r == "lower" for r in case.results]
+    exact, low = used(case, nullcontext()), real(used, case, dtype) if dtype in HALVES else mine
+    assert case.results[0] not in ("lower", "low") or not all_same(mine[0], exact[0])
+    for ours, theirs, unrounded in zip(mine, low, exact, strict=True):
+        assert distance(ours, theirs, dtype) < 5
+        assert distance(ours, unrounded, dtype) < (5 if dtype in HALVES else 8)
+
+
+# Emulation: operators
+
+LOWER = [call for call in CALLS if casting.CPU.rules.get(call.name) == "lower"]
+# Their kernels round in between as well; emulation does not.
+INEXACT = {"_native_multi_head_attention", "mkldnn_rnn_layer", "scaled_dot_product_attention"}
+ROUND_INSIDE = {*INEXACT, "addbmm", "conv_tbc", "linalg_vecdot", "prelu"}
+NOT_DIFFERENTIABLE = {"_addmm_activation", "_native_multi_head_attention"}
+
+
+def called(
+    call: Call, region: Any, make: Any, dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return results and gradients of a call; with a dtype, arguments and results are rounded by hand."""
+    seeds, leaves = itertools.count(), []
+
+    def argument(value: Any) -> Any:
+        if not isinstance(value, Input):
+            return value
+        leaves.append(make(value.shape, next(seeds)).requires_grad_(call.name not in NOT_DIFFERENTIABLE))
+        return rounded(leaves[-1])
+
+    def rounded(value: Any) -> Any:
+        return value.to(dtype).float() if dtype and isinstance(value, Tensor) else value
+
+    arguments = tree_map(argument, list(call.arguments))
+    with region:
+        results = [rounded(r) for r in tree_leaves(call.function(*arguments, **call.options)) if r.numel()]
+    wanted = [(r * make(r.shape, 9)).sum() for r in results if r.requires_grad]
+    gradients = torch.autograd.grad(sum(wanted), leaves, allow_unused=True) if wanted else []
+    return results, [one for one in gradients if one is not None]
+
+
+def integers(shape: Any, seed: int) -> Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("call", LOWER, ids=repr)
+@dtypes
+def test_an_emulated_operator_rounds_its_inputs_and_result_and_their_gradients_and_nothing_else(call, dtype):
+    mine = called(call, autocast("cpu", dtype=dtype, emulate=True), numbers)
+    by_hand = called(call, nullcontext(), numbers, dtype)
+    assert all_same(mine, by_hand)
+    assert not all_same(mine[0], called(call, nullcontext(), numbers)[0])
+
+
+@pytest.mark.parametrize("call", [call for call in LOWER if call.name not in INEXACT], ids=repr)
+@halves
+def test_where_nothing_is_rounded_an_emulated_operator_is_the_real_one(call, dtype):
+    mine = called(call, autocast("cpu", dtype=dtype, emulate=True), integers)
+    results, gradients = called(call, torch.autocast("cpu", dtype=dtype), integers)
+    assert all_same(mine, [[one.float() for one in results], gradients])
+
+
+def normal(seed: int) -> Callable[[Any, int], Tensor]:
+    return lambda shape, n: numbers(shape, 100 * seed + n)
+
+
+@pytest.mark.parametrize("call", LOWER, ids=repr)
+@dtypes
+def test_an_emulated_operator_is_the_exact_one_rounded_once(call, dtype):
+    """Half a unit in the last place from float64, results and gradients: the nearest number there is."""
+    for seed in range(5):
+        make = normal(seed)
+        mine = called(call, autocast("cpu", dtype=dtype, emulate=True), make)
+        exact = called(
+            natively(call), nullcontext(), lambda shape, n, make=make: make(shape, n).to(dtype).double()
+        )
+        for a, b in zip(mine[0] + mine[1], exact[0] + exact[1], strict=True):
+            noise = 1e-6 * b.abs().max()  # of sums in float32
+            unit = torch.finfo(dtype).eps * b.abs().clamp(min=torch.finfo(dtype).smallest_normal)
+            assert bool(((a - b).abs() <= unit / 2 + noise).all())
+
+
+def rounds_inside(call: Call, dtype: torch.dtype) -> bool:
+    """Return whether the real operator rounds in between, too.
+
+    Convolutions do where oneDNN does not compute them: PyTorch then adds up windows in low precision.
+    """
+    has = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}[dtype]
+    by_pytorch = call.name.startswith("conv") and not getattr(torch.ops.mkldnn, has)()
+    return by_pytorch or call.name in ROUND_INSIDE
+
+
+@pytest.mark.parametrize("call", LOWER, ids=repr)
+@halves
+def test_an_emulated_operator_is_one_unit_in_the_last_place_from_the_real_one_at_most(call, dtype):
+    """Where that rounds in between as well, it is five of the largest number's."""
+    for seed in range(5):
+        mine = called(call, autocast("cpu", dtype=dtype, emulate=True), normal(seed))
+        low = real(called, call, dtype, normal(seed))
+        if rounds_inside(call, dtype):
+            assert distance(mine[0] + mine[1], low[0] + low[1], dtype) < 5
+            continue
+        for a, b in zip(mine[0] + mine[1], low[0] + low[1], strict=True):
+            noise = 1e-6 * b.float().abs().max()  # of sums in float32, taken in another order
+            unit = torch.finfo(dtype).eps * torch.maximum(a.abs(), b.float().abs())
+            assert bool(((a - b.float()).abs() <= unit + noise).all())
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+EDGES = st.sampled_from(
+    [0.0, 1.0, 6e-8, 2.9e-8, 6.1e-5, 255.9, 256.0, 65504.0, 65519.0, 65520.0, 2e-38, 3.4e38]
+)
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bmm": torch.bmm,
+    "conv1d": lambda a, b: F.conv1d(a.mT.reshape(1, -1, 1), b, groups=len(a)),
+    "linear": lambda a, b: torch.stack([F.linear(*pair) for pair in zip(a, b, strict=True)]),
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    factors=st.lists(st.tuples(*[FLOATS | EDGES] * 3), min_size=1, max_size=10),
+    dtype=st.sampled_from(HALVES),
+    name=st.sampled_from(sorted(PRODUCTS)),
+)
+def test_overflow_and_underflow_are_where_they_are_in_real_low_precision(factors, dtype, name):
+    """Each result and each gradient is one product, so no sum hides how it is rounded.
+
+    Some processors take bfloat16's subnormal numbers for 0; those of float16 count.
+    """
+    tiny, outcomes = torch.finfo(torch.bfloat16).tiny, []
+    for region in (autocast("cpu", dtype=dtype, emulate=True), torch.autocast("cpu", dtype=dtype)):
+        a, b, cotangent = F.hardshrink(torch.tensor(factors), tiny).T.reshape(3, -1, 1, 1)
+        leaves = [a.clone().requires_grad_(), b.clone().requires_grad_()]
+        with region:
+            result = PRODUCTS[name](*leaves).float()
+        outcomes.append([result, *torch.autograd.grad(result, leaves, cotangent.reshape(result.shape))])
+    for mine, real in zip(*outcomes, strict=True):
+        mine, real = (torch.where(one.abs() < tiny, 0.0, one) for one in (mine, real))
+        torch.testing.assert_close(mine, real, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [2.0**-30, 2.0**-24, 2.0**-16, 1.0, 2.0**12, 2.0**16, 2.0**20])
+def test_a_networks_gradients_overflow_and_vanish_where_they_do_in_real_float16(scale):
+    masks = []
+    for options in ({"emulate": True}, {}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+        with autocast("cpu", dtype=torch.float16, **options):
+            loss = model(numbers((5, 8), 0) * 10).float().square().sum()
+        (loss * scale).backward()
+        gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        masks.append([gradients.isinf(), gradients.isnan(), gradients == 0.0])
+    assert all(a.equal(b) for a, b in zip(*masks, strict=True))
+    is_infinite, _, is_zero = masks[0]
+    assert bool(is_infinite.any()) == (scale > 2.0**10)
+    assert bool(is_zero.all()) == (scale < 2.0**-29)
+
+
+# A training
+
+TEXT = inspect.getsource(argparse)
+CHARACTERS = sorted(set(TEXT))
+CONTEXT, WIDTH, STEPS, SEEDS, LAST = 16, 64, 200, 3, 40
+
+
+class Transformer(nn.Module):
+    """Two layers that guess the next character."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(len(CHARACTERS), WIDTH)
+        self.place = nn.Parameter(torch.randn(CONTEXT, WIDTH) / 10)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, len(CHARACTERS))
+        self.mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.place
+        for layer in self.layers:
+            x = layer(x, src_mask=self.mask, is_causal=True)
+        return self.head(x)
+
+
+@cache
+def trained(seed: int, precision: str, scale: float = 2.0**16) -> float:
+    """Return the mean loss of the last steps."""
+    torch.manual_seed(seed)
+    data, batches = torch.tensor([CHARACTERS.index(c) for c in TEXT]), torch.Generator().manual_seed(seed)
+    model, losses = Transformer(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    in_float32 = precision == "float32"
+    scaler = GradScaler("cpu", init_scale=scale, enabled=not in_float32)
+    options = {"dtype": torch.float16, "enabled": not in_float32, "emulate": precision == "emulated float16"}
+    for _ in range(STEPS):
+        starts = torch.randint(len(TEXT) - CONTEXT, (8, 1), generator=batches)
+        batch = data[starts + torch.arange(CONTEXT + 1)]
+        optimizer.zero_grad()
+        with autocast("cpu", **options):
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return sum(losses[-LAST:]) / LAST
+
+
+each_float16 = pytest.mark.parametrize(
+    "precision", ["emulated float16", pytest.param("float16", marks=pytest.mark.slow)]
+)
+
+
+@each_float16
+def test_a_transformer_learns_in_float16_what_it_learns_in_float32(precision):
+    full, half = ([trained(seed, one) for seed in range(SEEDS)] for one in ("float32", precision))
+    spread = max(full) - min(full)
+    assert abs(sum(half) - sum(full)) / SEEDS < spread
+    assert all(abs(a - b) < spread for a, b in zip(half, full, strict=True))
+    assert max(full) < 2.6
+
+
+@each_float16
+def test_and_learns_nothing_where_its_gradients_vanish(precision):
+    assert trained(0, precision, scale=2.0**-24) > 3.5

@@ -1,0 +1,197 @@
+"""Where an edited table is in force: in its region and its thread, and nowhere afterwards."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from preamp import casting
+from preamp.autocasting.tables import RULES
+from preamp.errors import UsageError
+from preamp.torch import autocast
+from preamp.torch.autocasting import dispatcher
+
+from .regions import BRAIN, FULL, HALF, all_same, behaviour, in_step, kernels, numbers, same
+
+EDIT = casting.DEFAULT
+A = numbers(4, 4)
+
+
+@pytest.fixture
+def alone():
+    """Begin without kernels that a region of an earlier test left because another thread was running."""
+    with autocast("cpu"):
+        pass
+    assert not dispatcher.unneeded
+
+
+def test_regions_inherit_a_table_replace_it_or_go_back_to_the_builtin():
+    one, other = EDIT.float32("mm").lower("softmax"), EDIT.untouched("matmul")
+    with autocast("cpu", HALF, casting=one):
+        assert behaviour() == (FULL, HALF, HALF)
+        with autocast("cpu", BRAIN):
+            assert behaviour() == (FULL, BRAIN, BRAIN)
+            with autocast("cpu", casting=other):
+                assert behaviour() == (BRAIN, FULL, FULL)
+            assert behaviour() == (FULL, BRAIN, BRAIN)
+        with torch.autocast("cpu", BRAIN):
+            assert behaviour() == (FULL, BRAIN, BRAIN)
+        with autocast("cpu", casting=casting.DEFAULT):
+            assert behaviour() == (HALF, FULL, HALF)
+            with autocast("cpu"):
+                assert behaviour() == (HALF, FULL, HALF)
+        with autocast("cpu", enabled=False):
+            assert behaviour() == (FULL, FULL, FULL)
+            with autocast("cpu", BRAIN):
+                assert behaviour() == (FULL, BRAIN, BRAIN)
+        with torch.autocast("cpu", enabled=False):
+            assert behaviour() == (FULL, FULL, FULL)
+        with autocast("cpu", enabled=False, casting=other):
+            assert behaviour() == (FULL, FULL, FULL)
+        assert behaviour() == (FULL, HALF, HALF)
+    with torch.autocast("cpu", HALF):
+        with autocast("cpu", casting=one):
+            assert behaviour() == (FULL, HALF, HALF)
+        assert behaviour() == (HALF, FULL, HALF)
+    assert behaviour() == (FULL, FULL, FULL)
+
+
+def rounded(*tensors, low=HALF):
+    return [tensor.to(low).float() for tensor in tensors]
+
+
+def test_emulation_is_inherited_as_tables_are():
+    plain, (emulated,) = A @ A, rounded(torch.mm(*rounded(A, A)))
+    assert not same(plain, emulated)
+    with autocast("cpu", HALF, casting=EDIT.float32("matmul")), autocast("cpu", emulate=True):
+        assert all_same([torch.mm(A, A), A @ A], [emulated, plain])
+        with autocast("cpu"), torch.autocast("cpu"):
+            assert all_same([torch.mm(A, A), A @ A], [emulated, plain])
+        with autocast("cpu", casting=EDIT.float32("mm")):
+            assert all_same([torch.mm(A, A), A @ A], [plain, emulated])
+        with autocast("cpu", casting=casting.DEFAULT):
+            assert all_same([torch.mm(A, A), A @ A], [emulated, emulated])
+        with autocast("cpu", enabled=False):
+            assert all_same([torch.mm(A, A), A @ A], [plain, plain])
+    assert all_same([torch.mm(A, A), A @ A], [plain, plain])
+
+
+LOWS = [HALF, BRAIN, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("around", LOWS)
+def test_emulation_rounds_to_the_precision_of_the_innermost_region(around, low):
+    outer, inner = (rounded(torch.mm(*rounded(A, A, low=one)), low=one)[0] for one in (around, low))
+    with autocast("cpu", around, emulate=True):
+        with autocast("cpu", low, emulate=True):
+            assert same(torch.mm(A, A), inner)
+            with autocast("cpu", casting=EDIT.lower("add")), autocast("cpu"):
+                assert same(torch.mm(A, A), inner)
+        assert same(torch.mm(A, A), outer)
+        if low in (HALF, BRAIN):  # in a region that rehearses float8, float16 stands for it
+            stands_for = outer if low is HALF and around not in (HALF, BRAIN) else inner
+            with autocast("cpu", low):
+                assert same(torch.mm(A, A), stands_for)
+
+
+def test_emulation_rounds_what_is_given_by_name():
+    shares = A[0].softmax(0)
+    expected = rounded(torch.cov(*rounded(A), aweights=rounded(shares)[0]))[0]
+    with autocast("cpu", HALF, emulate=True, casting=EDIT.lower("cov")):
+        assert same(torch.cov(A, aweights=shares), expected)
+
+
+def test_a_region_of_another_device_type_is_not_inherited_from():
+    emulated, low = rounded(torch.mm(*rounded(A, A)))[0], torch.mm(A.half(), A.half())
+    with autocast("xpu", casting=EDIT.float32("mm")), autocast("cpu", HALF, emulate=True):
+        assert same(torch.mm(A, A), emulated)
+    with autocast("xpu", emulate=True), autocast("cpu", HALF, casting=EDIT.float32("exp")):
+        assert same(torch.mm(A, A), low)
+
+
+def test_edits_are_those_of_one_thread():
+    """While others are in no region, in PyTorch's own, or in one with another table."""
+    regions = [
+        (autocast("cpu", HALF, casting=EDIT.float32("mm").lower("softmax")), (FULL, HALF, HALF)),
+        (autocast("cpu", HALF, casting=EDIT.untouched("matmul")), (HALF, FULL, FULL)),
+        (torch.autocast("cpu", BRAIN), (BRAIN, FULL, BRAIN)),
+        (autocast("cpu", BRAIN), (BRAIN, FULL, BRAIN)),
+        (autocast("cpu", enabled=False), (FULL, FULL, FULL)),
+        (autocast("cpu", BRAIN, casting=EDIT.refuse("exp")), (BRAIN, FULL, BRAIN)),
+    ]
+
+    def work(region, expected):
+        def run(others):
+            seen = []
+            for _ in range(3):
+                others()
+                assert behaviour() == (FULL, FULL, FULL)
+                with region:
+                    for _ in range(3):
+                        others()
+                        seen.append(behaviour())
+                    others()
+            return set(seen) == {expected}
+
+        return run
+
+    assert in_step(*[work(*one) for one in regions]) == [True] * len(regions)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_after_the_last_region_the_dispatcher_is_as_it_was(alone, rule):
+    before = kernels()
+    names = ("mm", "softmax", "matmul", "exp", "cat")
+    one, other = (autocast("cpu", casting=getattr(EDIT, rule)(*some)) for some in (names[:3], names))
+    with one:
+        assert kernels() != before
+        with pytest.raises(KeyError), other:
+            raise KeyError
+    assert kernels() == before
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(one)
+        second.enter_context(other)
+        first.close()
+        assert kernels() != before
+    assert kernels() == before
+    assert behaviour() == (FULL, FULL, FULL)
+    with torch.autocast("cpu", HALF):
+        assert behaviour() == (HALF, FULL, HALF)
+
+
+def test_a_refused_operator_leaves_nothing_behind(alone):
+    before = kernels()
+    for _ in range(2):
+        with autocast("cpu", HALF, casting=EDIT.refuse("mm")), pytest.raises(UsageError):
+            torch.mm(A, A)
+    assert kernels() == before
+    assert torch.mm(A, A).dtype == FULL
+
+
+def test_an_instance_that_is_entered_again_leaves_no_kernels_in_between(alone):
+    before, region = kernels(), autocast("cpu", HALF, casting=EDIT.float32("mm"))
+    with region:
+        inside = kernels()
+    for _ in range(3):
+        assert kernels() == before != inside
+        with region:
+            assert (kernels(), behaviour()) == (inside, (FULL, FULL, HALF))
+        assert behaviour() == (FULL, FULL, FULL)
+        with torch.autocast("cpu", BRAIN):
+            assert behaviour() == (BRAIN, FULL, BRAIN)
+
+
+def test_regions_that_overlap_in_threads_leave_the_dispatcher_as_it_was(alone):
+    before = kernels()
+
+    def work(others):
+        for _ in range(20):
+            with autocast("cpu", HALF, casting=EDIT.float32("mm").lower("softmax")):
+                assert behaviour() == (FULL, HALF, HALF)
+            with torch.autocast("cpu", HALF):
+                assert behaviour() == (HALF, FULL, HALF)
+        others()
+
+    in_step(*[work] * 4)
+    assert kernels() == before

@@ -1,0 +1,503 @@
+"""Casts of weights: used again while they are right, and never longer; `torch.autocast` beside ours."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from preamp.torch import GradScaler, LossScaleOptimizer, autocast
+
+from .regions import (
+    BASE,
+    BRAIN,
+    FULL,
+    HALF,
+    Casts,
+    attempt,
+    by_hand,
+    in_thread,
+    numbers,
+    same,
+    state,
+    weight,
+    without_onednn,
+)
+
+X, ONES = numbers(5, 4), torch.ones(3, 4)
+makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
+lows = pytest.mark.parametrize("low", [HALF, BRAIN])
+
+
+# Precisions do not share casts
+
+
+@lows
+def test_regions_of_two_precisions_inside_each_other_take_their_own_casts(low):
+    other, w, results = {HALF: BRAIN, BRAIN: HALF}[low], weight(), []
+    with autocast("cpu", low):
+        results.append(F.linear(X, w))
+        with autocast("cpu", other):
+            results.append(F.linear(X, w))
+        results.append(F.linear(X, w))
+    expected = [by_hand(X, w, dtype) for dtype in (low, other, low)]
+    assert all(map(same, results, expected))
+    gradient, expected = (torch.autograd.grad([r.sum() for r in rs], w)[0] for rs in (results, expected))
+    assert same(gradient, expected)
+
+
+@lows
+def test_in_the_original_they_take_each_others(low):
+    other, w = {HALF: BRAIN, BRAIN: HALF}[low], weight()
+    with torch.autocast("cpu", low):
+        F.linear(X, w)
+        with torch.autocast("cpu", other), pytest.raises(RuntimeError, match="same dtype"):
+            F.linear(X, w)
+
+
+LEVEL = st.tuples(
+    st.sampled_from(["cpu", "cpu", "xpu"]),
+    st.sampled_from([HALF, BRAIN]),
+    st.booleans(),
+    st.sampled_from([None, True, False]),
+)
+NESTED = st.recursive(LEVEL, lambda inside: st.tuples(LEVEL, st.lists(inside, max_size=3)), max_leaves=8)
+
+
+def used_everywhere(script, steps):
+    """Use a weight wherever a region begins or ends; step an optimizer of it after some of the uses."""
+    w, pending = weight(), iter(steps)
+    optimizer, w.grad = torch.optim.SGD([w], lr=1.0), ONES
+
+    def use():
+        enabled, dtype, _ = state()
+        assert same(F.linear(X, w), by_hand(X, w, dtype if enabled else FULL))
+        if next(pending, False):
+            optimizer.step()
+
+    def walk(level):
+        level, inside = level if isinstance(level[0], tuple) else (level, [])
+        with autocast(*level):
+            use()
+            for one in inside:
+                walk(one)
+                use()
+
+    for level in script:
+        walk(level)
+
+
+OFF, HALVES = (("cpu", HALF, on, None) for on in (False, True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(script=st.lists(NESTED, min_size=1, max_size=3), steps=st.lists(st.booleans(), max_size=20))
+@example([(OFF, [HALVES, HALVES])], [False, False, True])
+@example([(("xpu", HALF, True, None), [HALVES, HALVES])], [False, False, True])
+@example([(("cpu", BRAIN, True, None), [(("cpu", HALF, True, False), [("cpu", HALF, True, True)])])], [])
+def test_wherever_a_weight_is_used_its_cast_is_that_of_the_region_and_of_the_moment(script, steps):
+    used_everywhere(script, steps)
+    assert state() == BASE
+
+
+# What an optimizer writes is cast again; what is written by hand is not, as in PyTorch
+
+
+def stepped(name, **options):
+    def step(w):
+        optimizer = getattr(torch.optim, name)([w], lr=0.1, **options)
+
+        def closure():
+            w.grad = ONES.clone()
+            return torch.zeros(())
+
+        optimizer.step(closure)
+
+    return step
+
+
+def under_no_grad(write):
+    def run(w):
+        with torch.no_grad():
+            write(w)
+
+    return run
+
+
+def assign(w, index, value):
+    w[index] = value
+
+
+def view_taken_with_grad(view, write):
+    def run(w):
+        taken = view(w)
+        with torch.no_grad():
+            write(taken)
+
+    return run
+
+
+def subtract(w):
+    w -= 1
+
+
+def divide(w):
+    w /= 2
+
+
+def data_add(w):
+    w.data += 1
+
+
+def data_assign(w):
+    w.data = ONES
+
+
+def unfrozen(w):
+    w.requires_grad_(False).add_(1)
+    w.requires_grad_(True)
+
+
+def scaled_step(w):
+    scaler, optimizer = GradScaler("cpu"), torch.optim.SGD([w], lr=0.1)
+    scaler.scale(w.sum()).backward()
+    scaler.step(optimizer)
+
+
+def step_with(optimizer, w):
+    optimizer.zero_grad()
+    optimizer.backward(w.sum())
+    optimizer.step()
+
+
+def step_of_ours(w):
+    step_with(LossScaleOptimizer(torch.optim.SGD([w], lr=0.1)), w)
+
+
+OPTIMIZERS = [
+    *[
+        (name, {"foreach": foreach})
+        for name in ("SGD", "Adam", "RMSprop", "Rprop")
+        for foreach in (False, True)
+    ],
+    *[(name, {"fused": True}) for name in ("SGD", "Adam", "AdamW", "Adagrad")],
+    *[(name, {}) for name in ("Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "LBFGS", "Adafactor")],
+    *([("Muon", {})] if hasattr(torch.optim, "Muon") else []),  # new in 2.9
+    ("SGD", {"fused": True, "momentum": 0.9}),
+]
+WRITES = {
+    "add_": under_no_grad(lambda w: w.add_(1)),
+    "mul_": under_no_grad(lambda w: w.mul_(2)),
+    "-=": under_no_grad(subtract),
+    "/=": under_no_grad(divide),
+    "copy_": under_no_grad(lambda w: w.copy_(ONES)),
+    "fill_": under_no_grad(lambda w: w.fill_(3)),
+    "zero_": under_no_grad(torch.Tensor.zero_),
+    "clamp_": under_no_grad(lambda w: w.clamp_(0, 0.1)),
+    "lerp_": under_no_grad(lambda w: w.lerp_(ONES, 0.5)),
+    "renorm_": under_no_grad(lambda w: w.renorm_(2, 0, 0.1)),
+    "addmm_": under_no_grad(lambda w: w.addmm_(ONES[:, :2], ONES[:2])),
+    "masked_fill_": under_no_grad(lambda w: w.masked_fill_(ONES > 0, 7)),
+    "scatter_": under_no_grad(lambda w: w.scatter_(0, torch.zeros(1, 4, dtype=torch.long), 7)),
+    "[0]": under_no_grad(lambda w: assign(w, 0, 1)),
+    "[:, 1:]": under_no_grad(lambda w: assign(w, (slice(None), slice(1, None)), ONES[0, 0])),
+    "[mask]": under_no_grad(lambda w: assign(w, ONES > 0, 7)),
+    "[list]": under_no_grad(lambda w: assign(w, [0, 2], ONES[0])),
+    "[...]": under_no_grad(lambda w: assign(w, ..., ONES)),
+    "set_": under_no_grad(lambda w: w.set_(ONES)),
+    "inference": lambda w: torch.inference_mode()(w.add_)(1),
+    ".data": lambda w: w.data.mul_(2),
+    ".data +=": data_add,
+    ".data[0]": lambda w: assign(w.data, 0, 5),
+    "detach": lambda w: w.detach().mul_(2),
+    "unfrozen": unfrozen,
+    "view": under_no_grad(lambda w: w.view(-1).add_(1)),
+    "row": under_no_grad(lambda w: w[0].zero_()),
+    "view taken before": view_taken_with_grad(torch.t, torch.Tensor.zero_),
+    "view of a view taken before": view_taken_with_grad(lambda w: w[0][1:], lambda view: view.add_(1)),
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "kaiming_normal_": nn.init.kaiming_normal_,
+    "orthogonal_": nn.init.orthogonal_,
+    "trunc_normal_": nn.init.trunc_normal_,
+    "load_state_dict": lambda w: nn.ParameterList([w]).load_state_dict({"0": ONES}),
+    "embedding max_norm": lambda w: F.embedding(torch.tensor([0, 1]), w, max_norm=0.01),
+    "_foreach_add_": under_no_grad(lambda w: torch._foreach_add_([w], 1.0)),
+    "_foreach_mul_ data": lambda w: torch._foreach_mul_([w.data], 2.0),
+    "_foreach_copy_": under_no_grad(lambda w: torch._foreach_copy_([w], [ONES])),
+    "NumPy": lambda w: w.detach().numpy().fill(1),
+    "out=": under_no_grad(lambda w: torch.add(w, ONES, out=w)),
+    "eye_": nn.init.eye_,
+    "vector_to_parameters": lambda w: nn.utils.vector_to_parameters(ONES.flatten(), [w]),
+    "relu_": under_no_grad(lambda w: F.relu(w, inplace=True)),
+    ".data =": data_assign,
+    "in a disabled region": torch.autocast("cpu", enabled=False)(under_no_grad(lambda w: w.add_(1))),
+    "in another thread": lambda w: in_thread(lambda: w.data.add_(1)),
+}
+SGD = stepped("SGD")
+STEPS = {
+    **{f"{name} {options}": stepped(name, **options) for name, options in OPTIMIZERS},
+    "in a disabled region": torch.autocast("cpu", enabled=False)(SGD),
+    "in another thread": lambda w: in_thread(lambda: SGD(w)),
+    "by GradScaler": scaled_step,
+    "by LossScaleOptimizer": step_of_ours,
+    "under inference mode": torch.inference_mode()(SGD),
+}
+IN_REGIONS = {  # which empty the cache in PyTorch too
+    "in a disabled region of ours": autocast("cpu", enabled=False)(SGD),
+    "in another thread's region of ours": lambda w: in_thread(lambda: autocast("cpu")(SGD)(w)),
+    "in another thread's region": lambda w: in_thread(lambda: torch.autocast("cpu")(SGD)(w)),
+}
+
+
+def used_around(write, region, w):
+    """Return what a linear layer gives in a region before and after its weight is written to."""
+    old = w.detach().clone()
+    with region("cpu"):
+        before = F.linear(X, w)
+        write(w)
+        after = F.linear(X, w)
+    assert not torch.equal(old, w)
+    return before, after
+
+
+@pytest.mark.parametrize("step", (STEPS | IN_REGIONS).values(), ids=list(STEPS | IN_REGIONS))
+def test_a_weight_that_an_optimizer_writes_inside_is_cast_again(step):
+    w = weight()
+    _, result = used_around(step, autocast, w)
+    assert same(result, by_hand(X, w))
+    assert same(*[torch.autograd.grad(y.sum(), w)[0] for y in (result, by_hand(X, w))])
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
+def test_in_the_original_its_old_cast_is_used(step):
+    assert same(*used_around(step, torch.autocast, weight()))
+
+
+@makes
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+def test_a_weight_that_is_written_by_hand_inside_needs_the_cache_emptied(write, region):
+    with torch.no_grad():
+        w = weight()
+        before, after = used_around(write, region, w)
+        assert same(before, after)
+
+        def write_and_clear(w):
+            write(w)
+            torch.clear_autocast_cache()
+
+        w = weight()
+        assert same(used_around(write_and_clear, region, w)[1], by_hand(X, w))
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize(
+    "step", [lambda o, c: o.step(c), lambda o, c: o.step(closure=c)], ids=["place", "name"]
+)
+def test_each_call_of_a_closure_takes_the_weight_of_the_moment(search, step):
+    def losses(region, **options):
+        w, seen = weight(), []
+        optimizer = torch.optim.LBFGS([w], lr=0.5, max_iter=8, line_search_fn=search)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (F.linear(X, w).float() - 1).square().mean()
+            loss.backward()
+            seen.append(loss.item())
+            return loss
+
+        with region("cpu", **options):
+            step(optimizer, closure)
+        return seen
+
+    without = losses(torch.autocast, cache_enabled=False)
+    assert len(set(without)) > 3
+    assert losses(autocast) == without
+    assert losses(torch.autocast) != without
+
+
+def test_averages_that_are_swapped_in_inside_a_region_are_used():
+    w = weight()
+    optimizer = LossScaleOptimizer(torch.optim.SGD([w], lr=0.1), use_ema=True, ema_momentum=0.5)
+    for _ in range(3):
+        step_with(optimizer, w)
+    with autocast("cpu"):
+        assert same(F.linear(X, w), by_hand(X, w))
+        with optimizer.averaged():
+            assert same(F.linear(X, w), by_hand(X, w))
+        assert same(F.linear(X, w), by_hand(X, w))
+        optimizer.finalize_variable_values()
+        assert same(F.linear(X, w), by_hand(X, w))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+ODD = {
+    "sparse": lambda: X.to_sparse(),
+    "CSR": lambda: X.to_sparse_csr(),
+    "MKL-DNN": lambda: X.to_mkldnn(),
+    "nested": lambda: torch.nested.as_nested_tensor([X, X], layout=torch.jagged),
+    "meta": lambda: X.to("meta"),
+    "complex": lambda: X.to(torch.complex64),
+    "integers": lambda: X.long(),
+    "empty": lambda: X[:0].clone(),
+    "0-dimensional": lambda: X[0, 0].clone(),
+    "subclass": lambda: X.clone().as_subclass(Subclass),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("make", ODD.values(), ids=list(ODD))
+def test_what_is_written_to_may_be_any_tensor(make):
+    def double(tensor):
+        return tensor.add_(tensor)
+
+    expected = double(make())
+    with autocast("cpu"):
+        result = double(make())
+    assert (type(result), result.dtype, result.layout) == (type(expected), expected.dtype, expected.layout)
+    if not expected.is_meta:
+        results = [one.values() if one.is_nested else one.to_dense() for one in (result, expected)]
+        assert torch.equal(*results)
+
+
+def test_gradients_of_sparse_embeddings_accumulate_inside():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    with autocast("cpu"):
+        for _ in range(2):
+            embedding(torch.tensor([1, 2])).sum().backward()
+    assert embedding.weight.grad.to_dense().sum() == 12
+
+
+def trained(region, optimizer, **options):
+    """Return the weights after steps that are taken inside one region."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    name, settings_ = optimizer
+    stepper = getattr(torch.optim, name)(model.parameters(), lr=0.1, **settings_)
+    with region("cpu", **options):
+        for seed in range(4):
+            stepper.zero_grad()
+            model(numbers(5, 4, seed=seed)).float().square().mean().backward()
+            stepper.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "optimizer", [("SGD", {}), ("Adam", {"foreach": True}), ("AdamW", {"fused": True})], ids=str
+)
+def test_training_inside_one_region_learns_what_it_learns_without_a_cache(optimizer):
+    without, original = (
+        trained(torch.autocast, optimizer, cache_enabled=False),
+        trained(torch.autocast, optimizer),
+    )
+    assert torch.equal(trained(autocast, optimizer), without)
+    assert not torch.equal(original, without)
+
+
+# What is not written to is cast once
+
+RNN = nn.LSTM(4, 4)
+LOW = nn.Parameter(X.bfloat16())
+EVENTS = {
+    "nothing": lambda: None,
+    "dropout": lambda: F.dropout(X),
+    "new tensors": lambda: [
+        torch.zeros(3),
+        torch.ones(2),
+        torch.rand(2),
+        torch.full((2,), 1.0),
+        torch.eye(2),
+    ],
+    "normalisation": lambda: [
+        F.rms_norm(X, (4,)),
+        F.layer_norm(X, (4,)),
+        F.batch_norm(X, None, None, training=True),
+    ],
+    "casts": lambda: [X.half().float(), X.double(), X.clone(), X.t().contiguous()],
+    "losses": lambda: [
+        F.mse_loss(X, X),
+        F.cross_entropy(X, torch.arange(5) % 4),
+        F.softmax(X.half(), -1, dtype=FULL),
+    ],
+    "an LSTM": lambda: attempt(RNN, X),
+    "an LSTM without oneDNN": lambda: without_onednn()(RNN)(X),
+    "activations": lambda: [F.linear(X, ONES).add_(1), F.relu(X.clone(), inplace=True), X.half().mul_(2)],
+    "views of activations": lambda: [(X * 2)[0].add_(1), (X * 2).view(-1).zero_()],
+    "other numbers": lambda: [torch.arange(3).add_(1), LOW.data.add_(1), LOW.data[0].zero_()],
+    "a nested region": lambda: autocast("cpu")(torch.mm)(X.t(), X),
+    "a nested region of PyTorch": lambda: torch.autocast("cpu")(torch.mm)(X.t(), X),
+    "a nested region without cache": lambda: autocast("cpu", cache_enabled=False)(torch.mm)(X.t(), X),
+    "another thread": lambda: in_thread(lambda: autocast("cpu")(torch.mm)(X.t(), X)),
+    "another thread, other precision": lambda: in_thread(lambda: autocast("cpu", HALF)(torch.mm)(X.t(), X)),
+}
+
+
+@pytest.mark.parametrize("event", list(EVENTS))
+def test_a_weight_that_is_not_written_to_is_cast_once(event):
+    w = weight()
+    with Casts(w) as casts, autocast("cpu"):
+        for _ in range(3):
+            assert same(F.linear(X, w), by_hand(X, w))
+            EVENTS[event]()
+    assert casts.count == 4  # one, and three by hand
+
+
+@makes
+def test_gradients_that_accumulate_inside_cost_no_cast(region):
+    w = weight()
+    with Casts(w) as casts, region("cpu"):
+        for _ in range(3):
+            F.linear(X, w).sum().backward()
+    assert casts.count == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [({}, 1), ({"cache_enabled": False}, 6), ({"enabled": False}, 0)]
+)
+@makes
+def test_casts_are_kept_unless_the_region_says_otherwise_and_regions_inside_take_its_word(
+    region, options, expected
+):
+    w = weight()
+    with Casts(w) as casts, region("cpu", **options):
+        for _ in range(3):
+            F.linear(X, w)
+            with region("cpu", enabled=options.get("enabled", True)):
+                F.linear(X, w)
+    assert casts.count == expected
+
+
+def used_without_gradients_first(region):
+    """Return how often a weight is cast in a region, and what it gives where it needs a gradient."""
+    w = weight()
+    with Casts(w) as casts, region("cpu"):
+        with torch.no_grad():
+            F.linear(X, w)
+        result = F.linear(X, w)
+    return casts.count, w, result
+
+
+LATER = used_without_gradients_first(torch.autocast)[2].requires_grad
+
+
+@makes
+def test_a_cast_that_was_kept_without_gradients_has_them_later(region):
+    count, w, result = used_without_gradients_first(region)
+    assert (count, result.requires_grad) == (1, LATER)  # in releases as late as 2.8 it has none
+    if LATER:
+        (gradient,) = torch.autograd.grad(result.sum(), w)
+        assert same(gradient, torch.autograd.grad(by_hand(X, w).sum(), w)[0])
+
+
+@makes
+def test_after_the_outermost_region_nothing_is_kept(region):
+    w = weight()
+    with Casts(w) as casts:
+        for _ in range(3):
+            with region("cpu"):
+                F.linear(X, w)
+    assert casts.count == 3

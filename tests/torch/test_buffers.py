@@ -1,0 +1,277 @@
+"""An overflow in forward ruins BatchNorm's statistics, though the step is skipped: named, or put back."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from preamp import Dynamic, PolicyError, Starved, Trace, TraceError
+from preamp.deepspeed import initialize
+from preamp.record.trace import Step
+from preamp.torch import GradScaler, LossScaleOptimizer
+from preamp.torch.scaling import buffers, stepping
+
+from .pairs import HALF_ENGINE
+
+INF, NAN = float("inf"), float("nan")
+RUINED = ("1.running_mean", "1.running_var")
+
+
+def net():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    model.register_buffer("mask", torch.full((2, 2), -INF).triu(1))  # as attention has it
+    model.register_buffer("order", torch.arange(3))
+    return model
+
+
+class Run:
+    """A small model with BatchNorm, trained by a scaler or by the optimizer that scales."""
+
+    def __init__(self, kind=GradScaler, fused=False, **options):
+        self.model = net()
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, fused=fused)
+        options.setdefault("model", self.model)
+        if kind is LossScaleOptimizer:
+            self.optimizer = self.scaler = LossScaleOptimizer(self.sgd, **options)
+        else:
+            self.optimizer, self.scaler = self.sgd, kind("cpu", **options)
+
+    def step(self, number=1, factor=1.0, backward=1.0):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
+        self.optimizer.zero_grad()
+        loss = self.model(x * factor).square().mean() * backward
+        if self.optimizer is self.scaler:
+            self.optimizer.backward(loss)
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    @property
+    def last(self):
+        return self.scaler.last_step
+
+    def statistics(self):
+        return [self.model[1].running_mean.clone(), self.model[1].running_var.clone()]
+
+
+def alike(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+ways = pytest.mark.parametrize(
+    "way",
+    [{}, {"fused": True}, {"capturable": True}, {"on_step": [].append}, {"kind": LossScaleOptimizer}],
+    ids=", ".join,
+)
+
+
+@ways
+@pytest.mark.parametrize("factor", [INF, NAN])
+def test_buffers_that_forward_has_ruined_are_named(way, factor, monkeypatch):
+    if way.get("fused"):
+        monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    run = Run(**way)
+    run.step()
+    assert (run.last.skipped, run.last.buffers) == (False, ())
+    run.step(factor=factor)
+    assert (run.last.skipped, run.last.buffers) == (True, RUINED)
+
+
+@ways
+def test_an_overflow_in_backward_leaves_them_and_names_none(way):
+    run = Run(**way)
+    run.step()
+    run.step(backward=INF)
+    assert (run.last.skipped, run.last.buffers) == (True, ())
+
+
+restoring = pytest.mark.parametrize("way", [{}, {"fused": True}, {"kind": LossScaleOptimizer}], ids=str)
+
+
+@restoring
+@pytest.mark.parametrize("factor", [INF, NAN])
+def test_they_are_put_back_on_request_and_training_is_as_if_nothing_had_been(way, factor, monkeypatch):
+    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    ours, clean = Run(**way, restore_buffers=True), Run(**way)
+    for number in range(6):
+        if number in (1, 3, 4):
+            before = ours.statistics()
+            ours.step(number, factor)
+            assert (ours.last.skipped, ours.last.buffers) == (True, RUINED)  # told of all the same
+            assert alike(ours.statistics(), before)
+        else:
+            ours.step(number)
+            clean.step(number)
+    assert alike(ours.statistics(), clean.statistics())
+    assert alike(ours.model.parameters(), clean.model.parameters())
+
+
+def test_without_a_request_they_stay_as_forward_left_them():
+    run = Run()
+    run.step()
+    run.step(factor=NAN)
+    assert not any(buffer.isfinite().all() for buffer in run.statistics())
+
+
+def test_what_was_not_finite_to_begin_with_is_no_news_and_never_touched():
+    run = Run(restore_buffers=True)
+    mask = run.model.mask.clone()
+    run.step()
+    run.step(factor=INF)
+    assert run.last.buffers == RUINED
+    assert torch.equal(run.model.mask, mask)
+
+
+def test_a_model_that_was_saved_ruined_is_told_of():
+    run = Run(model=None)
+    run.step(factor=NAN)
+    scaler = GradScaler("cpu", model=run.model)
+    run.scaler = scaler
+    run.step(backward=INF)
+    assert run.last.buffers == RUINED
+
+
+def test_a_buffer_that_somebody_set_is_left_alone():
+    """Only what is not finite is put back."""
+    run = Run(restore_buffers=True)
+    run.step()
+    run.model.register_buffer("late", torch.ones(1))
+    run.model.mask.fill_(7.0)
+    run.step(factor=INF)
+    assert (run.model.mask == 7.0).all()
+
+
+@restoring
+@pytest.mark.parametrize("how", ["added", "replaced", "registered"])
+def test_modules_that_come_after_the_scaler_are_looked_after(way, how):
+    run = Run(**way, restore_buffers=True)
+    run.step()
+    if how == "added":
+        run.model.append(nn.BatchNorm1d(1))
+        run.model[4].register_buffer("mask", torch.full((2,), -INF))
+        names = (*RUINED, "4.running_mean", "4.running_var")
+    elif how == "replaced":
+        run.model[1] = nn.BatchNorm1d(4)
+        names = RUINED
+    else:
+        run.model[3].register_buffer("seen", torch.zeros(1))
+        run.model[3].register_forward_hook(lambda one, _, y: one.seen.add_(y.detach().sum()) and None)
+        names = (*RUINED, "3.seen")
+    run.step()
+    before = {name: one.clone() for name, one in run.model.named_buffers()}
+    run.step(factor=INF)
+    assert run.last.skipped
+    assert run.last.buffers == names
+    after = dict(run.model.named_buffers())
+    assert all(torch.equal(after[name], before[name]) for name in names)
+
+
+def test_a_module_that_comes_just_before_the_overflow_is_named():
+    run = Run()
+    run.step()
+    run.model.append(nn.BatchNorm1d(1))
+    run.step(factor=INF)
+    assert run.last.buffers == (*RUINED, "4.running_mean", "4.running_var")
+
+
+def test_copies_from_before_a_checkpoint_are_not_put_back():
+    run = Run(restore_buffers=True)
+    run.step()
+    saved = copy.deepcopy((run.model.state_dict(), run.scaler.state_dict()))
+    run.step()
+    run.model.load_state_dict(saved[0])
+    run.scaler.load_state_dict(saved[1])
+    loaded = [one.clone() for one in run.statistics()]
+    run.step(factor=INF)
+    assert run.last.buffers == RUINED
+    assert all(torch.equal(now, then) for now, then in zip(run.statistics(), loaded, strict=True))
+
+
+def test_a_first_step_that_is_skipped_leaves_the_values_of_the_beginning():
+    run = Run(restore_buffers=True)
+    before = [one.clone() for one in run.statistics()]
+    run.step(factor=INF)
+    assert run.last.skipped
+    assert all(torch.equal(now, then) for now, then in zip(run.statistics(), before, strict=True))
+    run.step()
+    assert all(one.isfinite().all() for one in run.statistics())
+
+
+def test_clean_steps_look_at_no_buffer(monkeypatch):
+    run, looks = Run(), []
+    monkeypatch.setattr(buffers.Buffers, "_present", lambda self: looks.append(1) or {})
+    for _ in range(3):
+        run.step()
+        assert run.last.buffers == ()
+    assert looks == []
+
+
+def test_one_optimizer_of_two_skips():
+    run = Run()
+    other = nn.Parameter(torch.ones(1))
+    second = torch.optim.SGD([other], lr=0.1)
+    run.scaler.scale(run.model(torch.full((4, 3), INF)).sum()).backward()
+    run.scaler.scale(other.sum()).backward()
+    run.scaler.step(run.optimizer)
+    run.scaler.step(second)
+    run.scaler.update()
+    assert run.last.buffers == RUINED
+
+
+def test_a_policy_that_gives_up_names_them_too():
+    run = Run(policy=Dynamic(init_scale=1.0, min_scale=1.0, at_floor="raise"))
+    with pytest.raises(Starved):
+        run.step(factor=INF)
+    assert run.last.buffers == RUINED
+
+
+@HALF_ENGINE
+def test_an_engine_names_its_models_buffers():
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = initialize(
+        model=model, optimizer=inner, config={"fp16": {"enabled": True, "auto_cast": True}}
+    )
+    engine.backward(engine(torch.full((4, 3), INF)).float().mean())
+    engine.step()
+    assert engine.last_step.buffers == RUINED
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(PolicyError, match=r"model=3 is not a torch.nn.Module. Write model=model"):
+        GradScaler("cpu", model=3)
+    with pytest.raises(PolicyError, match=r"restore_buffers=True needs the model.* Write model=model"):
+        GradScaler("cpu", restore_buffers=True)
+    with pytest.raises(PolicyError, match=r"restore_buffers=True reads.*capturable=True reads nothing"):
+        GradScaler("cpu", model=net(), restore_buffers=True, capturable=True)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
+def test_a_copy_looks_at_the_copied_model(copied):
+    run = Run(restore_buffers=True)
+    run.step()
+    twin = copied(run)
+    twin.step(factor=INF)
+    assert twin.last.buffers == RUINED
+    assert all(buffer.isfinite().all() for one in (run, twin) for buffer in one.statistics())
+
+
+def test_a_trace_writes_and_reads_them(tmp_path):
+    step = Step(0, 2.0, False, True, buffers=RUINED)
+    with Trace(path=tmp_path / "t.jsonl") as trace:
+        trace(step)
+        trace(Step(1, 2.0, True, False))
+    assert list(Trace.read(tmp_path / "t.jsonl")) == [step, Step(1, 2.0, True, False)]
+    lines = (tmp_path / "t.jsonl").read_text().splitlines()
+    assert ["buffers" in json.loads(line) for line in lines] == [False, True, False]
+    for wrong in ("1.running_mean", [1], {"a": 1}, None):
+        lines[1] = json.dumps({"index": 0, "scale": 2.0, "finite": False, "skipped": True, "buffers": wrong})
+        (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
+        with pytest.raises(TraceError, match="buffers"):
+            Trace.read(tmp_path / "t.jsonl")

@@ -1,0 +1,453 @@
+"""`scaler.step(optimizer, max_norm=, max_value=)` beside PyTorch's unscale_, clip_grad_norm_ and step."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from preamp import PolicyError, Static
+from preamp.torch import GradScaler
+from preamp.torch.scaling import stepping
+from tests.seeing import Remembering
+
+from .pairs import INF, NAN, give, make, ours, theirs, weights
+
+OPTIMIZERS = {
+    "SGD": {},
+    "SGD fused": {},
+    "SGD fused momentum": {"momentum": 0.9},
+    "AdamW": {},
+    "AdamW fused": {},
+    "Adagrad fused": {},
+}
+kinds = pytest.mark.parametrize("kind", list(OPTIMIZERS))
+few = pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+LARGE = 2**15 + 1  # torch.dot takes the norm from 2**15 numbers on
+
+
+def optimizer_of(kind, parameters, lr=0.01):
+    return make(kind.removesuffix(" momentum"), parameters, lr=lr, **OPTIMIZERS[kind])
+
+
+def close(a, b, rtol=3e-5, atol=1e-7):
+    """PyTorch's float32 norm of 2**15 equal numbers is off by 1e-5, hence the tolerance."""
+    return all(torch.allclose(x, y, rtol=rtol, atol=atol) for x, y in zip(a, b, strict=True))
+
+
+def parameters_of(layout, dtype):
+    """Return parameters of several shapes: one empty, one large, some not contiguous."""
+    shapes = [(5,), (3, 4), (2, 3, 2, 2), (0,), (LARGE,), (190, 180), ()]
+    made = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in shapes]
+    if layout == "channels_last":
+        made[2] = made[2].contiguous(memory_format=torch.channels_last)
+    if layout == "transposed":
+        made = [one.t().contiguous().t() if one.ndim == 2 else one for one in made]
+    return [torch.nn.Parameter(one) for one in made]
+
+
+def gradients_for(parameters, seed, strength):
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(p.shape, generator=generator) * strength + strength for p in parameters]
+    return [torch.empty_like(p).copy_(one) for p, one in zip(parameters, made, strict=True)]
+
+
+def exactly_clipped(gradient, max_norm=math.inf, max_value=math.inf):
+    clamped = gradient.clamp(-max_value, max_value)
+    return clamped * min(1.0, max_norm / clamped.norm().item())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    script=st.lists(
+        st.tuples(
+            st.integers(0, 99),
+            st.sampled_from([0.05, 1.0, 30.0]),
+            st.sampled_from([1.0, 1.0, 1.0, INF, NAN]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    kind=st.sampled_from(list(OPTIMIZERS)),
+    layout=st.sampled_from(["plain", "channels_last", "transposed"]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    max_norm=st.sampled_from([None, 1.0, 50.0, torch.tensor(3.0)]),
+    max_value=st.sampled_from([None, 0.1, 20.0]),
+    capturable=st.booleans(),
+)
+def test_scales_parameters_and_gradients_are_those_of_the_three_calls(
+    script, kind, layout, dtype, max_norm, max_value, capturable
+):
+    a, b = parameters_of(layout, dtype), parameters_of(layout, dtype)
+    mine, original = ours(capturable=capturable), theirs()
+    one, other = optimizer_of(kind, a), optimizer_of(kind, b)
+    if kind == "SGD fused momentum":  # the original's begins with unwritten memory after a first skip
+        other = make("SGD", b, lr=0.01, momentum=0.9)
+    for seed, strength, factor, explicit in script:
+        for scaler, parameters in ((mine, a), (original, b)):
+            for parameter, gradient in zip(parameters, gradients_for(a, seed, strength), strict=True):
+                give(scaler, parameter, gradient * scaler.get_scale())
+            parameters[0].grad[seed % 5] *= factor
+        plain = [g / original.get_scale() for g in (p.grad for p in b)]
+        if explicit:
+            mine.unscale_(one)
+        mine.step(one, max_norm=max_norm, max_value=max_value)
+        original.unscale_(other)
+        if max_value is not None:
+            clip_grad_value_(b, max_value)
+        if max_norm is not None:
+            clip_grad_norm_(b, float(max_norm))
+        original.step(other)
+        mine.update()
+        original.update()
+        assert mine.get_scale() == original.get_scale()
+        assert mine.last_step.skipped == (factor != 1.0)
+        assert close(a, b, atol=1e-5)  # a thousandth of a step: Adam divides what cancels by what cancels
+        if not mine.last_step.skipped:
+            assert close([p.grad for p in a], [p.grad for p in b])
+        else:
+            assert all(torch.equal(p.grad, g) for p, g in list(zip(a, plain, strict=True))[1:]) or (
+                capturable and "fused" in kind  # as in the original, the kernel leaves them scaled
+            )
+        if max_norm is not None and not mine.last_step.skipped:
+            exact = math.hypot(*(p.double().norm().item() for p in plain))
+            assert mine.last_step.grad_norm == pytest.approx(exact, rel=1.5e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["SGD", "SGD fused", "AdamW fused"])
+@pytest.mark.parametrize(
+    "shares", [{"max_norm": 0.3}, {"max_value": 0.3}, {"max_norm": 0.2, "max_value": 0.5}]
+)
+@pytest.mark.parametrize("scale", [2.0**-3, 1.0, 2.0**16, 2.0**28])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_half_gradients_are_clipped_to_the_last_digit(dtype, kind, shares, scale, capturable):
+    """A factor far below 1 is no half number, and must not be rounded to one."""
+    (weight,) = weights(dtype=dtype, size=50)
+    scaler, optimizer = ours(init_scale=scale, capturable=capturable), optimizer_of(kind, [weight])
+    scaled = (torch.randn(50, generator=torch.Generator().manual_seed(1)) * min(scale, 2.0**11)).to(dtype)
+    plain = scaled.double() / scale
+    largest = {"max_norm": plain.norm().item(), "max_value": plain.abs().max().item()}
+    limits = {name: share * largest[name] for name, share in shares.items()}
+    give(scaler, weight, scaled.clone())
+    scaler.step(optimizer, **limits)
+    assert not scaler.last_step.skipped
+    exact, digits = exactly_clipped(plain, **limits), torch.finfo(dtype)
+    spacing = digits.smallest_normal * digits.eps
+    assert torch.allclose(weight.grad.double(), exact, rtol=1.5 * digits.eps, atol=spacing)
+
+
+@kinds
+@pytest.mark.parametrize("entries", [[1e20] * 4, [1e30, 1e-10, 3.0, 0.0], [3e38] * 3, [1e38] * LARGE])
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("max_norm", [1.0, 1e-3])
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_norm_whose_squares_overflow_is_taken_again_exactly(kind, entries, scale, max_norm, watched):
+    (weight,) = weights(size=len(entries))
+    scaler, optimizer = ours(init_scale=scale), optimizer_of(kind, [weight], lr=1.0)
+    if watched:
+        scaler.watch(optimizer)
+    coefficients = torch.tensor(entries) / scale
+    scaler.scale((weight * coefficients).sum()).backward()
+    exact = coefficients.double()
+    scaler.step(optimizer, max_norm=max_norm)
+    assert not scaler.last_step.skipped
+    assert scaler.last_step.grad_norm == pytest.approx(exact.norm().item(), rel=1e-6)
+    assert torch.allclose(weight.grad.double(), exact / exact.norm() * max_norm, rtol=1e-5, atol=1e-30)
+
+
+@kinds
+@pytest.mark.parametrize(("entry", "dtype"), [(1e30, torch.float32), (1e200, torch.float64)])
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_large_gradients_are_finite_although_their_squares_are_not(kind, entry, dtype, size):
+    (weight,) = weights(size=size, dtype=dtype)
+    scaler, optimizer = ours(), optimizer_of(kind, [weight])
+    give(scaler, weight, entry)
+    scaler.step(optimizer)
+    assert not scaler.last_step.skipped
+
+
+@kinds
+@pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_value": 1.0}])
+def test_a_gradient_without_numbers_is_no_obstacle(kind, limits):
+    (weight,) = weights(size=0)
+    scaler, optimizer = ours(init_scale=0.25), optimizer_of(kind, [weight])
+    give(scaler, weight, torch.zeros(0))
+    scaler.step(optimizer, **limits)
+    assert not scaler.last_step.skipped
+
+
+@kinds
+@pytest.mark.parametrize("capturable", [False, True])
+def test_max_norm_inf_measures_and_changes_nothing(kind, capturable):
+    values = []
+    for limits in ({"max_norm": math.inf}, {}):
+        parameters = parameters_of("plain", torch.float32)
+        scaler, optimizer = ours(capturable=capturable), optimizer_of(kind, parameters)
+        for parameter, gradient in zip(parameters, gradients_for(parameters, 0, 1.0), strict=True):
+            give(scaler, parameter, gradient * 1024.0)
+        scaler.step(optimizer, **limits)
+        values.append([p.detach() for p in parameters] + [p.grad for p in parameters])
+        norm = scaler.last_step.grad_norm
+        assert (norm is None) == (not limits and not capturable)
+    assert all(torch.equal(x, y) for x, y in zip(*values, strict=True))
+
+
+@pytest.mark.parametrize("name", ["max_norm", "max_value"])
+@pytest.mark.parametrize("limit", [0, 0.0, -1.0, NAN, -INF, "x", True, [1.0]])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_limit_that_cannot_work_is_refused_and_changes_nothing(name, limit, enabled):
+    (weight,) = weights()
+    scaler, optimizer = ours(enabled=enabled), make("SGD", [weight], lr=1.0)
+    give(scaler, weight, 1024.0)
+    with pytest.raises(PolicyError, match=rf"{name}=.* Write {name}=1\.0, or None"):
+        scaler.step(optimizer, **{name: limit})
+    assert (weight[0].item(), weight.grad[0].item()) == (0.0, 1024.0)
+    scaler.step(optimizer)
+    assert weight[0].item() == -1.0 if enabled else -1024.0
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_norm": 1.0}, {"max_value": 0.5}, {"max_norm": 1.0, "max_value": 0.7}]
+)
+def test_a_disabled_scaler_clips_all_the_same(limits):
+    results, norms = [], []
+    for enabled in (False, True):
+        (weight,) = weights()
+        scaler, optimizer = ours(enabled=enabled), make("SGD", [weight], lr=1.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale((weight * torch.tensor([1.0, 2.0, -3.0])).sum()).backward()
+            scaler.step(optimizer, **limits)
+            scaler.update()
+        results.append(weight.detach())
+        norms.append(scaler.last_step.grad_norm)
+    assert close(*[[r] for r in results])
+    assert norms[0] == pytest.approx(norms[1] if "max_norm" in limits else None)
+
+
+@pytest.mark.parametrize("limits", [{"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}], ids=str)
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_disabled_scaler_records_what_clip_grad_norm_returns(limits, closure, alone):
+    others = {} if alone else {"reduce": lambda readings: None}
+    for value, finite in ((4.0, True), (INF, False), (NAN, False)):
+        (weight,), (same,) = weights(), weights()
+        scaler, optimizer = ours(enabled=False, **others), make("SGD", [weight], lr=1.0)
+        gradient = torch.tensor([3.0, value, 0.0])
+        weight.grad, same.grad = gradient.clone(), gradient.clone()
+        scaler.step(optimizer, *([lambda: torch.zeros(())] if closure else []), **limits)
+        expected = clip_grad_norm_([same], 1.0).item()
+        last = scaler.last_step
+        assert (last.finite, last.skipped) == (finite, False)  # the step is taken all the same
+        assert last.grad_norm == (pytest.approx(expected) if finite else None)
+        scaler.update()
+        scaler.step(optimizer)
+        assert (scaler.last_step.finite, scaler.last_step.grad_norm) == (True, None)  # of this step
+
+
+@few
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_grad_scale_that_the_user_set_counts(kind, explicit, capturable):
+    (weight,) = weights()
+    scaler, optimizer = ours(capturable=capturable), make(f"{kind} fused".replace("d fused", "d"), [weight])
+    give(scaler, weight, torch.tensor([0.0, 3.0, 4.0]) * 1024.0 * 8.0)
+    optimizer.grad_scale = torch.tensor(8.0)
+    if explicit:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer, max_norm=1.0)
+    assert scaler.last_step.grad_norm == pytest.approx(5.0)
+    assert torch.allclose(weight.grad, torch.tensor([0.0, 0.6, 0.8]))
+    assert not hasattr(optimizer, "grad_scale")
+
+
+class Network:
+    """A model with a tied weight, and other people's hooks."""
+
+    def __init__(self, kind, scaler, *, watch):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+        self.model[2].weight = self.model[0].weight
+        self.scaler, self.optimizer = scaler, optimizer_of(kind, self.model.parameters())
+        self.first = next(self.model.parameters())
+        self.first.register_post_accumulate_grad_hook(self.hook)
+        self.handle = scaler.watch(self.optimizer) if watch else None
+        self.model[0].bias.register_post_accumulate_grad_hook(self.hook)
+        self.doubles = False
+
+    def hook(self, parameter):
+        if self.doubles:
+            parameter.grad.mul_(2.0)
+
+    def step(self, number, *, backwards, zero, deed, max_norm):
+        if zero is not None:
+            self.optimizer.zero_grad(set_to_none=zero)
+        self.doubles = deed == "hook"
+        if deed == "copied":
+            self.scaler = copy.deepcopy(self.scaler)
+        for turn in range(backwards):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(7 * number + turn))
+            loss = self.model(x).square().mean() * (INF if deed == "overflow" else 1.0)
+            self.scaler.scale(loss).backward()
+        self.meddle(deed)
+        self.scaler.step(self.optimizer, max_norm=max_norm)
+        self.scaler.update()
+
+    def meddle(self, deed):
+        """Do to the gradients what people do between backward and step."""
+        gradient = self.first.grad
+        if deed == "by hand":
+            gradient.mul_(5.0)
+        elif deed == "replaced":
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                if parameter.grad is not None:  # frozen before
+                    parameter.grad = parameter.grad * 5.0 if parameter.grad is not None else None
+        elif deed == "dropped":
+            self.first.grad = None
+        elif deed == "poisoned":
+            gradient[0, 0] = NAN
+        elif deed == "frozen":
+            self.model[0].bias.requires_grad_(False)
+        elif deed == "unscale_":
+            self.scaler.unscale_(self.optimizer)
+        elif deed == "unscale_ and more":
+            self.scaler.unscale_(self.optimizer)
+            gradient.mul_(0.5)
+        elif deed == "removed" and self.handle:
+            self.handle.remove()
+
+
+DEEDS = ["hook", "overflow", "by hand", "replaced", "dropped", "poisoned", "frozen", "unscale_"]
+DEEDS += ["unscale_ and more", "removed", "copied"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    script=st.lists(
+        st.fixed_dictionaries(
+            {
+                "backwards": st.integers(1, 3),
+                "zero": st.sampled_from([True, False, None]),
+                "deed": st.sampled_from(["none", "none", *DEEDS]),
+                "max_norm": st.sampled_from([0.1, 1.0, None]),
+            }
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    kind=st.sampled_from(["SGD", "SGD fused", "AdamW", "AdamW fused", "Adagrad fused"]),
+)
+def test_watching_changes_nothing(script, kind):
+    a, b = Network(kind, ours(), watch=True), Network(kind, ours(), watch=False)
+    for number, wish in enumerate(script):
+        a.step(number, **wish)
+        b.step(number, **wish)
+        assert a.scaler.get_scale() == b.scaler.get_scale()
+        assert a.scaler.last_step.skipped == b.scaler.last_step.skipped
+        assert a.scaler.last_step.culprits == b.scaler.last_step.culprits
+        if None not in (a.scaler.last_step.grad_norm, b.scaler.last_step.grad_norm):
+            norms = a.scaler.last_step.grad_norm, b.scaler.last_step.grad_norm
+            assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        assert close(list(a.model.parameters()), list(b.model.parameters()), rtol=1e-4)
+
+
+@few
+@pytest.mark.parametrize("zero", [True, False])
+def test_norms_taken_in_backward_are_used(monkeypatch, kind, zero):
+    """No gradient is measured twice: the step only adds up."""
+    from preamp.torch.scaling import watch
+
+    network, calls = Network(kind, ours(), watch=True), []
+    square = watch.square
+    monkeypatch.setattr(watch, "square", lambda tensor: calls.append(tensor.shape) or square(tensor))
+    for number in range(3):
+        network.step(number, backwards=1, zero=zero, deed="none", max_norm=1.0)
+        assert len(calls) == 3 * (number + 1)
+    network.step(3, backwards=1, zero=zero, deed="by hand", max_norm=1.0)
+    assert len(calls) == 13  # the one that was touched, again
+
+
+def test_a_watched_scaler_can_be_pickled_and_watches_no_more():
+    network = Network("SGD", ours(), watch=True)
+    network.step(0, backwards=1, zero=True, deed="none", max_norm=None)
+    assert network.scaler.last_step.grad_norm is not None
+    network.scaler = pickle.loads(pickle.dumps(network.scaler))
+    network.step(1, backwards=1, zero=True, deed="none", max_norm=None)
+    assert network.scaler.last_step.grad_norm is None
+
+
+class Calls(TorchDispatchMode):
+    """Counts ATen calls, and reads to the host except of the scale, which only a CPU reads."""
+
+    def __init__(self, scaler):
+        super().__init__()
+        self.calls = self.reads = 0
+        self.scaler = scaler
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        is_read = "_local_scalar_dense" in str(func)
+        self.reads += is_read and (self.scaler is None or args[0] is not self.scaler._scale)
+        return func(*args, **(kwargs or {}))
+
+
+def counted(scaler, kind, *, bare=False, **limits) -> Calls:
+    """Count what the second iteration on 161 small gradients calls; `bare` is the optimizer alone."""
+    parameters = weights(161, size=4)
+    optimizer, loss = optimizer_of(kind, parameters), torch.zeros(())
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones(4)
+        with Calls(scaler) as calls:
+            if not bare:
+                scaler.scale(loss)
+                scaler.step(optimizer, **limits)
+                scaler.update()
+            else:
+                optimizer.step()
+    return calls
+
+
+def test_combined_clipping_takes_a_handful_of_calls():
+    never = {"init_scale": 1024.0, "growth_interval": 10**6}
+    own = counted(None, "AdamW fused", bare=True).calls
+    assert counted(GradScaler("cpu", **never), "AdamW fused", max_norm=1.0).calls - own <= 9
+    assert counted(GradScaler("cpu", **never), "AdamW fused").calls - own <= 9
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+def test_a_peak_takes_one_call_for_each_gradient_and_a_share_none_below_the_edge(kind):
+    """A fused step that looks for the peak looks for nothing else."""
+    blind = counted(GradScaler("cpu", policy=Static(1024.0)), kind).calls
+    for edge in (INF, 2.0):
+        seeing = counted(GradScaler("cpu", policy=Remembering(1024.0, edge)), kind).calls
+        assert 161 <= seeing - blind <= 161 + 6
+    assert counted(GradScaler("cpu", policy=Remembering(1024.0, 1.0)), kind).calls - seeing <= 3 * 161 + 3
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}])
+def test_a_policy_that_sees_reads_no_more_than_one_that_does_not(monkeypatch, limits):
+    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    for kind, options in (("AdamW fused", {}), ("SGD", {"capturable": True})):
+        bare = counted(None, kind, bare=True).reads
+        assert counted(ours(policy=Remembering(1024.0), **options), kind, **limits).reads == bare
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}])
+def test_where_reads_cost_a_fused_step_has_none_and_any_other_one(monkeypatch, limits):
+    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    fused = ours()
+    assert counted(fused, "AdamW fused", **limits).reads == 0
+    norm = pytest.approx(644**0.5 / 1024)
+    assert fused.last_step == (1, 1024.0, True, False, 1024.0, 0.0, norm, None, None, (), None, ())
+    assert counted(ours(), "SGD", **limits).reads == 1 + ("max_value" in limits)
+    for kind in ("SGD", "AdamW fused", "SGD fused momentum"):
+        bare = counted(None, kind, bare=True).reads
+        assert counted(ours(capturable=True), kind, **limits).reads == bare

@@ -1,0 +1,80 @@
+"""The releases of PyTorch that `preamp.torch` works with."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import preamp.torch
+from preamp import MissingExtra
+from preamp.deepspeed import initialize
+
+FOLDER = Path(preamp.__file__).parent
+FILES = sorted(set((FOLDER / "torch").rglob("*.py")) | {FOLDER / "arrays" / "torch.py"})
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("found", ["1.13.1", "2.5.1+cu124", "2.5.0a0+872d972e41.nv24.8"])
+def test_an_older_release_is_refused_at_import(found: str) -> None:
+    done = python(f"import torch; torch.__version__ = {found!r}; import preamp.torch")
+    assert done.stderr.endswith(
+        f"MissingExtra: torch {found} is too old: preamp works with 2.6 and newer. "
+        "Run: pip install 'torch>=2.6'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "found", ["2.6.0", "2.6.0a0+ecf3bae40a.nv25.1", "2.10.0.dev20251101", "2.13.0+cpu", "3"]
+)
+def test_numbers_are_compared_as_numbers(found: str) -> None:
+    MissingExtra.refuse_older("torch", found, "2.6")
+    with pytest.raises(MissingExtra, match=r"works with 12\.1 and newer"):
+        MissingExtra.refuse_older("torch", found, "12.1")
+
+
+def test_an_engine_of_half_precision_refuses_an_older_one_and_leaves_the_model_alone(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(MissingExtra, match=r"torch 2\.9\.1\+cu128 is too old.*pip install 'torch>=2\.10'"):
+        initialize(model=model, config={"fp16": {"enabled": True}})
+    assert model.weight.dtype is torch.float32
+    initialize(model=model, config={})
+
+
+def test_importing_it_loads_neither_the_compiler_nor_triton() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import preamp.torch; print(*set(sys.modules) - before)"
+    )
+    new = python(code).stdout.split()
+    assert "preamp.arrays.torch_compat" in new
+    assert not [name for name in new if name.startswith(("torch._dynamo", "torch._inductor", "triton"))]
+
+
+def private(file: Path) -> Iterator[str]:
+    """Yield the private names of PyTorch that a file asks modules for."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute):
+            names = [name for name in (ast.unparse(node),) if name.startswith("torch.")]
+        else:
+            names = []
+        yield from (name for name in names if any(re.match("_(?!_)", part) for part in name.split(".")))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(FOLDER)))
+def test_private_names_of_pytorch_stand_in_one_module(file: Path) -> None:
+    assert list(private(file)) == []
+    assert list(private(FOLDER / "arrays" / "torch_compat.py"))  # it would find them

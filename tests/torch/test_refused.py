@@ -1,0 +1,124 @@
+"""Devices, losses, models and checkpoints that cannot work are refused by name, or warned of."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from preamp import Dynamic, Headroom, PolicyError, Static, dialects
+from preamp.errors import UsageError
+from preamp.torch import GradScaler, LayerwiseScale, LossScaleOptimizer, ShardedGradScaler
+
+from .test_scaler import Training, ours, theirs
+
+NEVER = ["gpu", "meta", "GPU", "", "cuda:x", "opengl", "cpu ", torch.device("meta"), torch.float16, None, 0]
+
+
+@pytest.mark.parametrize("device", NEVER, ids=repr)
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
+def test_a_device_that_never_computes_is_refused_by_name(kind, device, enabled):
+    with pytest.raises(PolicyError, match=r'device=.* Write device="cuda" or device="cpu"') as error:
+        kind(device, enabled=enabled)
+    name = repr(device) if isinstance(device, str) else str(device)
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", "cpu:0", "cuda", "cuda:1", "mps", "xpu", "xla", "hpu", "mtia", "maia"]
+)
+def test_a_device_that_computes_somewhere_is_taken_everywhere(device):
+    for one in (device, torch.device(device)):
+        if torch.cuda.is_available() or one != "cuda":
+            assert GradScaler(one).is_enabled()
+
+
+def test_a_renamed_backend_counts_under_its_new_name():
+    program = (
+        "import torch; from preamp.torch import GradScaler\n"
+        "try: GradScaler('npu')\n"
+        "except ValueError as error: assert 'import its package first' in str(error)\n"
+        "else: raise AssertionError\n"
+        "torch.utils.rename_privateuse1_backend('npu')\n"
+        "assert GradScaler('npu').is_enabled()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_an_optimizer_of_a_model_without_numbers_is_refused():
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(PolicyError, match=r"device meta.* model\.to_empty"):
+        LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("loss", [3.0, 3, None, "loss", [1.0]], ids=repr)
+def test_a_loss_that_is_not_a_tensor_is_refused(loss):
+    model = torch.nn.Linear(2, 1)
+    optimizer = LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"the loss is .* Write optimizer\.backward\(loss\)"):
+        optimizer.backward(loss)
+    with pytest.raises(UsageError, match=r"the loss is .* Write layerwise\.backward\(loss\)"):
+        LayerwiseScale(model).backward(loss)
+
+
+@pytest.mark.parametrize("model", [3, None, "model", torch.ones(2), [torch.nn.Linear(1, 1)], torch.nn.Linear])
+def test_a_layerwise_scale_of_no_model_is_refused(model):
+    with pytest.raises(PolicyError, match=r"model=.* Write LayerwiseScale\(model\)"):
+        LayerwiseScale(model)
+
+
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_what_is_not_an_optimizer_is_refused(method):
+    training = Training(ours())
+    training.scaler.scale(training.model(torch.ones(1, 3)).sum()).backward()
+    for wrong in (training.model, [training.optimizer], 3):
+        with pytest.raises(UsageError, match=r"is not an optimizer.* Write scaler\.step\(optimizer\)"):
+            getattr(training.scaler, method)(wrong)
+    training.scaler.step(training.optimizer)
+    training.scaler.update()
+
+
+BOUNDS = [
+    (Dynamic(), 2.0**40, r"above max_scale=4294967296\.0 of Dynamic"),
+    (
+        Dynamic(),
+        2.0**-20,
+        r"below min_scale=6\.103515625e-05 of Dynamic",
+    ),
+    (Headroom(max_scale=2.0**20), 2.0**21, r"above max_scale=1048576\.0 of Headroom"),
+    (dialects.DEEPSPEED, 0.5, r"below min_scale=1\.0 of Dynamic"),
+]
+
+
+@pytest.mark.parametrize(("policy", "scale", "said"), BOUNDS)
+def test_a_checkpoint_outside_the_bounds_is_told_of_and_loaded(policy, scale, said):
+    saved = {**theirs().state_dict(), "scale": scale}
+    training = Training(GradScaler("cpu", policy=policy))
+    with pytest.warns(UserWarning, match=said) as told:
+        training.scaler.load_state_dict(saved)
+    assert [one.filename for one in told] == [__file__]
+    assert training.scaler.get_scale() == scale
+    assert f"={scale!r}) to allow it" in str(told[0].message)
+
+
+def test_the_default_rule_and_the_optimizer_tell_of_it_once():
+    saved = {**theirs().state_dict(), "scale": 2.0**-20}
+    with pytest.warns(UserWarning, match="below min_scale") as told:
+        ours().load_state_dict(saved)
+    optimizer = LossScaleOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["loss_scale_optimizer"]["scaler"] |= {"scale": 2.0**-20}
+    with pytest.warns(UserWarning, match="below min_scale") as of_optimizer:
+        optimizer.load_state_dict(state)
+    assert [one.filename for one in [*told, *of_optimizer]] == [__file__] * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "scale"),
+    [(None, 2.0**-14), (None, 2.0**32), (dialects.TORCH, 2.0**100), (Static(8.0), 2.0**40)],
+)
+def test_a_checkpoint_within_the_bounds_or_without_them_says_nothing(policy, scale):
+    GradScaler("cpu", policy=policy).load_state_dict({**theirs().state_dict(), "scale": scale})

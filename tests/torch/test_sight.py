@@ -1,0 +1,300 @@
+"""What a policy that sees is shown by the PyTorch scaler: the peak and the share of the scaled gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preamp import PolicyError, Reading, Static
+from preamp.policy import Where
+from preamp.torch import GradScaler, LossScaleOptimizer
+from preamp.torch.scaling import stepping
+from preamp.torch.scaling.sight import HIGHEST, LOWEST, Sight, packed, unpacked
+from tests.seeing import Remembering, seen_in
+
+from .pairs import INF, NAN, give, make, ours, weights
+
+KINDS = ["SGD", "AdamW", "SGD fused", "AdamW fused"]
+numbers = st.floats(width=16, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def gradients(draw: st.DrawFn, kind: str) -> list[torch.Tensor]:
+    """Return some gradients that an optimizer of a kind takes."""
+    plain = [torch.float32, torch.float64]
+    taken = plain if "fused" in kind else [*plain, torch.float16, torch.bfloat16, torch.complex64]
+    dtypes = draw(st.lists(st.sampled_from(taken), min_size=1, max_size=3))
+    made = [torch.tensor(draw(st.lists(numbers, max_size=5)), dtype=dtype) for dtype in dtypes]
+    made = [one * (1 + 0.5j) if one.is_complex() else one for one in made]
+    return [one.to_sparse() if kind == "SGD" and draw(st.integers(0, 5)) == 0 else one for one in made]
+
+
+steps = st.sampled_from(KINDS).flatmap(lambda kind: st.tuples(st.just(kind), gradients(kind)))
+
+
+def stored(gradient: torch.Tensor) -> Any:
+    """Return what is stored of a gradient, as NumPy."""
+    dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return (dense.double() if dense.dtype is torch.bfloat16 else dense).numpy()
+
+
+class Training:
+    """Several optimizers with given gradients, for one step."""
+
+    def __init__(self, scaler: Any, steps: list[tuple[str, list[torch.Tensor]]], *, shared: bool) -> None:
+        self.scaler, self.optimizers = scaler, []
+        scaler.scale(torch.zeros(()))
+        for kind, tensors in steps:
+            parameters = [torch.nn.Parameter(torch.zeros(t.shape, dtype=t.dtype)) for t in tensors]
+            for parameter, gradient in zip(parameters, tensors, strict=True):
+                parameter.grad = gradient
+            if shared and self.optimizers:
+                parameters.append(self.optimizers[0].param_groups[0]["params"][0])
+            self.optimizers.append(make("SGD" if shared else kind, parameters))  # which takes sparse ones
+
+    def step(self, *, unscale: bool, spoil: bool, **limits: float) -> None:
+        for optimizer in self.optimizers:
+            if unscale:
+                self.scaler.unscale_(optimizer)
+            for parameter in optimizer.param_groups[0]["params"] if unscale and spoil else ():
+                parameter.grad = parameter.grad * 0.5
+            self.scaler.step(optimizer, **limits)
+        self.scaler.update()
+
+
+@pytest.mark.filterwarnings("ignore:eps=1e-08 of AdamW:UserWarning")
+@settings(max_examples=80, deadline=None)
+@given(
+    steps=st.lists(steps, min_size=1, max_size=3),
+    edge=st.tuples(st.integers(0, 99), st.sampled_from([0.5, 1.0, INF])),
+    unscale=st.booleans(),
+    spoil=st.booleans(),
+    limits=st.sampled_from([{}, {"max_norm": 1.0}, {"max_value": 0.5}, {"max_norm": 1.0, "max_value": 0.5}]),
+    capturable=st.booleans(),
+    shared=st.booleans(),
+)
+def test_it_is_that_of_the_gradients_before_unscaling_and_clipping(
+    steps: Any, edge: Any, unscale: bool, spoil: bool, limits: Any, capturable: bool, shared: bool
+) -> None:
+    arrays = [stored(tensor).copy() for _, tensors in steps for tensor in tensors]
+    peaks = [seen_in([array], 0.0)[0] for array in arrays if array.size]
+    limit = (peaks[edge[0] % len(peaks)] or 1.0) * edge[1] if peaks else 1.0
+    training = Training(ours(policy=Remembering(2.0**10, limit), capturable=capturable), steps, shared=shared)
+    training.step(unscale=unscale, spoil=spoil, **limits)
+    peak, share = seen_in(arrays, limit) if peaks else (0.0, 0.0)
+    assert training.scaler.policy_state.peak == peak
+    assert training.scaler.policy_state.share == pytest.approx(share, rel=1e-6)
+    assert training.scaler.last_step.peak == peak
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_edge_is_a_number_of_its_own(dtype: torch.dtype, capturable: bool) -> None:
+    """Compared with a tensor, PyTorch rounds it to the tensor's dtype, down as well as up."""
+    below, above = 8064.0, 8192.0  # numbers of every dtype, with others between them in some
+    for edge, share in (
+        (below, 1.0),
+        (below + 1e-9, 0.5),
+        (above - 1e-9, 0.5),
+        (above, 0.5),
+        (above + 1e-9, 0.0),
+    ):
+        (weight,) = weights(dtype=dtype, size=2)
+        scaler = ours(policy=Remembering(2.0**10, edge), capturable=capturable)
+        give(scaler, weight, torch.tensor([below, -above], dtype=dtype))
+        scaler.step(make("SGD", [weight]))
+        scaler.update()
+        assert scaler.policy_state.share == share, edge
+
+
+@pytest.mark.parametrize("touched", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+def test_what_was_seen_in_backward_is_seen_again_if_somebody_writes_it(kind: str, touched: bool) -> None:
+    pair = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    optimizer, scaler = make(kind, pair), ours(policy=Remembering(2.0**10, 2.0**12))
+    scaler.watch(optimizer)
+    for factor in (4.0, -3.0):
+        optimizer.zero_grad()
+        scaler.scale(sum((weight * factor).sum() for weight in pair)).backward()
+        if touched:
+            pair[1].grad[0] *= 2.0
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step.peak == 2.0**10 * abs(factor) * (1 + touched)
+        assert scaler.policy_state.share == (1.0 if factor == 4.0 else 0.25 * touched)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}])
+def test_what_overflows_after_unscaling_is_skipped_where_it_would_be(limits: Any, capturable: bool) -> None:
+    """As for a policy that does not see: whoever reads nothing, or takes a norm, looks again."""
+    skipped = []
+    for policy in (Remembering(2.0**10), Static(2.0**10)):
+        (weight,) = weights()
+        optimizer, scaler = make("SGD", [weight]), ours(policy=policy, capturable=capturable)
+        give(scaler, weight, 1.0)
+        scaler.unscale_(optimizer)
+        weight.grad.fill_(INF)
+        scaler.step(optimizer, **limits)
+        scaler.update()
+        skipped.append((scaler.last_step.skipped, scaler.last_step.culprits))
+    assert skipped[0] == skipped[1]
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+def test_an_overflow_tells_nothing(kind: str, capturable: bool, bad: float) -> None:
+    (weight,) = weights()
+    optimizer, scaler = make(kind, [weight]), ours(policy=Remembering(2.0**10), capturable=capturable)
+    peaks = []
+    for gradient in (3.0, bad, 0.0):
+        give(scaler, weight, torch.tensor([0.5, gradient, 0.0]))
+        scaler.step(optimizer)
+        scaler.update()
+        peaks.append(scaler.last_step.peak)
+        assert scaler.policy_state.peak == (0.5 if gradient == 0.0 else 3.0)
+    assert peaks == [3.0, None, 0.5]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_of_a_closure_the_last_evaluation_counts(watched: bool) -> None:
+    (weight,) = weights()
+    scaler, factors = ours(policy=Remembering(2.0**10)), iter([1.0, 8.0, 2.0])
+    optimizer = torch.optim.LBFGS([weight], lr=1e-3, max_iter=3, tolerance_change=0.0)
+    if watched:
+        scaler.watch(optimizer)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = next(factors) * weight.sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler.step(optimizer, closure)
+    scaler.update()
+    assert next(factors, None) is None
+    assert scaler.last_step.peak == scaler.policy_state.peak == 2048.0
+
+
+def test_one_optimizer_may_be_read_and_another_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, where a fused optimizer decides by itself."""
+    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    for peaks in ((3.0, 2.0), (2.0, 3.0)):
+        pair = weights(2, size=4)
+        scaler = ours(policy=Remembering(2.0**10, 3.0))
+        for kind, weight, peak in zip(("SGD", "AdamW fused"), pair, peaks, strict=True):
+            give(scaler, weight, torch.tensor([peak, 0.0, 0.0, 0.0]))
+            scaler.step(make(kind, [weight]))
+        scaler.update()
+        assert (scaler.policy_state.peak, scaler.policy_state.share) == (3.0, 0.125)
+        assert scaler.last_step.peak == 3.0
+
+
+class ToldByOthers(GradScaler):
+    """Checks gradients in a way of its own, as scalers for other optimizers do."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        ledger = self._per_optimizer_states[id(optimizer)]
+        ledger["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
+        ledger["stage"] = stepping.OptState.UNSCALED
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_policy_that_sees_nothing_of_the_gradients_says_so(capturable: bool) -> None:
+    (weight,) = weights()
+    optimizer = make("SGD", [weight])
+    scaler = ToldByOthers("cpu", policy=Remembering(), capturable=capturable)
+    give(scaler, weight, 1.0)
+    scaler.unscale_(optimizer)
+    before = scaler.policy_state
+    with pytest.raises(PolicyError, match=r"Remembering\(\) needs the peak and the share of the gradients"):
+        scaler.update()
+    assert scaler.policy_state == before
+    scaler.update(8.0)  # a scale by hand is a way on
+    assert scaler.get_scale() == 8.0
+
+
+def test_an_optimizer_that_checks_for_itself_is_heard() -> None:
+    """An optimizer of the old kind takes the scaler and asks it for the flags alone."""
+
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
+            grad_scaler._check_inf_per_device(self)
+
+    (weight,) = weights()
+    scaler = ours(policy=Remembering())
+    give(scaler, weight, -3.0)
+    with pytest.warns(FutureWarning):
+        scaler.step(Old([weight]))
+    scaler.update()
+    assert scaler.policy_state.peak == 3.0
+    assert scaler.policy_state.share == 1.0
+
+
+def test_gradients_that_are_accumulated_are_shown_each_time() -> None:
+    (weight,) = weights()
+    inner = make("SGD", [weight])
+    policy = Remembering(2.0**4)
+    optimizer = LossScaleOptimizer(
+        inner, policy=policy, gradient_accumulation_steps=2, loss_scale_factor=8.0, clipnorm=0.5
+    )
+    for factor in (3.0, 5.0, 1.0):
+        optimizer.zero_grad()
+        optimizer.backward(weight.sum() * factor)
+        optimizer.step()
+        assert optimizer.last_step.peak == 2.0**7 * factor
+
+
+class Previous(Remembering):
+    """Keeps the peak before the last in the place of the share."""
+
+    sees = frozenset({"peak"})
+
+    def advance(self, state: Any, reading: Reading, where: Where = lambda c, a, b: a) -> Any:
+        return state._replace(peak=reading.peak, share=state.peak)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_policy_may_move_a_number_of_its_state_elsewhere(capturable: bool) -> None:
+    (weight,) = weights()
+    optimizer, scaler = make("SGD", [weight]), ours(policy=Previous(), capturable=capturable)
+    for peak in (1.0, 2.0):
+        give(scaler, weight, peak)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.policy_state[2:] == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@given(
+    peak=st.floats(0.0, width=32, exclude_min=True) | st.integers(LOWEST, HIGHEST).map(lambda e: 2.0**e),
+    tensor=st.booleans(),
+)
+def test_ranks_read_the_power_of_two_above_a_peak_whatever_they_sum_in(dtype, peak, tensor):
+    host = torch.device("cpu")
+    mine = Sight(torch.tensor(peak, dtype=dtype) if tensor else peak, 2.0, 3.0)
+    with patch("preamp.torch.scaling.sight.widest", lambda device: dtype):
+        total = packed(mine, host) + packed(Sight(0.0, 0.0, 1.0), host)
+    digits, exponent = math.frexp(peak) if peak < math.inf else (1.0, HIGHEST)
+    least = max(exponent - (digits == 0.5), LOWEST)
+    bins = total[: HIGHEST - LOWEST + 1].tolist()
+    assert total.dtype is dtype
+    assert bins == [float(one == least) for one in range(LOWEST, HIGHEST + 1)]
+    seen = unpacked(total, mine).read()
+    assert seen[:3] == (min(2.0**least, torch.finfo(dtype).max), 2.0, 4.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_peak_that_is_nan_or_0_has_no_bin(dtype):
+    for peak in (0.0, NAN):
+        with patch("preamp.torch.scaling.sight.widest", lambda device: dtype):
+            assert packed(Sight(peak, 0.0, 0.0), torch.device("cpu")).eq(0.0).all()
