@@ -100,7 +100,7 @@ def probing_table(steps_per_second: float, ranks: int) -> Iterator[str]:
             f"{hours * ranks:,.0f}",
         ]
 
-    return table(heads, [row(name) for name, rule in RULES.items() if not rule.sees])
+    return table(heads, [row(name) for name, rule in RULES.items() if not rule.needs])
 
 
 def agreement_table(hop: float, steps_per_second: float) -> Iterator[str]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preamp import Dynamic, Headroom, Histogram, LogMax, Starved, Static, Step, Tolerant, dialects
+from preamp import Dynamic, Headroom, Histogram, LogMax, ScaleExhausted, Static, Step, Tolerant, dialects
 
 SCRIPT = "0010000110000000001" + "11111" + "0100010100" + "000"
 POLICIES: dict[str, Any] = {
@@ -165,12 +165,12 @@ def jax_peer(policy: Any, make_update: Any) -> Peer:
     import jax
     import optax
 
-    from preamp.jax import check_starved, last_step, loss_scaled
+    from preamp.jax import check_exhausted, last_step, loss_scaled
 
     optimizer = loss_scaled(optax.adam(RATE), policy)
     update = make_update(optimizer)
     now = SimpleNamespace(state=optimizer.init(STARTS), weights=STARTS)
-    now.check_starved = lambda: check_starved(now.state, policy)
+    now.check_exhausted = lambda: check_exhausted(now.state, policy)
 
     def step(factors: list[np.ndarray]) -> None:
         now.state, now.weights = update(now.state, now.weights, factors)
@@ -271,7 +271,7 @@ def by_hand(policy: Any) -> Peer:
 
     start = [jax.numpy.asarray(start) for start in STARTS]
     now = SimpleNamespace(scale=LossScale(policy), state=inner.init(start), weights=start)
-    now.check_starved = lambda: now.scale.check_starved()
+    now.check_exhausted = lambda: now.scale.check_exhausted()
 
     def step(factors: list[np.ndarray]) -> None:
         before = float(now.scale.loss_scale)
@@ -468,9 +468,9 @@ def walk(peer: Peer) -> list[dict[str, Any]]:
         gave_up = False
         try:
             peer.step(factors(number, mark == "1"))
-            if hasattr(peer.optimizer, "check_starved"):
-                peer.optimizer.check_starved()
-        except Starved:
+            if hasattr(peer.optimizer, "check_exhausted"):
+                peer.optimizer.check_exhausted()
+        except ScaleExhausted:
             gave_up = True
         weights, state = (now != then for now, then in zip(photograph(peer), before, strict=True))
         step = peer.optimizer.last_step

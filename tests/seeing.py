@@ -32,7 +32,7 @@ class Remembering(Policy[Remembered]):
     init_scale: float = 4.0
     limit: float = 1.0
 
-    sees = frozenset({"peak", "share"})
+    needs = frozenset({"peak", "share"})
 
     @property
     def edge(self) -> float:
@@ -45,8 +45,8 @@ class Remembering(Policy[Remembered]):
         return Remembered(
             where(reading.finite, state.scale, state.scale * 0.5),
             where(reading.finite, state.good + 1.0, state.good),
-            where(reading.finite, self.seen("peak", reading), state.peak),
-            where(reading.finite, self.seen("share", reading), state.share),
+            where(reading.finite, self.measured("peak", reading), state.peak),
+            where(reading.finite, self.measured("share", reading), state.share),
         )
 
 

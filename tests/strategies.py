@@ -26,7 +26,7 @@ from preamp import (
     Policy,
     PolicyError,
     Reading,
-    Starved,
+    ScaleExhausted,
     Static,
     Step,
     Tolerant,
@@ -182,14 +182,14 @@ def _each(kinds: Iterable[type[Policy[Any]]]) -> st.SearchStrategy[Policy[Any]]:
     return st.one_of([OWN.get(kind, near_the_defaults(kind)) for kind in kinds])
 
 
-seeing = _each(kind for kind in OURS.values() if kind.sees)
-blind = _each(kind for kind in OURS.values() if not kind.sees)
+seeing = _each(kind for kind in OURS.values() if kind.needs)
+blind = _each(kind for kind in OURS.values() if not kind.needs)
 policies = blind | seeing
 
 
 def reading(policy: Policy[Any], state: Any, mark: str) -> Reading:
     """Return what a policy reads: of overflows the script, of gradients a peak of 2**-10 at every scale."""
-    if mark == "1" or not policy.sees:
+    if mark == "1" or not policy.needs:
         return Reading(mark == "0")
     return Reading(True, state.scale * 2.0**-10, float(state.scale * 2.0**-10 >= policy.edge))
 
@@ -200,7 +200,7 @@ def play(policy: Policy[Any], script: str, state: Any = None) -> list[Any]:
     try:
         for mark in script:
             states.append(policy.step(states[-1], reading(policy, states[-1], mark)))
-    except Starved:
+    except ScaleExhausted:
         pass
     return states
 
@@ -213,7 +213,7 @@ def walked(policy: Policy[Any], script: str, state: Any = None) -> Scales:
         nonlocal now
         now = policy.step(now, Reading(finite=not overflow))
 
-    return walk(script, lambda: now.scale, update, Starved)
+    return walk(script, lambda: now.scale, update, ScaleExhausted)
 
 
 _names = st.text() | st.just("\ud800 lone surrogate") | st.just("größe.0.weight\n")

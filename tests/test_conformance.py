@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preamp import Reading, Starved
+from preamp import Reading, ScaleExhausted
 
 from .conformance_worker import POLICIES, ROWS, SCRIPT, Row, factors
 
@@ -29,7 +29,7 @@ def trace_of_the_core(policy):
         reading = seen(policy, state.scale, factors(number, mark == "1"))
         try:
             after = policy.step(state, reading)
-        except Starved:
+        except ScaleExhausted:
             return [*trace, None]
         trace.append([state.scale, reading.finite, not reading.finite, after.scale])
         state = after

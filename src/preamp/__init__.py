@@ -14,7 +14,7 @@ from preamp.errors import (
     MissingExtra,
     PolicyError,
     PreampError,
-    Starved,
+    ScaleExhausted,
     TraceError,
     UsageError,
 )
@@ -37,7 +37,8 @@ from preamp.policy import (
 )
 from preamp.record.exponents import Band, ExponentHistogram
 from preamp.record.snapshots import Look, LookRow
-from preamp.record.trace import Step, Summary, Trace
+from preamp.record.trace import Summary, Trace
+from preamp.scaling import Step
 from preamp.simulation import processes
 from preamp.simulation.simulate import simulate
 from preamp.systems import dialects
@@ -67,7 +68,7 @@ __all__ = [
     "PolicyError",
     "PreampError",
     "Reading",
-    "Starved",
+    "ScaleExhausted",
     "State",
     "Static",
     "Step",

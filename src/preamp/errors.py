@@ -5,7 +5,7 @@ PreampError
 ├── PolicyError     (ValueError)    a policy setting that cannot work
 ├── CastingError    (ValueError)    an operator table that cannot work
 ├── ConfigError     (ValueError)    a configuration that cannot work, with the key or the line
-├── Starved         (RuntimeError)  the scale is at its floor and the gradients still overflow
+├── ScaleExhausted         (RuntimeError)  the scale is at its floor and the gradients still overflow
 ├── UsageError      (RuntimeError)  a call that cannot work at this place
 ├── TraceError      (ValueError)    a trace file that cannot be read, with the line
 ├── CheckpointError (ValueError)    a checkpoint, or a loss scale in one, that cannot be read or written
@@ -35,7 +35,7 @@ __all__ = [
     "MissingExtra",
     "PolicyError",
     "PreampError",
-    "Starved",
+    "ScaleExhausted",
     "TraceError",
     "UsageError",
 ]
@@ -57,7 +57,7 @@ class ConfigError(PreampError, ValueError):
     """A configuration that cannot work."""
 
 
-class Starved(PreampError, RuntimeError):
+class ScaleExhausted(PreampError, RuntimeError):
     """The scale cannot be lowered any more and the gradients still overflow.
 
     Attributes:

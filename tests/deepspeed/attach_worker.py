@@ -28,7 +28,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
-from preamp import Headroom, PreampError, Reading, Starved, Trace
+from preamp import Headroom, PreampError, Reading, ScaleExhausted, Trace
 from preamp.deepspeed import attach
 from tests.seeing import Remembering
 
@@ -277,14 +277,14 @@ def plain_deepspeed(kind: str) -> Seen:
 
 
 @each(ESSENTIAL, two=("0", "1"))
-def starved(kind: str) -> Seen:
+def exhausted(kind: str) -> Seen:
     engine = made(kind, fp16={**FP16, "initial_scale_power": 1, "hysteresis": 1})  # from 2 to 1, the floor
     handle = attach(engine)
     first = update(engine, overflow=True)
     before = weights(engine), engine.optimizer.loss_scale
     try:
         update(engine, overflow=True)
-    except Starved as error:
+    except ScaleExhausted as error:
         same = before == (weights(engine), engine.optimizer.loss_scale)
         step = handle.last_step
         named = str(error).endswith("no loss scale; not finite: last.")

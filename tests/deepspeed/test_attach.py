@@ -250,7 +250,7 @@ def test_checkpoints_are_deepspeeds(play: Play, ranks: int, kind: str) -> None:
 
 @on_ranks(("0", "1"), ESSENTIAL)
 def test_the_floor_ends_the_training(play: Play, ranks: int, kind: str) -> None:
-    for seen in play(ranks, f"starved {kind}"):
+    for seen in play(ranks, f"exhausted {kind}"):
         assert seen == {"scales": [2.0, 1.0], "same": True, "skipped": True, "named": True}
 
 

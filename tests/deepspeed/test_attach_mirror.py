@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preamp import Dynamic, Moving, Policy, Reading, Starved, State, dialects
+from preamp import Dynamic, Moving, Policy, Reading, ScaleExhausted, State, dialects
 from preamp.deepspeed.attaching.method_patches import Hooks
 from preamp.deepspeed.attaching.mirror import RECORD, Mirror
 from preamp.errors import UsageError
@@ -41,8 +41,8 @@ def test_every_policy_goes_on_from_its_attributes(policy: Policy[Any], script: s
         seen = reading(policy, state, mark)
         try:
             state = policy.step(state, seen)
-        except Starved:
-            with pytest.raises(Starved):
+        except ScaleExhausted:
+            with pytest.raises(ScaleExhausted):
                 policy.step(mirror.read(saved), seen)
             return
         saved = mirror.written(saved, policy.step(mirror.read(saved), seen), seen.finite)
@@ -61,7 +61,7 @@ def test_deepspeeds_own_rule_leaves_what_deepspeed_leaves(peer: ModuleType, poli
         finite = mark == "0"
         try:
             after = policy.step(mirror.read(saved), Reading(finite))
-        except Starved:
+        except ScaleExhausted:
             with pytest.raises(Exception, match="already at minimum"):
                 scaler.update_scale(True)
             return

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from preamp import Dynamic, Starved, Static, Trace, UsageError, dialects, simulate
+from preamp import Dynamic, ScaleExhausted, Static, Trace, UsageError, dialects, simulate
 from preamp.deepspeed import initialize
 from preamp.systems.deepspeed_config import Settings
 from preamp.torch import LossScaleOptimizer
@@ -300,7 +300,7 @@ def test_without_a_policy_nothing_is_checked():
 def test_a_policy_that_gives_up_leaves_the_engine_whole():
     trace = Trace()
     engine = trained(Weight(), fp16(initial_scale_power=0, hysteresis=1), on_step=trace)
-    with pytest.raises(Starved):
+    with pytest.raises(ScaleExhausted):
         step(engine, math.inf)
     assert (master(engine), engine.skipped_steps, engine.global_steps) == (0.0, 1, 1)
     assert [s.skipped for s in trace] == [True]

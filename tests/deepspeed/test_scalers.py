@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp.deepspeed
-from preamp import PolicyError, Starved, UsageError
+from preamp import PolicyError, ScaleExhausted, UsageError
 from preamp.deepspeed import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
 from preamp.deepspeed.overflow_log import OverflowLog
 
@@ -92,7 +92,7 @@ def walk_abreast(ours: Any, theirs: Any, script: list[Any]) -> None:
                 setattr(one, name, min(value, one.delayed_shift) if name == "cur_hysteresis" else value)
         else:
             before = copy.deepcopy(vars(ours))
-            raised = update(ours, mark, Starved)
+            raised = update(ours, mark, ScaleExhausted)
             assert raised == update(theirs, mark, Exception)
             assert not raised or vars(ours) == before
         if ours.dynamic:
@@ -273,7 +273,7 @@ def test_at_the_floor_it_says_what_to_do() -> None:
     ours = scaler(init_scale=1.0, delayed_shift=1)
     overflow = ours.has_overflow(zip("abcde", parameters(*torch.full((5, 2), INF)), strict=True))
     said = r"at a loss scale of 1, which is min_scale.*: e, d, c and 2 more\..*write.*at_min_scale=False"
-    with pytest.raises(Starved, match=said) as raised:
+    with pytest.raises(ScaleExhausted, match=said) as raised:
         ours.update_scale(overflow)
     assert (raised.value.scale, raised.value.overflows) == (1.0, 1)
 
@@ -428,7 +428,7 @@ def test_every_overflow_is_told_with_its_numbers() -> None:
     ours.update_scale(True)
     weight = ("weight",)
     ours.cur_scale = 4.0
-    with pytest.raises(Starved):
+    with pytest.raises(ScaleExhausted):
         ours.update_scale(True)
     assert log.told == [
         (1, 8.0, 8.0, 1, weight),

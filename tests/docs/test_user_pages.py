@@ -144,7 +144,7 @@ PAGES = {
     ),
     "deepspeed": Page(
         "from deepspeed import initialize" + DEEPSPEED,
-        "from preamp import Dynamic, Starved\nfrom preamp.deepspeed import initialize" + DEEPSPEED,
+        "from preamp import Dynamic, ScaleExhausted\nfrom preamp.deepspeed import initialize" + DEEPSPEED,
     ),
 }
 

@@ -214,8 +214,8 @@ def test_advice_stays_within_what_a_scale_can_be() -> None:
 
 
 def test_only_peaks_of_finite_steps_are_played_again() -> None:
-    starved = Trace([Step(n, 8.0, finite=False, skipped=True, peak=5.0) for n in range(50)])
-    found = diagnose(Trace(starved, policy=repr(Static(8.0))))
+    exhausted = Trace([Step(n, 8.0, finite=False, skipped=True, peak=5.0) for n in range(50)])
+    found = diagnose(Trace(exhausted, policy=repr(Static(8.0))))
     assert found.better() is not None
     assert not found.rehearsal()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from preamp import Dynamic, PolicyError, Starved
+from preamp import Dynamic, PolicyError, ScaleExhausted
 from preamp.torch import GradScaler, LossScaleOptimizer
 
 INF = math.inf
@@ -97,7 +97,7 @@ def test_sums_of_more_micro_steps_than_are_wanted_now_make_an_update() -> None:
 def test_accumulation_goes_on_after_a_policy_gave_up() -> None:
     run = Run(gradient_accumulation_steps=2, policy=Dynamic(init_scale=1.0, min_scale=1.0, at_floor="raise"))
     run.step()
-    with pytest.raises(Starved):
+    with pytest.raises(ScaleExhausted):
         run.step(INF)
     assert run.weight.grad is None
     assert run.step() == [0.5] * 3

@@ -19,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from preamp import Dynamic, PolicyError, PreampError, Reading, Starved, Tolerant
+from preamp import Dynamic, PolicyError, PreampError, Reading, ScaleExhausted, Tolerant
 from preamp.torch import GradScaler
 
 from .calling import Calling, drive, drive_long
@@ -33,7 +33,7 @@ POLICIES = [
     Dynamic(init_scale=1.0, min_scale=0.5, at_floor="raise", growth_interval=2),
     Tolerant(init_scale=2.0**12, tolerance=0.3, growth_interval=2),
 ]
-SEEN_ON_DEVICE = [policy for policy in POLICIES if policy is None or not policy.gives_up()]
+SEEN_ON_DEVICE = [policy for policy in POLICIES if policy is None or not policy.gives_up]
 KINDS: list[Any] = [
     lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5),
     lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -240,8 +240,8 @@ class GradScalerCalls(Calling):
         reading = Reading(all(one.finite for one in taking_part))
         try:
             after = self.policy.step(self.state, reading)
-        except Starved:
-            with pytest.raises(Starved):
+        except ScaleExhausted:
+            with pytest.raises(ScaleExhausted):
                 self.call(self.scaler.update)
         else:
             self.call(self.scaler.update)

@@ -25,7 +25,7 @@ from preamp.jax import (
     LossScaledState,
     ScaledGradients,
     apply_gradients,
-    check_starved,
+    check_exhausted,
     last_step,
     loss_scaled,
 )
@@ -68,7 +68,7 @@ class TransformationCalls(Calling):
         self.params = {"b": jnp.ones(2, jnp.bfloat16), "w": jnp.array([1.0, -2.0, 0.5])}
         self.opt_state = self.call(self.optimizer.init, self.params)
         self.scale = LossScale(self.policy)
-        self.state, self.starved, self.count, self.skipped = self.policy.start(), 0.0, 0, 0
+        self.state, self.exhausted, self.count, self.skipped = self.policy.start(), 0.0, 0, 0
         self.saved: Any = None
 
     def everything(self) -> Any:
@@ -80,7 +80,7 @@ class TransformationCalls(Calling):
 
     def went(self, finite: bool, before: list[bytes]) -> None:
         """Compare with the policy after a step."""
-        self.state, self.starved = self.policy.advance_or_stay(self.state, self.starved, Reading(finite))
+        self.state, self.exhausted = self.policy.advance_or_stay(self.state, self.exhausted, Reading(finite))
         self.count, self.skipped = self.count + 1, self.skipped + (not finite)
         self.scale = self.call(self.scale.advance, finite)
         told = last_step(self.opt_state)
@@ -117,32 +117,32 @@ class TransformationCalls(Calling):
     @rule()
     def look_whether_it_gave_up(self) -> None:
         for check, arguments in (
-            (check_starved, (self.opt_state, self.policy)),
-            (self.scale.check_starved, ()),
+            (check_exhausted, (self.opt_state, self.policy)),
+            (self.scale.check_exhausted, ()),
         ):
-            if self.starved:
+            if self.exhausted:
                 self.refused(PreampError, check, *arguments)
             else:
                 self.call(check, *arguments)
 
     @rule()
     def save(self) -> None:
-        kept = (self.params, self.opt_state, self.scale.state, self.scale.starved)
-        self.saved = pickle.dumps(kept), (self.state, self.starved, self.count, self.skipped)
+        kept = (self.params, self.opt_state, self.scale.state, self.scale.exhausted)
+        self.saved = pickle.dumps(kept), (self.state, self.exhausted, self.count, self.skipped)
 
     @precondition(lambda self: self.saved)
     @rule()
     def load(self) -> None:
-        self.params, self.opt_state, state, starved = pickle.loads(self.saved[0])
-        self.scale = LossScale(self.policy, state, starved)
-        self.state, self.starved, self.count, self.skipped = self.saved[1]
+        self.params, self.opt_state, state, exhausted = pickle.loads(self.saved[0])
+        self.scale = LossScale(self.policy, state, exhausted)
+        self.state, self.exhausted, self.count, self.skipped = self.saved[1]
 
     # What is not
 
     @rule(wrong=st.sampled_from([None, {}, 3.0, (), "state", {"scale": 1.0}]))
     def give_what_is_no_state(self, wrong: Any) -> None:
         self.refused(PreampError, last_step, wrong)
-        self.refused(PreampError, check_starved, wrong, self.policy)
+        self.refused(PreampError, check_exhausted, wrong, self.policy)
         self.refused((PreampError, TypeError), self.compiled, self.params, wrong, 1.0)  # JAX takes no words
         gradients = self.gradients(1.0)
         self.refused(PreampError, self.optimizer.update, gradients, wrong, self.params)
@@ -205,12 +205,12 @@ class TransformationCalls(Calling):
     @invariant()
     def the_state_is_the_policys(self) -> None:
         assert isinstance(self.opt_state, LossScaledState)
-        for held, starved in (
-            (self.opt_state.policy_state, self.opt_state.starved),
-            (self.scale.state, self.scale.starved),
+        for held, exhausted in (
+            (self.opt_state.policy_state, self.opt_state.exhausted),
+            (self.scale.state, self.scale.exhausted),
         ):
             assert [float(number) for number in held] == list(self.state)
-            assert float(starved) == self.starved
+            assert float(exhausted) == self.exhausted
         assert (int(self.opt_state.steps), int(self.opt_state.skipped_steps)) == (self.count, self.skipped)
 
     @invariant()

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from preamp import Dynamic, PolicyError, PreampError, Reading, Starved
+from preamp import Dynamic, PolicyError, PreampError, Reading, ScaleExhausted
 from preamp.keras import LossScaleOptimizer
 
 from .calling import Calling, drive, drive_long
@@ -77,8 +77,8 @@ class KerasCalls(Calling):
                 self.call(self.optimizer.apply_gradients, zip(gradients, self.variables, strict=True))
             else:
                 self.call(self.optimizer.apply, gradients, self.variables)
-        except Starved:
-            with pytest.raises(Starved):
+        except ScaleExhausted:
+            with pytest.raises(ScaleExhausted):
                 self.policy.step(self.state, Reading(finite))
         else:
             self.state = self.policy.step(self.state, Reading(finite))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from preamp import Dynamic, PreampError, Reading, Starved
+from preamp import Dynamic, PreampError, Reading, ScaleExhausted
 from preamp.errors import UsageError
 from preamp.torch import LossScaleOptimizer
 
@@ -116,35 +116,35 @@ class LossScaleOptimizerCalls(Calling):
             finite.append(all(bool(p.grad.isfinite().all()) for p in self.parameters))
             return loss
 
-        before, starved = self.held(), False
+        before, exhausted = self.held(), False
         try:
             if closure:
                 self.call(self.optimizer.step, evaluate)
             else:
                 evaluate()
                 self.call(self.optimizer.step)
-        except Starved:
-            starved = True
+        except ScaleExhausted:
+            exhausted = True
         after = self.after(finite[0])
-        assert starved is (after is None)
+        assert exhausted is (after is None)
         self.state = self.state if after is None else after
         assert self.optimizer.last_step.finite is finite[0]
-        updates = self.note(finite[0], starved=starved)
+        updates = self.note(finite[0], exhausted=exhausted)
         assert (self.held() != before) is updates
 
     def after(self, finite: bool) -> Any:
         try:
             return self.policy.step(self.state, Reading(finite))
-        except Starved:
+        except ScaleExhausted:
             return None
 
-    def note(self, finite: bool, *, starved: bool = False) -> bool:
+    def note(self, finite: bool, *, exhausted: bool = False) -> bool:
         """Count a step or a micro-step; return whether it is to update."""
         if not self.every:
             self.updates += finite
             return finite
         self.calls, self.kept = self.calls + 1, self.kept + finite
-        if starved or self.calls < self.every:
+        if exhausted or self.calls < self.every:
             return False
         updates, self.calls, self.kept = self.kept > 0, 0, 0
         self.updates += updates

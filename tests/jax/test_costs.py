@@ -102,7 +102,7 @@ def test_a_policy_that_sees_reads_the_gradients_once_more_for_each_thing(
     """XLA on a CPU fuses no reduction with another."""
 
     class Asking(Remembering):
-        sees = frozenset(asked)
+        needs = frozenset(asked)
 
         def advance(self, state: Any, reading: Any, where: Any = None) -> Any:
             seen = [0.0 if part is None else part for part in (reading.peak, reading.share)]

@@ -19,7 +19,7 @@ from preamp import (
     LogMax,
     Policy,
     Reading,
-    Starved,
+    ScaleExhausted,
     Static,
     Tolerant,
     dialects,
@@ -73,7 +73,7 @@ def by_the_core(policy: Policy[Any], script: str, state: Any = None) -> tuple[li
     states = play(policy, script, state)
     error = None
     if len(states) <= len(script):
-        with pytest.raises(Starved) as caught:
+        with pytest.raises(ScaleExhausted) as caught:
             policy.step(states[-1], Reading(False))
         error = caught.value
     return [list(map(float, state)) for state in states], error
@@ -84,12 +84,12 @@ def assert_walks_as_the_core(policy: Policy[Any], script: str) -> None:
     if error is None:
         last, states = walk(LossScale(policy), finite(script))
         assert numbers(states) == expected[1:]
-        last.check_starved()
+        last.check_exhausted()
         return
     last, states = walk(LossScale(policy), finite(script[: len(expected)]))
     assert numbers(states) == [*expected[1:], expected[-1]]  # it stays where it is
-    with pytest.raises(Starved) as caught:
-        last.check_starved()
+    with pytest.raises(ScaleExhausted) as caught:
+        last.check_exhausted()
     assert str(caught.value) == str(error)
     assert (caught.value.scale, caught.value.overflows) == (error.scale, error.overflows)
 
@@ -134,8 +134,8 @@ def test_a_policy_gives_up_with_the_words_of_the_core(policy: Policy[Any]) -> No
 
 def test_that_a_policy_gave_up_is_not_forgotten_in_later_steps() -> None:
     scale, _ = walk(LossScale(Dynamic(max_consecutive_overflows=1)), finite("1100"))
-    with pytest.raises(Starved, match=r"2 overflows counted"):
-        scale.check_starved()
+    with pytest.raises(ScaleExhausted, match=r"2 overflows counted"):
+        scale.check_exhausted()
 
 
 MOVING = [Dynamic(min_scale=4.0), Tolerant(), dialects.FLAX, FloorSchedule(), LogMax(), Headroom()]
@@ -157,13 +157,13 @@ def test_a_loss_scale_survives_every_way_through_a_tree_and_back(policy: Policy[
         assert jax.tree.leaves(copy) == leaves
         assert jax.tree.structure(copy) == structure
     names = [jax.tree_util.keystr(path) for path, _ in paths]
-    assert names == [*[f".state.{field}" for field in policy.start()._fields], ".starved"]
+    assert names == [*[f".state.{field}" for field in policy.start()._fields], ".exhausted"]
     assert {(leaf.dtype.name, leaf.shape, leaf.weak_type) for leaf in leaves} == {("float32", (), False)}
 
 
 def test_leaves_may_be_anything_while_jax_looks_at_the_tree() -> None:
     nothing = jax.tree.map(lambda _: None, LossScale())
-    assert nothing.starved is None
+    assert nothing.exhausted is None
     assert jax.tree.leaves(nothing) == []
     assert set(jax.tree.leaves(jax.tree.map(lambda _: "x", LossScale()))) == {"x"}
 

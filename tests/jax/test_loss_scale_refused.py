@@ -15,7 +15,7 @@ from preamp.jax import (
     LossScale,
     ScaledGradients,
     apply_gradients,
-    check_starved,
+    check_exhausted,
     last_step,
     loss_scaled,
     scaled_value_and_grad,
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "while tracing a scale": (
         UsageError,
         "Ask for it outside",
-        lambda: jax.jit(lambda s: s.check_starved())(LossScale()),
+        lambda: jax.jit(lambda s: s.check_exhausted())(LossScale()),
     ),
     "of several trainings": (
         UsageError,
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "giving up of another": (
         UsageError,
         "holds no loss scale",
-        lambda: check_starved(SGD.init(W), Dynamic()),
+        lambda: check_exhausted(SGD.init(W), Dynamic()),
     ),
     **{
         f"max_norm={norm}": (

@@ -1,4 +1,4 @@
-"""What a policy that sees is shown: the peak and the share of the gradients as they come, on all devices."""
+"""The gradient statistics that policies use, peak and share, on all devices."""
 
 from __future__ import annotations
 

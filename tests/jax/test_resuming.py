@@ -15,7 +15,7 @@ from preamp import Dynamic, Headroom, PolicyError, Static, UsageError, dialects
 from preamp.jax import (
     LossScale,
     apply_gradients,
-    check_starved,
+    check_exhausted,
     last_step,
     loss_scaled,
     restart_loss_scale,
@@ -46,18 +46,18 @@ def state_with(scale: float = 8.0, good: float = 0.0, **counts: int) -> Any:
 )
 def test_a_scale_out_of_bounds_warns(scale: float, said: str) -> None:
     with pytest.warns(UserWarning, match=said + r".*restart_loss_scale\(opt_state, policy\)"):
-        check_starved(state_with(scale), RULE)
+        check_exhausted(state_with(scale), RULE)
 
 
 @pytest.mark.parametrize("scale", [4.0, 8.0, 64.0])
 def test_a_scale_in_bounds_says_nothing(scale: float) -> None:
     with warnings.catch_warnings(action="error"):
-        check_starved(state_with(scale), RULE)
+        check_exhausted(state_with(scale), RULE)
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -8.0])
 def test_a_scale_that_cannot_work_is_refused(scale: float) -> None:
-    for check in (last_step, lambda state: check_starved(state, RULE)):
+    for check in (last_step, lambda state: check_exhausted(state, RULE)):
         with pytest.raises(PolicyError, match="Write scale="):
             check(state_with(scale))
 
@@ -65,14 +65,14 @@ def test_a_scale_that_cannot_work_is_refused(scale: float) -> None:
 @pytest.mark.parametrize("numbers", [{"good": -1.0}, {"steps": -1}, {"skipped_steps": -1}], ids=str)
 def test_a_count_below_0_is_refused(numbers: Any) -> None:
     with pytest.raises(PolicyError, match="-1"):
-        check_starved(state_with(**numbers), RULE)
+        check_exhausted(state_with(**numbers), RULE)
 
 
 def test_a_first_scale_that_a_rule_allows_above_its_ceiling_is_its_own() -> None:
     rule = Dynamic(init_scale=2.0, max_scale=1.0, at_ceiling="refuse", bounds="moves")
-    LossScale(rule).check_starved()  # a warning would be an error here
+    LossScale(rule).check_exhausted()  # a warning would be an error here
     with pytest.warns(UserWarning, match="above max_scale"):
-        LossScale(rule, rule.start()._replace(scale=4.0)).check_starved()
+        LossScale(rule, rule.start()._replace(scale=4.0)).check_exhausted()
 
 
 @pytest.mark.parametrize("made_by", [Dynamic(), Static(8.0), dialects.FLAX], ids=repr)
@@ -110,7 +110,7 @@ def test_a_state_that_was_cast_is_refused(dtype: Any, policy: Any) -> None:
     only = state._replace(policy_state=cast(state.policy_state, dtype))
     for wrong in (cast(state, dtype), only):
         for ask in (
-            lambda state: check_starved(state, policy),
+            lambda state: check_exhausted(state, policy),
             lambda state: step(lambda w: w.sum(), optimizer)(jnp.ones(2), state),
             lambda state: jax.jit(step(lambda w: w.sum(), optimizer))(jnp.ones(2), state),
         ):
@@ -122,7 +122,7 @@ def test_a_state_that_was_cast_is_refused(dtype: Any, policy: Any) -> None:
         restored = jax.tree.map(lambda old, new: old.astype(new.dtype), wrong, optimizer.init(jnp.ones(2)))
         step(lambda w: w.sum(), optimizer)(jnp.ones(2), restored)
     with pytest.raises(UsageError, match=rf"state\.scale is of dtype {jnp.dtype(dtype).name}.* Write"):
-        cast(LossScale(policy), dtype).check_starved()
+        cast(LossScale(policy), dtype).check_exhausted()
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ def test_a_state_that_was_cast_is_refused(dtype: Any, policy: Any) -> None:
 def test_a_field_of_another_dtype_is_named(name: str, dtype: Any) -> None:
     state = state_with()
     with pytest.raises(UsageError, match=rf"opt_state\.{name} is of dtype {jnp.dtype(dtype).name}"):
-        check_starved(state._replace(**{name: getattr(state, name).astype(dtype)}), RULE)
+        check_exhausted(state._replace(**{name: getattr(state, name).astype(dtype)}), RULE)
 
 
 @pytest.mark.parametrize(
     ("ask", "why"),
     [
         (last_step, r"Write loss_scale\.loss_scale"),
-        (lambda scale: check_starved(scale, RULE), r"Write loss_scale\.check_starved\(\)"),
+        (lambda scale: check_exhausted(scale, RULE), r"Write loss_scale\.check_exhausted\(\)"),
         (lambda scale: restart_loss_scale(scale, RULE), r"Write LossScale\(policy\)"),
     ],
 )
@@ -149,9 +149,9 @@ def test_a_loss_scale_is_not_the_state_of_an_optimizer(ask: Any, why: str) -> No
 
 def test_a_state_is_checked_with_its_own_kind_of_policy() -> None:
     with pytest.raises(
-        UsageError, match=r"is not that of Headroom\(\)\. Write check_starved.*loss_scaled was given"
+        UsageError, match=r"is not that of Headroom\(\)\. Write check_exhausted.*loss_scaled was given"
     ):
-        check_starved(state_with(), Headroom())
+        check_exhausted(state_with(), Headroom())
 
 
 def test_a_line_search_without_value_fn_is_told_what_to_write() -> None:

@@ -20,7 +20,7 @@ from preamp.jax import (
     LossScale,
     ScaledGradients,
     apply_gradients,
-    check_starved,
+    check_exhausted,
     last_step,
     loss_scaled,
     restart_loss_scale,
@@ -299,7 +299,7 @@ def untyped(state: Any, folder: Path) -> Any:
 
 ASKS: dict[str, Callable[[Any], Any]] = {
     "last_step": last_step,
-    "check_starved": lambda state: check_starved(state, POLICY),
+    "check_exhausted": lambda state: check_exhausted(state, POLICY),
     "step": lambda state: step(loss, OPTIMIZER)(PARAMS, state, X),
     "compiled step": lambda state: jax.jit(step(loss, OPTIMIZER))(PARAMS, state, X),
     "scaled_value_and_grad": lambda state: scaled_value_and_grad(loss)(state, PARAMS, X),

@@ -15,12 +15,12 @@ import optax
 import orbax.checkpoint
 import pytest
 
-from preamp import Dynamic, Starved, Static, Trace
+from preamp import Dynamic, ScaleExhausted, Static, Trace
 from preamp.jax import (
     LossScaledState,
     ScaledGradients,
     apply_gradients,
-    check_starved,
+    check_exhausted,
     last_step,
     loss_scaled,
     scaled_value_and_grad,
@@ -229,11 +229,11 @@ def test_a_policy_that_gives_up_skips_on_and_says_so_when_it_is_asked() -> None:
     optimizer = loss_scaled(optax.sgd(RATE), policy)
     params = parameters()
     state, train = optimizer.init(params), jax.jit(step(loss, optimizer))
-    check_starved(state, policy)
+    check_exhausted(state, policy)
     for x, _ in batches("1110"):
         _, params, state = train(params, state, x)
-    with pytest.raises(Starved, match="gives up") as caught:
-        check_starved(state, policy)
+    with pytest.raises(ScaleExhausted, match="gives up") as caught:
+        check_exhausted(state, policy)
     assert caught.value.overflows == 2
 
 

@@ -21,7 +21,7 @@ from preamp import Dynamic, UsageError
 from preamp.jax import (
     LossScaledState,
     apply_gradients,
-    check_starved,
+    check_exhausted,
     last_step,
     loss_scaled,
     restart_loss_scale,
@@ -132,7 +132,7 @@ ASKS: dict[str, Callable[[Any, Any], Any]] = {
     "value_and_grad": lambda _, state: value_and_grad(loss)(state, PARAMS, 1.0),
     "apply_gradients": lambda optimizer, state: apply_gradients(optimizer, PARAMS, state, PARAMS),
     "last_step": lambda _, state: last_step(state),
-    "check_starved": lambda _, state: check_starved(state, POLICY),
+    "check_exhausted": lambda _, state: check_exhausted(state, POLICY),
     "restart_loss_scale": lambda _, state: restart_loss_scale(state, POLICY),
 }
 

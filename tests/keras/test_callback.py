@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import Dynamic, Reading, Starved, Static, Step, Trace, TraceError, UsageError
+from preamp import Dynamic, Reading, ScaleExhausted, Static, Step, Trace, TraceError, UsageError
 from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.seeing import Remembering
 
@@ -135,14 +135,14 @@ GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise", growth_inter
 def test_a_policy_that_gives_up_ends_fit(jit_compile: bool, tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam(), policy=GIVES_UP), jit_compile=jit_compile)
     callback = TraceCallback(tmp_path / "run.jsonl")
-    with pytest.raises(Starved) as starved:
+    with pytest.raises(ScaleExhausted) as exhausted:
         fit(model, 3, callbacks=[callback])
-    assert starved.value.scale == 2.0
+    assert exhausted.value.scale == 2.0
     assert model.optimizer.loss_scale == 2.0
     written = Trace.read(tmp_path / "run.jsonl")
     eager = BACKEND != "tensorflow" and not jit_compile  # the step itself raises; Keras tells no callback
     assert len(written) == STEPS + OVERFLOWING + (not eager)
-    assert written.stopped == (None if eager else str(starved.value))
+    assert written.stopped == (None if eager else str(exhausted.value))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

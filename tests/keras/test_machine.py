@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preamp import InexactScale, Policy, Starved, Static, Tolerant, dialects
+from preamp import InexactScale, Policy, ScaleExhausted, Static, Tolerant, dialects
 from preamp.keras import LossScaleOptimizer
 from tests.strategies import dynamics, play, tolerants
 
@@ -90,7 +90,7 @@ def check(policy: Policy[Any], script: str, way: str = "eager") -> None:
     scales = [run.scale]
     try:
         scales.extend(run.scale for _ in run.steps(script))
-    except Starved:
+    except ScaleExhausted:
         assert gives_up
         assert run.scale == expected[-1] == scales[-1]
     else:

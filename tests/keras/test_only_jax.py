@@ -13,7 +13,7 @@ import pytest
 from jax.errors import UnexpectedTracerError
 from jax.experimental.sparse import BCOO, BCSR
 
-from preamp import Dynamic, Starved, UsageError
+from preamp import Dynamic, ScaleExhausted, UsageError
 from preamp.keras import LossScaleOptimizer
 
 from .driving import INF, Run, Stock, array, record_shardings, same
@@ -156,12 +156,12 @@ def test_many_steps_in_one_scan_are_the_steps_one_by_one() -> None:
 def test_a_policy_that_gives_up_says_so_after_a_compiled_step() -> None:
     policy = Dynamic(init_scale=2.0, min_scale=2.0, at_floor="raise")
     run = Run(LossScaleOptimizer(sgd(), policy=policy), np.ones(2), way="compiled")
-    run.optimizer.check_starved()
+    run.optimizer.check_exhausted()
     run.walk("010")
-    with pytest.raises(Starved, match="gives up"):
-        run.optimizer.check_starved()
+    with pytest.raises(ScaleExhausted, match="gives up"):
+        run.optimizer.check_exhausted()
     eager = Run(LossScaleOptimizer(sgd(), policy=policy), np.ones(2))
-    with pytest.raises(Starved, match="gives up"):
+    with pytest.raises(ScaleExhausted, match="gives up"):
         eager.walk("010")
 
 

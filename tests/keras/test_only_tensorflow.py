@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from preamp import Dynamic, Starved, UsageError
+from preamp import Dynamic, ScaleExhausted, UsageError
 from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.seeing import Remembering
 
@@ -185,10 +185,10 @@ def test_an_empty_gradient_is_finite(way: str, shape: tuple[int, ...]) -> None:
 def test_a_policy_that_gives_up_says_so_after_a_graph() -> None:
     policy = Dynamic(init_scale=2.0, min_scale=2.0, at_floor="raise")
     run = Run(LossScaleOptimizer(sgd(), policy=policy), np.ones(2), way="compiled")
-    run.optimizer.check_starved()
+    run.optimizer.check_exhausted()
     run.walk("010")
-    with pytest.raises(Starved, match="gives up"):
-        run.optimizer.check_starved()
+    with pytest.raises(ScaleExhausted, match="gives up"):
+        run.optimizer.check_exhausted()
 
 
 @pytest.fixture(scope="module")

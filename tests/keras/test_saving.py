@@ -24,7 +24,7 @@ from preamp import (
     LogMax,
     Policy,
     PolicyError,
-    Starved,
+    ScaleExhausted,
     Static,
     Tolerant,
     dialects,
@@ -357,23 +357,23 @@ def test_a_policy_that_gave_up_is_asked_until_a_step_is_finite() -> None:
     gives_up = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=gives_up)
     run = Run(optimizer, np.ones(2))
-    with pytest.raises(Starved):
+    with pytest.raises(ScaleExhausted):
         run.walk("111")
-    with pytest.raises(Starved, match="2 overflows"):
-        optimizer.check_starved()
+    with pytest.raises(ScaleExhausted, match="2 overflows"):
+        optimizer.check_exhausted()
     run.walk("0")
-    optimizer.check_starved()
+    optimizer.check_exhausted()
 
 
 def test_a_compiled_run_that_gave_up_goes_on_when_it_is_loaded(tmp_path: Path) -> None:
     gives_up = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
     model = model_of(adam(policy=gives_up))
-    with suppress(Starved):  # where steps are not compiled
+    with suppress(ScaleExhausted):  # where steps are not compiled
         train(model, "110")
-    with pytest.raises(Starved, match="2 overflows"):
-        model.optimizer.check_starved()
+    with pytest.raises(ScaleExhausted, match="2 overflows"):
+        model.optimizer.check_exhausted()
     again = saved(model, tmp_path)
-    again.optimizer.check_starved()
+    again.optimizer.check_exhausted()
     assert again.optimizer.loss_scale == 2.0
 
 

@@ -1,4 +1,4 @@
-"""What a policy that sees is shown: the peak and the share of the scaled gradients, on every backend."""
+"""The gradient statistics that policies use, peak and share, on every backend."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_overflow_says_nothing(way: str, bad: float) -> None:
 @each_way
 def test_what_is_asked_for_alone_is_measured(way: str) -> None:
     class Peaks(Remembering):
-        sees = frozenset({"peak"})
+        needs = frozenset({"peak"})
 
         def advance(self, state: Any, reading: Any, where: Any = None) -> Any:
             assert reading.share is None

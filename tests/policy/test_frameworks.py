@@ -1,7 +1,7 @@
 """One policy, advanced by every framework: the same numbers as on Python floats, to the last bit.
 
-The readings of a policy that sees are those that its own scales make of a drifting peak: some are 0, and what
-comes with an overflow is inf, NaN or 0.
+The readings of a policy that uses gradient statistics are those that its own scales make of a drifting peak:
+some are 0, and what comes with an overflow is inf, NaN or 0.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ States = list[list[float]]
 
 def read(policy: Policy[Any], scale: float, step: int) -> Reading:
     """Return what a policy reads on a step of the script, at a scale."""
-    if not policy.sees:
+    if not policy.needs:
         return Reading(SCRIPT[step] == "0")
     log = 20.0 * math.sin(step / 30.0) - (45.0 if 200 < step < 260 else 0.0) + random.Random(step).gauss(0, 1)
     peak = to_float32(2.0**log * scale)
@@ -209,11 +209,13 @@ def test_giving_up_is_seen_inside_jit_too(make: Any) -> None:
 
     policy = make(init_scale=4.0, min_scale=1.0, at_floor="raise")
     advance = jax.jit(lambda state, finite: policy.advance(state, Reading(finite), jnp.where))
-    starved = jax.jit(lambda state, after, finite: policy.starved(state, after, Reading(finite), jnp.where))
+    exhausted = jax.jit(
+        lambda state, after, finite: policy.exhausted(state, after, Reading(finite), jnp.where)
+    )
     state = jax.tree.map(jnp.float32, policy.start())
     given_up = []
     for mark in "110101":
         after = advance(state, mark == "0")
-        given_up.append(bool(starved(state, after, mark == "0")))
+        given_up.append(bool(exhausted(state, after, mark == "0")))
         state = after
     assert given_up == [False, False, False, True, False, True]

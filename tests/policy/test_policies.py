@@ -22,7 +22,7 @@ from preamp import (
     Policy,
     PolicyError,
     Reading,
-    Starved,
+    ScaleExhausted,
     Static,
     Tolerant,
 )
@@ -221,14 +221,14 @@ def patient(policy: Policy[Any]) -> dict[str, None]:
     return {"max_consecutive_overflows": None} if isinstance(policy, Dynamic) else {}
 
 
-def first_starved(policy: Policy[Any], script: str) -> tuple[int, Any, Starved] | None:
+def first_exhausted(policy: Policy[Any], script: str) -> tuple[int, Any, ScaleExhausted] | None:
     """Return the step, the state and the exception with which the policy gives up, if it does."""
     state = policy.start()
     for step, mark in enumerate(script):
         try:
             state = policy.step(state, Reading(finite=mark == "0"))
-        except Starved as starved:
-            return step, state, starved
+        except ScaleExhausted as exhausted:
+            return step, state, exhausted
     return None
 
 
@@ -240,8 +240,8 @@ def test_raise_gives_up_when_a_backoff_would_leave_the_floor(policy: Any, script
     policy = replace(policy, **patient(policy))
     lower = replace(policy, min_scale=2.0**-60, at_floor="hold")
     below = [step for step, state in enumerate(play(lower, script)) if state.scale < 1.0]
-    starved = first_starved(policy, script)
-    assert (starved[0] if starved else None) == (below[0] - 1 if below else None)
+    exhausted = first_exhausted(policy, script)
+    assert (exhausted[0] if exhausted else None) == (below[0] - 1 if below else None)
 
 
 @no_deadline
@@ -252,17 +252,20 @@ def test_raise_on_arrival_gives_up_when_an_overflow_leaves_the_scale_at_the_floo
     policy = replace_quietly(policy, **patient(policy))
     held = play(replace_quietly(policy, at_floor="hold"), script)[1:]
     arrived = [step for step, state in enumerate(held) if state.scale == 1.0 and script[step] == "1"]
-    starved = first_starved(policy, script)
-    assert (starved[0] if starved else None) == (arrived[0] if arrived else None)
+    exhausted = first_exhausted(policy, script)
+    assert (exhausted[0] if exhausted else None) == (arrived[0] if arrived else None)
 
 
 @no_deadline
 @given(dynamics(at_floor="hold", hysteresis_reset=("clean",)), st.integers(1, 5), st.text("01", max_size=30))
 def test_too_many_overflows_in_a_row_give_up(policy: Dynamic, limit: int, script: str) -> None:
-    starved = first_starved(replace_quietly(policy, max_consecutive_overflows=limit), script)
+    exhausted = first_exhausted(replace_quietly(policy, max_consecutive_overflows=limit), script)
     where = script.find("1" * (limit + 1))
-    assert (starved[0] if starved else -1) == (where + limit if where >= 0 else -1)
-    assert starved is None or (starved[2].overflows, starved[2].scale) == (limit + 1, starved[1].scale)
+    assert (exhausted[0] if exhausted else -1) == (where + limit if where >= 0 else -1)
+    assert exhausted is None or (exhausted[2].overflows, exhausted[2].scale) == (
+        limit + 1,
+        exhausted[1].scale,
+    )
 
 
 @no_deadline
@@ -270,18 +273,18 @@ def test_too_many_overflows_in_a_row_give_up(policy: Dynamic, limit: int, script
     moving(**FLOORED, init_scale=4.0, at_floor="raise") | dynamics(hysteresis_reset=("clean",)),
     scripts.map(lambda script: script + "1" * 40),
 )
-def test_starved_says_what_happened_and_changes_nothing(policy: Any, script: str) -> None:
-    found = first_starved(policy, script)
+def test_exhaustion_says_what_happened_and_changes_nothing(policy: Any, script: str) -> None:
+    found = first_exhausted(policy, script)
     assume(found)
-    step, state, starved = found
+    step, state, exhausted = found
     assert state == play(policy, script)[-1]
-    assert starved.scale == state.scale
-    assert 1 <= starved.overflows <= script[: step + 1].count("1")
-    assert f"{state.scale:g}" in str(starved)
-    assert f"{starved.overflows} overflow" in str(starved)
+    assert exhausted.scale == state.scale
+    assert 1 <= exhausted.overflows <= script[: step + 1].count("1")
+    assert f"{state.scale:g}" in str(exhausted)
+    assert f"{exhausted.overflows} overflow" in str(exhausted)
     patient_twin = replace_quietly(policy, at_floor="hold", **patient(policy))
     assert policy.step(state, CLEAN) == patient_twin.step(state, CLEAN)
-    with pytest.raises(Starved):
+    with pytest.raises(ScaleExhausted):
         policy.step(state, OVERFLOW)
 
 

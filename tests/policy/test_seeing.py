@@ -23,8 +23,8 @@ OVERFLOW = Reading(finite=False)
 @settings(deadline=None, max_examples=40)
 @given(seeing)
 def test_a_clean_step_that_shows_nothing_is_refused_by_name(policy: Any) -> None:
-    shown = {name: 1.0 for name in policy.sees}
-    for name in policy.sees:
+    shown = {name: 1.0 for name in policy.needs}
+    for name in policy.needs:
         for finite in (True, np.bool_(True), np.bool_(False)):
             with pytest.raises(PolicyError, match=rf"{type(policy).__name__}.* the {name} .*Write .*{name}="):
                 policy.advance(policy.start(), Reading(finite, **{**shown, name: None}))

@@ -30,7 +30,7 @@ BLIND: list[Policy[Any]] = [
 SEEING = [
     kind(**{name: bound for name, bound in WIDE.items() if name in kind.__dataclass_fields__})
     for kind in OURS.values()
-    if kind.sees
+    if kind.needs
 ]
 each = pytest.mark.parametrize("policy", BLIND + SEEING, ids=lambda policy: type(policy).__name__)
 each_that_sees = pytest.mark.parametrize("policy", SEEING, ids=lambda policy: type(policy).__name__)

@@ -18,7 +18,7 @@ from preamp import (
     LogMax,
     PolicyError,
     Reading,
-    Starved,
+    ScaleExhausted,
     State,
     Static,
     Step,
@@ -60,7 +60,7 @@ drawn: st.SearchStrategy[Any] = (
 class Peeking(Policy[State]):
     """Aims two powers of two below overflow in float16, and remembers what it saw last."""
 
-    sees: ClassVar[frozenset[str]] = frozenset({"peak", "share"})
+    needs: ClassVar[frozenset[str]] = frozenset({"peak", "share"})
 
     @property
     def edge(self) -> float:
@@ -90,10 +90,10 @@ def by_hand(policy: Policy[Any], process: Process) -> list[tuple[float, bool, fl
         seen = peak * state.scale if low else 0.0
         share = process.share_from(policy.edge, seen, typical * state.scale)
         steps.append((state.scale, finite, seen if finite else None))
-        reading = Reading(finite, seen, share) if policy.sees and finite else Reading(finite)
+        reading = Reading(finite, seen, share) if policy.needs and finite else Reading(finite)
         try:
             state = policy.step(state, reading)
-        except Starved:
+        except ScaleExhausted:
             break
     return steps
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, Reading, Starved, Step, dialects, simulate
+from preamp import Dynamic, Reading, ScaleExhausted, Step, dialects, simulate
 from preamp.policy import choose
 from tests.seeing import Remembering
 from tests.strategies import blind, play, scripts
@@ -63,9 +63,9 @@ def test_a_policy_that_gives_up_ends_the_trace_with_that_step() -> None:
     assert next(overflows) == "never read"
     assert [step.scale for step in trace] == [4.0, 4.0, 2.0, 1.0]
     assert trace[-1] == Step(3, 1.0, finite=False, skipped=True, new_scale=1.0)
-    with pytest.raises(Starved) as starved:
+    with pytest.raises(ScaleExhausted) as exhausted:
         stingy.step(play(stingy, "0111")[-1], Reading(finite=False))
-    assert trace.stopped == str(starved.value)
+    assert trace.stopped == str(exhausted.value)
 
 
 def test_a_dialect_is_simulated_as_its_policy() -> None:

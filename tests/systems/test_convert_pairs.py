@@ -22,7 +22,7 @@ from preamp import (
     LossyConversion,
     PolicyError,
     Reading,
-    Starved,
+    ScaleExhausted,
     State,
     Static,
     dialects,
@@ -86,7 +86,7 @@ def trajectory(policy: Any, state: Any, script: list[bool]) -> list[Any]:
     for overflows in script:
         try:
             state = policy.step(state, Reading(not overflows))
-        except Starved:
+        except ScaleExhausted:
             return [*gone, "gives up"]
         gone.append((repr(state.scale), overflows))  # which finds NaN equal to NaN
     return gone

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import InexactScale, PolicyError, Reading, Starved, State, dialects
+from preamp import InexactScale, PolicyError, Reading, ScaleExhausted, State, dialects
 from tests import originals
 from tests.recorded.drivers import Arguments, Scales
 from tests.strategies import walked
@@ -290,7 +290,7 @@ def test_a_dialect_is_the_policy_of_its_defaults(name: str) -> None:
 
 
 def test_a_dialect_gives_up_like_its_policy() -> None:
-    with pytest.raises(Starved):
+    with pytest.raises(ScaleExhausted):
         dialects.DEEPSPEED.step(State(1.0, 0.0, 1.0), Reading(finite=False))
 
 

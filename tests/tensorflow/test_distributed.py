@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from preamp import Dynamic, Starved, UsageError
+from preamp import Dynamic, ScaleExhausted, UsageError
 from preamp.tensorflow import LossScaleOptimizer
 
 from .kinds import KINDS, Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, rules
@@ -118,8 +118,8 @@ def test_a_policy_that_gives_up_is_asked_after_the_step(kind: str, strategy: Any
             inner(kind), policy=Dynamic(init_scale=2.0, min_scale=2.0, at_floor="raise")
         )
     run(strategy, lambda: optimizer, ["01", "00"])
-    with pytest.raises(Starved):
-        optimizer.check_starved()
+    with pytest.raises(ScaleExhausted):
+        optimizer.check_exhausted()
 
 
 @each_kind_trained

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from preamp import Dynamic, InexactScale, Reading, Starved, UsageError
+from preamp import Dynamic, InexactScale, Reading, ScaleExhausted, UsageError
 
 from .kinds import Peer, each_kind, gradients, inner, numbers, of_tf_keras, play, step, wrapped
 
@@ -214,10 +214,10 @@ def test_tf_keras_only_logs_what_was_forgotten(kind: str) -> None:
 GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
 
 
-def said_by_the_policy() -> Starved:
+def said_by_the_policy() -> ScaleExhausted:
     """Return what the policy says of two overflows on plain floats."""
     state = GIVES_UP.step(GIVES_UP.start(), Reading(False))
-    with pytest.raises(Starved) as raised:
+    with pytest.raises(ScaleExhausted) as raised:
         GIVES_UP.step(state, Reading(False))
     return raised.value
 
@@ -227,12 +227,12 @@ def test_a_policy_that_gives_up_raises_eagerly(kind: str) -> None:
     optimizer, variable = wrapped(kind, policy=GIVES_UP), tf.Variable([1.0, 2.0])
     play(optimizer, "1", variable)
     for _ in range(2):
-        with pytest.raises(Starved, match="scale of 2") as raised:
+        with pytest.raises(ScaleExhausted, match="scale of 2") as raised:
             play(optimizer, "1", variable)
         assert (raised.value.scale, raised.value.overflows) == (2.0, said_by_the_policy().overflows)
     assert variable.numpy().tolist() == [1.0, 2.0]
     play(optimizer, "0", variable)
-    optimizer.check_starved()
+    optimizer.check_exhausted()
     assert variable.numpy().tolist() == [0.5, 2.5]
     assert optimizer.skipped_steps == 3
 
@@ -246,11 +246,11 @@ def test_a_policy_that_gives_up_in_a_graph_is_asked_afterwards(kind: str) -> Non
         optimizer.minimize(lambda: tf.reduce_sum(variable) * factor, [variable])
 
     train(tf.constant(float("inf")))
-    optimizer.check_starved()
+    optimizer.check_exhausted()
     train(tf.constant(float("inf")))
     train(tf.constant(1.0))
-    with pytest.raises(Starved, match="gives up"):
-        optimizer.check_starved()
+    with pytest.raises(ScaleExhausted, match="gives up"):
+        optimizer.check_exhausted()
 
 
 @each_kind

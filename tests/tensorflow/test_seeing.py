@@ -1,4 +1,4 @@
-"""What a policy that sees is shown: the peak and the share of the gradients while they were scaled."""
+"""The gradient statistics that policies use, peak and share."""
 
 from __future__ import annotations
 

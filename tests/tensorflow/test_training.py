@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from preamp import Dynamic, Starved, Static
+from preamp import Dynamic, ScaleExhausted, Static
 from preamp.keras import TraceCallback
 from preamp.tensorflow import LossScaleOptimizer
 
@@ -207,8 +207,8 @@ def test_a_policy_that_gives_up_is_asked_by_a_callback(kind: str) -> None:
     model = model_of(kind, wrapped(kind, policy=policy))
     x, y = data(4)
     check = LIBRARIES[kind].callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_, **__: model.optimizer.check_starved()
+        on_train_batch_end=lambda *_, **__: model.optimizer.check_exhausted()
     )
     model.fit(x, np.full_like(y, INF), verbose=0, callbacks=[check])
-    with pytest.raises(Starved, match="scale of 2"):
+    with pytest.raises(ScaleExhausted, match="scale of 2"):
         model.fit(x, np.full_like(y, INF), verbose=0, callbacks=[check])

@@ -52,7 +52,7 @@ class Training:
         closure: whether the optimizer evaluates a closure.
         compiled: whether to compile the end of an iteration, after the first.
         clip: for our `step`; PyTorch's scaler gets clipped by PyTorch's functions.
-        edge: of a policy that sees, if that is to be used.
+        edge: of a policy that uses gradient statistics, if that is to be used.
         more: for the scaler.
     """
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from preamp import Dynamic, PolicyError, Starved, Trace, TraceError
+from preamp import Dynamic, PolicyError, ScaleExhausted, Trace, TraceError
 from preamp.deepspeed import initialize
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.torch import GradScaler, LossScaleOptimizer
 from preamp.torch.scaling import buffers, stepping
 
@@ -226,7 +226,7 @@ def test_one_optimizer_of_two_skips():
 
 def test_a_policy_that_gives_up_names_them_too():
     run = Run(policy=Dynamic(init_scale=1.0, min_scale=1.0, at_floor="raise"))
-    with pytest.raises(Starved):
+    with pytest.raises(ScaleExhausted):
         run.step(factor=INF)
     assert run.last.buffers == RUINED
 

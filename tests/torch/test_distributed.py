@@ -393,7 +393,7 @@ def test_the_sharded_scaler_takes_arguments_in_the_order_of_the_original():
     assert (*rule, scaler.get_growth_interval()) == (2.0**8, 0.25, 4.0, 7)
 
 
-# Policies that see.
+# Policies that use gradient statistics.
 
 
 SEEING: dict[str, Any] = {"edge": 512.0, **PLAIN_SGD}

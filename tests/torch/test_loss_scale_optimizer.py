@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from preamp import Dynamic, InexactScale, PolicyError, Starved, Static, Trace, UsageError, dialects
+from preamp import Dynamic, InexactScale, PolicyError, ScaleExhausted, Static, Trace, UsageError, dialects
 from preamp.torch import LossScaleOptimizer
 from tests.originals import keras_worker
 
@@ -348,7 +348,7 @@ def test_any_policy_works_and_may_give_up():
     assert Run(policy=Static(4.0)).optimizer.loss_scale == 4.0
     run = Run(policy=Dynamic(init_scale=1.0, min_scale=1.0, at_floor="raise"))
     before = run.values()
-    with pytest.raises(Starved):
+    with pytest.raises(ScaleExhausted):
         run.step(0, INF)
     assert run.optimizer.skipped_steps == 1
     assert run.optimizer.policy.at_floor == "raise"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, Starved, Static
+from preamp import Dynamic, ScaleExhausted, Static
 from preamp.errors import UsageError
 from preamp.torch import GradScaler, LossScaleOptimizer
 from preamp.torch.scaling import loss_scale_optimizer
@@ -258,7 +258,7 @@ def test_a_step_that_failed_can_be_tried_again():
 def test_a_step_at_which_the_policy_gave_up_is_over():
     run = Run(policy=Dynamic(init_scale=1.0, min_scale=1.0, at_floor="raise"))
     run.optimizer.backward(run.loss(INF))
-    with pytest.raises(Starved):
+    with pytest.raises(ScaleExhausted):
         run.optimizer.step()
     assert run.refuses()
 

@@ -13,7 +13,7 @@ from preamp import (
     Dynamic,
     InexactScale,
     PolicyError,
-    Starved,
+    ScaleExhausted,
     Static,
     Tolerant,
     Trace,
@@ -341,7 +341,7 @@ def test_giving_up_leaves_a_record_and_the_parameters():
     training = Training(GradScaler("cpu", policy=policy, on_step=trace))
     before = training.values()
     training.step(INF)
-    with pytest.raises(Starved, match="2 overflows"):
+    with pytest.raises(ScaleExhausted, match="2 overflows"):
         training.step(INF)
     assert [step.skipped for step in trace] == [True, True]
     assert training.values() == before

@@ -1,4 +1,4 @@
-"""What a policy that sees is shown by the PyTorch scaler: the peak and the share of the scaled gradients."""
+"""The gradient statistics that policies use, peak and share in PyTorch."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_gradients_that_are_accumulated_are_shown_each_time() -> None:
 class Previous(Remembering):
     """Keeps the peak before the last in the place of the share."""
 
-    sees = frozenset({"peak"})
+    needs = frozenset({"peak"})
 
     def advance(self, state: Any, reading: Reading, where: Where = lambda c, a, b: a) -> Any:
         return state._replace(peak=reading.peak, share=state.peak)

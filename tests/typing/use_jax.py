@@ -17,7 +17,7 @@ from preamp.jax import (
     apply_gradients,
     autocast,
     casts,
-    check_starved,
+    check_exhausted,
     exponent_histogram,
     flow_slot,
     last_step,
@@ -46,7 +46,7 @@ def train(w: jax.Array, x: jax.Array) -> Step | None:
     assert_type((scaled + scaled.map(jnp.negative)).unscale(), Any)
     w, state = apply_gradients(optimizer, sum([scaled, scaled], start=scaled), state, w)
     assert_type(restart_loss_scale(state, Dynamic()), LossScaledState)
-    check_starved(state, Dynamic())
+    check_exhausted(state, Dynamic())
     return last_step(state)
 
 
@@ -65,7 +65,7 @@ def by_hand(w: jax.Array, x: jax.Array) -> LossScale:
     scale = LossScale(Dynamic())
     _, gradients = value_and_grad(loss)(w, x)
     assert_type(scale.advance(all_finite(scale.unscale(gradients))), LossScale)
-    scale.check_starved()
+    scale.check_exhausted()
     return scale
 
 

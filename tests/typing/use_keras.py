@@ -23,7 +23,7 @@ def compile_and_fit(model: Any, inner: Any, x: Any, y: Any) -> Step | None:
     optimizer.finalize_variable_values(var_list=None)
     optimizer.finalize_variable_values(var_list=model.trainable_variables)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
-    optimizer.check_starved()
+    optimizer.check_exhausted()
     optimizer.dynamic_growth_steps = 50
     return optimizer.last_step
 

@@ -96,7 +96,7 @@ def compare(rules: Mapping[str, Policy[Any]], steps: Steps, path: Path) -> None:
 
 
 def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], given: Process | list[bool]) -> None:
-    seeing = [name for name, rule in rules.items() if rule.sees]
+    seeing = [name for name, rule in rules.items() if rule.needs]
     if seeing and not isinstance(given, Process):
         raise PreampError(
             f"{seeing[0]} looks at how large gradients are, and of these steps it is not known. "

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from preamp.checks import positive, whole
 from preamp.deepspeed.engine.ranks import rank
-from preamp.record.trace import Step
+from preamp.scaling import Step
 
 LOGGER = logging.getLogger("preamp.deepspeed")
 NAMES = 3  # that a message holds; the record's `culprits` has all

@@ -20,9 +20,9 @@ from preamp.arrays.torch import gather
 from preamp.arrays.torch_devices import widest
 from preamp.checks import positive, whole
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
-from preamp.errors import InexactScale, PolicyError, Starved, UsageError
+from preamp.errors import InexactScale, PolicyError, ScaleExhausted, UsageError
 from preamp.policy import Reading
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems import dialects, formats
 from preamp.torch.scaling.culprits import culprits
 from preamp.torch.scaling.ranks import WORLD, Agreement, number_of_ranks
@@ -212,14 +212,14 @@ class DynamicLossScaler(LossScalerBase):
             overflow: whether its gradients overflowed, on any rank.
 
         Raises:
-            Starved: at the floor, if `raise_error_at_min_scale`. Nothing was changed.
+            ScaleExhausted: at the floor, if `raise_error_at_min_scale`. Nothing was changed.
             PolicyError: if an attribute was set to what cannot work. Nothing was changed.
         """
         rule = _rule(*[getattr(self, name) for name in formats.DEEPSPEED.setting_names])
         try:
             after = rule.step(formats.DEEPSPEED.state(vars(self), rule), Reading(finite=not overflow))
-        except Starved as error:
-            explained = self._starved(error)
+        except ScaleExhausted as error:
+            explained = self._exhausted(error)
             self._log(Step(self.cur_iter, self.cur_scale, False, True, self.cur_scale))
             raise explained from error
         left = rule.overflows_left(after)
@@ -230,8 +230,8 @@ class DynamicLossScaler(LossScalerBase):
         self.cur_hysteresis = left
         self.cur_iter += 1
 
-    def _starved(self, error: Starved) -> Starved:
-        return Starved(
+    def _exhausted(self, error: ScaleExhausted) -> ScaleExhausted:
+        return ScaleExhausted(
             f"the gradients overflowed at a loss scale of {self.cur_scale:g}, which is min_scale already. "
             f"The step was skipped{not_finite(self._culprits)}. Look for NaN or inf in the data and the "
             "loss. To go on, write a lower min_scale or raise_error_at_min_scale=False, or train in "

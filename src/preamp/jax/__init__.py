@@ -25,7 +25,7 @@ from preamp.jax.scaling.loss_scale import LossScale
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
 from preamp.jax.scaling.states import LossScaledState
 from preamp.jax.scaling.train_step import apply_gradients, step
-from preamp.jax.scaling.transformation import check_starved, last_step, loss_scaled, restart_loss_scale
+from preamp.jax.scaling.transformation import check_exhausted, last_step, loss_scaled, restart_loss_scale
 
 _exporting.register()
 
@@ -38,7 +38,7 @@ __all__ = [
     "apply_gradients",
     "autocast",
     "casts",
-    "check_starved",
+    "check_exhausted",
     "exponent_histogram",
     "flow_slot",
     "last_step",

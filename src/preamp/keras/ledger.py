@@ -15,7 +15,7 @@ import numpy as np
 from preamp.checks import level_of_caller
 from preamp.errors import PolicyError
 from preamp.policy import Policy, Reading, Where, choose
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
 
 # What to write to start inside the policy's bounds.
@@ -37,8 +37,8 @@ class Ledger:
         state: the policy's state, float32 variables.
         used: float32; the scale that was in the last loss.
         finite: float32; 1.0 if the last gradients were finite.
-        starved: float32; at how many overflows the policy gave up, 0.0 if it has not. A compiled step, which
-            cannot raise, leaves it there.
+        exhausted: float32; at how many overflows the policy gave up, 0.0 if it has not. A compiled step,
+            which cannot raise, leaves it there.
         peaks: one float32 variable, the peak that the policy was shown last; none if it does not ask for it.
         steps: integer; steps taken or skipped.
         skipped: integer; steps skipped.
@@ -53,8 +53,8 @@ class Ledger:
         self.state = type(start)(*variables)
         self.used = make("last_scale", start.scale, "float32")
         self.finite = make("last_finite", 1.0, "float32")
-        self.peaks = [make("last_peak", 0.0, "float32")] if "peak" in policy.sees else []
-        self.starved = make("starved", 0.0, "float32")
+        self.peaks = [make("last_peak", 0.0, "float32")] if "peak" in policy.needs else []
+        self.exhausted = make("exhausted", 0.0, "float32")
         self.steps = make("steps", 0, "int")
         self._checked: tuple[float, ...] = tuple(start)  # values of `state` that are known to be right
         self._is_outside = False
@@ -63,7 +63,7 @@ class Ledger:
     @property
     def moving(self) -> list[Any]:
         """The variables that `after` moves, float32."""
-        return [*self.state, self.used, self.finite, *self.peaks, self.starved]
+        return [*self.state, self.used, self.finite, *self.peaks, self.exhausted]
 
     @property
     def variables(self) -> list[Any]:
@@ -79,9 +79,9 @@ class Ledger:
             where: ``where(condition, yes, no)`` for such values.
         """
         state = type(self.state)(*values[: len(self.state)])
-        after, starved = self.policy.advance_or_stay(state, values[-1], reading, where)
+        after, exhausted = self.policy.advance_or_stay(state, values[-1], reading, where)
         peaks = [where(reading.finite, reading.peak, 0.0) for _ in self.peaks]
-        return [*after, state.scale, where(reading.finite, 1.0, 0.0), *peaks, starved]
+        return [*after, state.scale, where(reading.finite, 1.0, 0.0), *peaks, exhausted]
 
     def advance(self, reading: Reading, where: Where) -> None:
         """Move all variables on, in a program that is being compiled."""
@@ -101,7 +101,7 @@ class Ledger:
         """Move all variables on, for the numbers that `moving` had and a reading of plain numbers.
 
         Raises:
-            Starved: if the policy was told to give up and does.
+            ScaleExhausted: if the policy was told to give up and does.
         """
         after = self.after([*numbers[:-1], 0.0], reading, choose)
         self._checked = tuple(after[: len(self.state)])
@@ -111,7 +111,7 @@ class Ledger:
         self.steps.assign_add(1)
         if not reading.finite:
             self.skipped.assign_add(1)
-        self.raise_if_starved(after)
+        self.raise_if_exhausted(after)
 
     def check(self, numbers: Sequence[float]) -> None:
         """Check a state that was restored past `load`, as `tf.train.Checkpoint` and `Variable.assign` do.
@@ -132,15 +132,15 @@ class Ledger:
             warn_if_out_of_bounds(self.policy, restored.scale, INSIDE, of="optimizer")
         self._checked = state
 
-    def raise_if_starved(self, numbers: Sequence[float]) -> None:
+    def raise_if_exhausted(self, numbers: Sequence[float]) -> None:
         """Raise what a compiled step could not, for the values of `moving` or `variables`.
 
         Raises:
-            Starved: if the policy was told to give up and has.
+            ScaleExhausted: if the policy was told to give up and has.
         """
         overflows = numbers[len(self.moving) - 1]
-        if overflows and self.policy.gives_up():
-            raise self.policy.starvation(numbers[len(self.state)], int(overflows))
+        if overflows and self.policy.gives_up:
+            raise self.policy.exhaustion(numbers[len(self.state)], int(overflows))
 
     def state_of(self, saved: Mapping[str, float]) -> Any:
         """Return the policy's state for numbers by the names of the variables. What they lack starts afresh.
@@ -174,7 +174,7 @@ class Ledger:
         for variable in (self.used, self.finite, *self.peaks, self.steps, self.skipped):
             if variable.name in saved:
                 variable.assign(saved[variable.name])
-        self.starved.assign(0.0)
+        self.exhausted.assign(0.0)
 
     def step(self, numbers: Sequence[float]) -> Step | None:
         """Return the step that the values of `variables` describe, None before the first.

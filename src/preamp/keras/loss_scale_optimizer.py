@@ -40,7 +40,7 @@ from preamp.keras.inner import (
 from preamp.keras.ledger import Ledger, saved_state
 from preamp.policy import Dynamic, Policy, Reading, Static
 from preamp.policy.registry import from_json, to_json
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole
 
 framework: Any = import_module(f"preamp.keras.on_{keras.backend.backend()}")
@@ -227,13 +227,13 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         )  # a compiled step leaves an older one there
         return step._replace(loss=loss) if step is not None and is_of_this_step else step
 
-    def check_starved(self) -> None:
+    def check_exhausted(self) -> None:
         """Raise what a compiled step could not.
 
         Raises:
-            Starved: if the policy was told to give up and has.
+            ScaleExhausted: if the policy was told to give up and has.
         """
-        self._ledger.raise_if_starved(self._numbers())
+        self._ledger.raise_if_exhausted(self._numbers())
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the inner optimizer's variables.
@@ -295,7 +295,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             ValueError: as Keras, without variables, for unknown ones and if all gradients are None.
             CountError: for gradients and variables that do not match in number.
             UsageError: for what are not tensors or variables; on JAX under `jit`.
-            Starved: if the policy was told to give up. The variables are as they were.
+            ScaleExhausted: if the policy was told to give up. The variables are as they were.
         """
         instead = "apply(gradients, model.trainable_variables)"
         gradients = [_tensor(gradient) for gradient in listed("grads", grads, instead)]
@@ -577,7 +577,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     def _seen(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> dict[str, Any]:
         """Return what the policy asks to see of scaled gradients, by the fields of `Reading`."""
-        sees, edge = self.policy.sees, self.policy.edge
+        sees, edge = self.policy.needs, self.policy.edge
         pairs = zip(gradients, variables, strict=True)
         measured = [gradient for gradient, variable in pairs if gradient is not None and not _kept(variable)]
         if not sees or scale is not None:

@@ -14,12 +14,13 @@ from typing import Any, Literal
 import keras
 
 from preamp.checks import callable_or_none, level_of_caller
-from preamp.errors import PolicyError, Starved, UsageError
+from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.keras.batch_losses import Losses
 from preamp.keras.buffers import Buffers, state_values
 from preamp.keras.inner import BaseLossScaleOptimizer
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, framework
-from preamp.record.trace import Step, Trace
+from preamp.record.trace import Trace
+from preamp.scaling import Step
 
 
 class TraceCallback(keras.callbacks.Callback):
@@ -57,7 +58,7 @@ class TraceCallback(keras.callbacks.Callback):
         TraceError: for a file that cannot be gone on with.
         UsageError: for settings of a file beside a `Trace`; from `fit`, for a model whose optimizer is no
             `preamp.keras.LossScaleOptimizer`.
-        Starved: from `fit`, if the policy was told to give up and has.
+        ScaleExhausted: from `fit`, if the policy was told to give up and has.
     """
 
     def __init__(
@@ -138,8 +139,8 @@ class TraceCallback(keras.callbacks.Callback):
         if logs is not None:
             logs["loss_scale"], logs["skipped_steps"] = step.new_scale, skipped
         try:
-            optimizer._ledger.raise_if_starved(numbers)
-        except Starved as reason:
+            optimizer._ledger.raise_if_exhausted(numbers)
+        except ScaleExhausted as reason:
             self.trace.stop(str(reason))
             self.on_train_end()
             raise

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 from preamp.checks import is_number, shown, to_float32
-from preamp.errors import PolicyError, Starved
+from preamp.errors import PolicyError, ScaleExhausted
 
 Where: TypeAlias = Callable[[Any, Any, Any], Any]
 S = TypeVar("S", bound=Any)
@@ -60,12 +60,12 @@ class Policy(ABC, Generic[S]):
     A new rule is one subclass: a frozen dataclass with `start` and `advance`.
 
     Attributes:
-        sees: which fields of a `Reading` the rule looks at besides `finite`. Adapters measure these alone.
+        needs: which fields of a `Reading` the rule looks at besides `finite`. Adapters measure these alone.
         edge: the magnitude from which entries count for `Reading.share`, for rules that look at it.
         signed: which fields of the state may be negative.
     """
 
-    sees: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[frozenset[str]] = frozenset()
     signed: ClassVar[frozenset[str]] = frozenset()
 
     @property
@@ -97,7 +97,7 @@ class Policy(ABC, Generic[S]):
             where: the framework's ``where(condition, yes, no)``.
         """
 
-    def seen(self, name: str, reading: Reading) -> Any:
+    def measured(self, name: str, reading: Reading) -> Any:
         """Return a field of a reading that this rule looks at.
 
         After an overflow it says nothing, not even that it is a number: let it reach the state through
@@ -114,63 +114,63 @@ class Policy(ABC, Generic[S]):
             )
         return 0.0 if value is None else value
 
-    def starved(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
+    def exhausted(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
         """Return whether the policy gives up on this step instead of moving to `after`."""
         return False
 
     def advance_or_stay(
-        self, state: S, starved: Any, reading: Reading, where: Where = choose
+        self, state: S, exhausted: Any, reading: Reading, where: Where = choose
     ) -> tuple[S, Any]:
         """`advance` for programs that cannot raise: a policy that gives up stays where it is.
 
         Args:
             state: as for `advance`.
-            starved: at how many overflows the policy gave up before this step, 0.0 if it has not.
+            exhausted: at how many overflows the policy gave up before this step, 0.0 if it has not.
             reading: as for `advance`.
             where: as for `advance`.
 
         Returns:
-            The state after the step, and `starved` after it.
+            The state after the step, and `exhausted` after it.
         """
         after = self.advance(state, reading, where)
-        if not self.gives_up():
-            return after, starved
-        gives_up = self.starved(state, after, reading, where)
+        if not self.gives_up:
+            return after, exhausted
+        gives_up = self.exhausted(state, after, reading, where)
         stayed = type(state)(*[where(gives_up, a, b) for a, b in zip(state, after, strict=True)])
-        return stayed, where(gives_up, state.bad + 1.0, starved)
+        return stayed, where(gives_up, state.bad + 1.0, exhausted)
 
     def step(self, state: S, reading: Reading) -> S:
         """`advance` on Python floats, for loops that run on the host.
 
         Raises:
-            Starved: if the policy was told to give up and has reason to. `state` is still valid.
+            ScaleExhausted: if the policy was told to give up and has reason to. `state` is still valid.
         """
         after = self.advance(state, reading)
-        if self.starved(state, after, reading):
-            raise self.starvation(state.scale, int(state.bad) + 1)
+        if self.exhausted(state, after, reading):
+            raise self.exhaustion(state.scale, int(state.bad) + 1)
         return after
 
-    def starvation(self, scale: float, overflows: int) -> Starved:
+    def exhaustion(self, scale: float, overflows: int) -> ScaleExhausted:
         """Return the error that says why training cannot go on.
 
         Args:
             scale: the loss scale at which the gradients overflowed.
             overflows: how many were counted, the last one included.
         """
-        return Starved(
+        return ScaleExhausted(
             f"the gradients overflowed at a loss scale of {scale:g} "
             f"({overflows} overflow{'s' if overflows > 1 else ''} counted) and {self!r} gives up. "
             "The step was skipped; no parameter was changed. Look for NaN or inf in the data and the "
             "loss, and for the first layer to overflow; a learning rate that is too high does this too. "
-            f"To go on, write {self._way_on()}, or train in bfloat16, which needs no loss scale.",
+            f"To go on, write {self._remedy()}, or train in bfloat16, which needs no loss scale.",
             scale=scale,
             overflows=overflows,
         )
 
+    @property
     def gives_up(self) -> bool:
-        """Return whether `starved` can be true, so that somebody has to look."""
-        state = self.start()
-        return self.starved(state, state, Reading(False), lambda *_: True) is not False
+        """Whether `exhausted` can be true. By default, whether a class has an `exhausted` of its own."""
+        return type(self).exhausted is not Policy.exhausted
 
     def restore(self, saved: Mapping[str, Any]) -> S:
         """Return the state that saved numbers describe. What they lack starts afresh.
@@ -196,6 +196,6 @@ class Policy(ABC, Generic[S]):
         restored: S = state._replace(**{name: float(value) for name, value in known.items()})
         return restored
 
-    def _way_on(self) -> str:
+    def _remedy(self) -> str:
         """Say which settings keep this policy from giving up."""
         return "another policy"

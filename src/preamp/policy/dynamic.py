@@ -30,7 +30,7 @@ class Moving(Policy[S]):
         growth_interval: clean steps in a row before the scale grows.
         min_scale: the floor. None: no floor, so that the scale can reach 0.
         max_scale: the ceiling. None: no ceiling, so that the scale can reach inf.
-        at_floor: "hold" stays at the floor. "raise" raises `Starved` when a backoff is due there;
+        at_floor: "hold" stays at the floor. "raise" raises `ScaleExhausted` when a backoff is due there;
             "raise_on_arrival" as soon as an overflow leaves the scale at the floor.
         at_ceiling: "clamp" grows up to the ceiling; "refuse" does not grow beyond it at all.
         bounds: "strict" refuses an `init_scale` outside floor and ceiling, and a scale set outside
@@ -102,12 +102,16 @@ class Moving(Policy[S]):
             return fires & (scale <= self.min_scale if self.bounds == "strict" else scale == self.min_scale)
         return self.at_floor == "raise_on_arrival" and after <= self.min_scale
 
-    def starved(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
+    @property
+    def gives_up(self) -> bool:
+        return self.at_floor != "hold"
+
+    def exhausted(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
         if self.at_floor == "hold":
             return False
         return where(reading.finite, False, self._stuck(True, state.scale, after.scale))
 
-    def _way_on(self) -> str:
+    def _remedy(self) -> str:
         return "at_floor='hold' or a lower min_scale"
 
     def __post_init__(self) -> None:
@@ -180,7 +184,7 @@ class Dynamic(Moving[State]):
             only overflows in a row count, and once `hysteresis` is used up every further overflow
             in that row backs off. "backoff": each backoff takes `hysteresis` overflows. "growth"
             alone: overflows add up until the scale next grows.
-        max_consecutive_overflows: raise `Starved` after more than this many overflows in a row.
+        max_consecutive_overflows: raise `ScaleExhausted` after more than this many overflows in a row.
 
     The other arguments are those of `Moving`.
 
@@ -239,8 +243,12 @@ class Dynamic(Moving[State]):
             bad=where(reading.finite, bad_if_clean, bad_if_overflow),
         )
 
-    def starved(self, state: State, after: State, reading: Reading, where: Where = choose) -> Any:
-        if self.at_floor == "hold" and self.max_consecutive_overflows is None:
+    @property
+    def gives_up(self) -> bool:
+        return self.at_floor != "hold" or self.max_consecutive_overflows is not None
+
+    def exhausted(self, state: State, after: State, reading: Reading, where: Where = choose) -> Any:
+        if not self.gives_up:
             return False
         stuck = self._stuck(state.bad + 1.0 >= self.hysteresis, state.scale, after.scale)
         if self.max_consecutive_overflows is not None:
@@ -251,9 +259,9 @@ class Dynamic(Moving[State]):
         """Return how many overflows it takes from here, none of them cleared, until the scale backs off."""
         return int(max(self.hysteresis - state.bad, 1))
 
-    def _way_on(self) -> str:
+    def _remedy(self) -> str:
         if self.max_consecutive_overflows is None:
-            return Moving._way_on(self)
+            return Moving._remedy(self)
         return "a higher max_consecutive_overflows"
 
     def __post_init__(self) -> None:

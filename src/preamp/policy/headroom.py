@@ -86,7 +86,7 @@ class Headroom(Policy[HeadroomState]):
     32768.0
     """
 
-    sees: ClassVar[frozenset[str]] = frozenset({"peak"})
+    needs: ClassVar[frozenset[str]] = frozenset({"peak"})
     signed: ClassVar[frozenset[str]] = frozenset({"level", "lost"})
 
     init_scale: float = 2.0**16
@@ -102,7 +102,7 @@ class Headroom(Policy[HeadroomState]):
 
     def advance(self, state: HeadroomState, reading: Reading, where: Where = choose) -> HeadroomState:
         scale, good, bad, lost, seen, level, spread, gap = state
-        peak, clean = self.seen("peak", reading), reading.finite
+        peak, clean = self.measured("peak", reading), reading.finite
         good, bad, lost = good + 1.0, bad + 1.0, lost + 1.0
         exponent = log2_near(scale, where)
         visible = clean & (peak >= self._faintest)

@@ -40,7 +40,7 @@ class Histogram(Moving[State]):
     8.0
     """
 
-    sees: ClassVar[frozenset[str]] = frozenset({"peak", "share"})
+    needs: ClassVar[frozenset[str]] = frozenset({"peak", "share"})
 
     largest: float = 65504.0
     location: float = 0.125
@@ -59,7 +59,7 @@ class Histogram(Moving[State]):
         return State(self.init_scale, 0.0, 0.0)
 
     def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
-        finite, peak, share = reading.finite, self.seen("peak", reading), self.seen("share", reading)
+        finite, peak, share = reading.finite, self.measured("peak", reading), self.measured("share", reading)
         scale, edge = state.scale, self.edge
 
         good = where(peak < edge / self.growth_factor, state.good + 1.0, 0.0)

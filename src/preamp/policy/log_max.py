@@ -82,7 +82,7 @@ class LogMax(Moving[LogMaxState]):
     16384.0
     """
 
-    sees: ClassVar[frozenset[str]] = frozenset({"peak"})
+    needs: ClassVar[frozenset[str]] = frozenset({"peak"})
     signed: ClassVar[frozenset[str]] = frozenset({"mean"})
 
     log_max: float = 16.0
@@ -99,7 +99,7 @@ class LogMax(Moving[LogMaxState]):
         return LogMaxState(self.init_scale, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def advance(self, state: LogMaxState, reading: Reading, where: Where = choose) -> LogMaxState:
-        finite, peak, good = reading.finite, self.seen("peak", reading), state.good + 1.0
+        finite, peak, good = reading.finite, self.measured("peak", reading), state.good + 1.0
         seen = where(self._grows(state.unseen), 0.0, state.seen)  # what growing brings to light is new
         known = where(finite, peak >= FLOAT32_TINY, seen >= 1.0)
         unseen = where(known, 0.0, state.unseen + 1.0)

@@ -61,7 +61,7 @@ class Tolerant(Moving[TolerantState]):
             age=where(where(reading.finite, grows, fires), 0.0, age),
         )
 
-    def starved(
+    def exhausted(
         self, state: TolerantState, after: TolerantState, reading: Reading, where: Where = choose
     ) -> Any:
         if self.at_floor == "hold":

@@ -41,43 +41,11 @@ from preamp.record.trace_lines import (
     step_line,
 )
 from preamp.record.trace_ranks import Merger
+from preamp.scaling import Step
 
-__all__ = ["Step", "Summary", "Trace"]
+__all__ = ["Summary", "Trace"]
 
 MERGED: Final = "merged"  # where `about` has the files that a trace was read from
-
-
-class Step(NamedTuple):
-    """One training step.
-
-    Attributes:
-        index: 0 for the first step.
-        scale: the loss scale that was in this step's loss; 0 or inf where a policy has no floor or ceiling.
-        finite: True when every gradient was finite.
-        skipped: True when the update was not applied; with several optimizers, that of any of them.
-        new_scale: the scale of the next step; None until the policy has advanced.
-        loss: the loss, not scaled.
-        grad_norm: global L2 norm of the unscaled gradients.
-        peak: the largest finite magnitude among the scaled gradients.
-        zeros: the share of gradient entries that are exactly zero, from 0 to 1.
-        culprits: names of the parameters whose gradients were not finite, first in backward order.
-        seconds: wall time of the step.
-        buffers: names of module buffers, such as BatchNorm's running statistics, that were not finite after
-            a skipped step.
-    """
-
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
-    scale: float
-    finite: bool
-    skipped: bool
-    new_scale: float | None = None
-    loss: float | None = None
-    grad_norm: float | None = None
-    peak: float | None = None
-    zeros: float | None = None
-    culprits: tuple[str, ...] = ()
-    seconds: float | None = None
-    buffers: tuple[str, ...] = ()
 
 
 class Summary(NamedTuple):

@@ -26,7 +26,8 @@ from typing import NamedTuple
 from preamp.checks import between, one_of, whole
 from preamp.errors import TraceError
 from preamp.record.exponents import BANDS, Band
-from preamp.record.trace import Step, Trace
+from preamp.record.trace import Trace
+from preamp.scaling import Step
 
 __all__ = [
     "ENTRIES",

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from preamp.errors import Starved
+from preamp.errors import ScaleExhausted
 from preamp.policy import Policy, Reading
-from preamp.record.trace import Step, Trace
+from preamp.record.trace import Trace
+from preamp.scaling import Step
 from preamp.simulation.processes import Gradients, Process
 
 __all__ = ["simulate"]
@@ -57,8 +58,8 @@ def simulate(policy: Policy[Any], overflows: Process | Iterable[bool | Reading |
 
 
 def _played(policy: Policy[Any], steps: Iterable[Any], look: Look, trace: Trace) -> Iterator[tuple[Any, ...]]:
-    advanced: Any = policy.step if policy.gives_up() else policy.advance
-    if not policy.sees:  # a rule that hears one bit goes through few states, over and over
+    advanced: Any = policy.step if policy.gives_up else policy.advance
+    if not policy.needs:  # a rule that hears one bit goes through few states, over and over
         advanced = lru_cache(maxsize=2**13)(advanced)
     state = policy.start()
     for index, item in enumerate(steps):
@@ -67,7 +68,7 @@ def _played(policy: Policy[Any], steps: Iterable[Any], look: Look, trace: Trace)
         finite = reading.finite
         try:
             after = advanced(state, reading)
-        except Starved as reason:
+        except ScaleExhausted as reason:
             yield index, scale, finite, not finite, scale, None, None, peak, zeros, (), None, ()
             trace.stop(str(reason))
             return
@@ -78,7 +79,7 @@ def _played(policy: Policy[Any], steps: Iterable[Any], look: Look, trace: Trace)
 def _looking(policy: Policy[Any], process: Process) -> Look:
     """Return how a policy sees a process."""
     top, bottom, flushed = process.top, process.bottom, lru_cache(maxsize=2**13)(process.flushed)
-    blind, edge = not policy.sees, policy.edge if "share" in policy.sees else None
+    blind, edge = not policy.needs, policy.edge if "share" in policy.needs else None
 
     def look(gradients: Gradients, scale: float) -> Seen:
         peak, typical = gradients[0] * scale, gradients[1] * scale
@@ -94,7 +95,7 @@ def _looking(policy: Policy[Any], process: Process) -> Look:
 
 def _recalling(policy: Policy[Any]) -> Look:
     """Return how a policy sees what is the same at every scale."""
-    blind = not policy.sees
+    blind = not policy.needs
 
     def look(item: Any, _: float) -> Seen:
         reading = _reading(item)

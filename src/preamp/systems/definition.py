@@ -64,11 +64,11 @@ class Dialect(Policy[Any], Generic[P]):
     def advance(self, state: Any, reading: Reading, where: Where = choose) -> Any:
         return self.policy.advance(state, reading, where)
 
-    def starved(self, state: Any, after: Any, reading: Reading, where: Where = choose) -> Any:
-        return self.policy.starved(state, after, reading, where)
+    def exhausted(self, state: Any, after: Any, reading: Reading, where: Where = choose) -> Any:
+        return self.policy.exhausted(state, after, reading, where)
 
-    def _way_on(self) -> str:
-        return self.policy._way_on()
+    def _remedy(self) -> str:
+        return self.policy._remedy()
 
     def load(self, saved: Any, policy: Policy[Any] | None = None) -> Any:
         """Return the state from which the system would have gone on.

@@ -27,7 +27,7 @@ from preamp.checks import (
 )
 from preamp.errors import PolicyError, UsageError
 from preamp.policy import Moving, Policy, Static
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.tensorflow.arguments import ArgumentTypeError
 
 _MADE: dict[tuple[Any, Any], Any] = {}  # what a user's subclass became, by the kind of inner optimizer
@@ -173,7 +173,7 @@ class LossScaleOptimizer:
         @property
         def skipped_steps(self) -> int: ...
 
-        def check_starved(self) -> None: ...
+        def check_exhausted(self) -> None: ...
 
         def minimize(self, loss: Any, var_list: Any, *args: Any, **kwargs: Any) -> Any: ...
 

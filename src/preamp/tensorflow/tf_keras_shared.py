@@ -19,7 +19,7 @@ from preamp.arrays.tensorflow import as_stored, unconverted
 from preamp.checks import paired
 from preamp.policy import Policy
 from preamp.policy.registry import from_json, to_json
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.tensorflow.arguments import check_buffers, rule
 from preamp.tensorflow.optimizer import LossScaleOptimizer, kind_of_config
 from preamp.tensorflow.tf_keras_buffers import Buffers
@@ -78,8 +78,8 @@ class OverTfKeras(LossScaleOptimizer):
     def skipped_steps(self) -> int:
         return self._loss_scale.skipped()
 
-    def check_starved(self) -> None:
-        self._loss_scale.check_starved()
+    def check_exhausted(self) -> None:
+        self._loss_scale.check_exhausted()
 
     @unconverted
     def get_scaled_loss(self, loss: Any) -> Any:

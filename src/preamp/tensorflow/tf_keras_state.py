@@ -15,7 +15,7 @@ from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_ke
 from preamp.arrays.tensorflow import agreed, seen
 from preamp.errors import UsageError
 from preamp.policy import Policy, Reading, Static, Where, choose
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
 from preamp.tensorflow.tf_keras_buffers import Buffers
 from preamp.tensorflow.tf_keras_losses import Losses
@@ -59,7 +59,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self._weights: dict[Any, Any] = {}
         self._parts = {name: self._part(name, value) for name, value in policy.start()._asdict().items()}
         self._counter = self._parts["good"]
-        kinds = {**RECORD, "last_peak": tf.float32} if "peak" in policy.sees else RECORD
+        kinds = {**RECORD, "last_peak": tf.float32} if "peak" in policy.needs else RECORD
         self._record = {
             name: self._add_weight(name=name, dtype=dtype, initial_value=dtype.as_numpy_dtype(0))
             for name, dtype in kinds.items()
@@ -101,7 +101,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
             The op that does it, and whether the gradients are finite.
 
         Raises:
-            Starved: eagerly, if the policy gives up.
+            ScaleExhausted: eagerly, if the policy gives up.
         """
         reading, before, where = self._reading(tf.nest.flatten(grads)), self._state(), tf.where
         if tf.executing_eagerly():  # tf_keras reads it next, to decide: the rest is for Python to compute
@@ -112,23 +112,23 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self.losses.end_step(self._record["steps"])
         if self._buffers is not None:
             self._buffers.end_step(reading.finite)
-        if self.policy.gives_up():
-            gives_up = self.policy.starved(before, after, reading, where)
+        if self.policy.gives_up:
+            gives_up = self.policy.exhausted(before, after, reading, where)
             after = type(before)(*[where(gives_up, a, b) for a, b in zip(before, after, strict=True)])
             written.append(self._note_giving_up(where(gives_up, before.bad + 1.0, 0.0), where))
         written += self._write(after)
         if tf.executing_eagerly():
             self._checked = after
-            self.check_starved()
+            self.check_exhausted()
         return tf.group(*written), reading.finite
 
-    def check_starved(self) -> None:
-        """Raise `Starved` if the policy has given up."""
-        if not self.policy.gives_up():
+    def check_exhausted(self) -> None:
+        """Raise `ScaleExhausted` if the policy has given up."""
+        if not self.policy.gives_up:
             return
         record = self._read()
         if record["overflows"]:
-            raise self.policy.starvation(record["last_scale"], int(record["overflows"]))
+            raise self.policy.exhaustion(record["last_scale"], int(record["overflows"]))
 
     def numbers(self) -> dict[str, Any]:
         """Return the values of all variables, read from their device, for `restore`."""
@@ -191,10 +191,10 @@ class LossScaleState(theirs._DynamicLossScaleState):
 
     def _reading(self, grads: list[Any]) -> Reading:
         """Return what is seen in unscaled gradients; a policy is shown how large they were before."""
-        if not self.policy.sees:
+        if not self.policy.needs:
             return Reading(agreed(grads))
         scale = tf.convert_to_tensor(self.current_loss_scale)
-        found = seen(self.policy.sees, self.policy.edge / scale, grads)
+        found = seen(self.policy.needs, self.policy.edge / scale, grads)
         if "peak" in found:
             found["peak"] *= scale
         return Reading(agreed(grads), **found)

@@ -23,7 +23,7 @@ from preamp.cli.lab.problem import Problem, share_of_zeros
 from preamp.jax import (
     apply_gradients,
     autocast,
-    check_starved,
+    check_exhausted,
     exponent_histogram,
     flow_slot,
     last_step,
@@ -34,7 +34,7 @@ from preamp.jax import (
 )
 from preamp.policy import Policy
 from preamp.record.snapshots import Kind, Look
-from preamp.record.trace import Step
+from preamp.scaling import Step
 
 # By the names of the layers: from the first to the last, or of a backward pass from the last to the first.
 Layers: TypeAlias = OrderedDict[str, dict[str, jax.Array]]
@@ -91,7 +91,7 @@ class JaxLoop:
             yield step._replace(seconds=time.perf_counter() - start)
             skipped = step.skipped
             if self.policy and skipped:
-                check_starved(self.state, self.policy)
+                check_exhausted(self.state, self.policy)
 
     def outputs(self) -> NDArray[np.float32]:
         """Return what the network answers on the test rows, in the precision it was trained in."""

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from preamp.arrays.load_order import before_keras
 from preamp.cli.lab import ADAM_EPSILON, KERAS_BACKENDS, ZEROS_EVERY, Precision
 from preamp.cli.lab.problem import Problem, share_of_zeros
-from preamp.errors import PreampError, Starved
+from preamp.errors import PreampError, ScaleExhausted
 from preamp.policy import Policy
-from preamp.record.trace import Step
+from preamp.scaling import Step
 
 try:
     before_keras()
@@ -40,7 +40,9 @@ from preamp.keras import LossScaleOptimizer
 
 # Takes inputs and targets; returns the loss, the gradients, scaled or not, with kernels at even places, the
 # peak of these, scaled, and what there is to raise once the step is recorded.
-TrainStep: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], tuple[Any, list[Any], Any, Starved | None]]
+TrainStep: TypeAlias = Callable[
+    [NDArray[Any], NDArray[Any]], tuple[Any, list[Any], Any, ScaleExhausted | None]
+]
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "squared": keras.losses.MeanSquaredError,
@@ -110,7 +112,7 @@ class KerasLoop:
             if gives_up:
                 raise gives_up
             if step.skipped:
-                self.optimizer.check_starved()
+                self.optimizer.check_exhausted()
 
     def outputs(self) -> NDArray[np.float32]:
         """Return what the network answers on the test rows, in the precision it was trained in."""
@@ -187,7 +189,7 @@ def _torch_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
         peak = _peak(gradients)
         try:
             optimizer.apply(gradients, weights)
-        except Starved as reason:
+        except ScaleExhausted as reason:
             return loss.detach(), gradients, peak, reason
         return loss.detach(), gradients, peak, None
 

@@ -26,10 +26,11 @@ from preamp.cli.lab import KERAS_BACKENDS, Framework, Precision, Task
 from preamp.cli.lab.autoencoder import autoencoder
 from preamp.cli.lab.classify import classify
 from preamp.cli.lab.problem import Problem
-from preamp.errors import MissingExtra, PreampError, Starved
+from preamp.errors import MissingExtra, PreampError, ScaleExhausted
 from preamp.policy import Policy
 from preamp.record.files import replacing
-from preamp.record.trace import Step, Trace
+from preamp.record.trace import Trace
+from preamp.scaling import Step
 
 TASKS: dict[Task, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
 
@@ -239,7 +240,7 @@ def train(
         for step in loop.steps():
             trace(step)
             on_step(step)
-    except Starved as reason:
+    except ScaleExhausted as reason:
         trace.stop(str(reason))
     except KeyboardInterrupt:
         interrupted = True

@@ -18,7 +18,7 @@ from preamp.cli.lab import ADAM_EPSILON, ZEROS_EVERY, Precision
 from preamp.cli.lab.problem import Problem, share_of_zeros
 from preamp.errors import PreampError
 from preamp.policy import Policy
-from preamp.record.trace import Step
+from preamp.scaling import Step
 
 before_keras()
 import keras  # noqa: E402
@@ -75,7 +75,7 @@ class TensorFlowLoop:
             step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
             yield step._replace(seconds=time.perf_counter() - start)
             if step.skipped:
-                self.optimizer.check_starved()
+                self.optimizer.check_exhausted()
 
     def outputs(self) -> NDArray[np.float32]:
         """Return what the network answers on the test rows, in the precision it was trained in."""

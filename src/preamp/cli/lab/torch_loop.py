@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy, linear, mse_loss
 
 from preamp.cli.lab import LOOK_EVERY, ZEROS_EVERY, Precision
 from preamp.cli.lab.problem import Problem
-from preamp.errors import Starved
+from preamp.errors import ScaleExhausted
 from preamp.policy import Policy
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.torch import GradScaler, Lens, autocast
 
 
@@ -104,10 +104,10 @@ class TorchLoop:
         with torch.no_grad():
             return self._forward(torch.from_numpy(self.problem.table.test)).float().numpy()
 
-    def _update(self) -> Starved | None:
+    def _update(self) -> ScaleExhausted | None:
         try:
             self.scaler.update()
-        except Starved as reason:
+        except ScaleExhausted as reason:
             return reason
         return None
 

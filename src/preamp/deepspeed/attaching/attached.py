@@ -24,9 +24,9 @@ from preamp.deepspeed.attaching.hosts import TESTED, Host, Stage0, require
 from preamp.deepspeed.attaching.method_patches import Hooks
 from preamp.deepspeed.attaching.mirror import Mirror
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
-from preamp.errors import Starved, UsageError
+from preamp.errors import ScaleExhausted, UsageError
 from preamp.policy import Policy, Reading
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
 from preamp.torch.scaling.losses import Losses, UnreadLoss
@@ -49,8 +49,8 @@ def attach(
     Args:
         engine: the first of what `deepspeed.initialize` returns. One that has trained goes on from its scale.
         policy: the rule. None: what the engine's configuration says under "fp16", at every stage with
-            hysteresis and an error at the floor. For one that sees, each clean step takes one more all-reduce
-            of a number, and one of two numbers if it asks for the share.
+            hysteresis and an error at the floor. For one that uses gradient statistics, each clean step takes
+            one more all-reduce of a number, and one of two numbers if it asks for the share.
         on_step: called with a `Step` after every update; a `Trace` is such a callable. The step's `loss` is
             this rank's: the sum over the micro-steps of what `engine.backward` or `engine.scale` was given,
             divided by `gradient_accumulation_steps` as DeepSpeed divides the gradients.
@@ -70,7 +70,7 @@ def attach(
         warn_if_out_of_bounds(
             rule, host.scale, "cur_scale={bound!r} into the engine's loss scaler", of="engine"
         )
-    if rule.sees and host.hides_gradients():
+    if rule.needs and host.hides_gradients():
         raise UsageError(
             f"{rule!r} looks at gradients, which lie on a disk here. "
             'Write "offload_optimizer": {"device": "cpu"}, or policy=Dynamic(), which looks at none.'
@@ -86,7 +86,7 @@ class _Outcome(NamedTuple):
     after: Any
     attributes: dict[str, Any] | None
     culprits: tuple[str, ...]
-    starved: Starved | None
+    exhausted: ScaleExhausted | None
 
 
 class Attached:
@@ -215,8 +215,8 @@ class Attached:
             )
         self._publish(outcome)
         self._record(index, scale, outcome)
-        if outcome.starved is not None:
-            raise outcome.starved
+        if outcome.exhausted is not None:
+            raise outcome.exhausted
         return result
 
     def _decide(self, original: Any, overflow: Any = False) -> None:
@@ -229,17 +229,17 @@ class Attached:
         state = self._mirror.read(saved)
         try:
             after = self.policy.step(state, reading)
-        except Starved as error:
+        except ScaleExhausted as error:
             self._outcome = _Outcome(finite, reading.peak, state, None, culprits, _naming(error, culprits))
         else:
             attributes = self._mirror.written(saved, after, finite)
             self._outcome = _Outcome(finite, reading.peak, after, attributes, culprits, None)
 
     def _look(self) -> Sight | None:
-        """Return what all ranks see in the scaled gradients, for a policy that sees."""
-        if not self.policy.sees:
+        """Return what all ranks see in the scaled gradients, for a policy that uses gradient statistics."""
+        if not self.policy.needs:
             return None
-        return self._host.look(self.policy.edge if "share" in self.policy.sees else None)
+        return self._host.look(self.policy.edge if "share" in self.policy.needs else None)
 
     def _note_norm(self, original: Any, *arguments: Any, **named: Any) -> Any:
         """Remember the norm of the scaled gradients; read here, before the update is under way."""
@@ -278,10 +278,10 @@ class Attached:
         )
 
 
-def _naming(error: Starved, culprits: Sequence[str]) -> Starved:
+def _naming(error: ScaleExhausted, culprits: Sequence[str]) -> ScaleExhausted:
     """Return the error with the parameters concerned, whose record may have been one too many."""
     said = f"{str(error).removesuffix('.')}{not_finite(culprits)}."
-    return Starved(said, scale=error.scale, overflows=error.overflows)
+    return ScaleExhausted(said, scale=error.scale, overflows=error.overflows)
 
 
 def _configured(engine: Any) -> Policy[Any]:

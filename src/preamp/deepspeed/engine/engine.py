@@ -19,9 +19,9 @@ from preamp.deepspeed.engine.checkpoints import load, save
 from preamp.deepspeed.engine.precision import explain, to_precision
 from preamp.deepspeed.engine.ranks import average_gradients, rank
 from preamp.deepspeed.overflow_log import OverflowLog
-from preamp.errors import Starved, UsageError
+from preamp.errors import ScaleExhausted, UsageError
 from preamp.policy import Dynamic, Static
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems.deepspeed_config import Settings
 from preamp.torch import LossScaleOptimizer, autocast
 from preamp.torch.scaling.culprits import names
@@ -138,7 +138,7 @@ class Engine(nn.Module):
 
         Raises:
             UsageError: if no loss was scaled since the latest step, and inside `no_sync`.
-            Starved: if the policy gives up. The parameters are as they were, and the step is counted.
+            ScaleExhausted: if the policy gives up. The parameters are as they were, and the step is counted.
             AssertionError: as PyTorch, if no parameter of the optimizer has a gradient.
         """
         if self._inside_no_sync:
@@ -293,7 +293,7 @@ class Engine(nn.Module):
         norm = self._clip_unchecked(optimizer)
         try:
             optimizer.step()
-        except Starved:
+        except ScaleExhausted:
             self._finish(optimizer, norm, lr_kwargs)
             raise
         self._finish(optimizer, norm, lr_kwargs)

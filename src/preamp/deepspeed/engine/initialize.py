@@ -22,7 +22,7 @@ from preamp.deepspeed.engine.precision import cast_model, dtype_named
 from preamp.deepspeed.engine.ranks import begin_alike, join, rank
 from preamp.deepspeed.engine.sections import DEEPSPEED_ITSELF, optimizer_of, scheduler_of
 from preamp.errors import ConfigError, MissingExtra, UsageError
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems.deepspeed_config import Settings, load
 from preamp.torch import GradScaler, LossScaleOptimizer
 from preamp.torch.scaling.optimizers import parameters_of

@@ -27,7 +27,7 @@ class LossScale:
     Args:
         policy: the rule; any policy or dialect of preamp.
         state: the policy's state, to go on from. None: as the policy starts.
-        starved: at how many overflows the policy gave up, 0 if it has not.
+        exhausted: at how many overflows the policy gave up, 0 if it has not.
 
     Raises:
         PolicyError: for what is no policy.
@@ -40,7 +40,7 @@ class LossScale:
 
     policy: Policy[Any] = field(default_factory=Dynamic)
     state: Any = None
-    starved: Any = None
+    exhausted: Any = None
 
     def __post_init__(self) -> None:
         policy = given_policy(self.policy, {})
@@ -50,8 +50,8 @@ class LossScale:
                 f"the state, a {type(state).__name__}, is not that of {policy!r}: it comes from another kind "
                 "of policy. Write state=None, or optimizer.init(params), to start anew."
             )
-        starved = jnp.zeros((), jnp.float32) if self.starved is None else self.starved
-        self._set(policy, state, starved)
+        exhausted = jnp.zeros((), jnp.float32) if self.exhausted is None else self.exhausted
+        self._set(policy, state, exhausted)
 
     @property
     def loss_scale(self) -> Any:
@@ -69,20 +69,20 @@ class LossScale:
     def advance(self, reading: Any) -> LossScale:
         """Return the loss scale of the next step.
 
-        A policy that gives up stays where it is: what is compiled cannot raise. `check_starved` does.
+        A policy that gives up stays where it is: what is compiled cannot raise. `check_exhausted` does.
 
         Args:
             reading: a `Reading`, as of `value_and_grad`; or whether the gradients were finite, for a policy
                 that sees no more.
 
         Raises:
-            PolicyError: for a reading that lacks what the policy sees.
+            PolicyError: for a reading that lacks what the policy needs.
             UsageError: for what is neither a reading nor a boolean: a loss, or NaN, counts as true.
         """
         if not isinstance(reading, Reading):
             reading = Reading(self._flag(reading))
-        state, starved = self.policy.advance_or_stay(self.state, self.starved, reading, jnp.where)
-        return replace(self, state=state, starved=starved)
+        state, exhausted = self.policy.advance_or_stay(self.state, self.exhausted, reading, jnp.where)
+        return replace(self, state=state, exhausted=exhausted)
 
     def _flag(self, finite: Any) -> Any:
         """Return a boolean as an array; of other numbers NaN would count as true."""
@@ -94,27 +94,27 @@ class LossScale:
             )
         return jnp.asarray(finite)
 
-    def check_starved(self) -> None:
+    def check_exhausted(self) -> None:
         """Raise if the policy has given up, or if the state is one that training cannot resume from.
 
         Raises:
-            Starved: if it has given up.
+            ScaleExhausted: if it has given up.
             PolicyError: for a scale that is not a finite number above 0, and for a count below 0, such as a
                 damaged checkpoint holds.
             UsageError: for a state that was cast to another dtype, and inside a function that JAX transforms.
             UserWarning: a warning, for a scale outside the policy's bounds.
         """
-        names = [*(f"state.{name}" for name in self.state._fields), "starved"]
-        for name, value in zip(names, [*self.state, self.starved], strict=True):
+        names = [*(f"state.{name}" for name in self.state._fields), "exhausted"]
+        for name, value in zip(names, [*self.state, self.exhausted], strict=True):
             check_dtype(name, value, jnp.float32, "Write LossScale(policy), and cast the parameters alone")
-        *state, overflows = read([*self.state, self.starved])
+        *state, overflows = read([*self.state, self.exhausted])
         saved = dict(zip(self.state._fields, state, strict=True))
         check_resumed(self.policy, saved, "opt_state = restart_loss_scale(opt_state, policy)")
         if overflows:
-            raise self.policy.starvation(saved["scale"], int(overflows))
+            raise self.policy.exhaustion(saved["scale"], int(overflows))
 
-    def _set(self, policy: Any, state: Any, starved: Any) -> None:
-        for name, value in (("policy", policy), ("state", state), ("starved", starved)):
+    def _set(self, policy: Any, state: Any, exhausted: Any) -> None:
+        for name, value in (("policy", policy), ("state", state), ("exhausted", exhausted)):
             object.__setattr__(self, name, value)
 
 
@@ -140,7 +140,7 @@ def read(scalars: Sequence[Any]) -> list[float]:
 
 
 def _flatten(scale: LossScale) -> tuple[list[tuple[Any, Any]], Policy[Any]]:
-    names = ("state", "starved")
+    names = ("state", "exhausted")
     return [(jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in names], scale.policy
 
 

@@ -1,6 +1,6 @@
 """What a policy asks to see of scaled gradients: their peak, and the share of them near the top.
 
-This room measures what `Policy.sees` names, on all devices of a step, and nothing else. It refuses to know
+This room measures what `Policy.needs` names, on all devices of a step, and nothing else. It refuses to know
 what a policy makes of it, and whether gradients are finite (`gradients`). Each is a pass over the gradients.
 """
 
@@ -29,8 +29,8 @@ def reading_of(policy: Policy[Any], scaled: Any, finite: Any, names: tuple[Hasha
     leaves = [part for leaf in inexact_leaves(wide(scaled)) for part in _parts(leaf)]
     return Reading(
         finite,
-        peak=_peak(leaves, names) if "peak" in policy.sees else None,
-        share=_share(leaves, policy.edge, names) if "share" in policy.sees else None,
+        peak=_peak(leaves, names) if "peak" in policy.needs else None,
+        share=_share(leaves, policy.edge, names) if "share" in policy.needs else None,
     )
 
 

@@ -27,7 +27,7 @@ class LossScaledState(NamedTuple):
         finite: boolean; whether the last gradients were.
         grad_norm: float32; the global L2 norm of the last unscaled gradients before clipping, inf if not
             finite.
-        starved: float32; at how many overflows the policy gave up, 0 if it has not.
+        exhausted: float32; at how many overflows the policy gave up, 0 if it has not.
         steps: int32; steps taken or skipped.
         skipped_steps: int32; steps skipped.
         loss: float32; the last loss, not scaled: that of `step`, of the `ScaledGradients`, or the `value`
@@ -41,14 +41,14 @@ class LossScaledState(NamedTuple):
     last_scale: Any
     finite: Any
     grad_norm: Any
-    starved: Any
+    exhausted: Any
     steps: Any
     skipped_steps: Any
     loss: Any
     peak: Any = None
 
 
-SCALARS = ("last_scale", "finite", "grad_norm", "starved", "steps", "skipped_steps", "loss")
+SCALARS = ("last_scale", "finite", "grad_norm", "exhausted", "steps", "skipped_steps", "loss")
 
 # What a user wrote, by the type of the state it makes.
 WRITTEN: dict[str, str] = {

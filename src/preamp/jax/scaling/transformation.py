@@ -33,7 +33,7 @@ from preamp.jax.scaling.states import (
     kind_of,
 )
 from preamp.policy import Dynamic, Policy, Reading
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems.arguments import check_counts, given_policy
 
 OFFERED = ("value", "value_fn", "grad")  # what line searches ask for
@@ -153,7 +153,7 @@ class Scaling:
             last_scale=_copy(start.scale),
             finite=jnp.ones((), bool),
             grad_norm=jnp.zeros((), jnp.float32),
-            starved=jnp.zeros((), jnp.float32),
+            exhausted=jnp.zeros((), jnp.float32),
             steps=jnp.zeros((), jnp.int32),
             skipped_steps=jnp.zeros((), jnp.int32),
             loss=jnp.full((), UNKNOWN_LOSS, jnp.float32),
@@ -162,7 +162,7 @@ class Scaling:
 
     def first_peak(self) -> Any:
         """Return the peak before the first step; None where the policy does not ask for it."""
-        return jnp.zeros((), jnp.float32) if "peak" in self.policy.sees else None
+        return jnp.zeros((), jnp.float32) if "peak" in self.policy.needs else None
 
     def update(
         self, scaled: Any, state: LossScaledState, params: Any = None, **extra: Any
@@ -310,14 +310,14 @@ class Scaling:
     def _after(
         self, state: LossScaledState, inner: Any, scale: Any, norm: Any, reading: Reading, loss: Any
     ) -> LossScaledState:
-        after = LossScale(self.policy, state.policy_state, state.starved).advance(reading)
+        after = LossScale(self.policy, state.policy_state, state.exhausted).advance(reading)
         return LossScaledState(
             policy_state=after.state,
             inner_state=inner,
             last_scale=_copy(scale),
             finite=reading.finite,
             grad_norm=jnp.where(reading.finite, norm, jnp.inf).astype(jnp.float32),
-            starved=after.starved,
+            exhausted=after.exhausted,
             steps=state.steps + 1,
             skipped_steps=state.skipped_steps + jnp.where(reading.finite, 0, 1).astype(jnp.int32),
             loss=_recorded(as_loss(loss, "value"), reading.finite),
@@ -357,7 +357,7 @@ def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossS
     start = Scaling(optax.with_extra_args_support(optax.identity()), given_policy(policy, {}), None, ()).init(
         ()
     )
-    return state._replace(policy_state=start.policy_state, starved=start.starved, peak=start.peak)
+    return state._replace(policy_state=start.policy_state, exhausted=start.exhausted, peak=start.peak)
 
 
 def last_step(opt_state: Any) -> Step | None:
@@ -376,7 +376,7 @@ def last_step(opt_state: Any) -> Step | None:
     if isinstance(opt_state, LossScale):
         raise UsageError(
             "last_step was given a LossScale, which has no record of steps. Write loss_scale.loss_scale for "
-            "the scale, and loss_scale.check_starved() after restoring one."
+            "the scale, and loss_scale.check_exhausted() after restoring one."
         )
     state = find(opt_state)
     record = (
@@ -404,7 +404,7 @@ def last_step(opt_state: Any) -> Step | None:
     )
 
 
-def check_starved(opt_state: Any, policy: Policy[Any]) -> None:
+def check_exhausted(opt_state: Any, policy: Policy[Any]) -> None:
     """Raise what a compiled step could not: the policy has given up, or cannot resume from the state.
 
     A restored state is an array like any other, which no compiled step can check. Call this once after
@@ -415,7 +415,7 @@ def check_starved(opt_state: Any, policy: Policy[Any]) -> None:
         policy: that `loss_scaled` was given.
 
     Raises:
-        Starved: if the policy has given up.
+        ScaleExhausted: if the policy has given up.
         PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
         UsageError: for another state, one that was cast to another dtype, and inside a function that JAX
             transforms.
@@ -424,20 +424,20 @@ def check_starved(opt_state: Any, policy: Policy[Any]) -> None:
     """
     if isinstance(opt_state, LossScale):
         raise UsageError(
-            "check_starved was given a LossScale, which has its policy with it. Write "
-            "loss_scale.check_starved()."
+            "check_exhausted was given a LossScale, which has its policy with it. Write "
+            "loss_scale.check_exhausted()."
         )
     state = find(opt_state)
     check_dtypes(state)
     if type(state.policy_state) is not type(given_policy(policy, {}).start()):
         raise UsageError(
             f"the loss scale in opt_state, {kind_of(state.policy_state)}, is not that of {policy!r}. Write "
-            "check_starved(opt_state, policy) with the policy that loss_scaled was given, or opt_state = "
+            "check_exhausted(opt_state, policy) with the policy that loss_scaled was given, or opt_state = "
             "restart_loss_scale(opt_state, policy) to resume with this one."
         )
     counts = {name: getattr(state, name) for name in ("steps", "skipped_steps")}
     check_counts(dict(zip(counts, read(list(counts.values())), strict=True)), counts)
-    LossScale(policy, state.policy_state, state.starved).check_starved()
+    LossScale(policy, state.policy_state, state.exhausted).check_exhausted()
 
 
 def _either(finite: Any, take: Callable[[], Any], skip: Callable[[], Any]) -> Any:

@@ -22,9 +22,9 @@ from torch.amp.grad_scaler import OptState
 from preamp.arrays.torch import gather
 from preamp.arrays.torch_devices import check_device, is_capturing
 from preamp.checks import callable_or_none, is_number, level_of_caller, shown
-from preamp.errors import PolicyError, Starved, UsageError
+from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.policy import Dynamic, Policy
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems.arguments import warn_if_out_of_bounds
 from preamp.torch.nested import map_tensors
 from preamp.torch.scaling.buffers import Buffers
@@ -68,7 +68,8 @@ class GradScaler(Stepping):
         process_group: the ranks that hold different gradients of one model (tensor, pipeline or fully
             sharded parallel), so that all of them skip together. DDP needs none, and DTensors know theirs.
         reduce: instead of a group, a function that sums a float64 tensor over ranks: of shape [2], for a
-            policy that sees [282]. On a device without float64, such as MPS, it is float32.
+            policy that uses gradient statistics [282]. On a device without float64, such as MPS, it is
+            float32.
         capturable: read nothing, ever: for `torch.compile(fullgraph=True)` and CUDA graphs. The state
             stays on the device, `last_step` is read when it is asked for, and a step that must not happen
             is taken back by a `where`, unless the optimizer is fused. Take a step before you capture a graph:
@@ -94,7 +95,7 @@ class GradScaler(Stepping):
         PolicyError: for settings that PyTorch accepts and that cannot work, and for a device that never
             computes ("meta") or does not exist ("gpu").
         InexactScale: a warning, for a scale or factor that is not a power of two.
-        Starved: from `update`, if the policy was told to give up at its floor.
+        ScaleExhausted: from `update`, if the policy was told to give up at its floor.
 
     >>> import torch
     >>> from preamp.torch import GradScaler
@@ -136,7 +137,7 @@ class GradScaler(Stepping):
             self._loss_scale = LossScale(Dynamic(), {})
         self._readings = Readings(Agreement(process_group, reduce))
         self._capturable = capturable
-        self._gives_up = self._loss_scale.policy.gives_up()
+        self._gives_up = self._loss_scale.policy.gives_up
         if capturable and (on_step is not None or self._gives_up):
             needed, instead = (
                 (f"on_step={on_step!r}", "leave out on_step: scaler.last_step is read when you ask for it")
@@ -240,7 +241,7 @@ class GradScaler(Stepping):
         Raises:
             UsageError: where gradients are final only after communication (DDP, FSDP, DTensor).
         """
-        return self._readings.watch(optimizer, peaks=bool(self.policy.sees))
+        return self._readings.watch(optimizer, peaks=bool(self.policy.needs))
 
     def step(
         self,
@@ -314,7 +315,7 @@ class GradScaler(Stepping):
         Raises:
             AssertionError: as PyTorch, when no optimizer was unscaled or stepped.
             PolicyError: for a scale that would turn gradients into 0, inf or NaN.
-            Starved: if the policy was told to give up at its floor. The scaler can be used further.
+            ScaleExhausted: if the policy was told to give up at its floor. The scaler can be used further.
         """
         if not self._enabled:
             self._steps_seen += 1
@@ -533,7 +534,7 @@ class GradScaler(Stepping):
         found_inf = steps[0].found_inf if len(steps) == 1 else None
         try:
             new_scale = self._loss_scale.advance(reading_of(steps, self.policy), found_inf)
-        except Starved:
+        except ScaleExhausted:
             self._finish(outcomes, self._loss_scale.snapshot())  # who gives up leaves a record too
             raise
         self._finish(outcomes, new_scale)

@@ -174,7 +174,7 @@ class LossScale:
             A `snapshot` of the scale after it.
 
         Raises:
-            Starved: if the policy gives up; on the host only. The state is as it was.
+            ScaleExhausted: if the policy gives up; on the host only. The state is as it was.
             PolicyError: if the policy looks at what the reading does not tell. The state is as it was.
         """
         if isinstance(reading.finite, Tensor):
@@ -291,7 +291,7 @@ class LossScale:
     def _obey(self, policy: Policy[Any]) -> None:
         """Make a policy the one in force."""
         self.policy = policy
-        self.edge: float | None = policy.edge if "share" in policy.sees else None
+        self.edge: float | None = policy.edge if "share" in policy.needs else None
 
     def _here(self, number: bool | float | Tensor) -> Tensor:
         """Return a flag, or a number as float32, where the state is."""
@@ -358,7 +358,7 @@ def _apart(after: Any, before: Any) -> list[Tensor]:
 
 def _kernel_knows(policy: Policy[Any], state: Any) -> bool:
     """Return whether PyTorch's kernel and a clamp after it move as a policy does from a state on the host."""
-    if type(policy) is not Dynamic or policy.hysteresis != 1 or policy.growth_delay or policy.gives_up():
+    if type(policy) is not Dynamic or policy.hysteresis != 1 or policy.growth_delay or policy.gives_up:
         return False
     clamps = policy.at_ceiling == "clamp" or policy.max_scale == FLOAT32_MAX
     inside = (policy.min_scale or 0.0) <= state.scale <= (policy.max_scale or 0.0)

@@ -24,7 +24,7 @@ from preamp.arrays.torch_devices import is_capturing
 from preamp.checks import ScaledLosses, callable_or_none, warn_if_inexact, whole
 from preamp.errors import InexactScale, PolicyError, UsageError
 from preamp.policy import Policy
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.systems.arguments import (
     INITIAL_SCALE,
     INTERVAL,
@@ -242,7 +242,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
                 `process_group` or `reduce` from this rank's first loss on: a pipeline's first stages have
                 none. Nothing was changed.
             AssertionError: as PyTorch, if no parameter has a gradient.
-            Starved: if the policy was told to give up. The parameters are as they were.
+            ScaleExhausted: if the policy was told to give up. The parameters are as they were.
         """
         self._require_own_weights("step()")
         if closure is None:

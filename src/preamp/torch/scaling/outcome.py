@@ -14,7 +14,7 @@ from torch import Tensor
 
 from preamp.errors import PolicyError
 from preamp.policy import Policy, Reading
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.torch.scaling.losses import UnreadLoss
 from preamp.torch.scaling.sight import Sight, combined
 
@@ -56,15 +56,15 @@ def reading_of(outcomes: Sequence[Outcome], policy: Policy[Any]) -> Reading:
     """Return what a policy is told of the steps of one or several optimizers.
 
     Raises:
-        PolicyError: for a policy that sees, where other code has looked at the gradients.
+        PolicyError: for a policy that uses gradient statistics, where other code has looked at the gradients.
     """
     finite = _all_true([outcome.finite for outcome in outcomes])
-    if not policy.sees:
+    if not policy.needs:
         return Reading(finite)
     sights = [outcome.sight for outcome in outcomes if outcome.sight and outcome.sight.peak is not None]
     if len(sights) < len(outcomes):
         raise PolicyError(
-            f"{policy!r} needs the {' and the '.join(sorted(policy.sees))} of the gradients, but other code "
+            f"{policy!r} needs the {' and the '.join(sorted(policy.needs))} of the gradients, but other code "
             "has looked at them and tells only whether they are finite. Write scaler.unscale_(optimizer) or "
             "scaler.step(optimizer) as they are in GradScaler, or policy=Dynamic(), which needs no more."
         )

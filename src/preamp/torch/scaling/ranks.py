@@ -1,8 +1,8 @@
 """What several ranks saw, agreed on before any of them decides.
 
 One sum over ranks carries two numbers: how many ranks found a gradient that is not finite, and their shares
-of the squared norm; for a policy that sees, further ones (`sight.packed`). This room refuses to know what is
-decided.
+of the squared norm; for a policy that uses gradient statistics, further ones (`sight.packed`). This room
+refuses to know what is decided.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Agreement:
             its methods `rank()`, `size()` and `allreduce(tensors, options)`. None: gradients are the same on
             all ranks, as with DDP, or they are DTensors, which know their mesh.
         reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm of unscaled
-            gradients); sums it over ranks in place, or returns the sum. For a policy that sees the shape is
-            [282]: then come 278 bins, one for each binary exponent of float32 from -149 to 128, with a one
-            for this rank's peak; entries at the policy's edge or above; all entries. On a device without
-            float64, such as MPS, it is float32: there a norm above 1.8e19 counts as not finite.
+            gradients); sums it over ranks in place, or returns the sum. For a policy that uses gradient
+            statistics the shape is [282]: then come 278 bins, one for each binary exponent of float32 from
+            -149 to 128, with a one for this rank's peak; entries at the policy's edge or above; all entries.
+            On a device without float64, such as MPS, it is float32: there a norm above 1.8e19 counts as not
+            finite.
 
     Raises:
         PolicyError: if both are given, or `reduce` cannot be called.
@@ -97,7 +98,9 @@ class Agreement:
             PolicyError: for gradients on several meshes.
         """
         _refuse_several(
-            meshes, "the policy asks for a share of all entries", "take a policy that sees the peak alone"
+            meshes,
+            "the policy asks for a share of all entries",
+            "take a policy that needs the peak alone",
         )
 
 

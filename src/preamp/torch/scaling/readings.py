@@ -25,7 +25,7 @@ class Seen(NamedTuple):
     Attributes:
         finite: whether all are finite, and stay so when divided.
         norm: their global L2 norm; None if it was not taken.
-        sight: what a policy that sees is shown.
+        sight: what a policy that uses gradient statistics is shown.
         sizes: the norm or the peak of each gradient on this rank; of what is not read.
     """
 
@@ -50,7 +50,7 @@ class Readings:
         return {"agreement": self.agreement, "_watches": {}}  # hooks stay with their parameters
 
     def watch(self, optimizer: Any, *, peaks: bool) -> Watch:
-        """Watch an optimizer's gradients from now on, for their peaks too if the policy sees."""
+        """Watch an optimizer's gradients from now on, for their peaks too if the policy uses them."""
         watch = Watch(optimizer, peaks=peaks)
         if id(optimizer) in self._watches:
             self._watches[id(optimizer)].remove()
@@ -61,7 +61,7 @@ class Readings:
         """Return whether an optimizer is watched."""
         if optimizer is None:  # of which the compiler of 2.6 cannot trace the id
             return False
-        return id(optimizer) in self._watches and self._watches[id(optimizer)].sees(optimizer)
+        return id(optimizer) in self._watches and self._watches[id(optimizer)].covers(optimizer)
 
     def look(
         self, optimizer: Any, gradients: Gradients, edge: float | None, device: torch.device, *, read: bool
@@ -91,7 +91,7 @@ class Readings:
             device: where other ranks expect what this one has seen, wherever its gradients are.
             finite: what is known of this rank before.
             norm: whether the norm is wanted.
-            sight: what this rank has seen in them while they were scaled, if the policy sees.
+            sight: what this rank has seen in them while they were scaled, if the policy uses them.
 
         Raises:
             PolicyError: for a norm or a share over ranks that cannot be told.

@@ -1,4 +1,4 @@
-"""What a policy that sees is shown of one optimizer's scaled gradients: their peak, and how many are large.
+"""Statistics of one optimizer's scaled gradients, for policies that use them: peak and share near the top.
 
 Ranks put together what each has seen by one sum: of ones in the bin of the peak's exponent, and of counts.
 This room refuses to know what a policy makes of it, and which gradients are still scaled.

@@ -25,7 +25,7 @@ from preamp.arrays.torch import Gradients, gather
 from preamp.arrays.torch_devices import widest
 from preamp.checks import to_float32
 from preamp.errors import UsageError
-from preamp.record.trace import Step
+from preamp.scaling import Step
 from preamp.torch.scaling import launches
 from preamp.torch.scaling.buffers import Buffers
 from preamp.torch.scaling.culprits import culprits
@@ -64,7 +64,7 @@ class _Failed(NamedTuple):
 
     Attributes:
         gradients: each with its version, as they were left.
-        looked: what this rank saw in the scaled gradients, if the policy sees.
+        looked: what this rank saw in the scaled gradients, if the policy uses them.
         norm: the norm that was taken, if any.
         divisor: what it has to be divided by.
     """
@@ -259,7 +259,7 @@ class Stepping(torch.amp.GradScaler):
         """Do what `_prepare` does for scaled gradients of one rank; None where there is no kernel for it."""
         scale, constant = self._require_scale("step"), preset(optimizer)
         usual = clip.max_value is None and not isinstance(constant, Tensor)
-        if not usual or self._loss_scale.policy.sees or self._readings.agreement.needed(gradients.meshes):
+        if not usual or self._loss_scale.policy.needs or self._readings.agreement.needed(gradients.meshes):
             return None
         if not launches.can_prepare(scale):
             return None
@@ -437,7 +437,7 @@ class Stepping(torch.amp.GradScaler):
         scale = self._require_scale("unscale_")
         found_inf = _number(0.0, scale.device)
         sight = None
-        if self._loss_scale.policy.sees:
+        if self._loss_scale.policy.needs:
             sight = self._look(optimizer, gather(optimizer), read=not self._stays_on_device(optimizer))
         flags = self._unscale_grads_(optimizer, self._inverse(scale), found_inf, True)
         meshes = ledger.pop("meshes", [])
@@ -450,8 +450,8 @@ class Stepping(torch.amp.GradScaler):
 
     @torch.no_grad()
     def _look(self, optimizer: Any, gradients: Gradients, *, read: bool) -> Sight | None:
-        """Return what a policy that sees asks of scaled gradients; what was unscaled was looked at before."""
-        if not self._loss_scale.policy.sees:
+        """Return the statistics that the policy needs; gradients that were unscaled were measured before."""
+        if not self._loss_scale.policy.needs:
             return None
         ledger = self._per_optimizer_states[id(optimizer)]
         before = self._before(optimizer, ledger)
@@ -464,7 +464,7 @@ class Stepping(torch.amp.GradScaler):
 
     def _seen(self, ledger: Ledger) -> Sight | None:
         """Return what was seen when gradients were unscaled; nothing if other code did that."""
-        return ledger.get("sight", Sight()) if self._loss_scale.policy.sees else None
+        return ledger.get("sight", Sight()) if self._loss_scale.policy.needs else None
 
     @torch.no_grad()
     def _unscale_grads_(

@@ -45,7 +45,7 @@ class Watch:
         self._seen: dict[int, _Seen] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._measure) for p in parameters]
 
-    def sees(self, optimizer: Any) -> bool:
+    def covers(self, optimizer: Any) -> bool:
         """Return whether this is the optimizer, and nobody has called `remove`."""
         return bool(self._hooks) and self._optimizer() is optimizer
 

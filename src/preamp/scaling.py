@@ -1,0 +1,209 @@
+"""What every adapter does around a policy at the end of a step, written once.
+
+```
+measured = Measured(finite, scale, grad_norm, peak, share)    # by the adapter, in its gradients
+state, gave_up = advance(policy, state, measured, where)
+last_step = to_step(state, loss=loss)
+raise_if_exhausted(policy, state)
+```
+
+`advance` is pure: like a policy, it is Python operators and an injected ``where(condition, yes, no)``.
+PyTorch keeps the state as Python floats or as tensors, JAX as a pytree, Keras and tf_keras as variables.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from preamp.policy import Policy, Reading, Where, choose
+
+__all__ = ["Measured", "ScalerState", "Step", "advance", "raise_if_exhausted", "start", "to_step"]
+
+S = TypeVar("S", bound=Any)  # the policy's own state, a NamedTuple of T
+T = TypeVar("T")  # a scalar: a Python number, or one of a framework
+
+
+class Step(NamedTuple):
+    """One training step.
+
+    Attributes:
+        index: 0 for the first step.
+        scale: the loss scale that was in this step's loss; 0 or inf where a policy has no floor or ceiling.
+        finite: True when every gradient was finite.
+        skipped: True when the update was not applied; with several optimizers, that of any of them.
+        new_scale: the scale of the next step; None until the policy has advanced.
+        loss: the loss, not scaled.
+        grad_norm: global L2 norm of the unscaled gradients.
+        peak: the largest finite magnitude among the scaled gradients.
+        zeros: the share of gradient entries that are exactly zero, from 0 to 1.
+        culprits: names of the parameters whose gradients were not finite, first in backward order.
+        seconds: wall time of the step.
+        buffers: names of module buffers, such as BatchNorm's running statistics, that were not finite after
+            a skipped step.
+    """
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    scale: float
+    finite: bool
+    skipped: bool
+    new_scale: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    peak: float | None = None
+    zeros: float | None = None
+    culprits: tuple[str, ...] = ()
+    seconds: float | None = None
+    buffers: tuple[str, ...] = ()
+
+
+class Measured(NamedTuple, Generic[T]):
+    """What an adapter measured in the gradients of one step. All ranks have agreed on it.
+
+    Attributes:
+        finite: True (or a boolean scalar) when every gradient is finite.
+        scale: the loss scale that was in the loss.
+        grad_norm: global L2 norm of the unscaled gradients; None where it was not taken. Undefined, possibly
+            NaN, after an overflow.
+        peak: the largest magnitude among the scaled gradients, as in `Reading`.
+        share: the share of entries at `Policy.edge` or above, as in `Reading`.
+    """
+
+    finite: Any
+    scale: T
+    grad_norm: T | None = None
+    peak: T | None = None
+    share: T | None = None
+
+    @property
+    def reading(self) -> Reading:
+        """What the policy is told of it."""
+        return Reading(self.finite, self.peak, self.share)
+
+
+class ScalerState(NamedTuple, Generic[S, T]):
+    """What a scaler remembers between steps: scalars, all of one framework.
+
+    Attributes:
+        policy_state: the policy's state; `policy_state.scale` is what the next loss is multiplied by.
+        last_scale: the scale that was in the last loss.
+        finite: whether the last gradients were finite.
+        grad_norm: global L2 norm of the last unscaled gradients, inf after an overflow; None where no step
+            takes it.
+        peak: the largest magnitude among the last scaled gradients, 0 after an overflow; None where the
+            policy
+            does not need it.
+        exhausted_scale: the scale at which the policy gave up first, 0 if it has not.
+        exhausted_overflows: the overflows that were counted by then, 0 if it has not given up.
+        steps: steps taken or skipped.
+        skipped_steps: steps skipped.
+    """
+
+    policy_state: S
+    last_scale: T
+    finite: Any
+    grad_norm: T | None
+    peak: T | None
+    exhausted_scale: T
+    exhausted_overflows: T
+    steps: Any
+    skipped_steps: Any
+
+
+def start(policy: Policy[S], *, takes_norm: bool = False) -> ScalerState[S, float]:
+    """Return the state before the first step, in Python numbers.
+
+    Args:
+        policy: the rule.
+        takes_norm: whether each step measures the norm of its gradients.
+    """
+    state = policy.start()
+    peak = 0.0 if "peak" in policy.needs else None
+    return ScalerState(state, state.scale, True, 0.0 if takes_norm else None, peak, 0.0, 0.0, 0, 0)
+
+
+def advance(
+    policy: Policy[S], state: ScalerState[S, Any], measured: Measured[Any], where: Where = choose
+) -> tuple[ScalerState[S, Any], Any]:
+    """Return the state after a step, and whether the policy gave up on this step.
+
+    A policy that gives up stays as it is, so that a compiled program, which cannot raise, skips step after
+    step. A program that can raise does: `raise_if_exhausted` where the second value is true.
+
+    Args:
+        policy: the rule.
+        state: before the step.
+        measured: what was measured in its gradients.
+        where: the framework's ``where(condition, yes, no)``.
+    """
+    before, reading = state.policy_state, measured.reading
+    finite = reading.finite
+    after = policy.advance(before, reading, where)
+    exhausted_scale, exhausted_overflows = state.exhausted_scale, state.exhausted_overflows
+    gave_up: Any = False
+    if policy.gives_up:
+        gave_up = policy.exhausted(before, after, reading, where)
+        after = type(before)(*[where(gave_up, old, new) for old, new in zip(before, after, strict=True)])
+        # The first time is kept: that is where training should have ended.
+        gave_up_before = exhausted_overflows > 0.0
+        scale, overflows = where(gave_up, before.scale, 0.0), where(gave_up, before.bad + 1.0, 0.0)
+        exhausted_scale = where(gave_up_before, exhausted_scale, scale)
+        exhausted_overflows = where(gave_up_before, exhausted_overflows, overflows)
+    after_step = ScalerState(
+        policy_state=after,
+        last_scale=measured.scale,
+        finite=finite,
+        grad_norm=None if measured.grad_norm is None else where(finite, measured.grad_norm, math.inf),
+        peak=None if measured.peak is None else where(finite, measured.peak, 0.0),
+        exhausted_scale=exhausted_scale,
+        exhausted_overflows=exhausted_overflows,
+        steps=state.steps + 1,
+        skipped_steps=state.skipped_steps + where(finite, 0, 1),
+    )
+    return after_step, gave_up
+
+
+def raise_if_exhausted(policy: Policy[Any], state: ScalerState[Any, float]) -> None:
+    """Raise what a compiled step could not: the policy has given up.
+
+    Args:
+        policy: the rule.
+        state: in Python numbers.
+
+    Raises:
+        ScaleExhausted: naming the scale at which it gave up first, and how many overflows were counted then.
+    """
+    if policy.gives_up and state.exhausted_overflows:
+        raise policy.exhaustion(state.exhausted_scale, int(state.exhausted_overflows))
+
+
+def to_step(
+    state: ScalerState[Any, float],
+    *,
+    loss: float | None = None,
+    culprits: tuple[str, ...] = (),
+    buffers: tuple[str, ...] = (),
+) -> Step | None:
+    """Return the record of the last step; None before the first.
+
+    Args:
+        state: after the step, in Python numbers.
+        loss: as in `Step`, like the others.
+        culprits: names of parameters.
+        buffers: names of module buffers.
+    """
+    if not state.steps:
+        return None
+    finite = bool(state.finite)
+    return Step(
+        index=int(state.steps) - 1,
+        scale=state.last_scale,
+        finite=finite,
+        skipped=not finite,
+        new_scale=state.policy_state.scale,
+        loss=loss,
+        grad_norm=state.grad_norm if finite else None,
+        peak=state.peak if finite else None,
+        culprits=culprits,
+        buffers=buffers,
+    )
