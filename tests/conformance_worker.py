@@ -2,14 +2,15 @@
 
     python conformance_worker.py FILE NUMBER...
 
-drives the adapters of some `ROWS` through `SCRIPT` under every policy, and writes to FILE what each step came
-to. Gradients are the framework's own: the loss is a sum of weights times factors, one of which is not
-finite where the script says so.
+drives the adapters of some `ROWS` through `SCRIPT` under every policy, and through `EXHAUSTING` under one
+that gives up twice, and writes to FILE what each step came to. Gradients are the framework's own: the loss is
+a sum of weights times factors, one of which is not finite where the script says so.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -35,6 +36,12 @@ POLICIES: dict[str, Any] = {
     "sees the peak too": LogMax(init_scale=4.0, mean_steps=4, variance_steps=4, growth_interval=2),
     "sees the share": Histogram(init_scale=4.0, growth_interval=2),
 }
+# Gives up at a scale of 8, and after some clean steps, at which the training should have ended, at 4.
+EXHAUSTING, GIVES_UP_TWICE = (
+    "1110000111000000",
+    Dynamic(init_scale=32.0, growth_interval=3, max_consecutive_overflows=2),
+)
+playing = SimpleNamespace(script=SCRIPT)
 STARTS = [np.array([1.0, -2.0, 3.0], "float32"), np.array([[0.5], [4.0]], "float32")]
 RATE = 0.25
 BACKEND = os.environ.get("KERAS_BACKEND")
@@ -83,7 +90,7 @@ def torch_peer(policy: Any, *, wrapper: bool, fused: bool = False) -> Peer:
             optimizer.step()
         else:
             optimizer.scale(loss).backward()
-            optimizer.step(inner)
+            optimizer.step(inner, max_norm=math.inf)  # which measures it
             optimizer.update()
 
     return Peer(optimizer, step, *torch_photos(weights, inner))
@@ -232,7 +239,7 @@ def whole_script(optimizer: Any) -> Any:
     import jax
 
     update = whole_step(optimizer)
-    script = [factors(number, mark == "1") for number, mark in enumerate(SCRIPT)]
+    script = [factors(number, mark == "1") for number, mark in enumerate(playing.script)]
     stacked = [np.stack(parts) for parts in zip(*script, strict=True)]
     moments: list[Any] = []
 
@@ -243,7 +250,7 @@ def whole_script(optimizer: Any) -> Any:
     def told(state: Any, weights: Any, _: Any) -> Any:
         if not moments:
             _, after = jax.jit(jax.lax.scan, static_argnums=0)(one, (state, weights), stacked)
-            moments.extend(jax.tree.map(lambda x, n=n: x[n], after) for n in reversed(range(len(SCRIPT))))
+            moments.extend(jax.tree.map(lambda x, n=n: x[n], after) for n in reversed(range(len(script))))
         return moments.pop()
 
     return told
@@ -413,6 +420,8 @@ class Row(NamedTuple):
     Attributes:
         only: the policies that the adapter has words for; None for all.
         is_repeated: whether another row does the same: in a graph, which is quicker, or for newer optimizers.
+        raises: whether the step at which a policy gives up raises.
+        takes_norm: whether the record has the norm of the gradients.
     """
 
     framework: str
@@ -421,6 +430,8 @@ class Row(NamedTuple):
     make: Callable[[Any], Peer]
     only: frozenset[str] | None = None
     is_repeated: bool = False
+    raises: bool = True
+    takes_norm: bool = True
 
     def policies(self) -> dict[str, Any]:
         """Return the policies that the adapter has words for."""
@@ -430,16 +441,35 @@ class Row(NamedTuple):
 ROWS = [
     Row("torch", "torch", "GradScaler", lambda policy: torch_peer(policy, wrapper=False)),
     Row("torch", "torch", "GradScaler, fused", lambda policy: torch_peer(policy, wrapper=False, fused=True)),
-    Row("torch", "torch", "LossScaleOptimizer", lambda policy: torch_peer(policy, wrapper=True)),
-    Row("torch", "torch", "DeepSpeed's scaler", deepspeed_scaler_peer, only=frozenset({"hysteresis"})),
+    Row(
+        "torch",
+        "torch",
+        "LossScaleOptimizer",
+        lambda policy: torch_peer(policy, wrapper=True),
+        takes_norm=False,
+    ),
+    Row(
+        "torch",
+        "torch",
+        "DeepSpeed's scaler",
+        deepspeed_scaler_peer,
+        only=frozenset({"hysteresis"}),
+        takes_norm=False,
+    ),
     Row("torch", "torch", "DeepSpeed's engine", deepspeed_engine_peer),
-    Row("jax", "jax", "step, compiled", lambda policy: jax_peer(policy, whole_step)),
-    Row("jax", "jax", "apply_gradients, compiled", lambda policy: jax_peer(policy, own_gradients)),
-    Row("jax", "jax", "update, eager", lambda policy: jax_peer(policy, optax_idiom)),
-    Row("jax", "jax", "step, in one scan", lambda policy: jax_peer(policy, whole_script)),
-    Row("jax", "jax", "LossScale, compiled", by_hand),
+    Row("jax", "jax", "step, compiled", lambda policy: jax_peer(policy, whole_step), raises=False),
+    Row(
+        "jax",
+        "jax",
+        "apply_gradients, compiled",
+        lambda policy: jax_peer(policy, own_gradients),
+        raises=False,
+    ),
+    Row("jax", "jax", "update, eager", lambda policy: jax_peer(policy, optax_idiom), raises=False),
+    Row("jax", "jax", "step, in one scan", lambda policy: jax_peer(policy, whole_script), raises=False),
+    Row("jax", "jax", "LossScale, compiled", by_hand, raises=False, takes_norm=False),
     *[
-        Row("keras", backend, "compiled", partial(keras_peer, compiled=True))
+        Row("keras", backend, "compiled", partial(keras_peer, compiled=True), raises=False)
         for backend in ("jax", "tensorflow")  # nothing compiles it on PyTorch
     ],
     *[
@@ -453,6 +483,7 @@ ROWS = [
             f"{kind}, {'compiled' if compiled else 'eager'}",
             partial(tensorflow_peer, kind=kind, compiled=compiled),
             is_repeated=not compiled or kind == "legacy",
+            raises=not compiled,
         )
         for kind in ("legacy", "tf_keras", "keras")
         for compiled in (False, True)
@@ -477,6 +508,7 @@ def walk(peer: Peer) -> list[dict[str, Any]]:
         steps.append(
             {
                 "trace": None if gave_up else [step.scale, step.finite, step.skipped, step.new_scale],
+                "norm": None if gave_up else step.grad_norm,
                 "moved": {"weights": weights, "state": state},
             }
         )
@@ -485,14 +517,30 @@ def walk(peer: Peer) -> list[dict[str, Any]]:
     return steps
 
 
+def exhaust(peer: Peer) -> dict[str, Any]:
+    """Go on after a policy has given up; return when and where it gave up, and what is said at the end."""
+    raised, said = [], None
+    for number, mark in enumerate(EXHAUSTING):
+        try:
+            peer.step(factors(number, mark == "1"))
+        except ScaleExhausted as error:
+            raised.append([number, error.scale, error.overflows])
+    try:
+        if hasattr(peer.optimizer, "check_exhausted"):
+            peer.optimizer.check_exhausted()
+    except ScaleExhausted as error:
+        said = [error.scale, error.overflows]
+    return {"raised": raised, "said": said, "can say": hasattr(peer.optimizer, "check_exhausted")}
+
+
 def photograph(peer: Peer) -> list[list[bytes]]:
     return [[np.asarray(array).tobytes() for array in part()] for part in (peer.weights, peer.state)]
 
 
 if __name__ == "__main__":
     file, *numbers = sys.argv[1:]
-    found = [
-        {name: walk(row.make(policy)) for name, policy in row.policies().items()}
-        for row in map(ROWS.__getitem__, map(int, numbers))
-    ]
-    Path(file).write_text(json.dumps(found))
+    rows = [ROWS[int(number)] for number in numbers]
+    found = [{name: walk(row.make(policy)) for name, policy in row.policies().items()} for row in rows]
+    playing.script = EXHAUSTING
+    exhausted = [None if row.only else exhaust(row.make(GIVES_UP_TWICE)) for row in rows]
+    Path(file).write_text(json.dumps(list(zip(found, exhausted, strict=True))))

@@ -14,7 +14,7 @@ import pytest
 
 from preamp import Reading, ScaleExhausted
 
-from .conformance_worker import POLICIES, ROWS, SCRIPT, Row, factors
+from .conformance_worker import EXHAUSTING, GIVES_UP_TWICE, POLICIES, ROWS, SCRIPT, Row, factors
 
 each_row = pytest.mark.parametrize(
     "row",
@@ -81,15 +81,48 @@ def run_worker(backend: str, file: Path, rows: list[Row]):
 
 @each_row
 def test_the_trace_is_the_cores(walks, row):
-    traces = {policy: [step["trace"] for step in steps] for policy, steps in walks(row).items()}
+    walked, _ = walks(row)
+    traces = {policy: [step["trace"] for step in steps] for policy, steps in walked.items()}
     assert traces == {name: trace_of_the_core(policy) for name, policy in row.policies().items()}
 
 
 @each_row
 def test_a_skipped_step_leaves_every_bit_and_others_move_weights_and_state(walks, row):
-    for steps in walks(row).values():
+    for steps in walks(row)[0].values():
         moved = [step["moved"] for step in steps]
         assert moved == [{"weights": mark == "0", "state": mark == "0"} for mark in SCRIPT[: len(steps)]]
+
+
+def norm_of(number, mark):
+    """Return the norm of a step's unscaled gradients; None after an overflow."""
+    entries = np.concatenate([one.ravel() for one in factors(number, False)])
+    return None if mark == "1" else pytest.approx(float(np.linalg.norm(entries)), rel=1e-6)
+
+
+@each_row
+def test_the_record_has_the_norm_of_the_gradients(walks, row):
+    norms = [norm_of(*step) for step in enumerate(SCRIPT)] if row.takes_norm else [None] * len(SCRIPT)
+    for steps in walks(row)[0].values():
+        given_up = [step["trace"] is None for step in steps]
+        expected = [None if none else norm for norm, none in zip(norms, given_up, strict=False)]
+        assert [step["norm"] for step in steps] == expected
+
+
+@each_row
+def test_a_policy_that_has_given_up_goes_on_saying_where_it_did_first(walks, row):
+    if row.only:
+        pytest.skip("this adapter has no words for the policy")
+    found, state = [], GIVES_UP_TWICE.start()
+    for number, mark in enumerate(EXHAUSTING):
+        try:
+            state = GIVES_UP_TWICE.step(state, Reading(mark == "0"))
+        except ScaleExhausted as error:
+            found.append([number, error.scale, error.overflows])
+    assert found == [[2, 8.0, 3], [9, 4.0, 3]]
+    walked = walks(row)[1]
+    assert walked["raised"] == (found if row.raises else [])
+    assert walked["can say"] or row.raises
+    assert walked["said"] == (found[0][1:] if walked["can say"] else None)
 
 
 def test_the_script_tells_the_policies_apart():

@@ -107,7 +107,7 @@ def test_hooks_replace_on_one_object_and_put_back() -> None:
     hooks.place(owner, "method", lambda old, number: 10 * old(number))
     hooks.place(owner, "other", lambda old, number: -old(number))
     assert (owner.method(1), owner.other(1), Owner().method(1)) == (20, -2, 2)  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match=r"Owner.method is in the hands of an earlier attach"):
+    with pytest.raises(UsageError, match=r"Owner.method was replaced by an earlier attach"):
         Hooks().place(owner, "method", lambda old, number: number)
     hooks.remove()
     assert vars(owner) == before

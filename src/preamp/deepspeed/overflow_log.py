@@ -1,10 +1,8 @@
 """One log record for every skipped step: the scale before and after, and the parameters concerned.
 
-This room words and rations. It refuses to know what made a step skip, and what moves a scale.
-
-The records go to the logger "preamp.deepspeed" as warnings, from rank 0 alone. A run that diverges skips
-every step, on a thousand nodes at once: more than a few records a minute are counted instead of written, and
-the next one says how many they were.
+The records go to the logger "preamp.deepspeed" as warnings, from rank 0 only. A run that diverges skips every
+step, on a thousand nodes at once. So the records are limited to a few a minute, and the next one says how
+many were left out.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class OverflowLog:
     Args:
         limit: how many records are written in a period.
         period: its length in seconds; it begins with a record.
-        clock: returns seconds that never run backwards.
+        clock: returns monotonic seconds.
 
     Raises:
         PolicyError: for a limit or a period that cannot work.

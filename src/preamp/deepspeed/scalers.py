@@ -1,8 +1,7 @@
 """DeepSpeed's loss scalers under its names: the objects that training loops, engines and checkpoints hold.
 
-This room knows DeepSpeed's arguments, attributes and clock. The attributes are the truth, so code that reads
-or sets them goes on working. It refuses to know when a scale moves: `dialects.DEEPSPEED` does; and how
-gradients are read: `preamp.torch` does. The release is deepspeed 0.19.8 (runtime/fp16/loss_scaler.py).
+They have DeepSpeed's arguments and attributes, which are the source of truth, so code that reads or sets them
+works as before. The rule is `dialects.DEEPSPEED`. Read from deepspeed 0.19.8 (runtime/fp16/loss_scaler.py).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class LossScalerBase:
     Attributes:
         cur_scale: the loss scale in force. It can be set.
         dynamic: whether it moves.
-        overflow_log: what is told of every overflow. All scalers share one unless it is set.
+        overflow_log: called with every skipped step. All scalers share one unless it is set.
 
     Raises:
         PolicyError: for a scale that is not a finite number above 0.
@@ -113,8 +112,8 @@ class DynamicLossScaler(LossScalerBase):
         scale_window: clean steps before the scale is doubled.
         min_scale: the floor.
         delayed_shift: overflows it takes before the scale is halved; the configuration's `hysteresis`. Once
-            they are used up every overflow halves it, until they are counted anew.
-        consecutive_hysteresis: whether a clean step has them counted anew, or only the scale's growth.
+            they are used up every overflow halves it, until the count starts again.
+        consecutive_hysteresis: whether a clean step restarts the count, or only growth of the scale does.
         raise_error_at_min_scale: whether an overflow at the floor ends the training.
         dtype: of the gradients; nothing depends on it.
 

@@ -5,28 +5,27 @@ scale grows is half as long as it should be. Without ZeRO it divides by a scale 
 loss with, and does not count hysteresis. Here a step ends before the scale moves, and the loss is scaled in
 all stages.
 
-This room owns the order of a step. It refuses to know where DeepSpeed keeps things: `hosts` does; and when a
-scale moves: the policy does.
+This module has the order of a step; `hosts` has where DeepSpeed keeps what it needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from preamp.checks import callable_or_none
-from preamp.deepspeed.attaching.admission import admitted
 from preamp.deepspeed.attaching.hosts import TESTED, Host, Stage0, require
-from preamp.deepspeed.attaching.method_patches import Hooks
+from preamp.deepspeed.attaching.method_patches import MethodPatches
 from preamp.deepspeed.attaching.mirror import Mirror
+from preamp.deepspeed.attaching.supported import host_of
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import ScaleExhausted, UsageError
-from preamp.policy import Policy, Reading
-from preamp.scaling import Step
+from preamp.policy import Policy
+from preamp.scaling import Measured, ScalerState, Step, advance, start, to_step
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
 from preamp.torch.scaling.losses import Losses, UnreadLoss
@@ -42,12 +41,12 @@ def attach(
     divided by the scale that was in their loss, hysteresis counts in every stage, and a skipped step is one
     record of the logger "preamp.deepspeed". Every rank has to attach, at the same step.
 
-    Checkpoints are DeepSpeed's, and DeepSpeed alone can load them. The scale, the hysteresis used and the
-    position in the window are saved and loaded with them. `load_checkpoint` may come before or after; at
-    stage 0 it comes after, because DeepSpeed alone loads no hysteresis there.
+    Checkpoints are DeepSpeed's, and DeepSpeed without preamp can load them. The scale, the hysteresis used
+    and the position in the window are saved and loaded with them. `load_checkpoint` may come before or after;
+    at stage 0 it comes after, because DeepSpeed does not load the hysteresis there.
 
     Args:
-        engine: the first of what `deepspeed.initialize` returns. One that has trained goes on from its scale.
+        engine: the first of what `deepspeed.initialize` returns. One that has trained keeps its scale.
         policy: the rule. None: what the engine's configuration says under "fp16", at every stage with
             hysteresis and an error at the floor. For one that uses gradient statistics, each clean step takes
             one more all-reduce of a number, and one of two numbers if it asks for the share.
@@ -60,11 +59,11 @@ def attach(
 
     Raises:
         UsageError: for an engine that a policy cannot be attached to. It is as it was.
-        PolicyError: for what is no policy, and for an `on_step` that cannot be called.
+        PolicyError: for something that is not a policy, and for an `on_step` that cannot be called.
         ConfigError: for a section "fp16" that DeepSpeed takes and that cannot work.
     """
     callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
-    host = admitted(engine)
+    host = host_of(engine)
     rule = _configured(engine) if policy is None else given_policy(policy, {})
     if host.saved().get("cur_iter"):
         warn_if_out_of_bounds(
@@ -72,21 +71,24 @@ def attach(
         )
     if rule.needs and host.hides_gradients():
         raise UsageError(
-            f"{rule!r} looks at gradients, which lie on a disk here. "
-            'Write "offload_optimizer": {"device": "cpu"}, or policy=Dynamic(), which looks at none.'
+            f"{rule!r} uses gradient statistics, and these gradients are offloaded to a disk. "
+            'Write "offload_optimizer": {"device": "cpu"}, or policy=Dynamic(), which needs none.'
         )
     return Attached(host, rule, on_step)
 
 
-class _Outcome(NamedTuple):
-    """What was decided while DeepSpeed steps."""
+class _Decision(NamedTuple):
+    """What was decided while DeepSpeed's own step runs, to be written once it has ended.
 
-    finite: bool
-    peak: float | None
-    after: Any
+    Attributes:
+        state: after the step, without the norm, which DeepSpeed takes later.
+        attributes: of DeepSpeed's loss scaler after the step; None if the policy gave up and nothing moves.
+        culprits: names of the parameters whose gradients were not finite.
+    """
+
+    state: ScalerState[Any, float]
     attributes: dict[str, Any] | None
     culprits: tuple[str, ...]
-    exhausted: ScaleExhausted | None
 
 
 class Attached:
@@ -104,13 +106,13 @@ class Attached:
         self.on_step: Callable[[Step], object] | None = on_step
         self.last_step: Step | None = None
         self.overflow_log: OverflowLog = OverflowLog()
-        self._host, self._mirror, self._hooks = host, Mirror(policy), Hooks()
-        self._outcome: _Outcome | None = None
+        self._host, self._mirror, self._patches = host, Mirror(policy), MethodPatches()
+        self._decision: _Decision | None = None
         self._norm: float | None = None
         self._sight: Sight | None = None
         self._seed_is_known = False
         self._losses = Losses()
-        self._place_hooks()
+        self._patch_methods()
         if not host.saved().get("cur_iter"):
             host.save(self._mirror.first())
 
@@ -118,15 +120,15 @@ class Attached:
         return f"{type(self).__name__}({self.policy!r}, last_step={self.last_step!r})"
 
     def detach(self) -> None:
-        """Give the engine back to DeepSpeed's own rule, which goes on from the scale that was reached.
+        """Give the engine back to DeepSpeed's own rule, at the scale that was reached.
 
         Raises:
             UsageError: if somebody has replaced a method of the engine or its optimizer since.
         """
-        self._hooks.remove()
+        self._patches.remove()
 
-    def _place_hooks(self) -> None:
-        host, place = self._host, self._hooks.place
+    def _patch_methods(self) -> None:
+        host, place = self._host, self._patches.place
         place(host.optimizer, "step", self._step)
         place(host.optimizer, "_update_scale", self._decide)
         place(host.optimizer, "unscale_and_clip_grads", self._note_norm)
@@ -142,8 +144,8 @@ class Attached:
     def _backward(self, original: Any, loss: Any, *rest: Any, **named: Any) -> Any:
         """Note the loss; scale its gradient, as DeepSpeed does not without ZeRO.
 
-        It is a view of the loss that goes on: DeepSpeed divides what the model has returned by the
-        accumulation steps unless it has seen the gradient of another tensor before, as with ZeRO.
+        DeepSpeed is given a view of the loss: it divides what the model returned by the accumulation steps,
+        unless the gradient of another tensor came first, as with ZeRO.
         """
         seed = self._seed(*rest, **named)
         with self._scaled_gradient(loss, seed) as scaled:
@@ -190,7 +192,7 @@ class Attached:
         return 1.0 / self._host.engine.gradient_accumulation_steps() if scale_wrt_gas else 1.0
 
     def _check_seed(self, gradient: Tensor, seed: float) -> None:
-        """Look once whether this release of DeepSpeed scales the loss itself."""
+        """Check once that this release of DeepSpeed does not scale the loss itself."""
         if not self._seed_is_known and not math.isclose(gradient.item(), seed, rel_tol=1e-2):
             raise UsageError(
                 f"the gradient of the loss is {gradient.item():g} where {seed:g} was expected: this release "
@@ -204,19 +206,19 @@ class Attached:
         scale, index = self._host.scale, self._host.engine.global_steps
         if not 0.0 < scale < math.inf:
             self.policy.restore({"scale": scale})  # refuses it, and says why
-        self._outcome = self._norm = None
-        self._sight = self._look() if self._host.looks_first else None
+        self._decision = self._norm = None
+        self._sight = self._look() if self._host.measures_first else None
         result = original(*arguments, **named)
-        outcome = self._outcome
-        if outcome is None:
+        decision = self._decision
+        if decision is None:
             raise UsageError(
                 "DeepSpeed has stepped without asking whether the scale is to move, so attach cannot tell "
                 f"what it divided by. Write pip install deepspeed=={TESTED}."
             )
-        self._publish(outcome)
-        self._record(index, scale, outcome)
-        if outcome.exhausted is not None:
-            raise outcome.exhausted
+        self._publish(decision)
+        self._record(index, scale, decision)
+        if decision.attributes is None:
+            raise self._exhaustion(decision)
         return result
 
     def _decide(self, original: Any, overflow: Any = False) -> None:
@@ -225,15 +227,12 @@ class Attached:
         self._losses.read()  # the host has just waited for the gradients; later it would for the update
         culprits = () if finite else self._host.culprits()
         sight = (self._sight or self._look()) if finite else None
-        reading = Reading(finite) if sight is None else Reading(finite, *combined([sight]))
-        state = self._mirror.read(saved)
-        try:
-            after = self.policy.step(state, reading)
-        except ScaleExhausted as error:
-            self._outcome = _Outcome(finite, reading.peak, state, None, culprits, _naming(error, culprits))
-        else:
-            attributes = self._mirror.written(saved, after, finite)
-            self._outcome = _Outcome(finite, reading.peak, after, attributes, culprits, None)
+        peak, share = (None, None) if sight is None else combined([sight])
+        measured = Measured(finite, self._host.scale, None, peak, share)
+        before = start(self.policy)._replace(policy_state=self._mirror.read(saved))
+        after, gave_up = advance(self.policy, before, measured)
+        attributes = None if gave_up else self._mirror.written(saved, after.policy_state, finite)
+        self._decision = _Decision(after, attributes, culprits)
 
     def _look(self) -> Sight | None:
         """Return what all ranks see in the scaled gradients, for a policy that uses gradient statistics."""
@@ -248,40 +247,35 @@ class Attached:
             self._norm = None if norm is None else float(norm) / self._host.scale
         return original(*arguments, **named)
 
-    def _publish(self, outcome: _Outcome) -> None:
-        if outcome.attributes is not None:
-            self._host.save(outcome.attributes)
+    def _publish(self, decision: _Decision) -> None:
+        if decision.attributes is not None:
+            self._host.save(decision.attributes)
         if isinstance(self._host, Stage0) and self._norm is not None:
             self._host.optimizer._global_grad_norm = self._norm  # unfused: DeepSpeed leaves it scaled
 
-    def _record(self, index: int, scale: float, outcome: _Outcome) -> None:
+    def _record(self, index: int, scale: float, decision: _Decision) -> None:
         loss = self._losses.take()
-        self.last_step = Step(
-            index=index,
-            scale=scale,
-            finite=outcome.finite,
-            skipped=not outcome.finite,
-            new_scale=self._host.scale,
-            loss=loss.read() if isinstance(loss, UnreadLoss) else loss,
-            grad_norm=self._norm,
-            peak=outcome.peak,
-            culprits=outcome.culprits,
-        )
-        self.overflow_log(self.last_step, self._mirror.overflows_left(outcome.after))
+        number = loss.read() if isinstance(loss, UnreadLoss) else loss
+        state = decision.state._replace(last_scale=scale, grad_norm=self._norm, steps=index + 1)
+        step = to_step(state, loss=number, culprits=decision.culprits)
+        assert step is not None  # index + 1 steps were taken
+        self.last_step = step
+        self.overflow_log(step, self._mirror.overflows_left(state.policy_state))
         if self.on_step is not None:
-            self.on_step(self.last_step)
+            self.on_step(step)
+
+    def _exhaustion(self, decision: _Decision) -> ScaleExhausted:
+        """Return the error for a policy that gave up, with the parameters concerned."""
+        state = decision.state
+        error = self.policy.exhaustion(state.exhausted_scale, int(state.exhausted_overflows))
+        message = f"{str(error).removesuffix('.')}{not_finite(decision.culprits)}."
+        return ScaleExhausted(message, scale=error.scale, overflows=error.overflows)
 
     def _refuse_override(self, original: Any, loss_scale: float) -> None:
         raise UsageError(
-            f"override_loss_scale({loss_scale!r}) would take the scale out of the policy's hands. "
+            f"override_loss_scale({loss_scale!r}) would override the policy. "
             f"Write attach(engine, policy=Static({loss_scale!r})) instead, after detach()."
         )
-
-
-def _naming(error: ScaleExhausted, culprits: Sequence[str]) -> ScaleExhausted:
-    """Return the error with the parameters concerned, whose record may have been one too many."""
-    said = f"{str(error).removesuffix('.')}{not_finite(culprits)}."
-    return ScaleExhausted(said, scale=error.scale, overflows=error.overflows)
 
 
 def _configured(engine: Any) -> Policy[Any]:

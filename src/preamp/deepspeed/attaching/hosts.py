@@ -1,8 +1,8 @@
-"""What has to be known of DeepSpeed's optimizers to attach a policy: one class per kind.
+"""What `attach` needs to know of DeepSpeed's optimizers, one class for each kind.
 
-Every name of DeepSpeed that is used stands in `uses` and is looked for before anything is changed. This
-room knows where a kind keeps its scale, which argument is the norm, and where gradients lie while they are
-scaled. It refuses to know policies. The release is deepspeed 0.19.8 (runtime/zero, runtime/fp16).
+A class says where its optimizer keeps the scale, which argument is the norm, and where the gradients are
+while they are scaled. All names of DeepSpeed that are used are in `uses`, and checked before anything
+changes. Read from deepspeed 0.19.8 (runtime/zero, runtime/fp16).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def require(owner: Any, names: tuple[str, ...]) -> None:
     for name in names:
         if not hasattr(owner, name):
             raise UsageError(
-                f"{type(owner).__name__} has no {name}, on which attach stands: it was tested with "
+                f"{type(owner).__name__} has no {name}, which attach needs: it was tested with "
                 f"deepspeed {TESTED}. Write pip install deepspeed=={TESTED}."
             )
 
@@ -51,7 +51,7 @@ class Host(ABC):
         uses: the attributes of the optimizer that are read, called or replaced.
         engine_uses: those of the engine.
         norm_at: which argument of `unscale_and_clip_grads` is the norm of the scaled gradients.
-        looks_first: whether gradients have to be looked at before the step, which takes them elsewhere.
+        measures_first: whether statistics have to be taken before the step, which moves the gradients.
 
     Raises:
         UsageError: if a name is not there. Nothing was changed.
@@ -66,7 +66,7 @@ class Host(ABC):
     )
     engine_uses: ClassVar[tuple[str, ...]] = ("backward", "global_steps", "param_names", "_config")
     norm_at: ClassVar[int] = 1
-    looks_first: ClassVar[bool] = False
+    measures_first: ClassVar[bool] = False
 
     def __init__(self, engine: Any) -> None:
         self.engine: Any = engine
@@ -96,11 +96,11 @@ class Host(ABC):
         """Replace numbers by their maximum or sum over the ranks that have agreed on the overflow."""
 
     def hides_gradients(self) -> bool:
-        """Return whether some gradients lie where nobody looks."""
+        """Return whether some gradients are offloaded and unreadable."""
         return False
 
     def look(self, edge: float | None) -> Sight:
-        """Return what is seen in the scaled gradients of all ranks, as floats. Every rank has to call.
+        """Return statistics of the scaled gradients of all ranks, as floats. Every rank has to call it.
 
         Args:
             edge: the magnitude from which entries count; None not to count them. What ZeRO pads its parts
@@ -163,7 +163,7 @@ class _Zero(Host):
         self.optimizer._model_parallel_all_reduce(tensor=numbers, op=operation)
 
     def _scaler_that_is(self, dynamic: bool) -> Any:
-        """Return a scaler of DeepSpeed's own class, so that DeepSpeed alone can load what is saved."""
+        """Return a scaler of DeepSpeed's own class, so that DeepSpeed can load it without preamp."""
         scaler = self.optimizer.loss_scaler
         if scaler.dynamic == dynamic:
             return scaler
@@ -233,12 +233,12 @@ class _Zero3Offloaded(_Zero):
 
 
 class Stage0(Host):
-    """Without ZeRO the scale lies in a configuration object, and hysteresis nowhere.
+    """Without ZeRO the scale is in a configuration object, and there is no hysteresis.
 
     Attributes:
-        names: what is called otherwise there than in ZeRO.
-        unsaved: what has no place in DeepSpeed's state dict.
-        entry: ours, which has.
+        names: attributes that have another name than in ZeRO.
+        unsaved: attributes that DeepSpeed's state dict leaves out.
+        entry: the entry that we add for them.
     """
 
     uses = (*Host.uses, "loss_scale_config", "fp16_groups", "mpu", "state_dict", "load_state_dict")
@@ -246,7 +246,7 @@ class Stage0(Host):
     names: ClassVar[dict[str, str]] = {"dynamic": "dynamic_loss_scale", "min_scale": "min_loss_scale"}
     unsaved: ClassVar[tuple[str, ...]] = ("delayed_shift", "cur_hysteresis", RECORD)
     entry: ClassVar[str] = "preamp"
-    looks_first = True
+    measures_first = True
 
     def saved(self) -> dict[str, Any]:
         return dict(vars(self.optimizer.loss_scale_config))
@@ -266,12 +266,12 @@ class Stage0(Host):
             _communication().all_reduce(numbers, op=operation, group=group)
 
     def state_dict(self, original: Any) -> dict[str, Any]:
-        """Return the optimizer's state dict, with one more entry, which DeepSpeed alone does not look at."""
+        """Return the optimizer's state dict, with one more entry, which DeepSpeed ignores."""
         kept = self.saved()
         return {**original(), self.entry: {name: kept[name] for name in self.unsaved if name in kept}}
 
     def load_state_dict(self, original: Any, state_dict: dict[str, Any], *rest: Any, **named: Any) -> None:
-        """Load such a state dict, or one of DeepSpeed alone: then no hysteresis is used up."""
+        """Load such a state dict, or one without our entry: then the hysteresis starts again."""
         original(state_dict, *rest, **named)
         kept = vars(self.optimizer.loss_scale_config)
         for name in self.unsaved:

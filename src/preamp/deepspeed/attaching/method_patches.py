@@ -1,8 +1,4 @@
-"""Methods replaced on one object, and put back.
-
-This room knows instances and their attributes. It refuses to know what is replaced, and never touches a
-class: what another engine in the same process does stays as it was.
-"""
+"""Methods replaced on single objects, and put back. Classes stay as they are, for other engines' sake."""
 
 from __future__ import annotations
 
@@ -13,15 +9,15 @@ from typing import Any
 from preamp.errors import UsageError
 
 
-class Hook(partial[Any]):
+class Patch(partial[Any]):
     """A method that knows what it took the place of: its first argument."""
 
 
-class Hooks:
+class MethodPatches:
     """What was replaced, in order."""
 
     def __init__(self) -> None:
-        self._placed: list[tuple[Any, str, Hook, dict[str, Any]]] = []
+        self._placed: list[tuple[Any, str, Patch, dict[str, Any]]] = []
 
     def place(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
         """Have `instead(original, *arguments)` called in a method's place.
@@ -30,12 +26,12 @@ class Hooks:
             UsageError: if that has been done. Nothing was replaced.
         """
         before = {name: vars(owner)[name]} if name in vars(owner) else {}
-        if isinstance(before.get(name), Hook):
+        if isinstance(before.get(name), Patch):
             raise UsageError(
-                f"{type(owner).__name__}.{name} is in the hands of an earlier attach. "
+                f"{type(owner).__name__}.{name} was replaced by an earlier attach. "
                 "Write handle.detach() first, with what that attach returned."
             )
-        hook = Hook(instead, getattr(owner, name))
+        hook = Patch(instead, getattr(owner, name))
         setattr(owner, name, hook)
         self._placed.append((owner, name, hook, before))
 

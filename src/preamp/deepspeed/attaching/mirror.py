@@ -1,8 +1,8 @@
 """A policy's state in the attributes of DeepSpeed's loss scaler, where checkpoints and monitors look.
 
-The attributes are the truth: whoever sets them, or loads a checkpoint into them, is heard at the next step.
-They hold the state of DeepSpeed's own rules. Of another policy's they hold what they can, and the whole state
-lies beside them. This room refuses to know engines, and where the attributes are kept.
+The attributes are the source of truth: code may set them, or load a checkpoint into them, and the next step
+uses the new values. They hold the whole state of DeepSpeed's own rules. For another policy they hold what
+they can, and an entry beside them has its whole state.
 """
 
 from __future__ import annotations

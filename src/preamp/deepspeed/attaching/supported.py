@@ -1,8 +1,4 @@
-"""Which engines a policy can be attached to; and of the others, why not and what to write instead.
-
-This room knows what else in DeepSpeed wants to decide about a loss scale. It refuses to know how attaching
-works.
-"""
+"""Which engines a policy can be attached to. For others, an error says why not and what to write instead."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from preamp.errors import MissingExtra, UsageError
 COMPRESSED = "deepspeed.runtime.fp16.onebit"
 
 
-def admitted(engine: Any) -> Host:
+def host_of(engine: Any) -> Host:
     """Return what has to be known of an engine's optimizer.
 
     Raises:
@@ -40,7 +36,7 @@ def admitted(engine: Any) -> Host:
         )
     if getattr(optimizer, "custom_loss_scaler", False):
         raise UsageError(
-            f"override_loss_scale({optimizer.external_loss_scale!r}) has taken the scale over. "
+            f"override_loss_scale({optimizer.external_loss_scale!r}) has overridden the scale. "
             f"Write attach(engine, policy=Static({optimizer.external_loss_scale!r})) in its place."
         )
     return kind(engine)
