@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preamp import Dynamic, Moving, Policy, Reading, ScaleExhausted, State, dialects
-from preamp.deepspeed.attaching.method_patches import Hooks
+from preamp.deepspeed.attaching.method_patches import MethodPatches
 from preamp.deepspeed.attaching.mirror import RECORD, Mirror
 from preamp.errors import UsageError
 from tests.strategies import policies, reading, scripts
@@ -101,20 +101,20 @@ class Owner:
 
 
 def test_hooks_replace_on_one_object_and_put_back() -> None:
-    owner, hooks = Owner(), Hooks()
+    owner, hooks = Owner(), MethodPatches()
     owner.other = owner.method  # type: ignore[attr-defined]
     before = dict(vars(owner))
     hooks.place(owner, "method", lambda old, number: 10 * old(number))
     hooks.place(owner, "other", lambda old, number: -old(number))
     assert (owner.method(1), owner.other(1), Owner().method(1)) == (20, -2, 2)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"Owner.method was replaced by an earlier attach"):
-        Hooks().place(owner, "method", lambda old, number: number)
+        MethodPatches().place(owner, "method", lambda old, number: number)
     hooks.remove()
     assert vars(owner) == before
 
 
 def test_hooks_that_are_wrapped_stay_all() -> None:
-    owner, hooks = Owner(), Hooks()
+    owner, hooks = Owner(), MethodPatches()
     hooks.place(owner, "method", lambda old, number: 10 * old(number))
     wrapped = owner.method
     owner.method = lambda number: wrapped(number)  # type: ignore[method-assign]
