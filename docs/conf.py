@@ -27,7 +27,7 @@ extensions = [
     "extensions.api",
     "extensions.drawn",
     "extensions.links",
-    "extensions.rooms",
+    "extensions.layers",
     "extensions.tables",
 ]
 exclude_patterns = ["extensions"]

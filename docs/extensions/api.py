@@ -1,7 +1,6 @@
-"""The reference: every public name of every room, once, at the path a user imports it from.
+"""The reference: every public name once, at the path a user imports it from.
 
-`{room} policy` stands for what `preamp.policy` lists in `__all__`. This file knows how a name is found and
-which directive of autodoc shows it. It refuses to know any name: a new one appears by itself.
+`{api} policy` stands for what `preamp.policy` lists in `__all__`, so a new name appears by itself.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ NAMED_TUPLE_FIELD = type(Reading.finite)
 LONGEST_VALUE = 80
 
 
-def names_of(room: ModuleType) -> dict[str, Any]:
-    """Return what a room and the modules it lists offer: by the shortest path it can be imported from."""
+def names_of(home: ModuleType) -> dict[str, Any]:
+    """Return the public names of a module and of those it lists, by the shortest path to import them from."""
     found: dict[str, Any] = {}
-    for name in room.__all__:
-        value = getattr(room, name)
+    for name in home.__all__:
+        value = getattr(home, name)
         offered = getattr(preamp, name, None) is value and name in preamp.__all__
-        found[f"preamp.{name}" if offered else f"{room.__name__}.{name}"] = value
+        found[f"preamp.{name}" if offered else f"{home.__name__}.{name}"] = value
     for module in [value for value in found.values() if inspect.ismodule(value)]:
         known = {id(value) for value in found.values()}
         found |= {path: value for path, value in names_of(module).items() if id(value) not in known}
     return found
 
 
-class Room(SphinxDirective):
-    """What a room says of itself, and its public names."""
+class Api(SphinxDirective):
+    """The docstring of a module, and its public names."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        room = import_module(f"preamp.{self.arguments[0]}")
-        lines = ["```{eval-rst}", *self._entries(room), "```"]
-        return self.parse_text_to_nodes(f"{room.__doc__}\n\n" + "\n".join(lines))
+        home = import_module(f"preamp.{self.arguments[0]}")
+        lines = ["```{eval-rst}", *self._entries(home), "```"]
+        return self.parse_text_to_nodes(f"{home.__doc__}\n\n" + "\n".join(lines))
 
-    def _entries(self, room: ModuleType) -> Iterator[str]:
-        for path, value in names_of(room).items():
+    def _entries(self, home: ModuleType) -> Iterator[str]:
+        for path, value in names_of(home).items():
             yield from _entry(path, value)
             yield ""
 
@@ -77,6 +76,6 @@ def _skip(app: Sphinx, what: str, name: str, value: Any, skip: bool, options: An
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
-    app.add_directive("room", Room)
+    app.add_directive("api", Api)
     app.connect("autodoc-skip-member", _skip)
     return {"parallel_read_safe": True}

@@ -18,7 +18,7 @@ HOME = Path(__file__).parents[2]
 DOCS = HOME / "docs"
 sys.path.insert(0, str(DOCS))
 
-from extensions import api, drawn, links, rooms, tables  # noqa: E402
+from extensions import api, drawn, layers, links, tables  # noqa: E402
 
 PAGES = [*links.PAGES, *sorted(DOCS.rglob("*.md"))]
 CORE = [
@@ -35,17 +35,17 @@ CORE = [
 LINK = re.compile(r"\]\((?!https?://|#)([^)\s#]+)")
 
 
-def test_every_public_room_stands_on_one_page():
+def test_every_public_module_stands_on_one_page():
     text = "".join(page.read_text() for page in PAGES)
-    shown = Counter(re.findall(r"^```\{room\} ([\w.]+)$", text, re.MULTILINE))
+    shown = Counter(re.findall(r"^```\{api\} ([\w.]+)$", text, re.MULTILINE))
     assert set(shown.values()) == {1}
-    top = {room.name for room in pkgutil.iter_modules(preamp.__path__) if room.ispkg}
-    offered = {room for room in top if hasattr(import_module(f"preamp.{room}"), "__all__")}
+    top = {name.name for name in pkgutil.iter_modules(preamp.__path__) if name.ispkg}
+    offered = {name for name in top if hasattr(import_module(f"preamp.{name}"), "__all__")}
     assert offered <= set(shown)
 
 
-def test_every_public_name_stands_in_one_room_where_it_is_imported_from():
-    found = [api.names_of(import_module(f"preamp.{room}")) for room in CORE]
+def test_every_public_name_stands_on_the_page_of_the_module_it_is_imported_from():
+    found = [api.names_of(import_module(f"preamp.{name}")) for name in CORE]
     paths = Counter(itertools.chain.from_iterable(found))
     assert set(paths.values()) == {1}
     for path, value in itertools.chain.from_iterable(names.items() for names in found):
@@ -68,32 +68,32 @@ def test_a_link_out_of_the_documentation_leads_to_the_page_that_includes_the_fil
 
 
 def test_the_diagram_has_each_layer_of_the_contract_below_the_one_that_may_import_it():
-    contract = rooms.contract((HOME / "pyproject.toml").read_text())
-    placed = {box.room: box for box in rooms.boxes(contract.layers)}
+    contract = layers.contract((HOME / "pyproject.toml").read_text())
+    placed = {box.package: box for box in layers.boxes(contract.layers)}
     assert sorted(placed) == sorted(itertools.chain.from_iterable(contract.layers))
     for upper, lower in itertools.pairwise(contract.layers):
-        assert max(placed[r].y for r in upper) + rooms.HEIGHT < min(placed[r].y for r in lower)
+        assert max(placed[r].y for r in upper) + layers.HEIGHT < min(placed[r].y for r in lower)
     for one, other in itertools.combinations(placed.values(), 2):
         assert one.y != other.y or one.x + one.width < other.x or other.x + other.width < one.x
-    assert all(box.x > 0 and box.x + box.width <= rooms.WIDTH for box in placed.values())
+    assert all(box.x > 0 and box.x + box.width <= layers.WIDTH for box in placed.values())
 
 
-def test_the_diagram_says_what_a_room_imports():
-    contract = rooms.contract((HOME / "pyproject.toml").read_text())
-    drawing = ET.fromstring(rooms.diagram(contract))
+def test_the_diagram_says_what_a_package_imports():
+    contract = layers.contract((HOME / "pyproject.toml").read_text())
+    drawing = ET.fromstring(layers.diagram(contract))
     kinds = {group.findtext("text"): group.get("class") for group in drawing.iter("g")}
     assert set(kinds) - {None} == set(itertools.chain(*contract.layers))
-    assert {kinds[room] for room in ("torch", "jax", "keras", "tensorflow", "deepspeed")} == {"adapter"}
-    assert {kinds[room] for room in ("policy", "record", "autocasting", "simulation", "errors")} == {"plain"}
+    assert {kinds[name] for name in ("torch", "jax", "keras", "tensorflow", "deepspeed")} == {"adapter"}
+    assert {kinds[name] for name in ("policy", "record", "autocasting", "simulation", "errors")} == {"plain"}
     assert kinds["report"] == "surface"
 
 
 def test_a_layer_too_wide_for_a_phone_takes_several_lines():
     layer = [f"a_rather_long_name_{number}" for number in range(9)]
-    placed = rooms.boxes([layer, ["below"]])
-    assert [box.room for box in placed] == [*layer, "below"]
+    placed = layers.boxes([layer, ["below"]])
+    assert [box.package for box in placed] == [*layer, "below"]
     assert len({box.y for box in placed}) > 3
-    assert all(box.x + box.width <= rooms.WIDTH for box in placed)
+    assert all(box.x + box.width <= layers.WIDTH for box in placed)
 
 
 def test_the_tables_of_dialects_have_all_of_them():

@@ -1,8 +1,8 @@
 """What is public, written down: the names and signatures that a release promises to keep.
 
-A room is public when a page of docs/api shows it, and of a public room what `__all__`
-lists. It is read from the source, so that no framework is needed and nothing of theirs is promised. This file
-refuses to judge what changed: `test_public_api.py` compares, a person decides.
+A module is public when a page of docs/api shows it, and of a public module what `__all__` lists. It is read
+from the source, so that no framework is needed and nothing of theirs is promised. `test_public_api.py`
+compares it with the record; a person decides what may change.
 
     python tests/typing/public_api.py    # writes public_api.txt
 """
@@ -46,10 +46,10 @@ class Found(NamedTuple):
     node: Definition | None
 
 
-def rooms() -> list[str]:
-    """Return the public rooms, the package itself first."""
+def modules() -> list[str]:
+    """Return the public modules, the package itself first."""
     pages = (ROOT / "docs/api").glob("*.md")
-    shown = {name for page in pages for name in re.findall(r"^```\{room\} (\S+)", page.read_text(), re.M)}
+    shown = {name for page in pages for name in re.findall(r"^```\{api\} (\S+)", page.read_text(), re.M)}
     return [PLAIN, COMMANDS, *(f"preamp.{name}" for name in sorted(shown))]
 
 
@@ -106,7 +106,7 @@ def find(module: str, name: str) -> Found | None:
 def public() -> dict[str, Found | None]:
     """Return every public path, and what it leads to."""
     found: dict[str, Found | None] = {}
-    todo = rooms()
+    todo = modules()
     for module in todo:
         for name in sorted(listed(module)):
             there = find(module, name)

@@ -1,8 +1,7 @@
-"""The diagram of the architecture, drawn from the contract that import-linter holds.
+"""The diagram of docs/architecture.md: the layers of packages that import-linter holds.
 
-This file knows how layers become boxes. It refuses to know any room: names and layers are those of
-`[tool.importlinter]` in pyproject.toml, colours say what a room's files import, and what a box says of a room
-when one points at it is the first paragraph of the room's docstring.
+Names and layers are those of `[tool.importlinter]` in pyproject.toml. A box is coloured by what the files of
+its package import, and its tooltip is the first paragraph of the package's docstring.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ WIDTH, LEFT = 460, 26  # as wide as a phone can show it legibly; the arrow's pla
 LETTER, PADDING, HEIGHT = 7.0, 16, 24
 GAP, LAYER_GAP = 6, 13
 KINDS = {"plain": "plain Python", "adapter": "imports a framework", "surface": "draws or prints"}
-ARRAYS = {"numpy", "sklearn"}  # which are no frameworks
+ARRAYS = {"numpy", "sklearn"}  # which are not frameworks
 
 
 class Contract(NamedTuple):
-    """What pyproject.toml says of rooms.
+    """The layers of pyproject.toml.
 
     Attributes:
-        layers: the rooms of each layer, from the top.
+        layers: the packages of each layer, from the top.
         frameworks: what the core may not import.
-        surfaces: what only rooms that draw or print may import.
+        surfaces: what only packages that draw or print may import.
     """
 
     layers: list[list[str]]
@@ -45,9 +44,9 @@ class Contract(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A room in the diagram, with its left upper corner and its width."""
+    """A package in the diagram, with its upper left corner and its width."""
 
-    room: str
+    package: str
     x: float
     y: float
     width: float
@@ -55,37 +54,37 @@ class Box(NamedTuple):
 
 def contract(pyproject: str) -> Contract:
     """Read the contract of a pyproject.toml."""
-    rooms, core, apart, *_ = tomllib.loads(pyproject)["tool"]["importlinter"]["contracts"]
+    packages, core, apart, *_ = tomllib.loads(pyproject)["tool"]["importlinter"]["contracts"]
     surfaces = set(apart["forbidden_modules"])
-    layers = [layer.split(" | ") for layer in rooms["layers"]]
+    layers = [layer.split(" | ") for layer in packages["layers"]]
     return Contract(layers, set(core["forbidden_modules"]) - surfaces - ARRAYS, surfaces)
 
 
 def boxes(layers: list[list[str]]) -> list[Box]:
-    """Place the rooms: layers below each other, each in the middle, in several lines if it must."""
+    """Place the packages: layers below each other and centred, in several lines where one is too short."""
     placed, y = [], 2.0
     for layer in layers:
         for line in _lines(layer):
             x = LEFT + (WIDTH - LEFT - _width(line)) / 2
-            for room in line:
-                placed.append(Box(room, x, y, _width([room])))
-                x += _width([room]) + GAP
+            for package in line:
+                placed.append(Box(package, x, y, _width([package])))
+                x += _width([package]) + GAP
             y += HEIGHT + GAP
         y += LAYER_GAP - GAP
     return placed
 
 
-def _width(rooms: list[str]) -> float:
-    return sum(LETTER * len(room) + PADDING for room in rooms) + GAP * (len(rooms) - 1)
+def _width(packages: list[str]) -> float:
+    return sum(LETTER * len(package) + PADDING for package in packages) + GAP * (len(packages) - 1)
 
 
 def _lines(layer: list[str]) -> list[list[str]]:
     """Break a layer into lines that fit."""
     lines: list[list[str]] = [[]]
-    for room in layer:
-        if lines[-1] and _width([*lines[-1], room]) > WIDTH - LEFT:
+    for package in layer:
+        if lines[-1] and _width([*lines[-1], package]) > WIDTH - LEFT:
             lines.append([])
-        lines[-1].append(room)
+        lines[-1].append(package)
     return lines
 
 
@@ -93,11 +92,11 @@ def diagram(contract: Contract) -> str:
     """Return the contract as SVG. Its colours are in the page's style sheet."""
     placed = boxes(contract.layers)
     bottom = placed[-1].y + HEIGHT
-    elements = [_box(box, kind_of(box.room, contract)) for box in placed]
+    elements = [_box(box, kind_of(box.package, contract)) for box in placed]
     legend = list(_legend(bottom + 22))
     return (
-        f'<svg class="rooms" viewBox="0 0 {WIDTH} {bottom + 40:.0f}" role="img" '
-        'aria-label="Rooms of preamp in layers: each imports only from below">'
+        f'<svg class="layers" viewBox="0 0 {WIDTH} {bottom + 40:.0f}" role="img" '
+        'aria-label="Packages of preamp in layers: each imports only from below">'
         + f'<path class="arrow" d="M10 4 V{bottom - 4} m-5 -8 l5 8 l5 -8"/>'
         + "".join([*elements, *legend])
         + "</svg>"
@@ -106,9 +105,9 @@ def diagram(contract: Contract) -> str:
 
 def _box(box: Box, kind: str) -> str:
     return (
-        f'<g class="{kind}"><title>{escape(_says(box.room))}</title>'
+        f'<g class="{kind}"><title>{escape(_summary(box.package))}</title>'
         f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{HEIGHT}" rx="4"/>'
-        f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + 16:.1f}">{escape(box.room)}</text></g>'
+        f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + 16:.1f}">{escape(box.package)}</text></g>'
     )
 
 
@@ -119,9 +118,9 @@ def _legend(y: float) -> Iterator[str]:
         yield f'<text class="legend" x="{x + 18}" y="{y + 10}">{words}</text>'
 
 
-def kind_of(room: str, contract: Contract) -> str:
-    """Return "adapter", "surface" or "plain", by what the files of a room import."""
-    imported = {name.partition(".")[0] for file in _files(room) for name in _imports(file)}
+def kind_of(package: str, contract: Contract) -> str:
+    """Return "adapter", "surface" or "plain", by what the files of a package import."""
+    imported = {name.partition(".")[0] for file in _files(package) for name in _imports(file)}
     if imported & contract.frameworks:
         return "adapter"
     return "surface" if imported & contract.surfaces else "plain"
@@ -135,19 +134,19 @@ def _imports(file: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-def _files(room: str) -> list[Path]:
-    """Return the files of a room, that with its docstring first."""
-    folder = HOME / "src/preamp" / room
+def _files(package: str) -> list[Path]:
+    """Return the files of a package, that with its docstring first."""
+    folder = HOME / "src/preamp" / package
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 
 
-def _says(room: str) -> str:
-    """Return the first paragraph of a room's docstring."""
-    said = ast.get_docstring(ast.parse(_files(room)[0].read_text())) or ""
-    return " ".join(said.split("\n\n")[0].split())
+def _summary(package: str) -> str:
+    """Return the first paragraph of a package's docstring."""
+    text = ast.get_docstring(ast.parse(_files(package)[0].read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split())
 
 
-class Rooms(SphinxDirective):
+class Layers(SphinxDirective):
     """The diagram."""
 
     def run(self) -> list[nodes.Node]:
@@ -158,5 +157,5 @@ class Rooms(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register with Sphinx."""
-    app.add_directive("rooms", Rooms)
+    app.add_directive("layers", Layers)
     return {"parallel_read_safe": True}
