@@ -1,4 +1,4 @@
-"""Every adapter, in a process of its own for each framework: Keras has one backend for life.
+"""Every adapter, in a process for each of Keras's backends: Keras has one for life.
 
     python conformance_worker.py FILE NUMBER...
 

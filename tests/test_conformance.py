@@ -1,6 +1,7 @@
 """One overflow script through every adapter: one trace, and skipped steps that leave no mark.
 
-Each framework runs in a process of its own (`conformance_worker.py`); the core plays the same script here.
+Each backend of Keras runs in a process of its own (`conformance_worker.py`), and with it what else is on that
+framework; the core plays the same script here.
 """
 
 import json
@@ -47,7 +48,7 @@ def seen(policy, scale, gradients):
 
 @pytest.fixture(scope="module")
 def walks(tmp_path_factory):
-    """Return what an adapter did under each policy; the process of its framework is asked once."""
+    """Return what an adapter did under each policy; the process of its backend is started once."""
     found = {}
 
     def ask(row: Row):
@@ -61,7 +62,7 @@ def walks(tmp_path_factory):
 
 
 def process_of(row: Row):
-    return row.framework, row.backend, row.is_repeated
+    return row.backend, row.is_repeated
 
 
 def run_worker(backend: str, file: Path, rows: list[Row]):
