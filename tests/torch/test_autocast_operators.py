@@ -57,10 +57,28 @@ reference = pytest.mark.skipif(
 )
 
 
-def each(wanted: Callable[[str, Call], bool]) -> pytest.MarkDecorator:
-    """Return a parametrization by device and call."""
-    cases = [(device, call) for device in TABLES for call in CALLS if wanted(device, call)]
-    return pytest.mark.parametrize(("device", "call"), cases, ids=str)
+Check = Callable[[str, Call], None]
+CHECKS: list[tuple[Callable[[str, Call], bool], Check]] = []
+
+
+def each(wanted: Callable[[str, Call], bool]) -> Callable[[Check], Check]:
+    """Have `test_an_operator` make a check on the devices and calls that it is for."""
+
+    def add(check: Check) -> Check:
+        CHECKS.append((wanted, check))
+        return check
+
+    return add
+
+
+@pytest.mark.parametrize("device", TABLES)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_an_operator(subtests, device, call):
+    made = [check for wanted, check in CHECKS if wanted(device, call)]
+    for check in made:
+        with subtests.test(check.__name__):
+            check(device, call)
+    assert made or call.name in NOT_ON[device]
 
 
 def mixes(call: Call, low: torch.dtype) -> list[tuple[torch.dtype, ...]]:
@@ -311,7 +329,7 @@ def test_what_no_table_of_ours_names_keeps_the_cast_of_pytorch(monkeypatch):
 
 
 @each(lambda device, call: rule_of(device, call.name) != "untouched")
-def test_its_rule_tells_what_an_operator_does_and_no_other_rule_does(device, call):
+def its_rule_tells_what_an_operator_does_and_no_other_rule_does(device, call):
     need_no_gpu(device, call)
     rule = rule_of(device, call.name)
     as_well = {"untouched"} if rule == "widest" and call.name in data.PROMOTE_BY_THEMSELVES else set()
@@ -323,7 +341,7 @@ def test_its_rule_tells_what_an_operator_does_and_no_other_rule_does(device, cal
 
 
 @each(lambda device, call: rule_of(device, call.name) == "untouched" and call.name not in NOT_ON[device])
-def test_an_operator_that_reaches_no_listed_one_runs_in_what_it_is_given(device, call):
+def an_operator_that_reaches_no_listed_one_runs_in_what_it_is_given(device, call):
     need_no_gpu(device, call)
     for rules in fitting(device, call).values():
         assert "untouched" in rules <= {"untouched", "widest"} or reached(device)[call] & registered(device)
@@ -435,7 +453,7 @@ def test_no_registered_operator_writes_to_its_arguments():
 
 
 @each(lambda _, call: hasattr(Tensor, f"{call.name}_") and isinstance(call.arguments[0], Input))
-def test_an_operator_that_works_in_place_is_not_cast(device, call):
+def an_operator_that_works_in_place_is_not_cast(device, call):
     for low in HALVES:
         outside, cast_in = casts(device, call, getattr(Tensor, f"{call.name}_"), low, *mixes(call, low))
         assert cast_in == set()
@@ -466,7 +484,7 @@ def test_half_of_the_operators_take_out():
 
 
 @each(lambda device, call: (device, call) in TAKES_OUT)
-def test_an_operator_that_is_given_out_is_not_cast(device, call):
+def an_operator_that_is_given_out_is_not_cast(device, call):
     cast_in: set[str] = set()
     for low in HALVES:
         for dtypes in mixes(call, low)[:2]:
@@ -483,7 +501,7 @@ TELL = {"cumprod", "cumsum", "linalg_vector_norm", "log_softmax", "prod", "softm
 
 
 @each(lambda _, call: call.name in TELL)
-def test_an_operator_that_is_told_its_dtype_gives_it(device, call):
+def an_operator_that_is_told_its_dtype_gives_it(device, call):
     for told, low in product([*HALVES, FLOAT, torch.float64], HALVES):
         outside, cast_in = casts(device, call, partial(call.function, dtype=told), low, *mixes(call, low))
         assert cast_in == set()
@@ -492,7 +510,7 @@ def test_an_operator_that_is_told_its_dtype_gives_it(device, call):
 
 
 @each(lambda device, call: call.name not in NOT_ON[device] and rule_of(device, call.name) != "refuse")
-def test_other_numbers_are_left_alone(device, call):
+def other_numbers_are_left_alone(device, call):
     others = [(torch.float64,), (torch.int64,), (torch.complex64,)]
     has_fakes = others[:2] if device == "cuda" and call.name.startswith("conv") else others
     assert casts(device, call, call.function, torch.bfloat16, *has_fakes)[1] == set()
@@ -520,7 +538,7 @@ def with_gradients(function: Callable[..., Any], leaves: list[Tensor], region: A
 
 
 @on_cpu
-def test_an_edited_rule_casts_results_and_gradients_as_one_would_by_hand(device, call):
+def an_edited_rule_casts_results_and_gradients_as_one_would_by_hand(device, call):
     for low in HALVES:
         for dtypes in mixes(call, low):
             values = given(call, device, *dtypes, requires_grad=True)
@@ -533,7 +551,7 @@ def test_an_edited_rule_casts_results_and_gradients_as_one_would_by_hand(device,
 
 
 @on_cpu
-def test_results_of_an_edited_rule_are_close_to_those_in_float32(device, call):
+def results_of_an_edited_rule_are_close_to_those_in_float32(device, call):
     arguments, options = given(call, device, FLOAT)
     reference = tensors(call.function(*arguments, **options))
     for rule, low in product(CASTS, HALVES):
@@ -550,7 +568,7 @@ def test_results_of_an_edited_rule_are_close_to_those_in_float32(device, call):
 
 
 @on_cpu
-def test_a_refused_operator_raises(device, call):
+def a_refused_operator_raises(device, call):
     arguments, options = given(call, device, FLOAT)
     with edited(device, torch.bfloat16, "refuse", call.name), pytest.raises(UsageError, match="is refused"):
         call.function(*arguments, **options)
@@ -562,7 +580,7 @@ def kind(got: Any) -> Any:
 
 
 @each(lambda device, call: device == "cuda" and rule_of(device, call.name) != "untouched")
-def test_a_device_can_be_rehearsed_on_cpu_tensors(device, call):
+def a_device_can_be_rehearsed_on_cpu_tensors(device, call):
     need_no_gpu(device, call)
     if not is_cast(device, call.name):
         pytest.skip(f"PyTorch {torch.__version__.partition('+')[0]} does not cast {call.name}, as 2.13 does")
