@@ -1,4 +1,4 @@
-"""The page of all rows, docs/benchmarks.md: how it reads. This room refuses to know how rows are made."""
+"""Writes the page of all rows, docs/benchmarks.md."""
 
 from __future__ import annotations
 

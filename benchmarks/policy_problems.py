@@ -1,7 +1,4 @@
-"""Small trainings that overflow and underflow as large ones do: what `policies.py` runs its rules on.
-
-This room makes batches and networks. It refuses to know the low precision and the rule for the loss scale.
-"""
+"""Small trainings that overflow and underflow as large ones do: what `policies.py` runs its rules on."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Every gradient with respect to a parameter, and to the output of a layer that ha
 the low precision, as a tensor core stores it. `flushed` is the share of the entries that are not zero before
 that and zero after it, in the mean of the steps that were not skipped. The steps themselves are those of
 `preamp.torch.GradScaler`. Where the loss is divided, Adam's epsilon is divided too: the same training, with
-smaller gradients. This room refuses to know which outcomes are compared.
+smaller gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Works take turns: this room decides rounds, order and clock. It refuses to know what runs.
+"""Times several functions in turns.
 
-A ratio is the median of the rounds' ratios, so that what slows a whole round down cancels. Its spread
-are their quartiles.
+A ratio is the median of the ratios of all rounds, so that what slows a whole round down cancels. Its spread
+is the quartiles.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 For each supported Python that is here: a copy of what a clone holds; the README's two commands as printed;
 then each extra alone, installed as its page in docs/start says, in which the page's first program trains and
-no other framework can be imported. It downloads everything each time and ends with a table. This file says
-what has to work there. It refuses to know how to install anything: README.md, docs/start and pyproject.toml
-do.
+no other framework can be imported. It downloads everything each time and ends with a table. How to install is
+read from README.md, docs/start and pyproject.toml.
 
     python3.11 tests/fresh_machine.py [3.11] [3.12] [3.13] [train] [test] [extras]
 """

@@ -1,4 +1,4 @@
-"""The tests of each room with other releases of its framework: `make matrix`.
+"""The tests of each adapter with other releases of its framework: `make matrix`.
 
     python tests/matrix.py [ROW ...] [--tests FILE] [--list] [--keep] [--folder FOLDER] [--page]
 
@@ -7,8 +7,6 @@ What came of it goes into docs/versions.json, row by row, and docs/versions.md i
 environment is removed when its row is done, which `--keep` prevents: one with PyTorch takes 5 GB. What was
 downloaded stays in the folder, as much again for each release of PyTorch: `rm -r FOLDER/uv` removes it, and
 without `--folder` FOLDER is ~/.cache/preamp-matrix. The logs of the tests lie in it too.
-
-This file says which releases are tried, and how. It refuses to know what has to work there: the tests do.
 """
 
 from __future__ import annotations

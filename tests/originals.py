@@ -1,8 +1,8 @@
 """How the systems installed here are driven through an overflow script: `recorded/drivers.py`, live.
 
-This file knows no rule of any scaler and nothing of preamp. Each function takes the original's own
-arguments and a script; what it returns is said in `recorded/record.py`. A class is an original one step at
-a time, which can also be saved and loaded. The framework is imported by what needs it.
+Each function takes the original's own arguments and a script; `recorded/record.py` says what it returns. A
+class drives an original one step at a time, and can also save and load it. Nothing here uses preamp, and a
+framework is imported only where it is needed.
 """
 
 from __future__ import annotations

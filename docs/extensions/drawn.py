@@ -1,7 +1,6 @@
 """Figures that a page computes: `{drawn}` shows Python code and, below it, the SVG that it ends with.
 
-The blocks of a page run in one namespace, in order, when the page is built. This file refuses to know what
-they draw.
+The blocks of a page run in one namespace, in order, when the page is built.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Links that hold on a code host and in the built pages alike.
 
-On a code host README.md lies above docs/; here it is a page of its own, and so are a few more. This file
-knows which, and what a link between two files becomes. It refuses to know what stands in them.
+On a code host README.md lies above docs/; here it is a page of its own, and so are a few more. Links between
+files are rewritten accordingly.
 """
 
 from __future__ import annotations

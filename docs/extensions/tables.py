@@ -1,7 +1,4 @@
-"""Tables of dialects and of operators, made from what the code does.
-
-This file knows what a reader compares. It refuses to know any system or operator.
-"""
+"""Tables of dialects and of operators, made from what the code does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the machines share that call an optimizer or a scaler in any order: counts, and what a refusal is.
-
-This file knows how often something was called. It refuses to know what.
-"""
+"""Shared by the state machines that call an optimizer or a scaler in any order: call counts, expected errors."""
 
 from __future__ import annotations
 

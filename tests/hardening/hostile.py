@@ -1,7 +1,4 @@
-"""What a hostile or a broken file holds: bytes that were damaged, and trees with something unfit in them.
-
-This file knows how files break and how they are forged. It refuses to know what any of them is for.
-"""
+"""Broken and forged files: damaged bytes, and trees with invalid values in them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How programs are run every way there is, with autocast and without, and what is compared.
-
-This file knows how to call any program and how to find its products. It refuses to know a rule of autocast.
-"""
+"""How programs are run every way there is, with autocast and without, and what is compared."""
 
 from __future__ import annotations
 

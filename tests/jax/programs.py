@@ -1,8 +1,8 @@
 """Small programs that autocast must keep working, one for each thing that a JAX program can hold.
 
-A program says what it is called with and how many products it holds. This file refuses to know what autocast
-makes of it. Programs with programs inside are in `structured_programs.py`, those with derivatives inside in
-`derivative_programs.py`, those of Equinox, Flax and optax in `library_programs.py`.
+A program says what it is called with and how many products it holds. Programs with programs inside are in
+`structured_programs.py`, those with derivatives inside in `derivative_programs.py`, those of Equinox, Flax
+and optax in `library_programs.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What stands in a program that autocast made: equations, casts, the precision of products.
-
-This file reads jaxprs. It refuses to know what they should hold.
-"""
+"""Reads the jaxpr of a program that autocast made: equations, casts, the precision of products."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A small training that overflows where a script says so, and what is compared after its steps.
-
-This file knows a model and how to compare trees to the last bit. It refuses to know an optimizer.
-"""
+"""A small training that overflows where a script says so, and what is compared after its steps."""
 
 from __future__ import annotations
 

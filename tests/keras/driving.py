@@ -1,8 +1,4 @@
-"""How these tests step an optimizer: with true gradients, whatever the backend and whoever scales.
-
-This file knows how each backend calls an optimizer, eagerly and compiled. It refuses to know a rule of any
-scaler.
-"""
+"""How these tests step an optimizer: with true gradients, whatever the backend and whoever scales."""
 
 from __future__ import annotations
 

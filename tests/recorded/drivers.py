@@ -1,6 +1,6 @@
 """How the originals that `record.py` records are driven through an overflow script.
 
-This room makes and drives one original each. It knows no rule of any scaler, and nothing of preamp.
+One function makes and drives each original. Nothing here uses preamp.
 """
 
 import __future__
