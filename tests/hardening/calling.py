@@ -1,4 +1,4 @@
-"""Shared by the state machines that call an optimizer or a scaler in any order: call counts, expected errors."""
+"""Shared by the machines that call optimizers and scalers in any order: call counts, expected errors."""
 
 from __future__ import annotations
 
