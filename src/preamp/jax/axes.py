@@ -57,6 +57,8 @@ def tracked(names: Sequence[Hashable]) -> bool:
 
 def sum_over(names: Sequence[Hashable], totals: Sequence[Any]) -> Any:
     """Return the sum of numbers and of what other devices have. What is known to be equal counts once."""
+    if not names:
+        return sum(totals)
     groups = _grouped(names, totals)
     return sum(lax.psum(sum(group), over) if over else sum(group) for over, group in groups.items())
 

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from preamp.arrays.jax import is_inexact
 from preamp.checks import one_of, shown
 from preamp.errors import UsageError
 from preamp.jax import axes
-from preamp.jax.scaling.flow_slots import FlowSlot, is_flow_slot
-from preamp.jax.scaling.gradients import is_inexact
-from preamp.jax.scaling.states import kind_of
+from preamp.jax.trees import FlowSlot, is_flow_slot, kind_of
 from preamp.record.exponents import BANDS, FIELDS, ExponentHistogram
 from preamp.record.snapshots import Kind, Look, LookRow
 

@@ -1,11 +1,8 @@
-"""Jaxprs, as every JAX from 0.6 to 0.12 has them: the one file that touches what JAX only half promises.
-
-This room decides how a jaxpr, a variable and an equation are made and read, and where primitives keep the
-programs they hold. It refuses to know about precision.
-"""
+"""Make, read and evaluate jaxprs in every JAX from 0.6 to 0.12: the one file that uses JAX's internals."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
@@ -14,13 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.extend.core as extended
 import numpy as np
 from jax.extend import linear_util
 from jax.extend.core import primitives
+
+Atom: TypeAlias = extended.Var | extended.Literal
+Equation: TypeAlias = extended.JaxprEqn
+Jaxpr: TypeAlias = extended.Jaxpr | extended.ClosedJaxpr
+P = TypeVar("P", extended.Jaxpr, extended.ClosedJaxpr)
 
 
 def _moved(name: str) -> Any:
@@ -54,6 +56,72 @@ REGION = "preamp_autocast_"
 _REGION = re.compile(REGION + r"\w+")
 
 _HELD = CALLS | {"scan": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+class Call(NamedTuple):
+    """A traced call.
+
+    Attributes:
+        jaxpr: what it computes, closed.
+        arrays: the arrays in its arguments.
+        returned: makes what the function returned of the arrays in it.
+    """
+
+    jaxpr: Any
+    arrays: list[Any]
+    returned: Callable[[Sequence[Any]], Any]
+
+
+def traced(
+    fn: Callable[..., object], args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+) -> Call:
+    """Trace a call: arrays in its arguments become variables, everything else stays as it is."""
+    arrays, rebuild = split((tuple(args), kwargs or {}))
+    returned: list[Callable[[Sequence[Any]], Any]] = []
+
+    @functools.wraps(fn, updated=())
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = rebuild(arrays)
+        results, back = split(fn(*args, **kwargs))
+        returned.append(back)
+        return results
+
+    return Call(jax.make_jaxpr(flat)(*arrays), arrays, returned[-1])
+
+
+def split(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Return a tree's arrays, and a function that puts others in their places."""
+    leaves, structure = jax.tree.flatten(tree)
+    places, arrays, others = [], [], leaves.copy()
+    for place, leaf in enumerate(leaves):
+        if is_traced(leaf):
+            places.append(place)
+            arrays.append(
+                leaf if isinstance(leaf, jax.Array) or not _converts(leaf) else leaf.__jax_array__()
+            )
+            others[place] = None  # a tracer that is kept is a leak
+
+    def rebuild(arrays: Sequence[Any]) -> Any:
+        filled = others.copy()
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return jax.tree.unflatten(structure, filled)
+
+    return arrays, rebuild
+
+
+def is_traced(leaf: object) -> bool:
+    """Tell whether a leaf is an array that JAX can trace; `jax.ShapeDtypeStruct`s are."""
+    if isinstance(leaf, jax.Array):
+        return True
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype != jax.dtypes.float0 and leaf.dtype.kind not in "OSUMm"
+    return isinstance(leaf, jax.ShapeDtypeStruct) or _converts(leaf)
+
+
+def _converts(leaf: object) -> bool:
+    """Tell whether an object says how it becomes an array; the tracer of a `jax.Ref` has None there."""
+    return callable(getattr(leaf, "__jax_array__", None))
 
 
 def inner(jaxpr: Any) -> Any:
@@ -156,6 +224,12 @@ def literal(number: Any, aval: Any) -> Any:
     return extended.Literal(number, aval)
 
 
+def dtype_of(atom: Atom) -> np.dtype[Any]:
+    """Return the dtype of an array's variable or number."""
+    dtype: np.dtype[Any] = atom.aval.dtype  # type: ignore[attr-defined]
+    return dtype
+
+
 def is_array(aval: Any) -> bool:
     """Tell whether an abstract value is an array, and not a token or a reference."""
     return isinstance(aval, jax.core.ShapedArray)
@@ -202,7 +276,8 @@ def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     derivative JAX keeps. To differentiate the operators themselves takes twice as long.
     """
     program = inner(jaxpr)
-    if any(hasattr(array, "tangent") for array in [*arrays, *jaxpr.consts]):
+    differentiated = [hasattr(array, "tangent") for array in (*arrays, *jaxpr.consts)]
+    if any(differentiated):
         mesh = jax.sharding.get_abstract_mesh()
         program = program.replace(eqns=[_as_jit(equation, mesh) for equation in program.eqns])
     results = jax.core.eval_jaxpr(program, jaxpr.consts, *arrays)

@@ -24,13 +24,14 @@ from preamp.jax.autocasting.flax_objects import attribute_name, pure
 from preamp.jax.autocasting.lookahead import APART, EXACT
 from preamp.jax.autocasting.rewriting import Settings
 from preamp.jax.autocasting.rounding import ROUNDED
-from preamp.jax.autocasting.transform import OFF, is_traced, region, rewritten
+from preamp.jax.autocasting.transform import OFF, region, rewritten
 from preamp.jax.jaxprs import (
     REGION,
     bodies,
     inner,
     is_array,
     is_literal,
+    is_traced,
     region_name,
     scan_layout,
     source_line,

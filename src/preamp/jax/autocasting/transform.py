@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +137,7 @@ def _check_function(fn: Any) -> None:
         name = _name(fn)
         raise CastingError(f"{name} stands where a function goes. Write autocast(fn, dtype={name!r}).")
     if not callable(fn):
-        what = "An array" if is_traced(fn) else f"A {type(fn).__name__}"
+        what = "An array" if jaxprs.is_traced(fn) else f"A {type(fn).__name__}"
         raise CastingError(f"{what} is no function. Write autocast(fn)(...) with what computes it.")
 
 
@@ -198,76 +198,17 @@ def rewrite(jaxpr: Any, settings: Settings, written: int = 0) -> Any:
     return program.finish([*kept, *[None] * (len(results) - written)])[0]
 
 
-class Call(NamedTuple):
-    """A traced call.
-
-    Attributes:
-        jaxpr: what it computes, closed.
-        arrays: what it computes it of.
-        returned: from the arrays that it gives to what the function returned.
-    """
-
-    jaxpr: Any
-    arrays: list[Any]
-    returned: Callable[[Sequence[Any]], Any]
-
-
-def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-    """Trace a call: arrays become variables, everything else stays what it is."""
-    arrays, rebuild = _split((tuple(args), kwargs))
-    returned: list[Callable[[Sequence[Any]], Any]] = []
-
-    @functools.wraps(fn, updated=())
-    def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = rebuild(arrays)
-        results, back = _split(fn(*args, **kwargs))
-        returned.append(back)
-        return results
-
-    return Call(jax.make_jaxpr(flat)(*arrays), arrays, returned[-1])
-
-
-def _traced(program: Pure) -> tuple[Call, int]:
+def _traced(program: Pure) -> tuple[jaxprs.Call, int]:
     """Trace a call without objects; return as well how many of its results are state, which come first."""
     counts: list[int] = []
 
     @functools.wraps(program.fn, updated=())
     def counted(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         state, results = program.fn(*args, **kwargs)
-        counts.append(len(_split(state)[0]))
+        counts.append(len(jaxprs.split(state)[0]))
         return state, results
 
-    return traced(counted, program.args, program.kwargs), counts[-1]
-
-
-def _split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return a tree's arrays, and what puts others in their places."""
-    leaves, structure = jax.tree.flatten(tree)
-    places = [place for place, leaf in enumerate(leaves) if is_traced(leaf)]
-    others = [None if is_traced(leaf) else leaf for leaf in leaves]  # a tracer that is kept is a leak
-
-    def rebuild(arrays: Sequence[Any]) -> Any:
-        filled = dict(zip(places, arrays, strict=True))
-        return jax.tree.unflatten(structure, [filled.get(*pair) for pair in enumerate(others)])
-
-    return [_as_array(leaves[place]) for place in places], rebuild
-
-
-def _as_array(leaf: Any) -> Any:
-    """Return a leaf as JAX may trace it; `jax.ShapeDtypeStruct`s stay."""
-    return leaf.__jax_array__() if _converts(leaf) and not isinstance(leaf, jax.Array) else leaf
-
-
-def is_traced(leaf: Any) -> bool:
-    """Tell whether a leaf is an array that JAX can trace."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype != jax.dtypes.float0 and leaf.dtype.kind not in "OSUMm"
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or _converts(leaf)
-
-
-def _converts(leaf: Any) -> bool:
-    """Tell whether an object says how it becomes an array; the tracer of a `jax.Ref` has None there."""
-    return callable(getattr(leaf, "__jax_array__", None))
+    return jaxprs.traced(counted, program.args, program.kwargs), counts[-1]
 
 
 def _low(dtype: Any, emulate: bool) -> np.dtype[Any]:

@@ -10,9 +10,9 @@ from jax import export
 
 from preamp import policy
 from preamp.errors import PolicyError
-from preamp.jax.scaling.flow_slots import FlowSlot
 from preamp.jax.scaling.loss_scale import LossScale
 from preamp.jax.scaling.states import LossScaledState
+from preamp.jax.trees import FlowSlot
 from preamp.policy import Policy
 from preamp.policy.registry import from_json, to_json
 

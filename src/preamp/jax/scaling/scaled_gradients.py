@@ -8,7 +8,9 @@ arithmetic on the leaf that holds the scale and the loss.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, NoReturn
 
 import jax
@@ -16,10 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import random as extend_random
 
+from preamp.arrays.jax import is_inexact
 from preamp.errors import UsageError
-from preamp.jax import axes
-from preamp.jax.scaling import gradients as arithmetic
-from preamp.jax.scaling.optax_callers import optax_caller
+from preamp.jax import axes, trees
 from preamp.jax.scaling.states import UNKNOWN_LOSS
 
 WHAT = "gradients times the loss scale, which only loss_scaled(...) takes"
@@ -120,11 +121,11 @@ class ScaledGradients(metaclass=Named):
         _check_reduction(function, self.gradients)
         scale = self.scale
         numbers = _stored(scale, jnp.full_like(scale, UNKNOWN_LOSS))
-        return _made(arithmetic.each(function, self.gradients), numbers)
+        return _made(trees.map_inexact(function, self.gradients), numbers)
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale: float32 where they were shorter."""
-        return arithmetic.multiplied(self.gradients, 1.0 / single(self).scale)
+        return trees.unscale(self.gradients, single(self).scale)
 
     def __add__(self, other: Any) -> ScaledGradients:
         """Return the sum, in float32 where the gradients are shorter, scaled as the first of the two."""
@@ -136,8 +137,8 @@ class ScaledGradients(metaclass=Named):
         mine, theirs = single(self).scale, single(other).scale
         # A scale of 0 is that of jax.tree.map(jnp.zeros_like, scaled): zeros at any scale.
         common = jnp.where(mine == 0.0, theirs, mine)
-        converted = arithmetic.multiplied(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
-        total = jax.tree.map(_sum, arithmetic.wide(self.gradients), converted)
+        converted = trees.multiply(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
+        total = jax.tree.map(_sum, trees.widen(self.gradients), converted)
         return _made(total, _stored(common, _sum_of_losses(self.loss, other.loss)))
 
     def __radd__(self, other: Any) -> ScaledGradients:
@@ -282,7 +283,7 @@ def as_loss(value: Any, name: str = "loss") -> Any:
 
 def _check_reduction(function: Callable[[Any], Any], gradients: Any) -> None:
     """Raise for a mean over devices of gradients that are the sum over them."""
-    leaves = [leaf for leaf in arithmetic.inexact_leaves(gradients) if isinstance(leaf, jax.core.Tracer)]
+    leaves = [leaf for leaf in trees.split(gradients)[0] if isinstance(leaf, jax.core.Tracer)]
     one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves}
     for leaf in one_of_each_kind.values():
         name = axes.reduced_in_vain(function, leaf)
@@ -302,7 +303,7 @@ def _sum_of_losses(first: Any, second: Any) -> Any:
 
 
 def _sum(first: Any, second: Any) -> Any:
-    return first + second if arithmetic.is_inexact(first) else first
+    return first + second if is_inexact(first) else first
 
 
 def _made(gradients: Any, numbers: Any) -> ScaledGradients:
@@ -310,6 +311,32 @@ def _made(gradients: Any, numbers: Any) -> ScaledGradients:
     scaled = object.__new__(ScaledGradients)
     scaled.gradients, scaled._numbers = gradients, numbers
     return scaled
+
+
+# Packages whose frames stand between a caller and what JAX calls.
+BETWEEN = ("jax", "contextlib", "functools")
+
+
+def optax_caller() -> str | None:
+    """Return the name of the function of optax that called our caller, also through JAX; None if none did.
+
+    Of several it is the innermost that is not a helper for trees: what the user wrote, or the part of a chain
+    that was about to compute.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    names = []
+    while frame is not None and _package(frame) in ("optax", *BETWEEN):
+        if _package(frame) == "optax":
+            names.append((frame.f_code.co_name, frame.f_globals["__name__"]))
+        frame = frame.f_back
+    if not names:
+        return None
+    name, module = next((pair for pair in names if ".tree" not in pair[1]), names[-1])
+    return f"optax.{name}" if hasattr(sys.modules["optax"], name) else f"{name} in {module}"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _check_caller(caller: str | None) -> None:

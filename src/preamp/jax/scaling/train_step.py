@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
 
+from preamp.arrays.jax import is_inexact
 from preamp.checks import shown
 from preamp.errors import UsageError
-from preamp.jax.scaling import deferred_casts as tails
-from preamp.jax.scaling import gradients
-from preamp.jax.scaling.differentiation import differentiated, scale_in, unscaled_loss
+from preamp.jax.scaling.deferred_casts import defer_casts
+from preamp.jax.scaling.differentiation import Differentiated, next_scale, refuse_stateful
 from preamp.jax.scaling.model_state import keep_on_skip
-from preamp.jax.scaling.modules import refuse_stateful
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
 from preamp.jax.scaling.states import LossScaledState, find, found_in
-from preamp.jax.scaling.transformation import Scaling, declared
+from preamp.jax.scaling.transformation import Scaling, check_gradients, with_scale
+
+Params = TypeVar("Params")
 
 
 def apply_gradients(
     optimizer: optax.GradientTransformation,
     scaled_gradients: ScaledGradients,
     opt_state: LossScaledState,
-    params: Any,
-    **extra: Any,
-) -> tuple[Any, Any]:
+    params: Params,
+    **extra: object,
+) -> tuple[Params, LossScaledState]:
     """Return the parameters and the optimizer's state after a step, both as they were if it is skipped.
 
     Under `jit` all of the update, `optax.apply_updates` included, is one branch of one conditional.
@@ -47,8 +48,11 @@ def apply_gradients(
         raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
     find(opt_state)
     scaling = _scaling(optimizer)
-    scaled, extra = declared(scaled_gradients, extra)
-    return scaling.apply(scaled, opt_state, params, extra)
+    scaled, extra = with_scale(scaled_gradients, extra)
+    scaling.check_state(opt_state)
+    check_gradients(scaled.gradients, params)
+    loss = scaled.loss if extra.get("value") is None else extra["value"]
+    return scaling.apply(scaled.gradients, scaled.scale, loss, opt_state, params, extra)
 
 
 def step(
@@ -100,22 +104,24 @@ def step(
     (inf, 0.5, 32768.0)
     """
     scaling = _scaling(optimizer)
-    differentiate = differentiated(loss_fn, 0, has_aux, axis_name)
+    differentiate = Differentiated(loss_fn, 0, has_aux, axis_name)
     _check_keep_state(keep_state, has_aux)
 
-    def train(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def train(
+        params: Params, opt_state: LossScaledState, *args: object, **kwargs: object
+    ) -> tuple[Any, Params, LossScaledState]:
         fast = params.fast if isinstance(params, optax.LookaheadParams) else params
         refuse_stateful(fast)
-        _check_arguments(fast, opt_state)
-        scale, complete = scale_in(opt_state), None
+        _check_params(fast)
+        scaling.check_state(opt_state)
+        scale, finish = next_scale(opt_state), None
         if isinstance(scale, jax.core.Tracer):
-            result, scaled, complete = tails.cut(differentiate, scale, fast, *args, **kwargs)
+            result, scaled, finish = defer_casts(lambda: differentiate(scale, fast, *args, **kwargs))
         else:
             result, scaled = differentiate(scale, fast, *args, **kwargs)
         value = result[0] if has_aux else result
-        value_fn = unscaled_loss(loss_fn, has_aux, axis_name, scale, args, kwargs)
-        extra = {"value": value, "value_fn": value_fn}
-        params, opt_state = scaling.apply(ScaledGradients(scaled, scale), opt_state, params, extra, complete)
+        extra = {"value": value, "value_fn": differentiate.of_params(scale, args, kwargs)}
+        params, opt_state = scaling.apply(scaled, scale, value, opt_state, params, extra, finish)
         if has_aux and keep_state is not False:
             aux = keep_on_skip(result[1], opt_state.finite, args, kwargs, required=keep_state is True)
             result = value, aux
@@ -154,15 +160,16 @@ def _check_keep_state(keep_state: Any, has_aux: bool) -> None:
         )
 
 
-def _check_arguments(params: Any, opt_state: Any) -> None:
-    """Refuse what would go wrong deep inside of an optimizer."""
-    if found_in(params):
-        raise UsageError("params and opt_state are swapped. Write step(params, opt_state, ...).")
-    find(opt_state)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not gradients.is_inexact(leaf):
-            raise UsageError(
-                f"params{jax.tree_util.keystr(path)} has no gradient: it is {getattr(leaf, 'dtype', leaf)}. "
-                "Write step(loss_fn, optimizer)(params, ...) with floating parameters alone, and give the "
-                "rest as another argument."
-            )
+def _check_params(params: object) -> None:
+    """Refuse parameters that would fail deep inside an optimizer."""
+    for leaf in jax.tree.leaves(params):
+        if is_inexact(leaf):
+            continue
+        if found_in(params):
+            raise UsageError("params and opt_state are swapped. Write step(params, opt_state, ...).")
+        path = next(path for path, other in jax.tree_util.tree_leaves_with_path(params) if other is leaf)
+        raise UsageError(
+            f"params{jax.tree_util.keystr(path)} has no gradient: it is {getattr(leaf, 'dtype', leaf)}. "
+            "Write step(loss_fn, optimizer)(params, ...) with floating parameters alone, and give the "
+            "rest as another argument."
+        )
