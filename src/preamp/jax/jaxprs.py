@@ -7,11 +7,11 @@ import inspect
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import jax
 import jax.extend.core as extended
@@ -19,10 +19,72 @@ import numpy as np
 from jax.extend import linear_util
 from jax.extend.core import primitives
 
-Atom: TypeAlias = extended.Var | extended.Literal
-Equation: TypeAlias = extended.JaxprEqn
-Jaxpr: TypeAlias = extended.Jaxpr | extended.ClosedJaxpr
-P = TypeVar("P", extended.Jaxpr, extended.ClosedJaxpr)
+
+class Aval(Hashable, Protocol):
+    """The shape and dtype of an array; tokens and references, which have none, are told by `is_array`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def weak_type(self) -> bool: ...
+    def update(self, **changes: object) -> Aval: ...
+
+
+class Atom(Protocol):
+    """A variable, or a number in the program's text."""
+
+    @property
+    def aval(self) -> Aval: ...
+
+
+class Equation(Protocol):
+    """One operation of a program."""
+
+    @property
+    def primitive(self) -> extended.Primitive: ...
+    @property
+    def invars(self) -> list[Atom]: ...
+    @property
+    def outvars(self) -> list[Atom]: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+    @property
+    def effects(self) -> Collection[object]: ...
+    @property
+    def source_info(self) -> Any: ...
+    def replace(self, **changes: object) -> Equation: ...
+
+
+class Jaxpr(Protocol):
+    """A program without its constants."""
+
+    @property
+    def constvars(self) -> list[Atom]: ...
+    @property
+    def invars(self) -> list[Atom]: ...
+    @property
+    def outvars(self) -> list[Atom]: ...
+    @property
+    def eqns(self) -> list[Equation]: ...
+    @property
+    def debug_info(self) -> object: ...
+    def replace(self, **changes: object) -> Jaxpr: ...
+
+
+class ClosedJaxpr(Protocol):
+    """A program with its constants."""
+
+    @property
+    def jaxpr(self) -> Jaxpr: ...
+    @property
+    def consts(self) -> list[Any]: ...
+    def replace(self, **changes: object) -> ClosedJaxpr: ...
+
+
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+P = TypeVar("P", bound=AnyJaxpr)
 
 
 def _moved(name: str) -> Any:
@@ -67,9 +129,9 @@ class Call(NamedTuple):
         returned: makes what the function returned of the arrays in it.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     arrays: list[Any]
-    returned: Callable[[Sequence[Any]], Any]
+    returned: Callable[[Sequence[object]], Any]
 
 
 def traced(
@@ -77,19 +139,19 @@ def traced(
 ) -> Call:
     """Trace a call: arrays in its arguments become variables, everything else stays as it is."""
     arrays, rebuild = split((tuple(args), kwargs or {}))
-    returned: list[Callable[[Sequence[Any]], Any]] = []
+    returned: list[Callable[[Sequence[object]], Any]] = []
 
     @functools.wraps(fn, updated=())
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: object) -> list[Any]:
         args, kwargs = rebuild(arrays)
         results, back = split(fn(*args, **kwargs))
         returned.append(back)
         return results
 
-    return Call(jax.make_jaxpr(flat)(*arrays), arrays, returned[-1])
+    return Call(cast(ClosedJaxpr, jax.make_jaxpr(flat)(*arrays)), arrays, returned[-1])
 
 
-def split(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def split(tree: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
     """Return a tree's arrays, and a function that puts others in their places."""
     leaves, structure = jax.tree.flatten(tree)
     places, arrays, others = [], [], leaves.copy()
@@ -101,7 +163,7 @@ def split(tree: object) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
             )
             others[place] = None  # a tracer that is kept is a leak
 
-    def rebuild(arrays: Sequence[Any]) -> Any:
+    def rebuild(arrays: Sequence[object]) -> Any:
         filled = others.copy()
         for place, array in zip(places, arrays, strict=True):
             filled[place] = array
@@ -124,19 +186,19 @@ def _converts(leaf: object) -> bool:
     return callable(getattr(leaf, "__jax_array__", None))
 
 
-def inner(jaxpr: Any) -> Any:
+def inner(jaxpr: AnyJaxpr) -> Jaxpr:
     """Return the open jaxpr of an open or a closed one."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
 
 
-def rebuilt(jaxpr: Any, invars: list[Any], outvars: list[Any], equations: list[Any]) -> Any:
+def rebuilt(jaxpr: P, invars: list[Atom], outvars: list[Atom], equations: list[Equation]) -> P:
     """Return a jaxpr, closed if `jaxpr` is, with its constants and effects and other contents."""
     old = inner(jaxpr)
     new = old.replace(invars=invars, outvars=outvars, eqns=equations, debug_info=old.debug_info)
-    return jaxpr.replace(jaxpr=new) if hasattr(jaxpr, "consts") else new
+    return cast(P, cast(ClosedJaxpr, jaxpr).replace(jaxpr=new) if hasattr(jaxpr, "consts") else new)
 
 
-def region_name(equation: Any) -> str | None:
+def region_name(equation: Equation) -> str | None:
     """Return the name of the innermost region that wrote an equation, None outside of regions."""
     return _region_name(str(equation.source_info.name_stack))
 
@@ -147,7 +209,7 @@ def _region_name(scopes: str) -> str | None:
     return names[-1] if names else None
 
 
-def bodies(equation: Any) -> Iterator[tuple[Any, int]]:
+def bodies(equation: Equation) -> Iterator[tuple[AnyJaxpr, int]]:
     """Yield the programs of an equation that rewriting enters, each with the place of its first operand."""
     name, params = equation.primitive.name, equation.params
     if name in _HELD:
@@ -158,7 +220,7 @@ def bodies(equation: Any) -> Iterator[tuple[Any, int]]:
         yield from ((branch, 1) for branch in params["branches"])
 
 
-def hoistable(equation: Any) -> Sequence[int]:
+def hoistable(equation: Equation) -> Sequence[int]:
     """Return the places of the operands that may be cast before an equation instead of inside of it."""
     name, params, places = equation.primitive.name, equation.params, range(len(equation.invars))
     if name == "scan":
@@ -182,7 +244,7 @@ def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
 _ROOT = ["f", "solve", "tangent_solve", "solve_traced", "in_avals", "has_aux"]
 
 
-def root_of(equation: Any) -> Any | None:
+def root_of(equation: Equation) -> Any | None:
     """Return what `lax.custom_root` leaves in a program since JAX 0.12: one object, which holds functions.
 
     None for other equations, and where that object is made of something else than in 0.12.
@@ -199,67 +261,73 @@ def root_with(root: Any, change: Callable[[Callable[..., Any]], Callable[..., An
     return type(root)(change(root.f), solve, root.tangent_solve, solve_traced, root.in_avals, root.has_aux)
 
 
-def variable(aval: Any) -> Any:
+def variable(aval: Aval) -> Atom:
     """Return a new variable."""
-    return extended.Var("", aval) if _suffixed else extended.Var(aval)  # type: ignore[arg-type]
+    make = cast(Callable[..., Atom], extended.Var)
+    return make("", aval) if _suffixed else make(aval)
 
 
-def drops(atom: Any) -> bool:
+def drops(atom: Atom) -> bool:
     """Tell whether a variable only stands where a result is not wanted."""
     return isinstance(atom, _DropVar)
 
 
-def dropped(aval: Any) -> Any:
+def dropped(aval: Aval) -> Atom:
     """Return a variable for a result that is not wanted."""
-    return _DropVar(aval)
+    variable: Atom = _DropVar(aval)
+    return variable
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: Atom) -> bool:
     """Tell whether an operand is a number in the program's text."""
     return isinstance(atom, extended.Literal)
 
 
-def literal(number: Any, aval: Any) -> Any:
+def number_of(atom: Atom) -> float:
+    """Return a number in the program's text."""
+    return float(cast(extended.Literal, atom).val)
+
+
+def literal(number: np.generic | np.ndarray, aval: Aval) -> Atom:
     """Return a number as an operand."""
-    return extended.Literal(number, aval)
+    return cast(Atom, extended.Literal(number, cast(jax.core.AbstractValue, aval)))
 
 
-def dtype_of(atom: Atom) -> np.dtype[Any]:
-    """Return the dtype of an array's variable or number."""
-    dtype: np.dtype[Any] = atom.aval.dtype  # type: ignore[attr-defined]
-    return dtype
-
-
-def is_array(aval: Any) -> bool:
+def is_array(aval: object) -> bool:
     """Tell whether an abstract value is an array, and not a token or a reference."""
     return isinstance(aval, jax.core.ShapedArray)
 
 
 def made_equation(
-    operand: Any, result: Any, primitive: Any, params: dict[str, Any], beside: Any | None
-) -> Any:
+    operand: Atom,
+    result: Atom,
+    primitive: extended.Primitive,
+    params: Mapping[str, object],
+    beside: Equation | None,
+) -> Equation:
     """Return an equation of one operand and one result, of the same source line as the one `beside` it."""
     if beside is None:
-        return _new_equation([operand], [result], primitive, params, _no_effects)
+        equation: Equation = _new_equation([operand], [result], primitive, params, _no_effects)
+        return equation
     return beside.replace(
         invars=[operand], outvars=[result], primitive=primitive, params=params, effects=_no_effects
     )
 
 
-def cast_equation(operand: Any, result: Any, dtype: np.dtype[Any], beside: Any | None) -> Any:
+def cast_equation(operand: Atom, result: Atom, dtype: np.dtype[Any], beside: Equation | None) -> Equation:
     """Return the equation of a cast."""
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
     return made_equation(operand, result, primitives.convert_element_type_p, params, beside)
 
 
-def wrapped_like(function: Callable[..., Any], original: Any) -> Any:
+def wrapped_like(function: Callable[..., object], original: Any) -> Any:
     """Return a function in the wrapping that a rule of a custom derivative has in a jaxpr, if it has one."""
     if not hasattr(original, "call_wrapped"):
         return function
     return linear_util.wrap_init(function, debug_info=original.debug_info)
 
 
-def are_known(arrays: Iterable[Any]) -> bool:
+def are_known(arrays: Iterable[object]) -> bool:
     """Tell whether the numbers of all these arrays are known now: nothing is being compiled or mapped."""
     try:
         for array in arrays:
@@ -269,7 +337,7 @@ def are_known(arrays: Iterable[Any]) -> bool:
     return True
 
 
-def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+def evaluated(jaxpr: ClosedJaxpr, arrays: Sequence[object]) -> list[Any]:
     """Run a closed jaxpr's equations one by one.
 
     What is being differentiated is called as `jnp` calls it: every operator as a small `jit`, whose
@@ -280,14 +348,14 @@ def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     if any(differentiated):
         mesh = jax.sharding.get_abstract_mesh()
         program = program.replace(eqns=[_as_jit(equation, mesh) for equation in program.eqns])
-    results = jax.core.eval_jaxpr(program, jaxpr.consts, *arrays)
+    results = jax.core.eval_jaxpr(cast(extended.Jaxpr, program), jaxpr.consts, *arrays)
     return [
         jax.numpy.asarray(result, atom.aval.dtype) if is_literal(atom) else result
         for result, atom in zip(results, program.outvars, strict=True)
     ]
 
 
-def _as_jit(equation: Any, mesh: Any) -> Any:
+def _as_jit(equation: Equation, mesh: Hashable) -> Equation:
     """Return an equation as the `jit` of its operator; as it is if it has effects or holds a program."""
     if equation.effects or any(subprograms(equation)):
         return equation
@@ -301,8 +369,12 @@ def _as_jit(equation: Any, mesh: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _jit_of(
-    primitive: Any, params: Sequence[tuple[str, Any]], given: Sequence[Any], gives: Sequence[Any], mesh: Any
-) -> tuple[Any, dict[str, Any]]:
+    primitive: extended.Primitive,
+    params: Sequence[tuple[str, object]],
+    given: Sequence[Aval],
+    gives: Sequence[Aval],
+    mesh: Hashable,
+) -> tuple[extended.Primitive, dict[str, object]]:
     """Return the primitive and parameters of a `jit` of one operator, as it is within a mesh."""
     template_of = jax.make_jaxpr(jax.jit(lambda *operands: (0.0,) * len(gives)))
     (template,) = template_of(*[0.0] * len(given)).eqns
@@ -314,15 +386,15 @@ def _jit_of(
     return template.primitive, template.params | changed
 
 
-def subprograms(equation: Any) -> Iterator[Any]:
+def subprograms(equation: Equation) -> Iterator[AnyJaxpr]:
     """Yield every program that an equation holds, entered or not."""
     for value in equation.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
             if isinstance(each, extended.Jaxpr | extended.ClosedJaxpr):
-                yield each
+                yield cast(AnyJaxpr, each)
 
 
-def source_line(equation: Any) -> str:
+def source_line(equation: Equation) -> str:
     """Return the line that an equation comes from, as `file:line (function)`: the user's, else a library's.
 
     "-" where it is not known, as in functions that JAX traced on its own.

@@ -27,6 +27,10 @@ from preamp.jax.autocasting.rounding import ROUNDED
 from preamp.jax.autocasting.transform import OFF, region, rewritten
 from preamp.jax.jaxprs import (
     REGION,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
     bodies,
     inner,
     is_array,
@@ -54,7 +58,7 @@ IN_PROGRAMS = "it is cast in programs that are traced apart; cast it before them
 
 
 def casts(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     *args: Any,
     dtype: Any = jnp.bfloat16,
     casting: Casting | None = None,
@@ -92,7 +96,7 @@ def casts(
         return _Census(settings).report(rewritten(program, settings), names)
 
 
-def _names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def _names(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """Return the names of a call's arrays, such as "params['w']", in the order in which they are traced."""
     own = _positional(fn)[: len(args)]
     others = [f"args[{place}]" for place in range(len(own), len(args))]
@@ -105,7 +109,7 @@ def _names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ]
 
 
-def _positional(fn: Callable[..., Any]) -> list[str]:
+def _positional(fn: Callable[..., object]) -> list[str]:
     """Return the names of a function's positional parameters, as far as they can be known."""
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -189,7 +193,7 @@ class _Census:
         self._casts: list[_Cast] = []
         self._notes: dict[str, None] = {}
 
-    def report(self, program: Any, names: Sequence[str]) -> CastReport:
+    def report(self, program: ClosedJaxpr, names: Sequence[str]) -> CastReport:
         """Return the counts of a closed jaxpr whose arguments have these names."""
         self._walk(program.jaxpr, [_Value(_Origin(name, _Place())) for name in names], _Place())
         for cast in self._casts:
@@ -199,7 +203,7 @@ class _Census:
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         return CastReport(rows, [*_lossy(rows), *self._repeats(), *self._notes, *stayed(rows)])
 
-    def _walk(self, jaxpr: Any, arguments: Sequence[_Value], at: _Place) -> list[_Value]:
+    def _walk(self, jaxpr: Jaxpr, arguments: Sequence[_Value], at: _Place) -> list[_Value]:
         """Count a program that is called with these values; return those of its results."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
         rounded = {each.invars[0]: str(each.params["dtype"]) for each in jaxpr.eqns if _is_rounding(each)}
@@ -210,7 +214,7 @@ class _Census:
             known.update(zip(equation.outvars, results, strict=False))
         return [_value(atom, known, at) for atom in jaxpr.outvars]
 
-    def _see(self, equation: Any, operands: list[_Value], low: str, at: _Place) -> Sequence[_Value]:
+    def _see(self, equation: Equation, operands: list[_Value], low: str, at: _Place) -> Sequence[_Value]:
         """Count an equation; return what is known of its results, where anything is.
 
         Args:
@@ -233,7 +237,7 @@ class _Census:
         return self._count(equation, operands, low, at)
 
     def _enter(
-        self, equation: Any, programs: list[tuple[Any, list[int]]], operands: list[_Value], at: _Place
+        self, equation: Equation, programs: list[tuple[Any, list[int]]], operands: list[_Value], at: _Place
     ) -> list[_Value]:
         """Count the programs that an equation holds; return what is known of the last one's results."""
         at, changing = _inside(equation, at)
@@ -249,7 +253,7 @@ class _Census:
             self._notes[UNSURE[equation.primitive.name].format(at.source)] = None
         return results
 
-    def _see_cast(self, equation: Any, operand: _Value, at: _Place) -> _Value:
+    def _see_cast(self, equation: Equation, operand: _Value, at: _Place) -> _Value:
         """Remember a cast until something takes its result."""
         (source,), (result,) = equation.invars[:1], equation.outvars
         before, after = _dtype(source), _dtype(result)
@@ -262,7 +266,7 @@ class _Census:
         self._casts.append(cast)
         return _Value(operand.origin, cast)
 
-    def _remember(self, origin: _Origin, source: Any, after: str, at: _Place) -> None:
+    def _remember(self, origin: _Origin, source: Atom, after: str, at: _Place) -> None:
         """Note that a value is cast, unless that is a cast upwards, which costs nothing outside of loops."""
         in_loop = at.loops > origin.born.loops
         if after in LOW or in_loop:
@@ -273,7 +277,7 @@ class _Census:
             origin.is_cast_in_loop |= in_loop
             self._origins[origin] = None
 
-    def _count(self, equation: Any, operands: list[_Value], low: str, at: _Place) -> list[_Value]:
+    def _count(self, equation: Equation, operands: list[_Value], low: str, at: _Place) -> list[_Value]:
         """Add an equation to its row, and what was cast for it; return what is known of its results."""
         given = [
             (atom, value)
@@ -296,7 +300,7 @@ class _Census:
         )
         return [_Value(_Origin(_what(atom), at), None, low) for atom in equation.outvars]
 
-    def _rule(self, equation: Any, at: _Place) -> str:
+    def _rule(self, equation: Equation, at: _Place) -> str:
         if at.is_off:
             return "off"
         name = self._settings.name_in_table(equation)
@@ -321,13 +325,13 @@ class _Census:
                 yield repeated(origin.what, "in every turn", origin.bytes, origin.places, IN_A_LOOP)
 
 
-def _value(atom: Any, known: dict[Any, _Value], at: _Place) -> _Value:
+def _value(atom: Atom, known: dict[Atom, _Value], at: _Place) -> _Value:
     """Return what is known of an operand; what was not known of a variable is from now on."""
     new = _Value(_Origin(_what(atom), at))
     return new if is_literal(atom) else known.setdefault(atom, new)
 
 
-def _needed(jaxpr: Any) -> list[Any]:
+def _needed(jaxpr: Jaxpr) -> list[Equation]:
     """Return the equations that a result needs, or that do something: the others are not compiled."""
     wanted = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     needed = []
@@ -338,7 +342,7 @@ def _needed(jaxpr: Any) -> list[Any]:
     return needed[::-1]
 
 
-def _programs(equation: Any) -> list[tuple[Any, list[int]]]:
+def _programs(equation: Equation) -> list[tuple[Any, list[int]]]:
     """Return the programs that an equation holds, each with the places of its operands."""
     name, params, every = equation.primitive.name, equation.params, range(len(equation.invars))
     held = [(body, list(every[first:])) for body, first in bodies(equation)]
@@ -352,7 +356,7 @@ def _programs(equation: Any) -> list[tuple[Any, list[int]]]:
     return held
 
 
-def _inside(equation: Any, at: _Place) -> tuple[_Place, range]:
+def _inside(equation: Equation, at: _Place) -> tuple[_Place, range]:
     """Return the place inside of an equation, and which operands change from one turn to the next."""
     name, params, count = equation.primitive.name, equation.params, len(equation.invars)
     if name == "scan":
@@ -363,7 +367,7 @@ def _inside(equation: Any, at: _Place) -> tuple[_Place, range]:
     return at, range(0)
 
 
-def _emulated(equation: Any, rule: str, given: set[str], gives: str) -> str:
+def _emulated(equation: Equation, rule: str, given: set[str], gives: str) -> str:
     """Return the precision that an equation rehearses; empty when it runs in what it runs in.
 
     Args:
@@ -387,25 +391,25 @@ def _lossy(rows: Iterable[CastRow]) -> Iterator[str]:
             )
 
 
-def _first(results: Sequence[Any], floats: Sequence[Any]) -> Any:
+def _first(results: Sequence[Atom], floats: Sequence[Atom]) -> Any:
     """Return what an equation's precision is read from: a result with one, or else an operand."""
     return next((atom for atom in results if _is_float(atom) or _is_complex(atom)), floats[0])
 
 
-def _is_rounding(equation: Any) -> bool:
+def _is_rounding(equation: Equation) -> bool:
     return equation.primitive is ROUNDED and not is_literal(equation.invars[0])
 
 
-def _is_cast(equation: Any) -> bool:
+def _is_cast(equation: Equation) -> bool:
     atoms = [*equation.invars[:1], *equation.outvars]
     return equation.primitive.name == "convert_element_type" and all(map(_is_float, atoms))
 
 
-def _is_float(atom: Any) -> bool:
+def _is_float(atom: Atom) -> bool:
     return is_array(atom.aval) and bool(jnp.issubdtype(atom.aval.dtype, jnp.floating))
 
 
-def _is_complex(atom: Any) -> bool:
+def _is_complex(atom: Atom) -> bool:
     return is_array(atom.aval) and bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
 
 
@@ -414,24 +418,24 @@ def _listed(dtypes: Iterable[str]) -> str:
     return ", ".join(sorted(dtypes, key=lambda name: (-jnp.dtype(name).itemsize, name)))
 
 
-def _dtype(atom: Any) -> str:
+def _dtype(atom: Atom) -> str:
     return str(atom.aval.dtype)
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
+def _shape(atom: Atom) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
-def _bytes(atom: Any) -> int:
+def _bytes(atom: Atom) -> int:
     return math.prod(_shape(atom)) * int(atom.aval.dtype.itemsize)
 
 
-def _what(atom: Any) -> str:
+def _what(atom: Atom) -> str:
     """Name a value that has no name."""
     return f"A {_dtype(atom)} array of shape {_shape(atom)}" if is_array(atom.aval) else ""
 
 
-def _flops(equation: Any) -> int:
+def _flops(equation: Equation) -> int:
     """Return the operations of a product or convolution; 0 of others."""
     name, params = equation.primitive.name, equation.params
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
@@ -448,7 +452,7 @@ def _flops(equation: Any) -> int:
     return 2 * math.prod(result) * terms
 
 
-def _place_of(equation: Any, within: _Place) -> _Place:
+def _place_of(equation: Equation, within: _Place) -> _Place:
     """Return where an equation stands: its scopes without what transformations add to them, and its line.
 
     What JAX traced for itself has no line of the user's; then it is the line of what holds it.

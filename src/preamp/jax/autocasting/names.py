@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from preamp.autocasting import tables as casting
 from preamp.autocasting.tables import Casting, Rule
 from preamp.errors import CastingError
-from preamp.jax.jaxprs import PRIMITIVES, inner, subprograms
+from preamp.jax.jaxprs import PRIMITIVES, AnyJaxpr, inner, subprograms
 
 USER_NAMES: dict[str, str] = {
     "Conv": "conv_general_dilated",
@@ -64,7 +63,7 @@ def rules_of(table: Casting) -> dict[str, Rule]:
     return rules
 
 
-def check_names(rules: Mapping[str, Rule], jaxpr: Any) -> None:
+def check_names(rules: Mapping[str, Rule], jaxpr: AnyJaxpr) -> None:
     """Raise unless every name with a rule is known, or a primitive of a program.
 
     Raises:
@@ -83,7 +82,7 @@ def check_names(rules: Mapping[str, Rule], jaxpr: Any) -> None:
         )
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
+def _primitives(jaxpr: AnyJaxpr) -> Iterator[str]:
     """Yield the names of a program's primitives, those in nested programs included."""
     for equation in inner(jaxpr).eqns:
         yield equation.primitive.name

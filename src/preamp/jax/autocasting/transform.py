@@ -24,6 +24,8 @@ from preamp.jax.autocasting.flax_objects import Pure, pure
 from preamp.jax.autocasting.names import check_names, rules_of
 from preamp.jax.autocasting.precision import Value, precision_of
 from preamp.jax.autocasting.rewriting import Rewriter, Settings
+from preamp.jax.autocasting.structured import handlers_of
+from preamp.jax.jaxprs import ClosedJaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,7 +99,7 @@ def autocast(
     _check_function(fn)
 
     @functools.wraps(fn, updated=())
-    def cast(*args: Any, **kwargs: Any) -> Any:
+    def cast(*args: object, **kwargs: object) -> Any:
         if not enabled:
             with jax.named_scope(OFF):
                 return fn(*args, **kwargs)
@@ -129,7 +131,7 @@ class _Decorator(functools.partial[Any]):
         """Never reached."""
 
 
-def _check_function(fn: Any) -> None:
+def _check_function(fn: object) -> None:
     """Raise for a dtype or an array where the function goes."""
     if isinstance(fn, str | np.dtype | type(jnp.float16)) or (
         isinstance(fn, type) and issubclass(fn, np.generic)
@@ -154,12 +156,12 @@ def _warn_of_ambient_precision(settings: Settings) -> None:
         )
 
 
-def _check_boolean(name: str, value: Any) -> None:
+def _check_boolean(name: str, value: object) -> None:
     if not isinstance(value, bool | np.bool_):
         raise CastingError(f"{name}={value!r:.60} is not a boolean. Write {name}=True or {name}=False.")
 
 
-def region(dtype: Any, table: Casting | None, emulate: bool) -> Settings:
+def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
     """Return what a region with these arguments does.
 
     Raises:
@@ -179,7 +181,7 @@ def rewritten(program: Pure, settings: Settings) -> Any:
     return rewrite(call.jaxpr, settings, written)
 
 
-def rewrite(jaxpr: Any, settings: Settings, written: int = 0) -> Any:
+def rewrite(jaxpr: ClosedJaxpr, settings: Settings, written: int = 0) -> ClosedJaxpr:
     """Return a closed jaxpr as it is in a region.
 
     Args:
@@ -194,8 +196,9 @@ def rewrite(jaxpr: Any, settings: Settings, written: int = 0) -> Any:
     values = [Value(atom, precision_of(atom.aval)) for atom in jaxpr.jaxpr.invars]
     results = jaxpr.jaxpr.outvars
     kept = [precision_of(atom.aval) for atom in results[:written]]
-    program = Rewriter(settings).program(jaxpr, values, (False,) * len(results))
-    return program.finish([*kept, *[None] * (len(results) - written)])[0]
+    program = Rewriter(settings, handlers_of(settings.rules)).program(jaxpr, values, (False,) * len(results))
+    new: ClosedJaxpr = program.finish([*kept, *[None] * (len(results) - written)])[0]
+    return new
 
 
 def _traced(program: Pure) -> tuple[jaxprs.Call, int]:
@@ -203,7 +206,7 @@ def _traced(program: Pure) -> tuple[jaxprs.Call, int]:
     counts: list[int] = []
 
     @functools.wraps(program.fn, updated=())
-    def counted(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def counted(*args: object, **kwargs: object) -> tuple[Any, Any]:
         state, results = program.fn(*args, **kwargs)
         counts.append(len(jaxprs.split(state)[0]))
         return state, results
@@ -211,7 +214,7 @@ def _traced(program: Pure) -> tuple[jaxprs.Call, int]:
     return jaxprs.traced(counted, program.args, program.kwargs), counts[-1]
 
 
-def _low(dtype: Any, emulate: bool) -> np.dtype[Any]:
+def _low(dtype: object, emulate: bool) -> np.dtype[Any]:
     """Return a region's low precision."""
     name = _name(dtype)
     if name in (EMULATED if emulate else LOW):

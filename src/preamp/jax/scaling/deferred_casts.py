@@ -72,6 +72,6 @@ def _trailing_casts(atom: jaxprs.Atom, makers: dict[jaxprs.Atom, jaxprs.Equation
 
 def _is_upcast(equation: jaxprs.Equation) -> bool:
     """Return whether a cast makes a float longer, which changes no entry."""
-    old, new = jaxprs.dtype_of(equation.invars[0]), jaxprs.dtype_of(equation.outvars[0])
+    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     is_float = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
     return bool(is_float) and old.itemsize < new.itemsize
