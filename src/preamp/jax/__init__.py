@@ -1,7 +1,4 @@
-"""preamp for JAX: autocast, and loss scaling inside the compiled step.
-
-The policy decides when the scale moves. docs/architecture.md says what each file decides.
-"""
+"""preamp for JAX: autocast, and loss scaling inside the compiled step."""
 
 from preamp.errors import MissingExtra
 
@@ -16,7 +13,7 @@ else:  # in JAX 0.5 an array's type does not say along which axes of a mesh it v
 
 from preamp.jax.autocasting.counting import casts
 from preamp.jax.autocasting.transform import autocast
-from preamp.jax.exponents import exponent_histogram, flow_slot, look, watch
+from preamp.jax.exponents import exponent_histogram, flow_slot, snapshot, watch
 from preamp.jax.scaling import exporting as _exporting
 from preamp.jax.scaling.differentiation import scaled_value_and_grad, value_and_grad
 from preamp.jax.scaling.loss_scale import LossScale
@@ -41,10 +38,10 @@ __all__ = [
     "exponent_histogram",
     "flow_slot",
     "last_step",
-    "look",
     "loss_scaled",
     "restart_loss_scale",
     "scaled_value_and_grad",
+    "snapshot",
     "step",
     "value_and_grad",
     "watch",

@@ -21,7 +21,7 @@ from jax.extend.core import primitives
 
 
 class Aval(Hashable, Protocol):
-    """The shape and dtype of an array; tokens and references, which have none, are told by `is_array`."""
+    """The shape and dtype of an array; `is_array` is false for tokens and references, which have neither."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -88,7 +88,7 @@ P = TypeVar("P", bound=AnyJaxpr)
 
 
 def _moved(name: str) -> Any:
-    """Return what moved from jax.core to jax.extend.core."""
+    """Return a name that moved from jax.core to jax.extend.core."""
     return getattr(extended, name) if hasattr(extended, name) else getattr(jax.core, name)
 
 
@@ -173,7 +173,7 @@ def split(tree: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
 
 
 def is_traced(leaf: object) -> bool:
-    """Tell whether a leaf is an array that JAX can trace; `jax.ShapeDtypeStruct`s are."""
+    """Return whether a leaf is an array that JAX can trace; `jax.ShapeDtypeStruct`s are."""
     if isinstance(leaf, jax.Array):
         return True
     if isinstance(leaf, np.ndarray | np.generic):
@@ -182,7 +182,7 @@ def is_traced(leaf: object) -> bool:
 
 
 def _converts(leaf: object) -> bool:
-    """Tell whether an object says how it becomes an array; the tracer of a `jax.Ref` has None there."""
+    """Return whether an object says how it becomes an array; the tracer of a `jax.Ref` has None there."""
     return callable(getattr(leaf, "__jax_array__", None))
 
 
@@ -199,7 +199,7 @@ def rebuilt(jaxpr: P, invars: list[Atom], outvars: list[Atom], equations: list[E
 
 
 def region_name(equation: Equation) -> str | None:
-    """Return the name of the innermost region that wrote an equation, None outside of regions."""
+    """Return the name of the innermost region that an equation is in, None outside of regions."""
     return _region_name(str(equation.source_info.name_stack))
 
 
@@ -245,9 +245,9 @@ _ROOT = ["f", "solve", "tangent_solve", "solve_traced", "in_avals", "has_aux"]
 
 
 def root_of(equation: Equation) -> Any | None:
-    """Return what `lax.custom_root` leaves in a program since JAX 0.12: one object, which holds functions.
+    """Return the object that `lax.custom_root` leaves in a program since JAX 0.12, which holds functions.
 
-    None for other equations, and where that object is made of something else than in 0.12.
+    None for other equations, and for an object with other fields than in 0.12.
     """
     root = equation.params.get("_prim")
     known = type(root).__name__ == "CustomRoot" and [*inspect.signature(type(root)).parameters] == _ROOT
@@ -255,7 +255,7 @@ def root_of(equation: Equation) -> Any | None:
 
 
 def root_with(root: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Return such an object with its function and its solver changed, which must keep their dtypes."""
+    """Return such an object with its function and solver changed; both must keep their dtypes."""
     solve = change(root.solve)
     solve_traced = jax.jit(solve).trace(*root.in_avals[:2])
     return type(root)(change(root.f), solve, root.tangent_solve, solve_traced, root.in_avals, root.has_aux)
@@ -268,18 +268,18 @@ def variable(aval: Aval) -> Atom:
 
 
 def drops(atom: Atom) -> bool:
-    """Tell whether a variable only stands where a result is not wanted."""
+    """Return whether a variable only takes the place of an unused result."""
     return isinstance(atom, _DropVar)
 
 
 def dropped(aval: Aval) -> Atom:
-    """Return a variable for a result that is not wanted."""
+    """Return a variable for an unused result."""
     variable: Atom = _DropVar(aval)
     return variable
 
 
 def is_literal(atom: Atom) -> bool:
-    """Tell whether an operand is a number in the program's text."""
+    """Return whether an operand is a number in the program's text."""
     return isinstance(atom, extended.Literal)
 
 
@@ -294,7 +294,7 @@ def literal(number: np.generic | np.ndarray, aval: Aval) -> Atom:
 
 
 def is_array(aval: object) -> bool:
-    """Tell whether an abstract value is an array, and not a token or a reference."""
+    """Return whether an abstract value is an array, and not a token or a reference."""
     return isinstance(aval, jax.core.ShapedArray)
 
 
@@ -328,7 +328,7 @@ def wrapped_like(function: Callable[..., object], original: Any) -> Any:
 
 
 def are_known(arrays: Iterable[object]) -> bool:
-    """Tell whether the numbers of all these arrays are known now: nothing is being compiled or mapped."""
+    """Return whether the numbers of all these arrays are known now: nothing is being compiled or mapped."""
     try:
         for array in arrays:
             _concrete_or_error(None, array)
@@ -340,8 +340,8 @@ def are_known(arrays: Iterable[object]) -> bool:
 def evaluated(jaxpr: ClosedJaxpr, arrays: Sequence[object]) -> list[Any]:
     """Run a closed jaxpr's equations one by one.
 
-    What is being differentiated is called as `jnp` calls it: every operator as a small `jit`, whose
-    derivative JAX keeps. To differentiate the operators themselves takes twice as long.
+    Under differentiation every operator runs as a small `jit`, as `jnp` runs it, because JAX caches the
+    derivative of a `jit`. To differentiate the operators themselves takes twice as long.
     """
     program = inner(jaxpr)
     differentiated = [hasattr(array, "tangent") for array in (*arrays, *jaxpr.consts)]
@@ -400,9 +400,9 @@ def source_line(equation: Equation) -> str:
     "-" where it is not known, as in functions that JAX traced on its own.
     """
     traceback = equation.source_info.traceback
-    # JAX keeps what it traced. Until 0.8 the frames of a nested program go on with those of its first caller.
+    # JAX keeps what it traced. Until 0.8 the frames of a nested program end in those of its first caller.
     traced = takewhile(lambda frame: frame.function_name != _TRACER, traceback.frames if traceback else ())
-    frames = [frame for frame in traced if _is_told(frame.file_name)]
+    frames = [frame for frame in traced if _is_shown(frame.file_name)]
     for frame in (*(frame for frame in frames if not _is_installed(frame.file_name)), *frames[:1]):
         return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return "-"
@@ -410,12 +410,12 @@ def source_line(equation: Equation) -> str:
 
 _TRACER = "trace_to_jaxpr_dynamic"  # JAX's function around a nested program
 _OURS = Path(__file__).parents[2]
-_NEVER_TOLD = (*(str(folder) + os.sep for folder in (Path(jax.__file__).parent, _OURS)), "<frozen")
+_NEVER_SHOWN = (*(str(folder) + os.sep for folder in (Path(jax.__file__).parent, _OURS)), "<frozen")
 _INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
 
-def _is_told(path: str) -> bool:
-    return not path.startswith(_NEVER_TOLD)
+def _is_shown(path: str) -> bool:
+    return not path.startswith(_NEVER_SHOWN)
 
 
 def _is_installed(path: str) -> bool:

@@ -1,8 +1,7 @@
 """What autocast casts, where, and what it costs: the counting behind `casts`.
 
 Nothing is computed: the function is traced and rewritten, and its equations are counted. The body of a
-`scan` counts as often as it runs, that of a `while_loop` once, and so does each branch of a `cond`. This room
-refuses to know how precisions are chosen.
+`scan` counts as often as it runs, that of a `while_loop` once, and so does each branch of a `cond`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.jax.autocasting.flax_objects import attribute_name, pure
-from preamp.jax.autocasting.lookahead import APART, EXACT
+from preamp.jax.autocasting.lookahead import EXACT, INDEPENDENT
 from preamp.jax.autocasting.rewriting import Settings
 from preamp.jax.autocasting.rounding import ROUNDED
 from preamp.jax.autocasting.transform import OFF, region, rewritten
@@ -41,7 +40,7 @@ from preamp.jax.jaxprs import (
     source_line,
 )
 
-# What moves numbers at most, and nothing once it is compiled: it is looked through.
+# Primitives that at most move numbers, and cost nothing once compiled: they are skipped.
 LAYOUT = frozenset(
     ["broadcast_in_dim", "copy", "expand_dims", "reshape", "rev", "squeeze", "stop_gradient", "transpose"]
 )
@@ -75,15 +74,15 @@ def casts(
 
     Args:
         fn: any function that `autocast` takes.
-        args: what it is called with; a `jax.ShapeDtypeStruct` does for an array.
+        args: its arguments; a `jax.ShapeDtypeStruct` may take the place of an array.
         dtype: the low precision.
         casting: an edited table.
         emulate: as of `autocast`.
-        kwargs: what `fn` is called with by keyword; those of the names above need a `functools.partial`.
+        kwargs: its keyword arguments; those with the names above need a `functools.partial`.
 
     Returns:
         One row for each primitive, module (names of Flax's modules and of `jax.named_scope`), line and set of
-        precisions, costliest first, and sentences on what wastes time or loses numbers. Printed, it fits 80
+        precisions, costliest first, and notes on casts that waste time or lose accuracy. Printed, it fits 80
         columns. The body of a `scan` counts as often as it runs, that of a `while_loop` once, and each branch
         of a `cond` once.
 
@@ -93,7 +92,7 @@ def casts(
     settings = region(dtype, casting or DEFAULT, emulate)
     with pure(fn, args, kwargs) as program:
         names = _names(program.fn, program.args, program.kwargs)
-        return _Census(settings).report(rewritten(program, settings), names)
+        return _Counter(settings).report(rewritten(program, settings), names)
 
 
 def _names(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -121,7 +120,7 @@ def _positional(fn: Callable[..., object]) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """Where equations stand, and how often they run."""
+    """Where equations are, and how often they run."""
 
     module: str = OUTSIDE
     source: str = OUTSIDE
@@ -155,7 +154,7 @@ class _Row(NamedTuple):
 
 @dataclass(eq=False)
 class _Cast:
-    """A cast, which is charged to the first operator that takes its result, or else to itself."""
+    """A cast, which is charged to the first operator that uses its result, or else to itself."""
 
     before: str
     times: int
@@ -183,7 +182,7 @@ class _Value(NamedTuple):
     rounded: str = ""
 
 
-class _Census:
+class _Counter:
     """Counts the equations of a program that was rewritten with these settings."""
 
     def __init__(self, settings: Settings) -> None:
@@ -210,24 +209,24 @@ class _Census:
         for equation in _needed(jaxpr):
             operands = [_value(atom, known, at) for atom in equation.invars]
             low = next((rounded[atom] for atom in equation.outvars if atom in rounded), "")
-            results = self._see(equation, operands, low, _place_of(equation, at))
+            results = self._visit(equation, operands, low, _place_of(equation, at))
             known.update(zip(equation.outvars, results, strict=False))
         return [_value(atom, known, at) for atom in jaxpr.outvars]
 
-    def _see(self, equation: Equation, operands: list[_Value], low: str, at: _Place) -> Sequence[_Value]:
+    def _visit(self, equation: Equation, operands: list[_Value], low: str, at: _Place) -> Sequence[_Value]:
         """Count an equation; return what is known of its results, where anything is.
 
         Args:
             equation: the equation.
             operands: what is known of its operands.
             low: the precision that its results are rounded to at once, if they are.
-            at: where it stands.
+            at: where it is.
         """
         programs = _programs(equation)
         if programs:
             return self._enter(equation, programs, operands, at)
         if _is_cast(equation):
-            return [self._see_cast(equation, operands[0], at)]
+            return [self._count_cast(equation, operands[0], at)]
         if _is_rounding(equation):
             return [operands[0]._replace(rounded=str(equation.params["dtype"]))]
         if equation.primitive.name in LAYOUT:
@@ -253,8 +252,8 @@ class _Census:
             self._notes[UNSURE[equation.primitive.name].format(at.source)] = None
         return results
 
-    def _see_cast(self, equation: Equation, operand: _Value, at: _Place) -> _Value:
-        """Remember a cast until something takes its result."""
+    def _count_cast(self, equation: Equation, operand: _Value, at: _Place) -> _Value:
+        """Record a cast until something uses its result."""
         (source,), (result,) = equation.invars[:1], equation.outvars
         before, after = _dtype(source), _dtype(result)
         where = place(at.module, at.source)
@@ -267,7 +266,7 @@ class _Census:
         return _Value(operand.origin, cast)
 
     def _remember(self, origin: _Origin, source: Atom, after: str, at: _Place) -> None:
-        """Note that a value is cast, unless that is a cast upwards, which costs nothing outside of loops."""
+        """Note that a value is cast, unless it is cast upwards outside of loops, which costs nothing."""
         in_loop = at.loops > origin.born.loops
         if after in LOW or in_loop:
             origin.bytes = origin.bytes or _bytes(source)
@@ -326,7 +325,7 @@ class _Census:
 
 
 def _value(atom: Atom, known: dict[Atom, _Value], at: _Place) -> _Value:
-    """Return what is known of an operand; what was not known of a variable is from now on."""
+    """Return what is known of an operand; a variable that is new becomes known."""
     new = _Value(_Origin(_what(atom), at))
     return new if is_literal(atom) else known.setdefault(atom, new)
 
@@ -368,7 +367,7 @@ def _inside(equation: Equation, at: _Place) -> tuple[_Place, range]:
 
 
 def _emulated(equation: Equation, rule: str, given: set[str], gives: str) -> str:
-    """Return the precision that an equation rehearses; empty when it runs in what it runs in.
+    """Return the precision that an equation emulates; empty if it emulates none.
 
     Args:
         equation: the equation.
@@ -378,7 +377,7 @@ def _emulated(equation: Equation, rule: str, given: set[str], gives: str) -> str
     """
     if rule in ("lower", "float32", "off", EXPLICIT):
         return gives if rule == "lower" else ""
-    keeps = equation.primitive.name in EXACT | APART or not any(map(_is_float, equation.outvars))
+    keeps = equation.primitive.name in EXACT | INDEPENDENT or not any(map(_is_float, equation.outvars))
     return given.pop() if len(given) == 1 and (keeps or gives) else ""
 
 
@@ -453,7 +452,7 @@ def _flops(equation: Equation) -> int:
 
 
 def _place_of(equation: Equation, within: _Place) -> _Place:
-    """Return where an equation stands: its scopes without what transformations add to them, and its line.
+    """Return where an equation is: its scopes without what transformations add to them, and its line.
 
     What JAX traced for itself has no line of the user's; then it is the line of what holds it.
     """

@@ -1,9 +1,9 @@
-"""Objects of Flax NNX: what a traced function writes to those it is given comes back to them.
+"""Objects of Flax NNX: what a traced function writes to its arguments is written back to them.
 
 Tracing works on copies, and what is written to a copy (running averages, counts of random keys) would be
-lost. So the function that is traced takes the state of its modules as arrays and returns what it wrote, with
-Flax's own `update_context`, as `nnx.jit` does. Flax is never imported here: where nobody has imported it,
-it has no objects to look for.
+lost. So the traced function takes the state of its modules as arrays and returns what it wrote, with Flax's
+own `update_context`, as `nnx.jit` does. Flax is never imported here: if nobody has imported it, no argument
+can be one of its objects.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _with_owner(
     kwargs: dict[str, Any],
     objects: Callable[[Any], list[Any]],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a call with the module that is called, or whose method is called, among the arguments."""
+    """Return a call whose arguments include the module that is called, or whose method is called."""
     while isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
     if objects(fn):
@@ -154,7 +154,7 @@ def _with_owner(
 
 
 def _explaining_writes(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that says what to write when Flax refuses to write to an object of an outer trace."""
+    """Return a function that raises with advice if Flax refuses to write to an object of an outer trace."""
     refusal = sys.modules["flax.errors"].TraceContextError
 
     @functools.wraps(fn, updated=())

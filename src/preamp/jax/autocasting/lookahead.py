@@ -1,8 +1,7 @@
-"""What the rest of a program will do with a value: known before anything is rewritten.
+"""How the rest of a program uses each value, found before anything is rewritten.
 
-This room reads a program from its end to its beginning and says of its values which feed operators that run
-in float32, which feed nothing but operators that run in low precision, and which additions are of a bias. It
-refuses to know in which precision a value comes: that shows when the program is rewritten.
+A program is read from its end to its beginning, to find the values that feed operators in float32, those that
+feed only operators in low precision, and the additions of a bias.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ def _names(text: str) -> frozenset[str]:
 
 
 ARITHMETIC = _names("add sub mul div neg square integer_pow sqrt abs select_n")
-"""What runs in float32 itself when its result feeds an operator that runs in float32."""
+"""Primitives that run in float32 when their result feeds an operator that runs in float32."""
 
 REARRANGEMENTS = _names(
     "convert_element_type copy copy_p expand_dims name reshape rev sharding_constraint squeeze stop_gradient"
     " transpose"
 )
 MOVES = REARRANGEMENTS | _names("broadcast_in_dim concatenate dynamic_slice gather pad slice")
-"""What changes no number, so that a cast may stand before it as well as after it."""
+"""Primitives that change no number, so that a cast may be before or after them."""
 
 EXACT = MOVES | _names("abs clamp dynamic_update_slice max min neg reduce_max reduce_min select_n sign")
-"""What makes of numbers in a low precision numbers in the same, so that no rounding is needed after it."""
+"""Primitives that map numbers of a low precision to numbers of the same: no rounding is needed after them."""
 
-APART = _names("device_put optimization_barrier sort")
+INDEPENDENT = _names("device_put optimization_barrier sort")
 """Primitives whose operands do not mix: each result is as precise as the operand in its place."""
 
 
 class Reader(Protocol):
-    """Who asks: what it says of primitives and of the programs they hold."""
+    """What the lookahead has to know about primitives and the programs they hold."""
 
     def rule(self, equation: Equation) -> Rule | None:
         """Return the rule that an equation runs by; None for what is left as written."""
@@ -46,21 +45,21 @@ class Reader(Protocol):
         """Yield the programs of an equation that are rewritten with it, and where their operands begin."""
 
     def lookahead(self, jaxpr: Jaxpr, wanted: tuple[bool, ...]) -> Lookahead:
-        """Return what is known of such a program's variables."""
+        """Return the lookahead of such a program."""
 
 
 class Lookahead:
-    """What is known of the variables of an open jaxpr.
+    """How an open jaxpr uses its variables.
 
     Args:
         jaxpr: the program.
         wanted: for each of its results, whether it is wanted in float32 where it goes.
-        reader: what is to be said of primitives, and of the programs they hold.
+        reader: knows primitives, and the programs they hold.
 
     Attributes:
-        wants_float32: variables that an operator in float32 takes, directly or after arithmetic.
-        products: results of operators in low precision, rearranged perhaps.
-        biases: result to bias, of the additions of a product and of something smaller that was broadcast.
+        wants_float32: variables that an operator in float32 uses, directly or after arithmetic.
+        products: results of operators in low precision, perhaps rearranged.
+        biases: result to bias, for additions of a product and a smaller array that was broadcast.
     """
 
     def __init__(self, jaxpr: Jaxpr, wanted: tuple[bool, ...], reader: Reader) -> None:
@@ -79,14 +78,14 @@ class Lookahead:
             self._read_backward(equation)
 
     def wants_low(self, atom: Atom) -> bool:
-        """Tell whether operators in low precision take a variable, and nothing else does."""
+        """Return whether operators in low precision use a variable, and nothing else does."""
         return atom in self._low and atom not in self._elsewhere
 
     def wanted(self, atoms: list[Atom]) -> tuple[bool, ...]:
-        """Tell of variables whether they are wanted in float32."""
+        """Return for each variable whether it is wanted in float32."""
         return tuple(atom in self.wants_float32 for atom in atoms)
 
-    def takers(self, equation: Equation) -> dict[int, list[tuple[Lookahead, Atom]]]:
+    def uses(self, equation: Equation) -> dict[int, list[tuple[Lookahead, Atom]]]:
         """Return by place which variables of which programs take the operands that may be cast before."""
         entered = self._entered(equation)
         return {place: entered[place] for place in hoistable(equation) if place in entered}
@@ -151,7 +150,7 @@ class Lookahead:
 
     def _read_others(self, equation: Equation) -> None:
         entered = self._entered(equation)
-        outside = self.takers(equation)
+        outside = self.uses(equation)
         for place, atom in enumerate(equation.invars):
             float32 = any(taken in inside.wants_float32 for inside, taken in entered.get(place, ()))
             low = place in outside and all(inside.wants_low(taken) for inside, taken in outside[place])
@@ -159,14 +158,14 @@ class Lookahead:
 
     def _entered(self, equation: Equation) -> dict[int, list[tuple[Lookahead, Atom]]]:
         """Return for each place of an operand what takes it inside of an equation."""
-        takers: dict[int, list[tuple[Lookahead, Atom]]] = {}
+        uses: dict[int, list[tuple[Lookahead, Atom]]] = {}
         for body, first in self._reader.bodies(equation):
             inside = self._reader.lookahead(inner(body), self.wanted(equation.outvars))
             for place, taken in enumerate(inner(body).invars, first):
-                takers.setdefault(place, []).append((inside, taken))
-        return takers
+                uses.setdefault(place, []).append((inside, taken))
+        return uses
 
 
 def _spreads(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Tell whether an array gets more dimensions or more numbers."""
+    """Return whether an array gets more dimensions or more numbers."""
     return math.prod(before) < math.prod(after) or 0 < len(before) < len(after)

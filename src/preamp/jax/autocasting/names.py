@@ -1,7 +1,4 @@
-"""Names in tables: which primitives stand behind what users write, and which names are none.
-
-This room decides what an edited table says of each primitive. It refuses to know what a rule does.
-"""
+"""Names in tables: which primitives a user's name means, and an error for unknown names."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ USER_NAMES: dict[str, str] = {
     "where": "select_n",
     "while_loop": "while",
 }
-"""What users write, where it is not the name of one primitive."""
+"""Names that users write, where they differ from the primitive's."""
 
 NEAREST = 3
 
@@ -76,7 +73,7 @@ def check_names(rules: Mapping[str, Rule], jaxpr: AnyJaxpr) -> None:
             name, {*casting.JAX.rules, *PRIMITIVES, *USER_NAMES, *here}, n=NEAREST
         )
         raise CastingError(
-            f"{name!r} is no primitive of JAX, and none in this program. Write "
+            f"{name!r} is not a primitive of JAX, nor one in this program. Write "
             f"{' or '.join(map(repr, near or ['dot_general']))}; jax.make_jaxpr(fn)(*args) shows a program's "
             "primitives."
         )

@@ -28,7 +28,7 @@ class Precision(NamedTuple):
         return self.rounded or self.dtype
 
     def holds(self, number: float) -> bool:
-        """Tell whether a number is neither too large for this precision nor too small."""
+        """Return whether a number is neither too large for this precision nor too small."""
         with np.errstate(all="ignore"):
             stored = float(np.float32(number).astype(self.name))
         return not np.isfinite(number) or number == 0 or (bool(np.isfinite(stored)) and stored != 0)
@@ -64,9 +64,9 @@ _NO_PRECISION = (lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
 def is_explicit(equation: Equation, low: Precision) -> bool:
-    """Tell whether the program asks for the precision of a product or convolution.
+    """Return whether the program asks for the precision of a product or convolution.
 
-    `jnp.matmul` and all its kin write the dtype of their operands as `preferred_element_type`, so for
+    `jnp.matmul` and its relatives write the dtype of their operands as `preferred_element_type`, so for
     `dot_general` that dtype says nothing. No function of JAX writes one for the other primitives.
     """
     if has_explicit_precision(equation):
@@ -82,7 +82,7 @@ def is_explicit(equation: Equation, low: Precision) -> bool:
 
 
 def has_explicit_precision(equation: Equation) -> bool:
-    """Tell whether `precision` asks for more than the default, for one operand at least.
+    """Return whether `precision` asks for more than the default, for one operand at least.
 
     It is resolved when JAX traces: what `jax.default_matmul_precision` sets stands here as well.
     """

@@ -1,8 +1,7 @@
-"""Jaxpr to jaxpr: the same program with every operator in the precision that its rule gives it.
+"""Jaxpr to jaxpr: the same program with casts, so that every operator runs in the precision of its rule.
 
-This room decides what an equation is given and gives, and where casts stand. A variable of the old program
-becomes an operand of the new one and the precision it now has; nothing is traced again. It refuses to know
-how the programs inside of equations are entered: that is `structured.py`'s.
+Each variable of the old program is mapped to an operand of the new one and its precision there; nothing is
+traced again.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from preamp.jax.jaxprs import AnyJaxpr, Atom, Aval, Equation, Jaxpr
 
 @dataclass(frozen=True)
 class Settings:
-    """What a region does.
+    """The settings of a region.
 
     Attributes:
         dtype: the low precision.
         rules: primitive to rule.
         emulate: round to `dtype` in float32 instead of casting.
-        name: what tells the region from those that do something else.
-        flat: write the programs of nested `jit`s into the one that calls them.
+        name: identifies the region; regions with the same settings share it.
+        flat: inline nested `jit`s.
     """
 
     dtype: np.dtype[Any]
@@ -42,7 +41,7 @@ class Settings:
 
     @property
     def low(self) -> Precision:
-        """The precision of what runs low."""
+        """The precision that the rule 'lower' stands for."""
         return Precision(np.dtype(np.float32), self.dtype) if self.emulate else Precision(self.dtype)
 
     def name_in_table(self, equation: Equation) -> str:
@@ -70,7 +69,7 @@ class Rewriter:
         self._lookaheads: dict[Any, tuple[Any, Lookahead]] = {}
 
     def rewrite(self, program: Program, equation: Equation) -> None:
-        """Write what an equation becomes."""
+        """Write the equations that replace an equation."""
         handler = self._handlers.get(self.name(equation)) if self.enters(equation) else None
         self.path.append(equation)
         if handler:
@@ -84,7 +83,7 @@ class Rewriter:
 
         Args:
             jaxpr: open or closed.
-            values: its operands: what is known of them counts, not which they are.
+            values: its operands; programs are shared where what is known of the operands is the same.
             wanted: for each result, whether it is wanted in float32 where it goes.
         """
         key = id(jaxpr), tuple(value[1:] for value in values), wanted
@@ -120,19 +119,19 @@ class Rewriter:
         return rule
 
     def enters(self, equation: Equation) -> bool:
-        """Tell whether the programs that an equation holds are part of this region."""
+        """Return whether the programs that an equation holds are part of this region."""
         return jaxprs.region_name(equation) in (None, self.settings.name)
 
 
 class Program:
-    """A program as it is rewritten: the equations so far, and what the old variables are in them.
+    """A program while it is rewritten: the new equations so far, and what became of the old variables.
 
     Args:
         rewriter: the region's.
         jaxpr: the old program, open or closed.
-        values: what its operands are.
+        values: its operands.
         wanted: for each result, whether it is wanted in float32 where it goes.
-        within: the program that the equations are written into, when it is not one of its own.
+        within: the program that the equations are written into; None for one of its own.
     """
 
     def __init__(
@@ -161,22 +160,22 @@ class Program:
             rewriter.rewrite(self, equation)
 
     def read(self, atom: Atom) -> Value:
-        """Return what a variable or number of the old program is in the new one."""
+        """Return the value in the new program of an old variable or literal."""
         if not jaxprs.is_literal(atom):
             return self._values[atom]
         scalar = jaxprs.number_of(atom) if _is_real_scalar(atom.aval) else None
         return Value(atom, precision_of(atom.aval), scalar)
 
     def operands(self, equation: Equation) -> list[Value]:
-        """Return what an equation's operands are."""
+        """Return the values of an equation's operands."""
         return [self.read(atom) for atom in equation.invars]
 
     def set(self, atom: Atom, value: Value) -> None:
-        """Say what a variable of the old program is."""
+        """Set the value of a variable of the old program."""
         self._values[atom] = value
 
     def cast(self, value: Value, precision: Precision) -> Value:
-        """Return a value in a precision: the same cast is written once."""
+        """Return a value in a precision. The same cast is written once."""
         if value.precision is None or value.precision == precision:
             return value
         key = value.atom, precision
@@ -213,7 +212,7 @@ class Program:
         self.emit(equation, values, [precision_of(atom.aval) for atom in equation.outvars], params)
 
     def keep_scalar(self, equation: Equation, before: Value) -> None:
-        """Go on knowing a scalar that an equation broadcast or moved."""
+        """Remember that the result of a broadcast or move is still a known scalar."""
         result = equation.outvars[0]
         if result in self._values and (before.scalar is not None or before.weak):
             value = self._values[result]._replace(scalar=before.scalar, weak=before.weak)
@@ -221,7 +220,7 @@ class Program:
             self._moved[value.atom] = equation, before
 
     def round_results(self, equation: Equation) -> None:
-        """Round what an equation gave to the low precision, where that is emulated."""
+        """Round the results of an equation to the low precision, where that is emulated."""
         for atom in equation.outvars:
             value = self._values.get(atom)
             if value is not None and value.precision == self.low:
@@ -235,7 +234,7 @@ class Program:
         return value._replace(atom=self._round(value.atom, value.precision))
 
     def splice(self, equation: Equation, jaxpr: AnyJaxpr, values: Sequence[Value]) -> None:
-        """Write the equations of a program that an equation holds in its place."""
+        """Inline a program that an equation holds."""
         inside = Program(self.rewriter, jaxpr, values, self.ahead.wanted(equation.outvars), self)
         for atom, result in zip(equation.outvars, jaxprs.inner(jaxpr).outvars, strict=True):
             self._values[atom] = inside.read(result)
@@ -317,7 +316,7 @@ class Program:
 
 
 def _is_float32(equation: Equation) -> bool:
-    """Tell whether all that autocast may cast of an equation is float32."""
+    """Return whether all that autocast may cast of an equation is float32."""
     precisions = {precision_of(atom.aval) for atom in (*equation.invars, *equation.outvars)}
     return precisions <= {FLOAT32, None}
 

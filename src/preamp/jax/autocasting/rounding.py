@@ -1,4 +1,4 @@
-"""Rounding to a low precision that stays in float32, forward and backward: what `emulate=True` inserts.
+"""Round float32 to a low precision without leaving float32, forward and backward, for `emulate=True`.
 
 A cast down and up again would not do: compilers that may compute in more precision than asked for drop such a
 pair.

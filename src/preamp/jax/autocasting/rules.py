@@ -1,7 +1,4 @@
-"""What each rule does with an equation.
-
-This room decides in which precision an ordinary operator runs. It refuses to know how a cast is written.
-"""
+"""The rules of the table: in which precision an ordinary operator runs."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import numpy as np
 from preamp.autocasting import tables as casting
 from preamp.autocasting.tables import Rule
 from preamp.errors import CastingError
-from preamp.jax.autocasting.lookahead import APART, ARITHMETIC, EXACT, MOVES
+from preamp.jax.autocasting.lookahead import ARITHMETIC, EXACT, INDEPENDENT, MOVES
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, has_explicit_precision, precision_of
 from preamp.jax.autocasting.rewriting import Program
 from preamp.jax.jaxprs import Atom, Equation, literal, source_line
@@ -42,15 +39,15 @@ def float32(program: Program, equation: Equation) -> None:
 
 
 def widest(program: Program, equation: Equation) -> None:
-    """Run in the widest precision among the operands, with what is known of where the result goes."""
+    """Run in the widest precision among the operands, considering where the result goes."""
     values = program.operands(equation)
     floats = [value for value in values if value.precision is not None]
     if not floats:
         program.as_written(equation)
-    elif equation.primitive.name in APART:
+    elif equation.primitive.name in INDEPENDENT:
         program.emit(equation, values, [value.precision for value in values])
     else:
-        _run(program, equation, values, _looking_ahead(program, equation, floats))
+        _run(program, equation, values, _widest_with_lookahead(program, equation, floats))
         if equation.primitive.name in MOVES and len(values) == 1:
             program.keep_scalar(equation, values[0])
 
@@ -62,7 +59,7 @@ def as_given(program: Program, equation: Equation) -> None:
 
 
 def refuse(program: Program, equation: Equation) -> None:
-    """Raise."""
+    """Raise: the table refuses this primitive."""
     name = program.rewriter.name(equation)
     lines = [line for line in map(source_line, reversed(program.rewriter.path)) if line != "-"]
     raise CastingError(
@@ -94,10 +91,10 @@ _HANDLERS: dict[Rule, Handler] = {
 
 
 def handler_of(name: str, rule: Rule) -> Handler:
-    """Return what a rule does with a primitive.
+    """Return the function that applies a rule to a primitive.
 
-    `untouched` leaves as written what may not work in other dtypes because autocast's own table does not name
-    it, and what asks for its dtypes.
+    `untouched` leaves as written what autocast's own table does not name, which may not work in other dtypes,
+    and equations that ask for their dtypes.
     """
     is_kept = name == casting.EXPLICIT_PRECISION or name not in casting.JAX
     return Program.as_written if rule == "untouched" and is_kept else _HANDLERS[rule]
@@ -125,7 +122,7 @@ def _widest(values: Sequence[Value], low: Precision) -> Precision:
     return low if {precision.name for precision in every if precision} == {low.name} else FLOAT32
 
 
-def _looking_ahead(program: Program, equation: Equation, floats: Sequence[Value]) -> Precision:
+def _widest_with_lookahead(program: Program, equation: Equation, floats: Sequence[Value]) -> Precision:
     """Return the widest precision among values, narrowed for casts to come and widened for sums to come."""
     ahead, low, name, results = program.ahead, program.low, equation.primitive.name, equation.outvars
     precision = _widest(floats, low)
@@ -139,7 +136,7 @@ def _looking_ahead(program: Program, equation: Equation, floats: Sequence[Value]
 
 
 def _is_to_be_low(program: Program, equation: Equation, floats: Sequence[Value]) -> bool:
-    """Tell whether float32 operands may be cast here: a bias, or what is only moved before a cast."""
+    """Return whether float32 operands may be cast here: a bias, or what is only moved before a cast."""
     result = equation.outvars[0]
     if equation.primitive.name == "add":
         return result in program.ahead.biases and any(value.precision == program.low for value in floats)

@@ -1,8 +1,4 @@
-"""`autocast(fn)`: what a user calls.
-
-This room decides what of a call is traced, where the rewritten program runs, and how a region is told from
-another one. It refuses to know how a program is rewritten.
-"""
+"""`autocast(fn)`: trace a call, rewrite its program, and run it under a name that identifies the region."""
 
 from __future__ import annotations
 
@@ -57,14 +53,14 @@ def autocast(
     enabled: bool = True,
     emulate: bool = False,
 ) -> Any:
-    """Return a function that computes what `fn` does with every operator in the precision of its rule.
+    """Return a function that computes what `fn` computes, each operator in the precision of its rule.
 
     Products and convolutions run in the low precision, exponentials, logarithms, powers and sums in float32,
-    everything else in the widest precision it is given (`casting.JAX`). Results come in the precision they
-    have. Arithmetic that feeds operators in float32 runs in float32 itself, a bias added to a product stays
-    low where it is broadcast (so put `vmap` inside), and numbers in the program's text widen nothing unless
-    the low precision cannot hold them. A product that asks for its precision, such as
-    `jnp.matmul(x, w, precision="highest")`, keeps it (`explicit_precision` in the table).
+    everything else in the widest precision of its operands (`casting.JAX`). Results are not cast back.
+    Arithmetic that feeds operators in float32 runs in float32 itself, a bias added to a product stays low
+    where it is broadcast (so put `vmap` inside), and literals widen nothing unless the low precision cannot
+    hold them. A product that asks for its precision, such as `jnp.matmul(x, w, precision="highest")`, keeps
+    it (`explicit_precision` in the table).
 
     It composes with JAX's transformations on either side. Where regions nest, an inner one with other
     settings keeps its own. Every call traces `fn`: put `jax.jit` around.
@@ -78,7 +74,7 @@ def autocast(
 
     Args:
         fn: any function that `jax.jit` could take. Arrays in its arguments are traced; everything else,
-            Python numbers included, it is given as it is.
+            Python numbers included, is passed on as it is.
         dtype: the low precision, float16 or bfloat16; with `emulate`, float8_e4m3fn or float8_e5m2 as well.
         casting: an edited table of primitives, such as `casting.DEFAULT.float32("dot_general")`.
         enabled: False keeps `fn` as it was written inside of other regions.
@@ -89,8 +85,8 @@ def autocast(
 
     Raises:
         CastingError: for another dtype, for `enabled` or `emulate` that is not a boolean, and when called,
-            for a name in `casting` that is no primitive, with the nearest names, and for a primitive that the
-            table refuses.
+            for a name in `casting` that is not a primitive, with the nearest names, and for a primitive
+            that the table refuses.
     """
     _check_boolean("enabled", enabled)
     settings = region(dtype, casting, emulate)
@@ -123,7 +119,7 @@ class _Decorator(functools.partial[Any]):
 
     def __enter__(self) -> None:
         raise UsageError(
-            "autocast is no context in JAX: it has to see a function. Write autocast(fn, "
+            "autocast is not a context manager in JAX: it needs a function to trace. Write autocast(fn, "
             f"dtype={_name(self.keywords['dtype'])!r})(...), or decorate fn."
         )
 
@@ -132,19 +128,23 @@ class _Decorator(functools.partial[Any]):
 
 
 def _check_function(fn: object) -> None:
-    """Raise for a dtype or an array where the function goes."""
+    """Raise for a dtype or an array in place of the function."""
     if isinstance(fn, str | np.dtype | type(jnp.float16)) or (
         isinstance(fn, type) and issubclass(fn, np.generic)
     ):
         name = _name(fn)
-        raise CastingError(f"{name} stands where a function goes. Write autocast(fn, dtype={name!r}).")
+        raise CastingError(
+            f"{name} is a dtype where a function is expected. Write autocast(fn, dtype={name!r})."
+        )
     if not callable(fn):
         what = "An array" if jaxprs.is_traced(fn) else f"A {type(fn).__name__}"
-        raise CastingError(f"{what} is no function. Write autocast(fn)(...) with what computes it.")
+        raise CastingError(
+            f"{what} is not a function. Write autocast(fn)(...) with the function that computes it."
+        )
 
 
 def _warn_of_ambient_precision(settings: Settings) -> None:
-    """Warn where JAX's default asks every product for more than the low precision."""
+    """Warn if JAX's default matmul precision keeps every product above the low precision."""
     ambient = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     lowers = settings.rules["dot_general"] == "lower" and settings.rules[EXPLICIT_PRECISION] == "untouched"
     if lowers and ambient not in (None, *DEFAULT_PRECISIONS):
@@ -162,21 +162,21 @@ def _check_boolean(name: str, value: object) -> None:
 
 
 def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
-    """Return what a region with these arguments does.
+    """Return the settings of a region.
 
     Raises:
-        CastingError: for a dtype that cannot be the low one, or a table that is none.
+        CastingError: for a dtype that cannot be the low precision, and for what is not a table.
     """
     _check_boolean("emulate", emulate)
     if not isinstance(table, Casting | None):
-        raise CastingError(f"casting={table!r} is no table. Write casting=casting.DEFAULT.lower('exp').")
+        raise CastingError(f"casting={table!r} is not a table. Write casting=casting.DEFAULT.lower('exp').")
     low, rules = _low(dtype, emulate), rules_of(table or DEFAULT)
     edits = f"_{zlib.crc32(repr(sorted(rules.items())).encode()):08x}" if table and table.rules else ""
     return Settings(low, rules, emulate, f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}")
 
 
 def rewritten(program: Pure, settings: Settings) -> Any:
-    """Return the closed jaxpr of a call in a region; `jax.ShapeDtypeStruct`s may stand for arrays."""
+    """Return the closed jaxpr of a call in a region; `jax.ShapeDtypeStruct`s may take the place of arrays."""
     call, written = _traced(program)
     return rewrite(call.jaxpr, settings, written)
 
@@ -225,7 +225,7 @@ def _low(dtype: object, emulate: bool) -> np.dtype[Any]:
             f"{name} has no products on most devices. Write autocast(dtype={name!r}, emulate=True)."
         )
     allowed = " or ".join(f"dtype={each!r}" for each in (EMULATED if emulate else LOW))
-    raise CastingError(f"{dtype!r} is no low precision that autocast knows. Write {allowed}.")
+    raise CastingError(f"{dtype!r} is not a low precision that autocast knows. Write {allowed}.")
 
 
 def _name(dtype: Any) -> str:

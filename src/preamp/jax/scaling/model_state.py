@@ -8,12 +8,14 @@ state from a metric of the same name, and the user is asked.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
 
 from preamp.errors import UsageError
 
@@ -50,13 +52,13 @@ class Forest:
 
     leaves: list[Leaf] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    roots: list[Any] = field(default_factory=list)
+    roots: list[object] = field(default_factory=list)
 
-    def add(self, tree: Any, path: Path, name: str) -> None:
+    def add(self, tree: object, path: Path, name: str) -> None:
         self.roots.append(tree)
         self._visit(tree, path, name, whole=True)
 
-    def _visit(self, node: Any, path: Path, name: str, whole: bool) -> dict[Path, int]:
+    def _visit(self, node: object, path: Path, name: str, whole: bool) -> dict[Path, int]:
         if node is None:
             return {}
         if jax.tree_util.all_leaves([node]):
@@ -75,7 +77,7 @@ class Forest:
 
 
 def keep_on_skip(
-    aux: Any, finite: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, required: bool
+    aux: object, finite: Array, args: Sequence[object], kwargs: Mapping[str, object], *, required: bool
 ) -> Any:
     """Return aux; on a skipped step the state in it as it was in the arguments.
 
@@ -199,7 +201,7 @@ def _agreeing(returned: Forest, given: Forest, kept: dict[int, int], required: b
     return found
 
 
-def _key(key: Any, node: Any, count: int) -> Any:
+def _key(key: object, node: object, count: int) -> object:
     """Return a key as it is compared: a name, a number, or a place in a node of one type."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         return type(node), count, key.key
@@ -209,7 +211,7 @@ def _key(key: Any, node: Any, count: int) -> Any:
     return str(key)  # of a class that is registered with keys of its own
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
@@ -226,7 +228,7 @@ def _shown(forest: Forest, number: int) -> str:
     return f"of shape {jnp.shape(leaf)} and dtype {getattr(leaf, 'dtype', type(leaf).__name__)}"
 
 
-def _signature(node: Node, forest: Forest) -> Any:
+def _signature(node: Node, forest: Forest) -> Hashable:
     return frozenset((path, _what(forest, number)) for path, number in node.entries.items())
 
 
@@ -256,7 +258,7 @@ def _names_below(forest: Forest, root: int, path: Path) -> set[Path]:
     return {leaf.path[size:] for leaf in leaves if leaf.root == root and leaf.path[:size] == path}
 
 
-def _chosen(finite: Any, new: Any, old: Any) -> Any:
+def _chosen(finite: Array, new: ArrayLike, old: ArrayLike) -> Array:
     """Return the new entry or the old one, in the longer of their dtypes."""
     new, old = jnp.asarray(new), jnp.asarray(old)
     if new.dtype != old.dtype:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend import random as extend_random
 
 from preamp.arrays.jax import is_inexact
@@ -78,7 +78,7 @@ class ScaledGradients(metaclass=Named):
 
     gradients: Any
 
-    def __init__(self, gradients: Any, scale: Any, loss: Any = None) -> None:
+    def __init__(self, gradients: object, scale: object, loss: object = None) -> None:
         if isinstance(gradients, ScaledGradients):
             raise UsageError(
                 "these gradients are ScaledGradients already and carry their own scale. Write "
@@ -87,19 +87,19 @@ class ScaledGradients(metaclass=Named):
         self.gradients, self._numbers = gradients, _stored(_checked(scale), as_loss(loss))
 
     @property
-    def scale(self) -> Any:
+    def scale(self) -> Array:
         """The scale that was in the loss, a float32 scalar."""
         return _read(self._numbers)[..., 0]
 
     @property
-    def loss(self) -> Any:
+    def loss(self) -> Array:
         """The loss that they are gradients of, not scaled, a float32 scalar.
 
         float32's lowest finite number where it is not known.
         """
         return _read(self._numbers)[..., 1]
 
-    def map(self, function: Callable[[Any], Any]) -> ScaledGradients:
+    def map(self, function: Callable[[Array], Array]) -> ScaledGradients:
         """Apply a linear function to each floating or complex array, such as a division.
 
         The function must be linear, because the gradients are still scaled: ``scaled.map(lambda g: g / 2)``.
@@ -127,7 +127,7 @@ class ScaledGradients(metaclass=Named):
         """Return the gradients divided by the scale: float32 where they were shorter."""
         return trees.unscale(self.gradients, single(self).scale)
 
-    def __add__(self, other: Any) -> ScaledGradients:
+    def __add__(self, other: object) -> ScaledGradients:
         """Return the sum, in float32 where the gradients are shorter, scaled as the first of the two."""
         if not isinstance(other, ScaledGradients):
             raise UsageError(
@@ -141,7 +141,7 @@ class ScaledGradients(metaclass=Named):
         total = jax.tree.map(_sum, trees.widen(self.gradients), converted)
         return _made(total, _stored(common, _sum_of_losses(self.loss, other.loss)))
 
-    def __radd__(self, other: Any) -> ScaledGradients:
+    def __radd__(self, other: object) -> ScaledGradients:
         """Add to the 0 that `sum` starts with."""
         return self if isinstance(other, int) and other == 0 else self.__add__(other)
 
@@ -149,11 +149,11 @@ class ScaledGradients(metaclass=Named):
         """Return whether the gradients are a mapping with this name: flax's `TrainState` asks."""
         return hasattr(self.gradients, "keys") and name in self.gradients
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> NoReturn:
         """Raise, as indexing does."""
-        return self[0]
+        self.__getitem__(0)
 
-    def __getitem__(self, name: Any) -> NoReturn:
+    def __getitem__(self, name: object) -> NoReturn:
         """Raise: what is taken out would be scaled, without its scale."""
         raise UsageError(
             f"ScaledGradients cannot be indexed or unpacked, here by {name!r}: the part would have lost its "
@@ -202,7 +202,7 @@ def single(scaled: ScaledGradients) -> ScaledGradients:
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: ScaledGradients, *_: Any, **__: Any) -> NoReturn:
+    def refuse(self: ScaledGradients, *_: object, **__: object) -> NoReturn:
         raise UsageError(f"ScaledGradients have no {name}: they are {WHAT}. {INSTEAD}.")
 
     refuse.__name__ = refuse.__qualname__ = name
@@ -216,7 +216,7 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHER.split(), *_OR
     setattr(ScaledGradients, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
-def _no_random_numbers(*_: Any, **__: Any) -> NoReturn:
+def _no_random_numbers(*_: object, **__: object) -> NoReturn:
     raise UsageError("the scale of ScaledGradients is not a key for random numbers.")
 
 
@@ -233,16 +233,17 @@ _IMPLEMENTATION = extend_random.define_prng_impl(
 )
 
 
-def _stored(scale: Any, loss: Any) -> Any:
+def _stored(scale: Array, loss: Array) -> Array:
     bits = lax.bitcast_convert_type(jnp.stack([scale, loss], axis=-1), jnp.uint32)
-    return jax.random.wrap_key_data(bits, impl=_IMPLEMENTATION)
+    key: Array = jax.random.wrap_key_data(bits, impl=_IMPLEMENTATION)
+    return key
 
 
-def _read(numbers: Any) -> Any:
+def _read(numbers: Array) -> Array:
     return lax.bitcast_convert_type(jax.random.key_data(numbers), jnp.float32)
 
 
-def _checked(scale: Any) -> Any:
+def _checked(scale: Any) -> Array:
     """Return a scale as a float32 scalar."""
     kind = getattr(scale, "dtype", type(scale))
     number = kind in (int, float) or (kind is not bool and jnp.issubdtype(kind, jnp.floating))
@@ -260,7 +261,7 @@ def _checked(scale: Any) -> Any:
     return jnp.asarray(scale).astype(jnp.float32)
 
 
-def as_loss(value: Any, name: str = "loss") -> Any:
+def as_loss(value: Any, name: str = "loss") -> Array:
     """Return a loss as a float32 scalar, `UNKNOWN_LOSS` for None.
 
     Raises:
@@ -281,12 +282,12 @@ def as_loss(value: Any, name: str = "loss") -> Any:
     return jnp.asarray(float(value) if kind is int else value).astype(jnp.float32)
 
 
-def _check_reduction(function: Callable[[Any], Any], gradients: Any) -> None:
+def _check_reduction(function: Callable[[Array], object], gradients: object) -> None:
     """Raise for a mean over devices of gradients that are the sum over them."""
     leaves = [leaf for leaf in trees.split(gradients)[0] if isinstance(leaf, jax.core.Tracer)]
     one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves}
     for leaf in one_of_each_kind.values():
-        name = axes.reduced_in_vain(function, leaf)
+        name = axes.redundant_reduction(function, leaf)
         if name is not None:
             raise UsageError(
                 f"map was given a sum, mean or gather over the axis {name!r}, along which these gradients do "
@@ -296,17 +297,17 @@ def _check_reduction(function: Callable[[Any], Any], gradients: Any) -> None:
             )
 
 
-def _sum_of_losses(first: Any, second: Any) -> Any:
+def _sum_of_losses(first: Array, second: Array) -> Array:
     """Return the sum of two losses; `UNKNOWN_LOSS` if one of them is."""
     is_known = (first != UNKNOWN_LOSS) & (second != UNKNOWN_LOSS)
     return jnp.where(is_known, first + second, UNKNOWN_LOSS)
 
 
-def _sum(first: Any, second: Any) -> Any:
+def _sum(first: Array, second: Array) -> Array:
     return first + second if is_inexact(first) else first
 
 
-def _made(gradients: Any, numbers: Any) -> ScaledGradients:
+def _made(gradients: object, numbers: Any) -> ScaledGradients:
     """Return an instance of what is given, unchecked: JAX puts other things than arrays into trees."""
     scaled = object.__new__(ScaledGradients)
     scaled.gradients, scaled._numbers = gradients, numbers
@@ -350,18 +351,20 @@ def _check_caller(caller: str | None) -> None:
         raise UsageError(f"{caller} was given ScaledGradients, {WHAT}. {INSIDE}. {INSTEAD}.")
 
 
-def _flatten(scaled: ScaledGradients) -> tuple[tuple[Any, Any], None]:
+def _flatten(scaled: ScaledGradients) -> tuple[tuple[object, Array], None]:
     _check_caller(optax_caller())
     return (scaled.gradients, scaled._numbers), None
 
 
-def _flatten_with_names(scaled: ScaledGradients) -> tuple[list[tuple[Any, Any]], None]:
+def _flatten_with_names(
+    scaled: ScaledGradients,
+) -> tuple[list[tuple[jax.tree_util.GetAttrKey, object]], None]:
     _check_caller(optax_caller())
     names = jax.tree_util.GetAttrKey("gradients"), jax.tree_util.GetAttrKey("scale")
     return list(zip(names, (scaled.gradients, scaled._numbers), strict=True)), None
 
 
-def _unflatten(_: None, children: Iterable[Any]) -> ScaledGradients:
+def _unflatten(_: None, children: Iterable[object]) -> ScaledGradients:
     return _made(*children)
 
 

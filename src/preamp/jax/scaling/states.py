@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.typing import DTypeLike
 
 from preamp.checks import shown
@@ -45,16 +46,16 @@ class LossScaledState(NamedTuple):
     """
 
     policy_state: Any
-    inner_state: object
-    last_scale: Any
-    finite: Any
-    grad_norm: Any
-    exhausted_scale: Any
-    exhausted_overflows: Any
-    steps: Any
-    skipped_steps: Any
-    loss: Any
-    peak: Any = None
+    inner_state: Any
+    last_scale: Array
+    finite: Array
+    grad_norm: Array
+    exhausted_scale: Array
+    exhausted_overflows: Array
+    steps: Array
+    skipped_steps: Array
+    loss: Array
+    peak: Array | None = None
 
     @property
     def scaler_state(self) -> ScalerState[Any, Any]:

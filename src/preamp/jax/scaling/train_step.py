@@ -130,7 +130,7 @@ def step(
     return train
 
 
-def _scaling(optimizer: Any) -> Scaling:
+def _scaling(optimizer: object) -> Scaling:
     """Return what `loss_scaled` made.
 
     Raises:
@@ -148,7 +148,7 @@ def _scaling(optimizer: Any) -> Scaling:
     return scaling
 
 
-def _check_keep_state(keep_state: Any, has_aux: bool) -> None:
+def _check_keep_state(keep_state: object, has_aux: bool) -> None:
     if keep_state is not None and not isinstance(keep_state, bool):
         raise UsageError(
             f"keep_state={keep_state!r:.60} is not a boolean. Write keep_state=True, or leave it out."
