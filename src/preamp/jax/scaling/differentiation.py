@@ -23,7 +23,7 @@ from preamp.jax import axes, trees
 from preamp.jax.scaling.loss_scale import LossScale
 from preamp.jax.scaling.measurements import measure
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
-from preamp.jax.scaling.states import LossScaledState, check_dtypes, find, found_in
+from preamp.jax.scaling.states import LossScaledState, check_dtypes, find, states_in
 from preamp.jax.trees import FlowSlot, is_flow_slot, kind_of
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def value_and_grad(
     """Return a function like that of `jax.value_and_grad`, which takes a loss scale before all arguments.
 
     It returns the value, or (value, aux); the gradients, unscaled, float32 where they were shorter; and a
-    `Reading`, for `LossScale.advance`, with what the scale's policy asks to see.
+    `Reading`, for `LossScale.advance`, with the measurements that the scale's policy needs.
 
     Args:
         loss_fn: returns a floating scalar, or a pair of it and anything.
@@ -61,7 +61,7 @@ def value_and_grad(
     def call(loss_scale: object, *args: object, **kwargs: object) -> tuple[Any, ...]:
         scale = scale_in(loss_scale)
         value, scaled = differentiate(scale, *args, **kwargs)
-        policy = loss_scale.policy if isinstance(loss_scale, LossScale) else None  # a state does not know it
+        policy = loss_scale.policy if isinstance(loss_scale, LossScale) else None  # a state has none
         leaves, rebuild = trees.split(scaled)
         measured = measure(policy, leaves, scale)
         return value, rebuild(unscale(leaves, scale)), measured.reading
@@ -77,7 +77,7 @@ def scaled_value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function that returns the value, or (value, aux), and the gradients as `ScaledGradients`.
 
-    That is what `apply_gradients` and the `update` of `loss_scaled` take. The first argument is the state of
+    `apply_gradients` and the `update` of `loss_scaled` take them. The first argument is the state of
     an optimizer made with `loss_scaled`, or a `LossScale`; the others are those of `loss_fn`. The gradients
     carry the value, which `last_step` reports, unless `shard_map` knows it to differ between devices.
 
@@ -188,7 +188,7 @@ def refuse_stateful(params: object) -> None:
     """Refuse parameters that are an NNX module with other variables, such as BatchNorm's statistics.
 
     JAX differentiates a copy of the module: what the loss writes to it is lost, and all of its variables
-    would be trained as parameters. Flax is looked up, never imported.
+    would be trained as parameters. Flax is used only if it has been imported.
 
     Args:
         params: any tree.
@@ -232,7 +232,7 @@ def scale_in(loss_scale: object) -> Array:
     """Return the scale of the next loss, of a `LossScale` or the state of `loss_scaled`."""
     if isinstance(loss_scale, LossScale):
         return loss_scale.loss_scale
-    if loss_scale is None or isinstance(loss_scale, dict) or found_in(loss_scale):
+    if loss_scale is None or isinstance(loss_scale, dict) or states_in(loss_scale):
         state = find(loss_scale)
         check_dtypes(state)
         return next_scale(state)

@@ -1,4 +1,4 @@
-"""The types of a state, registered with `jax.export`: a compiled step can be written to a file and read."""
+"""Register the types of a state with `jax.export`, so that a compiled step can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -51,4 +51,4 @@ def _unnamed(kind: type[Policy[Any]]) -> NoReturn:
 
 
 def _unknown(_: str) -> None:
-    """No classes are known but those of this library."""
+    """Find no classes except those of this library."""

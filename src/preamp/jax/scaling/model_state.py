@@ -1,8 +1,8 @@
-"""A model's state in what a loss function returns: on a skipped step it comes back as it was.
+"""Keep a model's state, which a loss function returns in aux, unchanged on a skipped step.
 
 Path and shape decide what is new state. A node of aux that has all entries of an argument, or of a part of
-one, is its new state; other entries of the node are passed on. Where only some entries agree, nothing tells
-state from a metric of the same name, and the user is asked.
+one, is its new state; other entries of the node are passed on. Where only some entries agree, state cannot be
+distinguished from a metric of the same name, and an error asks the user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOT_STATE = (
 
 
 class Leaf(NamedTuple):
-    """A leaf, the tree that it is of, its path in that, and how to write it."""
+    """A leaf, the number of its tree, its path in it, and how to write it."""
 
     root: int
     path: Path
@@ -79,10 +79,10 @@ class Forest:
 def keep_on_skip(
     aux: object, finite: Array, args: Sequence[object], kwargs: Mapping[str, object], *, required: bool
 ) -> Any:
-    """Return aux; on a skipped step the state in it as it was in the arguments.
+    """Return aux; on a skipped step with the state from the arguments.
 
     State is a node with names that has all entries of one argument, or of a part of one, by path and shape.
-    Lists and tuples, dictionaries and flax's variables may stand for each other. Entries of the node that
+    Lists and tuples, dictionaries and flax's variables are interchangeable. Entries of the node that
     the argument does not have are passed on. A bare array, list or tuple is not taken for state: logits and
     labels may well have the same shape. State has the longer of both dtypes.
 

@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss, as a type of their own that carries the loss scale in them.
+"""Gradients of a scaled loss, in a type that carries the loss scale.
 
 Whatever computes with them as if they were plain gradients gets an error that says what to write. There are
 three places for it: operators and conversions of the object, functions of optax that take it apart, and
@@ -35,20 +35,20 @@ class NoSuchAttribute(UsageError, AttributeError):
     """An attribute of arrays or dictionaries that scaled gradients do not have: `hasattr` is false."""
 
 
-class Named(type):
+class ExplainedType(type):
     """The type of `ScaledGradients`. JAX prints types where two trees differ: this one says what to write."""
 
     def __repr__(cls) -> str:
         return f"<class 'preamp.jax.{cls.__name__}': {WHAT}. {INSIDE}. {INSTEAD}>"
 
 
-class ScaledGradients(metaclass=Named):
+class ScaledGradients(metaclass=ExplainedType):
     """Gradients of a scaled loss, with the scale that was in it.
 
     `scaled_value_and_grad` returns them, and the `update` of `loss_scaled` takes nothing else. It is a
     pytree, so it passes through `jit`, `scan`, `shard_map`, `jax.tree.map(lambda leaf: leaf, ...)`, donation,
     pickle and copies. It is not a tree of plain arrays: one leaf holds the scale in a dtype without
-    arithmetic, on which JAX raises, and a function of optax that takes it apart raises a UsageError. A chain
+    arithmetic, on which JAX raises, and a function of optax that flattens it raises a UsageError. So a chain
     that is written in the wrong order cannot clip scaled gradients.
 
     Two of them can be added, and `sum` adds many. The second is converted to the scale of the first, so
@@ -84,12 +84,12 @@ class ScaledGradients(metaclass=Named):
                 "these gradients are ScaledGradients already and carry their own scale. Write "
                 "ScaledGradients(scaled.gradients, scale) to replace it."
             )
-        self.gradients, self._numbers = gradients, _stored(_checked(scale), as_loss(loss))
+        self.gradients, self._numbers = gradients, _pack(_checked(scale), as_loss(loss))
 
     @property
     def scale(self) -> Array:
         """The scale that was in the loss, a float32 scalar."""
-        return _read(self._numbers)[..., 0]
+        return _unpack(self._numbers)[..., 0]
 
     @property
     def loss(self) -> Array:
@@ -97,7 +97,7 @@ class ScaledGradients(metaclass=Named):
 
         float32's lowest finite number where it is not known.
         """
-        return _read(self._numbers)[..., 1]
+        return _unpack(self._numbers)[..., 1]
 
     def map(self, function: Callable[[Array], Array]) -> ScaledGradients:
         """Apply a linear function to each floating or complex array, such as a division.
@@ -120,8 +120,8 @@ class ScaledGradients(metaclass=Named):
             )
         _check_reduction(function, self.gradients)
         scale = self.scale
-        numbers = _stored(scale, jnp.full_like(scale, UNKNOWN_LOSS))
-        return _made(trees.map_inexact(function, self.gradients), numbers)
+        numbers = _pack(scale, jnp.full_like(scale, UNKNOWN_LOSS))
+        return _new(trees.map_inexact(function, self.gradients), numbers)
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale: float32 where they were shorter."""
@@ -139,7 +139,7 @@ class ScaledGradients(metaclass=Named):
         common = jnp.where(mine == 0.0, theirs, mine)
         converted = trees.multiply(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
         total = jax.tree.map(_sum, trees.widen(self.gradients), converted)
-        return _made(total, _stored(common, _sum_of_losses(self.loss, other.loss)))
+        return _new(total, _pack(common, _sum_of_losses(self.loss, other.loss)))
 
     def __radd__(self, other: object) -> ScaledGradients:
         """Add to the 0 that `sum` starts with."""
@@ -154,7 +154,7 @@ class ScaledGradients(metaclass=Named):
         self.__getitem__(0)
 
     def __getitem__(self, name: object) -> NoReturn:
-        """Raise: what is taken out would be scaled, without its scale."""
+        """Raise: the part would be scaled, without its scale."""
         raise UsageError(
             f"ScaledGradients cannot be indexed or unpacked, here by {name!r}: the part would have lost its "
             "scale. Write scaled.unscale() for the true gradients, or ScaledGradients(scaled.gradients[...], "
@@ -221,7 +221,7 @@ def _no_random_numbers(*_: object, **__: object) -> NoReturn:
 
 
 # Scale and loss are stored in the bits of a JAX key: the one dtype that every transformation passes through
-# and on which arithmetic raises. The tag stands in the TypeError that JAX raises then. Nothing is registered.
+# and on which arithmetic raises. JAX's TypeError then shows the tag. Nothing is registered.
 _IMPLEMENTATION = extend_random.define_prng_impl(
     key_shape=(2,),
     seed=_no_random_numbers,
@@ -233,13 +233,13 @@ _IMPLEMENTATION = extend_random.define_prng_impl(
 )
 
 
-def _stored(scale: Array, loss: Array) -> Array:
+def _pack(scale: Array, loss: Array) -> Array:
     bits = lax.bitcast_convert_type(jnp.stack([scale, loss], axis=-1), jnp.uint32)
     key: Array = jax.random.wrap_key_data(bits, impl=_IMPLEMENTATION)
     return key
 
 
-def _read(numbers: Array) -> Array:
+def _unpack(numbers: Array) -> Array:
     return lax.bitcast_convert_type(jax.random.key_data(numbers), jnp.float32)
 
 
@@ -307,8 +307,8 @@ def _sum(first: Array, second: Array) -> Array:
     return first + second if is_inexact(first) else first
 
 
-def _made(gradients: object, numbers: Any) -> ScaledGradients:
-    """Return an instance of what is given, unchecked: JAX puts other things than arrays into trees."""
+def _new(gradients: object, numbers: Any) -> ScaledGradients:
+    """Return an instance, unchecked: JAX puts other things than arrays into trees."""
     scaled = object.__new__(ScaledGradients)
     scaled.gradients, scaled._numbers = gradients, numbers
     return scaled
@@ -365,7 +365,7 @@ def _flatten_with_names(
 
 
 def _unflatten(_: None, children: Iterable[object]) -> ScaledGradients:
-    return _made(*children)
+    return _new(*children)
 
 
 jax.tree_util.register_pytree_with_keys(ScaledGradients, _flatten_with_names, _unflatten, _flatten)

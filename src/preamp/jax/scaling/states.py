@@ -1,4 +1,4 @@
-"""The state of `loss_scaled`: what is in it, what is wrong with a tree that is not one, and what it tells."""
+"""The state of `loss_scaled`: its fields, its validation, and the functions that read or restart it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from preamp.policy import Dynamic, Policy
 from preamp.scaling import ScalerState, Step, to_step
 from preamp.systems.arguments import check_counts, given_policy
 
-# Stands for a loss that nobody told. A diverged loss is inf, -inf or NaN, but never float32's lowest number.
+# For a loss that is not known. A diverged loss is inf, -inf or NaN, but never float32's lowest finite number.
 UNKNOWN_LOSS = float(np.finfo(np.float32).min)
 
 
@@ -73,12 +73,12 @@ DTYPES: dict[str, DTypeLike] = {
     "skipped_steps": jnp.int32,
     "loss": jnp.float32,
 }
-"""What `init` makes of each scalar."""
+"""The dtype that `init` gives each scalar."""
 
 RESTARTED = ("policy_state", "exhausted_scale", "exhausted_overflows", "peak")
 
-# What a user wrote, by the type of the state it makes.
-WRITTEN: dict[str, str] = {
+# The function of optax that makes each type of state.
+CONSTRUCTORS: dict[str, str] = {
     "ApplyIfFiniteState": "optax.apply_if_finite",
     "ConditionallyMaskState": "optax.conditionally_mask",
     "ConditionallyTransformState": "optax.conditionally_transform",
@@ -101,7 +101,7 @@ def find(state: object) -> LossScaledState:
     """Return a state of `loss_scaled`, checked.
 
     Raises:
-        UsageError: for anything else, which is said: None, a dict without types, a state with one inside.
+        UsageError: for anything else: None, a dict that has lost its types, a tree with a state inside.
     """
     if isinstance(state, LossScaledState):
         _check_fields(state)
@@ -117,9 +117,9 @@ def find(state: object) -> LossScaledState:
             "without a template: the types of the state are lost. Write checkpointer.restore(path, "
             "optimizer.init(params))."
         )
-    found = found_in(state)
+    found = states_in(state)
     if len(found) == 1:
-        raise UsageError(_inside(state))
+        raise UsageError(_describe_enclosing(state))
     raise UsageError(
         f"the optimizer's state, {kind_of(state)}, holds {len(found) or 'no'} loss scale"
         f"{'s' * (len(found) > 1)}, and one loss needs one. Write loss_scaled(optimizer) around the whole "
@@ -127,7 +127,7 @@ def find(state: object) -> LossScaledState:
     )
 
 
-def found_in(tree: object) -> list[LossScaledState]:
+def states_in(tree: object) -> list[LossScaledState]:
     """Return the states of `loss_scaled` in a tree."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScaledState))
     return [node for node in nodes if isinstance(node, LossScaledState)]
@@ -192,16 +192,16 @@ def _scalars(state: LossScaledState) -> list[tuple[str, object, DTypeLike]]:
     return scalars
 
 
-def _inside(state: object) -> str:
-    """Return what to say of a tree that has a state of `loss_scaled` inside."""
+def _describe_enclosing(state: object) -> str:
+    """Return the message for a tree that has a state of `loss_scaled` inside."""
     node, path = state, type(state).__name__.lower()
     while not _is_of_optimizer(node):
-        key, node = next(pair for pair in _children(node) if found_in(pair[1]))
+        key, node = next(pair for pair in _children(node) if states_in(pair[1]))
         path += jax.tree_util.keystr(key)
         if isinstance(node, LossScaledState):
             return f"{kind_of(state)} holds the state of loss_scaled. Write that alone: {path}."
     kind = type(node).__name__
-    written = WRITTEN.get(kind)
+    written = CONSTRUCTORS.get(kind)
     around = f"{written or 'a transformation'}, whose state is of type {kind}"
     sums = "Its sum would stay NaN after one overflow. " if isinstance(node, optax.MultiStepsState) else ""
     return (

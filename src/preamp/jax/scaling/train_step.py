@@ -1,4 +1,4 @@
-"""A training step whose update is one conditional: what makes loss scaling cost nothing."""
+"""A training step whose whole update is one conditional, so that loss scaling costs almost nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from preamp.jax.scaling.deferred_casts import defer_casts
 from preamp.jax.scaling.differentiation import Differentiated, next_scale, refuse_stateful
 from preamp.jax.scaling.model_state import keep_on_skip
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
-from preamp.jax.scaling.states import LossScaledState, find, found_in
+from preamp.jax.scaling.states import LossScaledState, find, states_in
 from preamp.jax.scaling.transformation import Scaling, check_gradients, with_scale
 
 Params = TypeVar("Params")
@@ -30,19 +30,19 @@ def apply_gradients(
 ) -> tuple[Params, LossScaledState]:
     """Return the parameters and the optimizer's state after a step, both as they were if it is skipped.
 
-    Under `jit` all of the update, `optax.apply_updates` included, is one branch of one conditional.
+    Under `jit` the whole update, `optax.apply_updates` included, is one branch of one conditional.
 
     Args:
         optimizer: what `loss_scaled` returned, not a transformation with that inside.
         scaled_gradients: of `scaled_value_and_grad`, a tree like `params`.
         opt_state: of `optimizer.init(params)`.
         params: a tree of arrays.
-        extra: what the inner optimizer's `update` takes besides, such as `value`, which is also recorded as
-            the step's loss. A `grad` may be `ScaledGradients`; without one it is the gradients of this step.
+        extra: more arguments of the inner optimizer's `update`, such as `value`, which is also recorded as
+            the step's loss. A `grad` may be `ScaledGradients`; by default it is the gradients of this step.
 
     Raises:
-        UsageError: for an optimizer or a state that is not of `loss_scaled`, gradients that do not say their
-            scale, and gradients that are not a tree like the parameters.
+        UsageError: for an optimizer or a state that is not of `loss_scaled`, gradients without a scale, and
+            gradients that are not a tree like the parameters.
     """
     if params is None:
         raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
@@ -68,10 +68,10 @@ def step(
     parameters are sharded over explicit axes, make the state with ``jax.jit(optimizer.init)(params)``.
 
     A model's state, such as the running statistics of a batch norm, goes in as an argument and comes back in
-    aux. On a skipped step it comes back as it was: an overflow in forward would otherwise leave inf or NaN in
-    it for ever. New state is recognized in aux as a dictionary, module or other node with names that has all
-    entries of one argument, or of a part of it, by path and shape. Other entries of it, such as metrics, are
-    returned as they were computed. A node that has some of the entries only is an error.
+    aux. On a skipped step it comes back unchanged; otherwise an overflow in the forward pass would leave inf
+    or NaN in it for good. New state is recognized in aux as a dictionary, module or other node with names
+    that has all entries of one argument, or of a part of it, by path and shape. Other entries of it, such as
+    metrics, are returned as they were computed. A node that has only some of the entries is an error.
 
     Args:
         loss_fn: a function of the parameters and what else the step is given, by position or by name, to a
@@ -82,7 +82,7 @@ def step(
         has_aux: whether `loss_fn` returns a pair.
         axis_name: the axis of `pmap` or `shard_map` along which devices have other examples, or a tuple of
             them: value and gradients are averaged.
-        keep_state: whether state in aux comes back as it was on a skipped step. None: where it is recognized.
+        keep_state: whether state in aux comes back unchanged on a skipped step. None: where it is recognized.
             True: there has to be state, and single entries with the path and shape of an argument's are state
             too. False: aux is what the loss function returned.
 
@@ -165,7 +165,7 @@ def _check_params(params: object) -> None:
     for leaf in jax.tree.leaves(params):
         if is_inexact(leaf):
             continue
-        if found_in(params):
+        if states_in(params):
             raise UsageError("params and opt_state are swapped. Write step(params, opt_state, ...).")
         path = next(path for path, other in jax.tree_util.tree_leaves_with_path(params) if other is leaf)
         raise UsageError(

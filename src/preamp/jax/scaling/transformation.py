@@ -21,7 +21,7 @@ from preamp.jax.scaling.differentiation import refuse_stateful
 from preamp.jax.scaling.loss_scale import start
 from preamp.jax.scaling.measurements import measure
 from preamp.jax.scaling.scaled_gradients import ScaledGradients, as_loss, optax_caller, single
-from preamp.jax.scaling.states import LossScaledState, check, found_in
+from preamp.jax.scaling.states import LossScaledState, check, states_in
 from preamp.jax.trees import is_flow_slot, kind_of
 from preamp.policy import Dynamic, Policy
 from preamp.scaling import Measured, advance
@@ -40,19 +40,20 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation of `ScaledGradients`: it unscales, checks, clips, and skips what is not finite.
 
-    On a skip the inner state keeps every bit and the updates are zeros, negative ones: added to a parameter
-    they leave every bit as well. The inner transformation is given gradients and parameters in float32 where
-    they are shorter; float64 and complex stay.
+    On a skipped step the inner state keeps every bit, and the updates are negative zeros, which change no
+    bit of a parameter. The inner transformation is given gradients and parameters in float32 where they are
+    shorter; float64 and complex stay.
 
     The loss to differentiate is scaled by `policy_state.scale`: `step` and `scaled_value_and_grad` do that.
     `update` takes what `scaled_value_and_grad` returns, and unscales it with the scale that it carries. Plain
-    gradients are refused, because nothing tells whether they are scaled: `ScaledGradients(gradients, scale)`
-    says so. A trainer that takes gradients apart (`nnx.Optimizer`) passes the scale beside them:
-    ``update(scaled.gradients, state, params, loss_scale=scaled.scale)``.
+    gradients are refused, because it is not known whether they are scaled: write
+    `ScaledGradients(gradients, scale)`. A trainer that takes gradients apart (`nnx.Optimizer`) passes the
+    scale separately: ``update(scaled.gradients, state, params, loss_scale=scaled.scale)``.
 
     `loss_scaled` has to be the outermost transformation: all else belongs inside, as in
-    ``loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))``. In a chain, what stands
-    before `loss_scaled` would be given scaled gradients, and what stands after it would run on skipped steps.
+    ``loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))``. In a chain, a
+    transformation before `loss_scaled` would be given scaled gradients, and one after it would run on skipped
+    steps.
     `step`, `apply_gradients`, `scaled_value_and_grad` and `last_step` refuse the state of such a chain.
 
     Args:
@@ -61,8 +62,8 @@ def loss_scaled(
         max_norm: clip the unscaled gradients to this global L2 norm, as `optax.clip_by_global_norm` does.
             None and inf do not clip.
         axis_name: the mapped axis, or a tuple of them, along which devices hold other gradients: shards
-            of parameters. They then skip together, and the norm is that of all. Where gradients have been
-            averaged over devices, and under `jit` with sharded arrays, nothing is to be given.
+            of parameters. They then skip together, and the norm is that of all. Leave it out
+            where gradients have been averaged over devices, and under `jit` with sharded arrays.
 
     Raises:
         PolicyError: for a policy or norm that cannot work.
@@ -95,10 +96,10 @@ def loss_scaled(
 
 
 def _checked_norm(max_norm: object) -> float | None:
-    """Return a limit as a float; None for one that is never reached.
+    """Return `max_norm` as a float; None if it never clips.
 
     Raises:
-        PolicyError: for what is not a number above 0 that is known before the step is compiled.
+        PolicyError: if it is not a number above 0, or if JAX is tracing it.
     """
     if max_norm is None:
         return None
@@ -135,7 +136,7 @@ class Scaling:
                 "argument of the loss, and scaled_value_and_grad(loss_fn, argnums=(0, 1))."
             )
         first, inner = start(self.policy), self.inner.init(trees.widen(params))
-        if found_in(inner):
+        if states_in(inner):
             raise UsageError(
                 "the optimizer inside scales losses already: gradients would be unscaled twice. "
                 "Write loss_scaled around the whole optimizer, once."
@@ -229,8 +230,8 @@ class Scaling:
             if self.max_norm is not None:
                 clip = self.max_norm / jnp.maximum(norm, self.max_norm)
                 clipped = rebuild(multiply(whole, inverse * clip))
-            # Line searches ask for the gradient of the loss, before clipping. Compiled, it costs nothing
-            # else.
+            # Line searches ask for the gradient of the loss, before clipping. If unused, the compiler
+            # drops it.
             offered = {"grad": plain, **extra}
             updates, inner = self._inner_update(clipped, state.inner_state, trees.widen(params), offered)
             return trees.cast_like(applied(updates), skipped), inner
@@ -238,12 +239,10 @@ class Scaling:
         def skip() -> tuple[Any, object]:
             return skipped, state.inner_state
 
-        # Where the answer is known, it is taken here and now, and nothing is compiled.
-        is_traced = isinstance(measured.finite, jax.core.Tracer)
-        if is_traced:
+        if isinstance(measured.finite, jax.core.Tracer):
             result, inner = jax.lax.cond(measured.finite, take, skip)
         else:
-            result, inner = take() if measured.finite else skip()
+            result, inner = take() if measured.finite else skip()  # known now: nothing is compiled
         return result, self._after(state, inner, measured, loss)
 
     def _inner_update(
@@ -310,10 +309,10 @@ class Scaling:
 
 
 def with_scale(scaled: object, extra: dict[str, object]) -> tuple[ScaledGradients, dict[str, object]]:
-    """Return gradients with their scale, and what else there is for the inner optimizer.
+    """Return gradients with their scale, and the other arguments of the inner optimizer.
 
     Raises:
-        UsageError: for gradients without a scale: nothing tells whether they are scaled; for two scales; for
+        UsageError: for gradients without a scale, which may be scaled or not; for two scales; for
             a `value` that is not a real scalar.
     """
     others = {name: _plain(value) for name, value in extra.items() if name != "loss_scale"}
@@ -338,7 +337,7 @@ def with_scale(scaled: object, extra: dict[str, object]) -> tuple[ScaledGradient
 
 
 def _plain(value: object) -> object:
-    """Return an argument of the inner optimizer: it is not to be given scaled gradients, as `grad`."""
+    """Return an argument of the inner optimizer, unscaled if it is scaled gradients, such as `grad`."""
     return value.unscale() if isinstance(value, ScaledGradients) else value
 
 
