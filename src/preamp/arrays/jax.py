@@ -54,11 +54,7 @@ def unscale(arrays: Iterable[Array], scale: Array) -> list[Array]:
 
 
 def all_finite(arrays: Iterable[Array]) -> Array:
-    """Return whether all entries are finite: a boolean scalar.
-
-    Entries whose squares add up to more than their dtype holds (float32 for shorter ones, so that they are
-    beyond 1e19) count as infinite.
-    """
+    """Return whether all entries are finite, and so is the sum of their squares: a boolean scalar."""
     return jnp.isfinite(global_norm(arrays))
 
 

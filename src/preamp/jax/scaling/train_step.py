@@ -16,7 +16,7 @@ from preamp.jax.scaling.differentiation import Differentiated, next_scale, refus
 from preamp.jax.scaling.model_state import keep_on_skip
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
 from preamp.jax.scaling.states import LossScaledState, find, states_in
-from preamp.jax.scaling.transformation import Scaling, check_gradients, with_scale
+from preamp.jax.scaling.transformation import Backward, Scaling, backward_of, check_gradients, with_scale
 
 Params = TypeVar("Params")
 
@@ -51,8 +51,7 @@ def apply_gradients(
     scaled, extra = with_scale(scaled_gradients, extra)
     scaling.check_state(opt_state)
     check_gradients(scaled.gradients, params)
-    loss = scaled.loss if extra.get("value") is None else extra["value"]
-    return scaling.apply(scaled.gradients, scaled.scale, loss, opt_state, params, extra)
+    return scaling.apply(backward_of(scaled, extra), opt_state, params, extra)
 
 
 def step(
@@ -121,7 +120,8 @@ def step(
             result, scaled = differentiate(scale, fast, *args, **kwargs)
         value = result[0] if has_aux else result
         extra = {"value": value, "value_fn": differentiate.of_params(scale, args, kwargs)}
-        params, opt_state = scaling.apply(scaled, scale, value, opt_state, params, extra, finish)
+        backward = Backward(scaled, scale, value, finish)
+        params, opt_state = scaling.apply(backward, opt_state, params, extra)
         if has_aux and keep_state is not False:
             aux = keep_on_skip(result[1], opt_state.finite, args, kwargs, required=keep_state is True)
             result = value, aux

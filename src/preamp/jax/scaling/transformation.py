@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +118,23 @@ def _checked_norm(max_norm: object) -> float | None:
     return float(limit)
 
 
+class Backward(NamedTuple):
+    """What the backward pass of one step gave.
+
+    Attributes:
+        gradients: a tree of scaled gradients; where there is a `finish`, the same entries in another order or
+            a shorter dtype.
+        scale: the scale that was in the loss.
+        loss: not scaled.
+        finish: turns the leaves into those of the gradients; called where the step is not skipped.
+    """
+
+    gradients: object
+    scale: Array
+    loss: object
+    finish: Callable[[list[Array]], list[Array]] | None = None
+
+
 @dataclass(frozen=True)
 class Scaling:
     """One optimizer with loss scaling: the arguments of `loss_scaled`, checked."""
@@ -157,8 +174,9 @@ class Scaling:
             )
         check_gradients(gradients.gradients, params)
         skipped = self._skipped_updates(gradients.gradients, state, params, extra)
-        loss = gradients.loss if extra.get("value") is None else extra["value"]
-        return self._step(gradients.gradients, gradients.scale, loss, state, params, extra, _same, skipped)
+        return self._step(
+            backward_of(gradients, extra), state, params, extra, lambda updates: updates, skipped
+        )
 
     def _skipped_updates(
         self, gradients: object, state: LossScaledState, params: object, extra: dict[str, object]
@@ -176,56 +194,42 @@ class Scaling:
         return trees.map_inexact(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates)
 
     def apply(
-        self,
-        gradients: object,
-        scale: Array,
-        loss: object,
-        state: LossScaledState,
-        params: Params,
-        extra: dict[str, object],
-        finish: Callable[[list[Array]], list[Array]] | None = None,
+        self, backward: Backward, state: LossScaledState, params: Params, extra: dict[str, object]
     ) -> tuple[Params, LossScaledState]:
         """Return the parameters and the state after the step.
 
         Args:
-            gradients: scaled; or the same entries in another order or a shorter dtype.
-            scale: that was in the loss.
-            loss: not scaled.
+            backward: gradients like `params`.
             state: before the step, checked.
-            params: likewise.
+            params: before the step.
             extra: for the inner optimizer.
-            finish: makes the leaves of the gradients of those of `gradients`; called where the step is not
-                skipped.
         """
 
         def applied(updates: object) -> object:
             return optax.apply_updates(trees.widen(params), jax.tree.map(_without_float0, updates))
 
-        return self._step(gradients, scale, loss, state, params, extra, applied, params, finish)
+        return self._step(backward, state, params, extra, applied, params)
 
     def _step(
         self,
-        gradients: object,
-        scale: Array,
-        loss: object,
+        backward: Backward,
         state: LossScaledState,
         params: object,
         extra: dict[str, object],
         applied: Callable[[object], object],
         skipped: Result,
-        finish: Callable[[list[Array]], list[Array]] | None = None,
     ) -> tuple[Result, LossScaledState]:
         """Return `applied` of the inner updates, or `skipped`: all of the update is in one conditional."""
         if self.names:
             axes.check_bound(self.names)
-        leaves, rebuild = trees.split(gradients)
-        measured = measure(self.policy, leaves, scale, self.names)
+        leaves, rebuild = trees.split(backward.gradients)
+        measured = measure(self.policy, leaves, backward.scale, self.names)
         norm = measured.grad_norm
         assert norm is not None
-        inverse = 1.0 / scale.astype(norm.dtype)
+        inverse = 1.0 / backward.scale.astype(norm.dtype)
 
         def take() -> tuple[Any, object]:
-            whole = finish(leaves) if finish else leaves
+            whole = backward.finish(leaves) if backward.finish else leaves
             plain = clipped = rebuild(multiply(whole, inverse))
             if self.max_norm is not None:
                 clip = self.max_norm / jnp.maximum(norm, self.max_norm)
@@ -243,7 +247,7 @@ class Scaling:
             result, inner = jax.lax.cond(measured.finite, take, skip)
         else:
             result, inner = take() if measured.finite else skip()  # known now: nothing is compiled
-        return result, self._after(state, inner, measured, loss)
+        return result, self._after(state, inner, measured, backward.loss)
 
     def _inner_update(
         self, gradients: object, inner_state: object, params: object, extra: dict[str, object]
@@ -308,6 +312,12 @@ class Scaling:
         return LossScaledState(**after._asdict(), inner_state=inner, loss=recorded)
 
 
+def backward_of(scaled: ScaledGradients, extra: dict[str, object]) -> Backward:
+    """Return gradients with the loss that is recorded: the `value` that an update is given, or their own."""
+    loss = scaled.loss if extra.get("value") is None else extra["value"]
+    return Backward(scaled.gradients, scaled.scale, loss)
+
+
 def with_scale(scaled: object, extra: dict[str, object]) -> tuple[ScaledGradients, dict[str, object]]:
     """Return gradients with their scale, and the other arguments of the inner optimizer.
 
@@ -345,10 +355,6 @@ def _recorded(loss: Array, finite: Array) -> Array:
     """Return a loss as the state keeps it: averaged over devices that take the same step."""
     apart = tuple(axes.varying(loss) - axes.varying(finite))
     return jax.lax.pmean(loss, apart) if apart else loss + 0.0
-
-
-def _same(updates: object) -> object:
-    return updates
 
 
 def _without_float0(update: Array) -> Array | np.ndarray:
