@@ -70,7 +70,7 @@ class Lookahead:
         self._low: set[Atom] = set()
         self._elsewhere: set[Atom] = set()
         self._reader = reader
-        for equation in jaxpr.eqns:
+        for equation in jaxpr.eqns:  # biases are known by what they are added to, uses by what comes after
             self._read_forward(equation)
         for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True):
             self._use(atom, float32=is_wanted)

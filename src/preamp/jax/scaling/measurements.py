@@ -20,14 +20,14 @@ def measure(
 ) -> Measured[Array]:
     """Return what one step's gradients are like, on all devices of the step.
 
-    They count as finite where their norm, unscaled, is: with a scale of 0 or NaN they do not.
+    They count as finite if their unscaled norm is finite, so a scale of 0 or NaN counts as an overflow.
 
     Args:
-        policy: it says what to measure besides the norm, float32 scalars; each is a pass over the gradients.
-            None: nothing.
+        policy: what it needs is measured besides the norm, each in one more pass over the gradients. None:
+            nothing.
         gradients: floating or complex, still scaled. Of complex ones the real and the imaginary parts are
             entries.
-        scale: that was in the loss, a float32 scalar.
+        scale: the scale that was in the loss, a float32 scalar.
         names: axes along which devices hold other gradients of the same step.
 
     Returns:

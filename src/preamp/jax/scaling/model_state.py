@@ -126,8 +126,10 @@ def _matched(returned: Forest, given: Forest) -> dict[int, int]:
             named[node.path[-1]].append(node)
     wholes = [node for node in given.nodes if node.whole]
     kept: dict[int, int] = {}
+    # From the outermost node inwards: a node that is one argument's state is not split among others.
     for new in sorted(returned.nodes, key=lambda node: len(node.path)):
         free = {path: number for path, number in new.entries.items() if number not in kept}
+        # A part of an argument may agree in all entries, be a whole argument, or have the same name.
         candidates = [*alike[_signature(new, returned)], *wholes]
         candidates += named[new.path[-1]] if new.path else []
         candidates = [
@@ -136,6 +138,8 @@ def _matched(returned: Forest, given: Forest) -> dict[int, int]:
             if len(old.entries) <= len(free) and (() not in old.entries or old.path[-1:] == new.path[-1:])
         ]
         while candidates := [old for old in candidates if _has_all(free, old, returned, given)]:
+            # The argument with the most entries, then the one whose path ends most alike. What it leaves may
+            # be the state of another.
             ranks = [(len(old.entries), _agreement(old.path, new.path)) for old in candidates]
             best, *others = [old for old, rank in zip(candidates, ranks, strict=True) if rank == max(ranks)]
             for other in others:
@@ -161,6 +165,8 @@ def _agreeing(returned: Forest, given: Forest, kept: dict[int, int], required: b
     for number, leaf in enumerate(given.leaves):
         if leaf.path and number not in used and _is_array(leaf.value):
             last[leaf.path[-1]].append(number)
+    # Pair each leaf that is left with the argument's leaf whose path ends most alike, and group the pairs by
+    # what precedes the common end: a group is one node of aux and one node of an argument.
     groups: dict[tuple[Path, Path, int], list[tuple[int, int]]] = defaultdict(list)
     for number, leaf in enumerate(returned.leaves):
         if number in kept or not leaf.path or not _is_array(leaf.value):
@@ -178,6 +184,7 @@ def _agreeing(returned: Forest, given: Forest, kept: dict[int, int], required: b
             groups[leaf.path[:-count], old.path[:-count], old.root].append((number, best))
     found = []
     for (above, above_old, root), pairs in groups.items():
+        # Without one equal shape the names alone may coincide, unless they are all the same.
         same = [pair for pair in pairs if _what(returned, pair[0]) == _what(given, pair[1])]
         if not same and _names_below(returned, 0, above) != _names_below(given, root, above_old):
             continue
