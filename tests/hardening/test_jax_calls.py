@@ -19,7 +19,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from preamp import Dynamic, Policy, PreampError, Reading, Tolerant
+from preamp import Dynamic, Policy, PreampError, Tolerant
 from preamp.jax import (
     LossScale,
     LossScaledState,
@@ -30,6 +30,7 @@ from preamp.jax import (
     loss_scaled,
 )
 from preamp.jax import step as make_step
+from preamp.scaling import Measured, advance, start
 
 from .calling import Calling, drive, drive_long
 
@@ -68,7 +69,7 @@ class TransformationCalls(Calling):
         self.params = {"b": jnp.ones(2, jnp.bfloat16), "w": jnp.array([1.0, -2.0, 0.5])}
         self.opt_state = self.call(self.optimizer.init, self.params)
         self.scale = LossScale(self.policy)
-        self.state, self.exhausted, self.count, self.skipped = self.policy.start(), 0.0, 0, 0
+        self.model = start(self.policy)
         self.saved: Any = None
 
     def everything(self) -> Any:
@@ -80,12 +81,12 @@ class TransformationCalls(Calling):
 
     def went(self, finite: bool, before: list[bytes]) -> None:
         """Compare with the policy after a step."""
-        self.state, self.exhausted = self.policy.advance_or_stay(self.state, self.exhausted, Reading(finite))
-        self.count, self.skipped = self.count + 1, self.skipped + (not finite)
+        measured = Measured(finite, self.model.policy_state.scale)
+        self.model, _ = advance(self.policy, self.model, measured)
         self.scale = self.call(self.scale.advance, finite)
         told = last_step(self.opt_state)
         assert told is not None
-        assert (told.index, told.finite, told.skipped) == (self.count - 1, finite, not finite)
+        assert (told.index, told.finite, told.skipped) == (self.model.steps - 1, finite, not finite)
         assert (bits((self.params, self.opt_state.inner_state)) == before) is not finite
 
     def before(self) -> list[bytes]:
@@ -120,22 +121,21 @@ class TransformationCalls(Calling):
             (check_exhausted, (self.opt_state, self.policy)),
             (self.scale.check_exhausted, ()),
         ):
-            if self.exhausted:
+            if self.model.exhausted_overflows:
                 self.refused(PreampError, check, *arguments)
             else:
                 self.call(check, *arguments)
 
     @rule()
     def save(self) -> None:
-        kept = (self.params, self.opt_state, self.scale.state, self.scale.exhausted)
-        self.saved = pickle.dumps(kept), (self.state, self.exhausted, self.count, self.skipped)
+        scale = (self.scale.state, self.scale.exhausted_scale, self.scale.exhausted_overflows)
+        self.saved = pickle.dumps((self.params, self.opt_state, scale)), self.model
 
     @precondition(lambda self: self.saved)
     @rule()
     def load(self) -> None:
-        self.params, self.opt_state, state, exhausted = pickle.loads(self.saved[0])
-        self.scale = LossScale(self.policy, state, exhausted)
-        self.state, self.exhausted, self.count, self.skipped = self.saved[1]
+        self.params, self.opt_state, scale = pickle.loads(self.saved[0])
+        self.scale, self.model = LossScale(self.policy, *scale), self.saved[1]
 
     # What is not
 
@@ -205,13 +205,12 @@ class TransformationCalls(Calling):
     @invariant()
     def the_state_is_the_policys(self) -> None:
         assert isinstance(self.opt_state, LossScaledState)
-        for held, exhausted in (
-            (self.opt_state.policy_state, self.opt_state.exhausted),
-            (self.scale.state, self.scale.exhausted),
-        ):
-            assert [float(number) for number in held] == list(self.state)
-            assert float(exhausted) == self.exhausted
-        assert (int(self.opt_state.steps), int(self.opt_state.skipped_steps)) == (self.count, self.skipped)
+        state, model = self.opt_state, self.model
+        for held, scaler in ((state.policy_state, state), (self.scale.state, self.scale)):
+            assert [float(number) for number in held] == list(model.policy_state)
+            assert float(scaler.exhausted_scale) == model.exhausted_scale
+            assert float(scaler.exhausted_overflows) == model.exhausted_overflows
+        assert (int(state.steps), int(state.skipped_steps)) == (model.steps, model.skipped_steps)
 
     @invariant()
     def parameters_are_finite(self) -> None:

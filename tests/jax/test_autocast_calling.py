@@ -108,7 +108,7 @@ def test_an_eager_call_compiles_nothing_of_the_program() -> None:
         (jnp.float16, r"autocast\(fn, dtype='float16'\)"),
         (np.float16, r"autocast\(fn, dtype='float16'\)"),
         (np.dtype("float16"), r"autocast\(fn, dtype='float16'\)"),
-        (X, "An array is no function"),
+        (X, "An array is not a function"),
     ],
 )
 def test_what_is_no_function_is_refused(wrong: Any, write: str) -> None:

@@ -72,7 +72,7 @@ def test_a_refused_primitive_inside_of_jax_has_the_line_around_it() -> None:
     [("dot_genera", "dot_general"), ("exq", "exp"), ("conv_general", "conv_general_dilated")],
 )
 def test_a_name_that_is_none_comes_with_the_nearest(name: str, near: str) -> None:
-    with pytest.raises(CastingError, match=rf"'{name}' is no primitive of JAX.*'{near}'"):
+    with pytest.raises(CastingError, match=rf"'{name}' is not a primitive of JAX.*'{near}'"):
         autocast(product, casting=DEFAULT.lower(name))(X, W)
 
 
@@ -87,7 +87,7 @@ def test_a_table_may_name_what_only_the_program_has() -> None:
 
 @pytest.mark.parametrize("wrong", [{"exp": "lower"}, "exp", JAX.rules])
 def test_what_is_no_table_is_refused(wrong: Any) -> None:
-    with pytest.raises(CastingError, match=r"is no table\. Write casting=casting\.DEFAULT"):
+    with pytest.raises(CastingError, match=r"is not a table\. Write casting=casting\.DEFAULT"):
         autocast(product, casting=wrong)
 
 

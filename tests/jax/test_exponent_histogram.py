@@ -22,9 +22,9 @@ from preamp.jax import (
     exponent_histogram,
     flow_slot,
     last_step,
-    look,
     loss_scaled,
     scaled_value_and_grad,
+    snapshot,
     step,
     value_and_grad,
     watch,
@@ -106,7 +106,7 @@ def test_a_look_has_a_row_for_each_leaf() -> None:
         "layers": [{"w": jnp.full((2, 2), 2.0**-20, jnp.bfloat16)}],
         "bias": jnp.array([jnp.inf, 3.0]),
     }
-    one = look(
+    one = snapshot(
         jitted(gradients), index=np.int64(4), scale=jnp.float32(8.0), low_dtype="bfloat16", like=gradients
     )
     assert (one.index, one.scale, one.low_dtype) == (4, 8.0, "bfloat16")
@@ -121,14 +121,18 @@ def test_a_look_has_a_row_for_each_leaf() -> None:
     assert one.first_overflow == one.rows[0]
     trace = Trace()
     trace.look(one)
-    assert {row.dtype for row in look(jitted(gradients), index=0).rows} == {"float32"}
+    assert {row.dtype for row in snapshot(jitted(gradients), index=0).rows} == {"float32"}
 
 
 @pytest.mark.parametrize(
     ("histograms", "options", "why"),
     [
-        ({"w": jnp.ones((2, 2))}, {}, r"shape \(2, 2\) is no histogram\. Write look\(exponent_histogram"),
-        ({"w": jnp.zeros(256).at[130].set(0.5)}, {}, r"counts of w are not whole numbers.* Write look\("),
+        (
+            {"w": jnp.ones((2, 2))},
+            {},
+            r"shape \(2, 2\) is not a histogram\. Write snapshot\(exp",
+        ),
+        ({"w": jnp.zeros(256).at[130].set(0.5)}, {}, r"counts of w are not whole numbers.* Write snapshot\("),
         ({"w": jnp.zeros(256).at[130].set(-1.0)}, {}, "counts of w are not whole numbers"),
         ({"w": jnp.zeros(256).at[130].set(jnp.nan)}, {}, "counts of w are not whole numbers"),
         ({"w": flow_slot()}, {"index": -1}, r"index=-1 is not the number of a step\. Write index=0"),
@@ -140,7 +144,7 @@ def test_a_look_has_a_row_for_each_leaf() -> None:
 )
 def test_what_is_no_tree_of_histograms_is_refused(histograms: Any, options: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        look(histograms, **{"index": 0, **options})
+        snapshot(histograms, **{"index": 0, **options})
 
 
 @pytest.mark.parametrize(
@@ -152,13 +156,13 @@ def test_what_is_no_tree_of_histograms_is_refused(histograms: Any, options: Any,
 )
 def test_words_that_no_look_has_are_refused(options: Any, why: str) -> None:
     with pytest.raises(PolicyError, match=why):
-        look(exponent_histogram({"w": jnp.ones(2)}), index=0, **options)
+        snapshot(exponent_histogram({"w": jnp.ones(2)}), index=0, **options)
 
 
 @pytest.mark.parametrize("what", ["activation", "flow", "gradient", "input", "weight"])
 def test_a_look_prints_and_is_recorded_whatever_was_counted(what: Any) -> None:
     tree = {"params": {"Dense_0": {"kernel": jnp.array([2.0**-17, 0.75, 0.0, jnp.inf])}}}
-    one = look(exponent_histogram(tree), index=3, scale=2.0**16, what=what, like=tree)
+    one = snapshot(exponent_histogram(tree), index=3, scale=2.0**16, what=what, like=tree)
     labels = {"activation": "output", "flow": "output grad", "gradient": "weight grad"}
     direction = "backward pass, scaled" if what in ("flow", "gradient") else "forward pass"
     assert str(one).splitlines()[-3:] == [
@@ -171,8 +175,8 @@ def test_a_look_prints_and_is_recorded_whatever_was_counted(what: Any) -> None:
     assert trace.looks == [one]
 
 
-def test_an_empty_tree_gives_an_empty_look() -> None:
-    assert look({}, index=0).rows == ()
+def test_an_empty_tree_gives_an_empty_snapshot() -> None:
+    assert snapshot({}, index=0).rows == ()
 
 
 # Flows
@@ -192,7 +196,7 @@ def test_flows_are_counted_in_the_backward_pass_of_the_gradients() -> None:
     _, scaled = differentiate(scale, parameters, slots, x)
     gradients, flows = scaled.gradients
     assert np.array_equal(gradients["w"], plain["w"] * 2.0**6)
-    one = look(flows, index=2, scale=2.0**6, what="flow")
+    one = snapshot(flows, index=2, scale=2.0**6, what="flow")
     assert [(row.name, row.what, row.histogram) for row in one.rows] == [
         ("hidden", "flow", ExponentHistogram(7, (8,))),  # 64 * 3
         ("out", "flow", ExponentHistogram(6, (8,))),
@@ -221,7 +225,7 @@ def watched(parameters: Any, slots: Any, x: Any) -> Any:
 
 
 def flow(flows: Any) -> ExponentHistogram:
-    (row,) = look(flows, index=0, scale=2.0**6, what="flow").rows
+    (row,) = snapshot(flows, index=0, scale=2.0**6, what="flow").rows
     assert row.name == "h"
     return row.histogram
 
@@ -242,7 +246,7 @@ def test_counts_are_not_unscaled(scale: float) -> None:
         value_and_gradients[1][1],
     ):
         assert flow(flows) == expected
-    (row,) = look((scaled + scaled).unscale()[1], index=0, what="flow").rows
+    (row,) = snapshot((scaled + scaled).unscale()[1], index=0, what="flow").rows
     assert row.histogram.total == 16
     assert exponent_histogram(scaled.gradients)[1] == {"h": None}
 

@@ -132,6 +132,13 @@ def test_a_policy_gives_up_with_the_words_of_the_core(policy: Policy[Any]) -> No
     assert_walks_as_the_core(policy, "0" + "1" * 9)
 
 
+def test_check_exhausted_names_the_scale_at_which_the_policy_gave_up_first() -> None:
+    scale = LossScale(Dynamic(init_scale=8.0, growth_interval=1, max_consecutive_overflows=1))
+    last, _ = walk(scale, finite("11000111"))
+    with pytest.raises(ScaleExhausted, match=r"overflowed at a loss scale of 4 \(2 overflows counted\)"):
+        last.check_exhausted()
+
+
 def test_that_a_policy_gave_up_is_not_forgotten_in_later_steps() -> None:
     scale, _ = walk(LossScale(Dynamic(max_consecutive_overflows=1)), finite("1100"))
     with pytest.raises(ScaleExhausted, match=r"2 overflows counted"):
@@ -157,13 +164,14 @@ def test_a_loss_scale_survives_every_way_through_a_tree_and_back(policy: Policy[
         assert jax.tree.leaves(copy) == leaves
         assert jax.tree.structure(copy) == structure
     names = [jax.tree_util.keystr(path) for path, _ in paths]
-    assert names == [*[f".state.{field}" for field in policy.start()._fields], ".exhausted"]
+    fields = [f"state.{field}" for field in policy.start()._fields]
+    assert names == [f".{field}" for field in (*fields, "exhausted_scale", "exhausted_overflows")]
     assert {(leaf.dtype.name, leaf.shape, leaf.weak_type) for leaf in leaves} == {("float32", (), False)}
 
 
 def test_leaves_may_be_anything_while_jax_looks_at_the_tree() -> None:
     nothing = jax.tree.map(lambda _: None, LossScale())
-    assert nothing.exhausted is None
+    assert nothing.exhausted_scale is None
     assert jax.tree.leaves(nothing) == []
     assert set(jax.tree.leaves(jax.tree.map(lambda _: "x", LossScale()))) == {"x"}
 

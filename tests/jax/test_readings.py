@@ -24,7 +24,7 @@ from preamp.jax import (
     step,
 )
 from preamp.jax import value_and_grad as differentiated
-from preamp.jax.scaling.readings import reading_of
+from preamp.jax.scaling.measurements import measure
 from tests.seeing import Remembering, scales_after, seen_in
 
 from .trainings import batches, enable_x64, loss, parameters, shard_map
@@ -83,7 +83,7 @@ def test_an_overflow_says_nothing_and_leaves_the_next_step_as_it_was(bad: float)
 
 def test_what_float32_cannot_hold_is_no_infinite_peak() -> None:
     with enable_x64(True):
-        reading = reading_of(POLICY, jnp.array([1e100, 0.0]), True)
+        reading = measure(POLICY, [jnp.array([1e100, 0.0])], jnp.float32(1.0)).reading
     assert reading.peak == np.finfo(np.float32).max
     assert (reading.peak.dtype, float(reading.share)) == (jnp.float32, 0.5)
 
@@ -139,7 +139,7 @@ def test_shards_of_gradients_are_seen_as_one(checked: bool) -> None:
 def test_a_policy_that_sees_nothing_has_no_more_to_remember() -> None:
     state = loss_scaled(optax.sgd(1.0), Dynamic()).init(parameters())
     assert state.peak is None
-    assert len(jax.tree.leaves(state)) == 10
+    assert len(jax.tree.leaves(state)) == 11
 
 
 def test_headroom_moves_in_compiled_steps_as_on_floats() -> None:

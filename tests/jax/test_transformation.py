@@ -23,6 +23,7 @@ from preamp.jax import (
     check_exhausted,
     last_step,
     loss_scaled,
+    restart_loss_scale,
     scaled_value_and_grad,
     step,
 )
@@ -235,6 +236,33 @@ def test_a_policy_that_gives_up_skips_on_and_says_so_when_it_is_asked() -> None:
     with pytest.raises(ScaleExhausted, match="gives up") as caught:
         check_exhausted(state, policy)
     assert caught.value.overflows == 2
+
+
+GIVES_UP = Dynamic(init_scale=8.0, growth_interval=1, max_consecutive_overflows=1)
+GAVE_UP_AT_4 = r"overflowed at a loss scale of 4 \(2 overflows counted\)"
+
+
+def test_check_exhausted_names_the_scale_at_which_the_policy_gave_up_not_the_latest() -> None:
+    optimizer, params = loss_scaled(optax.sgd(RATE), GIVES_UP), parameters()
+    state, train = optimizer.init(params), jax.jit(step(loss, optimizer))
+    for x, _ in batches("11000"):
+        _, params, state = train(params, state, x)
+    assert float(state.policy_state.scale) == 32.0
+    with pytest.raises(ScaleExhausted, match=GAVE_UP_AT_4) as caught:
+        check_exhausted(state, GIVES_UP)
+    assert (caught.value.scale, caught.value.overflows) == (4.0, 2)
+
+
+def test_the_first_exhaustion_is_kept_until_the_loss_scale_is_restarted() -> None:
+    optimizer, params = loss_scaled(optax.sgd(RATE), GIVES_UP), parameters()
+    state, train = optimizer.init(params), jax.jit(step(loss, optimizer))
+    for x, _ in batches("110001111"):
+        _, params, state = train(params, state, x)
+    with pytest.raises(ScaleExhausted, match=GAVE_UP_AT_4):
+        check_exhausted(state, GIVES_UP)
+    for again in (restart_loss_scale(state, GIVES_UP), optimizer.init(params)):
+        check_exhausted(again, GIVES_UP)
+        assert (float(again.exhausted_scale), float(again.exhausted_overflows)) == (0.0, 0.0)
 
 
 def _orbax(state: Any, folder: Path) -> Any:

@@ -21,10 +21,10 @@ from preamp.jax import (
     exponent_histogram,
     flow_slot,
     last_step,
-    look,
     loss_scaled,
     restart_loss_scale,
     scaled_value_and_grad,
+    snapshot,
     step,
     value_and_grad,
     watch,
@@ -42,7 +42,7 @@ def train(w: jax.Array, x: jax.Array) -> Step | None:
     _, gradients = scaled_value_and_grad(loss)(state, w, x)
     w, state = apply_gradients(optimizer, gradients, state, w)
     scaled = ScaledGradients(w, 8.0, loss=1.0)
-    assert_type(scaled.loss, Any)
+    assert_type(scaled.loss, jax.Array)
     assert_type((scaled + scaled.map(jnp.negative)).unscale(), Any)
     w, state = apply_gradients(optimizer, sum([scaled, scaled], start=scaled), state, w)
     assert_type(restart_loss_scale(state, Dynamic()), LossScaledState)
@@ -72,7 +72,7 @@ def by_hand(w: jax.Array, x: jax.Array) -> LossScale:
 def see(w: jax.Array) -> Look:
     slot: FlowSlot = flow_slot()
     assert_type(watch(w, slot), jax.Array)
-    return look(exponent_histogram(w), index=3, scale=8.0, low_dtype="float16")
+    return snapshot(exponent_histogram(w), index=3, scale=8.0, low_dtype="float16")
 
 
 def named(state: LossScaledState) -> Any:
@@ -89,6 +89,6 @@ def mistakes(w: jax.Array) -> None:
     autocast(loss, jnp.float16, "table")  # type: ignore[call-overload]
     autocast(loss, jnp.float16)(w)  # type: ignore[call-arg]
     scores("w", w)  # type: ignore[arg-type]
-    look(w)  # type: ignore[call-arg]
-    look(w, index=3, what="weights")  # type: ignore[arg-type]
+    snapshot(w)  # type: ignore[call-arg]
+    snapshot(w, index=3, what="weights")  # type: ignore[arg-type]
     value_and_grad(3)  # type: ignore[arg-type]

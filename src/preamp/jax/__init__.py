@@ -1,7 +1,4 @@
-"""preamp for JAX: autocast, and loss scaling inside the compiled step.
-
-The policy decides when the scale moves. docs/architecture.md says what each file decides.
-"""
+"""preamp for JAX: autocast, and loss scaling inside the compiled step."""
 
 from preamp.errors import MissingExtra
 
@@ -16,16 +13,15 @@ else:  # in JAX 0.5 an array's type does not say along which axes of a mesh it v
 
 from preamp.jax.autocasting.counting import casts
 from preamp.jax.autocasting.transform import autocast
-from preamp.jax.exponents import exponent_histogram, flow_slot, look, watch
+from preamp.jax.exponents import exponent_histogram, flow_slot, snapshot, watch
 from preamp.jax.scaling import exporting as _exporting
 from preamp.jax.scaling.differentiation import scaled_value_and_grad, value_and_grad
-from preamp.jax.scaling.flow_slots import FlowSlot
-from preamp.jax.scaling.gradients import all_finite
 from preamp.jax.scaling.loss_scale import LossScale
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
-from preamp.jax.scaling.states import LossScaledState
+from preamp.jax.scaling.states import LossScaledState, check_exhausted, last_step, restart_loss_scale
 from preamp.jax.scaling.train_step import apply_gradients, step
-from preamp.jax.scaling.transformation import check_exhausted, last_step, loss_scaled, restart_loss_scale
+from preamp.jax.scaling.transformation import loss_scaled
+from preamp.jax.trees import FlowSlot, all_finite
 
 _exporting.register()
 
@@ -42,10 +38,10 @@ __all__ = [
     "exponent_histogram",
     "flow_slot",
     "last_step",
-    "look",
     "loss_scaled",
     "restart_loss_scale",
     "scaled_value_and_grad",
+    "snapshot",
     "step",
     "value_and_grad",
     "watch",

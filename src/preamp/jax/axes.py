@@ -1,7 +1,4 @@
-"""Mapped axes, those of `shard_map`, `pmap` and `vmap`: what differs along them is combined.
-
-This room knows what JAX tracks of a value inside `shard_map`. It refuses to know what a value is for.
-"""
+"""Reductions over mapped axes, those of `shard_map`, `pmap` and `vmap`, and what JAX tracks of them."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from preamp.errors import UsageError
 from preamp.jax import jaxprs
@@ -26,7 +23,7 @@ def names_of(axis_name: Hashable) -> tuple[Hashable, ...]:
 
 
 def check_bound(names: Sequence[Hashable]) -> None:
-    """Raise for an axis that nothing around maps over.
+    """Raise for an axis that is not mapped here.
 
     Raises:
         UsageError: naming it, and where it would be bound.
@@ -43,26 +40,28 @@ def check_bound(names: Sequence[Hashable]) -> None:
             ) from None
 
 
-def varying(value: Any) -> frozenset[Hashable]:
-    """Return the axes along which `shard_map` knows a value to differ. Unchecked, it knows of none."""
+def varying(value: object) -> frozenset[Hashable]:
+    """Return the axes along which `shard_map` knows a value to differ: none with `check_vma=False`."""
     kind: Any = jax.typeof(value)
     axes: Any = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # below and from JAX 0.10
     return frozenset(axes)
 
 
 def tracked(names: Sequence[Hashable]) -> bool:
-    """Return whether it is known along which axes values differ: in `shard_map` with its checks."""
+    """Return whether JAX tracks along which axes values differ: in `shard_map` with its checks."""
     return bool(names) and bool(varying(lax.axis_index(names[0])))
 
 
-def sum_over(names: Sequence[Hashable], totals: Sequence[Any]) -> Any:
-    """Return the sum of numbers and of what other devices have. What is known to be equal counts once."""
+def sum_over(names: Sequence[Hashable], totals: Sequence[Array]) -> Any:
+    """Return the sum of numbers over all devices. A number that is known to be equal on all counts once."""
+    if not names:
+        return sum(totals)
     groups = _grouped(names, totals)
     return sum(lax.psum(sum(group), over) if over else sum(group) for over, group in groups.items())
 
 
-def max_over(names: Sequence[Hashable], peaks: Sequence[Any]) -> Any:
-    """Return the largest of magnitudes, float32 scalars, and of what other devices have; 0 of none."""
+def max_over(names: Sequence[Hashable], peaks: Sequence[Array]) -> Array:
+    """Return the largest of magnitudes, float32 scalars, over all devices; 0 of none."""
     largest = jnp.zeros((), jnp.float32)
     for over, group in _grouped(names, peaks).items():
         mine = reduce(jnp.maximum, group)
@@ -70,7 +69,7 @@ def max_over(names: Sequence[Hashable], peaks: Sequence[Any]) -> Any:
     return largest
 
 
-def _grouped(names: Sequence[Hashable], values: Sequence[Any]) -> dict[tuple[Hashable, ...], list[Any]]:
+def _grouped(names: Sequence[Hashable], values: Sequence[Array]) -> dict[tuple[Hashable, ...], list[Array]]:
     """Return values by the axes along which they may differ."""
     known, groups = tracked(names), defaultdict(list)
     for value in values:
@@ -79,20 +78,22 @@ def _grouped(names: Sequence[Hashable], values: Sequence[Any]) -> dict[tuple[Has
     return groups
 
 
-def mean(names: Sequence[Hashable], gradient: Any) -> Any:
-    """Return the gradient of the mean loss over devices, of each device's gradient.
+def mean(names: Sequence[Hashable], gradient: Array) -> Array:
+    """Return the gradient of the mean loss over devices, given each device's gradient.
 
-    Where axes are tracked the loss itself has been averaged: JAX has then divided each share already, and
-    has summed those of what is equal on all devices.
+    Where axes are tracked the loss itself has been averaged. JAX has then divided each device's share
+    already, and has summed the gradients of parameters that are equal on all devices.
     """
     if not tracked(names):
-        return lax.pmean(gradient, tuple(names))
+        averaged: Array = lax.pmean(gradient, tuple(names))
+        return averaged
     mine = tuple(name for name in names if name in varying(gradient))
-    return lax.psum(gradient, mine) if mine else gradient
+    total: Array = lax.psum(gradient, mine) if mine else gradient
+    return total
 
 
-def reduced_in_vain(function: Callable[[Any], Any], array: Any) -> Hashable:
-    """Return an axis over which a function sums or gathers what is known to be equal along it, or None.
+def redundant_reduction(function: Callable[[Array], object], array: Array) -> Hashable:
+    """Return an axis over which a function sums or gathers an array that does not vary along it, or None.
 
     The function is traced, and nothing is computed.
     """
@@ -102,12 +103,12 @@ def reduced_in_vain(function: Callable[[Any], Any], array: Any) -> Hashable:
     return None
 
 
-def _reduced(program: Any) -> Iterator[Hashable]:
+def _reduced(program: jaxprs.Jaxpr) -> Iterator[Hashable]:
     """Yield the mapped axes over which a program sums or gathers."""
     for equation in program.eqns:
         if equation.primitive.name.startswith(("psum", "all_gather")):
             names = equation.params.get("axes", equation.params.get("axis_name", ()))
-            # Of `vmap` an axis may be a number: that of an array.
+            # For `vmap` an axis may be a number, which is an axis of the array.
             yield from [name for name in names_of(names) if not isinstance(name, int)]
         for inner in jaxprs.subprograms(equation):
             yield from _reduced(jaxprs.inner(inner))

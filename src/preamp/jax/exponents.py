@@ -1,7 +1,4 @@
-"""How many entries of arrays there are of each binary exponent, inside jitted functions, and a look at them.
-
-This room counts, and names what was counted. It refuses to know when to look and what follows.
-"""
+"""Histograms of binary exponents, counted inside jitted functions and in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,25 +8,24 @@ from typing import Any, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
+from preamp.arrays.jax import is_inexact
 from preamp.checks import one_of, shown
 from preamp.errors import UsageError
 from preamp.jax import axes
-from preamp.jax.scaling.flow_slots import FlowSlot, is_flow_slot
-from preamp.jax.scaling.gradients import is_inexact
-from preamp.jax.scaling.states import kind_of
+from preamp.jax.trees import FlowSlot, is_flow_slot, kind_of
 from preamp.record.exponents import BANDS, FIELDS, ExponentHistogram
 from preamp.record.snapshots import Kind, Look, LookRow
 
 T = TypeVar("T")
 
 
-def exponent_histogram(tree: Any) -> Any:
-    """Return how many entries of each leaf there are of each binary exponent. Works inside `jit`.
+def exponent_histogram(tree: object) -> Any:
+    """Return how many entries of each leaf have each binary exponent. Works inside `jit`.
 
-    Bin 0 holds zeros and what is smaller than the smallest normal float32, 2**-126; bin 255 holds inf, NaN
-    and what no float32 can hold; between them, bin b is that of the exponent floor(log2(abs(x))) = b - 127.
+    Bin 0 counts zeros and magnitudes below the smallest normal float32, 2**-126; bin 255 counts inf, NaN
+    and magnitudes that exceed float32; any other bin b counts the exponent floor(log2(abs(x))) = b - 127.
     Complex entries count as two. Counts of several devices add up: `jax.lax.psum(histograms, axis_name)`.
 
     Each leaf is read once. The counting itself takes a CPU about ten times as long as a sum of the leaf, and
@@ -51,16 +47,16 @@ def exponent_histogram(tree: Any) -> Any:
     )
 
 
-def look(
-    histograms: Any,
+def snapshot(
+    histograms: object,
     *,
     index: int,
     scale: float = 1.0,
     low_dtype: str = "float16",
     what: Kind = "gradient",
-    like: Any = None,
+    like: object = None,
 ) -> Look:
-    """Return what `exponent_histogram` counted as a `Look`, for `Trace.look`. Reads devices, once.
+    """Return what `exponent_histogram` counted as a `Look`, for `Trace.look`. Reads from devices, once.
 
     Args:
         histograms: a tree of counts, or of the slots of `watch` after a backward pass; rows are named by its
@@ -76,7 +72,7 @@ def look(
             many as `like` has, and for an index or a scale that no step has.
         PolicyError: for another `what` or `low_dtype`.
 
-    `print(look(...))` shows a table. How large the values were is known to a power of two.
+    `print(snapshot(...))` shows a table. Magnitudes are known to a power of two.
     """
     _check_step(index, scale)
     one_of("what", what, get_args(Kind))
@@ -99,20 +95,20 @@ def flow_slot() -> FlowSlot:
     return FlowSlot(jnp.zeros(FIELDS, jnp.float32))
 
 
-def watch(x: T, slot: Any) -> T:
+def watch(x: T, slot: FlowSlot) -> T:
     """Return `x`. The derivative with respect to `slot` is the histogram of that with respect to `x`.
 
-    So the gradients that flow between layers are counted in the same backward pass, without a callback. Where
-    a slot is used several times, its counts add up. What is counted is scaled as the loss is; the counts
-    themselves are not, and `unscale`, `value_and_grad` and clipping leave them as they are. With an
-    `axis_name` they are those of all devices.
+    This counts the gradients that flow between layers in the same backward pass, without a callback. Where a
+    slot is used several times, its counts add up. The gradients are scaled as the loss is; the counts are
+    not, and `unscale`, `value_and_grad` and clipping leave them as they are. With an `axis_name` they are
+    those of all devices.
 
     Args:
         x: a floating or complex array.
         slot: a `flow_slot()`, an argument of the loss.
 
     Raises:
-        UsageError: for what is not such an array, and what is not such a slot.
+        UsageError: if `x` is not such an array, or `slot` is not such a slot.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -125,7 +121,7 @@ def watch(x: T, slot: Any) -> T:
     return watched
 
 
-def _check_watched(x: Any, slot: Any) -> None:
+def _check_watched(x: object, slot: object) -> None:
     if is_flow_slot(x):
         raise UsageError("watch was given the slot first. Write watch(x, slot).")
     if not (hasattr(x, "shape") and is_inexact(x)):
@@ -133,8 +129,8 @@ def _check_watched(x: Any, slot: Any) -> None:
             f"watch was given {kind_of(x)} and needs a floating or complex array, which a gradient flows to. "
             "Write watch(x, slot) for each array of its own, with a slot of its own."
         )
-    if not is_flow_slot(slot) or jnp.shape(slot.counts) != (FIELDS,):
-        what = f"counts of shape {jnp.shape(slot.counts)}" if is_flow_slot(slot) else kind_of(slot)
+    if not isinstance(slot, FlowSlot) or jnp.shape(slot.counts) != (FIELDS,):
+        what = f"counts of shape {jnp.shape(slot.counts)}" if isinstance(slot, FlowSlot) else kind_of(slot)
         raise UsageError(
             f"the slot of watch is {what}, not a flow_slot(). Write slot = flow_slot(), give it to the loss "
             "as an argument, and differentiate with respect to it."
@@ -146,7 +142,7 @@ def _check_watched(x: Any, slot: Any) -> None:
         )
 
 
-def _varying_like(x: Any, counts: Any) -> Any:
+def _varying_like(x: object, counts: Array) -> Array:
     """Return counts that `shard_map` takes to differ as `x` does: their derivative is then the sum of all."""
     for name in axes.varying(x) - axes.varying(counts):
         counts = jnp.where(lax.axis_index(name) >= 0, counts, counts)
@@ -154,28 +150,28 @@ def _varying_like(x: Any, counts: Any) -> Any:
 
 
 @jax.custom_vjp
-def _watched(x: Any, slot: Any) -> Any:
+def _watched(x: T, slot: FlowSlot) -> T:
     return x
 
 
-def _watch_forward(x: Any, slot: Any) -> tuple[Any, None]:
+def _watch_forward(x: T, slot: FlowSlot) -> tuple[T, None]:
     return x, None
 
 
-def _watch_backward(_: None, flow: Any) -> tuple[Any, Any]:
+def _watch_backward(_: None, flow: Array) -> tuple[Array, FlowSlot]:
     return flow, FlowSlot(_count(flow).astype(jnp.float32))
 
 
 _watched.defvjp(_watch_forward, _watch_backward)
 
 
-def _count(array: Any) -> Any:
+def _count(array: Array) -> Array:
     if jnp.iscomplexobj(array):
         return _count(array.real) + _count(array.imag)
     return jnp.zeros(FIELDS, jnp.int32).at[_fields(array).ravel()].add(1, mode="promise_in_bounds")
 
 
-def _fields(array: Any) -> Any:
+def _fields(array: Array) -> Array:
     """Return the exponent fields of an array as float32; all but float64 go into one exactly."""
     if array.dtype == jnp.float64:
         wide = (lax.bitcast_convert_type(array, jnp.int64) >> 52) & 0x7FF
@@ -183,7 +179,7 @@ def _fields(array: Any) -> Any:
     return (lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32) >> 23) & 0xFF
 
 
-def _check_step(index: Any, scale: Any) -> None:
+def _check_step(index: float, scale: float) -> None:
     if not float(index).is_integer() or index < 0:
         raise UsageError(f"index={shown(index)} is not the number of a step. Write index=0 for the first.")
     if not 0.0 < float(scale) < math.inf:
@@ -193,22 +189,22 @@ def _check_step(index: Any, scale: Any) -> None:
         )
 
 
-def _histogram(name: str, counts: Any) -> ExponentHistogram:
+def _histogram(name: str, counts: np.ndarray) -> ExponentHistogram:
     if np.shape(counts) != (FIELDS,):
         raise UsageError(
-            f"an array of shape {np.shape(counts)} is no histogram. "
-            "Write look(exponent_histogram(gradients), index=...)."
+            f"an array of shape {np.shape(counts)} is not a histogram. "
+            "Write snapshot(exponent_histogram(gradients), index=...)."
         )
     if not np.array_equal(counts, np.abs(np.rint(counts))):
         raise UsageError(
             f"the counts of {name or 'the array'} are not whole numbers from 0: they were divided, by a loss "
-            "scale or in a mean over devices. Write look(flows, ...) with the slots as differentiating "
+            "scale or in a mean over devices. Write snapshot(flows, ...) with the slots as differentiating "
             "returns them, and jax.lax.psum over devices."
         )
     return ExponentHistogram.of_fields(np.rint(counts).astype(np.int64).tolist())
 
 
-def _dtypes(like: Any, count: int) -> list[str]:
+def _dtypes(like: object, count: int) -> list[str]:
     """Return the names of the dtypes in a tree that was counted."""
     dtypes = [str(jnp.asarray(leaf).dtype) for leaf in jax.tree.leaves(like) if is_inexact(leaf)]
     if like is not None and len(dtypes) != count:

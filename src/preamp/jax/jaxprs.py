@@ -1,20 +1,17 @@
-"""Jaxprs, as every JAX from 0.6 to 0.12 has them: the one file that touches what JAX only half promises.
-
-This room decides how a jaxpr, a variable and an equation are made and read, and where primitives keep the
-programs they hold. It refuses to know about precision.
-"""
+"""Make, read and evaluate jaxprs in every JAX from 0.6 to 0.12: the one file that uses JAX's internals."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import jax
 import jax.extend.core as extended
@@ -23,8 +20,75 @@ from jax.extend import linear_util
 from jax.extend.core import primitives
 
 
+class Aval(Hashable, Protocol):
+    """The shape and dtype of an array; `is_array` is false for tokens and references, which have neither."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def weak_type(self) -> bool: ...
+    def update(self, **changes: object) -> Aval: ...
+
+
+class Atom(Protocol):
+    """A variable, or a number in the program's text."""
+
+    @property
+    def aval(self) -> Aval: ...
+
+
+class Equation(Protocol):
+    """One operation of a program."""
+
+    @property
+    def primitive(self) -> extended.Primitive: ...
+    @property
+    def invars(self) -> list[Atom]: ...
+    @property
+    def outvars(self) -> list[Atom]: ...
+    @property
+    def params(self) -> dict[str, Any]: ...
+    @property
+    def effects(self) -> Collection[object]: ...
+    @property
+    def source_info(self) -> Any: ...
+    def replace(self, **changes: object) -> Equation: ...
+
+
+class Jaxpr(Protocol):
+    """A program without its constants."""
+
+    @property
+    def constvars(self) -> list[Atom]: ...
+    @property
+    def invars(self) -> list[Atom]: ...
+    @property
+    def outvars(self) -> list[Atom]: ...
+    @property
+    def eqns(self) -> list[Equation]: ...
+    @property
+    def debug_info(self) -> object: ...
+    def replace(self, **changes: object) -> Jaxpr: ...
+
+
+class ClosedJaxpr(Protocol):
+    """A program with its constants."""
+
+    @property
+    def jaxpr(self) -> Jaxpr: ...
+    @property
+    def consts(self) -> list[Any]: ...
+    def replace(self, **changes: object) -> ClosedJaxpr: ...
+
+
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+P = TypeVar("P", bound=AnyJaxpr)
+
+
 def _moved(name: str) -> Any:
-    """Return what moved from jax.core to jax.extend.core."""
+    """Return a name that moved from jax.core to jax.extend.core."""
     return getattr(extended, name) if hasattr(extended, name) else getattr(jax.core, name)
 
 
@@ -56,20 +120,86 @@ _REGION = re.compile(REGION + r"\w+")
 _HELD = CALLS | {"scan": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
-def inner(jaxpr: Any) -> Any:
+class Call(NamedTuple):
+    """A traced call.
+
+    Attributes:
+        jaxpr: what it computes, closed.
+        arrays: the arrays in its arguments.
+        returned: makes what the function returned of the arrays in it.
+    """
+
+    jaxpr: ClosedJaxpr
+    arrays: list[Any]
+    returned: Callable[[Sequence[object]], Any]
+
+
+def traced(
+    fn: Callable[..., object], args: Sequence[object] = (), kwargs: dict[str, object] | None = None
+) -> Call:
+    """Trace a call: arrays in its arguments become variables, everything else stays as it is."""
+    arrays, rebuild = split((tuple(args), kwargs or {}))
+    returned: list[Callable[[Sequence[object]], Any]] = []
+
+    @functools.wraps(fn, updated=())
+    def flat(*arrays: object) -> list[Any]:
+        args, kwargs = rebuild(arrays)
+        results, back = split(fn(*args, **kwargs))
+        returned.append(back)
+        return results
+
+    return Call(cast(ClosedJaxpr, jax.make_jaxpr(flat)(*arrays)), arrays, returned[-1])
+
+
+def split(tree: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
+    """Return a tree's arrays, and a function that puts others in their places."""
+    leaves, structure = jax.tree.flatten(tree)
+    places, arrays, others = [], [], leaves.copy()
+    for place, leaf in enumerate(leaves):
+        if is_traced(leaf):
+            places.append(place)
+            arrays.append(
+                leaf if isinstance(leaf, jax.Array) or not _converts(leaf) else leaf.__jax_array__()
+            )
+            others[place] = None  # a tracer that is kept is a leak
+
+    def rebuild(arrays: Sequence[object]) -> Any:
+        filled = others.copy()
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return jax.tree.unflatten(structure, filled)
+
+    return arrays, rebuild
+
+
+def is_traced(leaf: object) -> bool:
+    """Return whether a leaf is an array that JAX can trace; `jax.ShapeDtypeStruct`s are."""
+    if isinstance(leaf, jax.Array):
+        return True
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype != jax.dtypes.float0 and leaf.dtype.kind not in "OSUMm"
+    return isinstance(leaf, jax.ShapeDtypeStruct) or _converts(leaf)
+
+
+def _converts(leaf: object) -> bool:
+    """Return whether an object says how it becomes an array; the tracer of a `jax.Ref` has None there."""
+    return callable(getattr(leaf, "__jax_array__", None))
+
+
+def inner(jaxpr: AnyJaxpr) -> Jaxpr:
     """Return the open jaxpr of an open or a closed one."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    return cast(Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
 
 
-def rebuilt(jaxpr: Any, invars: list[Any], outvars: list[Any], equations: list[Any]) -> Any:
+def rebuilt(jaxpr: P, invars: list[Atom], outvars: list[Atom], equations: list[Equation]) -> P:
     """Return a jaxpr, closed if `jaxpr` is, with its constants and effects and other contents."""
     old = inner(jaxpr)
     new = old.replace(invars=invars, outvars=outvars, eqns=equations, debug_info=old.debug_info)
-    return jaxpr.replace(jaxpr=new) if hasattr(jaxpr, "consts") else new
+    return cast(P, cast(ClosedJaxpr, jaxpr).replace(jaxpr=new) if hasattr(jaxpr, "consts") else new)
 
 
-def region_name(equation: Any) -> str | None:
-    """Return the name of the innermost region that wrote an equation, None outside of regions."""
+def region_name(equation: Equation) -> str | None:
+    """Return the name of the innermost region that an equation is in, None outside of regions."""
     return _region_name(str(equation.source_info.name_stack))
 
 
@@ -79,7 +209,7 @@ def _region_name(scopes: str) -> str | None:
     return names[-1] if names else None
 
 
-def bodies(equation: Any) -> Iterator[tuple[Any, int]]:
+def bodies(equation: Equation) -> Iterator[tuple[AnyJaxpr, int]]:
     """Yield the programs of an equation that rewriting enters, each with the place of its first operand."""
     name, params = equation.primitive.name, equation.params
     if name in _HELD:
@@ -90,7 +220,7 @@ def bodies(equation: Any) -> Iterator[tuple[Any, int]]:
         yield from ((branch, 1) for branch in params["branches"])
 
 
-def hoistable(equation: Any) -> Sequence[int]:
+def hoistable(equation: Equation) -> Sequence[int]:
     """Return the places of the operands that may be cast before an equation instead of inside of it."""
     name, params, places = equation.primitive.name, equation.params, range(len(equation.invars))
     if name == "scan":
@@ -114,10 +244,10 @@ def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
 _ROOT = ["f", "solve", "tangent_solve", "solve_traced", "in_avals", "has_aux"]
 
 
-def root_of(equation: Any) -> Any | None:
-    """Return what `lax.custom_root` leaves in a program since JAX 0.12: one object, which holds functions.
+def root_of(equation: Equation) -> Any | None:
+    """Return the object that `lax.custom_root` leaves in a program since JAX 0.12, which holds functions.
 
-    None for other equations, and where that object is made of something else than in 0.12.
+    None for other equations, and for an object with other fields than in 0.12.
     """
     root = equation.params.get("_prim")
     known = type(root).__name__ == "CustomRoot" and [*inspect.signature(type(root)).parameters] == _ROOT
@@ -125,68 +255,80 @@ def root_of(equation: Any) -> Any | None:
 
 
 def root_with(root: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Return such an object with its function and its solver changed, which must keep their dtypes."""
+    """Return such an object with its function and solver changed; both must keep their dtypes."""
     solve = change(root.solve)
     solve_traced = jax.jit(solve).trace(*root.in_avals[:2])
     return type(root)(change(root.f), solve, root.tangent_solve, solve_traced, root.in_avals, root.has_aux)
 
 
-def variable(aval: Any) -> Any:
+def variable(aval: Aval) -> Atom:
     """Return a new variable."""
-    return extended.Var("", aval) if _suffixed else extended.Var(aval)  # type: ignore[arg-type]
+    make = cast(Callable[..., Atom], extended.Var)
+    return make("", aval) if _suffixed else make(aval)
 
 
-def drops(atom: Any) -> bool:
-    """Tell whether a variable only stands where a result is not wanted."""
+def drops(atom: Atom) -> bool:
+    """Return whether a variable only takes the place of an unused result."""
     return isinstance(atom, _DropVar)
 
 
-def dropped(aval: Any) -> Any:
-    """Return a variable for a result that is not wanted."""
-    return _DropVar(aval)
+def dropped(aval: Aval) -> Atom:
+    """Return a variable for an unused result."""
+    variable: Atom = _DropVar(aval)
+    return variable
 
 
-def is_literal(atom: Any) -> bool:
-    """Tell whether an operand is a number in the program's text."""
+def is_literal(atom: Atom) -> bool:
+    """Return whether an operand is a number in the program's text."""
     return isinstance(atom, extended.Literal)
 
 
-def literal(number: Any, aval: Any) -> Any:
+def number_of(atom: Atom) -> float:
+    """Return a number in the program's text."""
+    return float(cast(extended.Literal, atom).val)
+
+
+def literal(number: np.generic | np.ndarray, aval: Aval) -> Atom:
     """Return a number as an operand."""
-    return extended.Literal(number, aval)
+    return cast(Atom, extended.Literal(number, cast(jax.core.AbstractValue, aval)))
 
 
-def is_array(aval: Any) -> bool:
-    """Tell whether an abstract value is an array, and not a token or a reference."""
+def is_array(aval: object) -> bool:
+    """Return whether an abstract value is an array, and not a token or a reference."""
     return isinstance(aval, jax.core.ShapedArray)
 
 
 def made_equation(
-    operand: Any, result: Any, primitive: Any, params: dict[str, Any], beside: Any | None
-) -> Any:
+    operand: Atom,
+    result: Atom,
+    primitive: extended.Primitive,
+    params: Mapping[str, object],
+    beside: Equation | None,
+) -> Equation:
     """Return an equation of one operand and one result, of the same source line as the one `beside` it."""
     if beside is None:
-        return _new_equation([operand], [result], primitive, params, _no_effects)
+        equation: Equation = _new_equation([operand], [result], primitive, params, _no_effects)
+        return equation
     return beside.replace(
         invars=[operand], outvars=[result], primitive=primitive, params=params, effects=_no_effects
     )
 
 
-def cast_equation(operand: Any, result: Any, dtype: np.dtype[Any], beside: Any | None) -> Any:
+def cast_equation(operand: Atom, result: Atom, dtype: np.dtype[Any], beside: Equation | None) -> Equation:
     """Return the equation of a cast."""
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
     return made_equation(operand, result, primitives.convert_element_type_p, params, beside)
 
 
-def wrapped_like(function: Callable[..., Any], original: Any) -> Any:
+def wrapped_like(function: Callable[..., object], original: Any) -> Any:
     """Return a function in the wrapping that a rule of a custom derivative has in a jaxpr, if it has one."""
     if not hasattr(original, "call_wrapped"):
         return function
     return linear_util.wrap_init(function, debug_info=original.debug_info)
 
 
-def are_known(arrays: Iterable[Any]) -> bool:
-    """Tell whether the numbers of all these arrays are known now: nothing is being compiled or mapped."""
+def are_known(arrays: Iterable[object]) -> bool:
+    """Return whether the numbers of all these arrays are known now: nothing is being compiled or mapped."""
     try:
         for array in arrays:
             _concrete_or_error(None, array)
@@ -195,24 +337,25 @@ def are_known(arrays: Iterable[Any]) -> bool:
     return True
 
 
-def evaluated(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+def evaluated(jaxpr: ClosedJaxpr, arrays: Sequence[object]) -> list[Any]:
     """Run a closed jaxpr's equations one by one.
 
-    What is being differentiated is called as `jnp` calls it: every operator as a small `jit`, whose
-    derivative JAX keeps. To differentiate the operators themselves takes twice as long.
+    Under differentiation every operator runs as a small `jit`, as `jnp` runs it, because JAX caches the
+    derivative of a `jit`. To differentiate the operators themselves takes twice as long.
     """
     program = inner(jaxpr)
-    if any(hasattr(array, "tangent") for array in [*arrays, *jaxpr.consts]):
+    differentiated = [hasattr(array, "tangent") for array in (*arrays, *jaxpr.consts)]
+    if any(differentiated):
         mesh = jax.sharding.get_abstract_mesh()
         program = program.replace(eqns=[_as_jit(equation, mesh) for equation in program.eqns])
-    results = jax.core.eval_jaxpr(program, jaxpr.consts, *arrays)
+    results = jax.core.eval_jaxpr(cast(extended.Jaxpr, program), jaxpr.consts, *arrays)
     return [
         jax.numpy.asarray(result, atom.aval.dtype) if is_literal(atom) else result
         for result, atom in zip(results, program.outvars, strict=True)
     ]
 
 
-def _as_jit(equation: Any, mesh: Any) -> Any:
+def _as_jit(equation: Equation, mesh: Hashable) -> Equation:
     """Return an equation as the `jit` of its operator; as it is if it has effects or holds a program."""
     if equation.effects or any(subprograms(equation)):
         return equation
@@ -226,8 +369,12 @@ def _as_jit(equation: Any, mesh: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _jit_of(
-    primitive: Any, params: Sequence[tuple[str, Any]], given: Sequence[Any], gives: Sequence[Any], mesh: Any
-) -> tuple[Any, dict[str, Any]]:
+    primitive: extended.Primitive,
+    params: Sequence[tuple[str, object]],
+    given: Sequence[Aval],
+    gives: Sequence[Aval],
+    mesh: Hashable,
+) -> tuple[extended.Primitive, dict[str, object]]:
     """Return the primitive and parameters of a `jit` of one operator, as it is within a mesh."""
     template_of = jax.make_jaxpr(jax.jit(lambda *operands: (0.0,) * len(gives)))
     (template,) = template_of(*[0.0] * len(given)).eqns
@@ -239,23 +386,23 @@ def _jit_of(
     return template.primitive, template.params | changed
 
 
-def subprograms(equation: Any) -> Iterator[Any]:
+def subprograms(equation: Equation) -> Iterator[AnyJaxpr]:
     """Yield every program that an equation holds, entered or not."""
     for value in equation.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
             if isinstance(each, extended.Jaxpr | extended.ClosedJaxpr):
-                yield each
+                yield cast(AnyJaxpr, each)
 
 
-def source_line(equation: Any) -> str:
+def source_line(equation: Equation) -> str:
     """Return the line that an equation comes from, as `file:line (function)`: the user's, else a library's.
 
     "-" where it is not known, as in functions that JAX traced on its own.
     """
     traceback = equation.source_info.traceback
-    # JAX keeps what it traced. Until 0.8 the frames of a nested program go on with those of its first caller.
+    # JAX keeps what it traced. Until 0.8 the frames of a nested program end in those of its first caller.
     traced = takewhile(lambda frame: frame.function_name != _TRACER, traceback.frames if traceback else ())
-    frames = [frame for frame in traced if _is_told(frame.file_name)]
+    frames = [frame for frame in traced if _is_shown(frame.file_name)]
     for frame in (*(frame for frame in frames if not _is_installed(frame.file_name)), *frames[:1]):
         return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return "-"
@@ -263,12 +410,12 @@ def source_line(equation: Any) -> str:
 
 _TRACER = "trace_to_jaxpr_dynamic"  # JAX's function around a nested program
 _OURS = Path(__file__).parents[2]
-_NEVER_TOLD = (*(str(folder) + os.sep for folder in (Path(jax.__file__).parent, _OURS)), "<frozen")
+_NEVER_SHOWN = (*(str(folder) + os.sep for folder in (Path(jax.__file__).parent, _OURS)), "<frozen")
 _INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 
 
-def _is_told(path: str) -> bool:
-    return not path.startswith(_NEVER_TOLD)
+def _is_shown(path: str) -> bool:
+    return not path.startswith(_NEVER_SHOWN)
 
 
 def _is_installed(path: str) -> bool:

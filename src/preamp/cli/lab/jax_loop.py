@@ -27,9 +27,9 @@ from preamp.jax import (
     exponent_histogram,
     flow_slot,
     last_step,
-    look,
     loss_scaled,
     scaled_value_and_grad,
+    snapshot,
     watch,
 )
 from preamp.policy import Policy
@@ -139,7 +139,7 @@ class JaxLoop:
         scale, values, counts = self.values(self.layers, self.state, inputs, labels)
         about: dict[str, Any] = {"index": index, "scale": float(scale), "low_dtype": self.precision}
         for what, like in values.items():
-            yield look(counts[what], what=what, like=like, **about)
+            yield snapshot(counts[what], what=what, like=like, **about)
 
     def _values(
         self, layers: Layers, state: Any, inputs: jax.Array, labels: jax.Array

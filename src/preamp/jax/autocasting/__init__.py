@@ -1,16 +1,15 @@
-"""Autocast: a precision for each primitive of JAX, by a table, in a rewritten jaxpr.
+"""Autocast: a table gives each primitive of JAX a precision, and a jaxpr is rewritten accordingly.
 
-| file | decides |
+| file | does |
 | --- | --- |
-| `transform.py` | what of a call is traced, and where the rewritten program runs |
-| `flax_objects.py` | how what a function writes to modules of Flax NNX comes back to them |
-| `names.py` | which primitives a name in a table stands for |
-| `rewriting.py` | where casts stand |
-| `rules.py` | in which precision an ordinary operator runs |
-| `structured.py` | which precisions cross the borders of loops, branches and custom derivatives |
-| `lookahead.py` | what the rest of a program will do with a value |
-| `precision.py` | what numbers an array holds |
-| `rounding.py` | how a number is rounded that stays in float32 |
-| `census.py` | what was cast, where, and what it cost |
-| `jaxprs.py` | how jaxprs are read and made, in every version of JAX |
+| `transform.py` | traces a call, and runs the rewritten program |
+| `flax_objects.py` | returns what a traced function writes to modules of Flax NNX |
+| `names.py` | maps the names in a table to primitives |
+| `rewriting.py` | places casts |
+| `rules.py` | chooses the precision of an ordinary operator |
+| `structured.py` | enters loops, branches and custom derivatives |
+| `lookahead.py` | finds out how the rest of a program uses a value |
+| `precision.py` | describes which numbers an array holds |
+| `rounding.py` | rounds numbers that stay in float32 |
+| `counting.py` | counts casts, and what they cost |
 """

@@ -1,8 +1,7 @@
 """What autocast casts, where, and what it costs: the counting behind `casts`.
 
 Nothing is computed: the function is traced and rewritten, and its equations are counted. The body of a
-`scan` counts as often as it runs, that of a `while_loop` once, and so does each branch of a `cond`. This room
-refuses to know how precisions are chosen.
+`scan` counts as often as it runs, that of a `while_loop` once, and so does each branch of a `cond`.
 """
 
 from __future__ import annotations
@@ -21,22 +20,27 @@ import jax.numpy as jnp
 from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.jax.autocasting.flax_objects import attribute_name, pure
-from preamp.jax.autocasting.lookahead import APART, EXACT
+from preamp.jax.autocasting.lookahead import EXACT, INDEPENDENT
 from preamp.jax.autocasting.rewriting import Settings
 from preamp.jax.autocasting.rounding import ROUNDED
-from preamp.jax.autocasting.transform import OFF, is_traced, region, rewritten
+from preamp.jax.autocasting.transform import OFF, region, rewritten
 from preamp.jax.jaxprs import (
     REGION,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
     bodies,
     inner,
     is_array,
     is_literal,
+    is_traced,
     region_name,
     scan_layout,
     source_line,
 )
 
-# What moves numbers at most, and nothing once it is compiled: it is looked through.
+# Primitives that at most move numbers, and cost nothing once compiled: they are skipped.
 LAYOUT = frozenset(
     ["broadcast_in_dim", "copy", "expand_dims", "reshape", "rev", "squeeze", "stop_gradient", "transpose"]
 )
@@ -53,7 +57,7 @@ IN_PROGRAMS = "it is cast in programs that are traced apart; cast it before them
 
 
 def casts(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     *args: Any,
     dtype: Any = jnp.bfloat16,
     casting: Casting | None = None,
@@ -70,15 +74,15 @@ def casts(
 
     Args:
         fn: any function that `autocast` takes.
-        args: what it is called with; a `jax.ShapeDtypeStruct` does for an array.
+        args: its arguments; a `jax.ShapeDtypeStruct` may take the place of an array.
         dtype: the low precision.
         casting: an edited table.
         emulate: as of `autocast`.
-        kwargs: what `fn` is called with by keyword; those of the names above need a `functools.partial`.
+        kwargs: its keyword arguments; those with the names above need a `functools.partial`.
 
     Returns:
         One row for each primitive, module (names of Flax's modules and of `jax.named_scope`), line and set of
-        precisions, costliest first, and sentences on what wastes time or loses numbers. Printed, it fits 80
+        precisions, costliest first, and notes on casts that waste time or lose accuracy. Printed, it fits 80
         columns. The body of a `scan` counts as often as it runs, that of a `while_loop` once, and each branch
         of a `cond` once.
 
@@ -88,10 +92,10 @@ def casts(
     settings = region(dtype, casting or DEFAULT, emulate)
     with pure(fn, args, kwargs) as program:
         names = _names(program.fn, program.args, program.kwargs)
-        return _Census(settings).report(rewritten(program, settings), names)
+        return _Counter(settings).report(rewritten(program, settings), names)
 
 
-def _names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def _names(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """Return the names of a call's arrays, such as "params['w']", in the order in which they are traced."""
     own = _positional(fn)[: len(args)]
     others = [f"args[{place}]" for place in range(len(own), len(args))]
@@ -104,7 +108,7 @@ def _names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ]
 
 
-def _positional(fn: Callable[..., Any]) -> list[str]:
+def _positional(fn: Callable[..., object]) -> list[str]:
     """Return the names of a function's positional parameters, as far as they can be known."""
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -116,7 +120,7 @@ def _positional(fn: Callable[..., Any]) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """Where equations stand, and how often they run."""
+    """Where equations are, and how often they run."""
 
     module: str = OUTSIDE
     source: str = OUTSIDE
@@ -150,7 +154,7 @@ class _Row(NamedTuple):
 
 @dataclass(eq=False)
 class _Cast:
-    """A cast, which is charged to the first operator that takes its result, or else to itself."""
+    """A cast, which is charged to the first operator that uses its result, or else to itself."""
 
     before: str
     times: int
@@ -178,7 +182,7 @@ class _Value(NamedTuple):
     rounded: str = ""
 
 
-class _Census:
+class _Counter:
     """Counts the equations of a program that was rewritten with these settings."""
 
     def __init__(self, settings: Settings) -> None:
@@ -188,7 +192,7 @@ class _Census:
         self._casts: list[_Cast] = []
         self._notes: dict[str, None] = {}
 
-    def report(self, program: Any, names: Sequence[str]) -> CastReport:
+    def report(self, program: ClosedJaxpr, names: Sequence[str]) -> CastReport:
         """Return the counts of a closed jaxpr whose arguments have these names."""
         self._walk(program.jaxpr, [_Value(_Origin(name, _Place())) for name in names], _Place())
         for cast in self._casts:
@@ -198,31 +202,31 @@ class _Census:
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         return CastReport(rows, [*_lossy(rows), *self._repeats(), *self._notes, *stayed(rows)])
 
-    def _walk(self, jaxpr: Any, arguments: Sequence[_Value], at: _Place) -> list[_Value]:
+    def _walk(self, jaxpr: Jaxpr, arguments: Sequence[_Value], at: _Place) -> list[_Value]:
         """Count a program that is called with these values; return those of its results."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
         rounded = {each.invars[0]: str(each.params["dtype"]) for each in jaxpr.eqns if _is_rounding(each)}
         for equation in _needed(jaxpr):
             operands = [_value(atom, known, at) for atom in equation.invars]
             low = next((rounded[atom] for atom in equation.outvars if atom in rounded), "")
-            results = self._see(equation, operands, low, _place_of(equation, at))
+            results = self._visit(equation, operands, low, _place_of(equation, at))
             known.update(zip(equation.outvars, results, strict=False))
         return [_value(atom, known, at) for atom in jaxpr.outvars]
 
-    def _see(self, equation: Any, operands: list[_Value], low: str, at: _Place) -> Sequence[_Value]:
+    def _visit(self, equation: Equation, operands: list[_Value], low: str, at: _Place) -> Sequence[_Value]:
         """Count an equation; return what is known of its results, where anything is.
 
         Args:
             equation: the equation.
             operands: what is known of its operands.
             low: the precision that its results are rounded to at once, if they are.
-            at: where it stands.
+            at: where it is.
         """
         programs = _programs(equation)
         if programs:
             return self._enter(equation, programs, operands, at)
         if _is_cast(equation):
-            return [self._see_cast(equation, operands[0], at)]
+            return [self._count_cast(equation, operands[0], at)]
         if _is_rounding(equation):
             return [operands[0]._replace(rounded=str(equation.params["dtype"]))]
         if equation.primitive.name in LAYOUT:
@@ -232,7 +236,7 @@ class _Census:
         return self._count(equation, operands, low, at)
 
     def _enter(
-        self, equation: Any, programs: list[tuple[Any, list[int]]], operands: list[_Value], at: _Place
+        self, equation: Equation, programs: list[tuple[Any, list[int]]], operands: list[_Value], at: _Place
     ) -> list[_Value]:
         """Count the programs that an equation holds; return what is known of the last one's results."""
         at, changing = _inside(equation, at)
@@ -248,8 +252,8 @@ class _Census:
             self._notes[UNSURE[equation.primitive.name].format(at.source)] = None
         return results
 
-    def _see_cast(self, equation: Any, operand: _Value, at: _Place) -> _Value:
-        """Remember a cast until something takes its result."""
+    def _count_cast(self, equation: Equation, operand: _Value, at: _Place) -> _Value:
+        """Record a cast until something uses its result."""
         (source,), (result,) = equation.invars[:1], equation.outvars
         before, after = _dtype(source), _dtype(result)
         where = place(at.module, at.source)
@@ -261,8 +265,8 @@ class _Census:
         self._casts.append(cast)
         return _Value(operand.origin, cast)
 
-    def _remember(self, origin: _Origin, source: Any, after: str, at: _Place) -> None:
-        """Note that a value is cast, unless that is a cast upwards, which costs nothing outside of loops."""
+    def _remember(self, origin: _Origin, source: Atom, after: str, at: _Place) -> None:
+        """Note that a value is cast, unless it is cast upwards outside of loops, which costs nothing."""
         in_loop = at.loops > origin.born.loops
         if after in LOW or in_loop:
             origin.bytes = origin.bytes or _bytes(source)
@@ -272,7 +276,7 @@ class _Census:
             origin.is_cast_in_loop |= in_loop
             self._origins[origin] = None
 
-    def _count(self, equation: Any, operands: list[_Value], low: str, at: _Place) -> list[_Value]:
+    def _count(self, equation: Equation, operands: list[_Value], low: str, at: _Place) -> list[_Value]:
         """Add an equation to its row, and what was cast for it; return what is known of its results."""
         given = [
             (atom, value)
@@ -295,7 +299,7 @@ class _Census:
         )
         return [_Value(_Origin(_what(atom), at), None, low) for atom in equation.outvars]
 
-    def _rule(self, equation: Any, at: _Place) -> str:
+    def _rule(self, equation: Equation, at: _Place) -> str:
         if at.is_off:
             return "off"
         name = self._settings.name_in_table(equation)
@@ -320,13 +324,13 @@ class _Census:
                 yield repeated(origin.what, "in every turn", origin.bytes, origin.places, IN_A_LOOP)
 
 
-def _value(atom: Any, known: dict[Any, _Value], at: _Place) -> _Value:
-    """Return what is known of an operand; what was not known of a variable is from now on."""
+def _value(atom: Atom, known: dict[Atom, _Value], at: _Place) -> _Value:
+    """Return what is known of an operand; a variable that is new becomes known."""
     new = _Value(_Origin(_what(atom), at))
     return new if is_literal(atom) else known.setdefault(atom, new)
 
 
-def _needed(jaxpr: Any) -> list[Any]:
+def _needed(jaxpr: Jaxpr) -> list[Equation]:
     """Return the equations that a result needs, or that do something: the others are not compiled."""
     wanted = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     needed = []
@@ -337,7 +341,7 @@ def _needed(jaxpr: Any) -> list[Any]:
     return needed[::-1]
 
 
-def _programs(equation: Any) -> list[tuple[Any, list[int]]]:
+def _programs(equation: Equation) -> list[tuple[Any, list[int]]]:
     """Return the programs that an equation holds, each with the places of its operands."""
     name, params, every = equation.primitive.name, equation.params, range(len(equation.invars))
     held = [(body, list(every[first:])) for body, first in bodies(equation)]
@@ -351,7 +355,7 @@ def _programs(equation: Any) -> list[tuple[Any, list[int]]]:
     return held
 
 
-def _inside(equation: Any, at: _Place) -> tuple[_Place, range]:
+def _inside(equation: Equation, at: _Place) -> tuple[_Place, range]:
     """Return the place inside of an equation, and which operands change from one turn to the next."""
     name, params, count = equation.primitive.name, equation.params, len(equation.invars)
     if name == "scan":
@@ -362,8 +366,8 @@ def _inside(equation: Any, at: _Place) -> tuple[_Place, range]:
     return at, range(0)
 
 
-def _emulated(equation: Any, rule: str, given: set[str], gives: str) -> str:
-    """Return the precision that an equation rehearses; empty when it runs in what it runs in.
+def _emulated(equation: Equation, rule: str, given: set[str], gives: str) -> str:
+    """Return the precision that an equation emulates; empty if it emulates none.
 
     Args:
         equation: the equation.
@@ -373,7 +377,7 @@ def _emulated(equation: Any, rule: str, given: set[str], gives: str) -> str:
     """
     if rule in ("lower", "float32", "off", EXPLICIT):
         return gives if rule == "lower" else ""
-    keeps = equation.primitive.name in EXACT | APART or not any(map(_is_float, equation.outvars))
+    keeps = equation.primitive.name in EXACT | INDEPENDENT or not any(map(_is_float, equation.outvars))
     return given.pop() if len(given) == 1 and (keeps or gives) else ""
 
 
@@ -386,25 +390,25 @@ def _lossy(rows: Iterable[CastRow]) -> Iterator[str]:
             )
 
 
-def _first(results: Sequence[Any], floats: Sequence[Any]) -> Any:
+def _first(results: Sequence[Atom], floats: Sequence[Atom]) -> Any:
     """Return what an equation's precision is read from: a result with one, or else an operand."""
     return next((atom for atom in results if _is_float(atom) or _is_complex(atom)), floats[0])
 
 
-def _is_rounding(equation: Any) -> bool:
+def _is_rounding(equation: Equation) -> bool:
     return equation.primitive is ROUNDED and not is_literal(equation.invars[0])
 
 
-def _is_cast(equation: Any) -> bool:
+def _is_cast(equation: Equation) -> bool:
     atoms = [*equation.invars[:1], *equation.outvars]
     return equation.primitive.name == "convert_element_type" and all(map(_is_float, atoms))
 
 
-def _is_float(atom: Any) -> bool:
+def _is_float(atom: Atom) -> bool:
     return is_array(atom.aval) and bool(jnp.issubdtype(atom.aval.dtype, jnp.floating))
 
 
-def _is_complex(atom: Any) -> bool:
+def _is_complex(atom: Atom) -> bool:
     return is_array(atom.aval) and bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
 
 
@@ -413,24 +417,24 @@ def _listed(dtypes: Iterable[str]) -> str:
     return ", ".join(sorted(dtypes, key=lambda name: (-jnp.dtype(name).itemsize, name)))
 
 
-def _dtype(atom: Any) -> str:
+def _dtype(atom: Atom) -> str:
     return str(atom.aval.dtype)
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
+def _shape(atom: Atom) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
-def _bytes(atom: Any) -> int:
+def _bytes(atom: Atom) -> int:
     return math.prod(_shape(atom)) * int(atom.aval.dtype.itemsize)
 
 
-def _what(atom: Any) -> str:
+def _what(atom: Atom) -> str:
     """Name a value that has no name."""
     return f"A {_dtype(atom)} array of shape {_shape(atom)}" if is_array(atom.aval) else ""
 
 
-def _flops(equation: Any) -> int:
+def _flops(equation: Equation) -> int:
     """Return the operations of a product or convolution; 0 of others."""
     name, params = equation.primitive.name, equation.params
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
@@ -447,8 +451,8 @@ def _flops(equation: Any) -> int:
     return 2 * math.prod(result) * terms
 
 
-def _place_of(equation: Any, within: _Place) -> _Place:
-    """Return where an equation stands: its scopes without what transformations add to them, and its line.
+def _place_of(equation: Equation, within: _Place) -> _Place:
+    """Return where an equation is: its scopes without what transformations add to them, and its line.
 
     What JAX traced for itself has no line of the user's; then it is the line of what holds it.
     """

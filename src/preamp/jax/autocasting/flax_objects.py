@@ -1,9 +1,9 @@
-"""Objects of Flax NNX: what a traced function writes to those it is given comes back to them.
+"""Objects of Flax NNX: what a traced function writes to its arguments is written back to them.
 
 Tracing works on copies, and what is written to a copy (running averages, counts of random keys) would be
-lost. So the function that is traced takes the state of its modules as arrays and returns what it wrote, with
-Flax's own `update_context`, as `nnx.jit` does. Flax is never imported here: where nobody has imported it,
-it has no objects to look for.
+lost. So the traced function takes the state of its modules as arrays and returns what it wrote, with Flax's
+own `update_context`, as `nnx.jit` does. Flax is never imported here: if nobody has imported it, no argument
+can be one of its objects.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     tag = object()
 
     @functools.wraps(fn, updated=())
-    def traced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def traced(*args: object, **kwargs: object) -> tuple[Any, Any]:
         args, kwargs = nnx.from_tree((args, kwargs), merge_fn=_merged, is_inner=True, ctxtag=tag)
         given = objects((args, kwargs))
         before = [_contents(nnx, each) for each in given]
@@ -96,13 +96,13 @@ def attribute_name(name: str) -> str:
 
 def _without_objects(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pure:
     @functools.wraps(fn, updated=())
-    def traced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def traced(*args: object, **kwargs: object) -> tuple[Any, Any]:
         return (), fn(*args, **kwargs)
 
     return Pure(traced, args, kwargs, lambda pair: pair[1])
 
 
-def _merged(context: Any, path: Any, prefix: Any, states: Any) -> Any:
+def _merged(context: Any, path: object, prefix: object, states: Any) -> Any:
     """Return the object of a state. Flax's own default copies the references (`jax.Ref`) that it holds."""
     flat: list[Any] = []
     for state in states.states:
@@ -110,22 +110,22 @@ def _merged(context: Any, path: Any, prefix: Any, states: Any) -> Any:
     return context.unflatten(states.graphdef, flat)
 
 
-def _objects(nnx: Any, tree: Any) -> list[Any]:
+def _objects(nnx: Any, tree: object) -> list[Any]:
     """Return the modules and variables in a tree, without what they hold."""
     leaves = jax.tree.leaves(tree, is_leaf=functools.partial(_is_object, nnx))
     return [leaf for leaf in leaves if _is_object(nnx, leaf)]
 
 
-def _is_object(nnx: Any, leaf: Any) -> bool:
+def _is_object(nnx: Any, leaf: object) -> bool:
     return isinstance(leaf, nnx.Variable) or bool(nnx.graph.is_graph_node(leaf))
 
 
-def _has_states(nnx: Any, tree: Any) -> bool:
+def _has_states(nnx: Any, tree: object) -> bool:
     is_state = functools.partial(lambda leaf: isinstance(leaf, nnx.NodeStates))
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
-def _contents(nnx: Any, node: Any) -> tuple[Any, list[Any]]:
+def _contents(nnx: Any, node: object) -> tuple[Any, list[Any]]:
     """Return an object's structure and its arrays."""
     with nnx.split_context() as context:
         structure, state = context.split(node)
@@ -143,7 +143,7 @@ def _with_owner(
     kwargs: dict[str, Any],
     objects: Callable[[Any], list[Any]],
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a call with the module that is called, or whose method is called, among the arguments."""
+    """Return a call whose arguments include the module that is called, or whose method is called."""
     while isinstance(fn, functools.partial):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
     if objects(fn):
@@ -154,11 +154,11 @@ def _with_owner(
 
 
 def _explaining_writes(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that says what to write when Flax refuses to write to an object of an outer trace."""
+    """Return a function that raises with advice if Flax refuses to write to an object of an outer trace."""
     refusal = sys.modules["flax.errors"].TraceContextError
 
     @functools.wraps(fn, updated=())
-    def explaining(*args: Any, **kwargs: Any) -> Any:
+    def explaining(*args: object, **kwargs: object) -> Any:
         try:
             return fn(*args, **kwargs)
         except refusal as error:

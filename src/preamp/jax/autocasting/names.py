@@ -1,18 +1,14 @@
-"""Names in tables: which primitives stand behind what users write, and which names are none.
-
-This room decides what an edited table says of each primitive. It refuses to know what a rule does.
-"""
+"""Names in tables: which primitives a user's name means, and an error for unknown names."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from preamp.autocasting import tables as casting
 from preamp.autocasting.tables import Casting, Rule
 from preamp.errors import CastingError
-from preamp.jax.jaxprs import PRIMITIVES, inner, subprograms
+from preamp.jax.jaxprs import PRIMITIVES, AnyJaxpr, inner, subprograms
 
 USER_NAMES: dict[str, str] = {
     "Conv": "conv_general_dilated",
@@ -51,7 +47,7 @@ USER_NAMES: dict[str, str] = {
     "where": "select_n",
     "while_loop": "while",
 }
-"""What users write, where it is not the name of one primitive."""
+"""Names that users write, where they differ from the primitive's."""
 
 NEAREST = 3
 
@@ -64,7 +60,7 @@ def rules_of(table: Casting) -> dict[str, Rule]:
     return rules
 
 
-def check_names(rules: Mapping[str, Rule], jaxpr: Any) -> None:
+def check_names(rules: Mapping[str, Rule], jaxpr: AnyJaxpr) -> None:
     """Raise unless every name with a rule is known, or a primitive of a program.
 
     Raises:
@@ -77,13 +73,13 @@ def check_names(rules: Mapping[str, Rule], jaxpr: Any) -> None:
             name, {*casting.JAX.rules, *PRIMITIVES, *USER_NAMES, *here}, n=NEAREST
         )
         raise CastingError(
-            f"{name!r} is no primitive of JAX, and none in this program. Write "
+            f"{name!r} is not a primitive of JAX, nor one in this program. Write "
             f"{' or '.join(map(repr, near or ['dot_general']))}; jax.make_jaxpr(fn)(*args) shows a program's "
             "primitives."
         )
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
+def _primitives(jaxpr: AnyJaxpr) -> Iterator[str]:
     """Yield the names of a program's primitives, those in nested programs included."""
     for equation in inner(jaxpr).eqns:
         yield equation.primitive.name

@@ -1,4 +1,4 @@
-"""Precisions, and values that have one: what is known of an operand while a program is rewritten."""
+"""Precisions, the values that have one, and the equations that ask for one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from preamp.jax.jaxprs import is_array
+from preamp.jax.jaxprs import Aval, Equation, is_array
 
 
 class Precision(NamedTuple):
@@ -27,7 +28,7 @@ class Precision(NamedTuple):
         return self.rounded or self.dtype
 
     def holds(self, number: float) -> bool:
-        """Tell whether a number is neither too large for this precision nor too small."""
+        """Return whether a number is neither too large for this precision nor too small."""
         with np.errstate(all="ignore"):
             stored = float(np.float32(number).astype(self.name))
         return not np.isfinite(number) or number == 0 or (bool(np.isfinite(stored)) and stored != 0)
@@ -53,6 +54,38 @@ FLOAT32 = Precision(np.dtype(np.float32))
 _CAST = {dtype: Precision(dtype) for dtype in map(np.dtype, (np.float32, np.float16, jnp.bfloat16))}
 
 
-def precision_of(aval: Any) -> Precision | None:
+def precision_of(aval: Aval) -> Precision | None:
     """Return the precision of an array that autocast may cast, None for anything else."""
     return _CAST.get(aval.dtype) if is_array(aval) else None
+
+
+_PRECISIONS = (lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
+_NO_PRECISION = (lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+
+
+def is_explicit(equation: Equation, low: Precision) -> bool:
+    """Return whether the program asks for the precision of a product or convolution.
+
+    `jnp.matmul` and its relatives write the dtype of their operands as `preferred_element_type`, so for
+    `dot_general` that dtype says nothing. No function of JAX writes one for the other primitives.
+    """
+    if has_explicit_precision(equation):
+        return True
+    asked = equation.params.get("preferred_element_type")
+    if asked is None or np.dtype(asked) == low.name:
+        return False
+    if equation.primitive.name != "dot_general":
+        return True
+    operands = {atom.aval.dtype for atom in equation.invars if precision_of(atom.aval)}
+    implied = operands if len(operands) == 1 else {FLOAT32.dtype}
+    return np.dtype(asked) not in implied
+
+
+def has_explicit_precision(equation: Equation) -> bool:
+    """Return whether `precision` asks for more than the default, for one operand at least.
+
+    It is resolved when JAX traces: what `jax.default_matmul_precision` sets stands here as well.
+    """
+    precision = equation.params.get("precision")
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return any(isinstance(each, _PRECISIONS) and each not in _NO_PRECISION for each in asked)

@@ -1,8 +1,7 @@
-"""Rounding to a low precision that stays in float32, forward and backward: what `emulate=True` inserts.
+"""Round float32 to a low precision without leaving float32, forward and backward, for `emulate=True`.
 
-This room decides how a float32 number becomes one that a low precision holds. A cast down and up again would
-not do: compilers that may compute in more precision than asked for drop such a pair. It refuses to know which
-values are rounded.
+A cast down and up again would not do: compilers that may compute in more precision than asked for drop such a
+pair.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
+
+from preamp.jax.jaxprs import Aval
 
 FLOAT32_EXPONENT_BITS = 8
 
@@ -22,7 +24,7 @@ ROUNDED = Primitive("rounded")
 """The primitive behind `rounded`: one operand, and the low precision as its parameter `dtype`."""
 
 
-def rounded(x: Array, dtype: Any) -> Array:
+def rounded(x: Array, dtype: DTypeLike) -> Array:
     """Return what casting to a low precision and back gives, bit for bit, without leaving float32.
 
     It counts as linear: tangents and cotangents are rounded to the same precision, as they are when a low
@@ -51,7 +53,7 @@ def _rounded(x: Array, *, dtype: np.dtype[Any]) -> Array:
     return lax.select(magnitude < float(low.tiny), subnormal, within)
 
 
-def _unchanged(aval: Any, *, dtype: np.dtype[Any]) -> Any:
+def _unchanged(aval: Aval, *, dtype: np.dtype[Any]) -> Aval:
     return aval
 
 

@@ -1,35 +1,25 @@
-"""What each rule does with an equation.
-
-This room decides in which precision an ordinary operator runs. It refuses to know how a cast is written.
-"""
+"""The rules of the table: in which precision an ordinary operator runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from jax import lax
 
 from preamp.autocasting import tables as casting
 from preamp.autocasting.tables import Rule
 from preamp.errors import CastingError
-from preamp.jax.autocasting.lookahead import APART, ARITHMETIC, EXACT, MOVES
-from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
-from preamp.jax.jaxprs import literal, source_line
+from preamp.jax.autocasting.lookahead import ARITHMETIC, EXACT, INDEPENDENT, MOVES
+from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, has_explicit_precision, precision_of
+from preamp.jax.autocasting.rewriting import Program
+from preamp.jax.jaxprs import Atom, Equation, literal, source_line
 
-if TYPE_CHECKING:
-    from preamp.jax.autocasting.rewriting import Program
-
-
-Handler: TypeAlias = "Callable[[Program, Any], None]"
-
-_PRECISIONS = (lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
-_NO_PRECISION = (lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+Handler: TypeAlias = Callable[[Program, Equation], None]
 
 
-def lower(program: Program, equation: Any) -> None:
+def lower(program: Program, equation: Equation) -> None:
     """Run in the low precision.
 
     Emulated, every operand is rounded once more: nothing changes forward, and each cotangent is rounded
@@ -38,44 +28,38 @@ def lower(program: Program, equation: Any) -> None:
     values = program.operands(equation)
     if program.low.rounded:
         values = [program.rounded_again(program.cast(value, program.low)) for value in values]
-    if _has_explicit_precision(equation):  # an algorithm for float32 cannot multiply anything else
+    if has_explicit_precision(equation):  # an algorithm for float32 cannot multiply anything else
         equation = equation.replace(params={**equation.params, "precision": None})
     _run(program, equation, values, program.low)
 
 
-def float32(program: Program, equation: Any) -> None:
+def float32(program: Program, equation: Equation) -> None:
     """Run in float32."""
     _run(program, equation, program.operands(equation), FLOAT32)
 
 
-def widest(program: Program, equation: Any) -> None:
-    """Run in the widest precision among the operands, with what is known of where the result goes."""
+def widest(program: Program, equation: Equation) -> None:
+    """Run in the widest precision among the operands, considering where the result goes."""
     values = program.operands(equation)
     floats = [value for value in values if value.precision is not None]
     if not floats:
-        as_written(program, equation)
-    elif equation.primitive.name in APART:
+        program.as_written(equation)
+    elif equation.primitive.name in INDEPENDENT:
         program.emit(equation, values, [value.precision for value in values])
     else:
-        _run(program, equation, values, _looking_ahead(program, equation, floats))
+        _run(program, equation, values, _widest_with_lookahead(program, equation, floats))
         if equation.primitive.name in MOVES and len(values) == 1:
             program.keep_scalar(equation, values[0])
 
 
-def as_given(program: Program, equation: Any) -> None:
+def as_given(program: Program, equation: Equation) -> None:
     """Run in the precision of the operands; where they differ, in float32."""
     values = program.operands(equation)
     _run(program, equation, values, _widest([value for value in values if value.precision], program.low))
 
 
-def as_written(program: Program, equation: Any, params: dict[str, Any] | None = None) -> None:
-    """Run in the dtypes that the program was written with."""
-    values = [program.written(program.read(atom), atom.aval) for atom in equation.invars]
-    program.emit(equation, values, [precision_of(atom.aval) for atom in equation.outvars], params)
-
-
-def refuse(program: Program, equation: Any) -> None:
-    """Raise."""
+def refuse(program: Program, equation: Equation) -> None:
+    """Raise: the table refuses this primitive."""
     name = program.rewriter.name(equation)
     lines = [line for line in map(source_line, reversed(program.rewriter.path)) if line != "-"]
     raise CastingError(
@@ -84,7 +68,7 @@ def refuse(program: Program, equation: Any) -> None:
     )
 
 
-def convert(program: Program, equation: Any) -> None:
+def convert(program: Program, equation: Equation) -> None:
     """Cast as the program says; a cast to the same dtype follows what the value now is."""
     (atom,), (result,) = equation.invars, equation.outvars
     value, target = program.read(atom), precision_of(result.aval)
@@ -107,16 +91,16 @@ _HANDLERS: dict[Rule, Handler] = {
 
 
 def handler_of(name: str, rule: Rule) -> Handler:
-    """Return what a rule does with a primitive.
+    """Return the function that applies a rule to a primitive.
 
-    `untouched` leaves as written what may not work in other dtypes because autocast's own table does not name
-    it, and what asks for its dtypes.
+    `untouched` leaves as written what autocast's own table does not name, which may not work in other dtypes,
+    and equations that ask for their dtypes.
     """
     is_kept = name == casting.EXPLICIT_PRECISION or name not in casting.JAX
-    return as_written if rule == "untouched" and is_kept else _HANDLERS[rule]
+    return Program.as_written if rule == "untouched" and is_kept else _HANDLERS[rule]
 
 
-def _run(program: Program, equation: Any, values: Sequence[Value], precision: Precision) -> None:
+def _run(program: Program, equation: Equation, values: Sequence[Value], precision: Precision) -> None:
     """Write an equation with all its castable operands and results in one precision."""
     operands = [program.cast(value, precision) for value in values]
     results = [precision if precision_of(atom.aval) else None for atom in equation.outvars]
@@ -129,34 +113,6 @@ def _run(program: Program, equation: Any, values: Sequence[Value], precision: Pr
         program.round_results(equation)
 
 
-def is_explicit(equation: Any, low: Precision) -> bool:
-    """Tell whether the program asks for the precision of a product or convolution.
-
-    `jnp.matmul` and all its kin write the dtype of their operands as `preferred_element_type`, so for
-    `dot_general` that dtype says nothing. No function of JAX writes one for the other primitives.
-    """
-    if _has_explicit_precision(equation):
-        return True
-    asked = equation.params.get("preferred_element_type")
-    if asked is None or np.dtype(asked) == low.name:
-        return False
-    if equation.primitive.name != "dot_general":
-        return True
-    operands = {atom.aval.dtype for atom in equation.invars if precision_of(atom.aval)}
-    implied = operands if len(operands) == 1 else {FLOAT32.dtype}
-    return np.dtype(asked) not in implied
-
-
-def _has_explicit_precision(equation: Any) -> bool:
-    """Tell whether `precision` asks for more than the default, for one operand at least.
-
-    It is resolved when JAX traces: what `jax.default_matmul_precision` sets stands here as well.
-    """
-    precision = equation.params.get("precision")
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    return any(isinstance(each, _PRECISIONS) and each not in _NO_PRECISION for each in asked)
-
-
 def _widest(values: Sequence[Value], low: Precision) -> Precision:
     """Return the widest precision among values; numbers in the program's text count among themselves only."""
     strong = {value.precision for value in values if value.scalar is None and not value.weak}
@@ -166,7 +122,7 @@ def _widest(values: Sequence[Value], low: Precision) -> Precision:
     return low if {precision.name for precision in every if precision} == {low.name} else FLOAT32
 
 
-def _looking_ahead(program: Program, equation: Any, floats: Sequence[Value]) -> Precision:
+def _widest_with_lookahead(program: Program, equation: Equation, floats: Sequence[Value]) -> Precision:
     """Return the widest precision among values, narrowed for casts to come and widened for sums to come."""
     ahead, low, name, results = program.ahead, program.low, equation.primitive.name, equation.outvars
     precision = _widest(floats, low)
@@ -179,8 +135,8 @@ def _looking_ahead(program: Program, equation: Any, floats: Sequence[Value]) -> 
     return precision if held else FLOAT32
 
 
-def _is_to_be_low(program: Program, equation: Any, floats: Sequence[Value]) -> bool:
-    """Tell whether float32 operands may be cast here: a bias, or what is only moved before a cast."""
+def _is_to_be_low(program: Program, equation: Equation, floats: Sequence[Value]) -> bool:
+    """Return whether float32 operands may be cast here: a bias, or what is only moved before a cast."""
     result = equation.outvars[0]
     if equation.primitive.name == "add":
         return result in program.ahead.biases and any(value.precision == program.low for value in floats)
@@ -189,11 +145,11 @@ def _is_to_be_low(program: Program, equation: Any, floats: Sequence[Value]) -> b
     return all(value.scalar is None and _size(value.atom) <= _size(result) for value in floats)
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Atom) -> int:
     return math.prod(atom.aval.shape)
 
 
-def _from_integers(program: Program, equation: Any, value: Value, precision: Precision) -> None:
+def _from_integers(program: Program, equation: Equation, value: Value, precision: Precision) -> None:
     """Cast integers straight to the low precision where nothing wants float32."""
     result = equation.outvars[0]
     if value.scalar is not None and result.aval.shape == ():

@@ -1,25 +1,36 @@
 """Primitives that hold programs: control flow, custom derivatives, rematerialisation, maps over devices.
 
-This room decides which precisions cross their borders. What a loop carries keeps the dtype it was written
-with; all else flows as it comes. It refuses to know what happens inside.
+What a loop carries keeps the dtype it was written with; other operands and results keep the precision they
+arrive in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 
+from preamp.autocasting.tables import Rule
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
-from preamp.jax.autocasting.rules import Handler, as_written, convert
-from preamp.jax.jaxprs import CALLS, evaluated, inner, root_of, root_with, scan_layout, wrapped_like
+from preamp.jax.autocasting.rewriting import Program
+from preamp.jax.autocasting.rules import Handler, convert, handler_of
+from preamp.jax.jaxprs import (
+    CALLS,
+    AnyJaxpr,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    evaluated,
+    inner,
+    root_of,
+    root_with,
+    scan_layout,
+    wrapped_like,
+)
 
-if TYPE_CHECKING:
-    from preamp.jax.autocasting.rewriting import Program
 
-
-def _call(program: Program, equation: Any) -> None:
+def _call(program: Program, equation: Equation) -> None:
     """Enter a program that runs on the operands as they are."""
     key = CALLS[equation.primitive.name]
     values = _hoisted(program, equation)
@@ -28,7 +39,7 @@ def _call(program: Program, equation: Any) -> None:
     program.emit(equation, values, precisions, {**equation.params, key: new})
 
 
-def _jit(program: Program, equation: Any) -> None:
+def _jit(program: Program, equation: Equation) -> None:
     """Enter a jitted program; without a jit around, write its equations here unless it places arrays."""
     params = equation.params
     placed = any(
@@ -40,12 +51,12 @@ def _jit(program: Program, equation: Any) -> None:
         _call(program, equation)
 
 
-def _scan(program: Program, equation: Any) -> None:
-    """Enter a loop: constants, slices and stacked results flow, what is carried keeps its dtype."""
+def _scan(program: Program, equation: Equation) -> None:
+    """Enter a loop. What it carries keeps its dtype."""
     constants, carried = scan_layout(equation.params)
     values = _hoisted(program, equation)
     for place in range(constants, constants + carried):
-        values[place] = _fixed(program, values[place], equation.invars[place])
+        values[place] = _carried(program, values[place], equation.invars[place])
     body = equation.params["jaxpr"]
     inside = program.rewriter.program(body, values, _wanted(program, equation))
     kept = [precision_of(atom.aval) for atom in inner(body).outvars[:carried]]
@@ -53,12 +64,12 @@ def _scan(program: Program, equation: Any) -> None:
     program.emit(equation, values, precisions, {**equation.params, "jaxpr": new})
 
 
-def _loop(program: Program, equation: Any) -> None:
-    """Enter a while loop: constants flow, what is carried keeps its dtype."""
+def _loop(program: Program, equation: Equation) -> None:
+    """Enter a while loop. What it carries keeps its dtype."""
     params, values = equation.params, _hoisted(program, equation)
     cond, body = params["cond_nconsts"], params["body_nconsts"]
     carried = [
-        _fixed(program, value, atom)
+        _carried(program, value, atom)
         for value, atom in zip(values[cond + body :], equation.invars[cond + body :], strict=True)
     ]
     values[cond + body :] = carried
@@ -70,8 +81,8 @@ def _loop(program: Program, equation: Any) -> None:
     )
 
 
-def _branch(program: Program, equation: Any) -> None:
-    """Enter branches: a result in which they differ keeps its dtype."""
+def _branch(program: Program, equation: Equation) -> None:
+    """Enter branches. A result in whose precision they differ keeps its dtype."""
     values, wanted = _hoisted(program, equation), _wanted(program, equation)
     inside = [program.rewriter.program(it, values[1:], wanted) for it in equation.params["branches"]]
     results = zip(*(it.finish()[1] for it in inside), strict=True)
@@ -83,8 +94,8 @@ def _branch(program: Program, equation: Any) -> None:
     program.emit(equation, values, joined, {**equation.params, "branches": branches})
 
 
-def _custom_jvp(program: Program, equation: Any) -> None:
-    """Enter a function with its own forward derivative: both run on what comes."""
+def _custom_jvp(program: Program, equation: Equation) -> None:
+    """Enter a function with its own forward derivative."""
     params, values = equation.params, _hoisted(program, equation)
     inside = program.rewriter.program(params["call_jaxpr"], values, _wanted(program, equation))
     new, results = inside.finish()
@@ -94,85 +105,85 @@ def _custom_jvp(program: Program, equation: Any) -> None:
         jaxpr, constants, zero_results = rule.call_wrapped(*zeros)
         given = [precision for precision, zero in zip(primals, zeros, strict=True) if not zero]
         gives = [precision for precision, zero in zip(results, zero_results, strict=True) if not zero]
-        within = _on(program, jaxpr, [*primals, *given])
+        within = _program_on(program, jaxpr, [*primals, *given])
         return within.finish([*results, *gives])[0], constants, zero_results
 
     params = {**params, "call_jaxpr": new, "jvp_jaxpr_fun": wrapped_like(rewritten, rule)}
     program.emit(equation, values, results, params)
 
 
-def _custom_vjp(program: Program, equation: Any) -> None:
-    """Enter a function with its own backward derivative, which sees the dtypes it was written for."""
+def _custom_vjp(program: Program, equation: Equation) -> None:
+    """Enter a function with its own backward derivative, which is given the dtypes it was written for."""
     params = dict(equation.params)
     key = "call_jaxpr" if "call_jaxpr" in params else "fun_jaxpr"
     forward = params["fwd_jaxpr_thunk"]
 
     def rewritten(*zeros: bool) -> tuple[Any, ...]:
         jaxpr, *rest = forward.call_wrapped(*zeros) if hasattr(forward, "call_wrapped") else forward(*zeros)
-        return _as_signed(program, jaxpr), *rest
+        return _with_signature(program, jaxpr), *rest
 
-    params[key] = _as_signed(program, params[key])
+    params[key] = _with_signature(program, params[key])
     params["fwd_jaxpr_thunk"] = wrapped_like(rewritten, forward)
-    as_written(program, equation, params)
+    program.as_written(equation, params)
 
 
-def _custom_vmap(program: Program, equation: Any) -> None:
-    """Enter a function with its own batching rule, which sees the dtypes it was written for."""
-    params = {**equation.params, "call": _as_signed(program, equation.params["call"])}
-    as_written(program, equation, params)
+def _custom_vmap(program: Program, equation: Equation) -> None:
+    """Enter a function with its own batching rule, which is given the dtypes it was written for."""
+    params = {**equation.params, "call": _with_signature(program, equation.params["call"])}
+    program.as_written(equation, params)
 
 
-def _object(program: Program, equation: Any) -> None:
-    """Enter the solver of a `custom_root`, which sees the dtypes it was written for; leave other objects."""
+def _object(program: Program, equation: Equation) -> None:
+    """Enter the solver of a `custom_root`, in the dtypes it was written for; leave other objects."""
     root = root_of(equation)
     if root is None:
-        as_written(program, equation)
+        program.as_written(equation)
         return
 
     def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             arrays = jax.tree.leaves(args)
             jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*args)
-            new = evaluated(_as_signed(program, jaxpr), arrays)
+            new = evaluated(_with_signature(program, cast(ClosedJaxpr, jaxpr)), arrays)
             return jax.tree.unflatten(jax.tree.structure(results), new)
 
         return run
 
-    as_written(program, equation, {**equation.params, "_prim": root_with(root, rewritten)})
+    program.as_written(equation, {**equation.params, "_prim": root_with(root, rewritten)})
 
 
-def _wanted(program: Program, equation: Any) -> tuple[bool, ...]:
+def _wanted(program: Program, equation: Equation) -> tuple[bool, ...]:
     return program.ahead.wanted(equation.outvars)
 
 
-def _hoisted(program: Program, equation: Any) -> list[Value]:
-    """Return the operands; those that every held program only casts down are cast before it."""
+def _hoisted(program: Program, equation: Equation) -> list[Value]:
+    """Return the operands; those that every held program only casts down are cast before the equation."""
     values = program.operands(equation)
-    for place, takers in program.ahead.takers(equation).items():
+    for place, uses in program.ahead.uses(equation).items():
         value = values[place]
         if (
             value.precision == FLOAT32
             and value.scalar is None
-            and all(it.wants_low(atom) for it, atom in takers)
+            and all(it.wants_low(atom) for it, atom in uses)
         ):
             values[place] = program.cast(value, program.low)
     return values
 
 
-def _fixed(program: Program, value: Value, atom: Any) -> Value:
-    """Return a value that a loop carries: in its dtype, and another one in every round."""
+def _carried(program: Program, value: Value, atom: Atom) -> Value:
+    """Return a value that a loop carries: in its dtype, and not a known scalar, since it changes."""
     return program.written(value, atom.aval)._replace(scalar=None, weak=False)
 
 
-def _on(program: Program, jaxpr: Any, precisions: Sequence[Precision | None]) -> Program:
+def _program_on(program: Program, jaxpr: AnyJaxpr, precisions: Sequence[Precision | None]) -> Program:
     values = [Value(None, precision) for precision in precisions]
     return program.rewriter.program(jaxpr, values, (False,) * len(inner(jaxpr).outvars))
 
 
-def _as_signed(program: Program, jaxpr: Any) -> Any:
+def _with_signature(program: Program, jaxpr: AnyJaxpr) -> Any:
     """Return a program rewritten inside, with operands and results in the dtypes it was written with."""
     old = inner(jaxpr)
-    inside = _on(program, jaxpr, [precision_of(atom.aval) for atom in old.invars])
+    inside = _program_on(program, jaxpr, [precision_of(atom.aval) for atom in old.invars])
     return inside.finish([precision_of(atom.aval) for atom in old.outvars])[0]
 
 
@@ -190,4 +201,9 @@ STRUCTURED: dict[str, Handler] = {
     "call_hi_primitive": _object,
     "convert_element_type": convert,
 }
-"""What is done with equations that need more than a rule."""
+"""The functions for equations that need more than a rule."""
+
+
+def handlers_of(rules: Mapping[str, Rule]) -> dict[str, Handler]:
+    """Return the function for each primitive that has a rule or holds programs."""
+    return STRUCTURED | {name: handler_of(name, rule) for name, rule in rules.items()}

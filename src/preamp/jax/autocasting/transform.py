@@ -1,17 +1,13 @@
-"""`autocast(fn)`: what a user calls.
-
-This room decides what of a call is traced, where the rewritten program runs, and how a region is told from
-another one. It refuses to know how a program is rewritten.
-"""
+"""`autocast(fn)`: trace a call, rewrite its program, and run it under a name that identifies the region."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +20,8 @@ from preamp.jax.autocasting.flax_objects import Pure, pure
 from preamp.jax.autocasting.names import check_names, rules_of
 from preamp.jax.autocasting.precision import Value, precision_of
 from preamp.jax.autocasting.rewriting import Rewriter, Settings
+from preamp.jax.autocasting.structured import handlers_of
+from preamp.jax.jaxprs import ClosedJaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,14 +53,14 @@ def autocast(
     enabled: bool = True,
     emulate: bool = False,
 ) -> Any:
-    """Return a function that computes what `fn` does with every operator in the precision of its rule.
+    """Return a function that computes what `fn` computes, each operator in the precision of its rule.
 
     Products and convolutions run in the low precision, exponentials, logarithms, powers and sums in float32,
-    everything else in the widest precision it is given (`casting.JAX`). Results come in the precision they
-    have. Arithmetic that feeds operators in float32 runs in float32 itself, a bias added to a product stays
-    low where it is broadcast (so put `vmap` inside), and numbers in the program's text widen nothing unless
-    the low precision cannot hold them. A product that asks for its precision, such as
-    `jnp.matmul(x, w, precision="highest")`, keeps it (`explicit_precision` in the table).
+    everything else in the widest precision of its operands (`casting.JAX`). Results are not cast back.
+    Arithmetic that feeds operators in float32 runs in float32 itself, a bias added to a product stays low
+    where it is broadcast (so put `vmap` inside), and literals widen nothing unless the low precision cannot
+    hold them. A product that asks for its precision, such as `jnp.matmul(x, w, precision="highest")`, keeps
+    it (`explicit_precision` in the table).
 
     It composes with JAX's transformations on either side. Where regions nest, an inner one with other
     settings keeps its own. Every call traces `fn`: put `jax.jit` around.
@@ -76,7 +74,7 @@ def autocast(
 
     Args:
         fn: any function that `jax.jit` could take. Arrays in its arguments are traced; everything else,
-            Python numbers included, it is given as it is.
+            Python numbers included, is passed on as it is.
         dtype: the low precision, float16 or bfloat16; with `emulate`, float8_e4m3fn or float8_e5m2 as well.
         casting: an edited table of primitives, such as `casting.DEFAULT.float32("dot_general")`.
         enabled: False keeps `fn` as it was written inside of other regions.
@@ -87,8 +85,8 @@ def autocast(
 
     Raises:
         CastingError: for another dtype, for `enabled` or `emulate` that is not a boolean, and when called,
-            for a name in `casting` that is no primitive, with the nearest names, and for a primitive that the
-            table refuses.
+            for a name in `casting` that is not a primitive, with the nearest names, and for a primitive
+            that the table refuses.
     """
     _check_boolean("enabled", enabled)
     settings = region(dtype, casting, emulate)
@@ -97,7 +95,7 @@ def autocast(
     _check_function(fn)
 
     @functools.wraps(fn, updated=())
-    def cast(*args: Any, **kwargs: Any) -> Any:
+    def cast(*args: object, **kwargs: object) -> Any:
         if not enabled:
             with jax.named_scope(OFF):
                 return fn(*args, **kwargs)
@@ -121,7 +119,7 @@ class _Decorator(functools.partial[Any]):
 
     def __enter__(self) -> None:
         raise UsageError(
-            "autocast is no context in JAX: it has to see a function. Write autocast(fn, "
+            "autocast is not a context manager in JAX: it needs a function to trace. Write autocast(fn, "
             f"dtype={_name(self.keywords['dtype'])!r})(...), or decorate fn."
         )
 
@@ -129,20 +127,24 @@ class _Decorator(functools.partial[Any]):
         """Never reached."""
 
 
-def _check_function(fn: Any) -> None:
-    """Raise for a dtype or an array where the function goes."""
+def _check_function(fn: object) -> None:
+    """Raise for a dtype or an array in place of the function."""
     if isinstance(fn, str | np.dtype | type(jnp.float16)) or (
         isinstance(fn, type) and issubclass(fn, np.generic)
     ):
         name = _name(fn)
-        raise CastingError(f"{name} stands where a function goes. Write autocast(fn, dtype={name!r}).")
+        raise CastingError(
+            f"{name} is a dtype where a function is expected. Write autocast(fn, dtype={name!r})."
+        )
     if not callable(fn):
-        what = "An array" if is_traced(fn) else f"A {type(fn).__name__}"
-        raise CastingError(f"{what} is no function. Write autocast(fn)(...) with what computes it.")
+        what = "An array" if jaxprs.is_traced(fn) else f"A {type(fn).__name__}"
+        raise CastingError(
+            f"{what} is not a function. Write autocast(fn)(...) with the function that computes it."
+        )
 
 
 def _warn_of_ambient_precision(settings: Settings) -> None:
-    """Warn where JAX's default asks every product for more than the low precision."""
+    """Warn if JAX's default matmul precision keeps every product above the low precision."""
     ambient = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     lowers = settings.rules["dot_general"] == "lower" and settings.rules[EXPLICIT_PRECISION] == "untouched"
     if lowers and ambient not in (None, *DEFAULT_PRECISIONS):
@@ -154,32 +156,32 @@ def _warn_of_ambient_precision(settings: Settings) -> None:
         )
 
 
-def _check_boolean(name: str, value: Any) -> None:
+def _check_boolean(name: str, value: object) -> None:
     if not isinstance(value, bool | np.bool_):
         raise CastingError(f"{name}={value!r:.60} is not a boolean. Write {name}=True or {name}=False.")
 
 
-def region(dtype: Any, table: Casting | None, emulate: bool) -> Settings:
-    """Return what a region with these arguments does.
+def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
+    """Return the settings of a region.
 
     Raises:
-        CastingError: for a dtype that cannot be the low one, or a table that is none.
+        CastingError: for a dtype that cannot be the low precision, and for what is not a table.
     """
     _check_boolean("emulate", emulate)
     if not isinstance(table, Casting | None):
-        raise CastingError(f"casting={table!r} is no table. Write casting=casting.DEFAULT.lower('exp').")
+        raise CastingError(f"casting={table!r} is not a table. Write casting=casting.DEFAULT.lower('exp').")
     low, rules = _low(dtype, emulate), rules_of(table or DEFAULT)
     edits = f"_{zlib.crc32(repr(sorted(rules.items())).encode()):08x}" if table and table.rules else ""
     return Settings(low, rules, emulate, f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}")
 
 
 def rewritten(program: Pure, settings: Settings) -> Any:
-    """Return the closed jaxpr of a call in a region; `jax.ShapeDtypeStruct`s may stand for arrays."""
+    """Return the closed jaxpr of a call in a region; `jax.ShapeDtypeStruct`s may take the place of arrays."""
     call, written = _traced(program)
     return rewrite(call.jaxpr, settings, written)
 
 
-def rewrite(jaxpr: Any, settings: Settings, written: int = 0) -> Any:
+def rewrite(jaxpr: ClosedJaxpr, settings: Settings, written: int = 0) -> ClosedJaxpr:
     """Return a closed jaxpr as it is in a region.
 
     Args:
@@ -194,83 +196,25 @@ def rewrite(jaxpr: Any, settings: Settings, written: int = 0) -> Any:
     values = [Value(atom, precision_of(atom.aval)) for atom in jaxpr.jaxpr.invars]
     results = jaxpr.jaxpr.outvars
     kept = [precision_of(atom.aval) for atom in results[:written]]
-    program = Rewriter(settings).program(jaxpr, values, (False,) * len(results))
-    return program.finish([*kept, *[None] * (len(results) - written)])[0]
+    program = Rewriter(settings, handlers_of(settings.rules)).program(jaxpr, values, (False,) * len(results))
+    new: ClosedJaxpr = program.finish([*kept, *[None] * (len(results) - written)])[0]
+    return new
 
 
-class Call(NamedTuple):
-    """A traced call.
-
-    Attributes:
-        jaxpr: what it computes, closed.
-        arrays: what it computes it of.
-        returned: from the arrays that it gives to what the function returned.
-    """
-
-    jaxpr: Any
-    arrays: list[Any]
-    returned: Callable[[Sequence[Any]], Any]
-
-
-def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-    """Trace a call: arrays become variables, everything else stays what it is."""
-    arrays, rebuild = _split((tuple(args), kwargs))
-    returned: list[Callable[[Sequence[Any]], Any]] = []
-
-    @functools.wraps(fn, updated=())
-    def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = rebuild(arrays)
-        results, back = _split(fn(*args, **kwargs))
-        returned.append(back)
-        return results
-
-    return Call(jax.make_jaxpr(flat)(*arrays), arrays, returned[-1])
-
-
-def _traced(program: Pure) -> tuple[Call, int]:
+def _traced(program: Pure) -> tuple[jaxprs.Call, int]:
     """Trace a call without objects; return as well how many of its results are state, which come first."""
     counts: list[int] = []
 
     @functools.wraps(program.fn, updated=())
-    def counted(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def counted(*args: object, **kwargs: object) -> tuple[Any, Any]:
         state, results = program.fn(*args, **kwargs)
-        counts.append(len(_split(state)[0]))
+        counts.append(len(jaxprs.split(state)[0]))
         return state, results
 
-    return traced(counted, program.args, program.kwargs), counts[-1]
+    return jaxprs.traced(counted, program.args, program.kwargs), counts[-1]
 
 
-def _split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return a tree's arrays, and what puts others in their places."""
-    leaves, structure = jax.tree.flatten(tree)
-    places = [place for place, leaf in enumerate(leaves) if is_traced(leaf)]
-    others = [None if is_traced(leaf) else leaf for leaf in leaves]  # a tracer that is kept is a leak
-
-    def rebuild(arrays: Sequence[Any]) -> Any:
-        filled = dict(zip(places, arrays, strict=True))
-        return jax.tree.unflatten(structure, [filled.get(*pair) for pair in enumerate(others)])
-
-    return [_as_array(leaves[place]) for place in places], rebuild
-
-
-def _as_array(leaf: Any) -> Any:
-    """Return a leaf as JAX may trace it; `jax.ShapeDtypeStruct`s stay."""
-    return leaf.__jax_array__() if _converts(leaf) and not isinstance(leaf, jax.Array) else leaf
-
-
-def is_traced(leaf: Any) -> bool:
-    """Tell whether a leaf is an array that JAX can trace."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype != jax.dtypes.float0 and leaf.dtype.kind not in "OSUMm"
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or _converts(leaf)
-
-
-def _converts(leaf: Any) -> bool:
-    """Tell whether an object says how it becomes an array; the tracer of a `jax.Ref` has None there."""
-    return callable(getattr(leaf, "__jax_array__", None))
-
-
-def _low(dtype: Any, emulate: bool) -> np.dtype[Any]:
+def _low(dtype: object, emulate: bool) -> np.dtype[Any]:
     """Return a region's low precision."""
     name = _name(dtype)
     if name in (EMULATED if emulate else LOW):
@@ -281,7 +225,7 @@ def _low(dtype: Any, emulate: bool) -> np.dtype[Any]:
             f"{name} has no products on most devices. Write autocast(dtype={name!r}, emulate=True)."
         )
     allowed = " or ".join(f"dtype={each!r}" for each in (EMULATED if emulate else LOW))
-    raise CastingError(f"{dtype!r} is no low precision that autocast knows. Write {allowed}.")
+    raise CastingError(f"{dtype!r} is not a low precision that autocast knows. Write {allowed}.")
 
 
 def _name(dtype: Any) -> str:

@@ -1,78 +1,77 @@
-"""What gradients end in, which may as well wait: a cast to a longer dtype, and transpositions around it.
+"""Defer trailing casts into the cond: the casts to a longer dtype in which gradients end.
 
-The gradient of a weight that was cast ends in the cast back. A conditional is where XLA writes out what it is
-given: a float32 matrix, before anything has read it. Inside the conditional the cast fuses with what
-reads it, and what is written is the short one. This room cuts a traced function there. It refuses to know
-what becomes of the gradients.
+The gradient of a weight that was cast ends in the cast back. XLA writes out what a conditional is given: a
+float32 matrix, before anything has read it. Inside the conditional the cast fuses with what reads it, and
+what is written out is the shorter array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from preamp.jax import jaxprs
-from preamp.jax.autocasting.transform import traced
+
+Result = TypeVar("Result")
+Gradients = TypeVar("Gradients")
 
 
-def cut(
-    function: Callable[..., tuple[Any, Any]], *args: Any, **kwargs: Any
-) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """Call a function that returns a result and gradients, but for what the gradients end in.
+def defer_casts(
+    function: Callable[[], tuple[Result, Gradients]],
+) -> tuple[Result, Gradients, Callable[[list[Array]], list[Array]]]:
+    """Call a function that returns a result and gradients, without the casts that its gradients end in.
 
     Args:
-        function: called once, traced.
-        args: anything; what is no array stays what it is.
-        kwargs: likewise.
+        function: called once, traced. Its gradients are floating or complex.
 
     Returns:
-        The result. The gradients without their ends: a tree alike, whose leaves have the same entries in
-        another order or a shorter dtype, and so the same norm. And what turns these into the gradients.
+        The result. The gradients without their trailing casts and the transpositions around them: a tree of
+        the same structure, whose leaves have the same entries in another order or a shorter dtype, and so
+        the same norm. And a function that turns these leaves into those of the gradients.
     """
-    call = traced(function, args, kwargs)
+    call = jaxprs.traced(function)
     program = jaxprs.inner(call.jaxpr)
-    makers = {equation.outvars[0]: equation for equation in program.eqns if _may_wait(equation)}
-    count = len(jax.tree.leaves(call.returned(program.outvars)[1]))
-    others, last = (
-        program.outvars[: len(program.outvars) - count],
-        program.outvars[len(program.outvars) - count :],
-    )
-    tails = [_tail(variable, makers) for variable in last]
-    early = [tail[0].invars[0] if tail else variable for variable, tail in zip(last, tails, strict=True)]
-    shortened = jaxprs.rebuilt(call.jaxpr, program.invars, [*others, *early], program.eqns)
+    outvars = program.outvars
+    makers: dict[jaxprs.Atom, jaxprs.Equation] = {}
+    for equation in program.eqns:
+        makers.update(zip(equation.outvars[:1], [equation]))  # noqa: B905 # some have no results
+    first = len(outvars) - len(jax.tree.leaves(call.returned(outvars)[1]))
+    tails = [_trailing_casts(atom, makers) for atom in outvars[first:]]
+    short = [tail[0].invars[0] if tail else atom for atom, tail in zip(outvars[first:], tails, strict=True)]
+    shortened = jaxprs.rebuilt(call.jaxpr, program.invars, [*outvars[:first], *short], program.eqns)
     result, gradients = call.returned(jaxprs.evaluated(shortened, call.arrays))
 
-    def finish(gradients: Any) -> Any:
-        leaves, structure = jax.tree.flatten(gradients)
-        return jax.tree.unflatten(structure, map(_finished, leaves, tails))
+    def finish(leaves: list[Array]) -> list[Array]:
+        finished = []
+        for leaf, tail in zip(leaves, tails, strict=True):
+            for equation in tail:
+                leaf = equation.primitive.bind(leaf, **equation.params)
+            finished.append(leaf)
+        return finished
 
     return result, gradients, finish
 
 
-def _may_wait(equation: Any) -> bool:
-    """Return whether an equation changes no entry: it transposes, or makes a float longer."""
-    if equation.primitive.name == "transpose":
-        return True
-    if equation.primitive.name != "convert_element_type":
-        return False
+def _trailing_casts(atom: jaxprs.Atom, makers: dict[jaxprs.Atom, jaxprs.Equation]) -> list[jaxprs.Equation]:
+    """Return the casts and transpositions that a variable ends in, in order, if one of them is a cast."""
+    tail: list[jaxprs.Equation] = []
+    casts = False
+    while not jaxprs.is_literal(atom) and atom in makers:
+        equation = makers[atom]
+        is_cast = equation.primitive.name == "convert_element_type"
+        if not (_is_upcast(equation) if is_cast else equation.primitive.name == "transpose"):
+            break
+        tail.insert(0, equation)
+        casts, atom = casts or is_cast, equation.invars[0]
+    return tail if casts and not jaxprs.is_literal(atom) else []
+
+
+def _is_upcast(equation: jaxprs.Equation) -> bool:
+    """Return whether a cast makes a float longer, which changes no entry."""
     old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-    return all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new)) and old.itemsize < new.itemsize
-
-
-def _tail(variable: Any, makers: dict[Any, Any]) -> list[Any]:
-    """Return the equations that may wait, in order, if one of them is a cast."""
-    tail: list[Any] = []
-    while not jaxprs.is_literal(variable) and variable in makers:
-        tail.insert(0, makers[variable])
-        variable = tail[0].invars[0]
-    casts = any(equation.primitive.name == "convert_element_type" for equation in tail)
-    return tail if casts and not jaxprs.is_literal(variable) else []
-
-
-def _finished(gradient: Any, tail: list[Any]) -> Any:
-    for equation in tail:
-        gradient = equation.primitive.bind(gradient, **equation.params)
-    return gradient
+    is_float = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+    return bool(is_float) and old.itemsize < new.itemsize

@@ -1,30 +1,33 @@
-"""Gradients of a scaled loss, though no loss is ever multiplied.
+"""Gradients of a scaled loss, without multiplying the loss.
 
-The scale enters as the seed of the vector-Jacobian product. So the loss cannot overflow, and its value needs
-no unscaling.
+The scale is the seed of the vector-Jacobian product. So the loss cannot overflow, and its value needs no
+unscaling.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
+from preamp.arrays.jax import unscale, widen
 from preamp.errors import UsageError
-from preamp.jax import axes
-from preamp.jax.scaling import gradients
-from preamp.jax.scaling.flow_slots import FlowSlot, is_flow_slot
+from preamp.jax import axes, trees
 from preamp.jax.scaling.loss_scale import LossScale
-from preamp.jax.scaling.modules import refuse_stateful
-from preamp.jax.scaling.readings import reading_of
+from preamp.jax.scaling.measurements import measure
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
-from preamp.jax.scaling.states import check_dtypes, find, found_in, kind_of
-from preamp.policy import Reading
+from preamp.jax.scaling.states import LossScaledState, check_dtypes, find, states_in
+from preamp.jax.trees import FlowSlot, is_flow_slot, kind_of
+
+T = TypeVar("T")
+NNX = "flax.nnx"
 
 
 def value_and_grad(
@@ -36,7 +39,7 @@ def value_and_grad(
     """Return a function like that of `jax.value_and_grad`, which takes a loss scale before all arguments.
 
     It returns the value, or (value, aux); the gradients, unscaled, float32 where they were shorter; and a
-    `Reading`, for `LossScale.advance`, with what the scale's policy asks to see.
+    `Reading`, for `LossScale.advance`, with the measurements that the scale's policy needs.
 
     Args:
         loss_fn: returns a floating scalar, or a pair of it and anything.
@@ -53,16 +56,15 @@ def value_and_grad(
     >>> float(value), float(gradient), bool(reading.finite)
     (9.0, 6.0, True)
     """
-    differentiate = differentiated(loss_fn, argnums, has_aux, axis_name)
+    differentiate = Differentiated(loss_fn, argnums, has_aux, axis_name)
 
-    def call(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(loss_scale: object, *args: object, **kwargs: object) -> tuple[Any, ...]:
         scale = scale_in(loss_scale)
         value, scaled = differentiate(scale, *args, **kwargs)
-        seen = gradients.look(scaled, scale)
-        reading = Reading(seen.finite)
-        if isinstance(loss_scale, LossScale):  # an optimizer's state does not know its policy
-            reading = reading_of(loss_scale.policy, scaled, seen.finite)
-        return value, gradients.multiplied(scaled, seen.inverse), reading
+        policy = loss_scale.policy if isinstance(loss_scale, LossScale) else None  # a state has none
+        leaves, rebuild = trees.split(scaled)
+        measured = measure(policy, leaves, scale)
+        return value, rebuild(unscale(leaves, scale)), measured.reading
 
     return call
 
@@ -75,7 +77,7 @@ def scaled_value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function that returns the value, or (value, aux), and the gradients as `ScaledGradients`.
 
-    That is what `apply_gradients` and the `update` of `loss_scaled` take. The first argument is the state of
+    `apply_gradients` and the `update` of `loss_scaled` take them. The first argument is the state of
     an optimizer made with `loss_scaled`, or a `LossScale`; the others are those of `loss_fn`. The gradients
     carry the value, which `last_step` reports, unless `shard_map` knows it to differ between devices.
 
@@ -87,9 +89,9 @@ def scaled_value_and_grad(
     >>> float(value), float(scaled.unscale()), float(scaled.scale)
     (9.0, 6.0, 65536.0)
     """
-    differentiate = differentiated(loss_fn, argnums, has_aux, axis_name)
+    differentiate = Differentiated(loss_fn, argnums, has_aux, axis_name)
 
-    def call(loss_scale: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(loss_scale: object, *args: object, **kwargs: object) -> tuple[Any, ...]:
         scale = scale_in(loss_scale)
         result, scaled = differentiate(scale, *args, **kwargs)
         value = result[0] if has_aux else result
@@ -99,105 +101,141 @@ def scaled_value_and_grad(
     return call
 
 
-def differentiated(
-    loss_fn: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    axis_name: Hashable = None,
-) -> Callable[..., Any]:
-    """Return `scaled_value_and_grad`, but of a function of the scale itself to a plain tree."""
-    if not callable(loss_fn):
-        raise UsageError(
-            f"a {type(loss_fn).__name__} cannot be called as a loss. Write value_and_grad(loss_fn), or "
-            "step(loss_fn, optimizer)."
-        )
-    numbers = _numbers(argnums)
-    names = axes.names_of(axis_name)
+class Differentiated:
+    """`scaled_value_and_grad` as a function of the scale itself, which returns a plain tree of gradients.
 
-    def call(scale: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_range(numbers, len(args))
-        axes.check_bound(names)
-        refuse_stateful([args[number] for number in numbers])
-
-        def loss_of(*chosen: Any) -> tuple[Any, Any]:
-            filled = list(args)
-            for number, argument in zip(numbers, chosen, strict=True):
-                filled[number] = argument
-            loss, aux = _parts(loss_fn(*filled, **kwargs), has_aux)
-            return lax.pmean(loss, names) if axes.tracked(names) else loss, aux
-
-        value, pull_back, aux = jax.vjp(loss_of, *[args[number] for number in numbers], has_aux=True)
-        scaled = _pulled_back(pull_back, value, scale)
-        if names:
-            value = lax.pmean(gradients.wide(value), names)
-            scaled = gradients.each(lambda leaf: axes.mean(names, leaf), gradients.wide(scaled))
-            scaled = jax.tree.map(lambda node: _of_all(names, node), scaled, is_leaf=is_flow_slot)
-        return (value, aux) if has_aux else value, scaled[0] if isinstance(argnums, int) else scaled
-
-    return call
-
-
-def _of_all(names: Sequence[Hashable], node: Any) -> Any:
-    """Return the counts of all devices of a slot; other nodes as they are."""
-    return FlowSlot(axes.sum_over(names, [node.counts])) if is_flow_slot(node) else node
-
-
-def unscaled_loss(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    axis_name: Hashable,
-    scale: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Callable[[Any], Any]:
-    """Return the loss as a function of the parameters alone, for line searches that evaluate it again.
-
-    Their gradients are computed from the scaled loss and unscaled, so that they do not underflow either.
+    Args:
+        loss_fn: as for `value_and_grad`, like the others.
+        argnums: which arguments to differentiate with respect to.
+        has_aux: whether `loss_fn` returns a pair.
+        axis_name: over which value and gradients are averaged.
     """
-    names = axes.names_of(axis_name)
-    differentiate = differentiated(loss_fn, 0, has_aux, axis_name)
 
-    def value_and_gradient(params: Any) -> tuple[Any, Any]:
-        result, scaled = differentiate(scale, params, *args, **kwargs)
-        value = result[0] if has_aux else result
-        return value, gradients.like(gradients.multiplied(scaled, 1.0 / scale), params)
+    def __init__(
+        self,
+        loss_fn: Callable[..., object],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: Hashable = None,
+    ) -> None:
+        if not callable(loss_fn):
+            raise UsageError(
+                f"a {type(loss_fn).__name__} cannot be called as a loss. Write value_and_grad(loss_fn), or "
+                "step(loss_fn, optimizer)."
+            )
+        self._loss_fn, self._has_aux = loss_fn, has_aux
+        self._numbers, self._is_single = _numbers(argnums), isinstance(argnums, int)
+        self._names = axes.names_of(axis_name)
 
-    @jax.custom_vjp
-    def value_fn(params: Any) -> Any:
-        loss, _ = _parts(loss_fn(params, *args, **kwargs), has_aux)
-        return lax.pmean(gradients.wide(loss), names) if names else loss
+    def __call__(self, scale: Array, *args: object, **kwargs: object) -> tuple[Any, Any]:
+        """Return the value, or (value, aux), and the gradients times the scale."""
+        _check_range(self._numbers, len(args))
+        axes.check_bound(self._names)
+        chosen = [args[number] for number in self._numbers]
+        refuse_stateful(chosen)
 
-    def backward(gradient: Any, seed: Any) -> tuple[Any]:
-        return (gradients.like(gradients.multiplied(gradient, jnp.asarray(seed)), gradient),)
+        def loss_of(*chosen: object) -> tuple[Array, object]:
+            filled = list(args)
+            for number, argument in zip(self._numbers, chosen, strict=True):
+                filled[number] = argument
+            loss, aux = _parts(self._loss_fn(*filled, **kwargs), self._has_aux)
+            return lax.pmean(loss, self._names) if axes.tracked(self._names) else loss, aux
 
-    value_fn.defvjp(value_and_gradient, backward)
-    return value_fn
+        value, pull_back, aux = jax.vjp(loss_of, *chosen, has_aux=True)
+        scaled = _pulled_back(pull_back, value, scale)
+        if self._names:
+            value = lax.pmean(widen(value), self._names)
+            scaled = trees.map_inexact(partial(axes.mean, self._names), trees.widen(scaled))
+            scaled = jax.tree.map(self._total_counts, scaled, is_leaf=is_flow_slot)
+        return (value, aux) if self._has_aux else value, scaled[0] if self._is_single else scaled
+
+    def _total_counts(self, node: T) -> T | FlowSlot:
+        """Return a slot with the counts of all devices; other nodes as they are."""
+        return FlowSlot(axes.sum_over(self._names, [node.counts])) if isinstance(node, FlowSlot) else node
+
+    def of_params(
+        self, scale: Array, args: Sequence[object], kwargs: dict[str, object]
+    ) -> Callable[[Any], Array]:
+        """Return the unscaled loss as a function of the parameters alone, which line searches evaluate again.
+
+        Their gradients are computed from the scaled loss and unscaled, so that they do not underflow either.
+
+        Args:
+            scale: of the loss.
+            args: the other arguments of the loss function.
+            kwargs: likewise.
+        """
+
+        def value_and_gradient(params: object) -> tuple[Array, object]:
+            result, scaled = self(scale, params, *args, **kwargs)
+            return result[0] if self._has_aux else result, trees.cast_like(
+                trees.unscale(scaled, scale), params
+            )
+
+        @jax.custom_vjp
+        def value_fn(params: object) -> Array:
+            loss, _ = _parts(self._loss_fn(params, *args, **kwargs), self._has_aux)
+            return lax.pmean(widen(loss), self._names) if self._names else loss
+
+        def backward(gradient: object, seed: Array) -> tuple[object]:
+            return (trees.cast_like(trees.multiply(gradient, seed), gradient),)
+
+        value_fn.defvjp(value_and_gradient, backward)
+        return value_fn
 
 
-def _pulled_back(pull_back: Callable[[Any], Any], value: Any, scale: Any) -> Any:
+def refuse_stateful(params: object) -> None:
+    """Refuse parameters that are an NNX module with other variables, such as BatchNorm's statistics.
+
+    JAX differentiates a copy of the module: what the loss writes to it is lost, and all of its variables
+    would be trained as parameters. Flax is used only if it has been imported.
+
+    Args:
+        params: any tree.
+
+    Raises:
+        UsageError: naming the variables, with the lines to write.
+    """
+    nnx = sys.modules.get(NNX)
+    if nnx is None:
+        return
+    for node in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, nnx.Module)):
+        if isinstance(node, nnx.Module) and (others := _other_variables(nnx, node)):
+            raise UsageError(
+                f"the parameters are an NNX module that has {', '.join(others[:3])} besides parameters: "
+                "what the loss writes there would be lost, and the optimizer would train them. Write "
+                "graphdef, params, rest = nnx.split(model, nnx.Param, ...), give params and rest to the "
+                "step, and in the loss write model = nnx.merge(graphdef, params, rest, copy=True) and "
+                "return loss, nnx.state(model, nnx.Not(nnx.Param)), with has_aux=True."
+            )
+
+
+def _other_variables(nnx: Any, module: object) -> list[str]:
+    """Return the kinds and paths of the variables of a module that are not parameters."""
+    state = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))
+    return [f"{type(variable).__name__} {'.'.join(map(str, path))}" for path, variable in state]
+
+
+def _pulled_back(pull_back: Callable[[Array], T], value: Array, scale: Array) -> T:
     """Return gradients times the scale, as much of it through the network as the loss's dtype can hold."""
-    dtype = value.dtype
-    if jnp.finfo(dtype).bits >= 32:
-        return pull_back(_as_seed(scale.astype(dtype), value))
-    limits = jnp.finfo(dtype)
-    seed = jnp.clip(scale, float(limits.smallest_normal), 2.0 ** (limits.maxexp - 1)).astype(dtype)
-    return gradients.multiplied(pull_back(_as_seed(seed, value)), scale / seed.astype(scale.dtype))
+    limits = jnp.finfo(value.dtype)
+    # In shard_map the seed has to vary along the same axes as the value does.
+    if limits.bits >= 32:
+        seed = scale.astype(value.dtype)
+        return pull_back(jnp.where(value == value, seed, seed))
+    seed = jnp.clip(scale, float(limits.smallest_normal), 2.0 ** (limits.maxexp - 1)).astype(value.dtype)
+    short = pull_back(jnp.where(value == value, seed, seed))
+    return trees.multiply(short, scale / seed.astype(scale.dtype))
 
 
-def _as_seed(number: Any, value: Any) -> Any:
-    """Return the number as what `vjp` takes for a value: varying along the same axes in `shard_map`."""
-    return jnp.where(value == value, number, number)
-
-
-def scale_in(loss_scale: Any) -> Any:
+def scale_in(loss_scale: object) -> Array:
     """Return the scale of the next loss, of a `LossScale` or the state of `loss_scaled`."""
     if isinstance(loss_scale, LossScale):
         return loss_scale.loss_scale
-    if loss_scale is None or isinstance(loss_scale, dict) or found_in(loss_scale):
+    if loss_scale is None or isinstance(loss_scale, dict) or states_in(loss_scale):
         state = find(loss_scale)
         check_dtypes(state)
-        scale = state.policy_state.scale
-        return scale if isinstance(scale, jax.Array) else jnp.asarray(scale)  # nnx keeps it in a variable
+        return next_scale(state)
     raise UsageError(
         f"the first argument holds no loss scale: it is {kind_of(loss_scale)}. Write "
         "value_and_grad(loss_fn)(LossScale(), params), or "
@@ -205,7 +243,13 @@ def scale_in(loss_scale: Any) -> Any:
     )
 
 
-def _numbers(argnums: Any) -> tuple[int, ...]:
+def next_scale(state: LossScaledState) -> Array:
+    """Return the scale of the next loss as an array: NNX keeps it in a variable."""
+    scale = state.policy_state.scale
+    return scale if isinstance(scale, Array) else jnp.asarray(scale)
+
+
+def _numbers(argnums: object) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else [argnums]))
     except TypeError:
@@ -223,21 +267,23 @@ def _check_range(numbers: tuple[int, ...], count: int) -> None:
             )
 
 
-def _parts(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def _parts(result: object, has_aux: bool) -> tuple[Array, object]:
     """Return the loss and aux, for what the loss function returned."""
-    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
-        raise UsageError(
-            f"has_aux=True, but the loss function returned {kind_of(result)}. Write return loss, aux."
-        )
-    loss, aux = result if has_aux else (result, None)
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | complex | float | int) or jnp.shape(loss):
+    loss, aux = result, None
+    if has_aux:
+        if not (isinstance(result, tuple | list) and len(result) == 2):
+            raise UsageError(
+                f"has_aux=True, but the loss function returned {kind_of(result)}. Write return loss, aux."
+            )
+        loss, aux = result
+    if not isinstance(loss, Array | np.ndarray | np.generic | complex | float | int) or jnp.shape(loss):
         raise UsageError(
             f"the loss is {kind_of(loss)}, not a scalar. Write return jnp.mean(loss), or has_aux=True."
         )
-    loss = jnp.asarray(loss)
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
+    array = jnp.asarray(loss)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
         raise UsageError(
-            f"the loss is of dtype {loss.dtype}, which has no gradient. Write a floating one: "
+            f"the loss is of dtype {array.dtype}, which has no gradient. Write a floating one: "
             "loss.real, or loss.astype(jnp.float32)."
         )
-    return loss, aux
+    return array, aux

@@ -1,4 +1,4 @@
-"""The types of a state, registered with `jax.export`: a compiled step can be written to a file and read."""
+"""Register the types of a state with `jax.export`, so that a compiled step can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jax import export
 
 from preamp import policy
 from preamp.errors import PolicyError
-from preamp.jax.scaling.flow_slots import FlowSlot
 from preamp.jax.scaling.loss_scale import LossScale
 from preamp.jax.scaling.states import LossScaledState
+from preamp.jax.trees import FlowSlot
 from preamp.policy import Policy
 from preamp.policy.registry import from_json, to_json
 
@@ -51,4 +51,4 @@ def _unnamed(kind: type[Policy[Any]]) -> NoReturn:
 
 
 def _unknown(_: str) -> None:
-    """No classes are known but those of this library."""
+    """Find no classes except those of this library."""

@@ -1,36 +1,40 @@
-"""A loss scale as a value: a policy and its state, which JAX transforms, compiles and saves like any tree.
-
-This room moves the scale. It refuses to know gradients of what, and who applies them.
-"""
+"""A loss scale as a value: a policy and its state, which JAX transforms, compiles and saves like any tree."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
-from preamp.arrays.jax import to_host
+from preamp import scaling
+from preamp.arrays import jax as arrays
 from preamp.errors import UsageError
-from preamp.jax.scaling.gradients import multiplied
-from preamp.jax.scaling.states import check_dtype
+from preamp.jax import trees
 from preamp.policy import Dynamic, Policy, Reading
+from preamp.scaling import Measured, ScalerState, raise_if_exhausted
 from preamp.systems.arguments import check_resumed, given_policy
+
+FIELDS = ("state", "exhausted_scale", "exhausted_overflows")
+Leaves: TypeAlias = list[tuple[jax.tree_util.GetAttrKey, object]]
 
 
 @dataclass(frozen=True, eq=False)
 class LossScale:
-    """A policy and where it stands: a tree whose leaves are float32 scalars. The policy is static.
+    """A policy and its state: a tree whose leaves are float32 scalars. The policy is static.
 
     Args:
         policy: the rule; any policy or dialect of preamp.
-        state: the policy's state, to go on from. None: as the policy starts.
-        exhausted: at how many overflows the policy gave up, 0 if it has not.
+        state: the policy's state, to resume from. None: as the policy starts.
+        exhausted_scale: the scale at which the policy gave up first, 0 if it has not.
+        exhausted_overflows: the overflows that were counted by then, 0 if it has not given up.
 
     Raises:
-        PolicyError: for what is no policy.
+        PolicyError: for what is not a policy.
         UsageError: for the state of another kind of policy.
 
     >>> scale = LossScale(Dynamic(init_scale=8.0, growth_interval=1))
@@ -40,40 +44,43 @@ class LossScale:
 
     policy: Policy[Any] = field(default_factory=Dynamic)
     state: Any = None
-    exhausted: Any = None
+    exhausted_scale: Any = None
+    exhausted_overflows: Any = None
 
     def __post_init__(self) -> None:
         policy = given_policy(self.policy, {})
-        state = start_of(policy) if self.state is None else self.state
+        state = start(policy).policy_state if self.state is None else self.state
         if type(state) is not type(policy.start()):
             raise UsageError(
                 f"the state, a {type(state).__name__}, is not that of {policy!r}: it comes from another kind "
-                "of policy. Write state=None, or optimizer.init(params), to start anew."
+                "of policy. Write state=None, or optimizer.init(params), to start again."
             )
-        exhausted = jnp.zeros((), jnp.float32) if self.exhausted is None else self.exhausted
-        self._set(policy, state, exhausted)
+        exhausted = [self.exhausted_scale, self.exhausted_overflows]
+        self._set(policy, state, *[jnp.zeros((), jnp.float32) if it is None else it for it in exhausted])
 
     @property
-    def loss_scale(self) -> Any:
-        """What the next loss is scaled by, a float32 scalar."""
-        return self.state.scale
+    def loss_scale(self) -> Array:
+        """What the next loss is multiplied by, a float32 scalar."""
+        scale: Array = self.state.scale
+        return scale
 
-    def scale(self, tree: Any) -> Any:
+    def scale(self, tree: trees.Tree) -> trees.Tree:
         """Return a tree times the scale; float16 and bfloat16 become float32, which can hold it."""
-        return multiplied(tree, self.loss_scale)
+        return trees.multiply(tree, self.loss_scale)
 
-    def unscale(self, tree: Any) -> Any:
+    def unscale(self, tree: trees.Tree) -> trees.Tree:
         """Return a tree divided by the scale; float16 and bfloat16 become float32."""
-        return multiplied(tree, 1.0 / self.loss_scale)
+        return trees.unscale(tree, self.loss_scale)
 
-    def advance(self, reading: Any) -> LossScale:
+    def advance(self, reading: Reading | Array | bool) -> LossScale:
         """Return the loss scale of the next step.
 
-        A policy that gives up stays where it is: what is compiled cannot raise. `check_exhausted` does.
+        A policy that gives up keeps its state, because a compiled program cannot raise. `check_exhausted`
+        does.
 
         Args:
-            reading: a `Reading`, as of `value_and_grad`; or whether the gradients were finite, for a policy
-                that sees no more.
+            reading: a `Reading`, as `value_and_grad` returns it; or whether the gradients were finite, for a
+                policy that needs no more.
 
         Raises:
             PolicyError: for a reading that lacks what the policy needs.
@@ -81,70 +88,107 @@ class LossScale:
         """
         if not isinstance(reading, Reading):
             reading = Reading(self._flag(reading))
-        state, exhausted = self.policy.advance_or_stay(self.state, self.exhausted, reading, jnp.where)
-        return replace(self, state=state, exhausted=exhausted)
+        measured = Measured(reading.finite, self.loss_scale, None, reading.peak, reading.share)
+        after, _ = scaling.advance(self.policy, self._scaler_state(), measured, jnp.where)
+        return replace(
+            self,
+            state=after.policy_state,
+            exhausted_scale=after.exhausted_scale,
+            exhausted_overflows=after.exhausted_overflows,
+        )
 
-    def _flag(self, finite: Any) -> Any:
+    def _flag(self, finite: object) -> Array:
         """Return a boolean as an array; of other numbers NaN would count as true."""
         kind, shape = getattr(finite, "dtype", type(finite)), jnp.shape(self.loss_scale)
-        if kind not in (bool, jnp.bool_) or jnp.shape(finite) != shape:
+        if kind not in (bool, jnp.bool_) or jnp.shape(finite) != shape:  # type: ignore[arg-type]
             raise UsageError(
                 f"advance({finite!r:.60}): this does not say whether the gradients were finite. Write "
                 "advance(reading) with the reading of value_and_grad, or advance(all_finite(gradients))."
             )
         return jnp.asarray(finite)
 
+    def _scaler_state(self) -> ScalerState[Any, Any]:
+        """Return the state of a scaler that keeps no record of its steps."""
+        record = (self.loss_scale, True, None, None, self.exhausted_scale, self.exhausted_overflows, 0, 0)
+        return ScalerState(self.state, *record)
+
     def check_exhausted(self) -> None:
         """Raise if the policy has given up, or if the state is one that training cannot resume from.
 
         Raises:
-            ScaleExhausted: if it has given up.
+            ScaleExhausted: if it has given up, with the scale at which it did so first.
             PolicyError: for a scale that is not a finite number above 0, and for a count below 0, such as a
                 damaged checkpoint holds.
             UsageError: for a state that was cast to another dtype, and inside a function that JAX transforms.
             UserWarning: a warning, for a scale outside the policy's bounds.
         """
-        names = [*(f"state.{name}" for name in self.state._fields), "exhausted"]
-        for name, value in zip(names, [*self.state, self.exhausted], strict=True):
+        exhausted = [self.exhausted_scale, self.exhausted_overflows]
+        names = [*(f"state.{name}" for name in self.state._fields), *FIELDS[1:]]
+        for name, value in zip(names, [*self.state, *exhausted], strict=True):
             check_dtype(name, value, jnp.float32, "Write LossScale(policy), and cast the parameters alone")
-        *state, overflows = read([*self.state, self.exhausted])
+        *state, scale, overflows = read([*self.state, *exhausted])
         saved = dict(zip(self.state._fields, state, strict=True))
         check_resumed(self.policy, saved, "opt_state = restart_loss_scale(opt_state, policy)")
-        if overflows:
-            raise self.policy.exhaustion(saved["scale"], int(overflows))
+        record = self._scaler_state()._replace(exhausted_scale=scale, exhausted_overflows=overflows)
+        raise_if_exhausted(self.policy, record)
 
-    def _set(self, policy: Any, state: Any, exhausted: Any) -> None:
-        for name, value in (("policy", policy), ("state", state), ("exhausted", exhausted)):
+    def _set(self, policy: Policy[Any], *values: object) -> None:
+        for name, value in zip(("policy", *FIELDS), (policy, *values), strict=True):
             object.__setattr__(self, name, value)
 
 
-def start_of(policy: Policy[Any]) -> Any:
-    """Return the policy's first state as float32 scalars."""
-    return jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), policy.start())
+def start(policy: Policy[Any]) -> ScalerState[Any, Array]:
+    """Return the state before the first step: float32 scalars, int32 counts and a boolean.
+
+    No two fields share memory: donated buffers must not alias.
+    """
+    first = scaling.start(policy, takes_norm=True)
+    dtypes = {"finite": jnp.bool_, "steps": jnp.int32, "skipped_steps": jnp.int32}
+    values = []
+    for name, value in first._asdict().items():
+        dtype = dtypes.get(name, jnp.float32)
+        values.append(jax.tree.map(lambda number, dtype=dtype: jnp.asarray(number, dtype), value))
+    return ScalerState(*values)
 
 
-def read(scalars: Sequence[Any]) -> list[float]:
+def read(scalars: Sequence[Array]) -> list[float]:
     """Read scalars to the host, all of them at once.
 
     Raises:
         UsageError: inside a function that JAX transforms, and for the scalars of several trainings at once.
     """
-    values = to_host(scalars)
-    shape = jnp.shape(values[0])
-    if shape:
+    shape = jnp.shape(scalars[0])
+    if shape and not isinstance(scalars[0], jax.core.Tracer):
         raise UsageError(
             f"the loss scale is an array of shape {shape}: that of several devices or trainings. "
             "Write jax.tree.map(lambda x: x[0], state) for the first of them."
         )
-    return [float(value) for value in values]
+    return arrays.read(scalars)
 
 
-def _flatten(scale: LossScale) -> tuple[list[tuple[Any, Any]], Policy[Any]]:
-    names = ("state", "exhausted")
-    return [(jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in names], scale.policy
+def check_dtype(name: str, value: object, expected: DTypeLike, instead: str) -> None:
+    """Raise for a scalar of another kind of dtype than expected, or of a shorter one.
+
+    Args:
+        name: what the message calls it.
+        value: an array, or what stands for one: without a dtype it is not checked.
+        expected: float32 or int32; a longer one of the same kind will do.
+        instead: what to write.
+    """
+    dtype = jnp.dtype(getattr(value, "dtype", expected))
+    kind = jnp.floating if jnp.issubdtype(expected, jnp.floating) else jnp.integer
+    if not jnp.issubdtype(dtype, kind) or dtype.itemsize < jnp.dtype(expected).itemsize:
+        raise UsageError(
+            f"{name} is of dtype {dtype} and has to be {jnp.dtype(expected)}: the state was cast, or a file "
+            f"has another dtype. {instead}."
+        )
 
 
-def _unflatten(policy: Policy[Any], children: Iterable[Any]) -> LossScale:
+def _flatten(scale: LossScale) -> tuple[Leaves, Policy[Any]]:
+    return [(jax.tree_util.GetAttrKey(name), getattr(scale, name)) for name in FIELDS], scale.policy
+
+
+def _unflatten(policy: Policy[Any], children: Iterable[object]) -> LossScale:
     """Take what JAX puts in the place of leaves as it is: it need not be numbers."""
     scale = object.__new__(LossScale)
     scale._set(policy, *children)

@@ -1,19 +1,21 @@
-"""A model's state in what a loss function returns: on a skipped step it comes back as it was.
+"""Keep a model's state, which a loss function returns in aux, unchanged on a skipped step.
 
 Path and shape decide what is new state. A node of aux that has all entries of an argument, or of a part of
-one, is its new state; other entries of the node are passed on. Where only some entries agree, nothing tells
-state from a metric of the same name, and the user is asked.
+one, is its new state; other entries of the node are passed on. Where only some entries agree, state cannot be
+distinguished from a metric of the same name, and an error asks the user.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
 
 from preamp.errors import UsageError
 
@@ -26,7 +28,7 @@ NOT_STATE = (
 
 
 class Leaf(NamedTuple):
-    """A leaf, the tree that it is of, its path in that, and how to write it."""
+    """A leaf, the number of its tree, its path in it, and how to write it."""
 
     root: int
     path: Path
@@ -50,13 +52,13 @@ class Forest:
 
     leaves: list[Leaf] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    roots: list[Any] = field(default_factory=list)
+    roots: list[object] = field(default_factory=list)
 
-    def add(self, tree: Any, path: Path, name: str) -> None:
+    def add(self, tree: object, path: Path, name: str) -> None:
         self.roots.append(tree)
         self._visit(tree, path, name, whole=True)
 
-    def _visit(self, node: Any, path: Path, name: str, whole: bool) -> dict[Path, int]:
+    def _visit(self, node: object, path: Path, name: str, whole: bool) -> dict[Path, int]:
         if node is None:
             return {}
         if jax.tree_util.all_leaves([node]):
@@ -75,12 +77,12 @@ class Forest:
 
 
 def keep_on_skip(
-    aux: Any, finite: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, required: bool
+    aux: object, finite: Array, args: Sequence[object], kwargs: Mapping[str, object], *, required: bool
 ) -> Any:
-    """Return aux; on a skipped step the state in it as it was in the arguments.
+    """Return aux; on a skipped step with the state from the arguments.
 
     State is a node with names that has all entries of one argument, or of a part of one, by path and shape.
-    Lists and tuples, dictionaries and flax's variables may stand for each other. Entries of the node that
+    Lists and tuples, dictionaries and flax's variables are interchangeable. Entries of the node that
     the argument does not have are passed on. A bare array, list or tuple is not taken for state: logits and
     labels may well have the same shape. State has the longer of both dtypes.
 
@@ -124,8 +126,10 @@ def _matched(returned: Forest, given: Forest) -> dict[int, int]:
             named[node.path[-1]].append(node)
     wholes = [node for node in given.nodes if node.whole]
     kept: dict[int, int] = {}
+    # From the outermost node inwards: a node that is one argument's state is not split among others.
     for new in sorted(returned.nodes, key=lambda node: len(node.path)):
         free = {path: number for path, number in new.entries.items() if number not in kept}
+        # A part of an argument may agree in all entries, be a whole argument, or have the same name.
         candidates = [*alike[_signature(new, returned)], *wholes]
         candidates += named[new.path[-1]] if new.path else []
         candidates = [
@@ -134,6 +138,8 @@ def _matched(returned: Forest, given: Forest) -> dict[int, int]:
             if len(old.entries) <= len(free) and (() not in old.entries or old.path[-1:] == new.path[-1:])
         ]
         while candidates := [old for old in candidates if _has_all(free, old, returned, given)]:
+            # The argument with the most entries, then the one whose path ends most alike. What it leaves may
+            # be the state of another.
             ranks = [(len(old.entries), _agreement(old.path, new.path)) for old in candidates]
             best, *others = [old for old, rank in zip(candidates, ranks, strict=True) if rank == max(ranks)]
             for other in others:
@@ -159,6 +165,8 @@ def _agreeing(returned: Forest, given: Forest, kept: dict[int, int], required: b
     for number, leaf in enumerate(given.leaves):
         if leaf.path and number not in used and _is_array(leaf.value):
             last[leaf.path[-1]].append(number)
+    # Pair each leaf that is left with the argument's leaf whose path ends most alike, and group the pairs by
+    # what precedes the common end: a group is one node of aux and one node of an argument.
     groups: dict[tuple[Path, Path, int], list[tuple[int, int]]] = defaultdict(list)
     for number, leaf in enumerate(returned.leaves):
         if number in kept or not leaf.path or not _is_array(leaf.value):
@@ -176,6 +184,7 @@ def _agreeing(returned: Forest, given: Forest, kept: dict[int, int], required: b
             groups[leaf.path[:-count], old.path[:-count], old.root].append((number, best))
     found = []
     for (above, above_old, root), pairs in groups.items():
+        # Without one equal shape the names alone may coincide, unless they are all the same.
         same = [pair for pair in pairs if _what(returned, pair[0]) == _what(given, pair[1])]
         if not same and _names_below(returned, 0, above) != _names_below(given, root, above_old):
             continue
@@ -199,7 +208,7 @@ def _agreeing(returned: Forest, given: Forest, kept: dict[int, int], required: b
     return found
 
 
-def _key(key: Any, node: Any, count: int) -> Any:
+def _key(key: object, node: object, count: int) -> object:
     """Return a key as it is compared: a name, a number, or a place in a node of one type."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         return type(node), count, key.key
@@ -209,7 +218,7 @@ def _key(key: Any, node: Any, count: int) -> Any:
     return str(key)  # of a class that is registered with keys of its own
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
@@ -226,7 +235,7 @@ def _shown(forest: Forest, number: int) -> str:
     return f"of shape {jnp.shape(leaf)} and dtype {getattr(leaf, 'dtype', type(leaf).__name__)}"
 
 
-def _signature(node: Node, forest: Forest) -> Any:
+def _signature(node: Node, forest: Forest) -> Hashable:
     return frozenset((path, _what(forest, number)) for path, number in node.entries.items())
 
 
@@ -256,7 +265,7 @@ def _names_below(forest: Forest, root: int, path: Path) -> set[Path]:
     return {leaf.path[size:] for leaf in leaves if leaf.root == root and leaf.path[:size] == path}
 
 
-def _chosen(finite: Any, new: Any, old: Any) -> Any:
+def _chosen(finite: Array, new: ArrayLike, old: ArrayLike) -> Array:
     """Return the new entry or the old one, in the longer of their dtypes."""
     new, old = jnp.asarray(new), jnp.asarray(old)
     if new.dtype != old.dtype:

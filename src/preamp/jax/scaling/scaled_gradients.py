@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss, as a type of their own that carries the loss scale in them.
+"""Gradients of a scaled loss, in a type that carries the loss scale.
 
 Whatever computes with them as if they were plain gradients gets an error that says what to write. There are
 three places for it: operators and conversions of the object, functions of optax that take it apart, and
@@ -8,18 +8,19 @@ arithmetic on the leaf that holds the scale and the loss.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend import random as extend_random
 
+from preamp.arrays.jax import is_inexact
 from preamp.errors import UsageError
-from preamp.jax import axes
-from preamp.jax.scaling import gradients as arithmetic
-from preamp.jax.scaling.optax_callers import optax_caller
+from preamp.jax import axes, trees
 from preamp.jax.scaling.states import UNKNOWN_LOSS
 
 WHAT = "gradients times the loss scale, which only loss_scaled(...) takes"
@@ -34,20 +35,20 @@ class NoSuchAttribute(UsageError, AttributeError):
     """An attribute of arrays or dictionaries that scaled gradients do not have: `hasattr` is false."""
 
 
-class Named(type):
+class ExplainedType(type):
     """The type of `ScaledGradients`. JAX prints types where two trees differ: this one says what to write."""
 
     def __repr__(cls) -> str:
         return f"<class 'preamp.jax.{cls.__name__}': {WHAT}. {INSIDE}. {INSTEAD}>"
 
 
-class ScaledGradients(metaclass=Named):
+class ScaledGradients(metaclass=ExplainedType):
     """Gradients of a scaled loss, with the scale that was in it.
 
     `scaled_value_and_grad` returns them, and the `update` of `loss_scaled` takes nothing else. It is a
     pytree, so it passes through `jit`, `scan`, `shard_map`, `jax.tree.map(lambda leaf: leaf, ...)`, donation,
     pickle and copies. It is not a tree of plain arrays: one leaf holds the scale in a dtype without
-    arithmetic, on which JAX raises, and a function of optax that takes it apart raises a UsageError. A chain
+    arithmetic, on which JAX raises, and a function of optax that flattens it raises a UsageError. So a chain
     that is written in the wrong order cannot clip scaled gradients.
 
     Two of them can be added, and `sum` adds many. The second is converted to the scale of the first, so
@@ -77,28 +78,28 @@ class ScaledGradients(metaclass=Named):
 
     gradients: Any
 
-    def __init__(self, gradients: Any, scale: Any, loss: Any = None) -> None:
+    def __init__(self, gradients: object, scale: object, loss: object = None) -> None:
         if isinstance(gradients, ScaledGradients):
             raise UsageError(
                 "these gradients are ScaledGradients already and carry their own scale. Write "
                 "ScaledGradients(scaled.gradients, scale) to replace it."
             )
-        self.gradients, self._numbers = gradients, _stored(_checked(scale), as_loss(loss))
+        self.gradients, self._numbers = gradients, _pack(_checked(scale), as_loss(loss))
 
     @property
-    def scale(self) -> Any:
+    def scale(self) -> Array:
         """The scale that was in the loss, a float32 scalar."""
-        return _read(self._numbers)[..., 0]
+        return _unpack(self._numbers)[..., 0]
 
     @property
-    def loss(self) -> Any:
+    def loss(self) -> Array:
         """The loss that they are gradients of, not scaled, a float32 scalar.
 
         float32's lowest finite number where it is not known.
         """
-        return _read(self._numbers)[..., 1]
+        return _unpack(self._numbers)[..., 1]
 
-    def map(self, function: Callable[[Any], Any]) -> ScaledGradients:
+    def map(self, function: Callable[[Array], Array]) -> ScaledGradients:
         """Apply a linear function to each floating or complex array, such as a division.
 
         The function must be linear, because the gradients are still scaled: ``scaled.map(lambda g: g / 2)``.
@@ -119,14 +120,14 @@ class ScaledGradients(metaclass=Named):
             )
         _check_reduction(function, self.gradients)
         scale = self.scale
-        numbers = _stored(scale, jnp.full_like(scale, UNKNOWN_LOSS))
-        return _made(arithmetic.each(function, self.gradients), numbers)
+        numbers = _pack(scale, jnp.full_like(scale, UNKNOWN_LOSS))
+        return _new(trees.map_inexact(function, self.gradients), numbers)
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale: float32 where they were shorter."""
-        return arithmetic.multiplied(self.gradients, 1.0 / single(self).scale)
+        return trees.unscale(self.gradients, single(self).scale)
 
-    def __add__(self, other: Any) -> ScaledGradients:
+    def __add__(self, other: object) -> ScaledGradients:
         """Return the sum, in float32 where the gradients are shorter, scaled as the first of the two."""
         if not isinstance(other, ScaledGradients):
             raise UsageError(
@@ -136,11 +137,11 @@ class ScaledGradients(metaclass=Named):
         mine, theirs = single(self).scale, single(other).scale
         # A scale of 0 is that of jax.tree.map(jnp.zeros_like, scaled): zeros at any scale.
         common = jnp.where(mine == 0.0, theirs, mine)
-        converted = arithmetic.multiplied(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
-        total = jax.tree.map(_sum, arithmetic.wide(self.gradients), converted)
-        return _made(total, _stored(common, _sum_of_losses(self.loss, other.loss)))
+        converted = trees.multiply(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
+        total = jax.tree.map(_sum, trees.widen(self.gradients), converted)
+        return _new(total, _pack(common, _sum_of_losses(self.loss, other.loss)))
 
-    def __radd__(self, other: Any) -> ScaledGradients:
+    def __radd__(self, other: object) -> ScaledGradients:
         """Add to the 0 that `sum` starts with."""
         return self if isinstance(other, int) and other == 0 else self.__add__(other)
 
@@ -148,12 +149,12 @@ class ScaledGradients(metaclass=Named):
         """Return whether the gradients are a mapping with this name: flax's `TrainState` asks."""
         return hasattr(self.gradients, "keys") and name in self.gradients
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> NoReturn:
         """Raise, as indexing does."""
-        return self[0]
+        self.__getitem__(0)
 
-    def __getitem__(self, name: Any) -> NoReturn:
-        """Raise: what is taken out would be scaled, without its scale."""
+    def __getitem__(self, name: object) -> NoReturn:
+        """Raise: the part would be scaled, without its scale."""
         raise UsageError(
             f"ScaledGradients cannot be indexed or unpacked, here by {name!r}: the part would have lost its "
             "scale. Write scaled.unscale() for the true gradients, or ScaledGradients(scaled.gradients[...], "
@@ -201,7 +202,7 @@ def single(scaled: ScaledGradients) -> ScaledGradients:
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: ScaledGradients, *_: Any, **__: Any) -> NoReturn:
+    def refuse(self: ScaledGradients, *_: object, **__: object) -> NoReturn:
         raise UsageError(f"ScaledGradients have no {name}: they are {WHAT}. {INSTEAD}.")
 
     refuse.__name__ = refuse.__qualname__ = name
@@ -215,12 +216,12 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHER.split(), *_OR
     setattr(ScaledGradients, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
-def _no_random_numbers(*_: Any, **__: Any) -> NoReturn:
+def _no_random_numbers(*_: object, **__: object) -> NoReturn:
     raise UsageError("the scale of ScaledGradients is not a key for random numbers.")
 
 
 # Scale and loss are stored in the bits of a JAX key: the one dtype that every transformation passes through
-# and on which arithmetic raises. The tag stands in the TypeError that JAX raises then. Nothing is registered.
+# and on which arithmetic raises. JAX's TypeError then shows the tag. Nothing is registered.
 _IMPLEMENTATION = extend_random.define_prng_impl(
     key_shape=(2,),
     seed=_no_random_numbers,
@@ -232,16 +233,17 @@ _IMPLEMENTATION = extend_random.define_prng_impl(
 )
 
 
-def _stored(scale: Any, loss: Any) -> Any:
+def _pack(scale: Array, loss: Array) -> Array:
     bits = lax.bitcast_convert_type(jnp.stack([scale, loss], axis=-1), jnp.uint32)
-    return jax.random.wrap_key_data(bits, impl=_IMPLEMENTATION)
+    key: Array = jax.random.wrap_key_data(bits, impl=_IMPLEMENTATION)
+    return key
 
 
-def _read(numbers: Any) -> Any:
+def _unpack(numbers: Array) -> Array:
     return lax.bitcast_convert_type(jax.random.key_data(numbers), jnp.float32)
 
 
-def _checked(scale: Any) -> Any:
+def _checked(scale: Any) -> Array:
     """Return a scale as a float32 scalar."""
     kind = getattr(scale, "dtype", type(scale))
     number = kind in (int, float) or (kind is not bool and jnp.issubdtype(kind, jnp.floating))
@@ -259,7 +261,7 @@ def _checked(scale: Any) -> Any:
     return jnp.asarray(scale).astype(jnp.float32)
 
 
-def as_loss(value: Any, name: str = "loss") -> Any:
+def as_loss(value: Any, name: str = "loss") -> Array:
     """Return a loss as a float32 scalar, `UNKNOWN_LOSS` for None.
 
     Raises:
@@ -280,12 +282,12 @@ def as_loss(value: Any, name: str = "loss") -> Any:
     return jnp.asarray(float(value) if kind is int else value).astype(jnp.float32)
 
 
-def _check_reduction(function: Callable[[Any], Any], gradients: Any) -> None:
+def _check_reduction(function: Callable[[Array], object], gradients: object) -> None:
     """Raise for a mean over devices of gradients that are the sum over them."""
-    leaves = [leaf for leaf in arithmetic.inexact_leaves(gradients) if isinstance(leaf, jax.core.Tracer)]
+    leaves = [leaf for leaf in trees.split(gradients)[0] if isinstance(leaf, jax.core.Tracer)]
     one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves}
     for leaf in one_of_each_kind.values():
-        name = axes.reduced_in_vain(function, leaf)
+        name = axes.redundant_reduction(function, leaf)
         if name is not None:
             raise UsageError(
                 f"map was given a sum, mean or gather over the axis {name!r}, along which these gradients do "
@@ -295,21 +297,47 @@ def _check_reduction(function: Callable[[Any], Any], gradients: Any) -> None:
             )
 
 
-def _sum_of_losses(first: Any, second: Any) -> Any:
+def _sum_of_losses(first: Array, second: Array) -> Array:
     """Return the sum of two losses; `UNKNOWN_LOSS` if one of them is."""
     is_known = (first != UNKNOWN_LOSS) & (second != UNKNOWN_LOSS)
     return jnp.where(is_known, first + second, UNKNOWN_LOSS)
 
 
-def _sum(first: Any, second: Any) -> Any:
-    return first + second if arithmetic.is_inexact(first) else first
+def _sum(first: Array, second: Array) -> Array:
+    return first + second if is_inexact(first) else first
 
 
-def _made(gradients: Any, numbers: Any) -> ScaledGradients:
-    """Return an instance of what is given, unchecked: JAX puts other things than arrays into trees."""
+def _new(gradients: object, numbers: Any) -> ScaledGradients:
+    """Return an instance, unchecked: JAX puts other things than arrays into trees."""
     scaled = object.__new__(ScaledGradients)
     scaled.gradients, scaled._numbers = gradients, numbers
     return scaled
+
+
+# Packages whose frames stand between a caller and what JAX calls.
+BETWEEN = ("jax", "contextlib", "functools")
+
+
+def optax_caller() -> str | None:
+    """Return the name of the function of optax that called our caller, also through JAX; None if none did.
+
+    Of several it is the innermost that is not a helper for trees: what the user wrote, or the part of a chain
+    that was about to compute.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    names = []
+    while frame is not None and _package(frame) in ("optax", *BETWEEN):
+        if _package(frame) == "optax":
+            names.append((frame.f_code.co_name, frame.f_globals["__name__"]))
+        frame = frame.f_back
+    if not names:
+        return None
+    name, module = next((pair for pair in names if ".tree" not in pair[1]), names[-1])
+    return f"optax.{name}" if hasattr(sys.modules["optax"], name) else f"{name} in {module}"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _check_caller(caller: str | None) -> None:
@@ -323,19 +351,21 @@ def _check_caller(caller: str | None) -> None:
         raise UsageError(f"{caller} was given ScaledGradients, {WHAT}. {INSIDE}. {INSTEAD}.")
 
 
-def _flatten(scaled: ScaledGradients) -> tuple[tuple[Any, Any], None]:
+def _flatten(scaled: ScaledGradients) -> tuple[tuple[object, Array], None]:
     _check_caller(optax_caller())
     return (scaled.gradients, scaled._numbers), None
 
 
-def _flatten_with_names(scaled: ScaledGradients) -> tuple[list[tuple[Any, Any]], None]:
+def _flatten_with_names(
+    scaled: ScaledGradients,
+) -> tuple[list[tuple[jax.tree_util.GetAttrKey, object]], None]:
     _check_caller(optax_caller())
     names = jax.tree_util.GetAttrKey("gradients"), jax.tree_util.GetAttrKey("scale")
     return list(zip(names, (scaled.gradients, scaled._numbers), strict=True)), None
 
 
-def _unflatten(_: None, children: Iterable[Any]) -> ScaledGradients:
-    return _made(*children)
+def _unflatten(_: None, children: Iterable[object]) -> ScaledGradients:
+    return _new(*children)
 
 
 jax.tree_util.register_pytree_with_keys(ScaledGradients, _flatten_with_names, _unflatten, _flatten)

@@ -1,4 +1,4 @@
-"""The state of `loss_scaled`, and what is said of a tree that is not one, or has one inside."""
+"""The state of `loss_scaled`: its fields, its validation, and the functions that read or restart it."""
 
 from __future__ import annotations
 
@@ -9,49 +9,76 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
+from jax.typing import DTypeLike
 
 from preamp.checks import shown
 from preamp.errors import UsageError
+from preamp.jax.scaling.loss_scale import LossScale, check_dtype, read, start
+from preamp.jax.trees import kind_of
+from preamp.policy import Dynamic, Policy
+from preamp.scaling import ScalerState, Step, to_step
+from preamp.systems.arguments import check_counts, given_policy
 
-# Where nobody told the loss. A diverged loss is inf, -inf or NaN, and none is float32's lowest finite number.
+# For a loss that is not known. A diverged loss is inf, -inf or NaN, but never float32's lowest finite number.
 UNKNOWN_LOSS = float(np.finfo(np.float32).min)
 
 
 class LossScaledState(NamedTuple):
-    """What `loss_scaled` remembers: arrays only, scalars but for the inner state.
+    """What `loss_scaled` remembers: arrays only, scalars except for the inner state.
 
     Attributes:
-        policy_state: the policy's state, float32; `policy_state.scale` is what the next loss is scaled by.
+        policy_state: the policy's state, float32; `policy_state.scale` is what the next loss is multiplied
+            by.
         inner_state: the inner transformation's.
         last_scale: float32; the scale that was in the last loss.
-        finite: boolean; whether the last gradients were.
+        finite: boolean; whether the last gradients were finite.
         grad_norm: float32; the global L2 norm of the last unscaled gradients before clipping, inf if not
             finite.
-        exhausted: float32; at how many overflows the policy gave up, 0 if it has not.
+        exhausted_scale: float32; the scale at which the policy gave up first, 0 if it has not.
+        exhausted_overflows: float32; the overflows that were counted by then, 0 if it has not given up.
         steps: int32; steps taken or skipped.
         skipped_steps: int32; steps skipped.
         loss: float32; the last loss, not scaled: that of `step`, of the `ScaledGradients`, or the `value`
             that `update` was given. float32's lowest finite number where it is not known.
-        peak: float32; the largest magnitude among the last scaled gradients, if finite. None, which is no
-            leaf, where the policy does not ask for it.
+        peak: float32; the largest magnitude among the last scaled gradients, 0 if not finite. None, which
+            is not a leaf, where the policy does not need it.
     """
 
     policy_state: Any
     inner_state: Any
-    last_scale: Any
-    finite: Any
-    grad_norm: Any
-    exhausted: Any
-    steps: Any
-    skipped_steps: Any
-    loss: Any
-    peak: Any = None
+    last_scale: Array
+    finite: Array
+    grad_norm: Array
+    exhausted_scale: Array
+    exhausted_overflows: Array
+    steps: Array
+    skipped_steps: Array
+    loss: Array
+    peak: Array | None = None
+
+    @property
+    def scaler_state(self) -> ScalerState[Any, Any]:
+        """The part that every scaler has: all but the inner state and the loss."""
+        return ScalerState(*[getattr(self, name) for name in ScalerState._fields])
 
 
-SCALARS = ("last_scale", "finite", "grad_norm", "exhausted", "steps", "skipped_steps", "loss")
+DTYPES: dict[str, DTypeLike] = {
+    "last_scale": jnp.float32,
+    "finite": jnp.bool_,
+    "grad_norm": jnp.float32,
+    "exhausted_scale": jnp.float32,
+    "exhausted_overflows": jnp.float32,
+    "steps": jnp.int32,
+    "skipped_steps": jnp.int32,
+    "loss": jnp.float32,
+}
+"""The dtype that `init` gives each scalar."""
 
-# What a user wrote, by the type of the state it makes.
-WRITTEN: dict[str, str] = {
+RESTARTED = ("policy_state", "exhausted_scale", "exhausted_overflows", "peak")
+
+# The function of optax that makes each type of state.
+CONSTRUCTORS: dict[str, str] = {
     "ApplyIfFiniteState": "optax.apply_if_finite",
     "ConditionallyMaskState": "optax.conditionally_mask",
     "ConditionallyTransformState": "optax.conditionally_transform",
@@ -70,11 +97,11 @@ WRITTEN: dict[str, str] = {
 }
 
 
-def find(state: Any) -> LossScaledState:
+def find(state: object) -> LossScaledState:
     """Return a state of `loss_scaled`, checked.
 
     Raises:
-        UsageError: for anything else, which is said: None, a dict without types, a state with one inside.
+        UsageError: for anything else: None, a dict that has lost its types, a tree with a state inside.
     """
     if isinstance(state, LossScaledState):
         _check_fields(state)
@@ -90,9 +117,9 @@ def find(state: Any) -> LossScaledState:
             "without a template: the types of the state are lost. Write checkpointer.restore(path, "
             "optimizer.init(params))."
         )
-    found = found_in(state)
+    found = states_in(state)
     if len(found) == 1:
-        raise UsageError(_inside(state))
+        raise UsageError(_describe_enclosing(state))
     raise UsageError(
         f"the optimizer's state, {kind_of(state)}, holds {len(found) or 'no'} loss scale"
         f"{'s' * (len(found) > 1)}, and one loss needs one. Write loss_scaled(optimizer) around the whole "
@@ -100,25 +127,30 @@ def find(state: Any) -> LossScaledState:
     )
 
 
-def found_in(tree: Any) -> list[LossScaledState]:
+def states_in(tree: object) -> list[LossScaledState]:
     """Return the states of `loss_scaled` in a tree."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScaledState))
     return [node for node in nodes if isinstance(node, LossScaledState)]
 
 
-def check_scalars(state: LossScaledState) -> None:
-    """Raise for scalars that have a shape, inside a step: those of several devices or trainings.
+def check(state: object) -> LossScaledState:
+    """Return a state of `loss_scaled` that a step can start from: scalars of the dtypes that `init` makes.
 
     Raises:
-        UsageError: with the first of them.
+        UsageError: as `find` and `check_dtypes` do, and for scalars that have a shape, those of several
+            devices or trainings.
     """
-    for name, value in _scalars(state):
-        if jnp.shape(value):
+    state = find(state)
+    for name, value, _ in _scalars(state):
+        shape = getattr(value, "shape", ())
+        if shape:
             raise UsageError(
-                f"opt_state.{name} has shape {jnp.shape(value)} and must be a scalar: the state is that of "
+                f"opt_state.{name} has shape {shape} and must be a scalar: the state is that of "
                 "several devices or trainings. Write jax.pmap(step, ...) or jax.vmap(step), or "
                 "jax.tree.map(lambda x: x[0], opt_state) for the first of them."
             )
+    check_dtypes(state)
+    return state
 
 
 def check_dtypes(state: LossScaledState) -> None:
@@ -129,44 +161,18 @@ def check_dtypes(state: LossScaledState) -> None:
     Raises:
         UsageError: with the first of them.
     """
-    integers = ("steps", "skipped_steps")
     instead = (
         "Write opt_state = jax.tree.map(lambda old, new: old.astype(new.dtype), opt_state, "
         "optimizer.init(params)), and cast the parameters alone"
     )
-    for name, value in _scalars(state):
-        if name != "finite":
-            check_dtype(f"opt_state.{name}", value, jnp.int32 if name in integers else jnp.float32, instead)
-
-
-def check_dtype(name: str, value: Any, expected: Any, instead: str) -> None:
-    """Raise for a scalar of another kind of dtype than expected, or of a shorter one.
-
-    Args:
-        name: what the message calls it.
-        value: an array, or what stands for one: without a dtype it is not checked.
-        expected: float32 or int32; a longer one of the same kind will do.
-        instead: what to write.
-    """
-    dtype = jnp.dtype(getattr(value, "dtype", expected))
-    kind = jnp.floating if jnp.issubdtype(expected, jnp.floating) else jnp.integer
-    if not jnp.issubdtype(dtype, kind) or dtype.itemsize < jnp.dtype(expected).itemsize:
-        raise UsageError(
-            f"{name} is of dtype {dtype} and has to be {jnp.dtype(expected)}: the state was cast, or a file "
-            f"has another dtype. {instead}."
-        )
-
-
-def kind_of(value: Any) -> str:
-    """Return what a value is, in words that name no tracers."""
-    if hasattr(value, "shape"):
-        return f"an array of shape {value.shape}"
-    return f"a {type(value).__name__}"
+    for name, value, dtype in _scalars(state):
+        if dtype != jnp.bool_ and getattr(value, "dtype", dtype) != dtype:
+            check_dtype(f"opt_state.{name}", value, dtype, instead)
 
 
 def _check_fields(state: LossScaledState) -> None:
     """Raise for a field that a number was taken out of, or that something else was put into."""
-    for name, value in _scalars(state):
+    for name, value, _ in _scalars(state):
         # JAX itself puts other things in the places of arrays: shapes, shardings, booleans of a filter.
         if value is None or isinstance(value, str | dict | list):
             raise UsageError(
@@ -175,23 +181,27 @@ def _check_fields(state: LossScaledState) -> None:
             )
 
 
-def _scalars(state: LossScaledState) -> list[tuple[str, Any]]:
+def _scalars(state: LossScaledState) -> list[tuple[str, object, DTypeLike]]:
+    """Return the scalars by name, each with the dtype that `init` gives it."""
+    scalars: list[tuple[str, object, DTypeLike]] = []
     policy_state = state.policy_state
-    names = getattr(policy_state, "_fields", ())
-    inner = [(f"policy_state.{name}", getattr(policy_state, name)) for name in names]
-    return [*inner, *((name, getattr(state, name)) for name in SCALARS)]
+    for name in getattr(policy_state, "_fields", ()):
+        scalars += [(f"policy_state.{name}", getattr(policy_state, name), jnp.float32)]
+    for name, dtype in DTYPES.items():
+        scalars += [(name, getattr(state, name), dtype)]
+    return scalars
 
 
-def _inside(state: Any) -> str:
-    """Return what to say of a tree that has a state of `loss_scaled` inside."""
+def _describe_enclosing(state: object) -> str:
+    """Return the message for a tree that has a state of `loss_scaled` inside."""
     node, path = state, type(state).__name__.lower()
     while not _is_of_optimizer(node):
-        key, node = next(pair for pair in _children(node) if found_in(pair[1]))
+        key, node = next(pair for pair in _children(node) if states_in(pair[1]))
         path += jax.tree_util.keystr(key)
         if isinstance(node, LossScaledState):
             return f"{kind_of(state)} holds the state of loss_scaled. Write that alone: {path}."
     kind = type(node).__name__
-    written = WRITTEN.get(kind)
+    written = CONSTRUCTORS.get(kind)
     around = f"{written or 'a transformation'}, whose state is of type {kind}"
     sums = "Its sum would stay NaN after one overflow. " if isinstance(node, optax.MultiStepsState) else ""
     return (
@@ -201,10 +211,109 @@ def _inside(state: Any) -> str:
     )
 
 
-def _is_of_optimizer(node: Any) -> bool:
+def _is_of_optimizer(node: object) -> bool:
     """Return whether a node is the state of a transformation of optax, or of a chain."""
     return type(node) in (tuple, dict, OrderedDict) or type(node).__module__.split(".")[0] == "optax"
 
 
-def _children(node: Any) -> list[tuple[Any, Any]]:
+def _children(node: object) -> list[tuple[tuple[object, ...], object]]:
     return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
+
+
+def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossScaledState:
+    """Return the state to resume a training from with another policy.
+
+    The inner optimizer's state, its moments and counts, and the counts of steps stay. The loss scale starts
+    as the policy starts it.
+
+    Args:
+        opt_state: of an optimizer made with `loss_scaled` and any policy.
+        policy: that of the `loss_scaled` with which training continues.
+
+    Raises:
+        PolicyError: for what is not a policy.
+        UsageError: for another state.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from preamp import Dynamic, Headroom
+    >>> from preamp.jax import loss_scaled
+    >>> state = loss_scaled(optax.adam(1e-3), Dynamic(init_scale=2.0**20)).init(jnp.zeros(2))
+    >>> policy = Headroom(init_scale=2.0**10)
+    >>> state = restart_loss_scale(state, policy)
+    >>> optimizer = loss_scaled(optax.adam(1e-3), policy)
+    >>> float(state.policy_state.scale)
+    1024.0
+    """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "restart_loss_scale was given a LossScale. Write LossScale(policy), which starts the policy "
+            "again."
+        )
+    first = start(given_policy(policy, {}))
+    return find(opt_state)._replace(**{name: getattr(first, name) for name in RESTARTED})
+
+
+def last_step(opt_state: LossScaledState) -> Step | None:
+    """Return the record of the last step, read to the host; None before the first.
+
+    The loss is in it where it is known: `step` knows it, the gradients of `scaled_value_and_grad` carry it,
+    and for others, such as those that `map` returns, pass it as `update(..., value=loss)`.
+
+    Args:
+        opt_state: the state of an optimizer made with `loss_scaled`, after the step.
+
+    Raises:
+        UsageError: for another state, and inside a function that JAX transforms.
+        PolicyError: for a loss scale that is not a finite number above 0, with which every step is skipped.
+    """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "last_step was given a LossScale, which has no record of steps. Write loss_scale.loss_scale for "
+            "the scale, and loss_scale.check_exhausted() after restoring one."
+        )
+    record = find(opt_state).scaler_state._asdict()
+    policy_state = record.pop("policy_state")
+    known = {name: value for name, value in record.items() if value is not None}
+    loss, *numbers = read([opt_state.loss, *policy_state, *known.values()])
+    count = len(policy_state)
+    record |= zip(known, numbers[count:], strict=True)
+    state: ScalerState[Any, float] = ScalerState(type(policy_state)(*numbers[:count]), **record)
+    Dynamic().restore({"scale": state.policy_state.scale})  # raises for what no policy can resume from
+    return to_step(state, loss=None if loss == UNKNOWN_LOSS else loss)
+
+
+def check_exhausted(opt_state: LossScaledState, policy: Policy[Any]) -> None:
+    """Raise what a compiled step could not: the policy has given up, or cannot resume from the state.
+
+    A restored state is an array like any other, which no compiled step can check. Call this once after
+    restoring a checkpoint.
+
+    Args:
+        opt_state: the state of an optimizer made with `loss_scaled`.
+        policy: the one that `loss_scaled` was given.
+
+    Raises:
+        ScaleExhausted: if the policy has given up, with the scale at which it did so first.
+        PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
+        UsageError: for another state, one that was cast to another dtype, and inside a function that JAX
+            transforms.
+        UserWarning: a warning, for a scale outside the policy's bounds. Nothing else reports it: `last_step`
+            does not know the policy.
+    """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "check_exhausted was given a LossScale, which has its policy with it. Write "
+            "loss_scale.check_exhausted()."
+        )
+    state = find(opt_state)
+    check_dtypes(state)
+    if type(state.policy_state) is not type(given_policy(policy, {}).start()):
+        raise UsageError(
+            f"the loss scale in opt_state, {kind_of(state.policy_state)}, is not that of {policy!r}. Write "
+            "check_exhausted(opt_state, policy) with the policy that loss_scaled was given, or opt_state = "
+            "restart_loss_scale(opt_state, policy) to resume with this one."
+        )
+    counts = {"steps": state.steps, "skipped_steps": state.skipped_steps}
+    check_counts(dict(zip(counts, read(list(counts.values())), strict=True)), counts)
+    exhausted = state.exhausted_scale, state.exhausted_overflows
+    LossScale(policy, state.policy_state, *exhausted).check_exhausted()

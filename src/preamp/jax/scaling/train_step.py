@@ -1,54 +1,57 @@
-"""A training step whose update is one conditional: what makes loss scaling cost nothing."""
+"""A training step whose whole update is one conditional, so that loss scaling costs almost nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
 
+from preamp.arrays.jax import is_inexact
 from preamp.checks import shown
 from preamp.errors import UsageError
-from preamp.jax.scaling import deferred_casts as tails
-from preamp.jax.scaling import gradients
-from preamp.jax.scaling.differentiation import differentiated, scale_in, unscaled_loss
+from preamp.jax.scaling.deferred_casts import defer_casts
+from preamp.jax.scaling.differentiation import Differentiated, next_scale, refuse_stateful
 from preamp.jax.scaling.model_state import keep_on_skip
-from preamp.jax.scaling.modules import refuse_stateful
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
-from preamp.jax.scaling.states import LossScaledState, find, found_in
-from preamp.jax.scaling.transformation import Scaling, declared
+from preamp.jax.scaling.states import LossScaledState, find, states_in
+from preamp.jax.scaling.transformation import Backward, Scaling, backward_of, check_gradients, with_scale
+
+Params = TypeVar("Params")
 
 
 def apply_gradients(
     optimizer: optax.GradientTransformation,
     scaled_gradients: ScaledGradients,
     opt_state: LossScaledState,
-    params: Any,
-    **extra: Any,
-) -> tuple[Any, Any]:
+    params: Params,
+    **extra: object,
+) -> tuple[Params, LossScaledState]:
     """Return the parameters and the optimizer's state after a step, both as they were if it is skipped.
 
-    Under `jit` all of the update, `optax.apply_updates` included, is one branch of one conditional.
+    Under `jit` the whole update, `optax.apply_updates` included, is one branch of one conditional.
 
     Args:
         optimizer: what `loss_scaled` returned, not a transformation with that inside.
         scaled_gradients: of `scaled_value_and_grad`, a tree like `params`.
         opt_state: of `optimizer.init(params)`.
         params: a tree of arrays.
-        extra: what the inner optimizer's `update` takes besides, such as `value`, which is also recorded as
-            the step's loss. A `grad` may be `ScaledGradients`; without one it is the gradients of this step.
+        extra: more arguments of the inner optimizer's `update`, such as `value`, which is also recorded as
+            the step's loss. A `grad` may be `ScaledGradients`; by default it is the gradients of this step.
 
     Raises:
-        UsageError: for an optimizer or a state that is not of `loss_scaled`, gradients that do not say their
-            scale, and gradients that are not a tree like the parameters.
+        UsageError: for an optimizer or a state that is not of `loss_scaled`, gradients without a scale, and
+            gradients that are not a tree like the parameters.
     """
     if params is None:
         raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
     find(opt_state)
     scaling = _scaling(optimizer)
-    scaled, extra = declared(scaled_gradients, extra)
-    return scaling.apply(scaled, opt_state, params, extra)
+    scaled, extra = with_scale(scaled_gradients, extra)
+    scaling.check_state(opt_state)
+    check_gradients(scaled.gradients, params)
+    return scaling.apply(backward_of(scaled, extra), opt_state, params, extra)
 
 
 def step(
@@ -64,10 +67,10 @@ def step(
     parameters are sharded over explicit axes, make the state with ``jax.jit(optimizer.init)(params)``.
 
     A model's state, such as the running statistics of a batch norm, goes in as an argument and comes back in
-    aux. On a skipped step it comes back as it was: an overflow in forward would otherwise leave inf or NaN in
-    it for ever. New state is recognized in aux as a dictionary, module or other node with names that has all
-    entries of one argument, or of a part of it, by path and shape. Other entries of it, such as metrics, are
-    returned as they were computed. A node that has some of the entries only is an error.
+    aux. On a skipped step it comes back unchanged; otherwise an overflow in the forward pass would leave inf
+    or NaN in it for good. New state is recognized in aux as a dictionary, module or other node with names
+    that has all entries of one argument, or of a part of it, by path and shape. Other entries of it, such as
+    metrics, are returned as they were computed. A node that has only some of the entries is an error.
 
     Args:
         loss_fn: a function of the parameters and what else the step is given, by position or by name, to a
@@ -78,7 +81,7 @@ def step(
         has_aux: whether `loss_fn` returns a pair.
         axis_name: the axis of `pmap` or `shard_map` along which devices have other examples, or a tuple of
             them: value and gradients are averaged.
-        keep_state: whether state in aux comes back as it was on a skipped step. None: where it is recognized.
+        keep_state: whether state in aux comes back unchanged on a skipped step. None: where it is recognized.
             True: there has to be state, and single entries with the path and shape of an argument's are state
             too. False: aux is what the loss function returned.
 
@@ -100,22 +103,25 @@ def step(
     (inf, 0.5, 32768.0)
     """
     scaling = _scaling(optimizer)
-    differentiate = differentiated(loss_fn, 0, has_aux, axis_name)
+    differentiate = Differentiated(loss_fn, 0, has_aux, axis_name)
     _check_keep_state(keep_state, has_aux)
 
-    def train(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def train(
+        params: Params, opt_state: LossScaledState, *args: object, **kwargs: object
+    ) -> tuple[Any, Params, LossScaledState]:
         fast = params.fast if isinstance(params, optax.LookaheadParams) else params
         refuse_stateful(fast)
-        _check_arguments(fast, opt_state)
-        scale, complete = scale_in(opt_state), None
+        _check_params(fast)
+        scaling.check_state(opt_state)
+        scale, finish = next_scale(opt_state), None
         if isinstance(scale, jax.core.Tracer):
-            result, scaled, complete = tails.cut(differentiate, scale, fast, *args, **kwargs)
+            result, scaled, finish = defer_casts(lambda: differentiate(scale, fast, *args, **kwargs))
         else:
             result, scaled = differentiate(scale, fast, *args, **kwargs)
         value = result[0] if has_aux else result
-        value_fn = unscaled_loss(loss_fn, has_aux, axis_name, scale, args, kwargs)
-        extra = {"value": value, "value_fn": value_fn}
-        params, opt_state = scaling.apply(ScaledGradients(scaled, scale), opt_state, params, extra, complete)
+        extra = {"value": value, "value_fn": differentiate.of_params(scale, args, kwargs)}
+        backward = Backward(scaled, scale, value, finish)
+        params, opt_state = scaling.apply(backward, opt_state, params, extra)
         if has_aux and keep_state is not False:
             aux = keep_on_skip(result[1], opt_state.finite, args, kwargs, required=keep_state is True)
             result = value, aux
@@ -124,7 +130,7 @@ def step(
     return train
 
 
-def _scaling(optimizer: Any) -> Scaling:
+def _scaling(optimizer: object) -> Scaling:
     """Return what `loss_scaled` made.
 
     Raises:
@@ -142,7 +148,7 @@ def _scaling(optimizer: Any) -> Scaling:
     return scaling
 
 
-def _check_keep_state(keep_state: Any, has_aux: bool) -> None:
+def _check_keep_state(keep_state: object, has_aux: bool) -> None:
     if keep_state is not None and not isinstance(keep_state, bool):
         raise UsageError(
             f"keep_state={keep_state!r:.60} is not a boolean. Write keep_state=True, or leave it out."
@@ -154,15 +160,16 @@ def _check_keep_state(keep_state: Any, has_aux: bool) -> None:
         )
 
 
-def _check_arguments(params: Any, opt_state: Any) -> None:
-    """Refuse what would go wrong deep inside of an optimizer."""
-    if found_in(params):
-        raise UsageError("params and opt_state are swapped. Write step(params, opt_state, ...).")
-    find(opt_state)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not gradients.is_inexact(leaf):
-            raise UsageError(
-                f"params{jax.tree_util.keystr(path)} has no gradient: it is {getattr(leaf, 'dtype', leaf)}. "
-                "Write step(loss_fn, optimizer)(params, ...) with floating parameters alone, and give the "
-                "rest as another argument."
-            )
+def _check_params(params: object) -> None:
+    """Refuse parameters that would fail deep inside an optimizer."""
+    for leaf in jax.tree.leaves(params):
+        if is_inexact(leaf):
+            continue
+        if states_in(params):
+            raise UsageError("params and opt_state are swapped. Write step(params, opt_state, ...).")
+        path = next(path for path, other in jax.tree_util.tree_leaves_with_path(params) if other is leaf)
+        raise UsageError(
+            f"params{jax.tree_util.keystr(path)} has no gradient: it is {getattr(leaf, 'dtype', leaf)}. "
+            "Write step(loss_fn, optimizer)(params, ...) with floating parameters alone, and give the "
+            "rest as another argument."
+        )

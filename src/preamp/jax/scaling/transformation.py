@@ -1,42 +1,35 @@
-"""Loss scaling as an optax transformation: what is not finite is skipped, and the record is in the state."""
+"""Loss scaling as an optax transformation: one step of it skips what is not finite, and keeps a record."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
+from preamp.arrays.jax import is_inexact, multiply
 from preamp.checks import is_number, shown
 from preamp.errors import PolicyError, UsageError
-from preamp.jax import axes
-from preamp.jax.scaling import gradients
-from preamp.jax.scaling.flow_slots import is_flow_slot
-from preamp.jax.scaling.loss_scale import LossScale, read, start_of
-from preamp.jax.scaling.matching import check_gradients, check_inner_state
-from preamp.jax.scaling.modules import refuse_stateful
-from preamp.jax.scaling.optax_callers import optax_caller
-from preamp.jax.scaling.readings import reading_of
-from preamp.jax.scaling.scaled_gradients import ScaledGradients, as_loss, single
-from preamp.jax.scaling.states import (
-    UNKNOWN_LOSS,
-    LossScaledState,
-    check_dtypes,
-    check_scalars,
-    find,
-    found_in,
-    kind_of,
-)
-from preamp.policy import Dynamic, Policy, Reading
-from preamp.scaling import Step
-from preamp.systems.arguments import check_counts, given_policy
+from preamp.jax import axes, trees
+from preamp.jax.scaling.differentiation import refuse_stateful
+from preamp.jax.scaling.loss_scale import start
+from preamp.jax.scaling.measurements import measure
+from preamp.jax.scaling.scaled_gradients import ScaledGradients, as_loss, optax_caller, single
+from preamp.jax.scaling.states import LossScaledState, check, states_in
+from preamp.jax.trees import is_flow_slot, kind_of
+from preamp.policy import Dynamic, Policy
+from preamp.scaling import Measured, advance
+from preamp.systems.arguments import given_policy
 
-OFFERED = ("value", "value_fn", "grad")  # what line searches ask for
+OFFERED = frozenset(["value", "value_fn", "grad"])  # what line searches ask for
+Params = TypeVar("Params")
+Result = TypeVar("Result")
 
 
 def loss_scaled(
@@ -47,19 +40,20 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation of `ScaledGradients`: it unscales, checks, clips, and skips what is not finite.
 
-    On a skip the inner state keeps every bit and the updates are zeros, negative ones: added to a parameter
-    they leave every bit as well. The inner transformation is given gradients and parameters in float32 where
-    they are shorter; float64 and complex stay.
+    On a skipped step the inner state keeps every bit, and the updates are negative zeros, which change no
+    bit of a parameter. The inner transformation is given gradients and parameters in float32 where they are
+    shorter; float64 and complex stay.
 
     The loss to differentiate is scaled by `policy_state.scale`: `step` and `scaled_value_and_grad` do that.
     `update` takes what `scaled_value_and_grad` returns, and unscales it with the scale that it carries. Plain
-    gradients are refused, because nothing tells whether they are scaled: `ScaledGradients(gradients, scale)`
-    says so. A trainer that takes gradients apart (`nnx.Optimizer`) passes the scale beside them:
-    ``update(scaled.gradients, state, params, loss_scale=scaled.scale)``.
+    gradients are refused, because it is not known whether they are scaled: write
+    `ScaledGradients(gradients, scale)`. A trainer that takes gradients apart (`nnx.Optimizer`) passes the
+    scale separately: ``update(scaled.gradients, state, params, loss_scale=scaled.scale)``.
 
     `loss_scaled` has to be the outermost transformation: all else belongs inside, as in
-    ``loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))``. In a chain, what stands
-    before `loss_scaled` would be given scaled gradients, and what stands after it would run on skipped steps.
+    ``loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))``. In a chain, a
+    transformation before `loss_scaled` would be given scaled gradients, and one after it would run on skipped
+    steps.
     `step`, `apply_gradients`, `scaled_value_and_grad` and `last_step` refuse the state of such a chain.
 
     Args:
@@ -68,8 +62,8 @@ def loss_scaled(
         max_norm: clip the unscaled gradients to this global L2 norm, as `optax.clip_by_global_norm` does.
             None and inf do not clip.
         axis_name: the mapped axis, or a tuple of them, along which devices hold other gradients: shards
-            of parameters. They then skip together, and the norm is that of all. Where gradients have been
-            averaged over devices, and under `jit` with sharded arrays, nothing is to be given.
+            of parameters. They then skip together, and the norm is that of all. Leave it out
+            where gradients have been averaged over devices, and under `jit` with sharded arrays.
 
     Raises:
         PolicyError: for a policy or norm that cannot work.
@@ -95,17 +89,17 @@ def loss_scaled(
     scaling = Scaling(
         optax.with_extra_args_support(inner),
         given_policy(Dynamic() if policy is None else policy, {}),
-        _norm(max_norm),
+        _checked_norm(max_norm),
         axes.names_of(axis_name),
     )
     return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
 
 
-def _norm(max_norm: Any) -> float | None:
-    """Return a limit as a float; None for one that is never reached.
+def _checked_norm(max_norm: object) -> float | None:
+    """Return `max_norm` as a float; None if it never clips.
 
     Raises:
-        PolicyError: for what is not a number above 0 that is known before the step is compiled.
+        PolicyError: if it is not a number above 0, or if JAX is tracing it.
     """
     if max_norm is None:
         return None
@@ -114,8 +108,8 @@ def _norm(max_norm: Any) -> float | None:
             "max_norm is a value that JAX is tracing, and it has to be known before. Write max_norm=1.0, or "
             "put optax.clip_by_global_norm(max_norm) into the inner optimizer."
         )
-    limit = max_norm
-    if isinstance(max_norm, np.ndarray | np.generic | jax.Array) and max_norm.shape == ():
+    limit: Any = max_norm
+    if isinstance(max_norm, np.ndarray | np.generic | Array) and max_norm.shape == ():
         limit = max_norm.item()
     if limit == float("inf"):
         return None
@@ -124,16 +118,33 @@ def _norm(max_norm: Any) -> float | None:
     return float(limit)
 
 
+class Backward(NamedTuple):
+    """What the backward pass of one step gave.
+
+    Attributes:
+        gradients: a tree of scaled gradients; where there is a `finish`, the same entries in another order or
+            a shorter dtype.
+        scale: the scale that was in the loss.
+        loss: not scaled.
+        finish: turns the leaves into those of the gradients; called where the step is not skipped.
+    """
+
+    gradients: object
+    scale: Array
+    loss: object
+    finish: Callable[[list[Array]], list[Array]] | None = None
+
+
 @dataclass(frozen=True)
 class Scaling:
-    """What `loss_scaled` is made of. Its arguments are those, checked."""
+    """One optimizer with loss scaling: the arguments of `loss_scaled`, checked."""
 
     inner: optax.GradientTransformationExtraArgs
     policy: Policy[Any]
     max_norm: float | None
     names: tuple[Hashable, ...]
 
-    def init(self, params: Any) -> LossScaledState:
+    def init(self, params: object) -> LossScaledState:
         """Return the state before the first step."""
         refuse_stateful(params)
         if any(map(is_flow_slot, jax.tree.leaves(params, is_leaf=is_flow_slot))):
@@ -141,130 +152,115 @@ class Scaling:
                 "params hold a flow_slot(), which the optimizer would update. Write the slots as another "
                 "argument of the loss, and scaled_value_and_grad(loss_fn, argnums=(0, 1))."
             )
-        start, inner = start_of(self.policy), self.inner.init(gradients.wide(params))
-        if found_in(inner):
+        first, inner = start(self.policy), self.inner.init(trees.widen(params))
+        if states_in(inner):
             raise UsageError(
                 "the optimizer inside scales losses already: gradients would be unscaled twice. "
                 "Write loss_scaled around the whole optimizer, once."
             )
-        return LossScaledState(
-            policy_state=start,
-            inner_state=inner,
-            last_scale=_copy(start.scale),
-            finite=jnp.ones((), bool),
-            grad_norm=jnp.zeros((), jnp.float32),
-            exhausted=jnp.zeros((), jnp.float32),
-            steps=jnp.zeros((), jnp.int32),
-            skipped_steps=jnp.zeros((), jnp.int32),
-            loss=jnp.full((), UNKNOWN_LOSS, jnp.float32),
-            peak=self.first_peak(),
-        )
-
-    def first_peak(self) -> Any:
-        """Return the peak before the first step; None where the policy does not ask for it."""
-        return jnp.zeros((), jnp.float32) if "peak" in self.policy.needs else None
+        return LossScaledState(**first._asdict(), inner_state=inner, loss=as_loss(None))
 
     def update(
-        self, scaled: Any, state: LossScaledState, params: Any = None, **extra: Any
+        self, scaled: object, state: LossScaledState, params: object = None, **extra: object
     ) -> tuple[Any, LossScaledState]:
         """Return updates, in the dtypes of the unscaled gradients, and the state after the step."""
-        self._check_state(state)
-        scaled, extra = declared(scaled, extra)
+        self.check_state(state)
+        gradients, extra = with_scale(scaled, extra)
         if caller := optax_caller():
             raise UsageError(
                 f"the update of loss_scaled was called by {caller}: what is around loss_scaled is given "
                 "gradients that are still scaled, or runs on skipped steps too. Write loss_scaled around the "
                 "whole optimizer, such as loss_scaled(optax.chain(...)) or loss_scaled(optax.lookahead(...))."
             )
-        check_gradients(scaled.gradients, params)
-
+        check_gradients(gradients.gradients, params)
+        skipped = self._skipped_updates(gradients.gradients, state, params, extra)
         return self._step(
-            scaled, state, params, extra, lambda updates: updates, self._zeros(scaled, state, params, extra)
+            backward_of(gradients, extra), state, params, extra, lambda updates: updates, skipped
         )
 
-    def _zeros(self, scaled: ScaledGradients, state: LossScaledState, params: Any, extra: Any) -> Any:
+    def _skipped_updates(
+        self, gradients: object, state: LossScaledState, params: object, extra: dict[str, object]
+    ) -> object:
         """Return the updates of a skipped step: negative zeros, which change no bit."""
-        wide = gradients.wide(scaled.gradients)
-        like: Any = jax.tree.structure(wide)
-        if params is None or like == jax.tree.structure(params):
-            return gradients.each(lambda leaf: jnp.full_like(leaf, -0.0), wide)
+        wide = trees.widen(gradients)
+        structure: object = jax.tree.structure(wide)
+        if params is None or structure == jax.tree.structure(params):
+            return trees.map_inexact(lambda leaf: jnp.full_like(leaf, -0.0), wide)
         # Updates need not be a tree like the gradients: those of optax.lookahead have fast and slow parts.
+        offered = self._accepted({"grad": wide, **extra})
         updates = jax.eval_shape(
-            lambda: self.inner.update(
-                wide, state.inner_state, gradients.wide(params), **self._accepted({"grad": wide, **extra})
-            )[0]
+            lambda: self.inner.update(wide, state.inner_state, trees.widen(params), **offered)[0]
         )
-        return gradients.each(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates)
+        return trees.map_inexact(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates)
 
     def apply(
-        self,
-        scaled: ScaledGradients,
-        state: LossScaledState,
-        params: Any,
-        extra: dict[str, Any],
-        complete: Callable[[Any], Any] | None = None,
-    ) -> tuple[Any, LossScaledState]:
+        self, backward: Backward, state: LossScaledState, params: Params, extra: dict[str, object]
+    ) -> tuple[Params, LossScaledState]:
         """Return the parameters and the state after the step.
 
         Args:
-            scaled: gradients, or the same entries in another order or a shorter dtype.
-            state: before the step.
-            params: likewise.
+            backward: gradients like `params`.
+            state: before the step, checked.
+            params: before the step.
             extra: for the inner optimizer.
-            complete: makes the gradients of `scaled`; called where the step is not skipped.
         """
-        self._check_state(state)
-        if complete is None:
-            check_gradients(scaled.gradients, params)
-        whole = gradients.wide(params)
 
-        def applied(updates: Any) -> Any:
-            return optax.apply_updates(whole, jax.tree.map(_without_float0, updates))
+        def applied(updates: object) -> object:
+            return optax.apply_updates(trees.widen(params), jax.tree.map(_without_float0, updates))
 
-        return self._step(scaled, state, params, extra, applied, params, complete)
+        return self._step(backward, state, params, extra, applied, params)
 
     def _step(
         self,
-        scaled: ScaledGradients,
+        backward: Backward,
         state: LossScaledState,
-        params: Any,
-        extra: dict[str, Any],
-        finish: Callable[[Any], Any],
-        before: Any,
-        complete: Callable[[Any], Any] | None = None,
-    ) -> tuple[Any, LossScaledState]:
-        """Return `finish` of the inner updates, or `before` on a skip: all of it in one conditional."""
-        axes.check_bound(self.names)
-        scale = scaled.scale
-        seen = gradients.look(scaled.gradients, scale, self.names)
-        reading = reading_of(self.policy, scaled.gradients, seen.finite, self.names)
+        params: object,
+        extra: dict[str, object],
+        applied: Callable[[object], object],
+        skipped: Result,
+    ) -> tuple[Result, LossScaledState]:
+        """Return `applied` of the inner updates, or `skipped`: all of the update is in one conditional."""
+        if self.names:
+            axes.check_bound(self.names)
+        leaves, rebuild = trees.split(backward.gradients)
+        measured = measure(self.policy, leaves, backward.scale, self.names)
+        norm = measured.grad_norm
+        assert norm is not None
+        inverse = 1.0 / backward.scale.astype(norm.dtype)
 
-        def take() -> tuple[Any, Any]:
-            whole = complete(scaled.gradients) if complete else scaled.gradients
-            unscaled = gradients.multiplied(whole, seen.inverse * self._clip(seen.norm))
-            # Line searches ask for the gradient of the loss, before clipping. Compiled, it costs nothing
-            # else.
-            plain = unscaled if self.max_norm is None else gradients.multiplied(whole, seen.inverse)
-            others = {"grad": plain, **extra}
-            updates, inner = self._inner_update(unscaled, state.inner_state, gradients.wide(params), others)
-            return gradients.like(finish(updates), before), inner
+        def take() -> tuple[Any, object]:
+            whole = backward.finish(leaves) if backward.finish else leaves
+            plain = clipped = rebuild(multiply(whole, inverse))
+            if self.max_norm is not None:
+                clip = self.max_norm / jnp.maximum(norm, self.max_norm)
+                clipped = rebuild(multiply(whole, inverse * clip))
+            # Line searches ask for the gradient of the loss, before clipping. If unused, the compiler
+            # drops it.
+            offered = {"grad": plain, **extra}
+            updates, inner = self._inner_update(clipped, state.inner_state, trees.widen(params), offered)
+            return trees.cast_like(applied(updates), skipped), inner
 
-        result, inner = _either(seen.finite, take, lambda: (before, state.inner_state))
-        loss = scaled.loss if extra.get("value") is None else extra["value"]
-        return result, self._after(state, inner, scale, seen.norm, reading, loss)
+        def skip() -> tuple[Any, object]:
+            return skipped, state.inner_state
+
+        if isinstance(measured.finite, jax.core.Tracer):
+            result, inner = jax.lax.cond(measured.finite, take, skip)
+        else:
+            result, inner = take() if measured.finite else skip()  # known now: nothing is compiled
+        return result, self._after(state, inner, measured, backward.loss)
 
     def _inner_update(
-        self, unscaled: Any, inner_state: Any, params: Any, extra: dict[str, Any]
-    ) -> tuple[Any, Any]:
+        self, gradients: object, inner_state: object, params: object, extra: dict[str, object]
+    ) -> tuple[object, object]:
         """Return the inner optimizer's updates and its state, in the dtypes that the state had.
 
         Raises:
             UsageError: for a state that is not one of these parameters.
         """
-        like = params if params is not None else unscaled
+        like = params if params is not None else gradients
         try:
-            updates, after = self.inner.update(unscaled, inner_state, params, **self._accepted(extra))
-            after = gradients.like(after, inner_state)
+            updates, after = self.inner.update(gradients, inner_state, params, **self._accepted(extra))
+            after = trees.cast_like(after, inner_state)
         except UsageError:
             raise
         except Exception as error:
@@ -274,28 +270,26 @@ class Scaling:
                     "step(loss_fn, optimizer), which gives them, or apply_gradients(optimizer, scaled, "
                     "opt_state, params, value=value, value_fn=lambda params: loss_fn(params, ...))."
                 ) from error
-            check_inner_state(error, self.inner.init, like, inner_state)
+            _check_inner_state(error, self.inner.init, like, inner_state)
             raise
-        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (after, inner_state)]
-        if shapes[0] != shapes[1]:  # a leaf of another shape was broadcast
-            check_inner_state(None, self.inner.init, like, inner_state)
+        if list(map(jnp.shape, jax.tree.leaves(after))) != list(map(jnp.shape, jax.tree.leaves(inner_state))):
+            _check_inner_state(
+                None, self.inner.init, like, inner_state
+            )  # a leaf of another shape was broadcast
         return updates, after
 
-    def _accepted(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def _accepted(self, extra: dict[str, object]) -> dict[str, object]:
         """Return arguments without those that we offer to every optimizer and this one does not take."""
         taken = inspect.signature(self.inner.update).parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        if inspect.Parameter.VAR_KEYWORD in [parameter.kind for parameter in taken.values()]:
             return extra
         return {name: value for name, value in extra.items() if name not in OFFERED or name in taken}
 
-    def _check_state(self, state: Any) -> None:
-        """Raise for a state of another optimizer, of another policy, or of other dtypes."""
-        find(state)
-        check_scalars(state)
-        check_dtypes(state)
-        if (state.peak is None) != (self.first_peak() is None) or type(state.policy_state) is not type(
-            self.policy.start()
-        ):
+    def check_state(self, state: object) -> LossScaledState:
+        """Return a state, checked; raise for one of another optimizer, another policy or other dtypes."""
+        state = check(state)
+        has_peak = "peak" in self.policy.needs
+        if (state.peak is not None) != has_peak or type(state.policy_state) is not type(self.policy.start()):
             raise UsageError(
                 f"the loss scale in opt_state, {kind_of(state.policy_state)}, is not that of "
                 f"{self.policy!r}: it was made by another policy. Write opt_state = "
@@ -303,155 +297,32 @@ class Scaling:
                 "policy's again; or restore with optimizer.init(params) as the template, if a file has lost "
                 "the types."
             )
-
-    def _clip(self, norm: Any) -> Any:
-        return 1.0 if self.max_norm is None else self.max_norm / jnp.maximum(norm, self.max_norm)
+        return state
 
     def _after(
-        self, state: LossScaledState, inner: Any, scale: Any, norm: Any, reading: Reading, loss: Any
+        self, state: LossScaledState, inner: object, measured: Measured[Array], loss: object
     ) -> LossScaledState:
-        after = LossScale(self.policy, state.policy_state, state.exhausted).advance(reading)
-        return LossScaledState(
-            policy_state=after.state,
-            inner_state=inner,
-            last_scale=_copy(scale),
-            finite=reading.finite,
-            grad_norm=jnp.where(reading.finite, norm, jnp.inf).astype(jnp.float32),
-            exhausted=after.exhausted,
-            steps=state.steps + 1,
-            skipped_steps=state.skipped_steps + jnp.where(reading.finite, 0, 1).astype(jnp.int32),
-            loss=_recorded(as_loss(loss, "value"), reading.finite),
-            peak=None if reading.peak is None else _copy(reading.peak),
+        """Return the state after the step; its scalars are copies, since donated buffers must not alias."""
+        assert measured.grad_norm is not None
+        stored = measured._replace(
+            scale=measured.scale + 0.0, grad_norm=measured.grad_norm.astype(jnp.float32)
         )
+        after, _ = advance(self.policy, state.scaler_state, stored, jnp.where)
+        recorded = _recorded(as_loss(loss, "value"), measured.finite)
+        return LossScaledState(**after._asdict(), inner_state=inner, loss=recorded)
 
 
-def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossScaledState:
-    """Return the state to resume a training from with another policy.
+def backward_of(scaled: ScaledGradients, extra: dict[str, object]) -> Backward:
+    """Return gradients with the loss that is recorded: the `value` that an update is given, or their own."""
+    loss = scaled.loss if extra.get("value") is None else extra["value"]
+    return Backward(scaled.gradients, scaled.scale, loss)
 
-    The inner optimizer's state, its moments and counts, and the counts of steps stay. The loss scale starts
-    as the policy starts it.
 
-    Args:
-        opt_state: of an optimizer made with `loss_scaled` and any policy.
-        policy: that of the `loss_scaled` which goes on.
+def with_scale(scaled: object, extra: dict[str, object]) -> tuple[ScaledGradients, dict[str, object]]:
+    """Return gradients with their scale, and the other arguments of the inner optimizer.
 
     Raises:
-        PolicyError: for what is not a policy.
-        UsageError: for another state.
-
-    >>> import jax.numpy as jnp, optax
-    >>> from preamp import Dynamic, Headroom
-    >>> state = loss_scaled(optax.adam(1e-3), Dynamic(init_scale=2.0**20)).init(jnp.zeros(2))
-    >>> policy = Headroom(init_scale=2.0**10)
-    >>> state = restart_loss_scale(state, policy)
-    >>> optimizer = loss_scaled(optax.adam(1e-3), policy)
-    >>> float(state.policy_state.scale)
-    1024.0
-    """
-    if isinstance(opt_state, LossScale):
-        raise UsageError(
-            "restart_loss_scale was given a LossScale. Write LossScale(policy), which starts the policy "
-            "again."
-        )
-    state = find(opt_state)
-    start = Scaling(optax.with_extra_args_support(optax.identity()), given_policy(policy, {}), None, ()).init(
-        ()
-    )
-    return state._replace(policy_state=start.policy_state, exhausted=start.exhausted, peak=start.peak)
-
-
-def last_step(opt_state: Any) -> Step | None:
-    """Return what the last step came to, read to the host; None before the first.
-
-    The loss is in it where it is known: `step` knows it, the gradients of `scaled_value_and_grad` carry it,
-    and for others, such as those that `map` returns, `update(..., value=loss)` tells it.
-
-    Args:
-        opt_state: the state of an optimizer made with `loss_scaled`, after the step.
-
-    Raises:
-        UsageError: for another state, and inside a function that JAX transforms.
-        PolicyError: for a loss scale that is not a finite number above 0, with which every step is skipped.
-    """
-    if isinstance(opt_state, LossScale):
-        raise UsageError(
-            "last_step was given a LossScale, which has no record of steps. Write loss_scale.loss_scale for "
-            "the scale, and loss_scale.check_exhausted() after restoring one."
-        )
-    state = find(opt_state)
-    record = (
-        state.steps,
-        state.last_scale,
-        state.finite,
-        state.grad_norm,
-        state.loss,
-        state.policy_state.scale,
-    )
-    peaks = [] if state.peak is None else [state.peak]
-    steps, scale, finite, norm, loss, new_scale, *measured = read([*record, *peaks])
-    Dynamic().restore({"scale": new_scale})  # raises for what no policy can resume from
-    if not steps:
-        return None
-    return Step(
-        index=int(steps) - 1,
-        scale=scale,
-        finite=bool(finite),
-        skipped=not finite,
-        new_scale=new_scale,
-        loss=None if loss == UNKNOWN_LOSS else loss,
-        grad_norm=norm if finite else None,
-        peak=measured[0] if measured and finite else None,
-    )
-
-
-def check_exhausted(opt_state: Any, policy: Policy[Any]) -> None:
-    """Raise what a compiled step could not: the policy has given up, or cannot resume from the state.
-
-    A restored state is an array like any other, which no compiled step can check. Call this once after
-    restoring a checkpoint.
-
-    Args:
-        opt_state: the state of an optimizer made with `loss_scaled`.
-        policy: that `loss_scaled` was given.
-
-    Raises:
-        ScaleExhausted: if the policy has given up.
-        PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
-        UsageError: for another state, one that was cast to another dtype, and inside a function that JAX
-            transforms.
-        UserWarning: a warning, for a scale outside the policy's bounds. Nothing else says so: `last_step`
-            does not know the policy.
-    """
-    if isinstance(opt_state, LossScale):
-        raise UsageError(
-            "check_exhausted was given a LossScale, which has its policy with it. Write "
-            "loss_scale.check_exhausted()."
-        )
-    state = find(opt_state)
-    check_dtypes(state)
-    if type(state.policy_state) is not type(given_policy(policy, {}).start()):
-        raise UsageError(
-            f"the loss scale in opt_state, {kind_of(state.policy_state)}, is not that of {policy!r}. Write "
-            "check_exhausted(opt_state, policy) with the policy that loss_scaled was given, or opt_state = "
-            "restart_loss_scale(opt_state, policy) to resume with this one."
-        )
-    counts = {name: getattr(state, name) for name in ("steps", "skipped_steps")}
-    check_counts(dict(zip(counts, read(list(counts.values())), strict=True)), counts)
-    LossScale(policy, state.policy_state, state.exhausted).check_exhausted()
-
-
-def _either(finite: Any, take: Callable[[], Any], skip: Callable[[], Any]) -> Any:
-    """Choose in the compiled program, or here and now where the answer is known: nothing is compiled then."""
-    if isinstance(finite, jax.core.Tracer):
-        return jax.lax.cond(finite, take, skip)
-    return take() if finite else skip()
-
-
-def declared(scaled: Any, extra: dict[str, Any]) -> tuple[ScaledGradients, dict[str, Any]]:
-    """Return gradients with their scale, and what else there is for the inner optimizer.
-
-    Raises:
-        UsageError: for gradients without a scale: nothing tells whether they are scaled; for two scales; for
+        UsageError: for gradients without a scale, which may be scaled or not; for two scales; for
             a `value` that is not a real scalar.
     """
     others = {name: _plain(value) for name, value in extra.items() if name != "loss_scale"}
@@ -475,22 +346,102 @@ def declared(scaled: Any, extra: dict[str, Any]) -> tuple[ScaledGradients, dict[
     )
 
 
-def _plain(value: Any) -> Any:
-    """Return an argument of the inner optimizer: it is not to be given scaled gradients, as `grad`."""
+def _plain(value: object) -> object:
+    """Return an argument of the inner optimizer, unscaled if it is scaled gradients, such as `grad`."""
     return value.unscale() if isinstance(value, ScaledGradients) else value
 
 
-def _recorded(loss: Any, finite: Any) -> Any:
+def _recorded(loss: Array, finite: Array) -> Array:
     """Return a loss as the state keeps it: averaged over devices that take the same step."""
     apart = tuple(axes.varying(loss) - axes.varying(finite))
-    return jax.lax.pmean(loss, apart) if apart else _copy(loss)
+    return jax.lax.pmean(loss, apart) if apart else loss + 0.0
 
 
-def _without_float0(update: Any) -> Any:
+def _without_float0(update: Array) -> Array | np.ndarray:
     """Return an update that can be added: integers have a derivative of a dtype without arithmetic."""
     return np.zeros(update.shape, bool) if update.dtype == jax.dtypes.float0 else update
 
 
-def _copy(scalar: Any) -> Any:
-    """Return a scalar in memory of its own: what is given away with `donate_argnums` must be there once."""
-    return scalar + 0.0
+def check_gradients(gradients: object, params: object) -> None:
+    """Raise unless there is a gradient of the same shape for each parameter that has one.
+
+    Args:
+        gradients: a tree.
+        params: a tree; None, where an optimizer is not given any, is not checked. Of `LookaheadParams` it is
+            the fast ones that have gradients.
+
+    Raises:
+        UsageError: with the first leaf that is missing, None, of another shape, or too many.
+    """
+    if params is None:
+        return
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    if _shapes(gradients) == _shapes(params):
+        return
+    have, need = _leaves(gradients), _leaves(params)
+    for name, parameter in need.items():
+        if not is_inexact(parameter):
+            continue
+        where = f"params{name} has shape {jnp.shape(parameter)}"
+        if have.get(name) is None:
+            what = f"the gradients{name} are None" if name in have else f"the gradients have no leaf {name}"
+            raise UsageError(
+                f"{what}, but {where}. Write gradients and parameters as the same tree: loss_fn(params, "
+                "...) has to be differentiated with respect to all that is updated."
+            )
+        if jnp.shape(have[name]) != jnp.shape(parameter):
+            raise UsageError(
+                f"the gradients{name} have shape {jnp.shape(have[name])}, but {where}. Write gradients and "
+                "parameters of the same shapes."
+            )
+    for name in have:
+        if name not in need and have[name] is not None:
+            raise UsageError(
+                f"the gradients have a leaf {name}, and the parameters have none there. Write gradients and "
+                "parameters as the same tree."
+            )
+
+
+def _check_inner_state(
+    error: Exception | None, init: Callable[..., object], params: object, state: object
+) -> None:
+    """Raise what is wrong with an inner optimizer's state, if it is not that of these parameters.
+
+    Args:
+        error: what the inner optimizer raised.
+        init: of the inner optimizer.
+        params: float32 where they were shorter.
+        state: the inner optimizer's.
+
+    Raises:
+        UsageError: with the first leaf that is missing, or not as `init` makes it.
+    """
+    try:
+        expected = _leaves(jax.eval_shape(init, params))
+    except Exception:  # an optimizer that cannot say; the error that was raised stands
+        return
+    given = _leaves(state)
+    for name in [*expected, *given]:
+        ours, theirs = expected.get(name), given.get(name)
+        if _what(ours) != _what(theirs):
+            raise UsageError(
+                f"opt_state.inner_state{name} is {_what(theirs)}, and for these parameters it has to be "
+                f"{_what(ours)}: the state belongs to other parameters or to another optimizer, or lost its "
+                "types in a file. Write optimizer.init(params), or restore with it as the template."
+            ) from error
+
+
+def _leaves(tree: object) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths; None is one."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)[0]
+    return {jax.tree_util.keystr(path): leaf for path, leaf in pairs}
+
+
+def _shapes(tree: object) -> tuple[Any, list[tuple[int, ...]]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [jnp.shape(leaf) for leaf in leaves if hasattr(leaf, "shape")]
+
+
+def _what(leaf: object) -> str:
+    return "missing" if leaf is None else f"of shape {getattr(leaf, 'shape', ())}"

@@ -1,0 +1,53 @@
+"""Measure scaled gradients: whether they are finite, their norm, and what the policy needs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from preamp.arrays.jax import count_from, global_norm, peak, real_parts
+from preamp.jax import axes
+from preamp.policy import Policy
+from preamp.scaling import Measured
+
+
+def measure(
+    policy: Policy[Any] | None, gradients: list[Array], scale: Array, names: tuple[Hashable, ...] = ()
+) -> Measured[Array]:
+    """Return what one step's gradients are like, on all devices of the step.
+
+    They count as finite if their unscaled norm is finite, so a scale of 0 or NaN counts as an overflow.
+
+    Args:
+        policy: what it needs is measured besides the norm, each in one more pass over the gradients. None:
+            nothing.
+        gradients: floating or complex, still scaled. Of complex ones the real and the imaginary parts are
+            entries.
+        scale: the scale that was in the loss, a float32 scalar.
+        names: axes along which devices hold other gradients of the same step.
+
+    Returns:
+        The norm is a float64 if any gradient is, else a float32.
+    """
+    norm = global_norm(gradients, partial(axes.sum_over, names))
+    norm = norm * (1.0 / scale.astype(norm.dtype))
+    needs = policy.needs if policy else frozenset()
+    return Measured(
+        jnp.isfinite(norm),
+        scale,
+        norm,
+        peak(gradients, partial(axes.max_over, names)) if "peak" in needs else None,
+        _share(gradients, policy.edge, names) if policy and "share" in needs else None,
+    )
+
+
+def _share(gradients: list[Array], edge: float, names: tuple[Hashable, ...]) -> Array:
+    """Return the part of all entries whose magnitude is the edge or more."""
+    counts = [jnp.stack([count_from(edge, part), jnp.float32(part.size)]) for part in real_parts(gradients)]
+    count, size = axes.sum_over(names, [jnp.zeros(2), *counts])
+    share: Array = count / jnp.maximum(size, 1.0)
+    return share

@@ -1,0 +1,117 @@
+"""Trees of parameters and gradients: which leaves are floating, and which only count what flowed by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from preamp.arrays import jax as arrays
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True, eq=False)
+class FlowSlot:
+    """What `watch` counts in: an argument of the loss, made by `flow_slot`.
+
+    The derivative of a loss with respect to it is a `FlowSlot` with the counts. What unscales, measures or
+    clips gradients in `preamp.jax` leaves it as it is, and with an `axis_name` counts are added up over
+    devices.
+
+    Attributes:
+        counts: float32 array of shape [256], one number for each binary exponent.
+    """
+
+    counts: Array
+
+
+def is_flow_slot(node: object) -> bool:
+    """Return whether a node of a tree is a slot, for `is_leaf`."""
+    return isinstance(node, FlowSlot)
+
+
+def _flatten(slot: FlowSlot) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Array]], None]:
+    return [(jax.tree_util.GetAttrKey("counts"), slot.counts)], None
+
+
+def _unflatten(_: None, children: Iterable[Array]) -> FlowSlot:
+    return FlowSlot(*children)
+
+
+jax.tree_util.register_pytree_with_keys(FlowSlot, _flatten, _unflatten)
+
+
+def split(tree: Tree) -> tuple[list[Array], Callable[[Iterable[Array]], Tree]]:
+    """Return the floating and complex leaves of a tree, and a function that puts others in their places.
+
+    The counts of `watch` are not among them.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_flow_slot)
+    places = [place for place, leaf in enumerate(leaves) if arrays.is_inexact(leaf)]
+
+    def rebuild(replacements: Iterable[Array]) -> Tree:
+        filled = list(leaves)
+        for place, leaf in zip(places, replacements, strict=True):
+            filled[place] = leaf
+        return cast(Tree, jax.tree.unflatten(structure, filled))
+
+    return [leaves[place] for place in places], rebuild
+
+
+def map_inexact(function: Callable[[Array], Array], tree: Tree) -> Tree:
+    """Apply a function to the floating and complex leaves of a tree; counts of `watch` stay as they are."""
+    leaves, rebuild = split(tree)
+    return rebuild(map(function, leaves))
+
+
+def unscale(tree: Tree, scale: Array) -> Tree:
+    """Return a tree of gradients divided by the loss scale: float32 where they were shorter."""
+    leaves, rebuild = split(tree)
+    return rebuild(arrays.unscale(leaves, scale))
+
+
+def multiply(tree: Tree, factor: Array | float) -> Tree:
+    """Return a tree times a scalar: float16 and bfloat16 become float32, other dtypes stay."""
+    leaves, rebuild = split(tree)
+    return rebuild(arrays.multiply(leaves, factor))
+
+
+def widen(tree: Tree) -> Tree:
+    """Return a tree whose float16, bfloat16 and shorter leaves are float32."""
+    return cast(Tree, jax.tree.map(arrays.widen, tree))
+
+
+def cast_like(tree: Tree, reference: object) -> Tree:
+    """Return a tree in the dtypes of another."""
+    return cast(Tree, jax.tree.map(_cast_like, tree, reference))
+
+
+def _cast_like(leaf: object, reference: object) -> Array:
+    dtype = jnp.asarray(reference).dtype
+    array = cast(Array, leaf) if hasattr(leaf, "dtype") else jnp.asarray(leaf)  # line searches give numbers
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def all_finite(tree: object) -> Array:
+    """Return whether all entries are finite: a boolean scalar.
+
+    Entries whose squares add up to more than their dtype holds (float32 for shorter ones, so that they are
+    beyond 1e19) count as infinite.
+
+    >>> import jax.numpy as jnp
+    >>> bool(all_finite({"w": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
+    False
+    """
+    return arrays.all_finite(split(tree)[0])
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is, in words that name no tracers."""
+    if hasattr(value, "shape"):
+        return f"an array of shape {value.shape}"
+    return f"a {type(value).__name__}"
