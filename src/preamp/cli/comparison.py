@@ -1,8 +1,4 @@
-"""What several rules make of the same steps, as a table, sentences and a picture.
-
-This room chooses the steps that a command asks for and words what came of them. It refuses to know flags, and
-what a rule does.
-"""
+"""`preamp simulate`: several rules over the same steps, compared in a table, sentences and a report."""
 
 from __future__ import annotations
 

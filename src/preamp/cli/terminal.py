@@ -1,7 +1,4 @@
-"""What the terminal shows: tables, and trainings while they run.
-
-This room decides how rows become columns and how far a training is. It refuses to know what is trained.
-"""
+"""What the terminal shows: help, tables, and the progress of trainings."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from cyclopts.help import DefaultFormatter, DescriptionRenderer, HelpPanel, NameRenderer
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -40,6 +39,20 @@ NARROWEST = 80  # below, the terminal folds lines: cutting cells would show wron
 out = Console(
     highlight=False, markup=False, emoji=False, width=max(NARROWEST, shutil.get_terminal_size().columns)
 )
+
+
+class Unboxed(DefaultFormatter):
+    """Help as cyclopts prints it, without boxes: the settings of all policies fit on two screens."""
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        if not panel.entries:
+            return
+        console.print(panel.title, style="bold")
+        table = Table.grid(padding=(0, 2, 0, 0))
+        name, description = NameRenderer(max_width=console.width * 4 // 9), DescriptionRenderer()
+        for entry in panel.entries:
+            table.add_row(name(entry), description(entry))
+        console.print(Padding(table, (0, 0, 0, 1)))
 
 
 def print_table(rows: Sequence[Row]) -> None:

@@ -128,7 +128,7 @@ def warn_if_out_of_bounds(policy: Any, scale: float, instead: str, *, of: str = 
 def _bound_crossed(policy: Any, scale: float) -> tuple[str, str, float] | None:
     """Return on which side of which bound a scale lies, and the bound; None inside.
 
-    With `bounds="moves"` the first scale may lie outside; up to there a scale is the policy's own.
+    With `Compat(bounds="moves")` the first scale may lie outside; up to there a scale is the policy's own.
     """
     floor, ceiling = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
     first = getattr(policy, "init_scale", scale)

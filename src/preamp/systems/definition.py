@@ -1,7 +1,6 @@
 """What a dialect is: a known system's rule, under its own argument names, and its saved state.
 
-This room knows what can be asked of every dialect. It refuses to know any system: their rules are in
-`dialects`, their checkpoints in `formats`.
+The systems' rules are in `dialects`, their checkpoints in `formats`.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, Generic, ParamSpec
 
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, ROUND, level_of_caller
 from preamp.errors import CheckpointError, InexactScale, LossyConversion, PolicyError
-from preamp.policy import Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
+from preamp.policy import Bounded, Compat, Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
 from preamp.systems.formats import Format, backoff_factor, hysteresis
 
 __all__ = ["Dialect", "dialect", "unused_of"]
@@ -142,16 +142,18 @@ class Dialect(Policy[Any], Generic[P]):
         self, state: Any, policy: Policy[Any] | None = None
     ) -> tuple[dict[str, Any], list[str]]:
         """Return what `dump` returns and, instead of a warning, what is lost."""
-        given = self._or_own(policy)
-        form = self.known_format()
+        form, original = self.known_format(), self._or_own(policy)
+        given = nearest_rule(original)
         if not isinstance(given, Moving) and not (isinstance(given, Static) and form.has_static):
-            raise PolicyError(f"policy={policy!r} is no rule that {self.system} has. Write {self!r} instead.")
+            raise PolicyError(
+                f"policy={policy!r} is not a rule that {self.system} has. Write {self!r} instead."
+            )
         state = type(state)(*map(float, state))
         kept = _counted_as(self.policy, state, given)
         kept = kept._replace(scale=self._usable(kept.scale, self.policy))
         saved = form.save(kept, given)
         rule, there = self.load_policy(saved), self.load_quietly(saved)
-        lost = _unknown_rule(given) + _unknown_memory(state, given)
+        lost = _unknown_rule(original) + _unknown_memory(state, given)
         lost += _lost({"scale": state.scale}, {"scale": there.scale})
         lost += _lost_settings(state, given, rule)
         before = _counts(given, kept)
@@ -221,7 +223,7 @@ class Dialect(Policy[Any], Generic[P]):
 
     def _usable(self, scale: float, policy: Policy[Any]) -> float:
         """Return a scale as it is stored, if gradients survive it."""
-        stored = ROUND[getattr(policy, "scale_dtype", "float32")](scale)
+        stored = ROUND[compat_of(policy).scale_dtype](scale)
         if not 0.0 < stored < math.inf:
             raise CheckpointError(
                 f"{self.system} cannot go on from a loss scale of {scale!r}: no gradient would survive. "
@@ -237,12 +239,26 @@ def dialect(
     return lambda make: Dialect(make, system, odd, format)
 
 
+def compat_of(policy: Policy[Any]) -> Compat:
+    """Return how a rule imitates a system; the defaults for a rule that never does."""
+    return policy.compat if isinstance(policy, Moving) else Compat()
+
+
+def nearest_rule(policy: Policy[Any]) -> Policy[Any]:
+    """Return a rule as the `Dynamic` with its factors and bounds, if it has these and no system has it."""
+    if isinstance(policy, Moving) or not isinstance(policy, Bounded):
+        return policy
+    shared = {field.name: getattr(policy, field.name) for field in fields(Bounded)}
+    with warnings.catch_warnings(action="ignore", category=InexactScale):
+        return Dynamic(**shared)
+
+
 def _counted_as(own: Policy[Any], state: Any, given: Policy[Any]) -> Any:
     """Return a state of `given` with as many clean steps left to a growth under `own`, if `own` can count so.
 
     One rule counts them from the first, another leaves some uncounted.
     """
-    theirs, ours = (getattr(policy, "growth_delay", 0) for policy in (given, own))
+    theirs, ours = compat_of(given).growth_delay, compat_of(own).growth_delay
     return state if theirs == ours else state._replace(good=max(state.good - theirs + ours, 0.0))
 
 
@@ -275,7 +291,7 @@ def unused_of(remembered: Mapping[str, Any]) -> list[str]:
 
 def _unknown_rule(policy: Policy[Any]) -> list[str]:
     """Name a rule that no system has, of which only the common settings are carried."""
-    known = isinstance(policy, Dynamic | Tolerant | Static) or not isinstance(policy, Moving)
+    known = isinstance(policy, Dynamic | Tolerant | Static)
     return [] if known else [f"policy={policy!r} (there Dynamic)"]
 
 
@@ -293,11 +309,13 @@ def _lost_settings(state: Any, given: Policy[Any], rule: Policy[Any]) -> list[st
         is_exact = math.frexp(before["backoff_factor"])[0] == 0.5
         if before["backoff_factor"] == after["backoff_factor"] and not is_exact:
             # scale / 3 and scale * (1 / 3) are not the same in the last bit
-            before["backoff_divisor"], after["backoff_divisor"] = given.backoff_divisor, rule.backoff_divisor
-        if given.scale_dtype != rule.scale_dtype and {given.max_scale, rule.max_scale} == {FLOAT32_MAX, None}:
+            before["backoff_divisor"] = given.compat.backoff_divisor
+            after["backoff_divisor"] = rule.compat.backoff_divisor
+        other_dtype = given.compat.scale_dtype != rule.compat.scale_dtype
+        if other_dtype and {given.max_scale, rule.max_scale} == {FLOAT32_MAX, None}:
             del before["max_scale"]  # each ends where its scale_dtype does, which is named
         if not all(_is_inside(state.scale, policy) for policy in (given, rule)):
-            before["bounds"], after["bounds"] = given.bounds, rule.bounds
+            before["bounds"], after["bounds"] = given.compat.bounds, rule.compat.bounds
     return _lost(before, after)
 
 
@@ -313,17 +331,18 @@ def _settings(policy: Policy[Any]) -> dict[str, Any]:
         "growth_factor": policy.growth_factor,
         "backoff_factor": backoff_factor(policy),
         "growth_interval": policy.growth_interval,
-        "growth_delay": policy.growth_delay,
+        "growth_delay": policy.compat.growth_delay,
         "hysteresis": hysteresis(policy),
         "tolerance": getattr(policy, "tolerance", 0.0),
         "max_consecutive_overflows": getattr(policy, "max_consecutive_overflows", None),
         "min_scale": policy.min_scale,
         "max_scale": policy.max_scale,
         "at_floor": policy.at_floor,
-        "scale_dtype": policy.scale_dtype,
+        "raise_on_arrival": policy.compat.raise_on_arrival and policy.at_floor == "raise",
+        "scale_dtype": policy.compat.scale_dtype,
     }
     if policy.max_scale is not None:
-        settings["at_ceiling"] = policy.at_ceiling
+        settings["at_ceiling"] = policy.compat.at_ceiling
     if isinstance(policy, Dynamic) and policy.hysteresis > 1:
         settings["hysteresis_reset"] = policy.hysteresis_reset
     return settings

@@ -15,7 +15,7 @@ from preamp.policy import Policy, Tolerant
 from preamp.systems.convert.reading import read
 from preamp.systems.convert.searching import find
 from preamp.systems.convert.writing import check_name, write
-from preamp.systems.definition import Dialect, unused_of
+from preamp.systems.definition import Dialect, compat_of, unused_of
 
 __all__ = ["Conversion", "convert"]
 
@@ -47,7 +47,7 @@ class Conversion(NamedTuple):
         one that leaves the first after an overflow uncounted, such as DeepSpeed.
         """
         counts: dict[str, float] = self.state._asdict()
-        return {**counts, "good": max(counts["good"] - getattr(self.policy, "growth_delay", 0), 0.0)}
+        return {**counts, "good": max(counts["good"] - compat_of(self.policy).growth_delay, 0.0)}
 
 
 def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...]) -> Conversion:

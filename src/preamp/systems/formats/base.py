@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from preamp.checks import shown
 from preamp.errors import CheckpointError, PolicyError
-from preamp.policy import Dynamic, Policy, State
+from preamp.policy import Dynamic, Moving, Policy, State
 
 
 class Format(ABC):
@@ -33,16 +33,22 @@ class Format(ABC):
 
     def policy(self, saved: Mapping[str, Any], rest: Policy[Any]) -> Policy[Any]:
         """Return the policy that was saved; what the format does not carry is as in `rest`."""
-        settings = self.settings(saved)
+        settings, compat = self.settings(saved), self.compat(saved)
         unknown = [name for name in settings if not hasattr(rest, name)]
         if unknown:
             raise PolicyError(
                 f"policy={rest!r} has no {unknown[0]}, which was saved. Write one of this dialect, or none."
             )
+        if compat and isinstance(rest, Moving):
+            settings["compat"] = replace(rest.compat, **compat)
         return replace(rest, **settings)
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a `Moving` policy that were saved."""
+        """Return the settings of a `Moving` policy that were saved, all but those of its `compat`."""
+        return {}
+
+    def compat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of the policy's `compat` that were saved."""
         return {}
 
     @abstractmethod
@@ -145,7 +151,8 @@ def numbers(saved: Any, *, without: str = "") -> dict[str, float]:
 
 def backoff_factor(policy: Any) -> float:
     """Return what an overflow multiplies the scale by, also for a policy that divides."""
-    return 1.0 / policy.backoff_divisor if policy.backoff_divisor else float(policy.backoff_factor)
+    divisor = policy.compat.backoff_divisor if isinstance(policy, Moving) else None
+    return 1.0 / divisor if divisor else float(policy.backoff_factor)
 
 
 def hysteresis(policy: Any) -> int:

@@ -34,17 +34,20 @@ class DeepSpeed(Format):
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         interval, factor = {"growth_interval": count(saved, "scale_window")}, number(saved, "scale_factor")
-        if factor == 2.0:
-            return interval
-        return {**interval, "growth_factor": factor, "backoff_divisor": factor, "factor_dtype": "float64"}
+        return interval if factor == 2.0 else {**interval, "growth_factor": factor}
+
+    def compat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        factor = number(saved, "scale_factor")
+        return {} if factor == 2.0 else {"backoff_divisor": factor, "factor_dtype": "float64"}
 
     def state(self, saved: Mapping[str, Any], policy: Any) -> State:
         scale = number(saved, "cur_scale")
         if isinstance(policy, Static):
             return State(scale, 0.0, 0.0)
         clean = count(saved, "cur_iter") - count(saved, "last_overflow_iter") - 1
-        counted = clean - policy.growth_delay
-        good = clean if counted < 0 else counted % policy.growth_interval + policy.growth_delay
+        delay = policy.compat.growth_delay
+        counted = clean - delay
+        good = clean if counted < 0 else counted % policy.growth_interval + delay
         return State(scale, float(good), float(self.bad(saved)))
 
     def bad(self, saved: Mapping[str, Any]) -> int:
