@@ -69,11 +69,12 @@ FIRST = "Without a name, the first that has all the settings given."
 SHORT = f"The default growth interval of {Dynamic.growth_interval} is {SHORT_INTERVAL} here."
 NAME = Parameter(name=["--policy", "--rule"], group=POLICY, show_default=False)
 if TYPE_CHECKING:
-    Settings: TypeAlias = Given
+    _Settings: TypeAlias = Given
 else:
-    GROUPS = {flag.heading: Group(flag.heading, sort_key=1) for flag in setting_flags().values()}
-    Settings = TypedDict(
-        "Settings",
+    headings = dict.fromkeys(flag.heading for flag in setting_flags().values())
+    GROUPS = {heading: Group(heading, sort_key=1 + n) for n, heading in enumerate(headings)}
+    _Settings = TypedDict(
+        "_Settings",
         {
             name: Annotated[
                 flag.type, Parameter(help=flag.help, group=GROUPS[flag.heading], show_default=False)
@@ -142,7 +143,7 @@ def train(
     precision: Annotated[tuple[Precision | Literal["all"], ...], NO_DEFAULT] = (),
     emulate: Annotated[bool, Parameter(negative="--native", show_default=False)] = True,
     rule: Annotated[str | None, NAME, Parameter(help=f"{NAMES}. {FIRST} {SHORT}")] = None,
-    policy: Annotated[Settings | None, SETTINGS] = None,
+    policy: Annotated[_Settings | None, SETTINGS] = None,
     dialect: str | None = None,
     config: Path | None = None,
     seed: Seed = 0,
@@ -213,7 +214,7 @@ def simulate(
     rule: Annotated[
         tuple[str, ...], NAME, Parameter(help=f'{NAMES}, or "all"; can be repeated. {FIRST}')
     ] = (),
-    policy: Annotated[Settings | None, SETTINGS] = None,
+    policy: Annotated[_Settings | None, SETTINGS] = None,
     dialect: Annotated[tuple[str, ...], NO_DEFAULT] = (),
     config: Annotated[tuple[Path, ...], NO_DEFAULT] = (),
     trace: Path | None = None,

@@ -39,9 +39,9 @@ def _evaluated(node: ast.expr) -> Policy[Any] | None:
     """Return what a name of ours stands for, called with literals or not. Nothing else is run."""
     if not isinstance(node, ast.Call):
         return _named(node) if isinstance(node, ast.Attribute) else None
-    settings = {str(word.arg): _value(word.value) for word in node.keywords}
     make: Any = _named(node.func)
     with warnings.catch_warnings(action="ignore", category=InexactScale):  # said when it was made
+        settings = {str(word.arg): _value(word.value) for word in node.keywords}
         return make and make(*map(ast.literal_eval, node.args), **settings)  # type: ignore[no-any-return]
 
 

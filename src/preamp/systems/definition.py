@@ -14,8 +14,8 @@ from typing import Any, Generic, ParamSpec
 
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, ROUND, level_of_caller
 from preamp.errors import CheckpointError, InexactScale, LossyConversion, PolicyError
-from preamp.policy import Bounded, Compat, Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
-from preamp.systems.formats import Format, backoff_factor, hysteresis
+from preamp.policy import Bounded, Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
+from preamp.systems.formats import Format, backoff_factor, compat_of, hysteresis
 
 __all__ = ["Dialect", "dialect", "unused_of"]
 
@@ -143,7 +143,7 @@ class Dialect(Policy[Any], Generic[P]):
     ) -> tuple[dict[str, Any], list[str]]:
         """Return what `dump` returns and, instead of a warning, what is lost."""
         form, original = self.known_format(), self._or_own(policy)
-        given = nearest_rule(original)
+        given = _nearest_rule(original)
         if not isinstance(given, Moving) and not (isinstance(given, Static) and form.has_static):
             raise PolicyError(
                 f"policy={policy!r} is not a rule that {self.system} has. Write {self!r} instead."
@@ -239,12 +239,7 @@ def dialect(
     return lambda make: Dialect(make, system, odd, format)
 
 
-def compat_of(policy: Policy[Any]) -> Compat:
-    """Return how a rule imitates a system; the defaults for a rule that never does."""
-    return policy.compat if isinstance(policy, Moving) else Compat()
-
-
-def nearest_rule(policy: Policy[Any]) -> Policy[Any]:
+def _nearest_rule(policy: Policy[Any]) -> Policy[Any]:
     """Return a rule as the `Dynamic` with its factors and bounds, if it has these and no system has it."""
     if isinstance(policy, Moving) or not isinstance(policy, Bounded):
         return policy

@@ -15,7 +15,8 @@ from preamp.policy import Policy, Tolerant
 from preamp.systems.convert.reading import read
 from preamp.systems.convert.searching import find
 from preamp.systems.convert.writing import check_name, write
-from preamp.systems.definition import Dialect, compat_of, unused_of
+from preamp.systems.definition import Dialect, unused_of
+from preamp.systems.formats import compat_of
 
 __all__ = ["Conversion", "convert"]
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from preamp.checks import shown
 from preamp.errors import CheckpointError, PolicyError
-from preamp.policy import Dynamic, Moving, Policy, State
+from preamp.policy import Compat, Dynamic, Moving, Policy, State
 
 
 class Format(ABC):
@@ -149,9 +149,14 @@ def numbers(saved: Any, *, without: str = "") -> dict[str, float]:
     return {name: number(named, name) for name in named if name != without}
 
 
+def compat_of(policy: Policy[Any]) -> Compat:
+    """Return how a rule imitates a system; the defaults for a rule that never does."""
+    return policy.compat if isinstance(policy, Moving) else Compat()
+
+
 def backoff_factor(policy: Any) -> float:
     """Return what an overflow multiplies the scale by, also for a policy that divides."""
-    divisor = policy.compat.backoff_divisor if isinstance(policy, Moving) else None
+    divisor = compat_of(policy).backoff_divisor
     return 1.0 / divisor if divisor else float(policy.backoff_factor)
 
 
