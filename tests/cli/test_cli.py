@@ -297,7 +297,7 @@ def test_rules_that_look_at_gradients_are_refused_where_there_are_none(flags, tm
     Trace([Step(0, 8.0, finite=True, skipped=False)]).write("blind.jsonl")
     assert run_here(["simulate", "--rule", "headroom", *flags]) == 2
     printed = capsys.readouterr().err
-    assert "headroom looks at how large gradients are" in printed
+    assert "headroom needs the size of the gradients" in printed
     assert "Write --process stationary" in printed
 
 

@@ -386,7 +386,7 @@ def test_what_our_keras_optimizer_remembers_is_named(
 def test_loading_what_a_dialect_has_no_place_for_warns(tmp_path: Path) -> None:
     saved = headroom_checkpoint(tmp_path / "in.pt").state_dict()
     with pytest.warns(
-        LossyConversion, match=r"level=.* is left out. To go on with that policy, load it into"
+        LossyConversion, match=r"level=.* is left out. To continue with that policy, load it into"
     ):
         state = dialects.TORCH.load(saved)
     assert state.scale == saved["scale"]

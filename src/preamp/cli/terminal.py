@@ -71,7 +71,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return a text without what a terminal would obey: a file's names may come from anybody."""
+    """Return a text without control characters: names in a file may come from anybody."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
@@ -101,7 +101,7 @@ def print_diagnosis(name: str, found: Diagnosis) -> None:
 def read_trace(path: Path) -> Trace:
     """Read a trace, and show how far that is if it takes long.
 
-    Where ranks disagree is not warned of: `comparing.events` has it in words.
+    Where ranks disagree is not warned of: `comparison.events` says it.
 
     Args:
         path: a file, or "run.{rank}.jsonl" for those of all ranks.
@@ -129,7 +129,7 @@ def train_all(
         TextColumn("{task.description:24}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[seen]:24}"),
+        TextColumn("{task.fields[last]:24}"),
         TimeRemainingColumn(),
     )
     with (
@@ -153,12 +153,12 @@ def _train_one(
 ) -> Run:
     from preamp.cli.lab.runs import train as carry_out
 
-    bar = progress.add_task(f"{plan.name}, {plan.seed}", total=problem.steps, seen="")
+    bar = progress.add_task(f"{plan.name}, {plan.seed}", total=problem.steps, last="")
 
     def show(step: Any) -> None:
         if step.index % 20 == 19 or step.index == problem.steps - 1:
-            seen = f"loss {step.loss:.4f} scale {power(step.scale)}"
-            progress.update(bar, completed=step.index + 1, seen=seen)
+            last = f"loss {step.loss:.4f} scale {power(step.scale)}"
+            progress.update(bar, completed=step.index + 1, last=last)
 
     path = folder / plan.file_name / "trace.jsonl"
     path.parent.mkdir(exist_ok=True)

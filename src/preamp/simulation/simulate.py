@@ -1,7 +1,4 @@
-"""A policy over recorded or invented gradients, on plain Python floats: no model, no framework.
-
-This room plays steps through a policy. It refuses to know where the overflows and the gradients come from.
-"""
+"""Runs a policy over recorded or synthetic gradients, on plain Python floats: no model, no framework."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a LossScaleOptimizer is told, refused alike in every framework where it cannot work.
-
-This room knows Keras's arguments. It refuses to know what an optimizer is and how it applies them.
-"""
+"""Validation of a LossScaleOptimizer's arguments, the same in every framework."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) ->
         instead: the arguments that describe a rule as well, each with its default.
 
     Raises:
-        PolicyError: for what is no policy, or one together with such an argument.
+        PolicyError: for what is not a policy, or one together with such an argument.
     """
     if not isinstance(policy, Policy):
         raise PolicyError(

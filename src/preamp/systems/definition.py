@@ -71,7 +71,7 @@ class Dialect(Policy[Any], Generic[P]):
         return self.policy._remedy()
 
     def load(self, saved: Any, policy: Policy[Any] | None = None) -> Any:
-        """Return the state from which the system would have gone on.
+        """Return the state from which the system would have resumed.
 
         Args:
             saved: what the system saves, such as a `state_dict`: by name, or an object with such
@@ -82,7 +82,7 @@ class Dialect(Policy[Any], Generic[P]):
             The state, for the policy that `load_policy` returns for the same arguments.
 
         Raises:
-            CheckpointError: for what the system does not save, or could not go on from.
+            CheckpointError: for what the system does not save, or could not resume from.
             PolicyError: for saved settings that cannot work.
 
         Warns:
@@ -94,7 +94,7 @@ class Dialect(Policy[Any], Generic[P]):
         if unused:
             warnings.warn(
                 f"this was saved with a policy that {self.system} does not have, and {', '.join(unused)} is "
-                "left out. To go on with that policy, load it into the adapter that saved it.",
+                "left out. To continue with that policy, load it into the adapter that saved it.",
                 LossyConversion,
                 stacklevel=level_of_caller(),
             )
@@ -115,7 +115,7 @@ class Dialect(Policy[Any], Generic[P]):
             return self.known_format().policy(self._entries(saved), self._or_own(policy))
 
     def dump(self, state: Any, policy: Policy[Any] | None = None) -> dict[str, Any]:
-        """Return what makes the system go on from a state, as `load` takes it.
+        """Return what makes the system resume from a state, as `load` takes it.
 
         Args:
             state: a state of `policy`: numbers, or scalars of any framework.
@@ -226,8 +226,8 @@ class Dialect(Policy[Any], Generic[P]):
         stored = ROUND[compat_of(policy).scale_dtype](scale)
         if not 0.0 < stored < math.inf:
             raise CheckpointError(
-                f"{self.system} cannot go on from a loss scale of {scale!r}: no gradient would survive. "
-                f"Write {self!r}.start() to start afresh."
+                f"{self.system} cannot resume from a loss scale of {scale!r}: no gradient would survive. "
+                f"Write {self!r}.start() to start again."
             )
         return stored
 

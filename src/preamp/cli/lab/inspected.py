@@ -53,7 +53,7 @@ def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) ->
     try:
         is_autocast_available(device)
     except RuntimeError as error:
-        raise PreampError(f"--device {device} is no device type. Write cpu or cuda.") from error
+        raise PreampError(f"--device {device} is not a device type. Write cpu or cuda.") from error
     function = find_function(target)
     with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
         result = function()

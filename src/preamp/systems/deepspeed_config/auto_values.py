@@ -1,7 +1,4 @@
-"""The blanks in a configuration that Hugging Face's Trainer fills in: "auto".
-
-This room knows where one would matter. It refuses to guess what would be filled in.
-"""
+"""The values in a configuration that Hugging Face's Trainer fills in: "auto"."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The keys of DeepSpeed's configuration, and what each may hold.
 
-This room refuses unknown keys and impossible values, one at a time and by name. It refuses to know what
-values mean together.
-
 The keys and defaults are those of deepspeed 0.19.8 (`runtime/config.py`, `runtime/precision_config.py`), the
 other names those of `DynamicLossScaler`'s arguments.
 """

@@ -57,7 +57,7 @@ class Format(ABC):
 
     @abstractmethod
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
-        """Return the entries that make the system go on from a state of `policy`."""
+        """Return the entries that make the system resume from a state of `policy`."""
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return what our own adapter saves beside the system's entries: what other rules remember."""
@@ -117,7 +117,9 @@ def count(saved: Mapping[str, Any], name: str) -> int:
     """
     value = number(saved, name)
     if not value.is_integer():  # nor is inf or NaN
-        raise CheckpointError(f"the saved {name}={value!r} is not a whole number. Write 0 to count afresh.")
+        raise CheckpointError(
+            f"the saved {name}={value!r} is not a whole number. Write 0 to start counting again."
+        )
     return int(value)
 
 

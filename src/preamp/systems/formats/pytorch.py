@@ -48,7 +48,7 @@ class Torch(Counting):
         return numbers(saved.get(OURS))
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
-        return {**saved, OURS: dict(remembered)}  # PyTorch's own scaler does not look at it
+        return {**saved, OURS: dict(remembered)}  # PyTorch's own scaler ignores it
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {
