@@ -61,16 +61,16 @@ class Dialect(Policy[Any], Generic[P]):
     def start(self) -> Any:
         return self.policy.start()
 
-    def advance(self, state: Any, reading: Reading, where: Where = choose) -> Any:
+    def advance(self, state: object, reading: Reading, where: Where = choose) -> Any:
         return self.policy.advance(state, reading, where)
 
-    def exhausted(self, state: Any, after: Any, reading: Reading, where: Where = choose) -> Any:
+    def exhausted(self, state: object, after: object, reading: Reading, where: Where = choose) -> Any:
         return self.policy.exhausted(state, after, reading, where)
 
     def _remedy(self) -> str:
         return self.policy._remedy()
 
-    def load(self, saved: Any, policy: Policy[Any] | None = None) -> Any:
+    def load(self, saved: object, policy: Policy[Any] | None = None) -> Any:
         """Return the state from which the system would have resumed.
 
         Args:
@@ -100,13 +100,13 @@ class Dialect(Policy[Any], Generic[P]):
             )
         return state
 
-    def load_quietly(self, saved: Any, policy: Policy[Any] | None = None) -> Any:
+    def load_quietly(self, saved: object, policy: Policy[Any] | None = None) -> Any:
         """Return what `load` returns, without a warning."""
         rule = self.load_policy(saved, policy)
         state = self.known_format().state(self._entries(saved), rule)
         return state._replace(scale=self._usable(state.scale, rule))
 
-    def load_policy(self, saved: Any, policy: Policy[Any] | None = None) -> Policy[Any]:
+    def load_policy(self, saved: object, policy: Policy[Any] | None = None) -> Policy[Any]:
         """Return the policy that was saved, with the first scale of `policy`.
 
         Arguments and errors are those of `load`.
@@ -114,7 +114,7 @@ class Dialect(Policy[Any], Generic[P]):
         with warnings.catch_warnings(action="ignore", category=InexactScale):
             return self.known_format().policy(self._entries(saved), self._or_own(policy))
 
-    def dump(self, state: Any, policy: Policy[Any] | None = None) -> dict[str, Any]:
+    def dump(self, state: object, policy: Policy[Any] | None = None) -> dict[str, Any]:
         """Return what makes the system resume from a state, as `load` takes it.
 
         Args:
@@ -205,7 +205,7 @@ class Dialect(Policy[Any], Generic[P]):
             )
         return self.format
 
-    def _entries(self, saved: Any) -> Mapping[str, Any]:
+    def _entries(self, saved: object) -> Mapping[str, Any]:
         form = self.known_format()
         entries = form.find(saved)
         if entries is None:
@@ -266,7 +266,7 @@ def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     return f"{value:.2g}" if value in (FLOAT32_MAX, FLOAT32_TINY) else repr(value)
 
 

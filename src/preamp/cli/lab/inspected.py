@@ -89,7 +89,7 @@ def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
     return report
 
 
-def _nothing_ran(target: str, result: Any) -> str:
+def _nothing_ran(target: str, result: object) -> str:
     """Say that a function ran no operator, and what to write where it returns one that was not called."""
     name = target.rpartition(":")[2]
     if callable(result):
@@ -177,6 +177,6 @@ def _is_missing(name: str) -> bool:
         return True
 
 
-def _functions(module: Any) -> str:
+def _functions(module: object) -> str:
     own = [name for name, value in vars(module).items() if isfunction(value) and name[0] != "_"]
     return ", ".join(own) or "none"

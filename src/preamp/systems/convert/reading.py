@@ -118,13 +118,13 @@ def _torch(path: Path) -> Any:
 class _Shell:
     """Stands for an object of a library, or for the function that makes one: attributes, and no code."""
 
-    def __new__(cls, *_: Any, **__: Any) -> _Shell:
+    def __new__(cls, *_: object, **__: object) -> _Shell:
         return object.__new__(cls)
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, Mapping):
             self.__dict__.update(state)
 
@@ -167,7 +167,7 @@ def _keras_weights(path: Path) -> Any:
         return _keras_variables(path, file, {})
 
 
-def _keras_variables(path: Path, file: Any, config: dict[str, Any]) -> Any:
+def _keras_variables(path: Path, file: object, config: dict[str, Any]) -> Any:
     """Return the optimizer's scalar variables, and the arguments of its configuration."""
     import h5py  # type: ignore[import-untyped]
 

@@ -69,7 +69,7 @@ def _msgpack(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
     import numpy as np
     from flax import serialization
 
-    def array(value: Any) -> Any:  # as a training's arrays: Python's numbers would be compiled again
+    def array(value: object) -> Any:  # as a training's arrays: Python's numbers would be compiled again
         if type(value) is float:
             return np.float32(value) if to_float32(value) == value else np.float64(value)
         if type(value) is int:

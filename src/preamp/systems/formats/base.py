@@ -26,7 +26,7 @@ class Format(ABC):
     entries: ClassVar[tuple[str, ...]]
     has_static: ClassVar[bool] = False
 
-    def find(self, saved: Any) -> Mapping[str, Any] | None:
+    def find(self, saved: object) -> Mapping[str, Any] | None:
         """Return the entries, from as deep as the system itself nests them; None if they are not there."""
         named = entries_of(saved)
         return named if all(name in named for name in self.entries) else None
@@ -52,11 +52,11 @@ class Format(ABC):
         return {}
 
     @abstractmethod
-    def state(self, saved: Mapping[str, Any], policy: Any) -> Any:
+    def state(self, saved: Mapping[str, Any], policy: object) -> Any:
         """Return the state of `policy` that was saved."""
 
     @abstractmethod
-    def save(self, state: Any, policy: Any) -> dict[str, Any]:
+    def save(self, state: object, policy: object) -> dict[str, Any]:
         """Return the entries that make the system resume from a state of `policy`."""
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,11 +71,11 @@ class Format(ABC):
 class Counting(Format):
     """Systems that save the scale and how many clean steps in a row there were: their first two entries."""
 
-    def state(self, saved: Mapping[str, Any], policy: Any) -> State:
+    def state(self, saved: Mapping[str, Any], policy: object) -> State:
         scale, good = self.entries[:2]
         return State(number(saved, scale), float(count(saved, good)), float(self.bad(saved, policy)))
 
-    def bad(self, saved: Mapping[str, Any], policy: Any) -> int:
+    def bad(self, saved: Mapping[str, Any], policy: object) -> int:
         """Return the overflows that count towards the next backoff."""
         return 0
 
@@ -84,7 +84,7 @@ class Counting(Format):
         return {scale: state.scale, good: int(state.good)}
 
 
-def entries_of(saved: Any) -> Mapping[str, Any]:
+def entries_of(saved: object) -> Mapping[str, Any]:
     """Return what was saved by name, also if it is an object: then its attributes."""
     named = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
     return named if isinstance(named, Mapping) else {}
@@ -141,7 +141,7 @@ def flag(saved: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def numbers(saved: Any, *, without: str = "") -> dict[str, float]:
+def numbers(saved: object, *, without: str = "") -> dict[str, float]:
     """Return all entries as numbers, except for one.
 
     Raises:
@@ -162,7 +162,7 @@ def backoff_factor(policy: Any) -> float:
     return 1.0 / divisor if divisor else float(policy.backoff_factor)
 
 
-def hysteresis(policy: Any) -> int:
+def hysteresis(policy: object) -> int:
     """Return how many overflows a backoff takes."""
     return int(getattr(policy, "hysteresis", 1))
 

@@ -82,7 +82,7 @@ class DeepSpeedZero(DeepSpeed):
         "raise_error_at_min_scale",
     )
 
-    def find(self, saved: Any) -> Mapping[str, Any] | None:
+    def find(self, saved: object) -> Mapping[str, Any] | None:
         return Format.find(self, entries_of(saved).get("loss_scaler", saved))
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,5 +138,5 @@ class DeepSpeedStage0(DeepSpeed):
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         return numbers(entries_of(saved.get("preamp")).get(OURS), without=BESIDE)
 
-    def save(self, state: Any, policy: Any) -> dict[str, Any]:
+    def save(self, state: object, policy: object) -> dict[str, Any]:
         return {"cur_iter": 0, **DeepSpeed.save(self, state, policy)}
