@@ -88,7 +88,7 @@ def probing_table(steps_per_second: float, ranks: int) -> Iterator[str]:
     def row(name: str) -> list[str]:
         rule = RULES[name]
         rule = getattr(rule, "policy", rule)
-        clean = rule.growth_interval + rule.growth_delay
+        clean = rule.growth_interval + rule.compat.growth_delay
         lost = YEAR * steps_per_second * rule.hysteresis / (clean + rule.hysteresis)
         hours = lost / steps_per_second / 3600
         return [

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from preamp import (
+    Compat,
     Dynamic,
     ExponentHistogram,
     FloorSchedule,
@@ -32,7 +33,7 @@ from preamp import (
     Tolerant,
 )
 from preamp.checks import to_float32
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 from preamp.record.exponents import BANDS
 from preamp.record.snapshots import Kind
 
@@ -49,10 +50,35 @@ _lengths = st.integers(0, 12).map(lambda power: 2**power)
 _events = st.lists(st.sampled_from(["clean", "growth", "backoff"]), unique=True).map(tuple)
 
 
-def quietly(make: type[Policy[Any]], **settings: Any) -> Any:
-    """Make a policy without the warning that its factors round."""
+COMPAT = {field.name for field in fields(Compat)}
+
+
+def nested(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with those of `Compat`, which tests name beside the others, in one."""
+    compat = {name: value for name, value in settings.items() if name in COMPAT}
+    rest = {name: value for name, value in settings.items() if name not in COMPAT}
+    return {**rest, "compat": Compat(**compat)} if compat else rest
+
+
+def quietly(make: type[Any], **settings: Any) -> Any:
+    """Make a policy, or a `Compat`, without the warning that its factors round."""
     with warnings.catch_warnings(action="ignore", category=InexactScale):
-        return make(**settings)
+        return make(**(settings if make is Compat else nested(settings)))
+
+
+def replace_quietly(policy: Any, **settings: Any) -> Any:
+    """Return a policy with other settings, those of its `Compat` among them, without that warning."""
+    with warnings.catch_warnings(action="ignore", category=InexactScale):
+        compat = {name: settings.pop(name) for name in [*settings] if name in COMPAT}
+        return replace(policy, **settings, **({"compat": replace(policy.compat, **compat)} if compat else {}))
+
+
+@st.composite
+def _bounded(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
+    """Draw what `Bounded` takes."""
+    drawn = draw(_moves({**fixed, "bounds": "strict"}))
+    unknown = {*COMPAT, "growth_interval"}
+    return {name: value for name, value in drawn.items() if name not in unknown}
 
 
 @st.composite
@@ -70,7 +96,8 @@ def _moves(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
         "growth_delay": draw(st.integers(0, 2)),
         "min_scale": floor,
         "max_scale": draw(st.sampled_from([None, high])),
-        "at_floor": "hold" if floor is None else draw(st.sampled_from(["hold", "raise", "raise_on_arrival"])),
+        "at_floor": "hold" if floor is None else draw(st.sampled_from(["hold", "raise"])),
+        "raise_on_arrival": draw(st.booleans()),
         "at_ceiling": draw(st.sampled_from(["clamp", "refuse"])),
         "bounds": bounds,
         "scale_dtype": draw(_dtypes),
@@ -125,8 +152,10 @@ def log_maxes(draw: st.DrawFn, **fixed: Any) -> LogMax:
         "deviations": draw(st.just(3.09) | st.floats(0.1, 10.0)),
         "mean_steps": draw(_lengths),
         "variance_steps": draw(_lengths),
+        "settle_interval": draw(st.integers(1, 6)),
+        "search_interval": draw(st.integers(1, 6)),
     }
-    return quietly(LogMax, **own, **draw(_moves(fixed)))
+    return quietly(LogMax, **own, **draw(_bounded(fixed)))
 
 
 @st.composite
@@ -136,8 +165,9 @@ def histograms(draw: st.DrawFn, **fixed: Any) -> Histogram:
         "largest": draw(st.sampled_from([65504.0, 57344.0]) | st.floats(1.0, 1e30)),
         "location": draw(st.just(0.125) | st.floats(0.01, 0.99)),
         "limit": draw(st.just(1e-7) | st.floats(1e-9, 0.9)),
+        "growth_interval": draw(st.integers(1, 6)),
     }
-    return quietly(Histogram, **own, **draw(_moves(fixed)))
+    return quietly(Histogram, **own, **draw(_bounded(fixed)))
 
 
 @st.composite
@@ -182,8 +212,8 @@ def _each(kinds: Iterable[type[Policy[Any]]]) -> st.SearchStrategy[Policy[Any]]:
     return st.one_of([OWN.get(kind, near_the_defaults(kind)) for kind in kinds])
 
 
-seeing = _each(kind for kind in OURS.values() if kind.needs)
-blind = _each(kind for kind in OURS.values() if not kind.needs)
+seeing = _each(kind for kind in RULES.values() if kind.needs)
+blind = _each(kind for kind in RULES.values() if not kind.needs)
 policies = blind | seeing
 
 

@@ -39,7 +39,7 @@ def _rule(policy: Policy[Any]) -> list[str]:
     return [
         power(policy.start().scale),
         f"{policy.growth_factor:g}",
-        f"{policy.growth_interval + policy.growth_delay:,}",
+        f"{policy.growth_interval + policy.compat.growth_delay:,}",
         f"{backoff_factor(policy):g}",
         str(hysteresis(policy)),
         power(policy.min_scale),

@@ -19,6 +19,8 @@ from preamp.errors import (
     UsageError,
 )
 from preamp.policy import (
+    Bounded,
+    Compat,
     Dynamic,
     FloorSchedule,
     FloorState,
@@ -45,8 +47,10 @@ from preamp.systems import dialects
 
 __all__ = [
     "Band",
+    "Bounded",
     "CastingError",
     "CheckpointError",
+    "Compat",
     "ConfigError",
     "DataError",
     "Dynamic",

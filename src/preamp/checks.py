@@ -1,8 +1,4 @@
-"""What cannot work as a setting, and what to write instead.
-
-This room refuses numbers, words and functions, by name and with the line to write, and rounds numbers to
-their storage. It refuses to know what they are for.
-"""
+"""Argument validation, with errors that name the argument and what to write; and rounding to float32."""
 
 from __future__ import annotations
 
@@ -14,9 +10,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from preamp.errors import InexactScale, PolicyError, UsageError
+
+T = TypeVar("T")
 
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 FLOAT32_TINY = 2.0**-126
@@ -37,13 +35,13 @@ def to_float32(x: float) -> float:
 ROUND: dict[str, Callable[[float], float]] = {"float32": to_float32, "float64": float}
 
 
-def assign(settings: object, **values: Any) -> None:
-    """Set fields of a frozen dataclass that is being made."""
+def assign(settings: object, **values: object) -> None:
+    """Set fields of a frozen dataclass from its `__post_init__`."""
     for name, value in values.items():
         object.__setattr__(settings, name, value)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as a message shows it: on one line, and cut short.
 
     >>> shown([2.0, None]), shown(list(range(1000))), shown(10**5000)
@@ -55,7 +53,7 @@ def shown(value: Any) -> str:
         return f"a very large {type(value).__name__}"
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a real number that a float can hold; True and False are not."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
@@ -65,7 +63,7 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def positive(name: str, value: Any, instead: str) -> None:
+def positive(name: str, value: object, instead: str) -> None:
     """Refuse what is not a finite number above 0."""
     if not (is_number(value) and value > 0.0):
         raise PolicyError(f"{name}={shown(value)} is not a finite number above 0. Write {instead}.")
@@ -80,42 +78,42 @@ def not_subnormal(name: str, value: float | None) -> None:
         )
 
 
-def between(name: str, value: Any, low: float, high: float, *, instead: str) -> None:
+def between(name: str, value: object, low: float, high: float, *, instead: str) -> None:
     """Refuse what is not a number strictly between two bounds."""
     if not (is_number(value) and low < value < high):
         bounds = f"above {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}, both excluded"
         raise PolicyError(f"{name}={shown(value)} must be a number {bounds}. Write {instead}.")
 
 
-def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse what is not one of some words."""
+def one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not one of some strings."""
     if value not in choices:
         raise PolicyError(f"{name}={shown(value)} is unknown. Write one of {', '.join(map(repr, choices))}.")
 
 
-def whole(name: str, value: Any, *, least: int, instead: str) -> None:
-    """Refuse what is not a whole number of a least size."""
+def whole(name: str, value: object, *, least: int, instead: str) -> None:
+    """Refuse what is not a whole number, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise PolicyError(
             f"{name}={shown(value)} must be a whole number of at least {least}. Write {instead}."
         )
 
 
-def callable_or_none(name: str, value: Any, instead: str) -> None:
-    """Refuse what is neither None nor can be called."""
+def callable_or_none(name: str, value: object, instead: str) -> None:
+    """Refuse what is neither None nor callable."""
     if value is not None and not callable(value):
         raise PolicyError(f"{name}={shown(value)} cannot be called. Write {instead}.")
 
 
-def listed(name: str, values: Any, instead: str) -> list[Any]:
-    """Return values as a list. Refuse what is not several: a number, a word, one tensor or variable."""
+def listed(name: str, values: object, instead: str) -> list[Any]:
+    """Return values as a list. Refuse a number, a string, or a single tensor or variable."""
     if isinstance(values, str | bytes) or hasattr(values, "dtype") or not isinstance(values, Iterable):
         raise UsageError(f"{name}={shown(values)} is not a list. Write {instead}.")
     return list(values)
 
 
-def listed_variables(name: str, values: Any, instead: str) -> list[Any]:
-    """Return variables as a list. Refuse what is not several, and what nothing can be assigned to."""
+def listed_variables(name: str, values: object, instead: str) -> list[Any]:
+    """Return variables as a list. Refuse other things, or a list that holds any."""
     found = listed(name, values, instead)
     for value in found:
         if not (hasattr(value, "dtype") and hasattr(value, "assign")):
@@ -123,7 +121,7 @@ def listed_variables(name: str, values: Any, instead: str) -> list[Any]:
     return found
 
 
-def loss_or_refused(loss: Any) -> Any:
+def loss_or_refused(loss: T) -> T:
     """Return a loss: a number, a tensor or a list of these. Refuse anything else, such as None."""
     parts = loss if isinstance(loss, list | tuple) else [loss]
     if all(hasattr(part, "dtype") or isinstance(part, Real | list | tuple) for part in parts):
@@ -132,9 +130,9 @@ def loss_or_refused(loss: Any) -> Any:
 
 
 class ScaledLosses:
-    """What a loss scale has made of the last loss, to notice a loss that is scaled twice.
+    """Remembers the last scaled loss, to notice a loss that is scaled twice.
 
-    A copy of an optimizer has another one: what it has scaled is not known.
+    A copy of an optimizer starts without one.
     """
 
     def __init__(self) -> None:
@@ -143,8 +141,8 @@ class ScaledLosses:
     def __reduce__(self) -> tuple[type[ScaledLosses], tuple[()]]:
         return ScaledLosses, ()
 
-    def check(self, loss: Any, instead: str) -> None:
-        """Refuse to scale a loss that has been scaled: its gradients are divided by the scale once.
+    def check(self, loss: object, instead: str) -> None:
+        """Refuse to scale a loss that has been scaled already: gradients are divided by the scale only once.
 
         Args:
             loss: what is about to be scaled.
@@ -159,8 +157,8 @@ class ScaledLosses:
                 f"scale, because they are divided by it once. Write {instead}."
             )
 
-    def note(self, scaled: Any) -> Any:
-        """Return a scaled loss, which is remembered for as long as it exists."""
+    def note(self, scaled: T) -> T:
+        """Return a scaled loss and remember it, weakly."""
         try:
             self._last = weakref.ref(scaled)
         except TypeError:  # such as a list of losses
@@ -172,7 +170,7 @@ def _nothing() -> None:
     return None
 
 
-def listed_gradients(name: str, values: Any, instead: str) -> list[Any]:
+def listed_gradients(name: str, values: object, instead: str) -> list[Any]:
     """Return gradients as a list: tensors, and None for a variable without one."""
     found = listed(name, values, instead)
     for value in found:
@@ -181,7 +179,7 @@ def listed_gradients(name: str, values: Any, instead: str) -> list[Any]:
     return found
 
 
-def paired(grads_and_vars: Any) -> list[tuple[Any, Any]]:
+def paired(grads_and_vars: object) -> list[tuple[Any, Any]]:
     """Return pairs of gradients and variables. Refuse anything else."""
     instead = "apply_gradients(zip(gradients, model.trainable_variables))"
     pairs = listed("grads_and_vars", grads_and_vars, instead)
@@ -191,13 +189,13 @@ def paired(grads_and_vars: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def check_store(store: Any) -> None:
+def check_store(store: object) -> None:
     """Refuse what does not map names to arrays, as a dict and Keras's files do."""
     if not (hasattr(store, "keys") and hasattr(store, "__getitem__")):
         raise UsageError(f"store={shown(store)} is not a dict. Write store = {{}}.")
 
 
-def power_of_two(name: str, value: Any, *, most: int, instead: str) -> None:
+def power_of_two(name: str, value: int, *, most: int, instead: str) -> None:
     """Refuse what is not 1, 2, 4, 8 ... `most`."""
     whole(name, value, least=1, instead=instead)
     if value & (value - 1) or value > most:
@@ -205,7 +203,7 @@ def power_of_two(name: str, value: Any, *, most: int, instead: str) -> None:
 
 
 def warn_if_inexact(name: str, value: float | None) -> None:
-    """Warn of a number that is not a power of two, at the line that chose it."""
+    """Warn of a number that is not a power of two, at the user's line that wrote it."""
     if value is not None and math.frexp(value)[0] != 0.5 and value != FLOAT32_MAX:
         nearest = min(round(math.log2(value)) or (1 if value > 1.0 else -1), 127)
         warnings.warn(
@@ -220,7 +218,7 @@ def level_of_caller(*through: str) -> int:
     """Return the `stacklevel` of the line outside this library that a warning is about.
 
     Args:
-        through: packages whose lines it is not, besides this one.
+        through: other packages whose lines to skip.
     """
     frame, level = sys._getframe(1), 1
     inside = ("preamp", "dataclasses", *through)

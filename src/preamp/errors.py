@@ -1,12 +1,12 @@
-"""What can go wrong, as types. Every message names the value, why it cannot work, and what to write instead.
+"""Exceptions and warnings. Every message names the value, why it cannot work, and what to write instead.
 
 ```
 PreampError
-├── PolicyError     (ValueError)    a policy setting that cannot work
-├── CastingError    (ValueError)    an operator table that cannot work
-├── ConfigError     (ValueError)    a configuration that cannot work, with the key or the line
-├── ScaleExhausted         (RuntimeError)  the scale is at its floor and the gradients still overflow
-├── UsageError      (RuntimeError)  a call that cannot work at this place
+├── PolicyError     (ValueError)    an invalid setting of a policy
+├── CastingError    (ValueError)    an invalid operator table
+├── ConfigError     (ValueError)    an invalid configuration, with the key or the line
+├── ScaleExhausted  (RuntimeError)  the scale is at its floor and the gradients still overflow
+├── UsageError      (RuntimeError)  a call with an invalid argument, or at the wrong time
 ├── TraceError      (ValueError)    a trace file that cannot be read, with the line
 ├── CheckpointError (ValueError)    a checkpoint, or a loss scale in one, that cannot be read or written
 ├── DataError       (ValueError)    a user's table that cannot be trained on, with the line
@@ -46,15 +46,15 @@ class PreampError(Exception):
 
 
 class PolicyError(PreampError, ValueError):
-    """A policy setting that cannot work."""
+    """An invalid setting of a policy."""
 
 
 class CastingError(PreampError, ValueError):
-    """An operator table that cannot work."""
+    """An invalid operator table."""
 
 
 class ConfigError(PreampError, ValueError):
-    """A configuration that cannot work."""
+    """An invalid configuration."""
 
 
 class ScaleExhausted(PreampError, RuntimeError):
@@ -73,7 +73,7 @@ class ScaleExhausted(PreampError, RuntimeError):
 
 
 class UsageError(PreampError, RuntimeError):
-    """A call that cannot work at this place."""
+    """A call with an invalid argument, or at the wrong time."""
 
 
 class TraceError(PreampError, ValueError):
@@ -127,4 +127,4 @@ class InexactScale(UserWarning):
 
 
 class LossyConversion(UserWarning):
-    """What is to be saved is more than another system's checkpoint can hold."""
+    """Part of a loss scale's state is lost: another system's checkpoint has no place for it."""

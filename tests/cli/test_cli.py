@@ -37,7 +37,7 @@ from preamp import (
 from preamp.cli import terminal
 from preamp.cli.app import run as run_here
 from preamp.cli.flags import find_dialect, find_policy
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab, power
 from preamp.simulation.processes import Stationary
 from preamp.systems.dialects import ALL
@@ -297,7 +297,7 @@ def test_rules_that_look_at_gradients_are_refused_where_there_are_none(flags, tm
     Trace([Step(0, 8.0, finite=True, skipped=False)]).write("blind.jsonl")
     assert run_here(["simulate", "--rule", "headroom", *flags]) == 2
     printed = capsys.readouterr().err
-    assert "headroom looks at how large gradients are" in printed
+    assert "headroom needs the size of the gradients" in printed
     assert "Write --process stationary" in printed
 
 
@@ -383,8 +383,16 @@ def test_help_fits_80_columns_and_shows_no_default_of_python(command, here, monk
 def test_every_policy_setting_is_a_flag(tmp_path):
     command = [sys.executable, "-m", "preamp", "train", "--help"]
     text = subprocess.check_output(command, env={**ENVIRONMENT, "COLUMNS": "250"}, text=True)
-    for setting in {field.name for policy in OURS.values() for field in fields(policy)}:
-        assert f"--policy.{setting.replace('_', '-')} " in text, setting
+    settings = {field.name for policy in RULES.values() for field in fields(policy)}
+    assert {match.replace("-", "_") for match in re.findall(r"--policy\.([\w-]+) ", text)} == settings - {
+        "compat"
+    }
+
+
+@pytest.mark.parametrize("command", ["train", "simulate"])
+def test_help_with_the_settings_of_all_policies_fits_on_two_screens(command, here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(here(command, "--help").stdout.splitlines()) <= 85
 
 
 @pytest.mark.parametrize(
@@ -393,16 +401,16 @@ def test_every_policy_setting_is_a_flag(tmp_path):
         ([], {"preamp": Dynamic()}),
         (["--policy.tolerance", "0.5"], {"preamp": Tolerant(tolerance=0.5)}),
         (["--policy.deviations", "2"], {"preamp": LogMax(deviations=2)}),
-        (["--rule", "logmax", "--policy.growth-interval", "100"], {"log-max": LogMax(growth_interval=100)}),
+        (["--rule", "logmax", "--policy.mean-steps", "64"], {"log-max": LogMax(mean_steps=64)}),
         (["--rule", "Histogram", "--rule", "head_room"], {"histogram": Histogram(), "headroom": Headroom()}),
         (["--policy", "log-max"], {"log-max": LogMax()}),
-        (["--policy=LogMax", "--policy.growth-interval", "100"], {"log-max": LogMax(growth_interval=100)}),
+        (["--policy=LogMax", "--policy.mean-steps", "64"], {"log-max": LogMax(mean_steps=64)}),
         (["--policy", "tf-keras", "--policy", "static"], {"tf_keras": dialects.TF_KERAS, "static": Static()}),
         (
             ["--policy.floors", "0", "1", "--policy.floors", "9", "8", "--policy.max-scale", "none"],
             {"preamp": FloorSchedule(floors=((0, 1.0), (9, 8.0)), max_scale=None)},
         ),
-        (["--rule", "all"], {re.sub("(?<=[a-z])(?=[A-Z])", "-", k).lower(): v() for k, v in OURS.items()}),
+        (["--rule", "all"], {re.sub("(?<=[a-z])(?=[A-Z])", "-", k).lower(): v() for k, v in RULES.items()}),
     ],
 )
 def test_flags_choose_a_rule_and_its_settings(flags, policy, monkeypatch):
@@ -412,7 +420,7 @@ def test_flags_choose_a_rule_and_its_settings(flags, policy, monkeypatch):
     assert chosen == policy
 
 
-NAMES = [*map(kebab, OURS), *map(str.lower, ALL)]
+NAMES = [*map(kebab, RULES), *map(str.lower, ALL)]
 
 
 @settings(max_examples=50, deadline=None)

@@ -300,7 +300,7 @@ REFUSED = {
     "name": "UsageError: DeepSpeedZeroOptimizer has no _update_scale, which attach needs",
     "renamed": "UsageError: DeepSpeed has stepped without asking whether the scale is to move",
     "mended": "UsageError: the gradient of the loss is 16 where 1 was expected",
-    "zero": "PolicyError: scale=0.0 is no state to go on from",
+    "zero": "PolicyError: scale=0.0 is not a valid state",
     "autocast, stage 0": 'UsageError: the section "torch_autocast" scales with a torch.amp.GradScaler',
     "autocast, stage 1": 'UsageError: the section "torch_autocast" scales with a torch.amp.GradScaler',
 }

@@ -1,4 +1,4 @@
-"""What docs/adding.md adds, put into a copy of the tree: one file, one function, one folder and a row do."""
+"""What docs/adding.md adds, put into a copy of the tree: a policy, a dialect and a framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCKS = {
         r"```python\n# (\S+\.py)\n(.*?)```", (HERE / "docs/adding.md").read_text(), re.DOTALL
     )
 }
-POLICY, DIALECT, FRAMEWORK, ROW = BLOCKS
+POLICY, REGISTRY, DIALECT, FRAMEWORK, ROW = BLOCKS
 
 OF_A_DIALECT = """
 from preamp import State, dialects
@@ -92,13 +92,14 @@ def failed(tree: Path, *words: str) -> set[str]:
     return set(re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE))
 
 
-def test_the_page_names_a_file_a_function_a_folder_and_a_row() -> None:
+def test_the_page_adds_two_files() -> None:
     new = [name for name in BLOCKS if not (HERE / name).exists()]
     assert new == [POLICY, FRAMEWORK]
     assert [Path(name).parent.name for name in new] == ["policy", "numpy"]
 
 
-def test_a_policy_is_one_file(tree: Path) -> None:
+def test_a_policy_is_one_file_and_one_line_beside_its_import(tree: Path) -> None:
+    assert len(ast.parse(BLOCKS[REGISTRY]).body) == 2
     done = run(tree, "-c", OF_A_POLICY)
     assert done.returncode == 0, done.stderr
     assert "2²⁶" in done.stdout

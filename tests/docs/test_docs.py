@@ -47,7 +47,7 @@ def test_growing_costs_in_simulation_what_it_does_on_paper():
     for name, rule in computed.RULES.items():
         if not rule.needs:
             plain = getattr(rule, "policy", rule)
-            clean = plain.growth_interval + plain.growth_delay
+            clean = plain.growth_interval + plain.compat.growth_delay
             at_the_top = replace(plain, init_scale=process.best_scale)
             skipped = simulate(at_the_top, process).summary().skipped
             share = plain.hysteresis / (clean + plain.hysteresis)

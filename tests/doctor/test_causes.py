@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, Headroom, Look, LookRow, Static, Step, Trace, dialects, simulate
+from preamp import Compat, Dynamic, Headroom, Look, LookRow, Static, Step, Trace, dialects, simulate
 from preamp.doctor import Finding, diagnose
 from preamp.doctor.diagnosis import _consistent
 from preamp.record.exponents import ExponentHistogram
@@ -307,7 +307,9 @@ def test_losses_that_repeat_exactly_are_no_learning() -> None:
     assert "not learning" not in [finding.kind for finding in diagnose(Trace(learned)).findings]
 
 
-@pytest.mark.parametrize("policy", [dialects.TORCH, Dynamic(factor_dtype="float64", growth_interval=20)])
+@pytest.mark.parametrize(
+    "policy", [dialects.TORCH, Dynamic(compat=Compat(factor_dtype="float64"), growth_interval=20)]
+)
 def test_the_line_to_write_has_no_setting_that_only_copies_a_system(policy: Any) -> None:
     found = diagnose(simulate(policy, Stationary(steps=4000, level=20.0, jitter=0.25)))
     assert found.remedy()

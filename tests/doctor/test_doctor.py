@@ -18,7 +18,7 @@ from preamp.cli.flags import rules
 from preamp.doctor import Diagnosis, best_scale, diagnose, lost_words
 from preamp.doctor.advice import as_code, as_flags, recorded_policy
 from preamp.doctor.snapshots import lost
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 from preamp.record.exponents import BANDS, ExponentHistogram
 from preamp.simulation.processes import Drifting, Process, Spiky, Stationary
 from tests.strategies import policies, quietly, scripts
@@ -259,7 +259,7 @@ def test_any_rule_is_read_back_and_any_run_has_a_diagnosis(policy: Any, script: 
 
 
 def quietly_evaluated(code: str) -> Any:
-    return quietly(lambda: eval(code, {**vars(preamp), **OURS}))
+    return quietly(lambda: eval(code, {**vars(preamp), **RULES}))
 
 
 def chosen_by(flags: str) -> Policy[Any]:

@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from preamp import (
+    Compat,
     Dynamic,
     FloorSchedule,
     Headroom,
@@ -118,7 +119,7 @@ def test_every_dialect_moves_as_the_core_in_an_ensemble_of_compiled_walks(name: 
 
 GIVE_UP = [
     Dynamic(init_scale=4.0, min_scale=1.0, at_floor="raise"),
-    Dynamic(init_scale=4.0, min_scale=1.0, at_floor="raise_on_arrival"),
+    Dynamic(init_scale=4.0, min_scale=1.0, at_floor="raise", compat=Compat(raise_on_arrival=True)),
     Dynamic(max_consecutive_overflows=3),
     Tolerant(init_scale=4.0, min_scale=1.0, at_floor="raise", tolerance=0.5),
     dialects.DEEPSPEED(init_scale=4.0, min_scale=1.0),

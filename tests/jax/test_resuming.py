@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from preamp import Dynamic, Headroom, PolicyError, Static, UsageError, dialects
+from preamp import Compat, Dynamic, Headroom, PolicyError, Static, UsageError, dialects
 from preamp.jax import (
     LossScale,
     apply_gradients,
@@ -69,7 +69,7 @@ def test_a_count_below_0_is_refused(numbers: Any) -> None:
 
 
 def test_a_first_scale_that_a_rule_allows_above_its_ceiling_is_its_own() -> None:
-    rule = Dynamic(init_scale=2.0, max_scale=1.0, at_ceiling="refuse", bounds="moves")
+    rule = Dynamic(init_scale=2.0, max_scale=1.0, compat=Compat(at_ceiling="refuse", bounds="moves"))
     LossScale(rule).check_exhausted()  # a warning would be an error here
     with pytest.warns(UserWarning, match="above max_scale"):
         LossScale(rule, rule.start()._replace(scale=4.0)).check_exhausted()

@@ -30,7 +30,7 @@ from preamp import (
     dialects,
 )
 from preamp.keras import LossScaleOptimizer
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 
 from .driving import INF, Run, Stock, array, dtype_policy, same
 
@@ -45,7 +45,7 @@ POLICIES: list[Policy[Any]] = [
 ]
 SEEING: list[Policy[Any]] = [Headroom(init_scale=64.0), LogMax(init_scale=64.0), Histogram(init_scale=64.0)]
 ALL = [*POLICIES, FloorSchedule(init_scale=64.0, floors=((0, 32.0), (4, 256.0))), *SEEING]
-ALL += [kind() for kind in OURS.values() if kind not in map(type, ALL)]
+ALL += [kind() for kind in RULES.values() if kind not in map(type, ALL)]
 QUICK = [POLICIES[0], POLICIES[1], POLICIES[2], SEEING[0]]  # the others train with `make test-slow`
 trained_with = pytest.mark.parametrize(
     "policy",

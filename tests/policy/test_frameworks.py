@@ -27,7 +27,7 @@ from preamp import (
     Tolerant,
 )
 from preamp.checks import to_float32
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 from tests.originals import keras_worker
 from tests.strategies import quietly
 
@@ -36,25 +36,32 @@ SCRIPT = "".join("1" if _draw.random() < (0.1, 0.5, 0.02, 0.0)[step // 100] else
 
 # No scale of these is subnormal: XLA and TensorFlow flush subnormal numbers to 0.
 BOUNDED = {"min_scale": 2.0**-20, "max_scale": 2.0**40}
+DELAYED = {"compat": {"growth_delay": 1}}
 SETTINGS: list[tuple[type[Policy[Any]], dict[str, Any]]] = [
     (Static, {"scale": 1000.0}),
     (Dynamic, {"growth_interval": 5}),
-    (Dynamic, {"growth_interval": 3, "growth_delay": 2, "max_scale": 2.0**20, "at_ceiling": "refuse"}),
+    (
+        Dynamic,
+        {"growth_interval": 3, "max_scale": 2.0**20, "compat": {"growth_delay": 2, "at_ceiling": "refuse"}},
+    ),
     (Dynamic, {"growth_interval": 2, "growth_factor": 1.1, "backoff_factor": 0.7, **BOUNDED}),
     (Dynamic, {"growth_interval": 4, "hysteresis": 3, "hysteresis_reset": ("growth",), "max_scale": None}),
     (Dynamic, {"growth_interval": 4, "hysteresis": 2, "hysteresis_reset": ("clean", "backoff")}),
     (Dynamic, {"growth_interval": 4, "hysteresis": 2, "hysteresis_reset": ()}),
-    (Dynamic, {"growth_interval": 2, "init_scale": 2.0**18, "max_scale": 65504.0, "bounds": "always"}),
-    (Dynamic, {"growth_interval": 2, "init_scale": 1e-3, "min_scale": 1.0, "bounds": "moves"}),
-    (Dynamic, {"growth_interval": 3, "growth_factor": 4.0, "backoff_divisor": 8.0, **BOUNDED}),
+    (
+        Dynamic,
+        {"growth_interval": 2, "init_scale": 2.0**18, "max_scale": 65504.0, "compat": {"bounds": "always"}},
+    ),
+    (Dynamic, {"growth_interval": 2, "init_scale": 1e-3, "min_scale": 1.0, "compat": {"bounds": "moves"}}),
+    (Dynamic, {"growth_interval": 3, "growth_factor": 4.0, "compat": {"backoff_divisor": 8.0}, **BOUNDED}),
     (Tolerant, {"growth_interval": 5, "tolerance": 0.3}),
-    (Tolerant, {"growth_interval": 2, "tolerance": 0.05, "growth_factor": 1.5, "growth_delay": 1, **BOUNDED}),
+    (Tolerant, {"growth_interval": 2, "tolerance": 0.05, "growth_factor": 1.5, **BOUNDED, **DELAYED}),
     (
         FloorSchedule,
         {"growth_interval": 5, "floors": ((0, 4.0), (90, 2.0**15), (300, 2.0**17)), "patience": 3},
     ),
 ]
-SETTINGS += [(kind, {}) for kind in OURS.values() if kind not in dict(SETTINGS)]
+SETTINGS += [(kind, {}) for kind in RULES.values() if kind not in dict(SETTINGS)]
 OTHERS: list[tuple[type[Policy[Any]], dict[str, Any]]] = [
     (LogMax, {"log_max": 12.3, "deviations": 1.7, "mean_steps": 8, "variance_steps": 32, **BOUNDED}),
     (LogMax, {"init_scale": 1000.0, "growth_factor": 3.0, "backoff_factor": 0.3, **BOUNDED}),
@@ -148,7 +155,8 @@ def test_wide_numpy_and_torch(make: Any, settings: dict[str, Any]) -> None:
 
     torch = pytest.importorskip("torch")
 
-    policy = quietly(make, **settings, **(WIDE if issubclass(make, Moving) else {}))
+    wide = {"compat": {**settings.get("compat", {}), **WIDE}} if issubclass(make, Moving) else {}
+    policy = quietly(make, **{**settings, **wide})
     expected = on_floats(policy)[1]
     assert by_hand(policy, np.float64, np.bool_, np.where) == expected
     assert (

@@ -17,8 +17,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from preamp import (
+    Compat,
     Dynamic,
-    InexactScale,
     Policy,
     PolicyError,
     Reading,
@@ -27,7 +27,7 @@ from preamp import (
     Tolerant,
 )
 from preamp.policy import State
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 from tests.strategies import (
     OWN,
     dynamics,
@@ -36,13 +36,14 @@ from tests.strategies import (
     play,
     policies,
     quietly,
+    replace_quietly,
     scripts,
     statics,
     tolerants,
 )
 
 CLEAN, OVERFLOW = Reading(finite=True), Reading(finite=False)
-FLOORED = {"bounds": "strict", "min_scale": 1.0, "max_scale": None}
+FLOORED = {"bounds": "strict", "min_scale": 1.0, "max_scale": None, "raise_on_arrival": False}
 EXACT = {"growth_factor": 2.0, "backoff_factor": 0.5, "backoff_divisor": None}
 UNBOUNDED = {"min_scale": None, "max_scale": None, "at_floor": "hold", "bounds": "strict"}
 
@@ -57,7 +58,7 @@ moderate = settings(deadline=None, max_examples=40)
 @given(moving(bounds="strict") | moving(bounds="always"), scripts)
 def test_the_scale_stays_between_floor_and_ceiling(policy: Any, script: str) -> None:
     low, high = policy.min_scale or 0.0, policy.max_scale or math.inf
-    states = play(policy, script)[policy.bounds == "always" :]
+    states = play(policy, script)[policy.compat.bounds == "always" :]
     assert all(low <= state.scale <= high for state in states)
 
 
@@ -130,7 +131,7 @@ def test_growth_ends_at_the_ceiling_or_at_the_last_scale_that_fits(
 ) -> None:
     clamp = quietly(make, init_scale=1.0, growth_interval=1, max_scale=ceiling, scale_dtype="float64")
     assert play(clamp, "0" * 9)[-1].scale == ceiling
-    assert play(replace(clamp, at_ceiling="refuse"), "0" * 9)[-1].scale == refused_at
+    assert play(replace_quietly(clamp, at_ceiling="refuse"), "0" * 9)[-1].scale == refused_at
 
 
 @no_deadline
@@ -141,7 +142,7 @@ def test_the_scale_counts_runs(policy: Dynamic, script: str) -> None:
     for mark, marks in groupby(script):
         length = len(list(marks))
         if mark == "0":
-            growths = max(0, (length - policy.growth_delay) // policy.growth_interval)
+            growths = max(0, (length - policy.compat.growth_delay) // policy.growth_interval)
             power += growths
             held = 0 if "clean" in resets or ("growth" in resets and growths) else held
         elif "backoff" in resets:
@@ -245,7 +246,7 @@ def test_raise_gives_up_when_a_backoff_would_leave_the_floor(policy: Any, script
 
 
 @no_deadline
-@given(moving(**FLOORED, init_scale=16.0, at_floor="raise_on_arrival"), scripts)
+@given(moving(**{**FLOORED, "raise_on_arrival": True}, init_scale=16.0, at_floor="raise"), scripts)
 def test_raise_on_arrival_gives_up_when_an_overflow_leaves_the_scale_at_the_floor(
     policy: Any, script: str
 ) -> None:
@@ -298,11 +299,6 @@ def test_hold_never_gives_up(policy: Any, script: str) -> None:
 # Policies are values
 
 
-def replace_quietly(policy: Any, **changes: Any) -> Any:
-    with warnings.catch_warnings(action="ignore", category=InexactScale):
-        return replace(policy, **changes)
-
-
 @no_deadline
 @given(policies)
 def test_a_policy_is_a_value(policy: Any) -> None:
@@ -315,7 +311,8 @@ def test_a_policy_is_a_value(policy: Any) -> None:
 
 
 def quiet_names() -> dict[str, Any]:
-    return {name: lambda make=make, **settings: quietly(make, **settings) for name, make in OURS.items()}
+    makes = {**RULES, "Compat": Compat}
+    return {name: lambda make=make, **settings: quietly(make, **settings) for name, make in makes.items()}
 
 
 def test_policies_with_other_settings_differ() -> None:
@@ -330,7 +327,7 @@ def test_policies_with_other_settings_differ() -> None:
     assert len(set(different)) == len(different)
 
 
-@pytest.mark.parametrize("kind", OURS.values())
+@pytest.mark.parametrize("kind", RULES.values())
 @no_deadline
 @given(st.data())
 def test_a_state_starts_as_plain_floats(kind: Any, data: st.DataObject) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import (
+    Compat,
     Dynamic,
     FloorSchedule,
     Histogram,
@@ -24,8 +25,8 @@ from preamp import (
     Static,
     Tolerant,
 )
-from preamp.policy.registry import OURS
-from tests.strategies import quietly
+from preamp.policy.registry import RULES
+from tests.strategies import COMPAT, nested, quietly
 
 NOT_A_NUMBER: list[Any] = ["2", None, True, False, 1j, Decimal(2), [2.0], math.nan]
 NOT_POSITIVE: list[Any] = [0, 0.0, -0.0, -1.0, math.inf, -math.inf]
@@ -39,12 +40,16 @@ BAD: dict[str, list[Any]] = {
     "max_scale": [*NOT_A_NUMBER, *NOT_POSITIVE],
     "growth_factor": [*NOT_A_NUMBER, *NOT_POSITIVE, 1, 0.5],
     "backoff_factor": [*NOT_A_NUMBER, *NOT_POSITIVE, 1, 1.5],
-    "backoff_divisor": [*NOT_A_NUMBER, *NOT_POSITIVE, 1, 0.5],
     "growth_interval": [*NOT_WHOLE, None, 0],
+    "at_floor": [*UNKNOWN, "raise_on_arrival"],
+    "compat": [None, 1, True, "strict", []],
+}
+BAD_COMPAT = {
+    "backoff_divisor": [*NOT_A_NUMBER, *NOT_POSITIVE, 1, 0.5],
     "growth_delay": [*NOT_WHOLE, None],
-    "at_floor": UNKNOWN,
     "at_ceiling": UNKNOWN,
     "bounds": UNKNOWN,
+    "raise_on_arrival": [*UNKNOWN[:-2], 1],
     "scale_dtype": [*UNKNOWN, "float16"],
     "factor_dtype": [*UNKNOWN, "float16"],
 }
@@ -57,11 +62,14 @@ BAD_LOG_MAX = {
     "deviations": [*NOT_A_NUMBER, *NOT_POSITIVE],
     "mean_steps": NOT_A_POWER,
     "variance_steps": NOT_A_POWER,
+    "settle_interval": [*NOT_WHOLE, None, 0],
+    "search_interval": [*NOT_WHOLE, None, 0],
 }
 BAD_HISTOGRAM = {
     "largest": [*NOT_A_NUMBER, *NOT_POSITIVE],
     "location": [*NOT_A_NUMBER, *NOT_POSITIVE, 1.0],
     "limit": [*NOT_A_NUMBER, *NOT_POSITIVE, 1.0],
+    "growth_interval": [*NOT_WHOLE, None, 0],
 }
 BAD_FLOOR_SCHEDULE = {
     "patience": [*NOT_WHOLE, None, 0],
@@ -90,7 +98,10 @@ def not_numbers(kind: type[Policy[Any]]) -> dict[str, list[Any]]:
 
 INVALID = [
     pytest.param(make, name, value, id=f"{make.__name__}-{name}={value!r}")
-    for make, table in {kind: BAD_OF.get(kind) or not_numbers(kind) for kind in OURS.values()}.items()
+    for make, table in [
+        *[(kind, BAD_OF.get(kind) or not_numbers(kind)) for kind in RULES.values()],
+        (Compat, BAD_COMPAT),
+    ]
     for name, values in table.items()
     for value in values
     if not (value is None and name in OPTIONAL)
@@ -130,7 +141,7 @@ def test_a_setting_that_float32_turns_into_one_that_cannot_work_is_refused(
     make: Any, name: str, value: float
 ) -> None:
     with pytest.raises(PolicyError, match=rf"{name}=.* Write "):
-        make(**{"bounds": "moves", name: value})
+        make(**nested({"bounds": "moves", name: value}))
     assert quietly(make, scale_dtype="float64", factor_dtype="float64", bounds="moves", **{name: value})
 
 
@@ -143,7 +154,6 @@ def test_a_setting_that_float32_turns_into_one_that_cannot_work_is_refused(
     {"init_scale": 2.0**-15},
     {"init_scale": 1e-5},
     {"min_scale": None, "at_floor": "raise"},
-    {"min_scale": None, "at_floor": "raise_on_arrival"},
 ])  # fmt: skip
 def test_settings_that_contradict_each_other_name_settings_that_do_not(
     make: Any, conflict: dict[str, Any]
@@ -173,10 +183,11 @@ def test_counting_in_a_row_needs_counting_in_a_row() -> None:
 def test_a_factor_that_rounds_is_told_where_it_was_written(
     make: Any, name: str, inexact: float, exact: float
 ) -> None:
+    make, other = (Compat, "growth_delay") if name in COMPAT else (make, "growth_interval")
     with pytest.warns(InexactScale, match=f"^{name}=") as told:
-        policy = make(**{name: inexact})
+        settings = make(**{name: inexact})
     with pytest.warns(InexactScale) as told_again:
-        replace(policy, growth_interval=5)
+        replace(settings, **{other: 5})
     assert [warning.filename for warning in (*told, *told_again)] == [__file__, __file__]
     advised = re.search(r"Write (\w+)=(\S+) unless", str(told[0].message))
     assert advised
@@ -196,4 +207,4 @@ def test_powers_of_two_are_not_warned_of(power: int, exponent: int) -> None:
     with warnings.catch_warnings(action="error"):
         Static(2.0**exponent)
         Dynamic(growth_factor=2.0**power, backoff_factor=2.0**-power)
-        Tolerant(growth_factor=2.0**power, backoff_divisor=2.0**power)
+        Tolerant(growth_factor=2.0**power, compat=Compat(backoff_divisor=2.0**power))

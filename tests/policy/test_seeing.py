@@ -45,7 +45,11 @@ def test_powers_and_logarithms_are_those_of_math(x: float) -> None:
 @pytest.mark.parametrize(("deviations", "share"), [(1.0, 0.16), (2.0, 0.023), (3.09, 0.001)])
 def test_log_max_overflows_as_often_as_it_was_told(deviations: float, share: float) -> None:
     """At most; the scale is rounded down to a power of two, which may halve it."""
-    policy, draw, overflows = LogMax(deviations=deviations, growth_interval=1), random.Random(0), 0
+    policy, draw, overflows = (
+        LogMax(deviations=deviations, settle_interval=1, search_interval=1),
+        random.Random(0),
+        0,
+    )
     state = policy.start()
     for step in range(6000):
         peak = 2.0 ** draw.gauss(-10.0, 1.0) * state.scale
@@ -58,7 +62,7 @@ def test_log_max_overflows_as_often_as_it_was_told(deviations: float, share: flo
 def test_a_peak_of_0_is_left_out_of_the_averages_of_log_max() -> None:
     policy = LogMax()
     state = policy.step(policy.start(), Reading(True, peak=2.0))
-    for _ in range(policy.growth_interval - 1):
+    for _ in range(policy.search_interval - 1):
         after = policy.step(state, Reading(True, peak=0.0))
         assert after == state._replace(good=state.good + 1.0, unseen=state.unseen + 1.0)
         state = after

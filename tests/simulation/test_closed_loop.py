@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import Dynamic, FloorSchedule, Policy, Reading
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 from tests.strategies import floor_schedules, moving, seeing
 
 LARGEST, SMALLEST = 65504.0, 2.0**-24
@@ -29,7 +29,7 @@ BLIND: list[Policy[Any]] = [
 ]
 SEEING = [
     kind(**{name: bound for name, bound in WIDE.items() if name in kind.__dataclass_fields__})
-    for kind in OURS.values()
+    for kind in RULES.values()
     if kind.needs
 ]
 each = pytest.mark.parametrize("policy", BLIND + SEEING, ids=lambda policy: type(policy).__name__)

@@ -373,7 +373,7 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("paddle", "torch", "out.pt", "is not known here"),
         ("torch", "keras", "out.h5", "Write {}/out.json"),
         ("torch", "keras", "out", "Write {}/out.json"),
-        ("torch", "keras", "none/out.pt", "{}/none is no folder that out.pt could be written to"),
+        ("torch", "keras", "none/out.pt", "{}/none is not a folder"),
     ],
 )
 def test_flags_that_cannot_work(

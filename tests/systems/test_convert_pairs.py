@@ -6,7 +6,6 @@ import json
 import math
 import random
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from preamp.systems.convert import convert
 from preamp.systems.dialects import ALL
 from preamp.systems.formats import backoff_factor
 from preamp.torch import GradScaler
+from tests.strategies import COMPAT, replace_quietly
 
 FORMATS = {name: dialect for name, dialect in ALL.items() if dialect.format is not None}
 REMEMBERED = {
@@ -61,11 +61,14 @@ def told(dialect: Any, saved: Any) -> dict[str, Any]:
         "growth_factor": policy.growth_factor,
         "backoff_factor": backoff_factor(policy),
         "growth_interval": policy.growth_interval,
-        "growth_delay": policy.growth_delay,
+        "growth_delay": policy.compat.growth_delay,
         "min_scale": policy.min_scale,
-        "scale_dtype": policy.scale_dtype,
+        "scale_dtype": policy.compat.scale_dtype,
         "at_floor": policy.at_floor,
-        "good": max(state.good - policy.growth_delay, 0),  # the clean steps that count towards a growth
+        "raise_on_arrival": policy.compat.raise_on_arrival and policy.at_floor == "raise",
+        "good": max(
+            state.good - policy.compat.growth_delay, 0
+        ),  # the clean steps that count towards a growth
         "tolerance": getattr(policy, "tolerance", 0.0),
         "max_consecutive_overflows": getattr(policy, "max_consecutive_overflows", None),
         "hysteresis": getattr(policy, "hysteresis", 1),
@@ -73,7 +76,7 @@ def told(dialect: Any, saved: Any) -> dict[str, Any]:
         **remembered,
     }
     if policy.max_scale is not None:
-        said["at_ceiling"] = policy.at_ceiling
+        said["at_ceiling"] = policy.compat.at_ceiling
     if isinstance(policy, Dynamic) and policy.hysteresis > 1:
         said["overflows_left"] = policy.overflows_left(state)
         said["hysteresis_reset"] = policy.hysteresis_reset
@@ -153,7 +156,8 @@ SETTINGS: dict[str, list[Any]] = {
     "growth_delay": [0, 1, 2],
     "min_scale": [None, 2.0**-126, 1.0, 0.1],
     "max_scale": [None, 2.0**24, 1e5, FLOAT32_MAX],
-    "at_floor": ["hold", "raise", "raise_on_arrival"],
+    "at_floor": ["hold", "raise"],
+    "raise_on_arrival": [False, True],
     "at_ceiling": ["clamp", "refuse"],
     "bounds": ["strict", "moves", "always"],
     "scale_dtype": ["float32", "float64"],
@@ -167,23 +171,23 @@ SETTINGS: dict[str, list[Any]] = {
 
 def near(draw: random.Random, dialect: Any) -> tuple[Any, Any]:
     """Draw a rule that differs from a system's in few settings, if in any, and a state of it."""
-    names = [name for name in SETTINGS if hasattr(dialect.policy, name)]
+    names = [name for name in SETTINGS if name in COMPAT or hasattr(dialect.policy, name)]
     while True:
         settings = {name: draw.choice(SETTINGS[name]) for name in names if draw.random() < 0.1}
         try:
-            policy = replace(dialect.policy, growth_interval=draw.randint(1, 5), **settings)
+            policy = replace_quietly(dialect.policy, growth_interval=draw.randint(1, 5), **settings)
             break
         except PolicyError:  # such as a floor above the ceiling
             continue
     scale = draw.choice([2.0 ** draw.randint(-3, 20), 2.0 ** draw.choice([-140, -120, 126, 127]), 1000.1])
-    good, bad = draw.randrange(policy.growth_interval + policy.growth_delay), draw.randint(0, 3)
+    good, bad = draw.randrange(policy.growth_interval + policy.compat.growth_delay), draw.randint(0, 3)
     state = policy.start()._replace(scale=scale, good=float(good), bad=float(bad))
     return policy, state._replace(age=bad + 2.0) if hasattr(state, "age") else state
 
 
 def scripts_for(draw: random.Random, policy: Any) -> list[list[bool]]:
     """Draw where steps overflow over three growth intervals, and in a row down to the end of the numbers."""
-    steps = 3 * (policy.growth_interval + policy.growth_delay)
+    steps = 3 * (policy.growth_interval + policy.compat.growth_delay)
     often = [[draw.random() < rate for _ in range(steps)] for rate in (0.0, 1 / steps, 0.3, 0.7)]
     if policy.growth_interval > 5:  # that of a system which does not save it, in the thousands
         return often[:2]
@@ -222,7 +226,7 @@ def test_where_nothing_is_named_both_rules_move_the_scale_alike(origin: str) -> 
 @pytest.mark.parametrize("origin", FORMATS)
 def test_a_first_clean_step_that_only_one_rule_counts_is_always_named(origin: str, target: str) -> None:
     policy = FORMATS[origin].policy
-    delays = [FORMATS[name].policy.growth_delay for name in (origin, target)]
+    delays = [FORMATS[name].policy.compat.growth_delay for name in (origin, target)]
     for good in (0.0, 1.0, 2.0, 9.0):
         _, lost = FORMATS[target].dump_and_tell(policy.start()._replace(scale=64.0, good=good), policy)
         named = [one for one in lost if one.startswith("growth_delay=")]
@@ -382,7 +386,7 @@ def test_what_our_keras_optimizer_remembers_is_named(
 def test_loading_what_a_dialect_has_no_place_for_warns(tmp_path: Path) -> None:
     saved = headroom_checkpoint(tmp_path / "in.pt").state_dict()
     with pytest.warns(
-        LossyConversion, match=r"level=.* is left out. To go on with that policy, load it into"
+        LossyConversion, match=r"level=.* is left out. To continue with that policy, load it into"
     ):
         state = dialects.TORCH.load(saved)
     assert state.scale == saved["scale"]

@@ -11,9 +11,7 @@ import json
 import math
 import pickle
 import random
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import InexactScale, PolicyError, Reading, ScaleExhausted, State, dialects
+from preamp import PolicyError, Reading, ScaleExhausted, State, dialects
 from tests import originals
 from tests.recorded.drivers import Arguments, Scales
-from tests.strategies import walked
+from tests.strategies import COMPAT, replace_quietly, walked
 
 # The systems that are installed
 
@@ -187,6 +185,7 @@ def mutants(policy: Any) -> Iterator[tuple[str, Any]]:
         "min_scale": lambda x: 1.0 if x is None else x * 1.5,
         "max_scale": lambda x: 2.0**121 if x is None else x / 2.5,
         "at_floor": lambda x: "raise" if x == "hold" else "hold",
+        "raise_on_arrival": lambda x: not x,
         "at_ceiling": lambda x: "clamp" if x == "refuse" else "refuse",
         "bounds": lambda x: "always" if x != "always" else "moves",
         "scale_dtype": lambda x: "float64" if x == "float32" else "float32",
@@ -196,17 +195,17 @@ def mutants(policy: Any) -> Iterator[tuple[str, Any]]:
     low, high = policy.min_scale or 0.0, policy.max_scale or math.inf
     same = {
         "at_floor": policy.min_scale is None,
+        "raise_on_arrival": policy.at_floor == "hold",
         "at_ceiling": policy.max_scale is None,
-        "backoff_factor": policy.backoff_divisor is not None,
-        "factor_dtype": policy.factor_dtype == "float32",  # the factors are already rounded
+        "backoff_factor": policy.compat.backoff_divisor is not None,
+        "factor_dtype": policy.compat.factor_dtype == "float32",  # the factors are already rounded
         "hysteresis_reset": getattr(policy, "hysteresis", 1) == 1,
-        "bounds": policy.bounds != "always" and low <= policy.init_scale <= high,
+        "bounds": policy.compat.bounds != "always" and low <= policy.init_scale <= high,
     }
     for name, change in changes.items():
-        value = getattr(policy, name, None)
+        value = getattr(policy.compat if name in COMPAT else policy, name, None)
         if not same.get(name) and (value is not None or name in optional):
-            with warnings.catch_warnings(action="ignore", category=InexactScale):
-                yield name, replace(policy, **{"bounds": "moves", name: change(value)})
+            yield name, replace_quietly(policy, **{"bounds": "moves", name: change(value)})
 
 
 def unnoticed(make: Callable[..., Any], cases: list[tuple[Arguments, str, Scales]]) -> set[str]:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, Static, Tolerant, dialects
+from preamp import Compat, Dynamic, Static, Tolerant, dialects
 from tests.strategies import quietly
 
 from .kinds import Peer, each_kind, inner, numbers, of_tf_keras, play, rules, wrapped
@@ -57,7 +57,13 @@ def test_every_kind_follows_the_dialect(kind: str, script: str, growth: int, exp
 
 POLICIES = [
     Dynamic(init_scale=8.0, growth_interval=2, max_scale=32.0),
-    Dynamic(init_scale=8.0, growth_interval=2, hysteresis=2, hysteresis_reset=("growth",), growth_delay=1),
+    Dynamic(
+        init_scale=8.0,
+        growth_interval=2,
+        hysteresis=2,
+        hysteresis_reset=("growth",),
+        compat=Compat(growth_delay=1),
+    ),
     quietly(Dynamic, init_scale=1000.0, growth_interval=1, growth_factor=1.5, backoff_factor=0.7),
     quietly(Tolerant, init_scale=8.0, growth_interval=2, tolerance=0.3),
     dialects.DEEPSPEED(init_scale=8.0, scale_window=2, raise_error_at_min_scale=False),

@@ -215,5 +215,5 @@ def test_a_configuration_says_where_the_scale_stands(kind: str) -> None:
 def test_a_state_that_is_none_is_refused(kind: str, name: str, value: float) -> None:
     config = adam(kind, **ARGUMENTS).get_config()
     config["state"][name] = value
-    with pytest.raises(ValueError, match=f"{name}={value!r} is no state to go on from"):
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not a valid state"):
         type(adam(kind)).from_config(config)

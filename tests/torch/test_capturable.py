@@ -45,7 +45,7 @@ POLICIES = {
     "static": {"policy": Static(2.0**10)},
     "headroom": {"policy": Headroom(init_scale=2.0**10, memory=2, patience=4)},
     "histogram": {"policy": Histogram(init_scale=2.0**10)},
-    "log max": {"policy": LogMax(init_scale=2.0**10, growth_interval=2)},
+    "log max": {"policy": LogMax(init_scale=2.0**10, settle_interval=2, search_interval=2)},
 }
 kinds = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 scripts = st.lists(st.sampled_from([1.0, 1.0, 1.0, INF, NAN]), min_size=1, max_size=10)

@@ -165,11 +165,13 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from preamp import Dynamic
+from preamp import Compat, Dynamic
 from preamp.torch.scaling import launches, triton_kernels
 
 resets = ("growth", "backoff")
-other = Dynamic(at_ceiling="refuse", bounds="always", backoff_divisor=4.0, hysteresis_reset=resets)
+other = Dynamic(
+    compat=Compat(at_ceiling="refuse", bounds="always", backoff_divisor=4.0), hysteresis_reset=resets
+)
 sources = [ASTSource(triton_kernels.prepare, dict(
     total_at="*fp32", scale_at="*fp32", numbers_at="*fp32", finite_at="*i1", constant="fp32", max_norm="fp32"
 ), {})]

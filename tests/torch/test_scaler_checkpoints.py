@@ -9,7 +9,7 @@ import torch
 
 from preamp import Dynamic, FloorSchedule, Static, Tolerant, Trace
 from preamp.errors import TraceError
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 from preamp.torch import GradScaler, LossScaleOptimizer
 
 from .test_scaler import INF, Training, ours, theirs
@@ -59,7 +59,7 @@ def test_a_checkpoint_keeps_what_the_policy_remembers():
     "policy",
     [
         FloorSchedule(floors=((0, 1.0), (5, 2.0**20))),
-        *[kind() for kind in OURS.values() if kind not in (Dynamic, FloorSchedule)],
+        *[kind() for kind in RULES.values() if kind not in (Dynamic, FloorSchedule)],
     ],
     ids=repr,
 )

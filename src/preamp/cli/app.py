@@ -1,8 +1,4 @@
-"""The command line: train, simulate, report, doctor, inspect, convert, dialects.
-
-This room turns flags into calls and results into tables. It decides nothing about scales. The flags of
-the policies are made from their dataclasses.
-"""
+"""The command line: train, simulate, report, doctor, inspect, convert, dialects."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypedDict
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
@@ -21,10 +17,11 @@ from cyclopts.validators import Number
 from preamp import __version__
 from preamp.cli import comparison
 from preamp.cli.comparison import events, footer, scale_row, stops
-from preamp.cli.flags import SHORT_INTERVAL, Given, find_dialect, precisions_and_rule, rules
+from preamp.cli.flags import SHORT_INTERVAL, Given, find_dialect, precisions_and_rule, rules, setting_flags
 from preamp.cli.lab import Framework, Precision, Task
 from preamp.cli.terminal import (
     Row,
+    Unboxed,
     out,
     print_diagnosis,
     print_lines,
@@ -36,7 +33,7 @@ from preamp.cli.terminal import (
 )
 from preamp.errors import PreampError
 from preamp.policy import Dynamic
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab
 from preamp.record.trace import Trace
 from preamp.record.trace_files import paths_of_ranks
@@ -66,14 +63,28 @@ Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
-RULES = Group(
-    "Policy for the loss scale",
-    help=f"{', '.join(map(kebab, OURS))}. Without a name, the first that has all the settings given. "
-    f"In train, a growth interval of {Dynamic.growth_interval} by default is {SHORT_INTERVAL}.",
-)
-NAME = Parameter(name=["--policy", "--rule"], group=RULES, show_default=False)
+POLICY = Group("Policy for the loss scale", sort_key=0)
+NAMES = f"{', '.join(map(kebab, RULES))}, or another system's (see preamp dialects)"
+FIRST = "Without a name, the first that has all the settings given."
+SHORT = f"The default growth interval of {Dynamic.growth_interval} is {SHORT_INTERVAL} here."
+NAME = Parameter(name=["--policy", "--rule"], group=POLICY, show_default=False)
+if TYPE_CHECKING:
+    _Settings: TypeAlias = Given
+else:
+    headings = dict.fromkeys(flag.heading for flag in setting_flags().values())
+    GROUPS = {heading: Group(heading, sort_key=1 + n) for n, heading in enumerate(headings)}
+    _Settings = TypedDict(
+        "_Settings",
+        {
+            name: Annotated[
+                flag.type, Parameter(help=flag.help, group=GROUPS[flag.heading], show_default=False)
+            ]
+            for name, flag in setting_flags().items()
+        },
+        total=False,
+    )
 NO_DEFAULT = Parameter(show_default=False)  # help would show it as ()
-SETTINGS = Parameter(name="--policy", group=RULES, show_default=False)
+SETTINGS = Parameter(name="--policy", show_default=False)
 
 BAD_INPUT, INTERRUPTED = 2, 130
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
@@ -94,6 +105,7 @@ app: App = App(
     version=f"preamp {__version__}",
     result_action="return_value",
     default_parameter=Parameter(negative=()),
+    help_formatter=Unboxed(),
 )
 
 
@@ -130,8 +142,8 @@ def train(
     framework: Framework | None = None,
     precision: Annotated[tuple[Precision | Literal["all"], ...], NO_DEFAULT] = (),
     emulate: Annotated[bool, Parameter(negative="--native", show_default=False)] = True,
-    rule: Annotated[str | None, NAME] = None,
-    policy: Annotated[Given | None, SETTINGS] = None,
+    rule: Annotated[str | None, NAME, Parameter(help=f"{NAMES}. {FIRST} {SHORT}")] = None,
+    policy: Annotated[_Settings | None, SETTINGS] = None,
     dialect: str | None = None,
     config: Path | None = None,
     seed: Seed = 0,
@@ -144,21 +156,21 @@ def train(
 
     Args:
         task: what to learn; autoencoder for the digits, classify for a table of your own.
-        data: a CSV file of numbers whose last column is a label, instead of handwritten digits.
-        framework: whose training loop to use; KERAS_BACKEND says what Keras runs on. Default: the first of
-            torch, jax, tensorflow and keras that is installed.
-        precision: float16 runs twice, without and with loss scaling. Can be given several times.
-            Default: float32, and float16 or what the configuration computes in.
-        emulate: compute in float32 and round where a GPU stores low precision, the default; --native computes
-            in low precision.
-        rule: the name of a policy above, or of another system's; see preamp dialects. --rule is the same.
+        data: a CSV file of numbers, labels in the last column, instead of handwritten digits.
+        framework: whose training loop to use; KERAS_BACKEND says what Keras runs on. [the first installed of
+            torch, jax, tensorflow, keras]
+        precision: float16 runs twice, without and with loss scaling; can be repeated. [float32, and float16
+            or that of the configuration]
+        emulate: compute in float32 and round where a GPU does, the default; --native computes in low
+            precision.
+        rule: the name of a policy.
         policy: the settings of the policy.
-        dialect: use the policy of another system; see preamp dialects.
-        config: use the precision and the policy of a DeepSpeed configuration, and nothing else of it.
+        dialect: another system's policy; see preamp dialects.
+        config: the precision and the policy of a DeepSpeed configuration, nothing else of it.
         seed: of the first run.
         seeds: how many seeds to run.
-        epochs: passes over the data. Default: as many as the task takes.
-        steps: how many steps to train each run, instead of --epochs.
+        epochs: passes over the data. [as many as the task takes]
+        steps: how many steps to train, instead of --epochs.
         out_dir: the folder for report.html, summary.json and the traces.
     """
     import preamp.report  # noqa: F401  # what is missing is said before the work, not after
@@ -199,8 +211,10 @@ def train(
 @app.command
 def simulate(
     *,
-    rule: Annotated[tuple[str, ...], NAME] = (),
-    policy: Annotated[Given | None, SETTINGS] = None,
+    rule: Annotated[
+        tuple[str, ...], NAME, Parameter(help=f'{NAMES}, or "all"; can be repeated. {FIRST}')
+    ] = (),
+    policy: Annotated[_Settings | None, SETTINGS] = None,
     dialect: Annotated[tuple[str, ...], NO_DEFAULT] = (),
     config: Annotated[tuple[Path, ...], NO_DEFAULT] = (),
     trace: Path | None = None,
@@ -214,23 +228,21 @@ def simulate(
 ) -> int:
     """Play gradients or overflows through policies and compare what they do to the scale.
 
-    With --process, or a trace that has peaks, what overflows and what is flushed follows from each policy's
-    own scale. Otherwise the same steps overflow for every policy.
+    With --process, or a trace with peaks, overflows and flushed entries follow from each policy's own scale.
+    Otherwise the same steps overflow for every policy.
 
     Args:
-        rule: the name of a policy above, or of another system's, see preamp dialects; can be given several
-            times, "all" for every one above. --rule is the same.
+        rule: the names of policies.
         policy: the settings of the policy.
-        dialect: the policy of another system, see preamp dialects; can be given several times, "all" for
-            every one.
-        config: the policy of a DeepSpeed configuration; can be given several times.
-        trace: take a recorded run.
-        process: draw how large the gradients are; see preamp.processes.
-        dtype: the low precision that overflows and flushes. Default: that of the trace, or float16.
-        ranks: of how many ranks the largest gradient counts. Default: 1.
-        overflow_rate: invent overflows: the chance of each step. Default: 0.0005.
-        steps: how many steps to draw or invent. Default: 20,000.
-        seed: of what is drawn or invented. Default: 0.
+        dialect: another system's policy (see preamp dialects), or "all"; can be repeated.
+        config: the policy of a DeepSpeed configuration; can be repeated.
+        trace: replay a recorded run.
+        process: draw the size of the gradients; see preamp.processes.
+        dtype: the low precision that overflows and flushes. [that of the trace, or float16]
+        ranks: the number of ranks, of which the largest gradient counts. [1]
+        overflow_rate: instead of gradients, draw overflows with this chance at each step. [0.0005]
+        steps: how many steps to draw. [20,000]
+        seed: of what is drawn. [0]
         out_file: the report with the picture of the scales.
     """
     import preamp.report  # noqa: F401  # what is missing is said before the work, not after

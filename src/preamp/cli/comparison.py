@@ -1,8 +1,4 @@
-"""What several rules make of the same steps, as a table, sentences and a picture.
-
-This room chooses the steps that a command asks for and words what came of them. It refuses to know flags, and
-what a rule does.
-"""
+"""`preamp simulate`: several rules over the same steps, compared in a table, sentences and a report."""
 
 from __future__ import annotations
 
@@ -99,7 +95,7 @@ def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], given: Process | lis
     seeing = [name for name, rule in rules.items() if rule.needs]
     if seeing and not isinstance(given, Process):
         raise PreampError(
-            f"{seeing[0]} looks at how large gradients are, and of these steps it is not known. "
+            f"{seeing[0]} needs the size of the gradients, which is not known of these steps. "
             "Write --process stationary, --trace of a run with peaks, or --policy dynamic."
         )
 

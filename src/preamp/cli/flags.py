@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, fields
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, TypedDict, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from preamp.cli.lab import Precision
 from preamp.errors import PreampError
 from preamp.policy import Dynamic, Policy
-from preamp.policy.registry import OURS
+from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab
 from preamp.systems.deepspeed_config import Settings, load
 from preamp.systems.definition import Dialect
@@ -20,66 +20,62 @@ from preamp.systems.dialects import ALL
 
 # In a run of a few thousand steps the usual interval would hardly see the scale move.
 SHORT_INTERVAL = 100
+COMMON = 3  # rules: a setting of fewer is listed under their names
 
 
-class Given(TypedDict, total=False):
-    """The settings that flags can give, of all our rules. Its keys are made below, from the rules."""
+Given: TypeAlias = Mapping[str, object]  # settings by name
 
 
 def _kinds_with(setting: str) -> list[str]:
-    return [name for name, kind in OURS.items() if setting in kind.__dataclass_fields__]
+    return [name for name, kind in RULES.items() if setting in _settings(kind)]
 
 
-def _described(kind: type[Policy[Any]]) -> dict[str, str]:
-    """Return what the docstrings of a rule say of its settings."""
-    said: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        section = (base.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
-        said |= {name: " ".join(text.split()) for name, text in _ENTRY.findall(section)}
-    return said
+def _settings(kind: type[Policy[Any]]) -> dict[str, Field[Any]]:
+    """Return the settings of a rule that are flags: all but how it imitates another system."""
+    return {field.name: field for field in fields(kind) if field.name != "compat"}
 
 
-def _setting(name: str) -> tuple[Any, str]:
-    """Return the type of a setting, and how it is described: where rules differ, by each."""
-    kinds = {rule: OURS[rule] for rule in _kinds_with(name)}
-    first = next(iter(kinds.values()))
-    texts = _by_rule({rule: _described(kind).get(name, "") for rule, kind in kinds.items()})
-    defaults = _by_rule(
-        {rule: _shown(kind.__dataclass_fields__[name].default) for rule, kind in kinds.items()}
-    )
-    if len(texts) > 1 or len(kinds) <= 2:
-        meaning = " ".join(f"Of {', '.join(rules)}: {text}" for text, rules in texts.items())
-    else:
-        meaning = next(iter(texts))
-    default = "; ".join(
-        value if len(defaults) == 1 else f"{value} of {', '.join(rules)}" for value, rules in defaults.items()
-    )
-    return get_type_hints(first)[name], f"{meaning} Default: {default}."
+class SettingFlag(NamedTuple):
+    """A setting of our rules, as the command line has it: its type, its help, and what it is listed under."""
+
+    type: object
+    help: str
+    heading: str
 
 
-def _by_rule(values: dict[str, str]) -> dict[str, list[str]]:
-    """Return values, and of which rules each is."""
-    same: dict[str, list[str]] = {}
-    for rule, value in values.items():
-        same.setdefault(value, []).append(rule)
-    return same
+def setting_flags() -> dict[str, SettingFlag]:
+    """Return the settings of all our rules: those of many rules first, then rule by rule."""
+    names = dict.fromkeys(name for kind in RULES.values() for name in _settings(kind))
+    owners = {name: _kinds_with(name) for name in names}
+    flags = {}
+    for name in sorted(names, key=lambda name: (len(owners[name]) < COMMON, owners[name])):
+        kinds = owners[name]
+        whose = "several policies" if len(kinds) >= COMMON else ", ".join(map(kebab, kinds))
+        help = _help({kebab(kind): _settings(RULES[kind])[name] for kind in kinds})
+        flags[name] = SettingFlag(get_type_hints(RULES[kinds[0]])[name], help, f"Settings of {whose}")
+    return flags
 
 
-def _shown(value: Any) -> str:
+def _help(known: Mapping[str, Field[Any]]) -> str:
+    """Return the first sentence of a description and the default, by rule where they differ."""
+    texts = {
+        rule: f"{field.metadata.get('help', '').partition('. ')[0].rstrip('.')}."
+        for rule, field in known.items()
+    }
+    defaults = {rule: _shown(field.default) for rule, field in known.items()}
+    usual, *_ = defaults.values()
+    others = "".join(f"; {rule} {value}" for rule, value in defaults.items() if value != usual)
+    if len(set(texts.values())) == 1:
+        return f"{next(iter(texts.values()))} [{usual}{others}]"
+    return " ".join(f"{rule}: {text} [{defaults[rule]}]" for rule, text in texts.items())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(
+            " ".join(map(_shown, part)) if isinstance(part, tuple) else str(part) for part in value
+        )
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _complete(given: type[Given]) -> None:
-    """Give the type a key for every setting, which the command line makes into a flag."""
-    names = dict.fromkeys(field.name for kind in OURS.values() for field in fields(kind))
-    settings = {name: _setting(name) for name in names}
-    given.__annotations__ = {name: kind for name, (kind, _) in settings.items()}
-    described = "".join(f"    {name}: {text}\n" for name, (_, text) in settings.items())
-    given.__doc__ = f"The settings of a rule.\n\nArgs:\n{described}"
-
-
-_ENTRY = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
-_complete(Given)
 
 
 def policy_of(name: str | None, given: Given | None, short: bool = False) -> Policy[Any]:
@@ -95,7 +91,7 @@ def policy_of(name: str | None, given: Given | None, short: bool = False) -> Pol
             dialect with settings.
     """
     settings: dict[str, Any] = {**(given or {})}
-    kind = OURS[_rule_with(settings)] if name is None else find_policy(name)
+    kind = RULES[_rule_with(settings)] if name is None else find_policy(name)
     if isinstance(kind, Dialect):
         if settings:
             raise PreampError(
@@ -103,10 +99,10 @@ def policy_of(name: str | None, given: Given | None, short: bool = False) -> Pol
                 "settings are those of our own policies. Leave one of the two out."
             )
         return kind
-    lacking = [setting for setting in settings if setting not in kind.__dataclass_fields__]
+    lacking = [setting for setting in settings if setting not in _settings(kind)]
     if lacking:
         raise PreampError(
-            f"{_flag(lacking[0])} is no setting of {kind.__name__}. Leave it out, or write "
+            f"{_flag(lacking[0])} is not a setting of {kind.__name__}. Leave it out, or write "
             f"--policy {kebab(_kinds_with(lacking[0])[0])}."
         )
     if short and getattr(kind, "growth_interval", None) == Dynamic.growth_interval:
@@ -116,7 +112,7 @@ def policy_of(name: str | None, given: Given | None, short: bool = False) -> Pol
 
 def _rule_with(settings: Collection[str]) -> str:
     """Return the first of our rules that has some settings."""
-    for name in OURS:
+    for name in RULES:
         if all(name in _kinds_with(setting) for setting in settings):
             return name
     whose = [f"{_flag(setting)} (of {', '.join(_kinds_with(setting))})" for setting in settings]
@@ -131,10 +127,10 @@ def find_policy(name: str) -> type[Policy[Any]] | Dialect[...]:
     """
     known: dict[str, type[Policy[Any]] | Dialect[...]] = {
         **{_key(dialect): value for dialect, value in ALL.items()},
-        **{_key(kind): value for kind, value in OURS.items()},
+        **{_key(kind): value for kind, value in RULES.items()},
     }
     if _key(name) not in known:
-        raise _unknown("policy", name, [*map(kebab, OURS), *map(str.lower, ALL)])
+        raise _unknown("policy", name, [*map(kebab, RULES), *map(str.lower, ALL)])
     return known[_key(name)]
 
 
@@ -214,7 +210,7 @@ def rules(
 
 
 def _own(names: Sequence[str], policy: Given | None, is_alone: bool) -> dict[str, Policy[Any]]:
-    chosen = list(OURS) if "all" in names else names
+    chosen = list(RULES) if "all" in names else names
     if policy is not None and len(chosen) > 1:
         raise PreampError(
             "--policy.* with several policies does not say whose settings these are. Write one --policy."

@@ -1,7 +1,4 @@
-"""What the terminal shows: tables, and trainings while they run.
-
-This room decides how rows become columns and how far a training is. It refuses to know what is trained.
-"""
+"""What the terminal shows: help, tables, and the progress of trainings."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from cyclopts.help import DefaultFormatter, DescriptionRenderer, HelpPanel, NameRenderer
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -42,6 +41,20 @@ out = Console(
 )
 
 
+class Unboxed(DefaultFormatter):
+    """Help as cyclopts prints it, without boxes: the settings of all policies fit on two screens."""
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        if not panel.entries:
+            return
+        console.print(panel.title, style="bold")
+        table = Table.grid(padding=(0, 2, 0, 0))
+        name, description = NameRenderer(max_width=console.width * 4 // 9), DescriptionRenderer()
+        for entry in panel.entries:
+            table.add_row(name(entry), description(entry))
+        console.print(Padding(table, (0, 0, 0, 1)))
+
+
 def print_table(rows: Sequence[Row]) -> None:
     """Print rows under their headings; numbers are at the right."""
     if not rows:
@@ -58,7 +71,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return a text without what a terminal would obey: a file's names may come from anybody."""
+    """Return a text without control characters: names in a file may come from anybody."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
@@ -88,7 +101,7 @@ def print_diagnosis(name: str, found: Diagnosis) -> None:
 def read_trace(path: Path) -> Trace:
     """Read a trace, and show how far that is if it takes long.
 
-    Where ranks disagree is not warned of: `comparing.events` has it in words.
+    Where ranks disagree is not warned of: `comparison.events` says it.
 
     Args:
         path: a file, or "run.{rank}.jsonl" for those of all ranks.
@@ -116,7 +129,7 @@ def train_all(
         TextColumn("{task.description:24}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[seen]:24}"),
+        TextColumn("{task.fields[last]:24}"),
         TimeRemainingColumn(),
     )
     with (
@@ -140,12 +153,12 @@ def _train_one(
 ) -> Run:
     from preamp.cli.lab.runs import train as carry_out
 
-    bar = progress.add_task(f"{plan.name}, {plan.seed}", total=problem.steps, seen="")
+    bar = progress.add_task(f"{plan.name}, {plan.seed}", total=problem.steps, last="")
 
     def show(step: Any) -> None:
         if step.index % 20 == 19 or step.index == problem.steps - 1:
-            seen = f"loss {step.loss:.4f} scale {power(step.scale)}"
-            progress.update(bar, completed=step.index + 1, seen=seen)
+            last = f"loss {step.loss:.4f} scale {power(step.scale)}"
+            progress.update(bar, completed=step.index + 1, last=last)
 
     path = folder / plan.file_name / "trace.jsonl"
     path.parent.mkdir(exist_ok=True)

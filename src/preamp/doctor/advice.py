@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from preamp.errors import InexactScale, PolicyError
-from preamp.policy import Dynamic, Policy
-from preamp.policy.registry import OURS
+from preamp.policy import Compat, Dynamic, Moving, Policy
+from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab
 from preamp.systems.definition import Dialect
 from preamp.systems.dialects import ALL
@@ -39,16 +39,23 @@ def _evaluated(node: ast.expr) -> Policy[Any] | None:
     """Return what a name of ours stands for, called with literals or not. Nothing else is run."""
     if not isinstance(node, ast.Call):
         return _named(node) if isinstance(node, ast.Attribute) else None
-    settings = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
     make: Any = _named(node.func)
     with warnings.catch_warnings(action="ignore", category=InexactScale):  # said when it was made
+        settings = {str(word.arg): _value(word.value) for word in node.keywords}
         return make and make(*map(ast.literal_eval, node.args), **settings)  # type: ignore[no-any-return]
+
+
+def _value(node: ast.expr) -> Any:
+    """Return a literal, or the `Compat` of literals."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == Compat.__name__:
+        return Compat(**{str(word.arg): ast.literal_eval(word.value) for word in node.keywords})
+    return ast.literal_eval(node)
 
 
 def _named(node: ast.expr) -> Any:
     if isinstance(node, ast.Attribute):
         return ALL.get(node.attr)
-    return OURS.get(node.id) if isinstance(node, ast.Name) else None
+    return RULES.get(node.id) if isinstance(node, ast.Name) else None
 
 
 def changed(policy: Policy[Any] | None, settings: Mapping[str, Any]) -> Policy[Any]:
@@ -63,7 +70,9 @@ def changed(policy: Policy[Any] | None, settings: Mapping[str, Any]) -> Policy[A
     with warnings.catch_warnings(action="ignore", category=InexactScale):
         if set(settings) <= set(known):
             # How another system rounds a product is of no use to whoever writes the line.
-            plain = {"factor_dtype": Dynamic.factor_dtype} if "factor_dtype" in known else {}
+            plain = {}
+            if isinstance(before, Moving):
+                plain["compat"] = replace(before.compat, factor_dtype=Compat.factor_dtype)
             return replace(before, **_holding(known, {**plain, **settings}))
         if "scale" in known:  # of a constant that is to move
             settings = {"init_scale": settings.get("scale", known["scale"]), **settings}
@@ -102,8 +111,8 @@ def as_flags(policy: Policy[Any], settings: Mapping[str, Any]) -> str:
     '--policy.init-scale 16777216 --policy.growth-interval 2000'
     """
     name = type(policy).__name__
-    if OURS.get(name) is not type(policy) or any(
-        isinstance(value, tuple) for value in _told(policy).values()
+    if RULES.get(name) is not type(policy) or any(
+        isinstance(value, tuple | Compat) for value in _told(policy).values()
     ):
         return ""
     told = {**_told(policy), **{name: getattr(policy, name) for name in settings if hasattr(policy, name)}}

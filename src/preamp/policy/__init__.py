@@ -1,11 +1,10 @@
-"""What the next loss scale is, given what was seen in the gradients. The state machine, written once.
+"""The rules for the loss scale: what the next one is, given what was measured in the gradients of a step.
 
-This room decides. It refuses to know which framework holds the numbers: a policy is Python operators
-plus one injected word, ``where(condition, a, b)``, so the same few lines run on Python floats, NumPy,
-torch, JAX (under `jit` and `scan`), TensorFlow (inside `tf.function`) and `keras.ops`.
+A policy is Python operators plus an injected ``where(condition, a, b)``, so the same few lines run on Python
+floats, NumPy, torch, JAX (under `jit` and `scan`), TensorFlow (inside `tf.function`) and `keras.ops`.
 
-The rule of `Dynamic`, which is the rule of Micikevicius et al. 2018 (arXiv 1710.03740) with the
-refinements that systems have added since:
+`Dynamic` is the rule of Micikevicius et al. 2018 (arXiv 1710.03740) with the refinements that systems have
+added since:
 
 ```
 on an overflow:   good = 0, bad += 1
@@ -14,19 +13,23 @@ on a clean step:  good += 1, bad = 0
                   if good >= growth_interval: scale = min(scale * growth_factor, max_scale), good = 0
 ```
 
-`Dynamic.advance` is these lines. What else `Moving` can be told reproduces other systems (`dialects`).
+What other systems do differently is in `Compat`; their rules are in `preamp.dialects`.
 """
 
-from preamp.policy.base import Policy, Reading, State, Where, choose
-from preamp.policy.dynamic import Dynamic, Moving
+from preamp.policy.base import Policy, Reading, State, Where, choose, setting
+from preamp.policy.bounded import Bounded
+from preamp.policy.dynamic import Dynamic
 from preamp.policy.floor_schedule import FloorSchedule, FloorState
 from preamp.policy.headroom import Headroom, HeadroomState
 from preamp.policy.histogram import Histogram
 from preamp.policy.log_max import LogMax, LogMaxState
+from preamp.policy.moving import Compat, Moving
 from preamp.policy.static import Static
 from preamp.policy.tolerant import Tolerant, TolerantState
 
 __all__ = [
+    "Bounded",
+    "Compat",
     "Dynamic",
     "FloorSchedule",
     "FloorState",
@@ -44,4 +47,5 @@ __all__ = [
     "TolerantState",
     "Where",
     "choose",
+    "setting",
 ]

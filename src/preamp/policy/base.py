@@ -1,20 +1,25 @@
-"""What every policy is: a state, a reading, and the way from one state to the next."""
+"""The base class of all rules, the state that a rule remembers, and what it is told of a step."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from inspect import cleandoc
+from textwrap import fill
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 from preamp.checks import is_number, shown, to_float32
 from preamp.errors import PolicyError, ScaleExhausted
 
-Where: TypeAlias = Callable[[Any, Any, Any], Any]
+# A Python number, or a 0-dim array of any framework: no type that Python knows has the operators of both.
+Scalar: TypeAlias = Any
+Where: TypeAlias = Callable[[Scalar, Scalar, Scalar], Scalar]
 S = TypeVar("S", bound=Any)
+T = TypeVar("T")
 COUNTS = ("good", "bad", "age")
-MOST = 2**31  # PyTorch's tracker is an int32
+LARGEST_COUNT = 2**31  # PyTorch's growth tracker is an int32
 
 
 class State(NamedTuple):
@@ -26,43 +31,62 @@ class State(NamedTuple):
         bad: overflows since the last event that clears them (`Dynamic.hysteresis_reset`).
     """
 
-    scale: Any
-    good: Any
-    bad: Any
+    scale: Scalar
+    good: Scalar
+    bad: Scalar
 
 
 class Reading(NamedTuple):
-    """What was seen in the gradients of one step, agreed on by all ranks.
+    """What was measured in the gradients of one step, agreed on by all ranks.
 
     Attributes:
         finite: True (or a boolean scalar) when every gradient is finite.
-        peak: the largest magnitude among the scaled gradients, 0 if all are zero; None where no policy
-            asked for it. Over ranks it is known to the next power of two above. After an overflow it
-            says nothing.
-        share: of the entries of the scaled gradients, the part whose magnitude is `Policy.edge` or more,
-            from 0 to 1; None where no policy asked for it. After an overflow it says nothing.
+        peak: the largest magnitude among the scaled gradients, 0 if all are zero; None where the policy does
+            not need it. Over ranks it is rounded up to a power of two. Undefined, possibly NaN, after an
+            overflow.
+        share: the share of the entries of the scaled gradients whose magnitude is `Policy.edge` or more,
+            from 0 to 1; None where the policy does not need it. Undefined, possibly NaN, after an overflow.
     """
 
-    finite: Any
-    peak: Any = None
-    share: Any = None
+    finite: Scalar
+    peak: Scalar = None
+    share: Scalar = None
 
 
-def choose(condition: Any, yes: Any, no: Any) -> Any:
+def choose(condition: Scalar, yes: Scalar, no: Scalar) -> Scalar:
     """``where`` for plain Python numbers."""
     return yes if condition else no
+
+
+def setting(default: T, help: str) -> T:
+    """Return a field of a rule. Its description ends up in the class's docstring and in `preamp --help`.
+
+    Args:
+        default: the value without which the rule is made.
+        help: what the setting does. The command line shows the first sentence.
+    """
+    described: T = field(default=default, metadata={"help": help})
+    return described
+
+
+def changed_settings(settings: Any) -> str:
+    """Return a dataclass as the call that makes it, without the settings that have their defaults."""
+    values = [(one.name, getattr(settings, one.name), one.default) for one in fields(settings)]
+    changed = [f"{name}={value!r}" for name, value, default in values if value != default]
+    return f"{type(settings).__name__}({', '.join(changed)})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Policy(ABC, Generic[S]):
     """A rule for the loss scale. Settings live on the policy, what changes lives in its state.
 
-    A new rule is one subclass: a frozen dataclass with `start` and `advance`.
+    A new rule is one subclass: a frozen dataclass with `start` and `advance`. The docstring of a subclass is
+    completed by its settings.
 
     Attributes:
-        needs: which fields of a `Reading` the rule looks at besides `finite`. Adapters measure these alone.
-        edge: the magnitude from which entries count for `Reading.share`, for rules that look at it.
-        signed: which fields of the state may be negative.
+        needs: the fields of a `Reading` that the rule uses besides `finite`. Adapters measure only these.
+        edge: the magnitude from which entries count for `Reading.share`, for rules that use it.
+        signed: the fields of the state that may be negative.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -73,14 +97,23 @@ class Policy(ABC, Generic[S]):
         """The magnitude from which entries count for `Reading.share`."""
         return math.inf
 
+    def __init_subclass__(cls) -> None:
+        """Add an "Args" section with every described setting to the docstring."""
+        super().__init_subclass__()
+        described = _descriptions(cls)
+        if described and cls.__doc__ and "Args:" not in cls.__doc__:
+            entries = "\n".join(
+                fill(f"{name}: {text}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+                for name, text in described.items()
+            )
+            cls.__doc__ = f"{cleandoc(cls.__doc__)}\n\nArgs:\n{entries}"
+
     def __repr__(self) -> str:
         """Show the settings that differ from their defaults."""
-        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
-        changed = [f"{name}={value!r}" for name, value, default in values if value != default]
-        return f"{type(self).__name__}({', '.join(changed)})"
+        return changed_settings(self)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the settings by name, as Keras asks of what is registered with it."""
+        """Return the settings by name, as Keras wants of a class that is registered with it."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @abstractmethod
@@ -93,15 +126,14 @@ class Policy(ABC, Generic[S]):
 
         Args:
             state: the state that was in force during the step, scalars of any one framework.
-            reading: what was seen in that step's gradients.
+            reading: what was measured in that step's gradients.
             where: the framework's ``where(condition, yes, no)``.
         """
 
-    def measured(self, name: str, reading: Reading) -> Any:
-        """Return a field of a reading that this rule looks at.
+    def measured(self, name: str, reading: Reading) -> Scalar:
+        """Return a field of a reading that this rule needs.
 
-        After an overflow it says nothing, not even that it is a number: let it reach the state through
-        `where` alone.
+        It is undefined, possibly NaN, after an overflow: let it reach the state through `where` only.
 
         Raises:
             PolicyError: if it was not measured, unless a Python False says that the step overflowed.
@@ -109,18 +141,18 @@ class Policy(ABC, Generic[S]):
         value = getattr(reading, name)
         if value is None and reading.finite is not False:
             raise PolicyError(
-                f"{self!r} looks at the {name} of the gradients, and this reading has none. "
-                f"Write Reading(finite, {name}=...), or a policy that hears overflows alone: Dynamic()."
+                f"{self!r} needs the {name} of the gradients, and this reading has none. "
+                f"Write Reading(finite, {name}=...), or use a policy that only needs overflows: Dynamic()."
             )
         return 0.0 if value is None else value
 
-    def exhausted(self, state: S, after: S, reading: Reading, where: Where = choose) -> Any:
+    def exhausted(self, state: S, after: S, reading: Reading, where: Where = choose) -> Scalar:
         """Return whether the policy gives up on this step instead of moving to `after`."""
         return False
 
     def advance_or_stay(
-        self, state: S, exhausted: Any, reading: Reading, where: Where = choose
-    ) -> tuple[S, Any]:
+        self, state: S, exhausted: Scalar, reading: Reading, where: Where = choose
+    ) -> tuple[S, Scalar]:
         """`advance` for programs that cannot raise: a policy that gives up stays where it is.
 
         Args:
@@ -151,7 +183,7 @@ class Policy(ABC, Generic[S]):
         return after
 
     def exhaustion(self, scale: float, overflows: int) -> ScaleExhausted:
-        """Return the error that says why training cannot go on.
+        """Return the error that says why training cannot continue.
 
         Args:
             scale: the loss scale at which the gradients overflowed.
@@ -173,13 +205,13 @@ class Policy(ABC, Generic[S]):
         return type(self).exhausted is not Policy.exhausted
 
     def restore(self, saved: Mapping[str, Any]) -> S:
-        """Return the state that saved numbers describe. What they lack starts afresh.
+        """Return the state that saved numbers describe. A field that is missing starts as in `start`.
 
         Args:
-            saved: the state's fields by name, such as a checkpoint holds; others are not looked at.
+            saved: the state's fields by name, such as a checkpoint holds; others are ignored.
 
         Raises:
-            PolicyError: for a scale that is not a finite float32 above 0, or what is no count.
+            PolicyError: for a scale that is not a finite float32 above 0, or a count that is not one.
         """
         state = self.start()
         known = {name: saved[name] for name in state._fields if name in saved}
@@ -187,10 +219,10 @@ class Policy(ABC, Generic[S]):
             rounded = to_float32(value) if is_number(value) else math.nan
             is_allowed = rounded > 0.0 if name == "scale" else rounded >= 0.0 or name in self.signed
             if name in COUNTS:
-                is_allowed = 0.0 <= rounded < MOST and float(value).is_integer()
+                is_allowed = 0.0 <= rounded < LARGEST_COUNT and float(value).is_integer()
             if not (math.isfinite(rounded) and is_allowed):
                 raise PolicyError(
-                    f"{name}={shown(value)} is no state to go on from: a scale must be a finite float32 "
+                    f"{name}={shown(value)} is not a valid state: a scale must be a finite float32 "
                     "above 0, a count a whole number from 0 to below 2**31. Write scale=2.0**16 or good=0."
                 )
         restored: S = state._replace(**{name: float(value) for name, value in known.items()})
@@ -199,3 +231,14 @@ class Policy(ABC, Generic[S]):
     def _remedy(self) -> str:
         """Say which settings keep this policy from giving up."""
         return "another policy"
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """Return how the settings of a class are described, those that it inherits first.
+
+    Called before `dataclass` has seen the class: its own settings are in its namespace.
+    """
+    inherited = {one.name: one for one in fields(kind)} if is_dataclass(kind) else {}
+    own = {name: value for name, value in vars(kind).items() if isinstance(value, Field)}
+    known = {**inherited, **own}
+    return {name: one.metadata["help"] for name, one in known.items() if "help" in one.metadata}

@@ -6,21 +6,21 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from preamp.checks import ROUND, assign, is_number, warn_if_inexact, whole
 from preamp.errors import PolicyError
-from preamp.policy.base import Reading, Where, choose
-from preamp.policy.dynamic import Moving
+from preamp.policy.base import Reading, Scalar, Where, choose, setting
+from preamp.policy.moving import Moving
 
 
 class FloorState(NamedTuple):
     """`State` plus `age`: all steps so far. A float32 counts exactly to 2**24."""
 
-    scale: Any
-    good: Any
-    bad: Any
-    age: Any
+    scale: Scalar
+    good: Scalar
+    bad: Scalar
+    age: Scalar
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -29,14 +29,8 @@ class FloorSchedule(Moving[FloorState]):
 
     Late in training single overflows say little, and must not push the scale to where gradients vanish. When
     a floor comes into force, the scale is lifted to it, and backoffs stop there. More than `patience`
-    overflows in a row do get through, down to `min_scale`, so that a floor that is too high is no end.
-
-    Args:
-        floors: pairs of a step and the floor from it on. Steps, below 2**24, and floors rise. On the
-            command line, the flag is repeated for each pair.
-        patience: overflows in a row that a floor withstands, each time the scale has grown back to it.
-
-    The other arguments are those of `Moving`.
+    overflows in a row do get through, down to `min_scale`, so that a floor that is too high cannot stall
+    training.
 
     >>> policy = FloorSchedule(init_scale=8, floors=((0, 4.0), (3, 32.0)))
     >>> state = policy.start()
@@ -49,25 +43,30 @@ class FloorSchedule(Moving[FloorState]):
     32.0
     """
 
-    floors: tuple[tuple[int, float], ...] = ((0, 1.0), (40_000, 8192.0))
-    patience: int = 16
+    floors: tuple[tuple[int, float], ...] = setting(
+        ((0, 1.0), (40_000, 8192.0)),
+        "a step and the floor from it on; repeat the flag for each. Steps, below 2**24, and floors rise.",
+    )
+    patience: int = setting(
+        16, "overflows in a row that a floor withstands. Counted again once the scale has grown back to it."
+    )
 
     def start(self) -> FloorState:
         return FloorState(self.init_scale, 0.0, 0.0, 0.0)
 
     def advance(self, state: FloorState, reading: Reading, where: Where = choose) -> FloorState:
-        scale, good, bad, age = state.scale, state.good + 1.0, state.bad + 1.0, state.age + 1.0
-        grows = self._grows(good)
-        raised = where(grows, self._up(scale, where), scale)
-        lowered = self._lowered(state, bad, where)
-        return FloorState(
-            self._lifted(where(reading.finite, raised, lowered), age, where),
-            where(reading.finite, where(grows, float(self.growth_delay), good), 0.0),
-            where(reading.finite, 0.0, bad),
-            age,
-        )
+        after = Moving.advance(self, state, reading, where)
+        return after._replace(scale=self._lifted(after.scale, after.age, where))
 
-    def _lowered(self, state: FloorState, bad: Any, where: Where) -> Any:
+    def _after_clean_step(self, state: FloorState, where: Where) -> FloorState:
+        _, scale, good = self._grown_if_due(state.scale, state.good + 1.0, where)
+        return FloorState(scale, good, 0.0, state.age + 1.0)
+
+    def _after_overflow(self, state: FloorState, where: Where) -> FloorState:
+        bad = state.bad + 1.0
+        return FloorState(self._lowered(state, bad, where), 0.0, bad, state.age + 1.0)
+
+    def _lowered(self, state: FloorState, bad: Scalar, where: Where) -> Scalar:
         """Return the scale after a backoff that stops at the floors in force below it."""
         lowered = self._down(state.scale, where)
         for step, floor in self.floors:
@@ -75,7 +74,7 @@ class FloorSchedule(Moving[FloorState]):
             lowered = where(holds, where(lowered < floor, floor, lowered), lowered)
         return lowered
 
-    def _lifted(self, scale: Any, age: Any, where: Where) -> Any:
+    def _lifted(self, scale: Scalar, age: Scalar, where: Where) -> Scalar:
         """Return the scale, lifted to a floor that comes into force with the next step."""
         for step, floor in self.floors:
             scale = where(age == step, where(scale < floor, floor, scale), scale)
@@ -85,7 +84,7 @@ class FloorSchedule(Moving[FloorState]):
         whole("patience", self.patience, least=1, instead="patience=16")
         self._check_floors()
         Moving.__post_init__(self)
-        rounded = ROUND[self.scale_dtype]
+        rounded = ROUND[self.compat.scale_dtype]
         assign(self, floors=tuple((int(step), rounded(float(floor))) for step, floor in self.floors))
         self._check_floors()  # again: in float32 two floors may be one
         self._check_range()
@@ -116,11 +115,11 @@ class FloorSchedule(Moving[FloorState]):
             )
 
 
-def _are_pairs(floors: Any) -> bool:
+def _are_pairs(floors: object) -> bool:
     return isinstance(floors, tuple) and floors != () and all(map(_is_pair, floors))
 
 
-def _is_pair(pair: Any) -> bool:
+def _is_pair(pair: object) -> bool:
     return (
         isinstance(pair, tuple)
         and len(pair) == 2
@@ -130,7 +129,7 @@ def _is_pair(pair: Any) -> bool:
     )
 
 
-def _is_step(step: Any) -> bool:
+def _is_step(step: object) -> bool:
     return isinstance(step, Integral) and is_number(step) and 0 <= int(step) < 2**24
 
 

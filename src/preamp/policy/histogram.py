@@ -1,33 +1,27 @@
-"""A rule that watches how much of the gradients comes near the top."""
+"""A rule that counts the gradient entries close to overflow."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from preamp.checks import FLOAT32_TINY, assign, between, is_number, positive, to_float32
-from preamp.policy.base import Reading, State, Where, choose
-from preamp.policy.dynamic import Moving
+from preamp.checks import FLOAT32_TINY, assign, between, is_number, positive, to_float32, whole
+from preamp.policy.base import Reading, State, Where, choose, setting
+from preamp.policy.bounded import Bounded
 
-FAR = 2.0**-6  # of the edge: a peak below this has so much room that there is nothing to wait for
+FAR = 2.0**-6  # of the edge: a peak below this is so far from overflow that there is nothing to wait for
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Histogram(Moving[State]):
-    """Back off when many entries come near the top, grow when none would (Graphcore's rule).
+class Histogram(Bounded[State]):
+    """Back off when many entries come close to overflow, grow when none would (Graphcore's rule).
 
     As published, more than `limit` of the entries beyond one edge, at an eighth of the largest number, lower
     the scale. The published rule raises it otherwise, on every step, and pays with overflows. Here it grows
     only if the peak stays below the edge even then, in `growth_interval` clean steps in a row, or at once if
-    the peak lies far below and is not 0. Between lies a band in which the scale rests. An overflow backs off.
+    the peak lies far below and is not 0. In between, the scale does not move. An overflow backs off.
 
-    Args:
-        largest: the largest finite number of the low precision: 65504.0 for float16, 57344.0 for float8_e5m2.
-        location: where the edge lies, as a part of `largest`. Between 0 and 1.
-        limit: the share of the entries that may lie beyond the edge.
-        growth_interval: clean steps with room for a growth, in a row, before the scale grows.
-
-    The other arguments are those of `Moving`. `good` in the state counts clean steps with room, in a row.
+    `good` in the state counts clean steps with room for a growth, in a row.
     Source: automatic loss scaling of Graphcore's PopART (`lossscaleupdatex.cpp`).
 
     >>> policy = Histogram(init_scale=8)
@@ -42,10 +36,15 @@ class Histogram(Moving[State]):
 
     needs: ClassVar[frozenset[str]] = frozenset({"peak", "share"})
 
-    largest: float = 65504.0
-    location: float = 0.125
-    limit: float = 1e-7
-    growth_interval: int = 8
+    growth_interval: int = setting(
+        8, "clean steps in a row before the scale grows. Only those with room for a growth count."
+    )
+    largest: float = setting(
+        65504.0,
+        "the largest finite number of the low precision. 65504.0 for float16, 57344.0 for float8_e5m2.",
+    )
+    location: float = setting(0.125, "where the edge lies, as a fraction of `largest`. Between 0 and 1.")
+    limit: float = setting(1e-7, "the share of entries allowed beyond the edge.")
 
     _edge: ClassVar[float]  # as they are used, in float32
     _limit: ClassVar[float]
@@ -63,12 +62,12 @@ class Histogram(Moving[State]):
         scale, edge = state.scale, self.edge
 
         good = where(peak < edge / self.growth_factor, state.good + 1.0, 0.0)
-        grows = where(peak < FLOAT32_TINY, False, peak < edge * FAR) | self._grows(good)
+        grows = where(peak < FLOAT32_TINY, False, peak < edge * FAR) | (good >= self.growth_interval)
         raised = where(grows, self._up(scale, where), scale)
         lowered = self._down(scale, where)
         return State(
             where(finite, where(share > self._limit, lowered, raised), lowered),
-            where(finite, where(grows, float(self.growth_delay), good), 0.0),
+            where(finite, where(grows, 0.0, good), 0.0),
             where(finite, 0.0, state.bad + 1.0),
         )
 
@@ -79,4 +78,5 @@ class Histogram(Moving[State]):
         between("location", self.location, 0.0, 1.0, instead="location=0.125")
         between("limit", self.limit, 0.0, 1.0, instead="limit=1e-7")
         assign(self, _edge=to_float32(self.largest * self.location), _limit=to_float32(float(self.limit)))
-        Moving.__post_init__(self)
+        whole("growth_interval", self.growth_interval, least=1, instead="growth_interval=8")
+        Bounded.__post_init__(self)

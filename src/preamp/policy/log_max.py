@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from preamp.checks import FLOAT32_TINY, assign, between, power_of_two, to_float32
-from preamp.policy.base import Reading, Where, choose
-from preamp.policy.dynamic import Moving
+from preamp.checks import FLOAT32_TINY, assign, between, power_of_two, to_float32, whole
+from preamp.policy.base import Reading, Scalar, Where, choose, setting
+from preamp.policy.bounded import Bounded
 from preamp.policy.logarithm import GRID, log2_near, on_grid, power_below, two_to
 
-FIRST_VARIANCE = 1.0  # before two peaks are known, a factor of two either way is usual
-MOST_SURPRISE = (
-    4.0  # by how much an overflow counts above the mean: infs that come at any scale must not drown it
-)
-MOST_MARGIN = 12.0  # beyond, peaks would be flushed for fear of overflows
-LONGEST = 4096  # memory: beyond, what one peak adds is less than the grid resolves
-COARSE, MOST_SQUARE = 2.0**-5, 256.0  # so that squares are on the grid and exact in a float32
-UNSETTLED = 2.0**-4  # of the aim: where the scale may go at once after an overflow
+FIRST_VARIANCE = 1.0  # until two peaks are known: a factor of two either way
+MAX_OVERFLOW_DEVIATION = 4.0  # above the mean: overflows at every scale must not drag it along
+MAX_MARGIN = 12.0  # with more, gradients would be flushed
+LONGEST_MEMORY = 4096  # beyond, what one peak adds is less than the grid resolves
+COARSE_GRID, MAX_SQUARE = 2.0**-5, 256.0  # squares of its multiples are on the grid and exact in float32
+UNSETTLED = 2.0**-4  # of the aim: up to here the scale goes at once after an overflow
 
 
 class LogMaxState(NamedTuple):
-    """`State` plus what is known of the peak. Logarithms are to the base 2, of the peak before scaling.
+    """`State` plus statistics of the peak. Logarithms are to the base 2, of the peak before scaling.
 
     Attributes:
         scale: as in `State`.
@@ -30,47 +28,34 @@ class LogMaxState(NamedTuple):
         bad: overflows in a row.
         mean: of the logarithm of the peak.
         variance: of the same, around the mean.
-        seen: how many peaks the two are made of. A float32 counts to 2**24 and stays there.
-        unseen: clean steps with a peak of 0 since the last peak above.
+        seen: how many peaks went into the two. A float32 counts to 2**24 and stays there.
+        unseen: clean steps with a peak of 0 since the last peak above 0.
     """
 
-    scale: Any
-    good: Any
-    bad: Any
-    mean: Any
-    variance: Any
-    seen: Any
-    unseen: Any
+    scale: Scalar
+    good: Scalar
+    bad: Scalar
+    mean: Scalar
+    variance: Scalar
+    seen: Scalar
+    unseen: Scalar
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class LogMax(Moving[LogMaxState]):
-    """Aim at the scale that a step overflows with a chosen probability (OpenSeq2Seq's rule).
+class LogMax(Bounded[LogMaxState]):
+    """Aim at the scale at which a step overflows with a chosen probability (OpenSeq2Seq's rule).
 
-    The logarithm of the peak is taken as normal. With its running mean and deviation, the scale is
-    2**(log_max - mean - deviations * deviation), rounded down to a power of two: scaling is exact.
+    The logarithm of the peak is taken as normally distributed. With its running mean and deviation, the scale
+    is 2**(log_max - mean - deviations * deviation), rounded down to a power of two: scaling is exact.
 
     As published, except for: a peak of 0 is left out of the averages; `log_max` stands where the constant 16
     did; an overflow counts as a scaled peak of 2**log_max, not as one before scaling, and as at most 16 times
     the mean; the memories are powers of two, so that every framework rounds alike; the first averages are
     plain ones; and the last peak has to fit. So that it cannot get stuck, an overflow backs off at once, and
-    `growth_interval` peaks of 0 in a row, which may be flushed ones, let the scale grow until there is
-    something to see, with which the averages begin anew.
+    after `search_interval` peaks of 0 in a row, which may have been flushed, the scale grows until a peak is
+    above 0; the averages then restart from that peak.
 
-    Args:
-        log_max: the logarithm to the base 2 of where the gradients overflow: 16 for float16, 15.8 for
-            float8_e5m2.
-        deviations: how many standard deviations lie between the mean and `log_max`. 3.09: one step in
-            a thousand overflows.
-        mean_steps: the memory of the mean, in steps. A power of two, at most 4096.
-        variance_steps: the memory of the variance, likewise.
-        growth_interval: clean steps after an overflow before the scale may reach its aim again; up to
-            a sixteenth of it, it goes at once. And how many peaks of 0 in a row it takes for the scale
-            to grow on each further one.
-        growth_factor: what such a growth multiplies the scale by.
-
-    The other arguments are those of `Moving`. Source: `LogMaxScaler` of OpenSeq2Seq, Kuchaiev et al. 2018
-    (arXiv 1805.10387).
+    Source: `LogMaxScaler` of OpenSeq2Seq, Kuchaiev et al. 2018 (arXiv 1805.10387).
 
     >>> policy = LogMax(init_scale=8)
     >>> state = policy.start()
@@ -85,12 +70,24 @@ class LogMax(Moving[LogMaxState]):
     needs: ClassVar[frozenset[str]] = frozenset({"peak"})
     signed: ClassVar[frozenset[str]] = frozenset({"mean"})
 
-    log_max: float = 16.0
-    deviations: float = 3.09
-    mean_steps: int = 128
-    variance_steps: int = 1024
-    growth_interval: int = 16
-    growth_factor: float = 4.0
+    growth_factor: float = setting(
+        4.0, "what a growth multiplies the scale by. Only peaks of 0 let it grow by a factor."
+    )
+    log_max: float = setting(16.0, "log2 of where gradients overflow. 16 for float16, 15.8 for float8_e5m2.")
+    deviations: float = setting(
+        3.09,
+        "standard deviations between mean and `log_max`. With 3.09 one step in a thousand overflows.",
+    )
+    mean_steps: int = setting(128, "the memory of the mean, in steps. A power of two, at most 4096.")
+    variance_steps: int = setting(1024, "the memory of the variance, in steps. A power of two, at most 4096.")
+    settle_interval: int = setting(
+        16,
+        "clean steps after an overflow before the scale reaches its aim. Up to a sixteenth of the aim, it "
+        "goes at once.",
+    )
+    search_interval: int = setting(
+        16, "peaks of 0 in a row before the scale grows. It then grows on each further one."
+    )
 
     _log_max: ClassVar[float]  # as they are used: on the grid, and in float32
     _deviations: ClassVar[float]
@@ -100,52 +97,58 @@ class LogMax(Moving[LogMaxState]):
 
     def advance(self, state: LogMaxState, reading: Reading, where: Where = choose) -> LogMaxState:
         finite, peak, good = reading.finite, self.measured("peak", reading), state.good + 1.0
-        seen = where(self._grows(state.unseen), 0.0, state.seen)  # what growing brings to light is new
-        known = where(finite, peak >= FLOAT32_TINY, seen >= 1.0)
-        unseen = where(known, 0.0, state.unseen + 1.0)
+        # The scale has grown because peaks were 0: the averages are from before that, and restart.
+        seen = where(state.unseen >= self.search_interval, 0.0, state.seen)
+        # An overflow counts as a peak only when there is a mean, above which it is clipped.
+        counts = where(finite, peak >= FLOAT32_TINY, seen >= 1.0)
+        unseen = where(counts, 0.0, state.unseen + 1.0)
 
-        top = where(finite, peak, 2.0**self._log_max)
-        latest = log2_near(self._stored(top / state.scale), where)
+        # The peak of an overflow is undefined. All that is known is that it reached log_max.
+        scaled_peak = where(finite, peak, 2.0**self._log_max)
+        latest = log2_near(self._stored(scaled_peak / state.scale), where)
         mean, variance = self._averages(state, seen, latest, finite, where)
         aim = self._aim(mean, variance, latest, where)
 
-        settled = where(self._grows(good), aim, self._unsettled(state.scale, aim, where))
-        searching = where(self._grows(unseen), self._up(state.scale, where), state.scale)
+        # What made the last step overflow may last: wait before returning to the aim.
+        aimed = where(good >= self.settle_interval, aim, self._unsettled(state.scale, aim, where))
+        searching = where(unseen >= self.search_interval, self._up(state.scale, where), state.scale)
+        # Back off even where the averages do not ask for it, or one large outlier could overflow for ever.
         lowered = self._down(state.scale, where)
-        lowered = where(known, where(aim < lowered, aim, lowered), lowered)
+        lowered = where(counts, where(aim < lowered, aim, lowered), lowered)
         return LogMaxState(
-            where(finite, where(known, settled, searching), lowered),
+            where(finite, where(counts, aimed, searching), lowered),
             where(finite, good, 0.0),
             where(finite, 0.0, state.bad + 1.0),
-            where(known, mean, state.mean),
-            where(known, variance, state.variance),
-            where(known, seen + 1.0, state.seen),
+            where(counts, mean, state.mean),
+            where(counts, variance, state.variance),
+            where(counts, seen + 1.0, state.seen),
             where(finite, unseen, state.unseen),
         )
 
     def _averages(
-        self, state: LogMaxState, seen: Any, latest: Any, finite: Any, where: Where
-    ) -> tuple[Any, Any]:
+        self, state: LogMaxState, seen: Scalar, latest: Scalar, finite: Scalar, where: Where
+    ) -> tuple[Scalar, Scalar]:
         """Return mean and variance with one more peak. Its weight is a power of two, so nothing rounds."""
-        most = state.mean + MOST_SURPRISE
-        surprise = where(finite, latest, where(latest < most, latest, most)) - state.mean
-        fresh = 1.0 / power_below(seen + 1.0, where)
-        slow, slower = 1.0 / self.mean_steps, 1.0 / self.variance_steps
-        mean = state.mean + _nearest(surprise * where(fresh > slow, fresh, slow))
+        most = state.mean + MAX_OVERFLOW_DEVIATION
+        deviation = where(finite, latest, where(latest < most, latest, most)) - state.mean
+        # Plain averages at first, exponential ones once there are more peaks than the memory holds.
+        plain = 1.0 / power_below(seen + 1.0, where)
+        of_mean, of_variance = 1.0 / self.mean_steps, 1.0 / self.variance_steps
+        mean = state.mean + _nearest(deviation * where(plain > of_mean, plain, of_mean))
 
-        coarse = surprise // COARSE * COARSE
+        coarse = deviation // COARSE_GRID * COARSE_GRID
         square = where(seen < 1.0, FIRST_VARIANCE, coarse * coarse)
-        change = where(square < MOST_SQUARE, square, MOST_SQUARE) - state.variance
-        return mean, state.variance + _nearest(change * where(fresh > slower, fresh, slower))
+        change = where(square < MAX_SQUARE, square, MAX_SQUARE) - state.variance
+        return mean, state.variance + _nearest(change * where(plain > of_variance, plain, of_variance))
 
-    def _aim(self, mean: Any, variance: Any, latest: Any, where: Where) -> Any:
+    def _aim(self, mean: Scalar, variance: Scalar, latest: Scalar, where: Where) -> Scalar:
         """Return the scale that overflows with the chosen probability, and does not with the latest peak."""
         margin = on_grid(self._stored(self._deviations * self._stored(variance**0.5)))
-        power = self._log_max - mean - where(margin < MOST_MARGIN, margin, MOST_MARGIN)
+        power = self._log_max - mean - where(margin < MAX_MARGIN, margin, MAX_MARGIN)
         highest = self._log_max - latest
-        return self._bounded(two_to(where(power < highest, power, highest), where), where)
+        return self._clamped(two_to(where(power < highest, power, highest), where), where)
 
-    def _unsettled(self, scale: Any, aim: Any, where: Where) -> Any:
+    def _unsettled(self, scale: Scalar, aim: Scalar, where: Where) -> Scalar:
         """Return the scale soon after an overflow: well below the aim, or where it is if that is higher."""
         below = aim * UNSETTLED
         high = where(scale > below, scale, below)
@@ -154,11 +157,15 @@ class LogMax(Moving[LogMaxState]):
     def __post_init__(self) -> None:
         between("log_max", self.log_max, -126.0, 128.0, instead="log_max=16.0, which is float16's")
         between("deviations", self.deviations, 0.0, math.inf, instead="deviations=3.09")
-        power_of_two("mean_steps", self.mean_steps, most=LONGEST, instead="mean_steps=128")
-        power_of_two("variance_steps", self.variance_steps, most=LONGEST, instead="variance_steps=1024")
+        power_of_two("mean_steps", self.mean_steps, most=LONGEST_MEMORY, instead="mean_steps=128")
+        power_of_two(
+            "variance_steps", self.variance_steps, most=LONGEST_MEMORY, instead="variance_steps=1024"
+        )
+        whole("settle_interval", self.settle_interval, least=1, instead="settle_interval=16")
+        whole("search_interval", self.search_interval, least=1, instead="search_interval=16")
         assign(self, _log_max=on_grid(float(self.log_max)), _deviations=to_float32(float(self.deviations)))
-        Moving.__post_init__(self)
+        Bounded.__post_init__(self)
 
 
-def _nearest(x: Any) -> Any:
+def _nearest(x: Scalar) -> Scalar:
     return on_grid(x + 0.5 * GRID)

@@ -1,25 +1,21 @@
 """Powers of two and logarithms, with Python's operators and an injected ``where`` alone.
 
-This room rounds to powers of two so that every framework gets the same bits: what it multiplies by and
-compares with is exact in float32, so that no compiler's choice of instructions shows. It refuses to know
-what the numbers are of. Python floats take a short cut through `math`.
+Every framework gets the same bits: all factors and thresholds are powers of two, exact in float32, so that no
+compiler's choice of instructions matters. Python floats take a shortcut through `math`.
 
-Numbers are taken as float32 scalars. What lies below its smallest normal number, NaN included, counts as that
-number, because some frameworks flush subnormal numbers to 0; inf counts as its largest.
+Numbers are taken as float32 scalars. Below float32's smallest normal number, NaN included, they count as that
+number, because some frameworks flush subnormal numbers to 0; inf counts as float32's largest number.
 
-Two constants never meet in one sum: TensorFlow's graphs turn ``(x - x) + 1`` into ``x + (1 - x)``, which is 0
-for a large x. A ``where`` between them keeps them apart, and gives a constant the type of a scalar.
+No sum has two constants: TensorFlow's graphs turn ``(x - x) + 1`` into ``x + (1 - x)``, which is 0 for a
+large x. A ``where`` between them keeps them apart, and gives a constant the type of a scalar.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
 
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
-from preamp.policy.base import Where
-
-Scalar: TypeAlias = Any
+from preamp.policy.base import Scalar, Where
 
 GRID = 2.0**-14  # sums of some multiples of it below 2**9 are exact in float32
 _STEPS = (64, 32, 16, 8, 4, 2, 1)  # their sum is 127: from 1 they reach the largest power of a float32
@@ -46,8 +42,8 @@ def log2_near(x: Scalar, where: Where) -> Scalar:
 def on_grid(x: Scalar) -> Scalar:
     """Round down to a multiple of 2**-14.
 
-    The quotient of two numbers of the grid below 2**10 is rounded as if it were exact: where it is no
-    multiple, float32 does not make it one.
+    The quotient of two numbers of the grid below 2**10 is rounded as if it were exact: where it is not
+    a multiple, float32 does not make it one.
     """
     return x // GRID * GRID
 

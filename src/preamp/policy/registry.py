@@ -1,42 +1,32 @@
-"""Which rules are ours, and a policy as JSON and back, for a model's file.
-
-This room finds the rules that stand in files of this folder: a new file is all that a new rule takes. It
-refuses to load other code: a policy of your own has to be known to the framework that reads the file.
-"""
+"""The list of our rules, and a policy as JSON and back, for a model's file."""
 
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from preamp.checks import shown
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy.base import Policy
 from preamp.policy.dynamic import Dynamic
+from preamp.policy.floor_schedule import FloorSchedule
+from preamp.policy.headroom import Headroom
+from preamp.policy.histogram import Histogram
+from preamp.policy.log_max import LogMax
+from preamp.policy.static import Static
+from preamp.policy.tolerant import Tolerant
 
-
-def _found() -> Iterator[type[Policy[Any]]]:
-    """Yield the usual rule, then the policies that the files of this folder define, file by file."""
-    yield Dynamic
-    for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        module = import_module(f"{__package__}.{file.name}")
-        for value in vars(module).values():
-            is_rule = inspect.isclass(value) and issubclass(value, Policy) and not inspect.isabstract(value)
-            if is_rule and value.__module__ == module.__name__:
-                yield value
-
-
-OURS = {kind.__name__: kind for kind in _found()}
+# The command line takes the first that has all settings given: the usual rule comes first.
+RULES: dict[str, type[Policy[Any]]] = {
+    rule.__name__: rule for rule in (Dynamic, FloorSchedule, Headroom, Histogram, LogMax, Static, Tolerant)
+}
 REGISTER = '@keras.saving.register_keras_serializable(package="mine")'
 
 
 def to_json(
-    policy: Policy[Any], name_of: Callable[[type], str], find: Callable[[str], Any]
+    policy: Policy[Any], name_of: Callable[[type], str], find: Callable[[str], object]
 ) -> dict[str, Any]:
     """Return a policy's class and settings.
 
@@ -46,11 +36,11 @@ def to_json(
         find: the class of such a name, or None.
 
     Raises:
-        PolicyError: for a class that nobody could find again.
+        PolicyError: for a class that could not be found again.
     """
     kind = type(policy)
-    name = kind.__name__ if OURS.get(kind.__name__) is kind else name_of(kind)
-    if OURS.get(name, find(name)) is not kind:
+    name = kind.__name__ if RULES.get(kind.__name__) is kind else name_of(kind)
+    if RULES.get(name, find(name)) is not kind:
         raise PolicyError(
             f"policy={policy!r} cannot be saved: {kind.__name__} could not be found again. "
             f"Write {REGISTER} above the class."
@@ -58,41 +48,39 @@ def to_json(
     return {"class": name, "settings": policy.get_config()}
 
 
-def from_json(saved: Mapping[str, Any], find: Callable[[str], Any]) -> Policy[Any]:
+def from_json(saved: Mapping[str, Any], find: Callable[[str], object]) -> Policy[Any]:
     """Return the policy that was saved.
 
     Raises:
         PolicyError: for a class that is not known here, and for what `to_json` did not write.
     """
     name, settings = _parts(saved)
-    kind = OURS.get(name) or find(name)
+    kind = RULES.get(name) or find(name)
     if not (inspect.isclass(kind) and issubclass(kind, Policy)):
         raise PolicyError(
             f"the policy {shown(name)} of a saved optimizer is not known. Import its module, where "
             f"{REGISTER} stands above the class."
         )
     try:
-        with warnings.catch_warnings(action="ignore", category=InexactScale):  # said when it was made
+        with warnings.catch_warnings(action="ignore", category=InexactScale):  # warned of when it was made
             policy: Policy[Any] = kind(**{key: _tuples(value) for key, value in settings.items()})
-    except TypeError as error:  # another release's settings, or nobody's
-        raise PolicyError(
-            f"the saved settings of {name} cannot work: {error}. Make the policy anew."
-        ) from None
+    except TypeError as error:  # settings of another release, or of something else
+        raise PolicyError(f"the saved settings of {name} cannot work: {error}. Make a new policy.") from None
     return policy
 
 
-def _parts(saved: Any) -> tuple[str, Mapping[str, Any]]:
+def _parts(saved: object) -> tuple[str, Mapping[str, Any]]:
     """Return the name of the class and the settings."""
     name, settings = (
         (saved.get("class"), saved.get("settings")) if isinstance(saved, Mapping) else (None, None)
     )
     if not (isinstance(name, str) and isinstance(settings, Mapping)):
         raise PolicyError(
-            f"{shown(saved)} is no saved policy: that has a class and settings. "
+            f"{shown(saved)} is not a saved policy: that has a class and settings. "
             'Write {"class": "Dynamic", "settings": {}}.'
         )
     return name, settings
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> object:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -7,24 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from preamp.checks import assign, positive, to_float32, warn_if_inexact
-from preamp.policy.base import Policy, Reading, State, Where, choose
+from preamp.policy.base import Policy, Reading, State, Where, choose, setting
 
 
 @dataclass(frozen=True, repr=False)
 class Static(Policy[State]):
-    """One scale for ever. Steps that overflow are still skipped.
+    """One scale throughout. Steps that overflow are still skipped.
 
     A state with another scale, such as another policy has saved, has this policy's own after one step.
-
-    Args:
-        scale: what the loss is multiplied by. Kept in float32.
 
     >>> policy = Static(128)
     >>> policy.step(policy.start(), Reading(finite=False)).scale
     128.0
     """
 
-    scale: float = 2.0**16
+    scale: float = setting(2.0**16, "what the loss is multiplied by. Kept in float32.")
 
     def __post_init__(self) -> None:
         positive("scale", self.scale, "Static(2.0**16)")

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from preamp.checks import is_number
 from preamp.errors import PolicyError
-from preamp.policy.base import Reading, Where, choose
-from preamp.policy.dynamic import Moving
+from preamp.policy.base import Reading, Scalar, Where, choose, setting
+from preamp.policy.moving import Moving
 
 
 class TolerantState(NamedTuple):
     """`State` plus `age`: the steps, clean or not, since the scale last moved."""
 
-    scale: Any
-    good: Any
-    bad: Any
-    age: Any
+    scale: Scalar
+    good: Scalar
+    bad: Scalar
+    age: Scalar
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -25,11 +25,6 @@ class Tolerant(Moving[TolerantState]):
     """Back off only when overflows are more frequent than `tolerance` (fairseq's rule).
 
     The rate is overflows since the last backoff, over all steps since the scale last moved.
-
-    Args:
-        tolerance: the share of overflowing steps that is accepted, from 0 (none) up to 1.
-
-    The other arguments are those of `Moving`.
 
     >>> policy = Tolerant(init_scale=8, tolerance=0.5)
     >>> state = policy.start()
@@ -42,32 +37,28 @@ class Tolerant(Moving[TolerantState]):
     4.0
     """
 
-    tolerance: float = 0.05
+    tolerance: float = setting(0.05, "the share of steps that may overflow. From 0 (none) to 1.")
 
     def start(self) -> TolerantState:
         return TolerantState(self.init_scale, 0.0, 0.0, 0.0)
 
-    def advance(self, state: TolerantState, reading: Reading, where: Where = choose) -> TolerantState:
-        scale, good, bad, age = state.scale, state.good + 1.0, state.bad + 1.0, state.age + 1.0
-        fires = bad / age >= self.tolerance
-        grows = self._grows(good)
-        raised = where(grows, self._up(scale, where), scale)
-        lowered = where(fires, self._down(scale, where), scale)
-        moved = where(reading.finite, raised, lowered)
-        return TolerantState(
-            scale=self._bounded(moved, where) if self.bounds == "always" else moved,
-            good=where(reading.finite, where(grows, float(self.growth_delay), good), 0.0),
-            bad=where(reading.finite, state.bad, where(fires, 0.0, bad)),
-            age=where(where(reading.finite, grows, fires), 0.0, age),
-        )
+    def _after_clean_step(self, state: TolerantState, where: Where) -> TolerantState:
+        grows, scale, good = self._grown_if_due(state.scale, state.good + 1.0, where)
+        return TolerantState(scale, good, state.bad, where(grows, 0.0, state.age + 1.0))
+
+    def _after_overflow(self, state: TolerantState, where: Where) -> TolerantState:
+        bad, age = state.bad + 1.0, state.age + 1.0
+        backs_off = bad / age >= self.tolerance
+        scale = self._settled(where(backs_off, self._down(state.scale, where), state.scale), where)
+        return TolerantState(scale, 0.0, where(backs_off, 0.0, bad), where(backs_off, 0.0, age))
 
     def exhausted(
         self, state: TolerantState, after: TolerantState, reading: Reading, where: Where = choose
-    ) -> Any:
+    ) -> Scalar:
         if self.at_floor == "hold":
             return False
-        fires = (state.bad + 1.0) / (state.age + 1.0) >= self.tolerance
-        return where(reading.finite, False, self._stuck(fires, state.scale, after.scale))
+        backs_off = (state.bad + 1.0) / (state.age + 1.0) >= self.tolerance
+        return where(reading.finite, False, self._is_stuck(backs_off, state.scale, after.scale))
 
     def __post_init__(self) -> None:
         if not (is_number(self.tolerance) and 0.0 <= self.tolerance <= 1.0):

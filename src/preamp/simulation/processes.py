@@ -1,8 +1,7 @@
 """How large gradients are, step after step, before they are scaled: recorded, or drawn from a formula.
 
-This room knows how often a scale would overflow and what it would flush. It refuses to know who chooses it.
-
-In all of these, log2 of the step's largest magnitude is
+How often a scale overflows and what it flushes follows from these. In all of them, log2 of the step's
+largest magnitude is
 
     level + trend(t) + excess
 

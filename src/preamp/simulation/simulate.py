@@ -1,7 +1,4 @@
-"""A policy over recorded or invented gradients, on plain Python floats: no model, no framework.
-
-This room plays steps through a policy. It refuses to know where the overflows and the gradients come from.
-"""
+"""Runs a policy over recorded or synthetic gradients, on plain Python floats: no model, no framework."""
 
 from __future__ import annotations
 
@@ -97,7 +94,7 @@ def _recalling(policy: Policy[Any]) -> Look:
     """Return how a policy sees what is the same at every scale."""
     blind = not policy.needs
 
-    def look(item: Any, _: float) -> Seen:
+    def look(item: object, _: float) -> Seen:
         reading = _reading(item)
         plain = _CLEAN if reading.finite else _OVERFLOW
         return plain if blind else reading, reading.peak, None
@@ -105,7 +102,7 @@ def _recalling(policy: Policy[Any]) -> Look:
     return look
 
 
-def _reading(item: Any) -> Reading:
+def _reading(item: object) -> Reading:
     if item in (True, False):
         return _OVERFLOW if item else _CLEAN
     if isinstance(item, (Reading, Step)):

@@ -1,7 +1,4 @@
-"""What a LossScaleOptimizer is told, refused alike in every framework where it cannot work.
-
-This room knows Keras's arguments. It refuses to know what an optimizer is and how it applies them.
-"""
+"""Validation of a LossScaleOptimizer's arguments, the same in every framework."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) ->
         instead: the arguments that describe a rule as well, each with its default.
 
     Raises:
-        PolicyError: for what is no policy, or one together with such an argument.
+        PolicyError: for what is not a policy, or one together with such an argument.
     """
     if not isinstance(policy, Policy):
         raise PolicyError(
@@ -52,7 +49,7 @@ def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) ->
     return policy.policy if isinstance(policy, Dialect) else policy
 
 
-def as_whole(value: Any) -> Any:
+def as_whole(value: object) -> Any:
     """Return a float without a fraction, such as 2.0, as an int; anything else as it is."""
     return int(value) if is_number(value) and value == int(value) else value
 
@@ -96,12 +93,12 @@ def check_counts(saved: Mapping[str, Any], names: Iterable[str]) -> None:
             whole(name, as_whole(saved[name]), least=0, instead=f"{name}=0")
 
 
-def is_out_of_bounds(policy: Any, scale: float) -> bool:
+def is_out_of_bounds(policy: object, scale: float) -> bool:
     """Return whether a scale lies outside the floor and the ceiling of a policy."""
     return _bound_crossed(policy, scale) is not None
 
 
-def warn_if_out_of_bounds(policy: Any, scale: float, instead: str, *, of: str = "checkpoint") -> None:
+def warn_if_out_of_bounds(policy: object, scale: float, instead: str, *, of: str = "checkpoint") -> None:
     """Warn of a scale to resume from that lies outside the floor and the ceiling of the policy in force.
 
     Args:
@@ -125,10 +122,10 @@ def warn_if_out_of_bounds(policy: Any, scale: float, instead: str, *, of: str = 
     )
 
 
-def _bound_crossed(policy: Any, scale: float) -> tuple[str, str, float] | None:
+def _bound_crossed(policy: object, scale: float) -> tuple[str, str, float] | None:
     """Return on which side of which bound a scale lies, and the bound; None inside.
 
-    With `bounds="moves"` the first scale may lie outside; up to there a scale is the policy's own.
+    With `Compat(bounds="moves")` the first scale may lie outside; up to there a scale is the policy's own.
     """
     floor, ceiling = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
     first = getattr(policy, "init_scale", scale)
@@ -162,7 +159,11 @@ def check_limits(**limits: float | None) -> None:
 
 
 def check_averaging(
-    ema_momentum: Any, ema_overwrite_frequency: Any, gradient_accumulation_steps: Any, *, fewest: int = 1
+    ema_momentum: object,
+    ema_overwrite_frequency: object,
+    gradient_accumulation_steps: object,
+    *,
+    fewest: int = 1,
 ) -> None:
     """Refuse a momentum outside 0 to 1, and counts that are not whole numbers above 0.
 

@@ -1,7 +1,6 @@
 """What a dialect is: a known system's rule, under its own argument names, and its saved state.
 
-This room knows what can be asked of every dialect. It refuses to know any system: their rules are in
-`dialects`, their checkpoints in `formats`.
+The systems' rules are in `dialects`, their checkpoints in `formats`.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, Generic, ParamSpec
 
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, ROUND, level_of_caller
 from preamp.errors import CheckpointError, InexactScale, LossyConversion, PolicyError
-from preamp.policy import Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
-from preamp.systems.formats import Format, backoff_factor, hysteresis
+from preamp.policy import Bounded, Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
+from preamp.systems.formats import Format, backoff_factor, compat_of, hysteresis
 
 __all__ = ["Dialect", "dialect", "unused_of"]
 
@@ -61,17 +61,17 @@ class Dialect(Policy[Any], Generic[P]):
     def start(self) -> Any:
         return self.policy.start()
 
-    def advance(self, state: Any, reading: Reading, where: Where = choose) -> Any:
+    def advance(self, state: object, reading: Reading, where: Where = choose) -> Any:
         return self.policy.advance(state, reading, where)
 
-    def exhausted(self, state: Any, after: Any, reading: Reading, where: Where = choose) -> Any:
+    def exhausted(self, state: object, after: object, reading: Reading, where: Where = choose) -> Any:
         return self.policy.exhausted(state, after, reading, where)
 
     def _remedy(self) -> str:
         return self.policy._remedy()
 
-    def load(self, saved: Any, policy: Policy[Any] | None = None) -> Any:
-        """Return the state from which the system would have gone on.
+    def load(self, saved: object, policy: Policy[Any] | None = None) -> Any:
+        """Return the state from which the system would have resumed.
 
         Args:
             saved: what the system saves, such as a `state_dict`: by name, or an object with such
@@ -82,7 +82,7 @@ class Dialect(Policy[Any], Generic[P]):
             The state, for the policy that `load_policy` returns for the same arguments.
 
         Raises:
-            CheckpointError: for what the system does not save, or could not go on from.
+            CheckpointError: for what the system does not save, or could not resume from.
             PolicyError: for saved settings that cannot work.
 
         Warns:
@@ -94,19 +94,19 @@ class Dialect(Policy[Any], Generic[P]):
         if unused:
             warnings.warn(
                 f"this was saved with a policy that {self.system} does not have, and {', '.join(unused)} is "
-                "left out. To go on with that policy, load it into the adapter that saved it.",
+                "left out. To continue with that policy, load it into the adapter that saved it.",
                 LossyConversion,
                 stacklevel=level_of_caller(),
             )
         return state
 
-    def load_quietly(self, saved: Any, policy: Policy[Any] | None = None) -> Any:
+    def load_quietly(self, saved: object, policy: Policy[Any] | None = None) -> Any:
         """Return what `load` returns, without a warning."""
         rule = self.load_policy(saved, policy)
         state = self.known_format().state(self._entries(saved), rule)
         return state._replace(scale=self._usable(state.scale, rule))
 
-    def load_policy(self, saved: Any, policy: Policy[Any] | None = None) -> Policy[Any]:
+    def load_policy(self, saved: object, policy: Policy[Any] | None = None) -> Policy[Any]:
         """Return the policy that was saved, with the first scale of `policy`.
 
         Arguments and errors are those of `load`.
@@ -114,8 +114,8 @@ class Dialect(Policy[Any], Generic[P]):
         with warnings.catch_warnings(action="ignore", category=InexactScale):
             return self.known_format().policy(self._entries(saved), self._or_own(policy))
 
-    def dump(self, state: Any, policy: Policy[Any] | None = None) -> dict[str, Any]:
-        """Return what makes the system go on from a state, as `load` takes it.
+    def dump(self, state: object, policy: Policy[Any] | None = None) -> dict[str, Any]:
+        """Return what makes the system resume from a state, as `load` takes it.
 
         Args:
             state: a state of `policy`: numbers, or scalars of any framework.
@@ -142,16 +142,18 @@ class Dialect(Policy[Any], Generic[P]):
         self, state: Any, policy: Policy[Any] | None = None
     ) -> tuple[dict[str, Any], list[str]]:
         """Return what `dump` returns and, instead of a warning, what is lost."""
-        given = self._or_own(policy)
-        form = self.known_format()
+        form, original = self.known_format(), self._or_own(policy)
+        given = _nearest_rule(original)
         if not isinstance(given, Moving) and not (isinstance(given, Static) and form.has_static):
-            raise PolicyError(f"policy={policy!r} is no rule that {self.system} has. Write {self!r} instead.")
+            raise PolicyError(
+                f"policy={policy!r} is not a rule that {self.system} has. Write {self!r} instead."
+            )
         state = type(state)(*map(float, state))
         kept = _counted_as(self.policy, state, given)
         kept = kept._replace(scale=self._usable(kept.scale, self.policy))
         saved = form.save(kept, given)
         rule, there = self.load_policy(saved), self.load_quietly(saved)
-        lost = _unknown_rule(given) + _unknown_memory(state, given)
+        lost = _unknown_rule(original) + _unknown_memory(state, given)
         lost += _lost({"scale": state.scale}, {"scale": there.scale})
         lost += _lost_settings(state, given, rule)
         before = _counts(given, kept)
@@ -203,7 +205,7 @@ class Dialect(Policy[Any], Generic[P]):
             )
         return self.format
 
-    def _entries(self, saved: Any) -> Mapping[str, Any]:
+    def _entries(self, saved: object) -> Mapping[str, Any]:
         form = self.known_format()
         entries = form.find(saved)
         if entries is None:
@@ -221,11 +223,11 @@ class Dialect(Policy[Any], Generic[P]):
 
     def _usable(self, scale: float, policy: Policy[Any]) -> float:
         """Return a scale as it is stored, if gradients survive it."""
-        stored = ROUND[getattr(policy, "scale_dtype", "float32")](scale)
+        stored = ROUND[compat_of(policy).scale_dtype](scale)
         if not 0.0 < stored < math.inf:
             raise CheckpointError(
-                f"{self.system} cannot go on from a loss scale of {scale!r}: no gradient would survive. "
-                f"Write {self!r}.start() to start afresh."
+                f"{self.system} cannot resume from a loss scale of {scale!r}: no gradient would survive. "
+                f"Write {self!r}.start() to start again."
             )
         return stored
 
@@ -237,12 +239,21 @@ def dialect(
     return lambda make: Dialect(make, system, odd, format)
 
 
+def _nearest_rule(policy: Policy[Any]) -> Policy[Any]:
+    """Return a rule as the `Dynamic` with its factors and bounds, if it has these and no system has it."""
+    if isinstance(policy, Moving) or not isinstance(policy, Bounded):
+        return policy
+    shared = {field.name: getattr(policy, field.name) for field in fields(Bounded)}
+    with warnings.catch_warnings(action="ignore", category=InexactScale):
+        return Dynamic(**shared)
+
+
 def _counted_as(own: Policy[Any], state: Any, given: Policy[Any]) -> Any:
     """Return a state of `given` with as many clean steps left to a growth under `own`, if `own` can count so.
 
     One rule counts them from the first, another leaves some uncounted.
     """
-    theirs, ours = (getattr(policy, "growth_delay", 0) for policy in (given, own))
+    theirs, ours = compat_of(given).growth_delay, compat_of(own).growth_delay
     return state if theirs == ours else state._replace(good=max(state.good - theirs + ours, 0.0))
 
 
@@ -255,7 +266,7 @@ def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     return f"{value:.2g}" if value in (FLOAT32_MAX, FLOAT32_TINY) else repr(value)
 
 
@@ -275,7 +286,7 @@ def unused_of(remembered: Mapping[str, Any]) -> list[str]:
 
 def _unknown_rule(policy: Policy[Any]) -> list[str]:
     """Name a rule that no system has, of which only the common settings are carried."""
-    known = isinstance(policy, Dynamic | Tolerant | Static) or not isinstance(policy, Moving)
+    known = isinstance(policy, Dynamic | Tolerant | Static)
     return [] if known else [f"policy={policy!r} (there Dynamic)"]
 
 
@@ -293,11 +304,13 @@ def _lost_settings(state: Any, given: Policy[Any], rule: Policy[Any]) -> list[st
         is_exact = math.frexp(before["backoff_factor"])[0] == 0.5
         if before["backoff_factor"] == after["backoff_factor"] and not is_exact:
             # scale / 3 and scale * (1 / 3) are not the same in the last bit
-            before["backoff_divisor"], after["backoff_divisor"] = given.backoff_divisor, rule.backoff_divisor
-        if given.scale_dtype != rule.scale_dtype and {given.max_scale, rule.max_scale} == {FLOAT32_MAX, None}:
+            before["backoff_divisor"] = given.compat.backoff_divisor
+            after["backoff_divisor"] = rule.compat.backoff_divisor
+        other_dtype = given.compat.scale_dtype != rule.compat.scale_dtype
+        if other_dtype and {given.max_scale, rule.max_scale} == {FLOAT32_MAX, None}:
             del before["max_scale"]  # each ends where its scale_dtype does, which is named
         if not all(_is_inside(state.scale, policy) for policy in (given, rule)):
-            before["bounds"], after["bounds"] = given.bounds, rule.bounds
+            before["bounds"], after["bounds"] = given.compat.bounds, rule.compat.bounds
     return _lost(before, after)
 
 
@@ -313,17 +326,18 @@ def _settings(policy: Policy[Any]) -> dict[str, Any]:
         "growth_factor": policy.growth_factor,
         "backoff_factor": backoff_factor(policy),
         "growth_interval": policy.growth_interval,
-        "growth_delay": policy.growth_delay,
+        "growth_delay": policy.compat.growth_delay,
         "hysteresis": hysteresis(policy),
         "tolerance": getattr(policy, "tolerance", 0.0),
         "max_consecutive_overflows": getattr(policy, "max_consecutive_overflows", None),
         "min_scale": policy.min_scale,
         "max_scale": policy.max_scale,
         "at_floor": policy.at_floor,
-        "scale_dtype": policy.scale_dtype,
+        "raise_on_arrival": policy.compat.raise_on_arrival and policy.at_floor == "raise",
+        "scale_dtype": policy.compat.scale_dtype,
     }
     if policy.max_scale is not None:
-        settings["at_ceiling"] = policy.at_ceiling
+        settings["at_ceiling"] = policy.compat.at_ceiling
     if isinstance(policy, Dynamic) and policy.hysteresis > 1:
         settings["hysteresis_reset"] = policy.hysteresis_reset
     return settings

@@ -1,7 +1,6 @@
 """How each known system moves its loss scale, as a policy. Oddities included.
 
-This room knows other systems' argument names and defaults and maps them, once, to a policy. A dialect
-is a policy with that system's defaults; calling it takes that system's own arguments:
+A dialect is a policy with that system's defaults; calling it takes that system's own arguments:
 
 >>> TORCH.start().scale
 65536.0
@@ -10,8 +9,6 @@ is a policy with that system's defaults; calling it takes that system's own argu
 
 The rules were read in the releases named beside each dialect and are compared with them in the tests, all
 but APEX, ONEFLOW and TF1, whose originals could not be run.
-
-This file is long because it is a table: one function per system.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
 from preamp.errors import PolicyError
-from preamp.policy import Dynamic, Policy, Static, Tolerant
+from preamp.policy import Compat, Dynamic, Policy, Static, Tolerant
 from preamp.systems import formats
 from preamp.systems.definition import Dialect, dialect
 
@@ -74,9 +71,7 @@ def TORCH(
         growth_interval=growth_interval,
         min_scale=None,
         max_scale=FLOAT32_MAX,
-        at_ceiling="refuse",
-        bounds="moves",
-        factor_dtype="float64",
+        compat=Compat(at_ceiling="refuse", bounds="moves", factor_dtype="float64"),
     )
 
 
@@ -106,8 +101,7 @@ def TF_KERAS(
         growth_interval=2000 if dynamic_growth_steps is None else dynamic_growth_steps,
         min_scale=1.0,
         max_scale=FLOAT32_MAX,
-        at_ceiling="refuse",
-        bounds="moves",
+        compat=Compat(at_ceiling="refuse", bounds="moves"),
     )
 
 
@@ -128,14 +122,12 @@ def DEEPSPEED(
     return Dynamic(
         init_scale=init_scale,
         growth_interval=scale_window,
-        growth_delay=1,
         hysteresis=hysteresis,
         hysteresis_reset=("clean",) if consecutive_hysteresis else ("growth",),
         min_scale=min_scale,
         max_scale=None,
         at_floor="raise" if raise_error_at_min_scale else "hold",
-        bounds="moves",
-        scale_dtype="float64",
+        compat=Compat(growth_delay=1, bounds="moves", scale_dtype="float64"),
     )
 
 
@@ -163,10 +155,10 @@ def DEEPSPEED_016(
             consecutive_hysteresis=consecutive_hysteresis,
             raise_error_at_min_scale=raise_error_at_min_scale,
         ),
-        growth_delay=0,
         growth_factor=scale_factor,
-        backoff_divisor=scale_factor,
-        factor_dtype="float64",
+        compat=Compat(
+            backoff_divisor=scale_factor, bounds="moves", scale_dtype="float64", factor_dtype="float64"
+        ),
     )
 
 
@@ -210,7 +202,7 @@ def MEGATRON(
         hysteresis_reset=("growth",),
         min_scale=min_scale,
         max_scale=None,
-        bounds="moves",
+        compat=Compat(bounds="moves"),
     )
 
 
@@ -229,8 +221,7 @@ def APEX(
         growth_interval=scale_window,
         min_scale=min_loss_scale or None,
         max_scale=max_loss_scale,
-        bounds="moves",
-        scale_dtype="float64",
+        compat=Compat(bounds="moves", scale_dtype="float64"),
     )
 
 
@@ -274,15 +265,18 @@ def FAIRSEQ(
     return Tolerant(
         init_scale=init_scale,
         growth_factor=scale_factor,
-        backoff_divisor=scale_factor,
         growth_interval=scale_window,
         tolerance=tolerance,
         min_scale=threshold if holds else min_loss_scale,
         max_scale=None,
-        at_floor="hold" if holds else "raise_on_arrival",
-        bounds="moves",
-        scale_dtype="float64",
-        factor_dtype="float64",
+        at_floor="hold" if holds else "raise",
+        compat=Compat(
+            raise_on_arrival=not holds,
+            backoff_divisor=scale_factor,
+            bounds="moves",
+            scale_dtype="float64",
+            factor_dtype="float64",
+        ),
     )
 
 
@@ -307,7 +301,7 @@ def COLOSSALAI(
         growth_interval=growth_interval,
         hysteresis=hysteresis,
     )
-    return _but(rule, min_scale=min_scale or None, max_scale=max_scale or None, bounds="strict")
+    return _but(rule, compat=Compat(), min_scale=min_scale or None, max_scale=max_scale or None)
 
 
 @dialect(
@@ -330,7 +324,7 @@ def FLAX(
         growth_interval=growth_interval + 1,
         min_scale=minimum_scale,
         max_scale=FLOAT32_MAX,
-        bounds="moves",
+        compat=Compat(bounds="moves"),
     )
 
 
@@ -345,12 +339,10 @@ def JMP(
     return Dynamic(
         init_scale=loss_scale,
         growth_factor=factor,
-        backoff_divisor=factor,
         growth_interval=period,
         min_scale=min_loss_scale,
         max_scale=FLOAT32_MAX,
-        at_ceiling="refuse",
-        bounds="moves",
+        compat=Compat(backoff_divisor=factor, at_ceiling="refuse", bounds="moves"),
     )
 
 
@@ -362,7 +354,8 @@ def MPX(
     *, loss_scaling: float = 2.0**15, min_loss_scaling: float = 1.0, factor: float = 2.0, period: int = 2000
 ) -> Policy[Any]:
     rule = JMP(loss_scale=loss_scaling, period=period, factor=factor, min_loss_scale=min_loss_scaling)
-    return _but(rule, max_scale=65504.0, at_ceiling="clamp", bounds="always")
+    compat = Compat(backoff_divisor=factor, bounds="always")
+    return _but(rule, max_scale=65504.0, compat=compat)
 
 
 @dialect("Paddle amp.GradScaler, paddlepaddle 3.3", "Takes n overflows for each backoff; no floor.")
@@ -383,7 +376,7 @@ def PADDLE(
         hysteresis_reset=("clean", "backoff"),
         min_scale=None,
         max_scale=None,
-        bounds="moves",
+        compat=Compat(bounds="moves"),
     )
 
 
@@ -405,7 +398,8 @@ def PADDLE_STATIC(
         incr_every_n_steps=incr_every_n_steps,
         decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
     )
-    return _but(rule, min_scale=1.0, max_scale=FLOAT32_MAX, at_ceiling="refuse")
+    compat = Compat(at_ceiling="refuse", bounds="moves")
+    return _but(rule, min_scale=1.0, max_scale=FLOAT32_MAX, compat=compat)
 
 
 @dialect(
@@ -422,9 +416,7 @@ def MINDSPORE(
         min_scale=1.0,
         max_scale=None,
         max_consecutive_overflows=1000,
-        bounds="moves",
-        scale_dtype="float64",
-        factor_dtype="float64",
+        compat=Compat(bounds="moves", scale_dtype="float64", factor_dtype="float64"),
     )
 
 
@@ -449,7 +441,7 @@ def ONEFLOW(
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
     )
-    return _but(rule, min_scale=1.0, at_ceiling="clamp")
+    return _but(rule, min_scale=1.0, compat=Compat(bounds="moves", factor_dtype="float64"))
 
 
 @dialect(
@@ -473,8 +465,7 @@ def TF1(
         hysteresis_reset=("growth", "backoff"),
         min_scale=1.0,
         max_scale=FLOAT32_MAX,
-        at_ceiling="refuse",
-        bounds="moves",
+        compat=Compat(at_ceiling="refuse", bounds="moves"),
     )
 
 

@@ -1,8 +1,8 @@
 """Small real trainings: what the command line runs and the documentation shows.
 
 One problem per file (`autoencoder`, `classify`), one loop per framework (`torch_loop`, `jax_loop`,
-`keras_loop`, `tensorflow_loop`); `lens` says when to look at a step, `runs` puts the loops together,
-`results` puts them in rows and words. This room refuses to know how they are drawn.
+`keras_loop`, `tensorflow_loop`); `lens` says which steps to inspect, `runs` runs the loops, `results`
+turns what they did into rows and sentences.
 
 Low precision is what a tensor core does: operands, results and their gradients are stored in float16 or
 bfloat16, products are summed in float32. Every loop can rehearse it, and can compute in it natively.

@@ -1,6 +1,6 @@
 """Tables to train on: scikit-learn's handwritten digits, or a user's own CSV file.
 
-This room makes a `Table` of float32 rows and says, with the line, why a file cannot be one.
+Errors in a file give the line.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) ->
     try:
         is_autocast_available(device)
     except RuntimeError as error:
-        raise PreampError(f"--device {device} is no device type. Write cpu or cuda.") from error
+        raise PreampError(f"--device {device} is not a device type. Write cpu or cuda.") from error
     function = find_function(target)
     with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
         result = function()
@@ -89,7 +89,7 @@ def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
     return report
 
 
-def _nothing_ran(target: str, result: Any) -> str:
+def _nothing_ran(target: str, result: object) -> str:
     """Say that a function ran no operator, and what to write where it returns one that was not called."""
     name = target.rpartition(":")[2]
     if callable(result):
@@ -177,6 +177,6 @@ def _is_missing(name: str) -> bool:
         return True
 
 
-def _functions(module: Any) -> str:
+def _functions(module: object) -> str:
     own = [name for name, value in vars(module).items() if isfunction(value) and name[0] != "_"]
     return ", ".join(own) or "none"

@@ -146,7 +146,7 @@ class JaxLoop:
     ) -> tuple[Any, dict[Kind, ByLayer], dict[Kind, ByLayer]]:
         """Return the loss scale, what a step computes, and how many values of each size that has.
 
-        This is a function beside the step, so that a step is the same whether it is looked at or not.
+        This is a function beside the step, so that a step is the same whether it is inspected or not.
         """
         slots = OrderedDict((name, flow_slot()) for name in layers)
         if self.policy is None:

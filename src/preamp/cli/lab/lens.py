@@ -1,4 +1,4 @@
-"""When a loop looks at a step, for the loops whose framework has no lens of preamp's: those but PyTorch's."""
+"""Which steps a loop inspects, for frameworks without a `Lens`: all but PyTorch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from preamp.record.snapshots import Look
 
 @dataclass
 class Lens:
-    """Looks at the steps that `preamp.torch.Lens` looks at: at one of `every`, and at the one after a skip.
+    """Inspects the steps that `preamp.torch.Lens` inspects: one of `every`, and the one after a skip.
 
     Attributes:
-        every: steps from one look to the next; the first one is looked at.
+        every: steps from one inspection to the next, beginning with the first.
         on_look: called with every `Look`; None not to look.
     """
 
@@ -23,7 +23,7 @@ class Lens:
     _streak: bool = field(default=False, init=False, repr=False)
 
     def is_due(self, index: int, *, after_skip: bool) -> bool:
-        """Return whether to look at a step. Of several skips in a row, the first one counts.
+        """Return whether to inspect a step. Of several skips in a row, the first one counts.
 
         Args:
             index: the number of the step. To be asked about each, in their order.
@@ -33,7 +33,7 @@ class Lens:
         return self.on_look is not None and (index % self.every == 0 or (after_skip and not before))
 
     def show(self, looks: Iterable[Look]) -> None:
-        """Hand on what was seen of a step."""
+        """Hand on what was measured in a step."""
         for look in looks:
             if self.on_look is not None:
                 self.on_look(look)

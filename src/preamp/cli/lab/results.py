@@ -1,4 +1,4 @@
-"""What came of runs, as rows of a table and in words: the runs of one name, whatever their seed, together."""
+"""Results of runs as rows of a table and as sentences. Runs of one name and different seeds are one row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from preamp.record.formatting import power, spread
 
 
 def sentence(runs: list[Run]) -> str:
-    """Say in words what came of the runs of one name."""
+    """Return a sentence on the runs of one name."""
     steps = [step for run in runs for step in run.trace]
     zeros = [step.zeros for step in steps if step.zeros is not None]
     parts = [f"{name} {value}" for name, value in quality(runs).items()]

@@ -1,7 +1,4 @@
-"""One training beside another: which runs a comparison consists of, and what came of each.
-
-This room runs loops and keeps their traces. It refuses to know how progress and results are shown.
-"""
+"""Runs the trainings that a comparison consists of, and keeps their traces."""
 
 from __future__ import annotations
 
@@ -199,7 +196,7 @@ def _without_chatter() -> Iterator[None]:
     They write to the file itself, before anybody could tell them not to. Everything else is passed on.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # for what comes after
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # each run traces anew: it advises against that
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # each run traces again: it warns of that
     if sys.stderr is None:  # closed
         yield
         return

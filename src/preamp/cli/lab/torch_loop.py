@@ -48,7 +48,7 @@ class TorchLoop:
     """One training of one problem. The arguments are those of `preamp.cli.lab.runs.Loop`.
 
     Attributes:
-        lens: looks at some of the steps.
+        lens: inspects some of the steps.
     """
 
     def __init__(

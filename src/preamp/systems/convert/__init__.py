@@ -1,7 +1,6 @@
-"""A saved loss scale from one system's checkpoint file to another's.
+"""Converts a saved loss scale from one system's checkpoint file to another's.
 
-This room finds the one state in a file that a dialect can load, and has another write it. It refuses to know
-entries (`formats`) and rules (`dialects`). Nothing in a file is ever executed: `reading` says how.
+Nothing in a file is ever executed: see `reading`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from preamp.systems.convert.reading import read
 from preamp.systems.convert.searching import find
 from preamp.systems.convert.writing import check_name, write
 from preamp.systems.definition import Dialect, unused_of
+from preamp.systems.formats import compat_of
 
 __all__ = ["Conversion", "convert"]
 
@@ -27,7 +27,7 @@ class Conversion(NamedTuple):
         where: the place in the file where the state was found.
         state: the state that was carried over.
         policy: the policy that was saved with it, the origin's defaults for what was not.
-        lost: what the target's format has no place for, in words.
+        lost: what the target's format has no place for, as text.
         equal: the other places in the file where an equal state was found.
         assumed: the settings that the origin's checkpoints do not hold, as "name=default".
     """
@@ -47,7 +47,7 @@ class Conversion(NamedTuple):
         one that leaves the first after an overflow uncounted, such as DeepSpeed.
         """
         counts: dict[str, float] = self.state._asdict()
-        return {**counts, "good": max(counts["good"] - getattr(self.policy, "growth_delay", 0), 0.0)}
+        return {**counts, "good": max(counts["good"] - compat_of(self.policy).growth_delay, 0.0)}
 
 
 def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...]) -> Conversion:

@@ -49,9 +49,9 @@ def read(path: Path) -> Any:
         raise
     except ImportError as error:
         raise MissingExtra.of(error) from error
-    except pickle.UnpicklingError as error:  # whose own words advise to execute it
+    except pickle.UnpicklingError as error:  # its message advises to execute the file
         raise CheckpointError(f"{path} is broken, or more than tensors and plain containers.") from error
-    except Exception as error:  # a broken file, in the words of whatever library met it
+    except Exception as error:  # a broken file: whatever its library raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason}") from error
 
@@ -118,13 +118,13 @@ def _torch(path: Path) -> Any:
 class _Shell:
     """Stands for an object of a library, or for the function that makes one: attributes, and no code."""
 
-    def __new__(cls, *_: Any, **__: Any) -> _Shell:
+    def __new__(cls, *_: object, **__: object) -> _Shell:
         return object.__new__(cls)
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, Mapping):
             self.__dict__.update(state)
 
@@ -142,7 +142,7 @@ def _deepspeed_folder(path: Path) -> Any:
     prefixes = [str(index.with_suffix("")) for index in sorted(folder.glob("*.index"))]
     instead = f", or the prefix of a TensorFlow checkpoint: {prefixes[-1]}" if prefixes else "."
     raise CheckpointError(
-        f"{path} is no folder of a DeepSpeed checkpoint: neither latest nor *_states.pt is in it. "
+        f"{path} is not the folder of a DeepSpeed checkpoint: neither latest nor *_states.pt is in it. "
         f"Write the path of a file{instead}"
     )
 
@@ -158,7 +158,7 @@ def _msgpack(path: Path) -> Any:
         return serialization.msgpack_restore(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is no checkpoint of a kind that is read here, such as .pt or .json."
+            f"{path} is not a checkpoint of a kind that is read here, such as .pt or .json."
         ) from error
 
 
@@ -167,7 +167,7 @@ def _keras_weights(path: Path) -> Any:
         return _keras_variables(path, file, {})
 
 
-def _keras_variables(path: Path, file: Any, config: dict[str, Any]) -> Any:
+def _keras_variables(path: Path, file: object, config: dict[str, Any]) -> Any:
     """Return the optimizer's scalar variables, and the arguments of its configuration."""
     import h5py  # type: ignore[import-untyped]
 

@@ -26,7 +26,7 @@ class Found(NamedTuple):
     equal: tuple[str, ...] = ()
 
 
-def find(tree: Any, dialect: Dialect[...], source: Path) -> Found:
+def find(tree: object, dialect: Dialect[...], source: Path) -> Found:
     """Return the one state in a checkpoint that a dialect can load; of equal ones the first.
 
     Args:
@@ -60,7 +60,7 @@ def _at(source: Path, problem: Exception) -> Exception:
     return type(problem)(f"{source}: {problem}")
 
 
-def _nothing(tree: Any, dialect: Dialect[...], source: Path) -> CheckpointError:
+def _nothing(tree: object, dialect: Dialect[...], source: Path) -> CheckpointError:
     known = [other for other in ALL.values() if other.format and _loadable(tree, other)[0]]
     hint = f" Write --from {' or '.join(other.name.lower() for other in known)}." if known else ""
     optimizer = entries_of(entries_of(tree).get("optimizer"))
@@ -73,7 +73,7 @@ def _nothing(tree: Any, dialect: Dialect[...], source: Path) -> CheckpointError:
     return CheckpointError(f"{source} holds nothing that {dialect.system} saves.{hint}")
 
 
-def _loadable(tree: Any, dialect: Dialect[...]) -> tuple[list[Found], list[Exception]]:
+def _loadable(tree: object, dialect: Dialect[...]) -> tuple[list[Found], list[Exception]]:
     """Return all states that can be loaded, and why others cannot."""
     found: list[Found] = []
     problems: list[Exception] = []
@@ -97,7 +97,7 @@ def _is_within(where: str, outer: str) -> bool:
     return not outer or where.startswith(f"{outer}.")
 
 
-def _nodes(tree: Any) -> Iterator[tuple[str, Any]]:
+def _nodes(tree: object) -> Iterator[tuple[str, Any]]:
     """Yield everything in a tree that has parts, with each way to it from a part that is met first."""
     todo, seen = [("", tree)], set()
     while todo:
@@ -111,5 +111,5 @@ def _nodes(tree: Any) -> Iterator[tuple[str, Any]]:
         todo.extend(reversed(inside))
 
 
-def _has_parts(value: Any) -> bool:
+def _has_parts(value: object) -> bool:
     return isinstance(value, Mapping | list | tuple) or bool(entries_of(value))

@@ -22,11 +22,11 @@ def check_name(path: Path) -> None:
     """
     if path.suffix not in WRITERS:
         raise UsageError(
-            f"{path} is no file that a loss scale is written to. Write {path.with_suffix('.json')}, or "
+            f"{path} is not a kind of file that a loss scale is written to. Write {path.with_suffix('.json')}, or "
             ".pt or .msgpack; Keras and TensorFlow write theirs with the model: assign the numbers there."
         )
     if not path.parent.is_dir():
-        raise UsageError(f"{path.parent} is no folder that {path.name} could be written to. Make it first.")
+        raise UsageError(f"{path.parent} is not a folder. Make it first.")
     if path.exists():
         raise UsageError(f"{path} exists and is not overwritten. Write another name, or delete it first.")
 
@@ -69,7 +69,7 @@ def _msgpack(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
     import numpy as np
     from flax import serialization
 
-    def array(value: Any) -> Any:  # as a training's arrays: Python's numbers would be compiled again
+    def array(value: object) -> Any:  # as a training's arrays: Python's numbers would be compiled again
         if type(value) is float:
             return np.float32(value) if to_float32(value) == value else np.float64(value)
         if type(value) is int:

@@ -1,7 +1,4 @@
-"""The blanks in a configuration that Hugging Face's Trainer fills in: "auto".
-
-This room knows where one would matter. It refuses to guess what would be filled in.
-"""
+"""The values in a configuration that Hugging Face's Trainer fills in: "auto"."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ def _places_in(section: str, given: Mapping[str, Any]) -> Iterator[Place]:
         yield from (("params", name) for name, value in given["params"].items() if _is_blank(value))
 
 
-def _is_blank(value: Any) -> bool:
+def _is_blank(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
 

@@ -1,7 +1,6 @@
 """JSON as people write configurations: with comments, and a comma behind the last entry.
 
-This room says where a file is wrong, and refuses a key that is given twice. It refuses to know what the
-keys mean.
+Errors give line and column. A key that is given twice is one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def read(path: Path) -> Any:
     """Return what a file of JSON holds. Comments are `//`, `#` and `/* */`, as DeepSpeed allows them.
 
     Raises:
-        ConfigError: for a file that is no such JSON, with line and column, and for a key given twice.
+        ConfigError: for a file that is not such JSON, with line and column, and for a key given twice.
         OSError: for a file that cannot be read.
     """
     try:

@@ -1,7 +1,4 @@
-"""The section `fp16` as a policy, and a policy as the section `fp16`.
-
-This room knows what the keys mean together. It refuses to know where they are read.
-"""
+"""The section `fp16` as a policy, and a policy as the section `fp16`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The keys of DeepSpeed's configuration, and what each may hold.
 
-This room refuses unknown keys and impossible values, one at a time and by name. It refuses to know what
-values mean together.
-
 The keys and defaults are those of deepspeed 0.19.8 (`runtime/config.py`, `runtime/precision_config.py`), the
 other names those of `DynamicLossScaler`'s arguments.
 """
@@ -46,7 +43,7 @@ def line_for(name: str, key: Key) -> str:
     return _line(name, key.default if key.example is None else key.example)
 
 
-def read_section(section: str, given: Any, keys: Mapping[str, Key]) -> dict[str, Any]:
+def read_section(section: str, given: object, keys: Mapping[str, Key]) -> dict[str, Any]:
     """Return a value for each key of a section.
 
     Args:
@@ -75,18 +72,18 @@ def read_section(section: str, given: Any, keys: Mapping[str, Key]) -> dict[str,
     return {name: values.get(name, key.default) for name, key in keys.items()}
 
 
-def _read(prefix: str, name: str, value: Any, key: Key) -> Any:
+def _read(prefix: str, name: str, value: object, key: Key) -> Any:
     try:
         return key.kind(value)
     except ValueError as error:
         raise ConfigError(f"{prefix}{name}: {_json(value)} {error}. Write {line_for(name, key)}.") from None
 
 
-def _unknown(prefix: str, name: Any) -> str:
+def _unknown(prefix: str, name: object) -> str:
     return f"{prefix}{name} is no key of DeepSpeed 0.19.8. "
 
 
-def _remedy(section: str, name: Any, keys: Mapping[str, Key]) -> str:
+def _remedy(section: str, name: object, keys: Mapping[str, Key]) -> str:
     """Say where an unknown key belongs, or which it resembles."""
     if not section and name in REMOVED:
         return REMOVED[name]
@@ -99,25 +96,25 @@ def _remedy(section: str, name: Any, keys: Mapping[str, Key]) -> str:
     return f"Write one of {', '.join(key for key in keys if not keys[key].ignored)}, or take it out."
 
 
-def _line(name: str, value: Any) -> str:
+def _line(name: str, value: object) -> str:
     return f'"{name}": {_json(value)}'
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     try:
         return json.dumps(value, default=repr)
     except (TypeError, ValueError, RecursionError):  # no JSON at all
         return shown(value)
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError("is neither true nor false")
     return value
 
 
 def _whole(low: int, high: float, what: str) -> Callable[[Any], int]:
-    def kind(value: Any) -> int:
+    def kind(value: object) -> int:
         if not (is_number(value) and value == int(value) and low <= value <= high):
             raise ValueError(f"is not {what}")
         return int(value)
@@ -125,25 +122,25 @@ def _whole(low: int, high: float, what: str) -> Callable[[Any], int]:
     return kind
 
 
-def _scale(value: Any) -> float:
+def _scale(value: object) -> float:
     if not (is_number(value) and FLOAT32_TINY <= value <= FLOAT32_MAX):
         raise ValueError("is not a scale: a number above 0 in float32's range")
     return float(value)
 
 
-def _scale_or_dynamic(value: Any) -> float:
+def _scale_or_dynamic(value: object) -> float:
     if is_number(value) and value == 0:
         return 0.0
     return _scale(value)
 
 
-def _norm(value: Any) -> float:
+def _norm(value: object) -> float:
     if not (is_number(value) and value >= 0):
         raise ValueError("is not a norm: a number above 0, or 0 not to clip")
     return float(value)
 
 
-def _section(value: Any) -> Mapping[str, Any]:
+def _section(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError("is not a section")
     return value
@@ -157,13 +154,13 @@ def _typed_section(value: Any) -> Mapping[str, Any]:
     return value  # type: ignore[no-any-return]
 
 
-def _zero(value: Any) -> Mapping[str, Any]:
+def _zero(value: object) -> Mapping[str, Any]:
     section = {"stage": int(value)} if isinstance(value, bool) else _section(value)
     _whole(0, 3, "a section with a stage of 0 to 3")(section.get("stage", 0))
     return section
 
 
-def _dtype(value: Any) -> str:
+def _dtype(value: object) -> str:
     names = {"float16": ("fp16", "float16", "half"), "bfloat16": ("bf16", "bfloat16")}
     for dtype, aliases in names.items():
         if not is_number(value) and str(value).removeprefix("torch.") in aliases:
@@ -171,7 +168,7 @@ def _dtype(value: Any) -> str:
     raise ValueError("is not a low precision")
 
 
-def _anything(value: Any) -> Any:
+def _anything(value: object) -> Any:
     return value
 
 

@@ -1,7 +1,4 @@
-"""From a configuration to settings.
-
-This room knows what the sections mean together. It refuses to know what a single key may hold.
-"""
+"""From a configuration to settings."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def load(config: str | os.PathLike[str] | Mapping[str, Any], *, skip_blanks: boo
 
     Raises:
         ConfigError: for a key that is unknown or given twice, a value that cannot work, and a file
-            that is no JSON.
+            that is not JSON.
         OSError: for a file that cannot be read.
     """
     if isinstance(config, Mapping):

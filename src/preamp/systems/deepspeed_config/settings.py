@@ -1,7 +1,4 @@
-"""What a configuration asks for, and the configuration that asks DeepSpeed for it.
-
-This room refuses what DeepSpeed's configuration cannot say. It refuses to know how one is read.
-"""
+"""What a configuration asks for, and the configuration that asks DeepSpeed for it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """How each known system saves its loss scale: its entries by name, to a state and back.
 
-This room knows the entries of checkpoints and what they count. It refuses to know files (`convert`),
-frameworks, and which system has which rule (`dialects`).
+Files are read and written in `convert`; which system has which rule is in `dialects`.
 """
 
-from preamp.systems.formats.base import Format, backoff_factor, entries_of, hysteresis
+from preamp.systems.formats.base import Format, backoff_factor, compat_of, entries_of, hysteresis
 from preamp.systems.formats.deepspeed import DeepSpeedStage0, DeepSpeedZero
 from preamp.systems.formats.jax import Flax, Jmp
 from preamp.systems.formats.keras import Keras, TfKeras
@@ -24,6 +23,7 @@ __all__ = [
     "TORCH",
     "Format",
     "backoff_factor",
+    "compat_of",
     "entries_of",
     "hysteresis",
 ]

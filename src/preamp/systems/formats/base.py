@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from preamp.checks import shown
 from preamp.errors import CheckpointError, PolicyError
-from preamp.policy import Dynamic, Policy, State
+from preamp.policy import Compat, Dynamic, Moving, Policy, State
 
 
 class Format(ABC):
@@ -26,32 +26,38 @@ class Format(ABC):
     entries: ClassVar[tuple[str, ...]]
     has_static: ClassVar[bool] = False
 
-    def find(self, saved: Any) -> Mapping[str, Any] | None:
+    def find(self, saved: object) -> Mapping[str, Any] | None:
         """Return the entries, from as deep as the system itself nests them; None if they are not there."""
         named = entries_of(saved)
         return named if all(name in named for name in self.entries) else None
 
     def policy(self, saved: Mapping[str, Any], rest: Policy[Any]) -> Policy[Any]:
         """Return the policy that was saved; what the format does not carry is as in `rest`."""
-        settings = self.settings(saved)
+        settings, compat = self.settings(saved), self.compat(saved)
         unknown = [name for name in settings if not hasattr(rest, name)]
         if unknown:
             raise PolicyError(
                 f"policy={rest!r} has no {unknown[0]}, which was saved. Write one of this dialect, or none."
             )
+        if compat and isinstance(rest, Moving):
+            settings["compat"] = replace(rest.compat, **compat)
         return replace(rest, **settings)
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a `Moving` policy that were saved."""
+        """Return the settings of a `Moving` policy that were saved, all but those of its `compat`."""
+        return {}
+
+    def compat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of the policy's `compat` that were saved."""
         return {}
 
     @abstractmethod
-    def state(self, saved: Mapping[str, Any], policy: Any) -> Any:
+    def state(self, saved: Mapping[str, Any], policy: object) -> Any:
         """Return the state of `policy` that was saved."""
 
     @abstractmethod
-    def save(self, state: Any, policy: Any) -> dict[str, Any]:
-        """Return the entries that make the system go on from a state of `policy`."""
+    def save(self, state: object, policy: object) -> dict[str, Any]:
+        """Return the entries that make the system resume from a state of `policy`."""
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return what our own adapter saves beside the system's entries: what other rules remember."""
@@ -65,11 +71,11 @@ class Format(ABC):
 class Counting(Format):
     """Systems that save the scale and how many clean steps in a row there were: their first two entries."""
 
-    def state(self, saved: Mapping[str, Any], policy: Any) -> State:
+    def state(self, saved: Mapping[str, Any], policy: object) -> State:
         scale, good = self.entries[:2]
         return State(number(saved, scale), float(count(saved, good)), float(self.bad(saved, policy)))
 
-    def bad(self, saved: Mapping[str, Any], policy: Any) -> int:
+    def bad(self, saved: Mapping[str, Any], policy: object) -> int:
         """Return the overflows that count towards the next backoff."""
         return 0
 
@@ -78,7 +84,7 @@ class Counting(Format):
         return {scale: state.scale, good: int(state.good)}
 
 
-def entries_of(saved: Any) -> Mapping[str, Any]:
+def entries_of(saved: object) -> Mapping[str, Any]:
     """Return what was saved by name, also if it is an object: then its attributes."""
     named = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
     return named if isinstance(named, Mapping) else {}
@@ -111,7 +117,9 @@ def count(saved: Mapping[str, Any], name: str) -> int:
     """
     value = number(saved, name)
     if not value.is_integer():  # nor is inf or NaN
-        raise CheckpointError(f"the saved {name}={value!r} is not a whole number. Write 0 to count afresh.")
+        raise CheckpointError(
+            f"the saved {name}={value!r} is not a whole number. Write 0 to start counting again."
+        )
     return int(value)
 
 
@@ -133,7 +141,7 @@ def flag(saved: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def numbers(saved: Any, *, without: str = "") -> dict[str, float]:
+def numbers(saved: object, *, without: str = "") -> dict[str, float]:
     """Return all entries as numbers, except for one.
 
     Raises:
@@ -143,12 +151,18 @@ def numbers(saved: Any, *, without: str = "") -> dict[str, float]:
     return {name: number(named, name) for name in named if name != without}
 
 
+def compat_of(policy: Policy[Any]) -> Compat:
+    """Return how a rule imitates a system; the defaults for a rule that never does."""
+    return policy.compat if isinstance(policy, Moving) else Compat()
+
+
 def backoff_factor(policy: Any) -> float:
     """Return what an overflow multiplies the scale by, also for a policy that divides."""
-    return 1.0 / policy.backoff_divisor if policy.backoff_divisor else float(policy.backoff_factor)
+    divisor = compat_of(policy).backoff_divisor
+    return 1.0 / divisor if divisor else float(policy.backoff_factor)
 
 
-def hysteresis(policy: Any) -> int:
+def hysteresis(policy: object) -> int:
     """Return how many overflows a backoff takes."""
     return int(getattr(policy, "hysteresis", 1))
 

@@ -34,17 +34,20 @@ class DeepSpeed(Format):
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         interval, factor = {"growth_interval": count(saved, "scale_window")}, number(saved, "scale_factor")
-        if factor == 2.0:
-            return interval
-        return {**interval, "growth_factor": factor, "backoff_divisor": factor, "factor_dtype": "float64"}
+        return interval if factor == 2.0 else {**interval, "growth_factor": factor}
+
+    def compat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        factor = number(saved, "scale_factor")
+        return {} if factor == 2.0 else {"backoff_divisor": factor, "factor_dtype": "float64"}
 
     def state(self, saved: Mapping[str, Any], policy: Any) -> State:
         scale = number(saved, "cur_scale")
         if isinstance(policy, Static):
             return State(scale, 0.0, 0.0)
         clean = count(saved, "cur_iter") - count(saved, "last_overflow_iter") - 1
-        counted = clean - policy.growth_delay
-        good = clean if counted < 0 else counted % policy.growth_interval + policy.growth_delay
+        delay = policy.compat.growth_delay
+        counted = clean - delay
+        good = clean if counted < 0 else counted % policy.growth_interval + delay
         return State(scale, float(good), float(self.bad(saved)))
 
     def bad(self, saved: Mapping[str, Any]) -> int:
@@ -79,7 +82,7 @@ class DeepSpeedZero(DeepSpeed):
         "raise_error_at_min_scale",
     )
 
-    def find(self, saved: Any) -> Mapping[str, Any] | None:
+    def find(self, saved: object) -> Mapping[str, Any] | None:
         return Format.find(self, entries_of(saved).get("loss_scaler", saved))
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,5 +138,5 @@ class DeepSpeedStage0(DeepSpeed):
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         return numbers(entries_of(saved.get("preamp")).get(OURS), without=BESIDE)
 
-    def save(self, state: Any, policy: Any) -> dict[str, Any]:
+    def save(self, state: object, policy: object) -> dict[str, Any]:
         return {"cur_iter": 0, **DeepSpeed.save(self, state, policy)}

@@ -34,10 +34,13 @@ class Jmp(Counting):
         if "period" in saved:
             known["growth_interval"] = count(saved, "period")
         if "factor" in saved:
-            known["growth_factor"] = known["backoff_divisor"] = number(saved, "factor")
+            known["growth_factor"] = number(saved, "factor")
         if "min_loss_scale" in saved:
             known["min_scale"] = _floor(saved, "min_loss_scale")
         return known
+
+    def compat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return {"backoff_divisor": number(saved, "factor")} if "factor" in saved else {}
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {

@@ -36,12 +36,12 @@ class Keras(TfKeras):
     entries = ("dynamic_scale", "step_counter")
     NUMBERED = ("3", "2")  # after the iteration and the learning rate
 
-    def find(self, saved: Any) -> Mapping[str, Any] | None:
+    def find(self, saved: object) -> Mapping[str, Any] | None:
         named = entries_of(saved)
         numbered = [named.get(name) for name in self.NUMBERED]
         if all(getattr(value, "shape", None) == () for value in numbered):
             return {**named, **dict(zip(self.entries, numbered, strict=True))}
         return Format.find(self, named)
 
-    def bad(self, saved: Mapping[str, Any], policy: Any) -> int:
+    def bad(self, saved: Mapping[str, Any], policy: object) -> int:
         return count(saved, "overflow_counter") if "overflow_counter" in saved else 0

@@ -40,7 +40,7 @@ class Torch(Counting):
             "growth_interval": count(saved, "growth_interval"),
         }
 
-    def bad(self, saved: Mapping[str, Any], policy: Any) -> int:
+    def bad(self, saved: Mapping[str, Any], policy: object) -> int:
         ours = self.remembered(saved)
         return count(ours, "bad") if "bad" in ours else 0
 
@@ -48,7 +48,7 @@ class Torch(Counting):
         return numbers(saved.get(OURS))
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
-        return {**saved, OURS: dict(remembered)}  # PyTorch's own scaler does not look at it
+        return {**saved, OURS: dict(remembered)}  # PyTorch's own scaler ignores it
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {
@@ -64,13 +64,13 @@ class Nemo(Torch):
 
     entries = (*Torch.entries, "_hysteresis_tracker")
 
-    def bad(self, saved: Mapping[str, Any], policy: Any) -> int:
+    def bad(self, saved: Mapping[str, Any], policy: object) -> int:
         return hysteresis(policy) - count(saved, "_hysteresis_tracker")
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> None:
         return None
 
-    def save(self, state: Any, policy: Any) -> dict[str, Any]:
+    def save(self, state: object, policy: object) -> dict[str, Any]:
         left = overflows_left(policy, state)
         read = {"_hysterisis_tracker": left}
         return {**Torch.save(self, state, policy), "_hysteresis_tracker": left, **read}
@@ -81,10 +81,10 @@ class Megatron(Counting):
 
     entries = ("scale", "growth_tracker", "hysteresis_tracker")
 
-    def bad(self, saved: Mapping[str, Any], policy: Any) -> int:
+    def bad(self, saved: Mapping[str, Any], policy: object) -> int:
         return hysteresis(policy) - count(saved, "hysteresis_tracker")
 
-    def save(self, state: Any, policy: Any) -> dict[str, Any]:
+    def save(self, state: object, policy: object) -> dict[str, Any]:
         left = overflows_left(policy, state)
         return {**Counting.save(self, state, policy), "hysteresis_tracker": left}
 
@@ -94,7 +94,7 @@ class Apex(Counting):
 
     entries = ("loss_scale", "unskipped")
 
-    def find(self, saved: Any) -> Mapping[str, Any] | None:
+    def find(self, saved: object) -> Mapping[str, Any] | None:
         scalers = [value for name, value in entries_of(saved).items() if str(name).startswith("loss_scaler")]
         if len({tuple(number(entries_of(one), name) for name in self.entries) for one in scalers}) > 1:
             raise CheckpointError(
@@ -102,7 +102,7 @@ class Apex(Counting):
             )
         return Format.find(self, scalers[0] if scalers else saved)
 
-    def save(self, state: Any, policy: Any) -> dict[str, Any]:
+    def save(self, state: object, policy: object) -> dict[str, Any]:
         return {"loss_scaler0": Counting.save(self, state, policy)}
 
 
@@ -111,7 +111,7 @@ class Fairseq(Format):
 
     entries = ("loss_scale",)
 
-    def state(self, saved: Mapping[str, Any], policy: Any) -> TolerantState:
+    def state(self, saved: Mapping[str, Any], policy: object) -> TolerantState:
         return TolerantState(number(saved, "loss_scale"), 0.0, 0.0, 0.0)
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:

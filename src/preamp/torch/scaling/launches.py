@@ -93,19 +93,19 @@ def advance(policy: Policy[Any], state: Any, finite: Tensor) -> Tensor | None:
 
 
 def _settings(policy: Dynamic) -> dict[str, float | bool]:
-    divisor, resets = policy.backoff_divisor, policy.hysteresis_reset
+    compat, resets = policy.compat, policy.hysteresis_reset
     return {
         "GROWTH": policy.growth_factor,
-        "BACKOFF": policy.backoff_factor if divisor is None else divisor,
-        "DIVIDES": divisor is not None,
+        "BACKOFF": policy.backoff_factor if compat.backoff_divisor is None else compat.backoff_divisor,
+        "DIVIDES": compat.backoff_divisor is not None,
         "INTERVAL": to_float32(policy.growth_interval),
-        "DELAY": to_float32(policy.growth_delay),
+        "DELAY": to_float32(compat.growth_delay),
         "HYSTERESIS": to_float32(policy.hysteresis),
         "FLOOR": 0.0 if policy.min_scale is None else to_float32(policy.min_scale),
         "CEILING": math.inf if policy.max_scale is None else to_float32(policy.max_scale),
-        "REFUSES": policy.at_ceiling == "refuse",
-        "STRICT": policy.bounds == "strict",
-        "ALWAYS": policy.bounds == "always",
+        "REFUSES": compat.at_ceiling == "refuse",
+        "STRICT": compat.bounds == "strict",
+        "ALWAYS": compat.bounds == "always",
         "RESET_BY_CLEAN": "clean" in resets,
         "RESET_BY_GROWTH": "growth" in resets,
         "RESET_BY_BACKOFF": "backoff" in resets,

@@ -21,7 +21,7 @@ from torch import Tensor
 from preamp.arrays.torch_compat import amp_update_scale_
 from preamp.checks import FLOAT32_MAX, is_number, shown, to_float32
 from preamp.errors import InexactScale, PolicyError
-from preamp.policy import Dynamic, Policy, Reading
+from preamp.policy import Compat, Dynamic, Policy, Reading
 from preamp.systems.arguments import given_policy
 from preamp.torch.scaling import launches
 
@@ -358,12 +358,12 @@ def _apart(after: Any, before: Any) -> list[Tensor]:
 
 def _kernel_knows(policy: Policy[Any], state: Any) -> bool:
     """Return whether PyTorch's kernel and a clamp after it move as a policy does from a state on the host."""
-    if type(policy) is not Dynamic or policy.hysteresis != 1 or policy.growth_delay or policy.gives_up:
+    if type(policy) is not Dynamic or policy.hysteresis != 1 or policy.compat.growth_delay or policy.gives_up:
         return False
-    clamps = policy.at_ceiling == "clamp" or policy.max_scale == FLOAT32_MAX
+    clamps = policy.compat.at_ceiling == "clamp" or policy.max_scale == FLOAT32_MAX
     inside = (policy.min_scale or 0.0) <= state.scale <= (policy.max_scale or 0.0)
     counts = state.good < policy.growth_interval  # the kernel compares with ==
-    return clamps and inside and counts and policy.backoff_divisor is None
+    return clamps and inside and counts and policy.compat.backoff_divisor is None
 
 
 def _chosen(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]:
@@ -373,14 +373,14 @@ def _chosen(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]
             raise AssertionError("The growth factor must be > 1.0.")
         if settings["backoff_factor"] >= 1.0:
             raise AssertionError("The backoff factor must be < 1.0.")
-        return Dynamic.holding(**settings, factor_dtype="float64")
+        return Dynamic.holding(**settings, compat=Compat(factor_dtype="float64"))
     return given_policy(policy, {name: (value, getattr(Dynamic, name)) for name, value in settings.items()})
 
 
 def _changed(policy: Any, **settings: Any) -> Any:
     """Return the policy with other settings, without another warning of factors that round."""
     if settings.get("backoff_factor", policy.backoff_factor) != policy.backoff_factor:
-        settings["backoff_divisor"] = None
+        settings["compat"] = replace(policy.compat, backoff_divisor=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InexactScale)
         return replace(policy, **settings)
