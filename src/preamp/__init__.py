@@ -36,7 +36,7 @@ from preamp.policy import (
     TolerantState,
 )
 from preamp.record.exponents import Band, ExponentHistogram
-from preamp.record.snapshots import Look, LookRow
+from preamp.record.snapshots import Snapshot, SnapshotRow
 from preamp.record.trace import Summary, Trace
 from preamp.scaling import Step
 from preamp.simulation import processes
@@ -59,8 +59,6 @@ __all__ = [
     "InexactScale",
     "LogMax",
     "LogMaxState",
-    "Look",
-    "LookRow",
     "LossyConversion",
     "MissingExtra",
     "Moving",
@@ -69,6 +67,8 @@ __all__ = [
     "PreampError",
     "Reading",
     "ScaleExhausted",
+    "Snapshot",
+    "SnapshotRow",
     "State",
     "Static",
     "Step",

@@ -20,7 +20,7 @@ from preamp.jax.scaling.flow_slots import FlowSlot, is_flow_slot
 from preamp.jax.scaling.gradients import is_inexact
 from preamp.jax.scaling.states import kind_of
 from preamp.record.exponents import BANDS, FIELDS, ExponentHistogram
-from preamp.record.snapshots import Kind, Look, LookRow
+from preamp.record.snapshots import Kind, Snapshot, SnapshotRow
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def look(
     low_dtype: str = "float16",
     what: Kind = "gradient",
     like: Any = None,
-) -> Look:
+) -> Snapshot:
     """Return what `exponent_histogram` counted as a `Look`, for `Trace.look`. Reads devices, once.
 
     Args:
@@ -88,10 +88,10 @@ def look(
         for node in jax.tree.leaves(histograms, is_leaf=is_flow_slot)
     ]
     read = map(_histogram, names, jax.device_get(counts))
-    rows = tuple(map(LookRow, names, [what] * len(names), _dtypes(like, len(names)), read))
+    rows = tuple(map(SnapshotRow, names, [what] * len(names), _dtypes(like, len(names)), read))
     computed = () if what in ("input", "weight") else rows
     given = {"inputs": rows} if what == "input" else {"weights": rows} if what == "weight" else {}
-    return Look(int(index), float(scale), low_dtype, computed, **given)
+    return Snapshot(int(index), float(scale), low_dtype, computed, **given)
 
 
 def flow_slot() -> FlowSlot:
