@@ -159,7 +159,7 @@ class TorchRun:
     def train(self) -> Trace:
         """Train to the end."""
         torch.set_num_threads(1)
-        lens = Lens(self.model, EVERY, scaler=self.scaler, on_look=self.trace.look)
+        lens = Lens(self.model, EVERY, scaler=self.scaler, on_snapshot=self.trace.add_snapshot)
         with lens:
             for index in range(self.steps):
                 self.step(index)
@@ -491,12 +491,12 @@ def torch_initial_scale_far_too_high(seed: int) -> Trace:
     return torch_run(seed, policy=Dynamic(init_scale=2.0**40, max_scale=2.0**60))
 
 
-@case("starving", "scale too high")
+@case("skipping almost every step", "scale too high")
 def torch_static_scale_far_too_high(seed: int) -> Trace:
     return torch_run(seed, policy=Static(2.0**26))
 
 
-@case("too high", "starving", held_out=True)
+@case("too high", "skipping almost every step", held_out=True)
 def torch_static_scale_a_little_too_high(seed: int) -> Trace:
     probe = torch_run(seed, policy=Headroom(), steps=120)
     peaks = sorted(step.peak / step.scale for step in probe if step.peak)
@@ -515,7 +515,7 @@ def torch_backoff_too_strong(seed: int) -> Trace:
     return torch_run(seed, policy=policy)
 
 
-@case("starving", "scale at its floor")
+@case("skipping almost every step", "scale at its floor")
 def torch_scale_at_its_floor(seed: int) -> Trace:
     return torch_run(
         seed, policy=Dynamic(min_scale=1.0), loss=lambda a, y: 1e7 * nn.functional.mse_loss(a, y), lr=1e-9
@@ -729,7 +729,7 @@ def jax_growth_interval_too_short(seed: int) -> Trace:
     return jax_run(seed, policy=Dynamic(growth_interval=5))
 
 
-@case("scale at its floor", "starving", held_out=True)
+@case("scale at its floor", "skipping almost every step", held_out=True)
 def jax_loss_is_far_too_large(seed: int) -> Trace:
     return jax_run(
         seed, policy=Dynamic(min_scale=1.0), error=lambda a, y: 1e7 * jnp.mean((a - y) ** 2), lr=1e-9
@@ -1201,7 +1201,7 @@ def torch_a_shard_of_wrong_labels(seed: int) -> Trace:
 def torch_no_scaler_and_nothing_told(seed: int) -> Trace:
     known = torch_run(seed, scaled=False, loss=lambda a, y: 1e-6 * nn.functional.mse_loss(a, y), lr=5e4)
     trace = Trace(known)
-    trace.looks = list(known.looks)
+    trace.snapshots = list(known.snapshots)
     return trace
 
 
@@ -1285,7 +1285,7 @@ def healthy_jax_two_rates(seed: int) -> Trace:
     return jax_run(seed, optimizer=optax.sgd(optax.join_schedules([lambda n: 0.05, lambda n: 0.005], [120])))
 
 
-# JAX, with looks at gradients, flows and activations, each recorded by itself
+# JAX, with snapshots of gradients, flows and activations, each recorded by itself
 
 Loss = Callable[..., Any]
 """A function of the parameters, of a `Tap` and of a batch."""
@@ -1317,7 +1317,7 @@ def jax_seen(
     every: int = EVERY,
     carried: Callable[[Any], Any] | None = None,
 ) -> Trace:
-    """Train in a loop as users write it, with looks at every 40th step and at the first of skipped ones.
+    """Train in a loop as users write it, with snapshots of every 40th step and at the first of skipped ones.
 
     Args:
         seed: of the batches.
@@ -1362,7 +1362,7 @@ def jax_seen(
         done = last_step(state)
         if index % every == 0 or (done.skipped and not was_skipped):
             for what, counted in zip(("gradient", "flow", "activation"), counts, strict=True):
-                trace.look(look(counted, index=index, scale=done.scale, what=what))
+                trace.add_snapshot(look(counted, index=index, scale=done.scale, what=what))
         kept, was_skipped = (carried(total) if carried else None), done.skipped
         trace(done)
     return trace
@@ -1586,7 +1586,7 @@ def stripped(trace: Trace, without: Sequence[str]) -> Trace:
         less.update(dropped[name])
     shorter = Trace((step._replace(**less) for step in trace), **trace.about)
     if "snapshots" not in without:
-        shorter.looks = list(trace.looks)
+        shorter.snapshots = list(trace.snapshots)
     return shorter
 
 

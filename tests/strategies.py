@@ -21,13 +21,13 @@ from preamp import (
     Histogram,
     InexactScale,
     LogMax,
-    Look,
-    LookRow,
     Moving,
     Policy,
     PolicyError,
     Reading,
     ScaleExhausted,
+    Snapshot,
+    SnapshotRow,
     Static,
     Step,
     Tolerant,
@@ -284,20 +284,20 @@ _magnitudes = st.none() | st.floats(0.0, exclude_min=True, allow_infinity=False)
 
 
 @st.composite
-def look_rows(draw: st.DrawFn, *kinds: Kind) -> LookRow:
+def snapshot_rows(draw: st.DrawFn, *kinds: Kind) -> SnapshotRow:
     """Draw a row of one of some kinds, with or without what only some lenses measure."""
     seen = draw(histograms)
     name, dtype = draw(_names), draw(st.sampled_from(["float16", "float32", "x"]))
     exact = draw(_magnitudes), draw(_magnitudes), draw(st.none() | st.integers(0, seen.nonfinite))
-    return LookRow(name, draw(st.sampled_from(kinds)), dtype, seen, *exact)
+    return SnapshotRow(name, draw(st.sampled_from(kinds)), dtype, seen, *exact)
 
 
-def _rows(most: int, *kinds: Kind) -> st.SearchStrategy[tuple[LookRow, ...]]:
-    return st.lists(look_rows(*kinds), max_size=most).map(tuple)
+def _rows(most: int, *kinds: Kind) -> st.SearchStrategy[tuple[SnapshotRow, ...]]:
+    return st.lists(snapshot_rows(*kinds), max_size=most).map(tuple)
 
 
-looks = st.builds(
-    Look,
+snapshots = st.builds(
+    Snapshot,
     st.integers(),
     st.floats(),
     _low_dtypes,

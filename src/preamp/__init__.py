@@ -38,7 +38,7 @@ from preamp.policy import (
     TolerantState,
 )
 from preamp.record.exponents import Band, ExponentHistogram
-from preamp.record.snapshots import Look, LookRow
+from preamp.record.snapshots import Snapshot, SnapshotRow
 from preamp.record.trace import Summary, Trace
 from preamp.scaling import Step
 from preamp.simulation import processes
@@ -63,8 +63,6 @@ __all__ = [
     "InexactScale",
     "LogMax",
     "LogMaxState",
-    "Look",
-    "LookRow",
     "LossyConversion",
     "MissingExtra",
     "Moving",
@@ -73,6 +71,8 @@ __all__ = [
     "PreampError",
     "Reading",
     "ScaleExhausted",
+    "Snapshot",
+    "SnapshotRow",
     "State",
     "Static",
     "Step",

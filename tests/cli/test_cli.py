@@ -68,9 +68,9 @@ def test_train_writes_traces_a_summary_and_a_report(tmp_path):
         assert trace.summary().final_scale == run["final_scale"]
         assert run["test_error"] > 0
         assert run["test_accuracy"] is None
-        assert trace.looks[0].low_dtype == run["precision"]
+        assert trace.snapshots[0].low_dtype == run["precision"]
     page = (folder / "report.html").read_text()
-    assert page.count("<svg") == 3 + 4 * 3  # and of each name's look three kinds of values
+    assert page.count("<svg") == 3 + 4 * 3  # and of each name's snapshot three kinds of values
     assert "http://" not in re.sub(r'xmlns[^"]*"[^"]*"|<!DOCTYPE[^>]*>|rdf:\w+="[^"]*"', "", page)
     assert max(map(len, done.stdout.splitlines())) <= 80
 
@@ -353,7 +353,7 @@ def test_doctor_says_what_is_wrong_and_what_to_write(here, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     sick, _, sound = " ".join(done.stdout.split()).partition("sound.jsonl")
     assert sick.startswith("sick.jsonl warning Oscillating: ")
-    assert "Write policy=Dynamic(). then Played over the peaks" in sick
+    assert "Write policy=Dynamic(). then Simulated with the gradient peaks" in sick
     assert sound.startswith(" fine Healthy: Nothing is wrong with the scale: 0 of 3,000 steps (0 %)")
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert not (tmp_path / "runs").exists()

@@ -88,11 +88,11 @@ def test_looking_changes_nothing_and_reaches_the_trace():
     looked, seldom = ([step._replace(seconds=None) for step in trace] for trace in traces)
     assert looked == seldom
     assert (outputs[0] == outputs[1]).all()
-    assert [look.index for look in traces[0].looks] == list(range(24))
-    assert [look.scale for look in traces[0].looks] == [step.scale for step in traces[0]]
-    names = {row.name for row in traces[0].looks[-1].rows if row.what == "flow"}
+    assert [snapshot.index for snapshot in traces[0].snapshots] == list(range(24))
+    assert [snapshot.scale for snapshot in traces[0].snapshots] == [step.scale for step in traces[0]]
+    names = {row.name for row in traces[0].snapshots[-1].rows if row.what == "flow"}
     assert names == {f"layer{number}" for number in range(1, 9)}
-    assert "layer8" in {row.name for row in traces[1].looks[0].rows}
+    assert "layer8" in {row.name for row in traces[1].snapshots[0].rows}
 
 
 def test_a_policy_that_gives_up_leaves_its_last_step_in_the_trace():

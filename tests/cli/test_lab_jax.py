@@ -13,7 +13,7 @@ from preamp.cli.lab.data import digits
 from preamp.cli.lab.jax_loop import JaxLoop
 from preamp.cli.lab.runs import Plan, train
 from preamp.cli.lab.torch_loop import TorchLoop
-from preamp.record.snapshots import joined
+from preamp.record.snapshots import merge_snapshots
 from preamp.report import Curve, write_report
 
 SIZES = (64, 32, 16, 32, 64)
@@ -42,8 +42,10 @@ def looked(make, precision, policy, every=1):
     return done.trace, done.outputs
 
 
-def rows(look, what):
-    return {row.name: row for row in (*look.inputs, *look.weights, *look.rows) if row.what == what}
+def rows(snapshot, what):
+    return {
+        row.name: row for row in (*snapshot.inputs, *snapshot.weights, *snapshot.rows) if row.what == what
+    }
 
 
 def counted(values):
@@ -70,8 +72,8 @@ def test_looking_changes_nothing_and_reaches_the_trace():
     (often, answers), (seldom, same) = (looked(JaxLoop, "float16", SCALED, every) for every in (1, 10**9))
     assert [s._replace(seconds=None) for s in often] == [s._replace(seconds=None) for s in seldom]
     assert (answers == same).all()
-    assert [look.index for look in joined(often.looks)] == list(range(9))
-    assert [look.scale for look in joined(often.looks)] == [step.scale for step in often]
+    assert [snapshot.index for snapshot in merge_snapshots(often.snapshots)] == list(range(9))
+    assert [snapshot.scale for snapshot in merge_snapshots(often.snapshots)] == [step.scale for step in often]
 
 
 def test_the_steps_looked_at_are_those_of_the_lens():
@@ -79,13 +81,17 @@ def test_the_steps_looked_at_are_those_of_the_lens():
     mine, theirs = (looked(make, "float16", SCALED, every=10**9)[0] for make in (JaxLoop, TorchLoop))
     skipped = [step.index for step in mine if step.skipped]
     assert skipped
-    assert [look.index for look in joined(mine.looks)] == [look.index for look in theirs.looks]
-    assert [look.index for look in theirs.looks] == [0, *(index + 1 for index in skipped)]
+    assert [snapshot.index for snapshot in merge_snapshots(mine.snapshots)] == [
+        snapshot.index for snapshot in theirs.snapshots
+    ]
+    assert [snapshot.index for snapshot in theirs.snapshots] == [0, *(index + 1 for index in skipped)]
 
 
 @pytest.mark.parametrize(("precision", "policy"), [("float32", None), ("float16", SCALED)])
 def test_each_layer_and_parameter_is_seen_as_the_lens_sees_it(precision, policy):
-    mine, theirs = (joined(looked(make, precision, policy)[0].looks)[0] for make in (JaxLoop, TorchLoop))
+    mine, theirs = (
+        merge_snapshots(looked(make, precision, policy)[0].snapshots)[0] for make in (JaxLoop, TorchLoop)
+    )
     assert (mine.index, mine.scale, mine.low_dtype) == (theirs.index, theirs.scale, theirs.low_dtype)
     for what in KINDS:
         of_mine, of_theirs = rows(mine, what), rows(theirs, what)
@@ -104,10 +110,10 @@ def test_each_layer_and_parameter_is_seen_as_the_lens_sees_it(precision, policy)
 
 
 def test_first_in_the_backward_pass_is_the_last_layer():
-    look = joined(looked(JaxLoop, "float32", None)[0].looks)[0]
-    assert list(rows(look, "activation")) == list(rows(look, "input")) == LAYERS
-    assert list(rows(look, "flow")) == LAYERS[::-1]
-    assert [name for name in rows(look, "gradient") if name.endswith("weight")] == [
+    snapshot = merge_snapshots(looked(JaxLoop, "float32", None)[0].snapshots)[0]
+    assert list(rows(snapshot, "activation")) == list(rows(snapshot, "input")) == LAYERS
+    assert list(rows(snapshot, "flow")) == LAYERS[::-1]
+    assert [name for name in rows(snapshot, "gradient") if name.endswith("weight")] == [
         f"{layer}.weight" for layer in LAYERS[::-1]
     ]
 
@@ -119,21 +125,23 @@ def test_histograms_are_numpys_of_the_same_values(precision, policy):
     batch = problem.table.train[:64], problem.table.train_labels[:64]
     loop = JaxLoop(problem, precision, policy, seed=0)
     _, values, _ = loop.values(loop.layers, loop.state, *batch)
-    looks = {look.rows[0].what: look for look in loop._looks(0, *batch) if look.rows}
+    snapshots = {snapshot.rows[0].what: snapshot for snapshot in loop._snapshots(0, *batch) if snapshot.rows}
     for what in ("gradient", "activation"):
         tree = {
             (f"{layer}.{name}" if name else layer): array
             for layer, part in values[what].items()
             for name, array in (part.items() if isinstance(part, dict) else [("", part)])
         }
-        found = rows(looks[what], what)
+        found = rows(snapshots[what], what)
         assert list(found) == list(tree)
         assert {n: in_histogram(row) for n, row in found.items()} == {n: counted(a) for n, a in tree.items()}
     _, weights, peak, *_ = loop.train_step(loop.layers, loop.state, *batch)
     for gradient, layer in zip(weights, LAYERS, strict=True):
         seen = np.asarray(values["gradient"][layer]["weight"])
         assert np.abs(seen - gradient).max() <= 2.0**-9 * np.abs(gradient).max()
-    highest = max(rows(looks["gradient"], "gradient")[f"{n}.weight"].histogram.peak_exponent for n in LAYERS)
+    highest = max(
+        rows(snapshots["gradient"], "gradient")[f"{n}.weight"].histogram.peak_exponent for n in LAYERS
+    )
     assert 2.0**highest <= float(peak) < 2.0 ** (highest + 1)
 
 
@@ -142,13 +150,15 @@ def test_flows_are_the_gradients_of_what_a_layer_puts_out():
     problem = small()
     inputs, labels = problem.table.train[:64], problem.table.train_labels[:64]
     loop = JaxLoop(problem, "float32", None, seed=0)
-    (look,) = (one for one in loop._looks(0, inputs, labels) if one.rows and one.rows[0].what == "flow")
+    (snapshot,) = (
+        one for one in loop._snapshots(0, inputs, labels) if one.rows and one.rows[0].what == "flow"
+    )
     outputs = [inputs.astype(np.float64)]
     for layer in loop.layers.values():
         outputs.append(1.0 / (1.0 + np.exp(-(outputs[-1] @ np.float64(layer["weight"])))))
     flow = 2.0 * (outputs[-1] - inputs) / inputs.size
     for name, output in zip(LAYERS[::-1], outputs[:0:-1], strict=True):
-        assert apart(counted(flow), in_histogram(rows(look, "flow")[name])) < 1e-3
+        assert apart(counted(flow), in_histogram(rows(snapshot, "flow")[name])) < 1e-3
         flow = (flow * output * (1.0 - output)) @ np.float64(loop.layers[name]["weight"]).T
 
 

@@ -339,7 +339,7 @@ def test_states_that_do_not_fit_change_nothing(tmp_path, way, value):
 
 @pytest.mark.parametrize("tag", ["", "..", "latest", "a/b", "/preamp", "line\n"])
 def test_a_tag_that_names_no_folder_is_refused(tmp_path, tag):
-    with pytest.raises(UsageError, match=r"is no name for a checkpoint's folder .*Write tag='best'"):
+    with pytest.raises(UsageError, match=r"cannot name a checkpoint's folder .*Write tag='best'"):
         made(FLOAT16).save_checkpoint(tmp_path, tag=tag)
     assert list(tmp_path.iterdir()) == []
 

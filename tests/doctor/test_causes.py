@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preamp import Compat, Dynamic, Headroom, Look, LookRow, Static, Step, Trace, dialects, simulate
+from preamp import Compat, Dynamic, Headroom, Snapshot, SnapshotRow, Static, Step, Trace, dialects, simulate
 from preamp.doctor import Finding, diagnose
 from preamp.doctor.diagnosis import _consistent
 from preamp.record.exponents import ExponentHistogram
@@ -61,8 +61,8 @@ def run(
     return Trace(steps, policy=repr(policy or Dynamic()))
 
 
-def row(name: str, what: Any, peak: int, *, nonfinite: int = 0, dtype: str = "float16") -> LookRow:
-    return LookRow(name, what, dtype, ExponentHistogram(peak - 7, (4,) * 8, nonfinite=nonfinite))
+def row(name: str, what: Any, peak: int, *, nonfinite: int = 0, dtype: str = "float16") -> SnapshotRow:
+    return SnapshotRow(name, what, dtype, ExponentHistogram(peak - 7, (4,) * 8, nonfinite=nonfinite))
 
 
 def first(trace: Trace) -> Any:
@@ -99,23 +99,23 @@ def neck(peak: int, nonfinite: int) -> Trace:
     """Return a run whose module "neck" puts out inf from step 41 on."""
     trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
     for index in (0, 40):
-        trace.look(
-            Look(index, 2.0**16, "float16", (row("body", "activation", 1), row("neck", "activation", 2)))
+        trace.add_snapshot(
+            Snapshot(index, 2.0**16, "float16", (row("body", "activation", 1), row("neck", "activation", 2)))
         )
     broken = (
         row("body", "activation", 1),
         row("neck", "activation", peak, nonfinite=nonfinite),
-        LookRow("head", "activation", "float16", ExponentHistogram(nonfinite=32)),
-        LookRow("head", "gradient", "float32", ExponentHistogram(nonfinite=17)),
+        SnapshotRow("head", "activation", "float16", ExponentHistogram(nonfinite=32)),
+        SnapshotRow("head", "gradient", "float32", ExponentHistogram(nonfinite=17)),
     )
     for index, scale in ((42, 2.0**15), (80, 2.0**-14)):
-        trace.look(Look(index, scale, "float16", broken))
+        trace.add_snapshot(Snapshot(index, scale, "float16", broken))
     return trace
 
 
 def test_an_overflow_in_forward_names_the_module_and_the_edit_and_nothing_else() -> None:
     trace = neck(peak=15, nonfinite=100)
-    assert trace.looks[-1].first_overflow.name == "neck"  # type: ignore[union-attr]
+    assert trace.snapshots[-1].first_overflow.name == "neck"  # type: ignore[union-attr]
     (finding,) = diagnose(trace).findings
     assert (finding.kind, finding.severity, dict(finding.settings)) == ("forward overflow", "problem", {})
     assert "The output of module neck overflows in forward from step 41 on" in finding.sentence
@@ -126,20 +126,23 @@ def test_an_overflow_in_forward_names_the_module_and_the_edit_and_nothing_else()
 
 def test_float32_for_one_module_alone_is_not_promised_to_mend() -> None:
     advice = first(neck(peak=15, nonfinite=100)).advice
-    assert "What takes its output casts it back, and it is inf again: run that in float32 too" in advice
+    assert (
+        "The module that takes its output casts it back, and it is inf again: run that in float32 too"
+        in advice
+    )
     assert "make them smaller" in advice
 
 
 def test_the_module_that_made_the_values_too_large_is_named() -> None:
     trace = run(0, 60, lost=math.inf)
     large = row("times", "activation", 19, dtype="float32")._replace(largest=596_484.4)
-    inf = LookRow("neck", "activation", "float16", ExponentHistogram(nonfinite=32))
+    inf = SnapshotRow("neck", "activation", "float16", ExponentHistogram(nonfinite=32))
     flow = inf._replace(what="flow")
-    trace.look(Look(1, 2.0**15, "float16", (row("stem", "activation", 1), large, inf, flow)))
+    trace.add_snapshot(Snapshot(1, 2.0**15, "float16", (row("stem", "activation", 1), large, inf, flow)))
     finding = first(trace)
     assert finding.kind == "forward overflow"
     assert "module neck overflows" in finding.sentence
-    assert "module times before it already puts out 596,484" in finding.sentence
+    assert "the output of module times before it already reaches 596,484" in finding.sentence
 
 
 def test_weights_that_an_update_broke_are_told_from_an_overflow() -> None:
@@ -154,7 +157,9 @@ def test_a_finite_loss_with_gradients_that_fail_at_every_scale_is_nan_in_backwar
     for index in (0, 40):
         flows = row("head", "flow", 2, nonfinite=1), row("body", "flow", 2, nonfinite=9)
         told = tuple(flow._replace(nans=flow.histogram.nonfinite) for flow in flows)
-        trace.look(Look(index, trace[index].scale, "float16", (row("head", "activation", 1), *told)))
+        trace.add_snapshot(
+            Snapshot(index, trace[index].scale, "float16", (row("head", "activation", 1), *told))
+        )
     (finding,) = diagnose(trace).findings
     assert finding.kind == "NaN in backward"
     assert "In backward, the gradient of the output of module head is the first" in finding.sentence
@@ -163,14 +168,14 @@ def test_a_finite_loss_with_gradients_that_fail_at_every_scale_is_nan_in_backwar
 
 def test_gradients_that_are_only_too_large_are_left_to_the_scale() -> None:
     trace = run(0, 100, lost=0.5, low=1.0)
-    trace.look(Look(40, 1.0, "float16", (row("head", "flow", 15, nonfinite=9),)))
-    assert first(trace).kind == "starving"
+    trace.add_snapshot(Snapshot(40, 1.0, "float16", (row("head", "flow", 15, nonfinite=9),)))
+    assert first(trace).kind == "skipping almost every step"
 
 
 def test_a_loss_lost_between_finite_outputs_and_the_end_is_the_loss_function() -> None:
     trace = run(0, 60, lost=math.inf)
-    trace.look(
-        Look(1, 2.0**15, "float16", (row("head", "activation", 2), row("head", "flow", 3, nonfinite=9)))
+    trace.add_snapshot(
+        Snapshot(1, 2.0**15, "float16", (row("head", "activation", 2), row("head", "flow", 3, nonfinite=9)))
     )
     assert first(trace).kind == "loss function"
 
@@ -198,11 +203,11 @@ def nan_given(inputs: int, weights: int) -> Trace:
     """Return a run whose loss is NaN from step 41 on, with so many NaN in the inputs and in the weights."""
     trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
     for index, lost in ((0, False), (40, False), (42, True), (80, True)):
-        gone = LookRow("stem", "activation", "float16", ExponentHistogram(nonfinite=32), nans=32)
+        gone = SnapshotRow("stem", "activation", "float16", ExponentHistogram(nonfinite=32), nans=32)
         rows = (gone, gone._replace(what="flow")) if lost else (row("stem", "activation", 1),)
         x = row("stem", "input", 1, nonfinite=inputs * lost)._replace(nans=inputs * lost)
         w = row("stem", "weight", 1, nonfinite=weights * lost)._replace(nans=weights * lost)
-        trace.look(Look(index, trace[index].scale, "float16", rows, (x,), (w,)))
+        trace.add_snapshot(Snapshot(index, trace[index].scale, "float16", rows, (x,), (w,)))
     return trace
 
 
@@ -225,7 +230,7 @@ def test_a_loss_that_was_never_inf_is_not_called_an_overflow() -> None:
 
 
 @pytest.mark.parametrize("skipped", [True, False])
-def test_a_loss_lost_while_its_look_is_finite_is_the_loss_function(skipped: bool) -> None:
+def test_a_loss_lost_while_its_snapshot_is_finite_is_the_loss_function(skipped: bool) -> None:
     scale, steps = 2.0**16, []
     for n in range(150):
         lost = n < 100 if skipped else n in (100, 107, 108)
@@ -237,7 +242,7 @@ def test_a_loss_lost_while_its_look_is_finite_is_the_loss_function(skipped: bool
     flow = row("head", "flow", -60 if skipped else 10, dtype="float32")
     for index in (0, 100, 120, 140):
         seen = row("head", "activation", 2), flow
-        trace.look(Look(index, trace[index].scale, "float16", seen, (row("head", "input", 1),)))
+        trace.add_snapshot(Snapshot(index, trace[index].scale, "float16", seen, (row("head", "input", 1),)))
     found = diagnose(trace)
     assert found.findings[0].kind == "loss function"
     assert "logarithm of 0" in found.findings[0].advice
@@ -255,7 +260,7 @@ def test_nothing_is_said_of_backward_where_the_loss_itself_was_lost() -> None:
     trace = Trace(steps, policy=repr(Dynamic()))
     assert "overflows first" not in {finding.kind for finding in diagnose(trace).findings}
     flows = row("head", "activation", 1), row("head", "flow", 2, nonfinite=9)
-    trace.look(Look(49, trace[49].scale, "float16", flows))
+    trace.add_snapshot(Snapshot(49, trace[49].scale, "float16", flows))
     assert "backward" not in "".join(f.sentence for f in diagnose(trace).findings)
     finite = Trace((step._replace(loss=1 / (1 + step.index)) for step in steps), policy=repr(Dynamic()))
     assert "overflows first" in {finding.kind for finding in diagnose(finite).findings}
@@ -332,7 +337,9 @@ def test_the_scale_that_would_save_digits_is_the_one_that_is_advised(
     trace = simulate(Static(scale), [False] * steps)
     for index in (0, steps // 2, steps - 1):
         histogram = ExponentHistogram(peak - 20, (5,) * 21)
-        trace.look(Look(index, scale, "float16", (LookRow("a", "flow", "float32", histogram),)))
+        trace.add_snapshot(
+            Snapshot(index, scale, "float16", (SnapshotRow("a", "flow", "float32", histogram),))
+        )
     found = diagnose(trace)
     said = re.findall(r"at (2\S+), .{1,14} would round to zero", found.findings[0].sentence)
     better = found.better()
@@ -441,12 +448,12 @@ LINKS = {
 }
 
 
-def seen(index: int, scale: float, link: str = "", *, told: bool = True) -> Look:
-    """Return a look in which one link of the step is the first that is not finite."""
+def seen(index: int, scale: float, link: str = "", *, told: bool = True) -> Snapshot:
+    """Return a snapshot in which one link of the step is the first that is not finite."""
     order = ("data", "weights", "overflow", "NaN", "between", "loss", "backward")
     place = order.index(link) if link else len(order)
 
-    def one(name: str, what: Any, since: int, peak: int = 1) -> LookRow:
+    def one(name: str, what: Any, since: int, peak: int = 1) -> SnapshotRow:
         if place > since:
             return row(name, what, peak)._replace(nans=0 if told else None)
         bad = row(name, what, 15 if link == "overflow" and name == "neck" else peak, nonfinite=9)
@@ -460,7 +467,7 @@ def seen(index: int, scale: float, link: str = "", *, told: bool = True) -> Look
         one("head", "activation", 4, 4),
     )
     flows = (one("head", "flow", 6, -4), one("neck", "gradient", 6, -4))
-    return Look(index, scale, "float16", (*outputs, *flows), inputs, weights)
+    return Snapshot(index, scale, "float16", (*outputs, *flows), inputs, weights)
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -469,7 +476,7 @@ def seen(index: int, scale: float, link: str = "", *, told: bool = True) -> Look
 def test_the_first_link_of_the_step_that_broke_is_the_cause(link: str, start: int, told: bool) -> None:
     trace = run(start, 100, losses=[0.5] if start else (), lost=math.nan)
     for index in (0, 40, 42, 80):
-        trace.look(seen(index, trace[index].scale, link if index >= start else "", told=told))
+        trace.add_snapshot(seen(index, trace[index].scale, link if index >= start else "", told=told))
     found = diagnose(trace)
     assert found.findings[0].kind == LINKS[link], found.findings[0].sentence
     assert not found.settings
@@ -484,7 +491,7 @@ def test_the_first_link_is_the_cause_in_single_steps_too(link: str) -> None:
     ]
     trace = Trace(steps, policy=repr(Dynamic()))
     for index in (0, 47, 50, 100, 120):
-        trace.look(seen(index, trace[index].scale, link if index in lost else ""))
+        trace.add_snapshot(seen(index, trace[index].scale, link if index in lost else ""))
     finding = first(trace)
     assert (finding.kind, finding.severity) == (LINKS[link], "warning")
 
@@ -494,9 +501,9 @@ def test_the_first_link_is_the_cause_in_single_steps_too(link: str) -> None:
 def test_inputs_far_larger_than_all_before_are_bad_data(powers: int) -> None:
     trace = run(41, 100, losses=[0.5], lost=math.inf)
     for index in (0, 40, 42, 80):
-        look = seen(index, trace[index].scale, "overflow" if index > 41 else "")
+        snapshot = seen(index, trace[index].scale, "overflow" if index > 41 else "")
         given = row("stem", "input", 1 + (powers if index > 41 else 0))
-        trace.look(look._replace(inputs=(given, *look.inputs[1:])))
+        trace.add_snapshot(snapshot._replace(inputs=(given, *snapshot.inputs[1:])))
     assert first(trace).kind == ("bad data" if powers >= 7 else "forward overflow")
 
 
@@ -505,7 +512,9 @@ def test_gradients_that_overflow_at_the_lowest_scale_are_too_large_and_not_nan()
         trace = run(0, 100, lost=0.5)
         for index in (0, 60):
             flow = row("head", "flow", peak, nonfinite=9)._replace(nans=nans)
-            trace.look(Look(index, trace[index].scale, "float16", (row("head", "activation", 1), flow)))
+            trace.add_snapshot(
+                Snapshot(index, trace[index].scale, "float16", (row("head", "activation", 1), flow))
+            )
         assert first(trace).kind == kind
     huge = run(0, 100, lost=3e12)
     assert first(huge).kind == "gradient overflow"
@@ -539,13 +548,13 @@ def test_nan_that_backward_drops_is_told_of() -> None:
     )
     for index in (0, 40, 80):
         dropped = row("pool", "flow", 2, nonfinite=9)._replace(nans=9)
-        trace.look(Look(index, 8.0, "float16", (dropped, row("stem", "gradient", 2))))
+        trace.add_snapshot(Snapshot(index, 8.0, "float16", (dropped, row("stem", "gradient", 2))))
     finding = first(trace)
     assert (finding.kind, finding.severity) == ("NaN in backward", "warning")
     assert "module pool" in finding.sentence
 
 
-def test_a_logarithm_of_zero_that_begins_in_the_middle_is_named_without_looks() -> None:
+def test_a_logarithm_of_zero_that_begins_in_the_middle_is_named_without_snapshots() -> None:
     losses = [0.7 / (1 + n / 20) for n in range(100)]
     for n in (60, 71, 78, 83, 88, 90, 93, 95, 96, 98, 99):
         losses[n] = math.inf
@@ -573,7 +582,7 @@ def test_targets_that_change_at_once_are_told_from_answers_that_grew() -> None:
         trace = run(41, 100, losses=[0.5], lost=math.inf)
         for index in (0, 40, 42, 80):
             seen_then = row("stem", "activation", 1), row("head", "activation", peak if index > 41 else 1)
-            trace.look(Look(index, trace[index].scale, "float16", seen_then))
+            trace.add_snapshot(Snapshot(index, trace[index].scale, "float16", seen_then))
         assert first(trace).kind == kind
 
 
@@ -588,13 +597,13 @@ def test_units_that_died_are_told_by_their_outputs() -> None:
         )
         for index in (0, 100, 190):
             late = index > 0
-            act = LookRow(
+            act = SnapshotRow(
                 "act", "activation", "float16", ExponentHistogram(0, (1000 - zeros * late,), zeros * late)
             )
-            lost = LookRow(
+            lost = SnapshotRow(
                 "stem", "gradient", "float32", ExponentHistogram(-3, (1000 - flow_zeros,), flow_zeros)
             )
-            trace.look(Look(index, 8.0, "float16", (act, row("head", "flow", -2), lost)))
+            trace.add_snapshot(Snapshot(index, 8.0, "float16", (act, row("head", "flow", -2), lost)))
         return trace
 
     assert first(died(990, 990)).kind == "dead units"
@@ -605,9 +614,11 @@ def test_units_that_died_are_told_by_their_outputs() -> None:
 def test_gradients_of_dead_units_need_no_higher_scale() -> None:
     def with_outputs(zeros: int) -> Trace:
         trace = Trace([Step(n, 1.0, finite=True, skipped=False) for n in range(300)], policy="Static(1.0)")
-        outputs = LookRow("act", "activation", "float16", ExponentHistogram(0, (32 - zeros,), zeros))
-        nothing = LookRow("act", "gradient", "float32", ExponentHistogram(zeros=32))
-        trace.look(Look(299, 1.0, "float16", (outputs, row("head", "flow", 0 if zeros else -12), nothing)))
+        outputs = SnapshotRow("act", "activation", "float16", ExponentHistogram(0, (32 - zeros,), zeros))
+        nothing = SnapshotRow("act", "gradient", "float32", ExponentHistogram(zeros=32))
+        trace.add_snapshot(
+            Snapshot(299, 1.0, "float16", (outputs, row("head", "flow", 0 if zeros else -12), nothing))
+        )
         return trace
 
     assert diagnose(with_outputs(32)).healthy
@@ -626,10 +637,10 @@ def test_losses_that_repeat_from_some_step_on_show_where_learning_stopped() -> N
     assert (finding.kind, finding.numbers["start"]) == ("stopped learning", 150)
 
 
-def test_float16_without_a_scaler_shows_in_the_looks() -> None:
+def test_float16_without_a_scaler_shows_in_the_snapshots() -> None:
     trace = Trace([Step(n, 1.0, finite=True, skipped=False, loss=1 / (1 + n)) for n in range(120)])
     for index in (0, 60):
-        trace.look(Look(index, 1.0, "float16", (row("head", "flow", -20),)))
+        trace.add_snapshot(Snapshot(index, 1.0, "float16", (row("head", "flow", -20),)))
     assert first(trace).kind == "not scaled"
 
 
@@ -695,27 +706,27 @@ def in_parts(trace: Trace, *, scale: float | None = None) -> Trace:
         scale: that of the parts of the forward pass, which none multiplies; None for that of the step.
     """
     parted = Trace(trace, **trace.about)
-    for look in trace.looks:
+    for snapshot in trace.snapshots:
         for what in ("gradient", "flow", "activation"):
-            rows = tuple(row for row in look.rows if row.what == what)
-            told = scale if scale and what == "activation" else look.scale
-            parted.look(look._replace(rows=rows, scale=told, inputs=(), weights=()))
-        if look.inputs:
-            parted.look(look._replace(rows=(), weights=(), scale=scale or look.scale))
-        if look.weights:
-            parted.look(look._replace(rows=(), inputs=(), scale=scale or look.scale))
+            rows = tuple(row for row in snapshot.rows if row.what == what)
+            told = scale if scale and what == "activation" else snapshot.scale
+            parted.add_snapshot(snapshot._replace(rows=rows, scale=told, inputs=(), weights=()))
+        if snapshot.inputs:
+            parted.add_snapshot(snapshot._replace(rows=(), weights=(), scale=scale or snapshot.scale))
+        if snapshot.weights:
+            parted.add_snapshot(snapshot._replace(rows=(), inputs=(), scale=scale or snapshot.scale))
     return parted
 
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("scale", [None, 1.0])
-def test_looks_that_were_recorded_in_parts_tell_as_much(link: str, scale: float | None) -> None:
+def test_snapshots_that_were_recorded_in_parts_tell_as_much(link: str, scale: float | None) -> None:
     trace = run(41, 100, losses=[0.5] * 5, lost=0.5 if link == "backward" else math.nan)
-    trace.look(seen(0, 2.0**16))
-    trace.look(seen(40, 2.0**16))
-    trace.look(seen(60, trace[60].scale, link))
+    trace.add_snapshot(seen(0, 2.0**16))
+    trace.add_snapshot(seen(40, 2.0**16))
+    trace.add_snapshot(seen(60, trace[60].scale, link))
     whole, parted = diagnose(trace), diagnose(in_parts(trace, scale=scale))
-    assert len(parted.record.trace.looks) > 2 * len(trace.looks)
+    assert len(parted.record.trace.snapshots) > 2 * len(trace.snapshots)
     assert parted.findings == whole.findings
 
 
@@ -730,17 +741,19 @@ def steady(steps: int = 200, *, scale: float = 8.0, policy: Any = None, **about:
 def test_gradients_seen_in_parts_show_a_scale_that_is_too_low(what: Any) -> None:
     trace = steady(policy=Static(8.0))
     for index in (0, 100, 190):
-        trace.look(Look(index, 8.0, "float16", (row("dense.kernel", what, -18, dtype="float32"),)))
-        trace.look(Look(index, 8.0, "float16", (row("dense", "activation", 0),)))
+        trace.add_snapshot(
+            Snapshot(index, 8.0, "float16", (row("dense.kernel", what, -18, dtype="float32"),))
+        )
+        trace.add_snapshot(Snapshot(index, 8.0, "float16", (row("dense", "activation", 0),)))
     found = diagnose(trace)
     assert found.findings[0].kind == "too low"
     assert found.better() == Static(2.0**35)
 
 
-def by_parameter(name: str, peak: int | None, entries: int) -> LookRow:
+def by_parameter(name: str, peak: int | None, entries: int) -> SnapshotRow:
     counts = (entries,) if peak is not None else ()
     seen = ExponentHistogram(peak or 0, counts, zeros=0 if counts else entries)
-    return LookRow(name, "gradient", "float32", seen)
+    return SnapshotRow(name, "gradient", "float32", seen)
 
 
 @pytest.mark.parametrize("path", ["{}.{}", "{}/{}", "['{}']['{}']"])
@@ -753,13 +766,13 @@ def test_units_that_died_are_told_by_the_gradients_of_weight_and_bias(path: str)
                 by_parameter(path.format(module, name), peak, size)
                 for (module, name, size), peak in zip(places, peaks, strict=True)
             )
-            trace.look(Look(index, 8.0, "float16", tuple(rows)))
+            trace.add_snapshot(Snapshot(index, 8.0, "float16", tuple(rows)))
         return trace
 
     found = first(gradients(None, None, 0, None))
     assert (found.kind, found.severity) == ("dead units", "problem")
     assert "first" in found.sentence
-    assert "from the first look on" in found.sentence
+    assert "from the first snapshot on" in found.sentence
     for alive in [
         (None, None, 0, 0),  # a frozen layer, or a head that begins at zero
         (0, None, 0, None),  # biases alone are trained
@@ -773,7 +786,7 @@ def test_one_row_for_a_whole_module_does_not_show_what_it_was_given() -> None:
     for index in (0, 100, 190):
         rows = [by_parameter(f"stem.{n}", None, 8 * n + 8) for n in (0, 1)]
         rows += [by_parameter("head.0", 0, 2), by_parameter("head.1", None, 16)]
-        trace.look(Look(index, 8.0, "float16", tuple(one._replace(nans=0) for one in rows)))
+        trace.add_snapshot(Snapshot(index, 8.0, "float16", tuple(one._replace(nans=0) for one in rows)))
     assert first(trace).kind != "dead units"
 
 
@@ -783,7 +796,7 @@ def test_the_limit_of_parameters_named_by_their_path_counts() -> None:
     trace = Trace(steps, policy=repr(Dynamic()))
     for index in (50, 100):
         rows = row("dense", "flow", 8), row("dense.kernel", "gradient", 15, dtype="float32")
-        trace.look(Look(index, 2.0**-7, "float16", rows))
+        trace.add_snapshot(Snapshot(index, 2.0**-7, "float16", rows))
     assert first(trace).kind == "gradient overflow"
 
 
@@ -827,7 +840,7 @@ def test_a_spike_says_below_what_the_loss_came_back() -> None:
     steps = [Step(n, 1.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(values)]
     finding = first(Trace(steps, precision="bfloat16"))
     assert finding.kind == "loss spike"
-    bound = float(re.search(r"come back below ([\d.]+)\.", finding.sentence)[1])  # type: ignore[index]
+    bound = float(re.search(r"return below ([\d.]+)\.", finding.sentence)[1])  # type: ignore[index]
     assert 1.5 < bound < 11.0
 
 
@@ -857,14 +870,14 @@ def test_gradients_that_keep_an_older_scale_are_of_an_earlier_step() -> None:
         made = Trace(steps, **trace.about)
         for index in (20, 60, 80):
             rows = row("dense", "activation", 1), row("dense.kernel", "gradient", -3)
-            made.look(Look(index, steps[index].scale, "float16", rows))
+            made.add_snapshot(Snapshot(index, steps[index].scale, "float16", rows))
         return made
 
     assert first(skipped(carried=True)).kind == "gradients not cleared"
     other = first(skipped(carried=False))
     assert other.kind == "another rank"
     assert "of an earlier step" in other.sentence
-    assert "inf times 0 is NaN" in other.advice
+    assert "multiplying inf by 0 gives NaN" in other.advice
 
 
 def test_a_loss_that_was_negative_and_is_inf_has_a_term_that_overflows() -> None:
@@ -879,11 +892,11 @@ def test_batches_whose_losses_stand_out_may_overflow_at_low_scales() -> None:
     assert first(sporadic(places, lost=0.6, norm=1.0)).kind == "NaN in backward"
 
 
-def test_head_room_that_most_late_looks_could_not_use_is_a_note() -> None:
+def test_head_room_that_most_late_snapshots_could_not_use_is_a_note() -> None:
     def late(*peaks: int) -> Any:
         trace = steady(policy=Static(8.0))
         for place, peak in enumerate(peaks):
-            trace.look(Look(110 + 20 * place, 8.0, "float16", (row("dense", "flow", peak),)))
+            trace.add_snapshot(Snapshot(110 + 20 * place, 8.0, "float16", (row("dense", "flow", peak),)))
         return first(trace)
 
     assert late(-10, -10, -10, -10).severity == "warning"
@@ -896,14 +909,14 @@ def test_the_order_of_a_tree_is_not_taken_for_that_of_backward() -> None:
         steps = [Step(n, 1.0, finite=n > 5, skipped=n <= 5, loss=loss) for n, loss in enumerate(losses)]
         trace = Trace(steps, policy=repr(Static(1.0)))
         rows = row("first", "flow", -4), row("last", "flow", 14)
-        trace.look(Look(100, 1.0, "float16", tuple(one._replace(nans=nans) for one in rows)))
+        trace.add_snapshot(Snapshot(100, 1.0, "float16", tuple(one._replace(nans=nans) for one in rows)))
         return trace
 
     assert first(growing(0)).kind == "exploding gradients"
     assert "exploding gradients" not in [found.kind for found in diagnose(growing(None)).findings]
 
 
-def test_a_run_that_loses_most_late_steps_gets_their_cause_and_not_starving() -> None:
+def test_a_run_that_loses_most_late_steps_gets_their_cause_and_not_that_they_are_skipped() -> None:
     readings = [n > 60 and n % 6 != 0 for n in range(301)]
     steps = [
         step._replace(loss=math.inf if step.skipped else 0.5 + 0.1 / (1 + step.index))
@@ -911,7 +924,7 @@ def test_a_run_that_loses_most_late_steps_gets_their_cause_and_not_starving() ->
     ]
     trace = Trace([step._replace(peak=None) for step in steps], policy=repr(Dynamic()))
     for index in (0, 40, 200, 293):
-        trace.look(seen(index, steps[index].scale, "overflow" if steps[index].skipped else ""))
+        trace.add_snapshot(seen(index, steps[index].scale, "overflow" if steps[index].skipped else ""))
     finding = first(trace)
     assert (finding.kind, finding.severity) == ("forward overflow", "problem")
     assert "neck" in finding.sentence
@@ -922,7 +935,7 @@ def test_what_a_converged_run_could_save_is_a_note() -> None:
         losses = [1.0 * last ** (n / 200) + 1e-6 * n for n in range(200)]
         steps = [Step(n, 8.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(losses)]
         trace = Trace(steps, policy=repr(Dynamic(init_scale=8.0, growth_interval=50)))
-        trace.look(Look(190, 8.0, "float16", (row("dense", "flow", -10),)))
+        trace.add_snapshot(Snapshot(190, 8.0, "float16", (row("dense", "flow", -10),)))
         return trace
 
     assert first(ending(0.5)).severity == "warning"
@@ -950,7 +963,7 @@ def test_culprits_of_earlier_steps_do_not_hide_another_rank() -> None:
         made = Trace([*opening, *steps], **trace.about)
         for index in (20, 60, 80):
             rows = row("dense", "activation", 1), row("dense.kernel", "gradient", -3)
-            made.look(Look(index, made[index].scale, "float16", rows))
+            made.add_snapshot(Snapshot(index, made[index].scale, "float16", rows))
         return first(made)
 
     other = skipped(1000)
@@ -1004,8 +1017,10 @@ def test_skipped_steps_whose_inputs_are_far_larger_than_usual_are_bad_data(power
     trace = Trace(steps)
     for index in (0, 40, 45, 95, 120):
         is_bad = trace[index].skipped
-        look = seen(index, trace[index].scale, "backward" if is_bad else "")
-        trace.look(look._replace(inputs=(row("stem", "input", 1 + is_bad * powers), *look.inputs[1:])))
+        snapshot = seen(index, trace[index].scale, "backward" if is_bad else "")
+        trace.add_snapshot(
+            snapshot._replace(inputs=(row("stem", "input", 1 + is_bad * powers), *snapshot.inputs[1:]))
+        )
     assert first(trace).kind == kind
 
 
@@ -1022,7 +1037,7 @@ def test_rows_sorted_by_name_do_not_hide_the_module_that_overflows() -> None:
     trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
     for index, lost in ((0, 0), (40, 0), (60, 9)):
         rows = row("head", "activation", -2, nonfinite=lost), row("phi", "activation", 15, nonfinite=lost)
-        trace.look(Look(index, trace[index].scale, "float16", (*rows, row("q", "activation", 0))))
+        trace.add_snapshot(Snapshot(index, trace[index].scale, "float16", (*rows, row("q", "activation", 0))))
     found = first(trace)
     assert found.kind == "forward overflow"
     assert "phi" in found.sentence

@@ -12,7 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import preamp
-from preamp import Dynamic, Look, LookRow, Policy, Reading, Static, Step, Tolerant, Trace, dialects, simulate
+from preamp import (
+    Dynamic,
+    Policy,
+    Reading,
+    Snapshot,
+    SnapshotRow,
+    Static,
+    Step,
+    Tolerant,
+    Trace,
+    dialects,
+    simulate,
+)
 from preamp.cli.app import app
 from preamp.cli.flags import rules
 from preamp.doctor import Diagnosis, best_scale, diagnose, lost_words
@@ -26,8 +38,12 @@ from tests.strategies import policies, quietly, scripts
 steady = Stationary(steps=4000, level=0.0, jitter=0.25)
 SICK: dict[str, tuple[str, Policy[Any], Process | list[bool]]] = {
     "starts too high": ("wrong start", Dynamic(init_scale=2.0**32), steady),
-    "starts far too high": ("starving", Static(2.0**24), steady),
-    "stands still at its floor": ("starving", Dynamic(min_scale=1.0), replace(steady, level=20.0)),
+    "starts far too high": ("skipping almost every step", Static(2.0**24), steady),
+    "stands still at its floor": (
+        "skipping almost every step",
+        Dynamic(min_scale=1.0),
+        replace(steady, level=20.0),
+    ),
     "tries again at once": ("oscillating", Dynamic(growth_interval=20), steady),
     "climbs, then tries again at once": (
         "oscillating",
@@ -129,7 +145,14 @@ def test_a_rule_that_heeds_the_advice_is_healthy_or_ill_in_another_way(
 
 
 def test_what_a_blind_rule_leaves_behind_is_enough_for_skipped_steps() -> None:
-    blind = {"wrong start", "starving", "oscillating", "dragged down", "slow to back off", "too high"}
+    blind = {
+        "wrong start",
+        "skipping almost every step",
+        "oscillating",
+        "dragged down",
+        "slow to back off",
+        "too high",
+    }
     for kind, policy, process in SICK.values():
         steps = [step._replace(peak=None, zeros=None) for step in simulate(policy, process)]
         found = diagnose(Trace(steps, policy=repr(policy)))
@@ -138,12 +161,16 @@ def test_what_a_blind_rule_leaves_behind_is_enough_for_skipped_steps() -> None:
 
 
 def test_without_peaks_the_healthy_sentence_says_what_it_cannot_know() -> None:
-    assert "not recorded" in diagnose(simulate(Dynamic(), [False] * 3000)).findings[0].sentence
+    assert "without recorded peaks" in diagnose(simulate(Dynamic(), [False] * 3000)).findings[0].sentence
 
 
 def test_nan_is_told_from_a_scale_that_is_too_high() -> None:
     (finding,) = diagnose(simulate(Dynamic(), NAN)).findings
-    assert (finding.kind, finding.severity, dict(finding.settings)) == ("starving", "problem", {})
+    assert (finding.kind, finding.severity, dict(finding.settings)) == (
+        "skipping almost every step",
+        "problem",
+        {},
+    )
     assert "NaN" in finding.advice
 
 
@@ -191,11 +218,11 @@ def test_no_steps_are_no_finding() -> None:
     assert kinds(diagnose(Trace())) == ["no steps"]
 
 
-def test_steps_without_a_scale_are_counted_and_looks_without_steps_are_read() -> None:
+def test_steps_without_a_scale_are_counted_and_snapshots_without_steps_are_read() -> None:
     lost = diagnose(Trace([Step(n, 0.0, finite=False, skipped=True) for n in range(3)]))
     assert "None of the 3 steps" in lost.findings[0].sentence
     alone = Trace()
-    alone.look(Look(0, 1.0, "float16", (row("a", "flow", -6, (1,)),)))
+    alone.add_snapshot(Snapshot(0, 1.0, "float16", (row("a", "flow", -6, (1,)),)))
     assert kinds(diagnose(alone)) == ["no steps", "limit", "bfloat16"]
 
 
@@ -225,9 +252,9 @@ def test_values_that_no_float_holds_have_words() -> None:
 
 
 def test_no_scale_is_called_best_for_a_step_that_overflowed() -> None:
-    (look,) = looked_at(row("a", "flow", -20, (1,), nonfinite=1)).looks
-    assert best_scale(look) is None
-    assert "would" not in lost_words(look)
+    (snapshot,) = looked_at(row("a", "flow", -20, (1,), nonfinite=1)).snapshots
+    assert best_scale(snapshot) is None
+    assert "would" not in lost_words(snapshot)
     assert diagnose(Trace()).healthy
 
 
@@ -282,31 +309,31 @@ def test_a_dialects_name_is_read_back() -> None:
 
 def row(
     name: str, what: Any, low: int, counts: tuple[int, ...], zeros: int = 0, nonfinite: int = 0
-) -> LookRow:
-    return LookRow(name, what, "float32", ExponentHistogram(low, counts, zeros, nonfinite))
+) -> SnapshotRow:
+    return SnapshotRow(name, what, "float32", ExponentHistogram(low, counts, zeros, nonfinite))
 
 
-def looked_at(*rows: LookRow, scale: float = 2.0**8, steps: int = 3000) -> Trace:
-    """Return a run that a blind rule kept at one scale, with a look at its last step."""
+def looked_at(*rows: SnapshotRow, scale: float = 2.0**8, steps: int = 3000) -> Trace:
+    """Return a run that a blind rule kept at one scale, with a snapshot of its last step."""
     trace = Trace(
         [Step(n, scale, finite=True, skipped=False) for n in range(steps)], policy=repr(Static(scale))
     )
-    trace.look(Look(steps - 1, scale, "float16", rows))
+    trace.add_snapshot(Snapshot(steps - 1, scale, "float16", rows))
     return trace
 
 
-def test_a_look_alone_tells_that_the_scale_is_too_low_and_what_is_lost() -> None:
+def test_a_snapshot_alone_tells_that_the_scale_is_too_low_and_what_is_lost() -> None:
     trace = looked_at(
         row("a", "flow", -30, (20, 0, 0, 0, 0, 30, 0, 0, 50)), row("b", "gradient", -20, (100,))
     )
     found = diagnose(trace)
     assert kinds(found)[0] == "too low"
-    assert lost(trace.looks[0]) == (0.0, 20 / 200, 180 / 200)
+    assert lost(trace.snapshots[0]) == (0.0, 20 / 200, 180 / 200)
     assert "0 % of the gradient entries are exactly zero, 10 % round to zero and 90 % lose digits" in (
         found.findings[0].sentence
     )
     after = looked_at(
-        *(r._replace(histogram=r.histogram.shifted(34)) for r in trace.looks[0].rows), scale=2.0**42
+        *(r._replace(histogram=r.histogram.shifted(34)) for r in trace.snapshots[0].rows), scale=2.0**42
     )
     assert kinds(diagnose(after))[0] == "healthy"
 
@@ -322,7 +349,7 @@ def test_what_a_module_limits_and_whether_it_does_so_alone() -> None:
         row("body.1", "gradient", -4, (1,)),
     ]
     (finding,) = [f for f in diagnose(looked_at(*rows)).findings if f.kind == "limit"]
-    assert finding.numbers == {"room": 12, "alone": 8}
+    assert finding.numbers == {"headroom": 12, "alone": 8}
     assert finding.sentence.startswith(
         "Module body.1 limits the scale: at step 2,999 the largest gradient of its output"
     )
@@ -330,13 +357,13 @@ def test_what_a_module_limits_and_whether_it_does_so_alone() -> None:
 
 
 @pytest.mark.parametrize(("nans", "said"), [(0, "was the first with"), (None, "had")])
-def test_who_overflows_first_is_taken_from_looks(nans: int | None, said: str) -> None:
+def test_who_overflows_first_is_taken_from_snapshots(nans: int | None, said: str) -> None:
     """Rows that do not tell NaN from inf are those of a tree, which has no order."""
     rows = row("late", "flow", 3, (1,), nonfinite=2), row("early", "flow", 3, (1,), nonfinite=1)
     trace = looked_at(*(one._replace(nans=nans) for one in rows))
     (finding,) = [f for f in diagnose(trace).findings if f.kind == "overflows first"]
     assert finding.sentence == (
-        f"In 1 of 1 looks at overflows, the gradient of the output of module late {said} inf "
+        f"In 1 of 1 snapshots of overflows, the gradient of the output of module late {said} inf "
         "or NaN, in backward."
     )
 
@@ -345,11 +372,11 @@ def test_who_overflows_first_is_taken_from_looks(nans: int | None, said: str) ->
 def test_bfloat16_would_do_where_its_range_does(low: int, does: bool) -> None:
     trace = looked_at(row("a", "flow", low, (5, *(0,) * 20, 5)))
     (finding,) = [f for f in diagnose(trace).findings if f.kind == "bfloat16"]
-    assert ("would do without a scale" in finding.sentence) == does
+    assert ("would work without a scale" in finding.sentence) == does
     assert "8 significant bits" in finding.sentence
-    shifted = trace.looks[0].rows[0].histogram.shifted(-8)
+    shifted = trace.snapshots[0].rows[0].histogram.shifted(-8)
     assert finding.numbers["flushed"] == shifted.flushed(BANDS["bfloat16"])
 
 
-def test_no_look_has_no_words() -> None:
+def test_no_snapshot_has_no_words() -> None:
     assert lost_words(None) == ""

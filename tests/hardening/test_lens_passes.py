@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from preamp import Look, Trace
+from preamp import Snapshot, Trace
 from preamp.cli.app import run
 from preamp.torch import GradScaler, Lens, autocast
 
@@ -125,13 +125,13 @@ def train(
     activations=st.booleans(),
     low=st.sampled_from(["float32", "float16", "emulated"]),
 )
-def test_a_lens_changes_nothing_and_its_looks_are_whole(
+def test_a_lens_changes_nothing_and_its_snapshots_are_whole(
     names: list[str], tied: bool, moves: list[str], every: int, activations: bool, low: str
 ) -> None:
-    looks: list[Look] = []
+    snapshots: list[Snapshot] = []
 
     def lens(model: nn.Module, scaler: GradScaler) -> Lens:
-        return Lens(model, every, scaler=scaler, on_look=looks.append, activations=activations)
+        return Lens(model, every, scaler=scaler, on_snapshot=snapshots.append, activations=activations)
 
     model = build(names, tied)
     plain, steps = train(build(names, tied), moves, low, lambda *_: nullcontext())
@@ -143,16 +143,16 @@ def test_a_lens_changes_nothing_and_its_looks_are_whole(
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert not any(parameter._backward_hooks for parameter in model.parameters())
     trace = Trace()
-    for look in looks:
-        trace.look(look)  # which refuses what a file could not hold
-        check(look, model, activations)
-        assert max(map(len, str(look).splitlines())) <= 80
+    for snapshot in snapshots:
+        trace.add_snapshot(snapshot)  # which refuses what a file could not hold
+        check(snapshot, model, activations)
+        assert max(map(len, str(snapshot).splitlines())) <= 80
 
 
-def check(look: Look, model: nn.Module, activations: bool) -> None:
-    """Check what holds of every look at a model."""
-    rows = (*look.rows, *look.inputs, *look.weights)
-    assert bool(look.inputs) == bool(look.weights) == activations
+def check(snapshot: Snapshot, model: nn.Module, activations: bool) -> None:
+    """Check what holds of every snapshot of a model."""
+    rows = (*snapshot.rows, *snapshot.inputs, *snapshot.weights)
+    assert bool(snapshot.inputs) == bool(snapshot.weights) == activations
     for row in rows:
         seen = row.histogram
         assert 0 <= (row.nans or 0) <= seen.nonfinite
@@ -162,13 +162,17 @@ def check(look: Look, model: nn.Module, activations: bool) -> None:
             assert math.frexp(row.smallest)[1] - 1 == seen.low
             assert math.frexp(row.largest)[1] - 1 == seen.peak_exponent
     if activations:
-        counted = sum(row.histogram.total for row in look.weights)
+        counted = sum(row.histogram.total for row in snapshot.weights)
         assert counted == sum(parameter.numel() for parameter in model.parameters())
         callers = {name for name, part in model.named_modules() if next(part.children(), None) is None}
-        assert {row.name for row in look.inputs} >= callers - {name for name in callers if "out_proj" in name}
-    if look.first_overflow is not None:
-        place = [row.direction for row in look.rows].index("backward")
-        assert (look.first_overflow.direction == "forward") == (look.rows.index(look.first_overflow) < place)
+        assert {row.name for row in snapshot.inputs} >= callers - {
+            name for name in callers if "out_proj" in name
+        }
+    if snapshot.first_overflow is not None:
+        place = [row.direction for row in snapshot.rows].index("backward")
+        assert (snapshot.first_overflow.direction == "forward") == (
+            snapshot.rows.index(snapshot.first_overflow) < place
+        )
 
 
 VALUES = {

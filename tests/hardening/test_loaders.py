@@ -22,11 +22,11 @@ from preamp import (
     CheckpointError,
     ConfigError,
     ExponentHistogram,
-    Look,
-    LookRow,
     Policy,
     PolicyError,
     PreampError,
+    Snapshot,
+    SnapshotRow,
     Step,
     Trace,
     TraceError,
@@ -67,11 +67,11 @@ def fuzzed(few: int, **drawn: st.SearchStrategy[Any]) -> Callable[[Callable[...,
 # Traces
 
 SEEN = ExponentHistogram(-26, (3, 0, 1), zeros=4)
-LOOK = Look(
+LOOK = Snapshot(
     1,
     2.0**16,
     "float16",
-    (LookRow("block.0", "flow", "float16", SEEN), LookRow("block.0", "gradient", "float32", SEEN)),
+    (SnapshotRow("block.0", "flow", "float16", SEEN), SnapshotRow("block.0", "gradient", "float32", SEEN)),
 )
 STEPS = [
     Step(
@@ -93,7 +93,7 @@ STEPS = [
 def recorded() -> list[Any]:
     """Return the lines of a trace, as what JSON holds."""
     trace = Trace(STEPS, name="run", policy="Dynamic(growth_interval=100)", precision="float16")
-    trace.look(LOOK)
+    trace.add_snapshot(LOOK)
     trace.stop("enough")
     return [json.loads(line) for line in trace._lines()]
 

@@ -120,7 +120,7 @@ def test_a_look_has_a_row_for_each_leaf() -> None:
     ]
     assert one.first_overflow == one.rows[0]
     trace = Trace()
-    trace.look(one)
+    trace.add_snapshot(one)
     assert {row.dtype for row in snapshot(jitted(gradients), index=0).rows} == {"float32"}
 
 
@@ -171,8 +171,8 @@ def test_a_look_prints_and_is_recorded_whatever_was_counted(what: Any) -> None:
         f"    {labels.get(what, what):<13}float32           2^-17      2^-1    25.0  1 inf or NaN",
     ]
     trace = Trace()
-    trace.look(one)
-    assert trace.looks == [one]
+    trace.add_snapshot(one)
+    assert trace.snapshots == [one]
 
 
 def test_an_empty_tree_gives_an_empty_snapshot() -> None:

@@ -14,22 +14,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import ExponentHistogram, Look, LookRow, PolicyError, Step, Trace, TraceError
+from preamp import ExponentHistogram, PolicyError, Snapshot, SnapshotRow, Step, Trace, TraceError
 from preamp.record.exponents import BANDS
-from preamp.record.snapshots import joined, look_to_json
-from tests.strategies import looks, runs
+from preamp.record.snapshots import merge_snapshots
+from preamp.record.trace_lines import snapshot_to_json
+from tests.strategies import runs, snapshots
 
 few = settings(deadline=None, max_examples=60)
 KINDS = ["activation", "flow", "gradient"]
 
 
-def row(name: str, what: Any, exponent: int | None = 0, *, dtype: str = "float16", bad: int = 0) -> LookRow:
+def row(
+    name: str, what: Any, exponent: int | None = 0, *, dtype: str = "float16", bad: int = 0
+) -> SnapshotRow:
     counts = () if exponent is None else (1,)
-    return LookRow(name, what, dtype, ExponentHistogram(exponent or 0, counts, zeros=1, nonfinite=bad))
+    return SnapshotRow(name, what, dtype, ExponentHistogram(exponent or 0, counts, zeros=1, nonfinite=bad))
 
 
-def look(*rows: LookRow, scale: float = 2.0**10, low_dtype: str = "float16") -> Look:
-    return Look(7, scale, low_dtype, rows)
+def snapshot(*rows: SnapshotRow, scale: float = 2.0**10, low_dtype: str = "float16") -> Snapshot:
+    return Snapshot(7, scale, low_dtype, rows)
 
 
 # What follows
@@ -43,12 +46,12 @@ def test_the_path_of_an_inf_begins_where_it_was_computed_first() -> None:
         row("a", "flow", bad=3),
         row("a", "gradient", bad=2),
     ]
-    seen = look(*rows)
+    seen = snapshot(*rows)
     assert seen.path == tuple(rows[2:])
     assert seen.first_overflow == rows[2]
-    forward = look(row("mask", "activation", bad=4), *rows)
+    forward = snapshot(row("mask", "activation", bad=4), *rows)
     assert forward.first_overflow == forward.rows[0]
-    masked = look(row("mask", "activation", bad=4), *rows[:2], row("b", "flow"))
+    masked = snapshot(row("mask", "activation", bad=4), *rows[:2], row("b", "flow"))
     assert masked.first_overflow is None
     assert len(masked.path) == 1
 
@@ -58,12 +61,12 @@ def test_the_limit_is_the_largest_of_what_is_in_the_low_dtype() -> None:
     weights = row("linear", "gradient", 5, dtype="float32")
     of_norm = row("norm", "gradient", 12, dtype="float32")
     activation = row("linear", "activation", 14)
-    assert look(activation, norm, of_norm, linear).limit == linear
-    assert look(activation, norm, of_norm, linear, weights).limit == weights
-    assert look(activation, norm, of_norm).limit == of_norm  # nothing is low: all of it counts
-    assert look(activation).limit is None
-    assert look(row("linear", "flow", None)).limit is None
-    assert look(linear, row("other", "flow", 3)).limit == linear
+    assert snapshot(activation, norm, of_norm, linear).limit == linear
+    assert snapshot(activation, norm, of_norm, linear, weights).limit == weights
+    assert snapshot(activation, norm, of_norm).limit == of_norm  # nothing is low: all of it counts
+    assert snapshot(activation).limit is None
+    assert snapshot(row("linear", "flow", None)).limit is None
+    assert snapshot(linear, row("other", "flow", 3)).limit == linear
 
 
 def test_the_gradient_of_a_parameter_is_limited_as_the_module_that_holds_it() -> None:
@@ -71,23 +74,23 @@ def test_the_gradient_of_a_parameter_is_limited_as_the_module_that_holds_it() ->
     for path in ("block.kernel", "block/kernel", "block[0]"):
         weights = row(path, "gradient", 5, dtype="float32")
         inner = row("block.norm", "gradient", 12, dtype="float32")
-        assert look(flow, of_norm, weights, inner).limit == weights
+        assert snapshot(flow, of_norm, weights, inner).limit == weights
 
 
-def test_parts_of_a_look_whose_scale_is_nan_are_joined() -> None:
+def test_parts_of_a_snapshot_whose_scale_is_nan_are_joined() -> None:
     flow, gradient = row("a", "flow"), row("a", "gradient")
-    assert len(joined([look(flow, scale=math.nan), look(gradient, scale=float("nan"))])) == 1
-    assert len(joined([look(flow, scale=math.nan), look(gradient)])) == 2
+    assert len(merge_snapshots([snapshot(flow, scale=math.nan), snapshot(gradient, scale=float("nan"))])) == 1
+    assert len(merge_snapshots([snapshot(flow, scale=math.nan), snapshot(gradient)])) == 2
 
 
 @few
-@given(st.lists(looks, max_size=4), st.randoms(use_true_random=False))
-def test_looks_that_were_taken_apart_can_be_joined(seen: list[Look], random: Any) -> None:
+@given(st.lists(snapshots, max_size=4), st.randoms(use_true_random=False))
+def test_snapshots_that_were_taken_apart_can_be_joined(seen: list[Snapshot], random: Any) -> None:
     whole = []
     for index, one in enumerate(seen):
         named = [list({(r.what, r.name): r for r in rows}.values()) for rows in one[3:]]
         computed = sorted(named[0], key=lambda r: KINDS.index(r.what))
-        whole.append(Look(index, one.scale, one.low_dtype, *map(tuple, (computed, *named[1:]))))
+        whole.append(Snapshot(index, one.scale, one.low_dtype, *map(tuple, (computed, *named[1:]))))
     parts = []
     for one in whole:
         of_one = [one._replace(rows=(), inputs=(), weights=())]
@@ -95,19 +98,19 @@ def test_looks_that_were_taken_apart_can_be_joined(seen: list[Look], random: Any
         of_one += [of_one[0]._replace(inputs=one.inputs), of_one[0]._replace(weights=one.weights)]
         random.shuffle(of_one)
         parts += of_one
-    assert joined(parts) == whole
-    assert joined(whole) == whole
+    assert merge_snapshots(parts) == whole
+    assert merge_snapshots(whole) == whole
 
 
-def test_two_passes_of_one_step_stay_two_looks() -> None:
-    forward, backward = look(row("a", "activation")), look(row("a", "gradient"))
-    assert [len(one.rows) for one in joined([forward, backward, forward, backward])] == [2, 2]
+def test_two_passes_of_one_step_stay_two_snapshots() -> None:
+    forward, backward = snapshot(row("a", "activation")), snapshot(row("a", "gradient"))
+    assert [len(one.rows) for one in merge_snapshots([forward, backward, forward, backward])] == [2, 2]
     other = backward._replace(rows=(row("b", "gradient"),), scale=1.0)
-    assert joined([backward, other]) == [backward, other]
-    assert joined([forward._replace(scale=1.0), backward])[0].scale == backward.scale
-    assert joined([backward, forward._replace(scale=1.0)])[0].scale == backward.scale
+    assert merge_snapshots([backward, other]) == [backward, other]
+    assert merge_snapshots([forward._replace(scale=1.0), backward])[0].scale == backward.scale
+    assert merge_snapshots([backward, forward._replace(scale=1.0)])[0].scale == backward.scale
     narrow = forward._replace(low_dtype="float8_e4m3fn")
-    assert joined([narrow, backward])[0].low_dtype == "float8_e4m3fn"
+    assert merge_snapshots([narrow, backward])[0].low_dtype == "float8_e4m3fn"
 
 
 @few
@@ -121,7 +124,7 @@ def test_at_the_best_scale_the_peak_keeps_its_margin_and_at_twice_that_it_does_n
     peaks: list[int], power: int, margin: int, low_dtype: str
 ) -> None:
     rows = [row(str(n), "flow", peak, dtype=low_dtype) for n, peak in enumerate(peaks)]
-    seen = look(*rows, scale=2.0**power, low_dtype=low_dtype)
+    seen = snapshot(*rows, scale=2.0**power, low_dtype=low_dtype)
     best = seen.best_scale(margin)
     assert best is not None
     assert math.log2(best).is_integer()
@@ -131,31 +134,31 @@ def test_at_the_best_scale_the_peak_keeps_its_margin_and_at_twice_that_it_does_n
 
 
 def test_an_overflow_lowers_the_best_scale() -> None:
-    assert look(row("a", "flow", -3, bad=1)).best_scale(1) == 2.0**8
-    assert look(row("a", "flow", 14)).best_scale(1) == 2.0**10
+    assert snapshot(row("a", "flow", -3, bad=1)).best_scale(1) == 2.0**8
+    assert snapshot(row("a", "flow", 14)).best_scale(1) == 2.0**10
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, "8"])
 def test_a_fit_at_no_scale_is_refused(scale: Any) -> None:
     one = row("a", "flow")
-    with pytest.raises(PolicyError, match=r"Write scale=look\.best_scale"):
-        look(one).fit(one, scale)
+    with pytest.raises(PolicyError, match=r"Write scale=snapshot\.best_scale"):
+        snapshot(one).fit(one, scale)
 
 
 @pytest.mark.parametrize("margin", [-1, 0.5, "2"])
 def test_a_margin_that_is_none_is_refused(margin: Any) -> None:
     with pytest.raises(PolicyError, match="Write margin=2"):
-        look(row("a", "flow")).best_scale(margin)
+        snapshot(row("a", "flow")).best_scale(margin)
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0])
 def test_a_scale_that_is_lost_gives_no_best_one(scale: float) -> None:
-    assert look(row("a", "flow"), scale=scale).best_scale() is None
+    assert snapshot(row("a", "flow"), scale=scale).best_scale() is None
 
 
 def test_how_a_row_fits_at_another_scale() -> None:
     small = row("a", "flow", -27, dtype="float32")
-    seen = look(small, row("a", "activation", -27, dtype="float32"))
+    seen = snapshot(small, row("a", "activation", -27, dtype="float32"))
     assert seen.fit(small)._asdict() == {"zeros": 0.5, "flushed": 1.0, "subnormal": 0.0, "headroom": 42}
     assert seen.fit(small, 2.0**12)._asdict() == {
         "zeros": 0.5,
@@ -172,40 +175,40 @@ def test_how_a_row_fits_at_another_scale() -> None:
 
 @pytest.fixture
 def path(tmp_path_factory: Any) -> Path:
-    return Path(tmp_path_factory.mktemp("looks") / "run.jsonl")
+    return Path(tmp_path_factory.mktemp("snapshots") / "run.jsonl")
 
 
 @settings(deadline=None, max_examples=40)
-@given(recorded=runs, seen=st.lists(looks, max_size=3))
-def test_looks_are_read_back_as_they_were_written(
-    tmp_path_factory: Any, recorded: list[Step], seen: list[Look]
+@given(recorded=runs, seen=st.lists(snapshots, max_size=3))
+def test_snapshots_are_read_back_as_they_were_written(
+    tmp_path_factory: Any, recorded: list[Step], seen: list[Snapshot]
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "looks.jsonl"
+    path = tmp_path_factory.getbasetemp() / "snapshots.jsonl"
     with Trace(path=path, mode="replace") as streamed:
         for step in recorded:
             streamed(step)
         for one in seen:
-            streamed.look(one)
-    assert repr(Trace.read(path).looks) == repr(seen)  # NaN is not NaN
+            streamed.add_snapshot(one)
+    assert repr(Trace.read(path).snapshots) == repr(seen)  # NaN is not NaN
     assert Trace.read(path) == streamed
     with Trace(path=path, mode="append") as more:
-        assert repr(more.looks) == repr(seen)
-        more.look(look())
-    assert len(Trace.read(path).looks) == len(seen) + 1
+        assert repr(more.snapshots) == repr(seen)
+        more.add_snapshot(snapshot())
+    assert len(Trace.read(path).snapshots) == len(seen) + 1
     streamed.write(path)
     assert Trace.read(path) == streamed
     assert len(path.read_text().splitlines()) == 1 + len(recorded) + len(seen)
 
 
-def test_traces_are_equal_if_their_looks_are() -> None:
+def test_traces_are_equal_if_their_snapshots_are() -> None:
     one, other = Trace(), Trace()
-    one.look(look(row("a", "flow")))
+    one.add_snapshot(snapshot(row("a", "flow")))
     assert one != other
-    other.look(look(row("a", "flow")))
+    other.add_snapshot(snapshot(row("a", "flow")))
     assert one == other
     for twin in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
         assert twin == one
-        twin.look(look())
+        twin.add_snapshot(snapshot())
         assert twin != one
     assert len(one) == 0
 
@@ -213,26 +216,26 @@ def test_traces_are_equal_if_their_looks_are() -> None:
 def test_a_look_after_the_end_leaves_the_reason_for_it(path: Path) -> None:
     with Trace(path=path) as trace:
         trace.stop("out of patience")
-        trace.look(look())
+        trace.add_snapshot(snapshot())
     assert Trace.read(path).stopped == "out of patience"
 
 
 @pytest.mark.parametrize(
     "unfit",
     [
-        look(low_dtype="float12"),
-        look()._replace(index="seven"),
-        look(row("a", "flow")._replace(what="weight")),
-        look(row("a", "flow")._replace(dtype=3)),
-        look()._replace(scale="large"),
+        snapshot(low_dtype="float12"),
+        snapshot()._replace(index="seven"),
+        snapshot(row("a", "flow")._replace(what="weight")),
+        snapshot(row("a", "flow")._replace(dtype=3)),
+        snapshot()._replace(scale="large"),
     ],
 )
-def test_a_look_that_could_not_be_read_back_is_not_recorded(path: Path, unfit: Look) -> None:
+def test_a_snapshot_that_could_not_be_read_back_is_not_recorded(path: Path, unfit: Snapshot) -> None:
     with Trace(path=path) as trace:
         with pytest.raises((TraceError, ValueError)):
-            trace.look(unfit)
-        assert trace.looks == []
-    assert Trace.read(path).looks == []
+            trace.add_snapshot(unfit)
+        assert trace.snapshots == []
+    assert Trace.read(path).snapshots == []
 
 
 ROW = {
@@ -253,7 +256,7 @@ def changed(entry: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
 
 
 HOSTILE = [
-    *[(value, "a look is") for value in (None, [], 3, "x")],
+    *[(value, "a snapshot is") for value in (None, [], 3, "x")],
     *[(changed(LOOK, name, ABSENT), f"without {name}") for name in LOOK],
     *[(changed(LOOK, "rows", [changed(ROW, name, ABSENT)]), f"without {name}") for name in ROW],
     (changed(LOOK, "colour", 1), "'colour'"),
@@ -262,7 +265,7 @@ HOSTILE = [
     *[(changed(LOOK, "scale", value), "scale") for value in (True, "2", None, [], 10**400)],
     *[(changed(LOOK, "low_dtype", value), "low_dtype") for value in (16, None, "float12", "")],
     *[(changed(LOOK, "rows", value), "rows") for value in (None, {}, "x")],
-    *[(changed(LOOK, "rows", [value]), "a look's row") for value in (None, [], 1)],
+    *[(changed(LOOK, "rows", [value]), "a snapshot's row") for value in (None, [], 1)],
     *[(changed(LOOK, "rows", [changed(ROW, "name", value)]), "name") for value in (1, None)],
     *[(changed(LOOK, "rows", [changed(ROW, "what", value)]), "what") for value in (1, None, "weights")],
     *[
@@ -293,9 +296,9 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("entry", "why"), HOSTILE)
-def test_what_is_no_look_is_refused_with_the_line(path: Path, entry: Any, why: str) -> None:
-    good = json.dumps({"look": LOOK})
-    path.write_text('{"preamp_trace": 1}\n' + good + "\n" + json.dumps({"look": entry}) + "\n")
+def test_what_is_no_snapshot_is_refused_with_the_line(path: Path, entry: Any, why: str) -> None:
+    good = json.dumps({"snapshot": LOOK})
+    path.write_text('{"preamp_trace": 1}\n' + good + "\n" + json.dumps({"snapshot": entry}) + "\n")
     with pytest.raises(TraceError) as refused:
         Trace.read(path)
     message = str(refused.value)
@@ -304,21 +307,21 @@ def test_what_is_no_look_is_refused_with_the_line(path: Path, entry: Any, why: s
     assert len(message) < len(str(path)) + 250
 
 
-def test_a_look_with_endless_counts_is_refused(path: Path) -> None:
+def test_a_snapshot_with_endless_counts_is_refused(path: Path) -> None:
     entry = changed(LOOK, "rows", [changed(ROW, "counts", [1] * 5000)])
-    path.write_text('{"preamp_trace": 1}\n' + json.dumps({"look": entry}) + "\n")
+    path.write_text('{"preamp_trace": 1}\n' + json.dumps({"snapshot": entry}) + "\n")
     with pytest.raises(TraceError, match="line 2: low is"):
         Trace.read(path)
 
 
 @settings(deadline=None, max_examples=60)
-@given(seen=looks, data=st.data())
-def test_a_file_with_looks_that_was_damaged_is_read_or_refused_by_the_line(
-    tmp_path_factory: Any, seen: Look, data: Any
+@given(seen=snapshots, data=st.data())
+def test_a_file_with_snapshots_that_was_damaged_is_read_or_refused_by_the_line(
+    tmp_path_factory: Any, seen: Snapshot, data: Any
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
     trace = Trace()
-    trace.look(seen)
+    trace.add_snapshot(seen)
     trace.write(path)
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
@@ -330,7 +333,7 @@ def test_a_file_with_looks_that_was_damaged_is_read_or_refused_by_the_line(
     except TraceError as error:
         assert str(error).startswith(f"{path}, line ")  # noqa: PT017 - either outcome is right
     else:
-        for one in read.looks:
+        for one in read.snapshots:
             assert one.best_scale() is None or one.best_scale() > 0.0
             assert all(0.0 <= one.fit(row, 2.0).flushed <= 1.0 for row in one.rows)
         read.write(path)
@@ -347,7 +350,7 @@ def widths(text: str) -> int:
 
 
 def test_the_table_has_each_module_once_with_its_numbers() -> None:
-    seen_there = LookRow(
+    seen_there = SnapshotRow(
         "body.0",
         "activation",
         "float16",
@@ -363,7 +366,7 @@ def test_the_table_has_each_module_once_with_its_numbers() -> None:
         what="flow", histogram=ExponentHistogram(-9, (4,)), smallest=None, largest=None, nans=None
     )
     weight = given._replace(what="weight", histogram=ExponentHistogram(), dtype="float8_e4m3fn")
-    text = str(Look(12, 1024.0, "float16", (seen_there, back), (given,), (weight,)))
+    text = str(Snapshot(12, 1024.0, "float16", (seen_there, back), (given,), (weight,)))
     assert text.splitlines() == [
         "step 12, loss scale 1024; float16 holds 6e-08 to 65504",
         "min: smallest magnitude other than 0; max: largest finite magnitude",
@@ -381,9 +384,9 @@ def test_the_table_has_each_module_once_with_its_numbers() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(seen=looks, modules=st.none() | st.integers(1, 6))
-def test_any_look_is_a_table_of_at_most_80_columns_that_names_what_it_leaves_out(
-    seen: Look, modules: int | None
+@given(seen=snapshots, modules=st.none() | st.integers(1, 6))
+def test_any_snapshot_is_a_table_of_at_most_80_columns_that_names_what_it_leaves_out(
+    seen: Snapshot, modules: int | None
 ) -> None:
     text = seen.table(modules)
     assert widths(text) <= 80
@@ -394,13 +397,13 @@ def test_any_look_is_a_table_of_at_most_80_columns_that_names_what_it_leaves_out
         seen.rows + seen.inputs + seen.weights
     )
     hidden = sum(map(int, re.findall(r"^  \.\.\. (\d+) more$", text, re.MULTILINE)))
-    assert ("print(look.table(None)) shows all modules." in text) == (hidden > 0)
+    assert ("print(snapshot.table(None)) shows all modules." in text) == (hidden > 0)
     assert (hidden == 0) == (text == everything)
     assert shown or not seen.rows
     assert str(seen) == seen.table()
     copied = Trace()
-    copied.look(seen)
-    assert repr(copied.looks) == repr([seen])
+    copied.add_snapshot(seen)
+    assert repr(copied.snapshots) == repr([seen])
 
 
 def test_of_many_modules_those_next_to_the_overflow_are_shown_or_those_that_lose_most() -> None:
@@ -410,7 +413,7 @@ def test_of_many_modules_those_next_to_the_overflow_are_shown_or_those_that_lose
         one._replace(histogram=ExponentHistogram(nonfinite=1)) if n >= 200 else one
         for n, one in enumerate(sound)
     ]
-    around = look(*bad).table(6).splitlines()
+    around = snapshot(*bad).table(6).splitlines()
     assert [line.strip() for line in around if line.startswith("  ") and line[2] != " "] == [
         "... 197 more",
         *names[197:203],
@@ -420,7 +423,7 @@ def test_of_many_modules_those_next_to_the_overflow_are_shown_or_those_that_lose
         one._replace(histogram=ExponentHistogram(-40, (1,))) if n in (7, 250) else one
         for n, one in enumerate(sound)
     ]
-    worst = str(look(*lossy)).splitlines()
+    worst = str(snapshot(*lossy)).splitlines()
     for n in (7, 250):
         assert f"  {names[n]}" in worst
     assert len(worst) < 100
@@ -429,18 +432,18 @@ def test_of_many_modules_those_next_to_the_overflow_are_shown_or_those_that_lose
 @pytest.mark.parametrize("modules", [0, -1, 2.5, "all", True])
 def test_a_number_of_modules_that_is_none_is_refused(modules: Any) -> None:
     with pytest.raises(PolicyError, match="Write modules=40"):
-        look(row("a", "flow")).table(modules)
+        snapshot(row("a", "flow")).table(modules)
 
 
 # Files from before inputs, weights and extremes
 
 
 def test_a_file_from_before_they_were_recorded_is_read(path: Path) -> None:
-    path.write_text('{"preamp_trace": 1}\n' + json.dumps({"look": LOOK}) + "\n")
-    (read,) = Trace.read(path).looks
-    assert read == Look(
-        3, 8.0, "float16", (LookRow("a", "flow", "float16", ExponentHistogram(-3, (1, 0, 2))),)
+    path.write_text('{"preamp_trace": 1}\n' + json.dumps({"snapshot": LOOK}) + "\n")
+    (read,) = Trace.read(path).snapshots
+    assert read == Snapshot(
+        3, 8.0, "float16", (SnapshotRow("a", "flow", "float16", ExponentHistogram(-3, (1, 0, 2))),)
     )
     assert read.inputs == read.weights == ()
-    assert json.loads(json.dumps(look_to_json(read))) == LOOK
+    assert json.loads(json.dumps(snapshot_to_json(read))) == LOOK
     assert "    output grad  float16            2^-3      2^-1     0.0" in str(read).splitlines()

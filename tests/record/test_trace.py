@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, Look, Reading, Step, Summary, Trace, TraceError
+from preamp import Dynamic, Reading, Snapshot, Step, Summary, Trace, TraceError
 from preamp.record.columns import FIELDS
 from tests.strategies import runs, steps
 
@@ -348,7 +348,7 @@ def test_a_file_that_is_there_is_neither_lost_nor_mixed_up(tmp_path: Path) -> No
     with Trace(path=path, name="one", seed=1) as trace:
         trace(first)
         trace.stop("interrupted")
-    with pytest.raises(TraceError, match=r"is there already.*mode='append'.*mode='replace'"):
+    with pytest.raises(TraceError, match=r"exists already.*mode='append'.*mode='replace'"):
         Trace(path=path)
     with Trace(path=path, mode="append", seed=2) as trace:
         assert list(trace) == [first]
@@ -469,18 +469,18 @@ def test_many_steps_take_little_memory_and_are_read_as_a_stream(tmp_path: Path) 
     assert len(told) == 1 + size // 2**20
 
 
-def test_looks_of_lost_steps_go_with_them() -> None:
+def test_snapshots_of_lost_steps_go_with_them() -> None:
     trace = Trace()
 
     def run(indices: Iterable[int], loss: float) -> None:
         for index in indices:
             if index % 5 == 0:
-                trace.look(Look(index, loss, "float16", ()))
+                trace.add_snapshot(Snapshot(index, loss, "float16", ()))
             trace(Step(index, 2.0, True, False, loss=loss))
 
     run(range(12), 1.0)
     run(range(5, 8), 2.0)
-    assert [(look.index, look.scale) for look in trace.looks] == [(0, 1.0), (5, 2.0)]
+    assert [(snapshot.index, snapshot.scale) for snapshot in trace.snapshots] == [(0, 1.0), (5, 2.0)]
     assert list(trace.column("loss")) == [1.0] * 5 + [2.0] * 3
 
 

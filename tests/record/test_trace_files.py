@@ -24,8 +24,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Look, PreampError, Step, Trace, TraceError
-from preamp.record.trace_files import RANK_VARIABLES
+from preamp import PreampError, Snapshot, Step, Trace, TraceError
+from preamp.record.trace_ranks import RANK_VARIABLES
 
 
 def a_step(index: int, **values: Any) -> Step:
@@ -207,12 +207,12 @@ def test_a_copy_of_a_trace_with_a_file_can_be_read_and_raises_if_it_is_called(
     for call in (
         lambda: twin(a_step(1)),
         lambda: twin.stop("why"),
-        lambda: twin.look(Look(1, 2.0, "float16", ())),
+        lambda: twin.add_snapshot(Snapshot(1, 2.0, "float16", ())),
     ):
         with pytest.raises(TraceError, match=r"copy of the trace that writes .*run\.jsonl"):
             call()
     assert list(twin) == [a_step(0)]
-    assert (twin.stopped, twin.looks) == (None, [])
+    assert (twin.stopped, twin.snapshots) == (None, [])
     twin.write(path.with_name("twin.jsonl"))
     assert Trace.read(path.with_name("twin.jsonl")) == twin
     assert len(Trace.read(path)) == 2
@@ -256,7 +256,7 @@ def test_a_closed_trace_raises_if_it_is_called(path: Path) -> None:
     for call in (
         lambda: trace(a_step(1)),
         lambda: trace.stop("why"),
-        lambda: trace.look(Look(1, 2.0, "float16", ())),
+        lambda: trace.add_snapshot(Snapshot(1, 2.0, "float16", ())),
     ):
         with pytest.raises(TraceError, match=r"run\.jsonl is closed.*mode='append'"):
             call()
@@ -400,7 +400,7 @@ def test_folders_are_made(tmp_path: Path) -> None:
         ((), {"on_error": "ignore"}, r"on_error='ignore' is unknown.*'raise' or 'warn'"),
         ((), {"mode": "w"}, r"mode='w' is unknown"),
         ((), {"only_rank": -1}, r"only_rank=-1"),
-        ((), {"preamp_trace": 1}, r"preamp_trace is how"),
+        ((), {"preamp_trace": 1}, r"first line begins with preamp_trace"),
         (("a.jsonl",), {"path": "b.jsonl"}, r"path is given twice: 'a\.jsonl' and path='b\.jsonl'"),
     ],
 )

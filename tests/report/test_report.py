@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from preamp import ExponentHistogram, Look, LookRow, Step, Trace
+from preamp import ExponentHistogram, Snapshot, SnapshotRow, Step, Trace
 from preamp.record.exponents import BANDS
 from preamp.report import (
     Curve,
@@ -230,19 +230,21 @@ def test_a_long_trace_makes_a_small_figure():
     assert len(scale_figure([Curve("long", Trace(steps))])) < 200_000
 
 
-def look(modules=3, scale=2.0**10, low_dtype="float16", zeros=5, nonfinite=0) -> Look:
-    """Return a look whose modules have unscaled gradients from 2**-39 to 2**-19, later ones larger."""
+def snapshot(modules=3, scale=2.0**10, low_dtype="float16", zeros=5, nonfinite=0) -> Snapshot:
+    """Return a snapshot whose modules have unscaled gradients from 2**-39 to 2**-19, later ones larger."""
     seen = [
         ExponentHistogram(n - 29, (40, *(0,) * 9, 10, *(0,) * 9, 45), zeros, nonfinite)
         for n in range(modules)
     ]
     rows = [
-        LookRow(f"body.{n}", what, "float32", h) for n, h in enumerate(seen) for what in ("gradient", "flow")
+        SnapshotRow(f"body.{n}", what, "float32", h)
+        for n, h in enumerate(seen)
+        for what in ("gradient", "flow")
     ]
     activations = [
-        LookRow(f"body.{n}", "activation", "float32", ExponentHistogram(0, (9,))) for n in range(modules)
+        SnapshotRow(f"body.{n}", "activation", "float32", ExponentHistogram(0, (9,))) for n in range(modules)
     ]
-    return Look(7, scale, low_dtype, (*activations, *reversed(rows)))
+    return Snapshot(7, scale, low_dtype, (*activations, *reversed(rows)))
 
 
 def bars(svg, what):
@@ -262,7 +264,7 @@ def bars(svg, what):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**20])
 def test_the_bars_stand_where_the_low_dtype_begins_and_ends(scale):
-    seen = look(scale=scale)
+    seen = snapshot(scale=scale)
     seen = seen._replace(
         rows=tuple(r._replace(histogram=r.histogram.shifted(int(np.log2(scale)) - 10)) for r in seen.rows)
     )
@@ -276,7 +278,7 @@ def test_the_bars_stand_where_the_low_dtype_begins_and_ends(scale):
 
 
 def test_cells_have_the_colour_of_what_becomes_of_their_values():
-    svg = heat_figure(look(zeros=300, nonfinite=300), "gradient")
+    svg = heat_figure(snapshot(zeros=300, nonfinite=300), "gradient")
     images = [
         imread(io.BytesIO(base64.b64decode(data)))
         for data in re.findall(r'xlink:href="data:image/png;base64,([^"]*)"', svg)
@@ -294,8 +296,8 @@ def test_cells_have_the_colour_of_what_becomes_of_their_values():
         assert np.allclose((1 - cell) / (1 - cell).max(), paint / paint.max(), atol=0.03)
 
 
-def test_the_numbers_of_a_heat_map_are_those_of_the_look():
-    seen = look()
+def test_the_numbers_of_a_heat_map_are_those_of_the_snapshot():
+    seen = snapshot()
     rows = {row.name: seen.fit(row) for row in seen.rows if row.what == "flow"}
     table = heat_table(seen, "flow")
     assert [row["module"] for row in table] == ["body.0", "body.1", "body.2"]
@@ -313,7 +315,7 @@ def test_the_numbers_of_a_heat_map_are_those_of_the_look():
 
 
 def test_of_many_modules_the_worst_are_drawn_and_the_figure_says_so():
-    seen = look(modules=2 * MOST_ROWS)
+    seen = snapshot(modules=2 * MOST_ROWS)
     svg = heat_figure(seen, "gradient")
     assert f"the worst {MOST_ROWS} of {2 * MOST_ROWS}" in svg
     names = [row["module"] for row in heat_table(seen, "gradient")]
@@ -327,7 +329,7 @@ def test_of_many_modules_the_worst_are_drawn_and_the_figure_says_so():
 
 
 def test_long_names_are_told_apart_by_what_they_do_not_share():
-    seen = look()
+    seen = snapshot()
     rows = [
         row._replace(name=f"a.very.long.road.{row.name}.and_a_long_end_that_is_the_same") for row in seen.rows
     ]
@@ -338,7 +340,7 @@ def test_long_names_are_told_apart_by_what_they_do_not_share():
 
 
 def test_an_overflow_is_said_with_the_module_that_was_first():
-    seen = look(nonfinite=1)
+    seen = snapshot(nonfinite=1)
     assert "step 7: inf or NaN, first in module body.2" in heat_figure(seen, "flow")
 
 
@@ -346,22 +348,22 @@ def test_an_overflow_is_said_with_the_module_that_was_first():
     ("low_dtype", "what"),
     [("float16", "flow"), ("bfloat16", "gradient"), ("float8_e4m3fn", "activation"), ("float32", "flow")],
 )
-def test_any_look_can_be_drawn(low_dtype, what):
+def test_any_snapshot_can_be_drawn(low_dtype, what):
     for histogram in (
         ExponentHistogram(),
         ExponentHistogram(-1000, (1,)),
         ExponentHistogram(-90, (1, *(0,) * 150, 1), 3, 3),
     ):
-        seen = Look(0, 2.0**5, low_dtype, (LookRow("$2^_", what, "float32", histogram),))
+        seen = Snapshot(0, 2.0**5, low_dtype, (SnapshotRow("$2^_", what, "float32", histogram),))
         svg = heat_figure(seen, what, "<name> $x")
         assert svg.startswith("<svg")
         assert "<name>" not in svg
 
 
-def test_the_page_shows_all_parts_of_the_latest_look(tmp_path):
-    whole, trace = look(), Trace([Step(0, 2.0**10, True, False)])
+def test_the_page_shows_all_parts_of_the_latest_snapshot(tmp_path):
+    whole, trace = snapshot(), Trace([Step(0, 2.0**10, True, False)])
     for what in ("gradient", "activation", "flow"):
-        trace.look(whole._replace(rows=tuple(row for row in whole.rows if row.what == what)))
+        trace.add_snapshot(whole._replace(rows=tuple(row for row in whole.rows if row.what == what)))
     text = page(tmp_path, curves=[Curve("seen", trace)])
     for kind in ("flow", "gradient", "activation"):
         for row in heat_table(whole, kind):
@@ -371,8 +373,8 @@ def test_the_page_shows_all_parts_of_the_latest_look(tmp_path):
 
 def test_the_page_shows_what_a_lens_has_seen_with_its_numbers(tmp_path):
     trace = Trace([Step(0, 2.0**10, True, False)])
-    trace.look(look(modules=1))
-    trace.look(look())
+    trace.add_snapshot(snapshot(modules=1))
+    trace.add_snapshot(snapshot())
     text = page(tmp_path, curves=[Curve("seen", trace), Curve("not seen", Trace())])
     tags = Tags()
     tags.feed(text)
@@ -381,6 +383,6 @@ def test_the_page_shows_what_a_lens_has_seen_with_its_numbers(tmp_path):
     assert text.count("<svg") == 4
     assert "<b>seen.</b> At 2¹⁰, 5.0 % of the gradient entries are exactly zero" in text
     for kind in ("flow", "gradient", "activation"):
-        for row in heat_table(trace.looks[-1], kind):
+        for row in heat_table(trace.snapshots[-1], kind):
             assert f'<td data-label="rounds to zero">{row["rounds to zero"]}</td>' in text
     assert text.count('<td data-label="module">body.2</td>') == 3

@@ -178,7 +178,7 @@ def test_the_optimizer_accumulates_averages_and_keeps_masters():
 
 
 def test_a_lens_sees_what_it_sees_on_the_cpu():
-    def look(device: str, capturable: bool) -> Any:
+    def snapshot(device: str, capturable: bool) -> Any:
         model = model_on(device)
         scaler = GradScaler(device, init_scale=2.0**12, capturable=capturable)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -191,7 +191,7 @@ def test_a_lens_sees_what_it_sees_on_the_cpu():
             return lens.last
 
     for capturable in (False, True):
-        here, there = look(DEVICE, capturable), look("cpu", capturable)
+        here, there = snapshot(DEVICE, capturable), snapshot("cpu", capturable)
         assert (here.index, here.scale) == (there.index, there.scale)
         if STANDS_IN:  # which computes as the CPU does
             assert (here.rows, here.inputs, here.weights) == (there.rows, there.inputs, there.weights)

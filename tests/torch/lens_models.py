@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
-from preamp import ExponentHistogram, Look
+from preamp import ExponentHistogram, Snapshot
 from preamp.torch import GradScaler, Lens
 from preamp.torch.lens.exponents import count, read
 
@@ -26,17 +26,17 @@ def histogram(*tensors: Tensor) -> ExponentHistogram:
     return sum((one.histogram for one in measured), ExponentHistogram())
 
 
-def rows_of(look: Look | None) -> dict[tuple[str, str], ExponentHistogram]:
+def rows_of(snapshot: Snapshot | None) -> dict[tuple[str, str], ExponentHistogram]:
     """Return the rows by name and kind; no two have the same."""
-    assert look is not None
-    rows = {(row.name, row.what): row.histogram for row in look.rows}
-    assert len(rows) == len(look.rows)
+    assert snapshot is not None
+    rows = {(row.name, row.what): row.histogram for row in snapshot.rows}
+    assert len(rows) == len(snapshot.rows)
     return rows
 
 
 def seen(
     model: nn.Module, *inputs: Any, loss: Callable[[Any], Tensor] = lambda out: out.sum(), **options: Any
-) -> Look:
+) -> Snapshot:
     """Return what a lens sees of one pass."""
     with Lens(model, **options) as lens:
         loss(model(*inputs)).backward()

@@ -14,7 +14,7 @@ from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import RULES, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.torch import autocast
-from preamp.torch.autocasting import edited, operators
+from preamp.torch.autocasting import edits, operators
 
 from .regions import (
     BRAIN,
@@ -278,7 +278,7 @@ WRONG = {
 @pytest.mark.parametrize(("name", "nearest"), WRONG.items())
 def test_an_unknown_name_is_refused_with_the_nearest_ones_and_changes_nothing(name, nearest, options):
     before = state(), kernels()
-    with pytest.raises(CastingError, match=rf"^'{name}' is no operator of PyTorch .*'{nearest}'"):
+    with pytest.raises(CastingError, match=rf"^'{name}' is not an operator of PyTorch .*'{nearest}'"):
         autocast("cpu", HALF, casting=EDIT.float32("mm", name), **options)
     assert (state(), kernels()) == before
     assert behaviour() == (FULL, FULL, FULL)
@@ -321,7 +321,7 @@ def later_release(monkeypatch):
 
         return listed
 
-    caches = [operators._names, operators.overloads, operators._resolved, operators.listed, edited._rules]
+    caches = [operators._names, operators.overloads, operators._resolved, operators.listed, edits._rules]
     for name in ("all_operators", "operators_with_kernel"):
         monkeypatch.setattr(compat, name, without(getattr(compat, name)))
     for one in caches:
@@ -348,9 +348,9 @@ def test_tables_of_ours_skip_operators_that_a_release_does_not_have(table, optio
 @pytest.mark.parametrize("edit", RULES)
 def test_an_edit_of_an_operator_that_a_release_does_not_have_is_an_error(table, edit):
     autocast("cpu", casting=getattr(table, edit)("mm"))
-    with pytest.raises(CastingError, match=r"^'cholesky' is no operator of PyTorch .*'linalg_cholesky'"):
+    with pytest.raises(CastingError, match=r"^'cholesky' is not an operator of PyTorch .*'linalg_cholesky'"):
         autocast("cpu", casting=getattr(table, edit)("cholesky"))
-    with pytest.raises(CastingError, match=r"^'sofmax' is no operator"):
+    with pytest.raises(CastingError, match=r"^'sofmax' is not an operator"):
         autocast("cpu", casting=Casting({**table.rules, "sofmax": edit}))
 
 

@@ -31,7 +31,7 @@ from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import RULES, Casting
 from preamp.errors import CastingError
 from preamp.torch import autocast
-from preamp.torch.autocasting import dispatcher, operators
+from preamp.torch.autocasting import kernels, operators
 
 from . import operators as data
 from .operators import CALLS, DIFFERENCES, NOT_ON, Call, Input, aten
@@ -299,7 +299,7 @@ def test_a_table_says_what_the_release_lacks_and_works_without_it(device, table)
     assert {name for name in table.rules if not any(name in (one, base(one)) for one in rules)} == set(absent)
     for name in absent:
         with pytest.raises(
-            CastingError, match=re.escape(f"{name!r} is no operator of PyTorch {torch.__version__}")
+            CastingError, match=re.escape(f"{name!r} is not an operator of PyTorch {torch.__version__}")
         ):
             autocast(device, casting=table.lower(name))
 
@@ -322,7 +322,7 @@ def test_what_no_table_of_ours_names_keeps_the_cast_of_pytorch(monkeypatch):
     assert "mm" not in operators.listed("cpu")
     a, keys = torch.ones(2, 2), torch._C._dispatch_keys(torch.ones(2, 2))
     with torch.autocast("cpu"):
-        assert dispatcher.before.__wrapped__("cpu", "mm")(keys, a, a).dtype == torch.bfloat16
+        assert kernels.before.__wrapped__("cpu", "mm")(keys, a, a).dtype == torch.bfloat16
 
 
 # What the operators do.

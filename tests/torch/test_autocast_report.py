@@ -125,7 +125,7 @@ REASONS = {
     "the cache is off": (WEIGHT, {"cache_enabled": False}),
     "it does not require gradients": (torch.nn.Parameter(torch.randn(8, 8), requires_grad=False), {}),
     "it is not a leaf": (WEIGHT * 2, {}),
-    "it is no weight": (torch.randn(8, 8), {}),
+    "it is not a weight": (torch.randn(8, 8), {}),
 }
 
 

@@ -294,7 +294,7 @@ def test_a_loss_that_no_layer_led_to_is_refused():
     model, x = deep(depth=2), torch.randn(4, 16)
     before = model(x).square().mean()
     layerwise = LayerwiseScale(model)
-    with pytest.raises(UsageError, match="No layer of the model led to this loss"):
+    with pytest.raises(UsageError, match="This loss depends on no layer of the model"):
         layerwise.backward(before)
     hidden = model[0](x)
     with pytest.raises(UsageError, match="computed from others"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from preamp import Dynamic, ExponentHistogram, Look, Static, Trace
+from preamp import Dynamic, ExponentHistogram, Snapshot, Static, Trace
 from preamp.torch import GradScaler, Lens, LossScaleOptimizer, autocast
 
 from .lens_models import X, histogram, hooks, mlp, rows_of, scalers, seen, train
@@ -23,7 +23,7 @@ INF = math.inf
 
 def test_activations_flows_and_gradients_are_those_of_the_pass() -> None:
     model = mlp()
-    look = seen(model, X)
+    snapshot = seen(model, X)
     hidden = model[0](X)
     clipped = model[1](hidden)
     out = model[2](clipped)
@@ -39,11 +39,11 @@ def test_activations_flows_and_gradients_are_those_of_the_pass() -> None:
         ("2", "gradient"): histogram(*gradients[2:]),
         ("0", "gradient"): histogram(*gradients[:2]),
     }
-    assert rows_of(look) == expected
-    order = [(row.name, row.what) for row in look.rows]
+    assert rows_of(snapshot) == expected
+    order = [(row.name, row.what) for row in snapshot.rows]
     assert [key for key in order if key[1] != "gradient"] == list(expected)[:6]
     assert order.index(("2", "gradient")) < order.index(("0", "flow")) < order.index(("0", "gradient"))
-    assert (look.index, look.scale, look.low_dtype) == (0, 1.0, "float16")
+    assert (snapshot.index, snapshot.scale, snapshot.low_dtype) == (0, 1.0, "float16")
     gradients_alone = seen(model, X, activations=False)
     assert rows_of(gradients_alone) == {k: v for k, v in expected.items() if k[1] != "activation"}
 
@@ -133,11 +133,11 @@ def test_outputs_may_be_structured(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 def test_models_of_any_dtype(dtype: torch.dtype) -> None:
     model, name = nn.Linear(3, 2).to(dtype), str(dtype).removeprefix("torch.")
-    look = seen(model, X.to(dtype), loss=lambda out: out.abs().sum())
-    assert {row.dtype for row in look.rows} == {name}
-    assert look.low_dtype == (name if name in ("float16", "bfloat16") else "float16")
+    snapshot = seen(model, X.to(dtype), loss=lambda out: out.abs().sum())
+    assert {row.dtype for row in snapshot.rows} == {name}
+    assert snapshot.low_dtype == (name if name in ("float16", "bfloat16") else "float16")
     gradients = [parameter.grad for parameter in model.parameters()]
-    assert rows_of(look)["", "gradient"] == histogram(*gradients)
+    assert rows_of(snapshot)["", "gradient"] == histogram(*gradients)
 
 
 REGIONS = {
@@ -156,13 +156,13 @@ def test_under_autocast_dtypes_are_those_that_ran(region: str) -> None:
             return nn.Sequential.forward(model, x)
 
     model.forward = forward
-    look = seen(model, X, loss=lambda out: out.float().sum())
-    dtypes = {(row.name, row.what): row.dtype for row in look.rows}
+    snapshot = seen(model, X, loss=lambda out: out.float().sum())
+    dtypes = {(row.name, row.what): row.dtype for row in snapshot.rows}
     low = "float32" if region == "emulated" else "bfloat16"
-    assert look.low_dtype == "bfloat16"
+    assert snapshot.low_dtype == "bfloat16"
     assert (dtypes["0", "flow"], dtypes["2", "activation"]) == (low, low)
     assert dtypes["0", "gradient"] == "float32"
-    assert rows_of(look)["0", "gradient"] == histogram(model[0].weight.grad, model[0].bias.grad)
+    assert rows_of(snapshot)["0", "gradient"] == histogram(model[0].weight.grad, model[0].bias.grad)
     assert seen(model, X, low_dtype=torch.float8_e5m2, loss=lambda out: out.sum()).low_dtype == "float8_e5m2"
 
 
@@ -206,26 +206,26 @@ def test_gradients_of_a_sparse_embedding_are_the_rows_that_were_used() -> None:
 
 
 def test_the_first_pass_and_every_nth_after_it_are_sampled() -> None:
-    model, looks = mlp(), []
-    with Lens(model, every=3, on_look=looks.append):
+    model, snapshots = mlp(), []
+    with Lens(model, every=3, on_snapshot=snapshots.append):
         train(model, 8)
-    assert [look.index for look in looks] == [0, 3, 6]
+    assert [snapshot.index for snapshot in snapshots] == [0, 3, 6]
 
 
 def test_passes_without_gradients_do_not_count() -> None:
-    model, looks = mlp(), []
-    with Lens(model, every=2, on_look=looks.append) as lens:
+    model, snapshots = mlp(), []
+    with Lens(model, every=2, on_snapshot=snapshots.append) as lens:
         for _ in range(4):
             with torch.no_grad():
                 model(X)
             with torch.inference_mode():
                 model(X)
             train(model, 1)
-        assert lens.last == looks[-1]
-    assert [look.index for look in looks] == [0, 2]
+        assert lens.last == snapshots[-1]
+    assert [snapshot.index for snapshot in snapshots] == [0, 2]
 
 
-def test_a_pass_that_no_gradient_comes_back_from_gives_no_look() -> None:
+def test_a_pass_that_no_gradient_comes_back_from_gives_no_snapshot() -> None:
     model = mlp()
     with Lens(model, every=1) as lens:
         model(X)
@@ -237,16 +237,16 @@ def test_a_pass_that_no_gradient_comes_back_from_gives_no_look() -> None:
 
 
 def test_two_calls_of_the_model_before_one_backward() -> None:
-    model, looks = mlp(), []
-    with Lens(model, every=10, on_look=looks.append):
+    model, snapshots = mlp(), []
+    with Lens(model, every=10, on_snapshot=snapshots.append):
         (model(X) * model(-X)).sum().backward()
         train(model, 1)
-        assert len(looks) == 1
-    assert rows_of(looks[0])["2", "activation"].total == 8  # of the first call
-    assert rows_of(looks[0])["2", "gradient"].total == 12
+        assert len(snapshots) == 1
+    assert rows_of(snapshots[0])["2", "activation"].total == 8  # of the first call
+    assert rows_of(snapshots[0])["2", "gradient"].total == 12
 
 
-def test_a_second_backward_after_the_look_is_not_seen() -> None:
+def test_a_second_backward_after_the_snapshot_is_not_seen() -> None:
     model = mlp()
     with Lens(model) as lens:
         loss = model(X).sum()
@@ -256,17 +256,17 @@ def test_a_second_backward_after_the_look_is_not_seen() -> None:
         assert lens.last is first
 
 
-def test_every_can_be_changed_and_a_closed_lens_keeps_its_last_look() -> None:
+def test_every_can_be_changed_and_a_closed_lens_keeps_its_last_snapshot() -> None:
     model, trace = mlp(), Trace()
-    lens = Lens(model, every=2, on_look=trace.look)
+    lens = Lens(model, every=2, on_snapshot=trace.add_snapshot)
     train(model, 3)
     lens.every = 1
     train(model, 2)
     lens.close()
     lens.close()
     train(model, 2)
-    assert [look.index for look in trace.looks] == [0, 2, 3, 4]
-    assert lens.last == trace.looks[-1]
+    assert [snapshot.index for snapshot in trace.snapshots] == [0, 2, 3, 4]
+    assert lens.last == trace.snapshots[-1]
     assert hooks(model) == 0
 
 
@@ -275,17 +275,25 @@ def test_every_can_be_changed_and_a_closed_lens_keeps_its_last_look() -> None:
 
 @pytest.mark.parametrize("kind", scalers())
 def test_the_scale_and_the_step_are_those_of_the_loss_that_was_sampled(kind: str) -> None:
-    model, looks = mlp(), []
+    model, snapshots = mlp(), []
     scaler = scalers()[kind](model)
-    with Lens(model, every=2, scaler=scaler, on_look=looks.append):
+    with Lens(model, every=2, scaler=scaler, on_snapshot=snapshots.append):
         train(model, 5, scaler=scaler)
-    assert [(look.index, look.scale) for look in looks] == [(0, 2.0**10), (2, 2.0**12), (4, 2.0**14)]
-    shifts = {row.histogram.peak_exponent for look in looks for row in look.rows if row.what == "flow"}
+    assert [(snapshot.index, snapshot.scale) for snapshot in snapshots] == [
+        (0, 2.0**10),
+        (2, 2.0**12),
+        (4, 2.0**14),
+    ]
+    shifts = {
+        row.histogram.peak_exponent for snapshot in snapshots for row in snapshot.rows if row.what == "flow"
+    }
     assert max(shifts) - min(shifts) >= 4
-    for look in looks[1:]:
-        powers = int(math.log2(look.scale)) - 10
+    for snapshot in snapshots[1:]:
+        powers = int(math.log2(snapshot.scale)) - 10
         flows = [
-            (new, old) for new, old in zip(look.rows, looks[0].rows, strict=True) if new.what != "activation"
+            (new, old)
+            for new, old in zip(snapshot.rows, snapshots[0].rows, strict=True)
+            if new.what != "activation"
         ]
         assert all(new.histogram == old.histogram.shifted(powers) for new, old in flows)
 
@@ -311,18 +319,18 @@ def test_a_scaler_that_does_not_scale_has_scale_one() -> None:
 
 
 def test_with_accumulation_a_pass_is_a_micro_batch_of_the_scalers_step() -> None:
-    model, looks = mlp(), []
+    model, snapshots = mlp(), []
     scaler = GradScaler("cpu", policy=Static(4.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Lens(model, every=3, scaler=scaler, on_look=looks.append):
+    with Lens(model, every=3, scaler=scaler, on_snapshot=snapshots.append):
         for _ in range(4):
             for _ in range(2):
                 scaler.scale(model(X).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    assert [look.index for look in looks] == [0, 1, 3]
-    first, second, _ = map(rows_of, looks)
+    assert [snapshot.index for snapshot in snapshots] == [0, 1, 3]
+    first, second, _ = map(rows_of, snapshots)
     assert first == second  # one micro-batch's gradients, not their sum
 
 
@@ -343,7 +351,7 @@ class Overflowing(nn.Module):
         return self.third(self.second(x) * 2.0**-4).float() * 2.0**9
 
 
-def overflow(scale: float) -> Look:
+def overflow(scale: float) -> Snapshot:
     model, scaler = Overflowing().half(), GradScaler("cpu", policy=Static(scale))
     with Lens(model, scaler=scaler) as lens:
         scaler.scale(model(torch.ones(1, 2).half()).sum()).backward()
@@ -364,19 +372,19 @@ def test_the_first_module_to_overflow_and_the_path_of_the_inf() -> None:
 
 
 def test_the_pass_after_a_skipped_step_is_sampled_once_for_all_skips_in_a_row() -> None:
-    model, looks = mlp(), []
+    model, snapshots = mlp(), []
     scaler = GradScaler("cpu", policy=Dynamic(init_scale=2.0**10))
-    with Lens(model, every=100, scaler=scaler, on_look=looks.append):
+    with Lens(model, every=100, scaler=scaler, on_snapshot=snapshots.append):
         for factor in (1.0, 1.0, INF, INF, INF, 1.0, 1.0, INF, 1.0, 1.0):
             train(model, 1, scaler=scaler, factor=factor)
-    assert [look.index for look in looks] == [0, 3, 8]
-    assert [look.first_overflow is None for look in looks] == [True, False, True]
+    assert [snapshot.index for snapshot in snapshots] == [0, 3, 8]
+    assert [snapshot.first_overflow is None for snapshot in snapshots] == [True, False, True]
 
 
 def test_skips_that_only_a_device_knows_of_are_not_asked_for() -> None:
-    model, looks = mlp(), []
+    model, snapshots = mlp(), []
     scaler = GradScaler("cpu", capturable=True)
-    with Lens(model, scaler=scaler, on_look=looks.append):
+    with Lens(model, scaler=scaler, on_snapshot=snapshots.append):
         train(model, 1, scaler=scaler)
         train(model, 3, scaler=scaler, factor=INF)
-    assert len(looks) == 1
+    assert len(snapshots) == 1

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp import Look, PolicyError, UsageError
+from preamp import PolicyError, Snapshot, UsageError
 from preamp.torch import Lens
 
 from .lens_models import X, hooks, mlp, rows_of, scalers, seen, train
@@ -114,7 +114,7 @@ def test_a_pass_without_a_backward_pass_leaves_no_hook_behind() -> None:
 
 
 @pytest.mark.parametrize("handles_an_error", [False, True])
-def test_a_forward_that_fails_leaves_no_hook_and_no_look(handles_an_error: bool) -> None:
+def test_a_forward_that_fails_leaves_no_hook_and_no_snapshot(handles_an_error: bool) -> None:
     model = mlp()
     with Lens(model, every=2) as lens:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -135,8 +135,8 @@ def test_a_forward_that_fails_leaves_no_hook_and_no_look(handles_an_error: bool)
 
 @pytest.mark.parametrize("moment", ["before", "after a forward", "after a backward"])
 def test_copies_of_a_model_have_no_lens(moment: str) -> None:
-    model, looks = mlp(), []
-    with Lens(model, every=1, on_look=looks.append):
+    model, snapshots = mlp(), []
+    with Lens(model, every=1, on_snapshot=snapshots.append):
         if moment != "before":
             loss = model(X).sum()
             if moment == "after a backward":
@@ -154,7 +154,7 @@ def test_copies_of_a_model_have_no_lens(moment: str) -> None:
             assert torch.equal(twin(X), model[2](model[1](model[0](X))))
             train(twin, 2)
         model.load_state_dict(copies[0].state_dict())
-    assert len(looks) == (moment == "after a backward")
+    assert len(snapshots) == (moment == "after a backward")
 
 
 def test_two_lenses_on_one_model_see_the_same() -> None:
@@ -199,10 +199,10 @@ def test_a_compiled_model_runs_eagerly_when_it_is_sampled_and_is_compiled_once()
     model = mlp()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     plain = rows_of(seen(model, X))
-    looks: list[Look] = []
-    with Lens(compiled, every=3, on_look=looks.append):
+    snapshots: list[Snapshot] = []
+    with Lens(compiled, every=3, on_snapshot=snapshots.append):
         train(compiled, 7)
-    assert [rows_of(look) for look in looks] == [plain] * 3
+    assert [rows_of(snapshot) for snapshot in snapshots] == [plain] * 3
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     assert torch._dynamo.eval_frame._stance.stance == "default"
@@ -210,15 +210,15 @@ def test_a_compiled_model_runs_eagerly_when_it_is_sampled_and_is_compiled_once()
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_step_that_is_compiled_whole_is_not_seen_and_not_broken() -> None:
-    model, looks = mlp(), []
-    with Lens(model, every=1, on_look=looks.append):
+    model, snapshots = mlp(), []
+    with Lens(model, every=1, on_snapshot=snapshots.append):
         step = torch.compile(lambda x: model(x).sum(), backend="aot_eager", fullgraph=True)
         with pytest.warns(
             UserWarning, match=r"records nothing of this call: it is compiled.*Lens\(compiled\)"
         ):
             step(X).backward()
         step(X).backward()  # the compiled step says nothing, and has nothing to run for it
-    assert looks == []
+    assert snapshots == []
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -256,10 +256,10 @@ def test_under_torch_func_nothing_is_seen_and_nothing_breaks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ({"model": "mlp"}, r"model='mlp' is no module\. Write Lens\(model\)"),
+        ({"model": "mlp"}, r"model='mlp' is not a torch.nn.Module\. Write Lens\(model\)"),
         ({"every": 0}, r"every=0 must be a whole number of at least 1\. Write every=100"),
         ({"every": 2.5}, "every=2.5"),
-        ({"on_look": []}, r"on_look=\[\] cannot be called\. Write on_look=trace\.look"),
+        ({"on_snapshot": []}, r"on_snapshot=\[\] cannot be called\. Write on_snapshot=trace\.add_snapshot"),
         ({"scaler": 3.0}, r"scaler=3\.0 has no loss scale\. Write scaler=GradScaler\(\)"),
         ({"low_dtype": "half"}, r"low_dtype='half' is unknown\. Write one of 'float16'"),
         ({"low_dtype": torch.float64}, "low_dtype=torch.float64 is unknown"),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from preamp import Look, LookRow, Static
+from preamp import Snapshot, SnapshotRow, Static
 from preamp.torch import GradScaler, Lens, autocast
 from preamp.torch.lens.exponents import CHUNK, add, count, read
 
@@ -22,7 +22,7 @@ from .lens_models import X, histogram, mlp, seen
 few = settings(deadline=None, max_examples=60)
 
 
-def by_name(rows: tuple[LookRow, ...]) -> dict[str, LookRow]:
+def by_name(rows: tuple[SnapshotRow, ...]) -> dict[str, SnapshotRow]:
     named = {row.name: row for row in rows}
     assert len(named) == len(rows)
     return named
@@ -40,7 +40,7 @@ def extremes(*tensors: Tensor) -> tuple[float | None, float | None, int]:
     )
 
 
-def exact(row: LookRow) -> tuple[float | None, float | None, int | None]:
+def exact(row: SnapshotRow) -> tuple[float | None, float | None, int | None]:
     return row.smallest, row.largest, row.nans
 
 
@@ -82,9 +82,9 @@ def test_extremes_of_many_pieces_are_those_of_the_whole() -> None:
 
 def test_inputs_and_weights_are_those_of_the_pass() -> None:
     model = mlp()
-    look = seen(model, X)
+    snapshot = seen(model, X)
     hidden = model[0](X)
-    inputs, weights = by_name(look.inputs), by_name(look.weights)
+    inputs, weights = by_name(snapshot.inputs), by_name(snapshot.weights)
     for name, tensor in {"0": X, "1": hidden, "2": model[1](hidden)}.items():
         assert inputs[name].histogram == histogram(tensor)
         assert exact(inputs[name]) == extremes(tensor)
@@ -93,17 +93,17 @@ def test_inputs_and_weights_are_those_of_the_pass() -> None:
         assert weights[name].histogram == histogram(*parameters)
         assert exact(weights[name]) == extremes(*parameters)
     assert set(weights) == {"0", "2"}
-    assert {row.what for row in look.inputs} == {"input"}
-    assert {row.what for row in look.weights} == {"weight"}
-    assert {row.direction for row in (*look.inputs, *look.weights)} == {"forward"}
-    for row in look.rows:
+    assert {row.what for row in snapshot.inputs} == {"input"}
+    assert {row.what for row in snapshot.weights} == {"weight"}
+    assert {row.direction for row in (*snapshot.inputs, *snapshot.weights)} == {"forward"}
+    for row in snapshot.rows:
         assert row.direction == ("forward" if row.what == "activation" else "backward")
         assert row.largest is not None
 
 
 def test_gradients_alone_have_neither_inputs_nor_weights() -> None:
-    look = seen(mlp(), X, activations=False)
-    assert look.inputs == look.weights == ()
+    snapshot = seen(mlp(), X, activations=False)
+    assert snapshot.inputs == snapshot.weights == ()
 
 
 class Mixed(nn.Module):
@@ -124,8 +124,8 @@ class Mixed(nn.Module):
 
 def test_keywords_overwritten_inputs_and_parameters_of_several_modules() -> None:
     model = Mixed()
-    look = seen(model, X)
-    inputs, weights = by_name(look.inputs), by_name(look.weights)
+    snapshot = seen(model, X)
+    inputs, weights = by_name(snapshot.inputs), by_name(snapshot.weights)
     hidden = model.first(X)
     clean = model.again(hidden)
     assert inputs["again"].histogram == histogram(hidden)
@@ -136,7 +136,7 @@ def test_keywords_overwritten_inputs_and_parameters_of_several_modules() -> None
     assert weights[""].histogram.total == 1
     assert weights["frozen"].histogram == histogram(*model.frozen.parameters())
     assert (weights["unused"].dtype, weights["unused"].histogram.total) == ("float16", 6)
-    assert look.low_dtype == "float16"
+    assert snapshot.low_dtype == "float16"
 
 
 def test_a_weight_or_an_input_in_another_dtype_does_not_decide_what_overflows() -> None:
@@ -156,9 +156,9 @@ def test_extremes_are_exact_in_regions_that_round(emulate: bool) -> None:
     model[1].register_forward_hook(lambda *call: kept.append(call[2].detach().clone()))
     with autocast("cpu", torch.float16, emulate=emulate), Lens(model) as lens:
         model(X).sum().backward()
-        look = lens.last
-    assert look is not None
-    rows = {row.name: row for row in look.rows if row.what == "activation"}
+        snapshot = lens.last
+    assert snapshot is not None
+    rows = {row.name: row for row in snapshot.rows if row.what == "activation"}
     assert exact(rows["1"]) == extremes(*kept)
 
 
@@ -196,7 +196,7 @@ def test_numbers_are_those_of_the_underflow_and_overflow_detector_of_transformer
         nn.Sigmoid(),
         nn.Linear(8, 2),
     )
-    look = seen(model, X)
+    snapshot = seen(model, X)
     debug_utils.DebugUnderflowOverflow(model, trace_batch_nums=[0])
     model(X)
     theirs: dict[tuple[str, str], list[str]] = {}
@@ -211,7 +211,7 @@ def test_numbers_are_those_of_the_underflow_and_overflow_detector_of_transformer
             name = line.split()[0]
     ours = {
         (row.name, row.what): f"{row.largest:.2e}"
-        for row in (*look.inputs, *look.weights, *look.rows)
+        for row in (*snapshot.inputs, *snapshot.weights, *snapshot.rows)
         if row.direction == "forward"
     }
     assert ours == {key: max(theirs[key], key=float) for key in ours}
@@ -236,7 +236,7 @@ class Neck(nn.Module):
         return self.head(x)
 
 
-def look_at(model: nn.Module, batch: Tensor, scale: float = 1.0) -> Look:
+def look_at(model: nn.Module, batch: Tensor, scale: float = 1.0) -> Snapshot:
     scaler = GradScaler("cpu", policy=Static(scale))
     with Lens(model, scaler=scaler) as lens:
         scaler.scale(model(batch).float().sum()).backward()
@@ -265,9 +265,9 @@ def test_inf_and_nan_are_counted_apart() -> None:
     model = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[math.inf, 1.0], [1.0, 0.0]]))
-    look = seen(model, torch.tensor([[1.0, math.nan], [1.0, 0.0]]))
-    weight, given = by_name(look.weights)[""], by_name(look.inputs)[""]
+    snapshot = seen(model, torch.tensor([[1.0, math.nan], [1.0, 0.0]]))
+    weight, given = by_name(snapshot.weights)[""], by_name(snapshot.inputs)[""]
     assert (weight.histogram.nonfinite, weight.nans) == (1, 0)
     assert (given.histogram.nonfinite, given.nans) == (1, 1)
-    assert "1 inf" in str(look)
-    assert "1 NaN" in str(look)
+    assert "1 inf" in str(snapshot)
+    assert "1 NaN" in str(snapshot)

@@ -9,11 +9,11 @@ from preamp import (
     Dynamic,
     ExponentHistogram,
     Headroom,
-    Look,
     Policy,
     PolicyError,
     PreampError,
     Reading,
+    Snapshot,
     State,
     Static,
     Step,
@@ -78,11 +78,11 @@ def record(path: Path) -> Summary:
     assert_type(trace[1:], list[Step])
     assert_type([step.culprits for step in trace], list[tuple[str, ...]])
     assert_type(trace[0].loss, float | None)
-    looks: list[Look] = list(trace.looks)
-    assert_type(looks[0].best_scale(), float | None)
-    assert_type(looks[0].rows[0].histogram, ExponentHistogram)
-    assert_type(looks[0].table(modules=None), str)
-    row = (*looks[0].inputs, *looks[0].weights)[0]
+    snapshots: list[Snapshot] = list(trace.snapshots)
+    assert_type(snapshots[0].best_scale(), float | None)
+    assert_type(snapshots[0].rows[0].histogram, ExponentHistogram)
+    assert_type(snapshots[0].table(modules=None), str)
+    row = (*snapshots[0].inputs, *snapshots[0].weights)[0]
     assert_type(row.direction, Literal["forward", "backward"])
     assert_type(row.largest, float | None)
     assert_type(row.nans, int | None)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from preamp import Dynamic, Look, Step, casting
+from preamp import Dynamic, Snapshot, Step, casting
 from preamp.autocasting.report import CastReport
 from preamp.jax import (
     FlowSlot,
@@ -69,7 +69,7 @@ def by_hand(w: jax.Array, x: jax.Array) -> LossScale:
     return scale
 
 
-def see(w: jax.Array) -> Look:
+def see(w: jax.Array) -> Snapshot:
     slot: FlowSlot = flow_slot()
     assert_type(watch(w, slot), jax.Array)
     return snapshot(exponent_histogram(w), index=3, scale=8.0, low_dtype="float16")

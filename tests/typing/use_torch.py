@@ -4,7 +4,7 @@ from typing import Any, assert_type
 
 import torch
 
-from preamp import Dynamic, Look, Policy, Step, Trace, casting
+from preamp import Dynamic, Policy, Snapshot, Step, Trace, casting
 from preamp.autocasting.report import CastReport
 from preamp.torch import (
     GradScaler,
@@ -104,9 +104,9 @@ def optimize(model: torch.nn.Module, loss: torch.Tensor) -> torch.optim.Optimize
     return optimizer
 
 
-def look(model: torch.nn.Module, scaler: GradScaler, loss: torch.Tensor) -> dict[str, float]:
-    with Lens(model, 10, scaler=scaler, on_look=Trace().look, low_dtype=torch.float16) as lens:
-        assert_type(lens.last, Look | None)
+def snapshot(model: torch.nn.Module, scaler: GradScaler, loss: torch.Tensor) -> dict[str, float]:
+    with Lens(model, 10, scaler=scaler, on_snapshot=Trace().add_snapshot, low_dtype=torch.float16) as lens:
+        assert_type(lens.last, Snapshot | None)
         assert_type(lens.every, int)
     layers = LayerwiseScale(model, every=10)
     layers.backward(loss)
@@ -131,5 +131,5 @@ def mistakes(model: torch.nn.Module, scaler: GradScaler, optimizer: torch.optim.
     LossScaleOptimizer(optimizer, clipnorm="1")  # type: ignore[arg-type]
     LossScaleOptimizer(optimizer, unknown=1)  # type: ignore[call-arg]
     Lens(scaler)  # type: ignore[arg-type]
-    Lens(model, on_look=3)  # type: ignore[arg-type]
+    Lens(model, on_snapshot=3)  # type: ignore[arg-type]
     LayerwiseScale(model, dtype="float16")  # type: ignore[arg-type]

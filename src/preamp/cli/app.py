@@ -36,7 +36,7 @@ from preamp.policy import Dynamic
 from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab
 from preamp.record.trace import Trace
-from preamp.record.trace_files import paths_of_ranks
+from preamp.record.trace_ranks import paths_of_ranks
 from preamp.simulation.processes import Process
 from preamp.systems.dialects import ALL
 

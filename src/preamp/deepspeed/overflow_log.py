@@ -1,8 +1,8 @@
-"""One log record for every skipped step: the scale before and after, and the parameters concerned.
+"""Log skipped steps: the scale before and after, and the parameters with non-finite gradients.
 
-The records go to the logger "preamp.deepspeed" as warnings, from rank 0 only. A run that diverges skips every
-step, on a thousand nodes at once. So the records are limited to a few a minute, and the next one says how
-many were left out.
+The records go to the logger "preamp.deepspeed" as warnings, from rank 0 alone. A run that diverges skips
+every step, on a thousand nodes at once: beyond a few records a minute, skipped steps are counted instead of
+logged, and the next record gives the count.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from preamp.checks import positive, whole
-from preamp.deepspeed.engine.ranks import rank
+from preamp.deepspeed.ranks import rank
 from preamp.scaling import Step
 
 LOGGER = logging.getLogger("preamp.deepspeed")
-NAMES = 3  # that a message holds; the record's `culprits` has all
+NAMES = 3  # in a message; the record's `culprits` has all
 
 
 class OverflowLog:

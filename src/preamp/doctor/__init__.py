@@ -1,10 +1,11 @@
-"""Why a recorded run failed or lost steps, in plain sentences with numbers, and what to write instead.
+"""Diagnose a recorded run: why it failed or lost steps, in plain sentences, and the line to write.
 
-`record` counts what a trace shows, `history` finds where a run failed and what came before, and `chain` where
-in the step the first inf or NaN was, by what a lens saw. `causes` follows the step with them; `data`,
-`updates` (weights), `forward`, `losses` and `backward` hold what is said of each. `idle` finds runs in which
-nothing is lost and nothing is learned. `skipping` and `room` say what the trace means for the scale, `values`
-what a lens saw, `advice` how a rule is written, `diagnosis` puts them together. Nothing is printed here.
+`evidence` counts what a trace shows, `history` finds where the run failed, and `first_nonfinite` finds the
+first inf or NaN of a step in a lens's snapshot. From these `causes` follows the step in its own order: the
+findings are worded in `batches`, `updates` (of weights), `forward` (with the loss) and `backward`.
+`not_learning` covers runs that lose nothing and learn nothing; `skipped_steps` and `headroom` the loss scale;
+`snapshots` what snapshots show by themselves. `advice` turns settings into code, and `diagnosis` combines the
+findings.
 """
 
 from preamp.doctor.diagnosis import Diagnosis, diagnose

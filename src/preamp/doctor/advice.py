@@ -1,7 +1,4 @@
-"""A rule for the scale as a record names it, with other settings, and as the line to write.
-
-This room turns settings into policies and policies into text. It refuses to know why a setting should change.
-"""
+"""Read a policy from a record, change its settings, and write it as code or as flags."""
 
 from __future__ import annotations
 
@@ -19,28 +16,29 @@ from preamp.record.formatting import kebab
 from preamp.systems.definition import Dialect
 from preamp.systems.dialects import ALL
 
-PLAIN_BELOW = 2.0**10  # powers of two up to here are read as they are
+PLAIN_BELOW = 2.0**10  # powers of two up to here are written as plain numbers
 
 
 def recorded_policy(text: object) -> Policy[Any] | None:
-    """Return the policy whose `repr` a record holds; None for a rule that is not known here.
+    """Return the policy whose `repr` a record holds; None for an unknown one.
 
     >>> recorded_policy("Dynamic(growth_interval=100)").growth_interval
     100
     """
     try:
-        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # whoever wrote it
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of text that may be anything
             return _evaluated(ast.parse(str(text), mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, PolicyError):
         return None
 
 
 def _evaluated(node: ast.expr) -> Policy[Any] | None:
-    """Return what a name of ours stands for, called with literals or not. Nothing else is run."""
+    """Return the policy of an expression: a name of ours, perhaps called with literals. Runs nothing else."""
     if not isinstance(node, ast.Call):
         return _named(node) if isinstance(node, ast.Attribute) else None
     make: Any = _named(node.func)
-    with warnings.catch_warnings(action="ignore", category=InexactScale):  # said when it was made
+    # The run itself warned of what is inexact.
+    with warnings.catch_warnings(action="ignore", category=InexactScale):
         settings = {str(word.arg): _value(word.value) for word in node.keywords}
         return make and make(*map(ast.literal_eval, node.args), **settings)  # type: ignore[no-any-return]
 
@@ -59,29 +57,29 @@ def _named(node: ast.expr) -> Any:
 
 
 def changed(policy: Policy[Any] | None, settings: Mapping[str, Any]) -> Policy[Any]:
-    """Return a policy with other settings. One that lacks such a setting gives way to a `Dynamic`.
+    """Return a policy with other settings; a `Dynamic` where the policy lacks one of them.
 
     Args:
-        policy: the rule in use; None for one that is not known.
-        settings: values by name, that hold together with the others or take precedence over them.
+        policy: the one in use; None if unknown.
+        settings: new values by name. Where they contradict others, such as a bound, the others give way.
     """
     before = policy.policy if isinstance(policy, Dialect) else policy or Dynamic()
     known, usual = before.get_config(), Dynamic().get_config()
     with warnings.catch_warnings(action="ignore", category=InexactScale):
         if set(settings) <= set(known):
-            # How another system rounds a product is of no use to whoever writes the line.
+            # A setting that imitates how another system rounds is of no use in the line to write.
             plain = {}
             if isinstance(before, Moving):
                 plain["compat"] = replace(before.compat, factor_dtype=Compat.factor_dtype)
-            return replace(before, **_holding(known, {**plain, **settings}))
-        if "scale" in known:  # of a constant that is to move
+            return replace(before, **_within_bounds(known, {**plain, **settings}))
+        if "scale" in known:  # a constant scale becomes a dynamic one
             settings = {"init_scale": settings.get("scale", known["scale"]), **settings}
         settings = {name: value for name, value in settings.items() if name in usual}
-        return Dynamic(**_holding({name: known.get(name, usual[name]) for name in usual}, settings))
+        return Dynamic(**_within_bounds({name: known.get(name, usual[name]) for name in usual}, settings))
 
 
-def _holding(known: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which the first scale lies between the bounds."""
+def _within_bounds(known: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the first scale between the bounds."""
     held = {**known, **settings}
     first, low, high = (held.get(name) for name in ("init_scale", "min_scale", "max_scale"))
     if first is not None and low is not None and "min_scale" not in settings:
@@ -95,34 +93,37 @@ def _holding(known: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
 
 
 def as_code(policy: Policy[Any]) -> str:
-    """Return the expression that makes a policy.
+    """Return the Python expression for a policy.
 
     >>> as_code(Dynamic(init_scale=2.0**24, growth_interval=500))
     'Dynamic(init_scale=2.0**24, growth_interval=500)'
     """
-    settings = ", ".join(f"{name}={_number(value)}" for name, value in _told(policy).items())
+    settings = ", ".join(f"{name}={_number(value)}" for name, value in _non_defaults(policy).items())
     return f"{type(policy).__name__}({settings})"
 
 
 def as_flags(policy: Policy[Any], settings: Mapping[str, Any]) -> str:
-    """Return the flags of the command line that ask for a policy; "" where none do.
+    """Return the command-line flags for a policy; "" where there are none.
 
     >>> as_flags(Dynamic(init_scale=2.0**24), {"growth_interval": 2000})
     '--policy.init-scale 16777216 --policy.growth-interval 2000'
     """
     name = type(policy).__name__
     if RULES.get(name) is not type(policy) or any(
-        isinstance(value, tuple | Compat) for value in _told(policy).values()
+        isinstance(value, tuple | Compat) for value in _non_defaults(policy).values()
     ):
         return ""
-    told = {**_told(policy), **{name: getattr(policy, name) for name in settings if hasattr(policy, name)}}
+    shown = {
+        **_non_defaults(policy),
+        **{name: getattr(policy, name) for name in settings if hasattr(policy, name)},
+    }
     rule = [] if isinstance(policy, Dynamic) else [f"--rule {kebab(name)}"]
-    words = [f"--policy.{name.replace('_', '-')} {_word(value)}" for name, value in told.items()]
+    words = [f"--policy.{name.replace('_', '-')} {_word(value)}" for name, value in shown.items()]
     return " ".join([*rule, *words])
 
 
-def _told(policy: Policy[Any]) -> dict[str, Any]:
-    """Return the settings that are not their defaults."""
+def _non_defaults(policy: Policy[Any]) -> dict[str, Any]:
+    """Return the settings that differ from their defaults."""
     values = {field.name: (getattr(policy, field.name), field.default) for field in fields(policy)}
     return {name: value for name, (value, default) in values.items() if value != default}
 

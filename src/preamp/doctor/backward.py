@@ -1,4 +1,4 @@
-"""Why gradients are not finite though the loss is: a derivative, another pass, gradients that explode."""
+"""Findings about the backward pass: a derivative that is inf or NaN, another pass, exploding gradients."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from preamp.record.formatting import of_steps, power, two_to
 
 NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
 FAR_BEYOND_FIRST: Final = 10.0
-"""Of the first norms: where the loss is nearly 0, norms are small and one batch may bring the first back."""
+"""Times the first norms: where the loss is nearly 0, norms are small and one batch may be like the first."""
 EXPLODED: Final = 10
-"""From so many powers of two between the first and the largest gradient in backward, they explode."""
+"""Gradients explode if the largest one in backward is this many powers of two above the first."""
 FAR_ABOVE: Final = 16.0  # of gradients, compared with the largest norm of all other steps
-LARGEST: Final = 2.0**24  # a gradient that is no overflow, where no norm is known
-SPAN: Final = 2.0**8  # from the highest to the lowest scale at which steps overflow all the same
+LARGEST: Final = 2.0**24  # no gradient is larger, where no norm is known
+SPAN: Final = (
+    2.0**8
+)  # between the highest and the lowest scale of steps whose overflow the scale cannot explain
 USUAL: Final = 10.0  # of losses, compared with their median
 MOSTLY: Final = 0.9
 
 
 def in_backward(record: Record, end: Failure, source: Break | None) -> Finding | None:
-    """Find gradients that are not finite at any scale; None where the scale may be to blame."""
+    """Find gradients that are not finite at any scale; None where the scale may be the cause."""
     at_any = end.lowest <= record.band.normal or needs_no_scale(record.band)
     if source is not None and source.what == "overflow":
         return _overflows_at_any(record, end, source) if at_any else None
@@ -46,7 +48,7 @@ def in_backward(record: Record, end: Failure, source: Break | None) -> Finding |
     return Finding(
         kind="NaN in backward",
         severity="problem",
-        sentence=f"{loss}{scales} {Extent.of_failure(record, end).said}: this is not an overflow, the "
+        sentence=f"{loss}{scales} {Extent.of_failure(record, end).words}: this is not an overflow, the "
         f"derivative of an operation is inf or NaN.{_where_in_backward(record, source)}",
         advice=DERIVATIVES + _otherwise(record, end, source),
         numbers=counts(end),
@@ -54,13 +56,13 @@ def in_backward(record: Record, end: Failure, source: Break | None) -> Finding |
 
 
 def _otherwise(record: Record, end: Failure, source: Break | None) -> str:
-    """Return what else may be the cause, by what was not recorded."""
+    """Return what else may be the cause, depending on what was not recorded."""
     if not end.losses:
         return " If the loss itself is inf or NaN, look at the data and the loss function."
     if source is None and end.start > record.opening:
         return (
-            " If the gradients of one pass alone are finite, what is not stayed from an earlier step: call "
-            "optimizer.zero_grad() after every step, skipped or not."
+            " If the gradients of a single pass are finite, the inf or NaN is left over from an earlier "
+            "step: call optimizer.zero_grad() after every step, skipped or not."
         )
     return ""
 
@@ -72,7 +74,7 @@ DERIVATIVES: Final = (
 
 
 def _is_huge(record: Record, end: Failure) -> bool:
-    """Return whether the loss leaves the low dtype even at the lowest scale."""
+    """Return whether the scaled loss overflows the low dtype even at the lowest scale."""
     losses = record.loss.finite(end.start)
     return bool(losses) and median(map(abs, losses)) * end.lowest > record.band.largest
 
@@ -96,11 +98,11 @@ SMALLER_LOSS: Final = (
 
 
 def unnoticed(record: Record) -> Finding | None:
-    """Find inf or NaN that backward makes of small values in most looks, whether or not the step was skipped.
+    """Find inf or NaN among small gradients in most snapshots, whether or not the steps were skipped.
 
-    What comes after it in backward may drop them, so that the gradients of the parameters are finite.
+    The rest of the backward pass may drop them, so that the gradients of the parameters are finite.
     """
-    breaks = [break_of(record, look) for look in record.looks]
+    breaks = [break_of(record, snapshot) for snapshot in record.snapshots]
     found = [one.row for one in breaks if one.row is not None and _is_derivative(one)]
     if len(found) < 2 or 2 * len(found) < len(breaks):
         return None
@@ -108,40 +110,41 @@ def unnoticed(record: Record) -> Finding | None:
     return Finding(
         kind="NaN in backward",
         severity="warning",
-        sentence=f"In {len(found):,} of {len(breaks):,} looks, the gradient of the output of "
+        sentence=f"In {len(found):,} of {len(breaks):,} snapshots, the gradient of the output of "
         f"{module_name(row.name)} is the first in backward with inf or NaN, while its other values are far "
-        "from overflowing: the derivative of an operation is inf or NaN. Where steps were taken, what comes "
-        "after it in backward has dropped them.",
+        "from overflowing: the derivative of an operation is inf or NaN. Where steps were taken, the rest of "
+        "the backward pass has dropped them.",
         advice=DERIVATIVES,
-        numbers={"looks": len(found)},
+        numbers={"snapshots": len(found)},
     )
 
 
 def _is_derivative(one: Break) -> bool:
-    """Return whether a gradient holds NaN, or inf where no scale is to blame, among small values."""
+    """Return whether a gradient holds NaN, or inf that no scale explains, among small values."""
     row = one.row
     is_small = one.link == "backward" and one.what == "NaN" and row is not None and row.what == "flow"
-    return is_small and (bool(row and row.nans) or one.look.scale <= 1.0)
+    return is_small and (bool(row and row.nans) or one.snapshot.scale <= 1.0)
 
 
 def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
-    """Find skipped steps whose own gradients are finite: what is not comes from another pass or rank."""
+    """Find skipped steps whose own gradients are finite: the others come from another pass or rank."""
     first = record.index[end.start]
-    looks = [look for look in record.looks if look.index >= first]
-    if not any(row.what == "gradient" for look in looks for row in look.rows):
+    snapshots = [snapshot for snapshot in record.snapshots if snapshot.index >= first]
+    if not any(row.what == "gradient" for snapshot in snapshots for row in snapshot.rows):
         return None
     here = bool(record.culprits_from(end.start)) or _is_carried(record, end)
     return Finding(
         kind="gradients not cleared" if here else "another rank",
         severity="problem",
-        sentence=f"Steps are skipped {Extent.of_failure(record, end).said}, but what one pass adds to the "
-        "gradients is finite: "
+        sentence=f"Steps are skipped {Extent.of_failure(record, end).words}, but the gradients of a single "
+        "pass are finite: "
         + (
             f"an inf from an earlier step was never cleared.{first_parameter(record) or _carried_words(end)}"
             if here
             else "the gradients of another rank, or of an earlier step, are not."
             if not record.culprits
-            else "no parameter of this rank is named in these steps: another rank most likely has it."
+            else "no parameter of this rank is named in these steps, so another rank most likely has the "
+            "inf or NaN."
         ),
         advice="Call optimizer.zero_grad() after every step, skipped or not"
         + (
@@ -150,21 +153,22 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
             if here
             else ". With several ranks, look at their records. "
         )
-        + "Where the loop carries sums of gradients itself, begin them with zeros: inf times 0 is NaN.",
+        + "If your loop accumulates gradients itself, initialize them with zeros: multiplying inf by 0 gives "
+        "NaN.",
         numbers=counts(end),
     )
 
 
 def _is_carried(record: Record, end: Failure) -> bool:
-    """Return whether gradients kept an older scale while the rule lowered it: they are of an earlier pass."""
+    """Return whether gradients kept an older scale while the policy lowered it, as those of old passes do."""
     new, scales = record.new_scale, record.scales
     pairs = [(new[place - 1], scales[place]) for place in range(end.start + 1, len(record))]
-    lowered = [scale for told, scale in pairs if told is not None and told < scale]
+    lowered = [scale for new_scale, scale in pairs if new_scale is not None and new_scale < scale]
     return len(lowered) >= FEWEST and len(lowered) >= MOSTLY * len(pairs)
 
 
 def _carried_words(end: Failure) -> str:
-    return f" They still carry a scale that has been lowered since, down to {power(end.lowest)}."
+    return f" They still contain a scale that has since been lowered, down to {power(end.lowest)}."
 
 
 def _where_in_backward(record: Record, source: Break | None) -> str:
@@ -176,7 +180,7 @@ def _where_in_backward(record: Record, source: Break | None) -> str:
 
 
 def first_parameter(record: Record) -> str:
-    """Return which parameter was most often the first in backward whose gradient was not finite, or ""."""
+    """Name the parameter whose gradient was most often the first with inf or NaN; "" if unknown."""
     for name, count in record.culprits.most_common(1):
         return (
             f" In backward, {name} was the first parameter with inf or NaN in {count:,} of "
@@ -186,7 +190,7 @@ def first_parameter(record: Record) -> str:
 
 
 def exploding(record: Record) -> Finding | None:
-    """Find gradients that are now and then very much larger than just before."""
+    """Find gradients that are sometimes very much larger than just before."""
     norms = record.grad_norm.finite()
     spikes, highest = _spikes(norms)
     if spikes < FEWEST or highest < FAR_BEYOND_FIRST * median(norms[:NORM_WINDOW]):
@@ -195,7 +199,7 @@ def exploding(record: Record) -> Finding | None:
         kind="exploding gradients",
         severity="warning",
         sentence=f"{spikes:,} times the gradient norm was more than {SPIKE_OF_NORM:.0f} times that of the "
-        f"steps before, up to {number(highest)}: the gradients explode now and then.",
+        f"steps before, up to {number(highest)}: the gradients explode from time to time.",
         advice="Clip them (max_norm=1.0). In a recurrent net, take fewer time steps or smaller recurrent "
         "weights.",
         numbers={"steps": spikes, "highest": highest},
@@ -204,13 +208,13 @@ def exploding(record: Record) -> Finding | None:
 
 def _growing_backward(record: Record) -> Finding | None:
     """Find gradients that grow from module to module in backward, in a run that lowered its scale."""
-    clean = [look for look in record.looks if look.first_overflow is None]
+    clean = [snapshot for snapshot in record.snapshots if snapshot.first_overflow is None]
     if not clean or max(record.opening, len(record.skips)) < FEWEST:
         return None
-    look = clean[-1]
+    snapshot = clean[-1]
     flows = [
         (row.histogram.peak_exponent, row.name)
-        for row in look.rows
+        for row in snapshot.rows
         if row.what == "flow" and is_in_order(row)
     ]
     known = [(peak, name) for peak, name in flows if peak is not None]
@@ -230,7 +234,7 @@ def _growing_backward(record: Record) -> Finding | None:
 
 
 def _spikes(norms: Sequence[float]) -> tuple[int, float]:
-    """Return how many norms are far above the median of those just before them, and the largest such."""
+    """Return the number of norms far above the median of those just before them, and the largest of them."""
     window: list[float] = []
     count, highest, was_high = 0, 0.0, False
     for place, norm in enumerate(norms):
@@ -251,7 +255,7 @@ def too_large(record: Record) -> Finding | None:
     if not record.late or isinstance(record.policy, Static) or not (record.opening or len(record.skips)):
         return None
     usual, found = median(record.of(record.late)), record.scales[record.opening]
-    needed = record.usual_room < FEWEST if record.usual_room is not None else found < 1.0
+    needed = record.usual_headroom < FEWEST if record.usual_headroom is not None else found < 1.0
     if usual >= 1.0 or not needed:
         return None
     return Finding(
@@ -267,8 +271,8 @@ def too_large(record: Record) -> Finding | None:
 def nan_now_and_then(record: Record) -> Finding | None:
     """Find single steps whose loss is finite and gradients are not, at scales that cannot be the reason.
 
-    At their scale no gradient overflows that is not many times larger than any that was seen. Where their
-    losses stand out, so may their gradients, and they may overflow after all.
+    At their scale only gradients many times larger than all recorded ones overflow. Steps with unusual losses
+    do not count: their gradients may be that large.
     """
     losses = record.loss.finite()
     if len(losses) < SHORT:
@@ -285,7 +289,7 @@ def nan_now_and_then(record: Record) -> Finding | None:
     places = [place for place in alike if place in certain]
     if places and _stand_out(record, places):
         return None
-    if certain and len(alike) > FEWEST and _span(record, alike) >= SPAN:  # lower scales changed nothing
+    if certain and len(alike) > FEWEST and _span(record, alike) >= SPAN:  # lower scales did not help
         places = alike
     if len(places) < FEWEST:
         return None
@@ -295,7 +299,7 @@ def nan_now_and_then(record: Record) -> Finding | None:
         severity="warning",
         sentence=f"{of_steps(len(places), len(record))} were skipped at scales from {power(highest)} down to "
         f"{power(lowest)}, where only gradients many times larger than all others overflow, and their loss "
-        "was like that of the others: this is not an overflow, the derivative of an operation is inf or NaN "
+        "was like that of other steps: this is not an overflow, the derivative of an operation is inf or NaN "
         f"for some batches.{first_parameter(record)}",
         advice=DERIVATIVES,
         numbers={"steps": len(places), "highest_scale": highest},
@@ -303,7 +307,7 @@ def nan_now_and_then(record: Record) -> Finding | None:
 
 
 def _stand_out(record: Record, places: Sequence[int]) -> bool:
-    """Return whether nearly all of some steps have a loss twice as large as most steps around them."""
+    """Return whether nearly all of some steps have a loss twice as large as most of the steps around them."""
     high = 0
     for place in places:
         around = record.loss.finite(max(0, place - NORM_WINDOW), place + NORM_WINDOW + 1)
@@ -313,13 +317,13 @@ def _stand_out(record: Record, places: Sequence[int]) -> bool:
 
 
 def _span(record: Record, places: Sequence[int]) -> float:
-    """Return how many times the highest scale of some steps is the lowest."""
+    """Return the highest scale of some steps divided by the lowest."""
     scales = [record.scales[place] for place in places]
     return max(scales) / min(scales)
 
 
 def not_by_scale(record: Record) -> list[int]:
-    """Return the skipped steps at whose scale only gradients far larger than all others overflow."""
+    """Return the skipped steps at whose scale only gradients far larger than all recorded ones overflow."""
     if _is_close(record):
         return []
     norms, largest = record.grad_norm.finite(), record.band.largest
@@ -336,9 +340,9 @@ def not_by_scale(record: Record) -> list[int]:
 def _is_close(record: Record) -> bool:
     """Return whether gradients between modules came close to overflow in most steps that were taken."""
     best = [
-        (look.best_scale(margin=0), look.scale)
-        for look in record.looks
-        if not any(row.histogram.nonfinite for row in look.rows if row.direction == "backward")
+        (snapshot.best_scale(margin=0), snapshot.scale)
+        for snapshot in record.snapshots
+        if not any(row.histogram.nonfinite for row in snapshot.rows if row.direction == "backward")
     ]
     rooms = [exponent_of(highest) - exponent_of(scale) for highest, scale in best if highest]
     return bool(rooms) and median(rooms) < FEWEST

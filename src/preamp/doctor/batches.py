@@ -1,4 +1,4 @@
-"""Batches that hold inf, NaN or values unlike all others."""
+"""Findings about batches that hold inf, NaN or values far larger than usual."""
 
 from __future__ import annotations
 
@@ -11,66 +11,67 @@ from preamp.doctor.first_nonfinite import Break
 from preamp.doctor.history import Extent
 from preamp.doctor.snapshots import module_name
 from preamp.record.formatting import two_to
-from preamp.record.snapshots import LookRow
+from preamp.record.snapshots import SnapshotRow
 
 CHECK: Final = "Check the batches before the model: `x.isfinite().all()`."
 
 
-def bad_inputs(extent: Extent, given: LookRow) -> Finding:
-    """Return the finding that the first module was given inf or NaN."""
+def bad_inputs(extent: Extent, given: SnapshotRow) -> Finding:
+    """Return the finding that the input of the first module holds inf or NaN."""
     held = "NaN" if given.nans == given.histogram.nonfinite else "inf or NaN"
     return Finding(
         kind="bad data",
         severity=extent.severity,
-        sentence=f"The loss is inf or NaN {extent.said}: the input of {module_name(given.name)}, the "
+        sentence=f"The loss is inf or NaN {extent.words}: the input of {module_name(given.name)}, the "
         f"first module, holds {held} in {given.histogram.nonfinite:,} of {given.histogram.total:,} entries, "
-        "and all weights are finite. So the input data hold it, or what is done to them first makes it. No "
+        "and all weights are finite. So the input data hold it, or the preprocessing makes it. No "
         f"loss scale helps.{_again(extent)}",
-        advice=f"{CHECK} Mend or drop such rows.",
+        advice=f"{CHECK} Fix or drop such rows.",
         numbers={**extent.numbers, "nonfinite": given.histogram.nonfinite},
     )
 
 
-def large_inputs(extent: Extent, given: LookRow, low: str) -> Finding:
-    """Return the finding that the first module was given values far larger than those of other steps."""
+def large_inputs(extent: Extent, given: SnapshotRow, low: str) -> Finding:
+    """Return the finding that the input of the first module is far larger than in other steps."""
     peak = given.histogram.peak_exponent or 0
     return Finding(
         kind="bad data",
         severity=extent.severity,
         sentence=f"The input of {module_name(given.name)}, the first module, reaches {two_to(peak)} "
-        f"{extent.said}, far more than in other steps or than {low} holds, and what follows overflows. No "
-        f"loss scale helps.{_again(extent)}",
-        advice="Look at how large the batches are before the model: `x.abs().max()`. Normalize them, and "
-        "mend or drop such rows.",
+        f"{extent.words}, far more than in other steps or more than {low} can hold, and what follows "
+        f"overflows. No loss scale helps.{_again(extent)}",
+        advice="Check how large the batches are before the model: `x.abs().max()`. Normalize them, and "
+        "fix or drop such rows.",
         numbers={**extent.numbers, "powers": peak},
     )
 
 
 def bad_first_module(extent: Extent, source: Break) -> Finding:
-    """Return the finding that the first module puts out NaN; what it was given was not recorded."""
+    """Return the finding that the output of the first module is NaN, where its input was not recorded."""
     name = module_name(source.row.name) if source.row else "the first module"
     return Finding(
         kind="bad data",
         severity=extent.severity,
-        sentence=f"The output of {name}, the first module, holds inf or NaN {extent.said}, and its other "
+        sentence=f"The output of {name}, the first module, holds inf or NaN {extent.words}, and its other "
         "values are far from overflowing: the input data hold inf or NaN. No loss scale helps.",
-        advice=f"{CHECK} Mend or drop such rows. If the inputs are finite, look at the weights that the "
-        "model starts with, and at the first module itself.",
+        advice=f"{CHECK} Fix or drop such rows. If the inputs are finite, check the initial weights and "
+        "the first module itself.",
         numbers=extent.numbers,
     )
 
 
 def bad_targets(extent: Extent) -> Finding:
-    """Return the finding that the loss is lost at once while inputs and outputs are as they were."""
+    """Return the finding that all losses are inf or NaN at once, with inputs and outputs as before."""
     return Finding(
         kind="bad data",
         severity=extent.severity,
-        sentence=f"The loss is inf or NaN {extent.said}, on every batch at once, but all outputs of modules "
-        "are finite and no larger than before: the targets hold inf, NaN or extreme values. No loss scale "
-        "helps.",
-        advice="Check the targets of these batches: `y.isfinite().all()`, and how large they are; a "
-        "placeholder such as 1e30 or -1 for what is missing counts as well. If they are right, it is the "
-        "loss function: compute it in float32, and keep what it takes the logarithm of away from 0.",
+        sentence=f"The loss is inf or NaN {extent.words}, for every batch at once, but all outputs of "
+        "modules are finite and no larger than before: the targets hold inf, NaN or extreme values. No loss "
+        "scale helps.",
+        advice="Check the targets of these batches: `y.isfinite().all()`, and how large they are. A "
+        "placeholder for missing values, such as 1e30 or -1, can do this too. If the targets are right, the "
+        "cause is the loss function: compute it in float32, and keep the arguments of logarithms "
+        "away from 0.",
         numbers=extent.numbers,
     )
 
@@ -82,16 +83,16 @@ def bad_batches(record: Record, places: Sequence[int], why: str, *, also: str = 
         record: the run.
         places: the steps.
         why: what they have in common.
-        also: another possible cause and what to do about it, to add to the advice.
+        also: another possible cause and its remedy, to add to the advice.
     """
     extent = Extent.of_steps(record, places)
     return Finding(
         kind="bad data",
         severity="warning",
-        sentence=f"{extent.said[0].upper()}{extent.said[1:]}, {why}: their batches, inputs or targets, most "
-        f"likely hold inf, NaN or extreme values.{_again(extent)}",
-        advice="Look at the data of these steps, inputs and targets: `x.isfinite().all()`, and how large "
-        f"they are. Mend or drop them.{also}",
+        sentence=f"{extent.words[0].upper()}{extent.words[1:]}, {why}: their batches, inputs or targets, "
+        f"most likely hold inf, NaN or extreme values.{_again(extent)}",
+        advice="Check the data of these steps, inputs and targets: `x.isfinite().all()`, and how large "
+        f"they are. Fix or drop them.{also}",
         numbers=extent.numbers,
     )
 

@@ -1,8 +1,8 @@
-"""Why a run failed, or lost steps, where the loss scale is not the reason.
+"""Find why a run failed, or lost steps, where the loss scale is not the reason.
 
 A step goes from the data through weights, modules and the loss to the gradients, and the first of these that
-went wrong is the cause. Each function here follows that order: with what a lens saw of the steps that
-failed, as far as there is any, and else with the history of the loss and of the gradient norm.
+is not finite is the cause. The functions here follow that order. They use snapshots of the steps that failed
+where there are any, and otherwise the history of the loss and of the gradient norm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from preamp.doctor.forward import (
     close_to_overflow,
     forward_nan,
     forward_overflow,
+    in_a_term,
+    in_loss,
     nearly_overflows,
+    seems_in_loss,
     unknown_forward,
 )
 from preamp.doctor.history import (
@@ -45,25 +48,24 @@ from preamp.doctor.history import (
     period_of,
     update_count,
 )
-from preamp.doctor.losses import in_a_term, in_loss, seems_in_loss
 from preamp.doctor.snapshots import needs_no_scale
 from preamp.doctor.updates import broken_update, diverged, diverged_in_range, not_skipped
-from preamp.record.snapshots import Look
+from preamp.record.snapshots import Snapshot
 
 SATURATED: Final = 3
-"""From this power of two on, an answer is certain: float16 has no number between 1 and its sigmoid."""
+"""The exponent of a logit from which on its sigmoid is 1 in float16."""
 EXTREME: Final = 1000.0
-"""Losses so many times the usual one come from other data, not from weights that were not updated."""
+"""A loss this many times the usual one comes from unusual data, since a skipped step keeps the weights."""
 RECENT: Final = 100
 LONE: Final = 5
-"""So few steps say nothing about whether there are more and more of them."""
+"""Too few steps to tell whether they become more frequent."""
 
 
 # A run that never recovered
 
 
 def failed(record: Record) -> Finding | None:
-    """Find why a run never recovered; None if it did, or nothing but the scale is to blame."""
+    """Find why a run never recovered; None if it did, or if only the scale can be the cause."""
     end = failure(record)
     if end is None:
         return diverged_in_range(record) or _mostly_lost(record)
@@ -76,11 +78,11 @@ def failed(record: Record) -> Finding | None:
         return not_skipped(record, end)
     if source is not None:
         return _at(record, end, source, extent)
-    return _without_look(record, end, extent)
+    return _by_history(record, end, extent)
 
 
 def _mostly_lost(record: Record) -> Finding | None:
-    """Find why the loss of most late steps is inf or NaN, where looks at such steps show it."""
+    """Find why the loss of most late steps is inf or NaN, where snapshots of such steps show it."""
     late = record.loss.values[-RECENT:]
     lost = sum(not math.isfinite(value) for value in late)
     if 2 * lost < len(late) or not of_lost(record):
@@ -91,11 +93,15 @@ def _mostly_lost(record: Record) -> Finding | None:
 def _source_of(record: Record, end: Failure) -> Break | None:
     """Return where the first inf or NaN was in the steps that failed; None without looks at them."""
     first = record.index[end.start]
-    if end.is_forward:  # what came first: later looks may show more that was lost since
-        looks = of_lost(record, end.start)[:1]
+    if end.is_forward:  # only the first: by later steps, more may be inf or NaN
+        snapshots = of_lost(record, end.start)[:1]
     else:
-        looks = [look for look in record.looks if look.index >= first and not record.is_lost(look)]
-    breaks = [break_of(record, look) for look in looks]
+        snapshots = [
+            snapshot
+            for snapshot in record.snapshots
+            if snapshot.index >= first and not record.is_lost(snapshot)
+        ]
+    breaks = [break_of(record, snapshot) for snapshot in snapshots]
     return common(breaks)
 
 
@@ -105,8 +111,8 @@ def _in_data(record: Record, end: Failure, source: Break, extent: Extent) -> Fin
         return bad_inputs(extent, source.row)
     if source.link == "weights" or not (end.is_forward or end.losses == 0):
         return None
-    large = given_far_larger(record, source.look)
-    return large_inputs(extent, large, source.look.low_dtype) if large is not None else None
+    large = given_far_larger(record, source.snapshot)
+    return large_inputs(extent, large, source.snapshot.low_dtype) if large is not None else None
 
 
 def _at(record: Record, end: Failure, source: Break, extent: Extent) -> Finding | None:
@@ -122,59 +128,59 @@ def _at(record: Record, end: Failure, source: Break, extent: Extent) -> Finding 
     if source.link == "elsewhere" and not end.is_forward:
         return not_of_this_pass(record, end)
     if end.is_forward:
-        return _without_look(record, end, extent)
+        return _by_history(record, end, extent)
     return in_backward(record, end, source)
 
 
 def _changed_at_once(record: Record, end: Failure, source: Break) -> bool:
-    """Return whether every loss is lost from one step on, though outputs are no larger than before.
+    """Return whether every loss is inf or NaN from one step on, though outputs are no larger than before.
 
-    Answers that a loss function cannot take come with some batches first. What is wrong with all batches at
-    once, while the weights stand still, came with the batches.
+    Outputs that a loss function cannot handle appear for some batches first. If all batches fail at once
+    while the weights do not change, the fault is in the batches.
     """
     if update_count(record, end.start) < FEW_UPDATES or lost_before(record, end) or not end.skips:
         return False
-    return not _may_saturate(record, source.look)
+    return not _may_saturate(record, source.snapshot)
 
 
-def _may_saturate(record: Record, look: Look) -> bool:
-    """Return whether a probability of 0 or 1, whose logarithm is inf, may be what the last outputs come to.
+def _may_saturate(record: Record, snapshot: Snapshot) -> bool:
+    """Return whether the last outputs may be probabilities of 0 or 1, whose logarithm is inf.
 
-    From 8 on, the sigmoid of an answer is 1 in float16; those of other losses grow before they overflow.
+    The sigmoid of a logit of 8 is 1 in float16; the outputs of other losses grow before they overflow.
     """
-    outputs = [row for row in look.rows if row.what == "activation"]
-    earlier = [one for one in record.looks if one.index < look.index and not record.is_lost(one)]
+    outputs = [row for row in snapshot.rows if row.what == "activation"]
+    earlier = [one for one in record.snapshots if one.index < snapshot.index and not record.is_lost(one)]
     if not outputs or not earlier:
         return True
     peak = outputs[-1].histogram.peak_exponent
-    larger = grown(earlier[0], look, "activation")
+    larger = grown(earlier[0], snapshot, "activation")
     return (peak is not None and peak >= SATURATED) or (bool(larger) and max(larger) >= FEWEST)
 
 
 def _in_forward(record: Record, end: Failure, source: Break, extent: Extent) -> Finding:
     row = source.row
-    assert row is not None  # a module has one
-    look = source.look
+    assert row is not None  # a break in a module has a row
+    snapshot = source.snapshot
     is_inf = end.inf > 0 or (row.nans is not None and row.nans < row.histogram.nonfinite)
-    if row.name == "" and row.histogram.total == 1:  # the model returns its loss
+    if row.name == "" and row.histogram.total == 1:  # a model that returns its loss
         return in_loss(extent, is_inf=is_inf)
     if source.what == "overflow" or (source.what == "unknown" and is_inf):
         return forward_overflow(extent, source, row)
-    if look.weights:  # and they are finite
-        if source.what == "unknown" and not needs_no_scale(look.band) and not source.is_first:
+    if snapshot.weights:  # and they are finite
+        if source.what == "unknown" and not needs_no_scale(snapshot.band) and not source.is_first:
             return forward_overflow(extent, source, row)
         return forward_nan(extent, source, row)
-    if source.what == "unknown" and not needs_no_scale(look.band) and not source.is_first:
+    if source.what == "unknown" and not needs_no_scale(snapshot.band) and not source.is_first:
         return forward_overflow(extent, source, row)
     if update_count(record, end.start) and not lost_before(record, end):
         return broken_update(record, end, source)
-    if source.is_first and not look.inputs:
+    if source.is_first and not snapshot.inputs:
         return bad_first_module(extent, source)
     return forward_nan(extent, source, row)
 
 
-def _without_look(record: Record, end: Failure, extent: Extent) -> Finding | None:
-    """Return what is most likely where no look shows where the first inf or NaN was."""
+def _by_history(record: Record, end: Failure, extent: Extent) -> Finding | None:
+    """Return the most likely cause where no snapshot shows the first inf or NaN."""
     if not end.is_forward:
         return in_backward(record, end, None) if end.is_backward else None
     is_gradual = lost_before(record, end) or end.not_finite < end.losses
@@ -184,34 +190,35 @@ def _without_look(record: Record, end: Failure, extent: Extent) -> Finding | Non
         return in_a_term(extent)
     if any(map(math.isinf, record.loss.values)):
         return unknown_forward(record, extent)
-    if update_count(record, end.start) and not is_gradual:  # weights that are NaN stay so
+    if update_count(record, end.start) and not is_gradual:  # NaN in weights never goes away
         return broken_update(record, end, None)
     return _unknown_nan(extent)
 
 
 def _fell(record: Record, end: Failure) -> bool:
-    """Return whether the loss had fallen far before the run failed, as answers became certain."""
+    """Return whether the loss had fallen far before the run failed, as predictions became confident."""
     losses = record.loss.finite()
     return end.start > 0 and len(losses) > 1 and min(losses) < losses[0] / 2
 
 
 def _is_one_term(record: Record, end: Failure) -> bool:
-    """Return whether a loss that was negative is inf whenever it is lost: one of its terms overflows."""
+    """Return whether a negative loss became inf, and never NaN: then one of its terms overflows."""
     before = record.loss.finite(0, end.start)
     lost = [record.loss.values[place] for place in lost_places(record)]
     return len(before) >= LATEST and max(before) < 0.0 and set(lost) == {math.inf}
 
 
 def _unknown_nan(extent: Extent) -> Finding:
-    """Return the finding that the loss is NaN and never inf, where nothing shows what makes it so."""
+    """Return the finding that the loss is NaN and never inf, for an unknown reason."""
     return Finding(
         kind="forward NaN",
         severity=extent.severity,
-        sentence=f"The loss is NaN {extent.said}, and was never inf: forward makes NaN or overflows, or the "
-        "input data hold it. No loss scale helps, because the loss is scaled after it.",
+        sentence=f"The loss is NaN {extent.words}, and was never inf: the forward pass makes NaN or "
+        "overflows, or the input data hold NaN. No loss scale helps, because the loss is scaled "
+        "after the forward pass.",
         advice="Check the batches first: `x.isfinite().all()`. If they are finite, find the first layer "
-        "whose output is not (a preamp.torch.Lens names it), and run that in float32: "
-        "autocast(enabled=False) around it.",
+        "whose output is not (a preamp.torch.Lens names it), and run it in float32, in "
+        "autocast(enabled=False).",
         numbers=extent.numbers,
     )
 
@@ -220,7 +227,7 @@ def _unknown_nan(extent: Extent) -> Finding:
 
 
 def now_and_then(record: Record) -> Finding | None:
-    """Find what makes single steps fail, whatever the scale."""
+    """Find what makes single steps fail at any scale."""
     lost = lost_places(record)
     if lost:
         return _lost_steps(record, lost)
@@ -231,13 +238,13 @@ def now_and_then(record: Record) -> Finding | None:
         return bad_batches(record, periodic, "while the steps around them were fine at the same scale")
     is_measured = not record.loss.count() and record.grad_norm.count() > 0
     if is_measured and len(places := not_by_scale(record)) >= FEWEST:
-        why = "gradients were not finite at scales at which only far larger ones than all others overflow"
+        why = "gradients were not finite at scales where only far larger ones than all others overflow"
         return bad_batches(
             record,
             places,
             why,
-            also=" If they are finite, the derivative of an operation, or the loss, is inf or NaN for them: "
-            "record the loss of each step, and a lens, and the cause can be named.",
+            also=" If they are finite, the derivative of an operation, or the loss, is inf or NaN for them. "
+            "To find out which, record the loss of each step and snapshots of a Lens.",
         )
     return None
 
@@ -245,13 +252,15 @@ def now_and_then(record: Record) -> Finding | None:
 def _extreme_batches(record: Record) -> Finding | None:
     """Find skipped steps whose own loss or inputs are far larger than those of all others.
 
-    A skipped step leaves the weights as they were, so a loss that is back in the next step was the batch's.
+    A skipped step does not change the weights, so if the next loss is normal again, it was the batch.
     """
     skipped = {record.index[skip.place] for skip in record.skips}
-    given = [(k, row) for k in record.looks if k.index in skipped and (row := given_far_larger(record, k))]
-    seen = sum(look.index in skipped for look in record.looks)
-    if len(given) >= 2 and 2 * len(given) >= seen:
-        numbers = {look.index for look, _ in given}
+    given = [
+        (k, row) for k in record.snapshots if k.index in skipped and (row := given_far_larger(record, k))
+    ]
+    sampled = sum(snapshot.index in skipped for snapshot in record.snapshots)
+    if len(given) >= 2 and 2 * len(given) >= sampled:
+        numbers = {snapshot.index for snapshot, _ in given}
         places = [skip.place for skip in record.skips if record.index[skip.place] in numbers]
         return large_inputs(Extent.of_steps(record, places), given[-1][1], given[-1][0].low_dtype)
     losses = record.loss
@@ -262,7 +271,7 @@ def _extreme_batches(record: Record) -> Finding | None:
     )
     if len(usual) < SHORT:
         return None
-    bound = max(EXTREME * median(usual), record.band.largest)  # a smaller loss may only weigh more
+    bound = max(EXTREME * median(usual), record.band.largest)  # a smaller loss may have a larger weight
     far = [s.place for s in record.skips if abs(losses[s.place] or 0.0) > bound]
     alone = [n for n in far if n + 1 < len(record) and abs(losses[n + 1] or 0.0) <= bound / EXTREME**0.5]
     others = len(record.skips) - len(record.skips.of("growth"))
@@ -274,20 +283,20 @@ def _extreme_batches(record: Record) -> Finding | None:
 
 def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
     extent = Extent.of_steps(record, lost)
-    source = common(break_of(record, look) for look in of_lost(record))
+    source = common(break_of(record, snapshot) for snapshot in of_lost(record))
     is_inf = any(math.isinf(record.loss.values[place]) for place in lost)
     if source is not None:
-        large = given_far_larger(record, source.look)
+        large = given_far_larger(record, source.snapshot)
         if source.link == "data" and source.row is not None:
             return bad_inputs(extent, source.row)
         if large is not None:
-            return large_inputs(extent, large, source.look.low_dtype)
+            return large_inputs(extent, large, source.snapshot.low_dtype)
         if source.in_forward and source.row is not None:
-            if source.look.inputs or not source.is_first:
+            if source.snapshot.inputs or not source.is_first:
                 is_overflow = source.what == "overflow" or (source.what == "unknown" and is_inf)
                 return (forward_overflow if is_overflow else forward_nan)(extent, source, source.row)
             return bad_first_module(extent, source)
-        if source.link == "loss" and (is_inf or _may_saturate(record, source.look)):
+        if source.link == "loss" and (is_inf or _may_saturate(record, source.snapshot)):
             return in_loss(extent, is_inf=is_inf)
     elif close := close_to_overflow(record):
         return nearly_overflows(extent, close)
@@ -296,17 +305,17 @@ def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
     return bad_batches(
         record,
         lost,
-        "the loss itself was inf or NaN, which no scale changes",
-        also=" If they are finite, look for the logarithm of 0 or a sum that leaves float16 in the loss "
+        "the loss itself was inf or NaN, which no scale can fix",
+        also=" If they are finite, look for the logarithm of 0 or a sum that overflows float16 in the loss "
         "function, and for an output that overflows."
         if is_inf
         else " If they are finite, an operation makes NaN of them: a division by zero, or the root or "
-        "logarithm of what may be zero.",
+        "logarithm of a value that may be zero.",
     )
 
 
 def _share_grows(record: Record, lost: Sequence[int]) -> bool:
-    """Return whether steps are lost more and more often."""
+    """Return whether the loss is inf or NaN more and more often."""
     if len(lost) <= LONE or period_of(lost):
         return False
     middle = (lost[0] + len(record)) / 2

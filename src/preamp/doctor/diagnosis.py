@@ -1,4 +1,4 @@
-"""All rules over one trace, and one rule for the scale that heeds all of them."""
+"""Apply all rules of the doctor to a trace, and combine their advice into one policy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from preamp.doctor.skipped_steps import (
     dragged,
     lost_scale,
     oscillating,
+    skips_nearly_all,
     slow,
-    starving,
     too_high,
     wrong_start,
 )
@@ -35,21 +35,28 @@ Rule = Callable[[Record], Finding | None]
 NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-STANDSTILL: tuple[Rule, ...] = (failed, starving, dead_units, vanished, clipped_while_scaled, not_learning)
-"""What leaves nothing else to be said of the scale. Of each such group the first that applies is told."""
+STANDSTILL: tuple[Rule, ...] = (
+    failed,
+    skips_nearly_all,
+    dead_units,
+    vanished,
+    clipped_while_scaled,
+    not_learning,
+)
+"""Findings that make all others about the scale pointless. Of each such group only the first is reported."""
 DAMAGED: tuple[Rule, ...] = (lost_scale, now_and_then, too_large, loss_spike, exploding, backs_off_too_far)
 SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
 UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
-SEEN: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
+SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with a run, worst first, and what was seen besides.
+    """What is wrong with a run.
 
     Attributes:
-        findings: problems, warnings, notes.
-        record: what the run shows.
+        findings: problems, warnings, notes, in this order.
+        record: the trace and what was counted in it.
     """
 
     findings: tuple[Finding, ...]
@@ -57,12 +64,12 @@ class Diagnosis:
 
     @property
     def policy(self) -> Policy[Any] | None:
-        """The rule of the run, None if the record does not name one that is known here."""
+        """The policy of the run; None if the record names none or an unknown one."""
         return self.record.policy
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong that this doctor knows of."""
+        """Whether there are no problems and no warnings."""
         return all(finding.severity in ("note", "fine") for finding in self.findings)
 
     @property
@@ -71,14 +78,14 @@ class Diagnosis:
         return {name: value for finding in self.findings for name, value in finding.settings.items()}
 
     def better(self, finding: Finding | None = None) -> Policy[Any] | None:
-        """Return the rule that heeds a finding, or all; None if none has a setting to change."""
+        """Return the policy that fixes a finding, or all; None if no setting would."""
         settings = self.settings if finding is None else finding.settings
         return changed(self.policy, settings) if settings else None
 
     def remedy(self, finding: Finding | None = None) -> str:
-        """Return the line to write for a finding, or for all, or "".
+        """Return the line to write for a finding, or for all; "" if there is none.
 
-        For a run of the `preamp` command, which says so in its record, the flags that do the same follow.
+        For a run of the `preamp` command, it includes the flags that do the same.
         """
         policy = self.better(finding)
         if policy is None:
@@ -89,23 +96,24 @@ class Diagnosis:
         return f"Write policy={as_code(policy)}{f', or {flags}' if flags else ''}."
 
     def rehearsal(self) -> str:
-        """Say what the rule that heeds all findings does over the peaks of this run; "" where it has none."""
+        """Return what the better policy would do with the recorded peaks; "" if there are none."""
         policy, trace = self.better(), self.record.trace
         if policy is None or not any(map(has_peak, trace)):
             return ""
         then = simulate(policy, Recorded(trace=trace, dtype=self.record.band.name)).summary()
         now = trace.summary()
         return (
-            f"Played over the peaks of this run, that skips {of_steps(then.skipped, then.steps)} instead of "
-            f"{now.skipped:,}, and ends at {power(then.final_scale)} instead of {power(now.final_scale)}."
+            f"Simulated with the gradient peaks of this run, that skips {of_steps(then.skipped, then.steps)} "
+            f"instead of {now.skipped:,}, and ends at {power(then.final_scale)} instead of "
+            f"{power(now.final_scale)}."
         )
 
 
 def diagnose(trace: Trace) -> Diagnosis:
-    """Say what is wrong with the scale of a run.
+    """Return what is wrong with a run.
 
-    What a blind rule leaves in a trace is read from skipped steps alone. With `Step.peak` the head room is
-    known too, and with looks (`preamp.torch.Lens`) what is lost, and where.
+    A trace always shows which steps were skipped. With `Step.peak` it also shows the headroom, and with
+    snapshots (`preamp.torch.Lens`) what is lost, and where.
 
     Args:
         trace: a run that was recorded or simulated.
@@ -123,41 +131,41 @@ def diagnose(trace: Trace) -> Diagnosis:
 def _consistent(found: Iterable[Finding]) -> Iterator[Finding]:
     """Yield findings, worst first, so that no two advise different values of one setting.
 
-    A finding keeps those of its settings that no worse finding has. One that has none left is left out: its
-    words would contradict those of the worse one.
+    A finding keeps only the settings that agree with those of worse findings. If none is left, the finding is
+    left out: its words would contradict those of the worse one.
     """
-    told: dict[str, Any] = {}
+    advised: dict[str, Any] = {}
     for finding in found:
-        meant = {FIRST_SCALE if name == "scale" else name: value for name, value in finding.settings.items()}
-        kept = {name: value for name, value in finding.settings.items() if _agrees(name, value, told)}
+        own = {FIRST_SCALE if name == "scale" else name: value for name, value in finding.settings.items()}
+        kept = {name: value for name, value in finding.settings.items() if _agrees(name, value, advised)}
         if finding.settings and not kept:
             continue
-        told = {**meant, **told}
+        advised = {**own, **advised}
         yield finding if len(kept) == len(finding.settings) else replace(finding, settings=kept)
 
 
 FIRST_SCALE: Final = "init_scale"
 
 
-def _agrees(name: str, value: Any, told: Mapping[str, Any]) -> bool:
-    """Return whether nothing else was told of a setting; a constant scale is a first scale as well."""
-    return bool(told.get(FIRST_SCALE if name == "scale" else name, value) == value)
+def _agrees(name: str, value: object, advised: Mapping[str, Any]) -> bool:
+    """Return whether no other value of a setting was advised; a constant scale is a first scale as well."""
+    return bool(advised.get(FIRST_SCALE if name == "scale" else name, value) == value)
 
 
 def _findings(record: Record) -> list[Finding]:
     if not len(record):
-        return [_no_steps(record), *_all(SEEN, record)]
+        return [_no_steps(record), *_all(SNAPSHOTS, record)]
     if broken := _first(STANDSTILL, record):
-        # Whoever does not train yet needs no advice on how to train better.
+        # A run that does not train at all needs no advice on how to train better.
         return [*broken, *_all((poisoned_buffers,), record)]
     if unscaled := _first((not_scaled,), record):
-        return [*unscaled, *_all(SEEN, record)]
+        return [*unscaled, *_all(SNAPSHOTS, record)]
     groups: tuple[tuple[Rule, ...], ...] = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
-    if record.opening_is_lost:  # where the scale fell to says nothing of the gradients
+    if record.opening_is_lost:  # the scale fell for other reasons than the size of the gradients
         groups = (DAMAGED, SKIPPED)
     found = [*_all((poisoned_buffers,), record)]
     found += [found for rules in groups for found in _first(rules, record)]
-    return [*(found or [_healthy(record)]), *_all(SEEN, record)]
+    return [*(found or [_healthy(record)]), *_all(SNAPSHOTS, record)]
 
 
 def _no_steps(record: Record) -> Finding:
@@ -186,8 +194,8 @@ def _healthy(record: Record) -> Finding:
         kind="healthy",
         severity="fine",
         sentence=f"Nothing is wrong with the scale: "
-        f"{of_steps(summary.skipped, summary.steps)} were skipped while it {moved}.{_room_words(record)}",
-        numbers={"skipped": summary.skipped, "steps": summary.steps, "room": record.room or 0},
+        f"{of_steps(summary.skipped, summary.steps)} were skipped while it {moved}.{_headroom_words(record)}",
+        numbers={"skipped": summary.skipped, "steps": summary.steps, "headroom": record.headroom or 0},
     )
 
 
@@ -195,17 +203,17 @@ def _too_few(skipped: int, steps: int) -> Finding:
     return Finding(
         kind="too few",
         severity="note",
-        sentence=f"{of_steps(skipped, steps)} were skipped, too few to say whether that goes on.",
+        sentence=f"{of_steps(skipped, steps)} were skipped, too few to tell whether that continues.",
         advice="Record a longer run.",
         numbers={"skipped": skipped, "steps": steps},
     )
 
 
-def _room_words(record: Record) -> str:
-    if record.room is None:
-        return " Whether it could be higher is not recorded: peaks of gradients or looks would tell."
-    if record.room <= 0:
+def _headroom_words(record: Record) -> str:
+    if record.headroom is None:
+        return " Whether it could be higher is unknown without recorded peaks of gradients or snapshots."
+    if record.headroom <= 0:
         return (
             f" The largest values of late steps come within a power of two of {record.band.name}'s largest."
         )
-    return f" All late steps leave {powers(record.room)} of head room."
+    return f" All late steps leave {powers(record.headroom)} of headroom."

@@ -1,7 +1,6 @@
-"""What a trace shows, counted once for all rules of the doctor.
+"""Count what a trace shows, once for all rules of the doctor.
 
-This module counts; the rules decide how much is too much. Numbers of many steps are kept in arrays and read
-in passes, because a trace may have millions of steps.
+The rules decide how much is too much. Numbers are kept in arrays, because a trace may have millions of steps.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from preamp.doctor.advice import recorded_policy
 from preamp.doctor.finding import RARE
 from preamp.policy import Policy
 from preamp.record.exponents import BANDS, Band, exponent_of
-from preamp.record.snapshots import Look, LookRow, joined
+from preamp.record.snapshots import Snapshot, SnapshotRow, merge_snapshots
 from preamp.record.trace import Summary, Trace
 
 Cause: TypeAlias = Literal["growth", "streak", "sudden"]
 CAUSES: Final[tuple[Cause, ...]] = ("growth", "streak", "sudden")
-SOME = 100  # of so many steps one may be an outlier
+SOME = 100  # of this many steps one may be an outlier
 
 
 class Skip(NamedTuple):
@@ -36,7 +35,7 @@ class Skip(NamedTuple):
         scale: the scale that was in its loss.
         after: the scale of the next step.
         cause: "growth": the scale had just grown; "streak": the step before was skipped too; "sudden":
-            neither, the gradients rose at a scale that had held.
+            neither, the gradients rose at a scale that had worked.
     """
 
     place: int
@@ -46,11 +45,11 @@ class Skip(NamedTuple):
 
 
 class Column:
-    """One number of each step, which may not be known.
+    """One number of each step, if known.
 
     Attributes:
-        values: the numbers; 0 where there is none.
-        known: for each step, 1 where there is a number.
+        values: the numbers; 0 where unknown.
+        known: for each step, 1 where the number is known.
     """
 
     def __init__(self, values: Iterator[float | None]) -> None:
@@ -75,7 +74,7 @@ class Column:
 
 
 class Skips:
-    """The skipped steps of a record from the first that was taken on, in order."""
+    """The skipped steps of a record after the first step that was taken, in order."""
 
     def __init__(self, scales: Sequence[float]) -> None:
         self._scales: Sequence[float] = scales
@@ -104,21 +103,23 @@ class Skips:
 
 
 class Record:
-    """A trace with what was counted in it.
+    """A trace and what is counted in it.
 
     Args:
-        trace: the run. Steps without a usable scale are left out, and places count the others from 0.
+        trace: the run. Steps without a usable scale are left out; a place is a position among the others.
 
     Attributes:
-        scales: the scale of every step and, last, the one after it.
+        scales: the scale of every step and, last, the next one.
         skipped: for every step, 1 if it was skipped.
-        looks: what was seen of single steps; what was recorded of one step in parts is one look.
+        snapshots: of single steps; parts that were recorded of the same step are merged.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace: Trace = trace
         self.policy: Policy[Any] | None = recorded_policy(trace.about.get("policy"))
-        self.looks: list[Look] = [look for look in joined(trace.looks) if 0.0 < look.scale < math.inf]
+        self.snapshots: list[Snapshot] = [
+            snapshot for snapshot in merge_snapshots(trace.snapshots) if 0.0 < snapshot.scale < math.inf
+        ]
         self.scales: array[float] = array("d", trace.column("scale"))
         self._left_out: frozenset[int] = frozenset(
             place for place, scale in enumerate(self.scales) if not 0.0 < scale < math.inf
@@ -167,7 +168,7 @@ class Record:
 
     @cached_property
     def new_scale(self) -> Column:
-        """The scale that the step after each was to have."""
+        """The scale that each step set for the next one."""
         return Column(self._kept("new_scale"))
 
     @cached_property
@@ -177,7 +178,7 @@ class Record:
 
     @cached_property
     def buffers(self) -> tuple[str, ...]:
-        """The names of all buffers that a skipped step has left at inf or NaN."""
+        """The names of all buffers that a skipped step left at inf or NaN."""
         return tuple(dict.fromkeys(name for names in self._kept("buffers") for name in names))
 
     @property
@@ -187,20 +188,20 @@ class Record:
 
     @cached_property
     def summary(self) -> Summary:
-        """What the trace comes to."""
+        """The totals of the trace."""
         return self.trace.summary()
 
     @cached_property
     def band(self) -> Band:
-        """What the low precision of the run can hold; float16 unless the record says otherwise."""
-        told = str(self.trace.about.get("precision"))
-        if self.looks and told != "float32":  # a lens cannot tell that nothing is lowered
-            told = self.looks[-1].low_dtype
-        return BANDS.get(told, BANDS["float16"])
+        """The range of the run's low precision; float16 unless the record says otherwise."""
+        name = str(self.trace.about.get("precision"))
+        if self.snapshots and name != "float32":  # a lens cannot tell that nothing runs in low precision
+            name = self.snapshots[-1].low_dtype
+        return BANDS.get(name, BANDS["float16"])
 
     @cached_property
     def opening(self) -> int:
-        """How many steps were skipped before the first that was taken."""
+        """The number of steps that were skipped before the first that was taken."""
         taken = self.skipped.find(0)
         return len(self) if taken < 0 else taken
 
@@ -240,12 +241,12 @@ class Record:
 
     @cached_property
     def interval(self) -> float:
-        """How many clean steps it takes to grow: what the rule says, or the median of the record."""
+        """The number of clean steps until the scale grows: the policy's, or the median of the record."""
         return getattr(self.policy, "growth_interval", None) or median(self._stands or [len(self)])
 
     @cached_property
     def _stands(self) -> Sequence[int]:
-        """How many steps the scale stood before each growth."""
+        """The numbers of steps for which the scale was constant before each growth."""
         stands: array[int] = array("q")
         last = 0
         for number, (before, after) in enumerate(pairwise(self.scales), start=1):
@@ -257,17 +258,18 @@ class Record:
 
     @property
     def growths(self) -> int:
-        """How often the scale grew."""
+        """The number of times the scale grew."""
         return len(self._stands)
 
     def highest_scale(self, steps: range) -> int | None:
         """Return the exponent of the highest scale at which all but a few of some steps stay finite.
 
-        A look tells it for its step, the peaks of gradients tell it for the others, less what the looks
-        show to be higher between modules. A skipped step was above it.
+        For a step with a snapshot it follows from that, and for others from the peak of the parameters'
+        gradients, less the margin by which gradients between modules are larger in the snapshots. The scale
+        of a skipped step was too high.
 
         Returns:
-            The exponent; None where the record has neither looks nor peaks.
+            The exponent; None where the record has neither snapshots nor peaks.
         """
         known, has_clean = Counter[int](), False
         for place in steps:
@@ -287,8 +289,8 @@ class Record:
     def _highest_of(self, place: int) -> int | None:
         if self.skipped[place]:
             return exponent_of(self.scales[place]) - 1
-        if self._seen and (seen := self._seen.get(self.index[place])) is not None:
-            return seen
+        if self._by_snapshot and (best := self._by_snapshot.get(self.index[place])) is not None:
+            return best
         own = self._of_peak(place)
         return None if own is None else own - self._higher_between
 
@@ -299,29 +301,29 @@ class Record:
         return exponent_of(self.scales[place]) + exponent_of(self.band.largest) - exponent_of(peak)
 
     @cached_property
-    def _seen(self) -> dict[int, int]:
-        """By the index of a step, the exponent of the highest scale that its look allows."""
-        best = {look.index: look.best_scale(margin=0) for look in self.looks}
+    def _by_snapshot(self) -> dict[int, int]:
+        """The exponent of the highest scale that each snapshot allows, by the index of its step."""
+        best = {snapshot.index: snapshot.best_scale(margin=0) for snapshot in self.snapshots}
         return {index: exponent_of(scale) for index, scale in best.items() if scale}
 
     @cached_property
     def _higher_between(self) -> int:
-        """How many powers of two the flows between modules are above the gradients of parameters."""
-        if not self._seen:
+        """By how many powers of two gradients between modules are larger than those of parameters."""
+        if not self._by_snapshot:
             return 0
-        places = (place for place, index in enumerate(self.index) if index in self._seen)
-        both = [(self._of_peak(place), self._seen[self.index[place]]) for place in places]
+        places = (place for place, index in enumerate(self.index) if index in self._by_snapshot)
+        both = [(self._of_peak(place), self._by_snapshot[self.index[place]]) for place in places]
         return max((a - b for a, b in both if a is not None), default=0)
 
     @cached_property
-    def room(self) -> int | None:
-        """How many powers of two the scale could have been higher in the second half of the run."""
+    def headroom(self) -> int | None:
+        """By how many powers of two the scale could have been higher in the second half of the run."""
         highest = self.highest_scale(self.late)
         return None if highest is None else highest - exponent_of(median(self.of(self.late)))
 
     @cached_property
-    def usual_room(self) -> float | None:
-        """How many powers of two half of the steps that were taken late would have left above them."""
+    def usual_headroom(self) -> float | None:
+        """The median headroom of the steps taken in the second half of the run, in powers of two."""
         known: array[int] = array("q")
         for place in self.late:
             if not self.skipped[place] and (highest := self._highest_of(place)) is not None:
@@ -334,14 +336,14 @@ class Record:
 
     @cached_property
     def culprits(self) -> Counter[str]:
-        """How many skipped steps each parameter was the first to overflow in.
+        """The number of skipped steps in which each parameter was the first to overflow.
 
-        Steps whose loss was inf or NaN do not count: all their gradients are lost with it.
+        Steps whose loss was inf or NaN do not count: all their gradients are not finite because of it.
         """
         return self.culprits_from(0)
 
     def culprits_from(self, place: int) -> Counter[str]:
-        """Return the same of the steps from a place on."""
+        """Return `culprits` of the steps from a place on."""
         steps = zip(self.skipped, self._kept("culprits"), self._kept("loss"), strict=True)
         return Counter(
             names[0]
@@ -349,45 +351,45 @@ class Record:
             if skipped and names and (loss is None or math.isfinite(loss))
         )
 
-    def is_lost(self, look: Look) -> bool:
-        """Return whether the loss of the step of a look was inf or NaN."""
-        place = self._place(look)
+    def is_lost(self, snapshot: Snapshot) -> bool:
+        """Return whether the loss of the step of a snapshot was inf or NaN."""
+        place = self._place(snapshot)
         loss = None if place is None else self.loss[place]
         return loss is not None and not math.isfinite(loss)
 
-    def _place(self, look: Look) -> int | None:
-        place = bisect_left(self.index, look.index)
-        return place if place < len(self) and self.index[place] == look.index else None
+    def _place(self, snapshot: Snapshot) -> int | None:
+        place = bisect_left(self.index, snapshot.index)
+        return place if place < len(self) and self.index[place] == snapshot.index else None
 
     @cached_property
-    def sound(self) -> Sequence[Look]:
-        """The looks at steps whose loss and gradients were finite and that were taken, in order."""
-        return [look for look in self.looks if self._is_sound(look)]
+    def sound(self) -> Sequence[Snapshot]:
+        """The snapshots of steps whose loss and gradients were finite and that were taken, in order."""
+        return [snapshot for snapshot in self.snapshots if self._is_sound(snapshot)]
 
-    def _is_sound(self, look: Look) -> bool:
-        if any(row.histogram.nonfinite for row in look.rows if row.direction == "backward"):
+    def _is_sound(self, snapshot: Snapshot) -> bool:
+        if any(row.histogram.nonfinite for row in snapshot.rows if row.direction == "backward"):
             return False
-        place = self._place(look)
-        return place is None or not (self.skipped[place] or self.is_lost(look))
+        place = self._place(snapshot)
+        return place is None or not (self.skipped[place] or self.is_lost(snapshot))
 
     @cached_property
-    def infinite(self) -> Mapping[tuple[str, str], LookRow]:
-        """By name and kind, what held inf in a step that went well, as a mask does."""
+    def infinite(self) -> Mapping[tuple[str, str], SnapshotRow]:
+        """The rows that hold inf in a sound step, as a mask does, by name and kind."""
         return {
             (row.name, row.what): row
-            for look in self.sound
-            for row in (*look.inputs, *look.rows)
+            for snapshot in self.sound
+            for row in (*snapshot.inputs, *snapshot.rows)
             if row.direction == "forward" and row.histogram.nonfinite
         }
 
     @property
     def opening_is_lost(self) -> bool:
-        """Whether most steps skipped at the start had a loss of inf or NaN, which no scale changes."""
+        """Whether most steps skipped at the start had a loss of inf or NaN, which no scale can fix."""
         losses = [loss for place in range(self.opening) if (loss := self.loss[place]) is not None]
         return 2 * sum(not math.isfinite(loss) for loss in losses) > self.opening
 
     @property
-    def look(self) -> Look | None:
-        """The latest look at a step that was not skipped, or the latest of all."""
-        clean = [look for look in self.looks if look.first_overflow is None] or self.looks
+    def snapshot(self) -> Snapshot | None:
+        """The latest snapshot of a step that was not skipped, or the latest of all."""
+        clean = [snapshot for snapshot in self.snapshots if snapshot.first_overflow is None] or self.snapshots
         return clean[-1] if clean else None

@@ -1,4 +1,4 @@
-"""What a finding is, and from where on there is something to find."""
+"""A finding of the doctor, and the thresholds that several rules share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 OFTEN: Final = 1 / 100
-"""The share of steps from which on skipping is too dear."""
+"""The share of skipped steps that is too many."""
 FEWEST: Final = 4
-"""Steps of a kind, or powers of two, from which on there is something to say."""
+"""The least number of steps of a kind, or of powers of two, to report."""
 RARE: Final = 1000
-"""One skipped step in so many is the price of finding the scale."""
+"""One skipped step in this many is the normal price of finding the scale."""
 
 Severity: TypeAlias = Literal["problem", "warning", "note", "fine"]
 
@@ -21,13 +21,13 @@ class Finding:
     """One thing that a run shows.
 
     Attributes:
-        kind: what it is, in one or two words, such as "too low".
+        kind: its name, in one or a few words, such as "too low".
         severity: "problem": the training cannot have worked; "warning": steps or digits are lost; "note":
-            worth knowing; "fine": that nothing is wrong.
-        sentence: what was seen, with numbers.
-        advice: what to do about it, in words; empty where nothing is to be done.
-        numbers: what the sentence says, by name.
-        settings: settings of the rule that take it away, by name; empty where none can.
+            worth knowing; "fine": nothing is wrong.
+        sentence: what the run shows, with numbers.
+        advice: what to do about it, in words; empty if there is nothing to do.
+        numbers: the numbers of the sentence, by name.
+        settings: settings of the policy that fix it, by name; empty if none can.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Why the forward pass itself gives inf or NaN: it leaves the format, or an operation makes NaN."""
+"""Findings about the forward pass and the loss: overflows, operations that make NaN, the loss function."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from preamp.doctor.history import Extent
 from preamp.doctor.snapshots import module_name, needs_no_scale
 from preamp.record.exponents import exponent_of
 from preamp.record.formatting import two_to
-from preamp.record.snapshots import Look, LookRow
+from preamp.record.snapshots import Snapshot, SnapshotRow
 
 CLOSE: Final = 2  # powers of two below the largest number of a format
-NO_SCALE: Final = "No loss scale helps, because the loss is scaled after it."
+NO_SCALE: Final = "No loss scale helps, because the loss is scaled after the forward pass."
+FLOAT32: Final = "Compute the loss in float32: loss_fn(output.float(), target)."
 
 
-def forward_overflow(extent: Extent, source: Break, row: LookRow) -> Finding:
-    """Return the finding that what a module puts out is too large for the low dtype."""
-    low, before = source.look.low_dtype, _too_large_before(source, row)
+def forward_overflow(extent: Extent, source: Break, row: SnapshotRow) -> Finding:
+    """Return the finding that the output of a module is too large for the low dtype."""
+    low, before = source.snapshot.low_dtype, _too_large_before(source, row)
     return Finding(
         kind="forward overflow",
         severity=extent.severity,
-        sentence=f"{_place(source, row)} overflows in forward {extent.said}: {low} ends at "
-        f"{source.look.band.largest:,.0f}{before and f', and {before}'}. {NO_SCALE}",
+        sentence=f"{_place(source, row)} overflows in forward {extent.words}: {low} ends at "
+        f"{source.snapshot.band.largest:,.0f}{before and f', and {before}'}. {NO_SCALE}",
         advice=f"{run_in_float32(row.name)} {AFTER_IT}",
         numbers=extent.numbers,
     )
 
 
-def _place(source: Break, row: LookRow) -> str:
+def _place(source: Break, row: SnapshotRow) -> str:
     what = "What is computed for" if source.link == "between" else "The output of"
     return f"{what} {module_name(row.name)}"
 
 
 def run_in_float32(name: str) -> str:
-    """Say how to run a module in float32."""
+    """Return the advice to run a module in float32."""
     if not name:
         return (
             "Run the operator that overflows in float32: autocast(..., "
@@ -51,40 +52,40 @@ def run_in_float32(name: str) -> str:
 
 
 AFTER_IT: Final = (
-    "What takes its output casts it back, and it is inf again: run that in float32 too, up to where the "
-    "values are small, or make them smaller where they become large."
+    "The module that takes its output casts it back, and it is inf again: run that in float32 too, up to "
+    "where the values are small, or make them smaller where they become large."
 )
 
 
-def _too_large_before(source: Break, row: LookRow) -> str:
-    """Say which earlier module put out finite values that are already too large for the low dtype, or ""."""
-    for one in source.look.rows:
+def _too_large_before(source: Break, row: SnapshotRow) -> str:
+    """Name an earlier module whose output is finite but too large for the low dtype; "" if there is none."""
+    for one in source.snapshot.rows:
         if one is row or one.name == row.name or one.what != "activation":
             break
-        if one.largest is not None and one.largest > source.look.band.largest:
-            return f"{module_name(one.name)} before it already puts out {one.largest:,.0f}"
+        if one.largest is not None and one.largest > source.snapshot.band.largest:
+            return f"the output of {module_name(one.name)} before it already reaches {one.largest:,.0f}"
     return ""
 
 
 def unknown_forward(record: Record, extent: Extent) -> Finding:
-    """Return the finding that something overflows in forward, or in the loss, where no look shows what."""
-    if record.looks:
-        find = "A look at such a step would name the module."
+    """Return the finding that something unknown overflows in the forward pass or in the loss."""
+    if record.snapshots:
+        find = "A snapshot of such a step would name the module."
     else:
         find = "Find the first layer whose output is inf: a preamp.torch.Lens names it."
     return Finding(
         kind="forward overflow",
         severity=extent.severity,
-        sentence=f"The loss itself is inf or NaN {extent.said}: something overflows in forward, or the loss "
-        f"function makes it, such as a logarithm of 0. {NO_SCALE}",
-        advice=f"{find} Run that in float32: autocast(enabled=False) around it, or "
-        'casting=casting.DEFAULT.float32("exp") for an operator. If all outputs are finite, it is the loss '
-        "function: compute it in float32, and keep what it takes the logarithm of away from 0.",
+        sentence=f"The loss itself is inf or NaN {extent.words}: something overflows in forward, or the loss "
+        f"function makes it, such as by a logarithm of 0. {NO_SCALE}",
+        advice=f"{find} Run it in float32, in autocast(enabled=False), or with "
+        'casting=casting.DEFAULT.float32("exp") for an operator. If all outputs are finite, the cause is the '
+        "loss function: compute it in float32, and keep the arguments of logarithms away from 0.",
         numbers=extent.numbers,
     )
 
 
-def forward_nan(extent: Extent, source: Break, row: LookRow) -> Finding:
+def forward_nan(extent: Extent, source: Break, row: SnapshotRow) -> Finding:
     """Return the finding that an operation in a module makes inf or NaN of finite values."""
     peak = row.histogram.peak_exponent
     others = "" if peak is None else f" while its other values are at most {two_to(peak + 1)}"
@@ -93,36 +94,93 @@ def forward_nan(extent: Extent, source: Break, row: LookRow) -> Finding:
     return Finding(
         kind="forward NaN",
         severity=extent.severity,
-        sentence=f"{_place(source, row)} holds inf or NaN in forward {extent.said},{others}, and {given} are "
-        f"finite: an operation {where} makes them. {NO_SCALE}",
+        sentence=f"{_place(source, row)} holds inf or NaN in forward {extent.words},{others}, and {given} "
+        f"are finite: an operation {where} makes them. {NO_SCALE}",
         advice="Look there for a division by zero, or by a norm, a deviation or a count that can be zero, "
-        "the logarithm or root of what may be zero or negative, and a softmax over a row that is masked "
-        f"whole: add an epsilon, or clamp. {run_in_float32(row.name)} That cures an exponential, a sum, a "
-        "difference of squares or a mask of -1e9 that is too much for float16.",
+        "the logarithm or root of a value that may be zero or negative, and a softmax over a row that is "
+        f"completely masked: add an epsilon, or clamp. {run_in_float32(row.name)} That fixes an exponential, "
+        "a sum, a difference of squares or a mask of -1e9 that is too large for float16.",
         numbers=extent.numbers,
     )
 
 
-def close_to_overflow(record: Record) -> tuple[Look, LookRow] | None:
-    """Return an output of a step that was taken that nearly overflows, if any."""
-    for look in record.looks:
-        if look.first_overflow is None and not needs_no_scale(look.band):
-            top = exponent_of(look.band.largest) - CLOSE
-            for row in look.rows:
+def close_to_overflow(record: Record) -> tuple[Snapshot, SnapshotRow] | None:
+    """Return an output that nearly overflowed in a step that was taken, if any."""
+    for snapshot in record.snapshots:
+        if snapshot.first_overflow is None and not needs_no_scale(snapshot.band):
+            top = exponent_of(snapshot.band.largest) - CLOSE
+            for row in snapshot.rows:
                 peak = row.histogram.peak_exponent
                 if row.what == "activation" and row.dtype != "float32" and peak is not None and peak >= top:
-                    return look, row
+                    return snapshot, row
     return None
 
 
-def nearly_overflows(extent: Extent, close: tuple[Look, LookRow]) -> Finding:
+def nearly_overflows(extent: Extent, close: tuple[Snapshot, SnapshotRow]) -> Finding:
     """Return the finding that a module overflows in some steps, because it comes close in others."""
-    look, row = close
+    snapshot, row = close
     return Finding(
         kind="forward overflow",
         severity=extent.severity,
-        sentence=f"The loss is inf or NaN {extent.said}, and the output of {module_name(row.name)} comes "
-        f"close to the end of {look.low_dtype} in others: it overflows in forward. {NO_SCALE}",
+        sentence=f"The loss is inf or NaN {extent.words}, and the output of {module_name(row.name)} comes "
+        f"close to the largest number of {snapshot.low_dtype} in others: it overflows in forward. {NO_SCALE}",
         advice=run_in_float32(row.name),
+        numbers=extent.numbers,
+    )
+
+
+def in_loss(extent: Extent, *, is_inf: bool) -> Finding:
+    """Return the finding that the loss function makes inf or NaN of finite outputs.
+
+    Args:
+        extent: which steps.
+        is_inf: whether the loss was ever inf, and not only NaN.
+    """
+    cause = (
+        "a sum or a power that overflows float16, the logarithm of 0, or targets that are inf or extreme"
+        if is_inf
+        else "a logarithm of 0 times 0, a division by zero, or targets that hold NaN"
+    )
+    return Finding(
+        kind="loss function",
+        severity=extent.severity,
+        sentence=f"The loss is {'inf or NaN' if is_inf else 'NaN'} {extent.words}, but all outputs of "
+        "modules are finite, so the loss function makes it. No loss scale helps.",
+        advice=f"Look there for {cause}. {FLOAT32}",
+        numbers=extent.numbers,
+    )
+
+
+def in_a_term(extent: Extent) -> Finding:
+    """Return the finding that a negative loss became inf, and never NaN, where no snapshot shows why."""
+    return Finding(
+        kind="loss function",
+        severity=extent.severity,
+        sentence=f"The loss is inf {extent.words}, never NaN, and it was negative before, so it is a "
+        "difference of terms, of which one is inf. An inf in the outputs would most likely be in both and "
+        "give NaN. So a term of the loss function overflows, or else an output in forward. No loss scale "
+        "helps.",
+        advice=f"Look there for an exponential, a power or a sum that overflows float16. {FLOAT32} If that "
+        "does not help, find the first layer whose output is inf and run it in float32.",
+        numbers=extent.numbers,
+    )
+
+
+def seems_in_loss(extent: Extent, *, is_inf: bool) -> Finding:
+    """Return the finding that the loss is inf or NaN more and more often, where no snapshot shows why.
+
+    Args:
+        extent: which steps.
+        is_inf: whether the loss was ever inf, and not only NaN.
+    """
+    return Finding(
+        kind="loss function",
+        severity=extent.severity,
+        sentence=f"The loss is {'inf' if is_inf else 'NaN'} {extent.words}, more and more often, and it fell "
+        "before: as predictions become confident, the loss function takes the logarithm of 0. Or an output "
+        "overflows in forward. No loss scale helps.",
+        advice=f"{FLOAT32} Keep the arguments of logarithms away from 0: use log_softmax, cross_entropy or "
+        "binary_cross_entropy_with_logits on the outputs themselves. If that does not help, find the first "
+        "layer whose output is inf (a preamp.torch.Lens names it) and run it in float32.",
         numbers=extent.numbers,
     )

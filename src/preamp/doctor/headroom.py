@@ -1,7 +1,4 @@
-"""What unused head room means: no scale, a scale that is too low, never grew or stands at its ceiling.
-
-This room holds one function per symptom. It refuses to know why steps are skipped.
-"""
+"""Findings about unused headroom: no scale, or one that is too low, never grew or is at its ceiling."""
 
 from __future__ import annotations
 
@@ -21,28 +18,28 @@ from preamp.record.formatting import percent, power, powers
 SHORTEST_INTERVAL: Final = 100
 MANY: Final = 1 / 10
 MUCH: Final = 12
-"""Entries lie some 20 powers of two apart, and float16 has 30 for normal numbers: from here on, digits
-are lost."""
+"""Powers of two of unused headroom at which digits are lost: the entries of a gradient span some 20, and the
+normal numbers of float16 span 30."""
 FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
 
 
 def not_scaled(record: Record) -> Finding | None:
     """Find a low precision with little range and no loss scale."""
-    told = record.trace.about
+    about = record.trace.about
     if record.policy is not None or any(scale != 1.0 for scale in record.scales) or any(record.skipped):
         return None
-    is_told = told.get("policy", "") is None and told.get("precision") == record.band.name
-    is_seen = "policy" not in told and told.get("precision", record.band.name) == record.band.name
-    if not (is_told or (is_seen and record.looks)) or needs_no_scale(record.band):
+    is_stated = about.get("policy", "") is None and about.get("precision") == record.band.name
+    may_be = "policy" not in about and about.get("precision", record.band.name) == record.band.name
+    if not (is_stated or (may_be and record.snapshots)) or needs_no_scale(record.band):
         return None
     zeros, settings = median(record.zeros.finite() or [0.0]), _higher_start(record)
     return Finding(
         kind="not scaled",
-        severity=_severity(zeros, saves_something(record.look)),
-        sentence=f"The loss was not scaled in {record.band.name} (the scale was 1){_room_words(record)}"
+        severity=_severity(zeros, saves_something(record.snapshot)),
+        sentence=f"The loss was not scaled in {record.band.name} (the scale was 1){_headroom_words(record)}"
         + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else ".")
-        + lost_words(record.look, _advised(settings)),
-        advice="Scale it.",
+        + lost_words(record.snapshot, _advised(settings)),
+        advice="Use a loss scale.",
         numbers={"zeros": zeros},
         settings=settings or {"init_scale": FIRST_TRY},
     )
@@ -58,10 +55,12 @@ def vanished(record: Record) -> Finding | None:
     scale = record.scales[-1]
     if not known or zero < 0.9 * known or _has_no_loss(record):
         return None
-    if not _zeros(record, record.peak)[1] and (record.room or 0) >= FEWEST:
-        return None  # the looks say how much higher the scale could be
-    if record.look and any(row.what == "gradient" and row.histogram.nonzero for row in record.look.rows):
-        return None  # they are not zero where they are made
+    if not _zeros(record, record.peak)[1] and (record.headroom or 0) >= FEWEST:
+        return None  # the snapshots show how much higher the scale could be
+    if record.snapshot and any(
+        row.what == "gradient" and row.histogram.nonzero for row in record.snapshot.rows
+    ):
+        return None  # the model's gradients are not zero
     if is_cut_off(record):
         return None
     first = "scale" if isinstance(record.policy, Static) else "init_scale"
@@ -79,9 +78,9 @@ def vanished(record: Record) -> Finding | None:
 
 
 def is_cut_off(record: Record) -> bool:
-    """Return whether all gradients were zero in every step, though the scaled loss is too large to underflow.
+    """Return whether all gradients were zero in every step, though the scaled loss is too large for that.
 
-    The derivatives of a mean over 2**24 outputs with a scaled loss of 1 are still numbers of float16.
+    Even the derivatives of a mean over 2**24 outputs are representable in float16 at a scaled loss of 1.
     """
     norms = max(record.peak.finite(), record.grad_norm.finite(), key=len)
     if len(norms) < SHORT or any(record.peak.finite()) or any(record.grad_norm.finite()):
@@ -89,49 +88,49 @@ def is_cut_off(record: Record) -> bool:
     losses = [abs(loss) * record.scales[n] for n in record.settled if (loss := record.loss[n]) is not None]
     if not losses or median(losses) < 1.0:
         return False
-    rows = [row for look in record.looks for row in look.rows if row.direction == "backward"]
+    rows = [row for snapshot in record.snapshots for row in snapshot.rows if row.direction == "backward"]
     return not any(row.histogram.nonzero or row.histogram.nonfinite for row in rows)
 
 
 def _zeros(record: Record, column: Column) -> tuple[int, int]:
-    """Return in how many of the late steps that were taken a number is 0, and in how many it is known."""
+    """Return in how many of the late steps that were taken a column is 0, and in how many it is known."""
     values = [column[place] for place in record.late if not record.skipped[place]]
     return values.count(0.0), sum(value is not None for value in values)
 
 
 def _has_no_loss(record: Record) -> bool:
-    """Return whether the late losses are exactly 0: then so are their gradients, and nothing is lost."""
+    """Return whether most late losses are exactly 0, so that gradients of 0 are right."""
     losses = [loss for place in record.late if (loss := record.loss[place]) is not None]
     return bool(losses) and 2 * losses.count(0.0) > len(losses)
 
 
 def _waste(record: Record) -> Severity:
-    """Return how bad unused head room is: whether using it would save many entries, or must do so."""
-    if not record.room or _has_converged(record):
+    """Return how bad unused headroom is: a warning if using it would save many entries."""
+    if not record.headroom or _has_converged(record):
         return "note"
-    return "warning" if record.room >= MUCH or _saved(record, record.room) >= MANY else "note"
+    return "warning" if record.headroom >= MUCH or _saved(record, record.headroom) >= MANY else "note"
 
 
 def _has_converged(record: Record) -> bool:
-    """Return whether hardly any loss is left: gradients shrink with it, and what they lose matters little."""
+    """Return whether hardly any loss is left: gradients are small then, and losing digits matters little."""
     losses = record.loss.finite()
     return len(losses) >= SHORT and abs(median(losses[-LATEST:])) <= OFTEN * abs(median(losses[:LATEST]))
 
 
 def _saved(record: Record, powers_higher: int) -> float:
-    """Return what share of the entries a higher scale would save in most late looks; 0 without any."""
+    """Return the median share of entries that a higher scale would save in late snapshots; 0 without any."""
     first = record.index[record.late.start] if record.late else 0
-    looks = [look for look in record.sound if look.index >= first] or [
-        look for look in (record.look,) if look
+    snapshots = [snapshot for snapshot in record.sound if snapshot.index >= first] or [
+        snapshot for snapshot in (record.snapshot,) if snapshot
     ]
-    pairs = [(lost(k), lost(k, _scale(exponent_of(k.scale) + powers_higher))) for k in looks]
+    pairs = [(lost(k), lost(k, _scale(exponent_of(k.scale) + powers_higher))) for k in snapshots]
     saved = [now.flushed + now.subnormal - then.flushed - then.subnormal for now, then in pairs]
     return median(saved) if saved else 0.0
 
 
 def is_far_too_low(record: Record) -> bool:
-    """Return whether a scale far below what the gradients allow loses some of them."""
-    return (record.room or 0) >= MUCH and _is_wasted(record)
+    """Return whether the scale is so far below what the gradients allow that some of them are lost."""
+    return (record.headroom or 0) >= MUCH and _is_wasted(record)
 
 
 def at_ceiling(record: Record) -> Finding | None:
@@ -144,21 +143,22 @@ def at_ceiling(record: Record) -> Finding | None:
     return Finding(
         kind="at the ceiling",
         severity=_waste(record),
-        sentence=f"The scale stood at max_scale={ceiling:g} in {held:,} of the last "
-        f"{len(record.late):,} steps{_room_words(record)}.{lost_words(record.look, _advised(settings))}",
+        sentence=f"The scale was at max_scale={ceiling:g} in {held:,} of the last "
+        f"{len(record.late):,} steps{_headroom_words(record)}."
+        f"{lost_words(record.snapshot, _advised(settings))}",
         advice="Raise the ceiling.",
-        numbers={"scale": ceiling, "steps": held, "room": record.room or 0},
+        numbers={"scale": ceiling, "steps": held, "headroom": record.headroom or 0},
         settings={**settings, "max_scale": _higher(record, ceiling)},
     )
 
 
 def never_grew(record: Record) -> Finding | None:
-    """Find a run that is shorter than the first growth takes."""
+    """Find a run that is too short for the scale to grow once."""
     interval = getattr(record.policy, "growth_interval", 0) if record.policy else math.inf
     is_scaled = any(scale != 1.0 for scale in record.scales)
     has_moved = record.growths or len(record.skips) or record.opening
-    if record.policy is None and record.room is not None:
-        return None  # a long interval and a low ceiling leave the same record: the scale is too low
+    if record.policy is None and record.headroom is not None:
+        return None  # it may be a long interval or a low ceiling: `too_low` reports it
     if has_moved or not is_scaled or interval <= len(record.settled):
         return None
     if not _is_wasted(record):
@@ -170,11 +170,11 @@ def never_grew(record: Record) -> Finding | None:
         kind="never grew",
         severity=_waste(record),
         sentence=f"The scale stayed at {power(record.scales[-1])}{_too_short(record, interval)}"
-        f"{_room_words(record)}.{lost_words(record.look, _advised(settings))}",
+        f"{_headroom_words(record)}.{lost_words(record.snapshot, _advised(settings))}",
         advice=_higher_words(settings, record.scales[-1])
-        if record.room
-        else "Whether it could be higher is not known. Let it try.",
-        numbers={"steps": len(record.settled), "room": record.room or 0},
+        if record.headroom
+        else "Whether it could be higher is unknown. Let it grow earlier and see.",
+        numbers={"steps": len(record.settled), "headroom": record.headroom or 0},
         settings=settings or (tries if is_long else {}),
     )
 
@@ -188,7 +188,7 @@ def _too_short(record: Record, interval: float) -> str:
 
 def too_low(record: Record) -> Finding | None:
     """Find a scale far below what the gradients allow."""
-    if record.room is None:
+    if record.headroom is None:
         return _below_one(record) or _loss_below_normal(record)
     if not _is_wasted(record):
         return None
@@ -196,25 +196,25 @@ def too_low(record: Record) -> Finding | None:
     return Finding(
         kind="too low",
         severity=_waste(record),
-        sentence=f"The scale is {powers(record.room)} below what all late steps allow, at {power(usual)}."
-        f"{lost_words(record.look, _advised(settings))}",
+        sentence=f"The scale is {powers(record.headroom)} below what all late steps allow, at {power(usual)}."
+        f"{lost_words(record.snapshot, _advised(settings))}",
         advice=_higher_words(settings, usual),
-        numbers={"room": record.room, "scale": usual},
+        numbers={"headroom": record.headroom, "scale": usual},
         settings=settings,
     )
 
 
 def _higher_words(settings: Mapping[str, Any], now: float) -> str:
-    """Say how the scale gets higher, as the settings have it."""
+    """Return the advice that goes with the settings of a higher scale."""
     start = settings.get("scale") or settings.get("init_scale")
     if start is not None and start > now:
         return "Start higher."
     lower = "start lower and " if start is not None else ""
-    return f"The gradients shrink: {lower}climb sooner, or follow their peaks with Headroom()."
+    return f"The gradients shrink: {lower}grow sooner, or follow their peaks with Headroom()."
 
 
 def _below_one(record: Record) -> Finding | None:
-    """Find a scale that makes gradients smaller although nothing asked for it."""
+    """Find a scale below 1, which makes gradients smaller, although nothing overflowed."""
     highest = max(record.scales)
     if highest >= 1.0 or needs_no_scale(record.band) or any(record.skipped):
         return None
@@ -230,17 +230,17 @@ def _below_one(record: Record) -> Finding | None:
 
 
 def _loss_below_normal(record: Record) -> Finding | None:
-    """Find a loss that is too small even when it is scaled, from the start, and did not fall.
+    """Find a loss that is too small from the start, even when it is scaled, and did not fall.
 
-    Gradients in backward begin with the scale times derivatives of the loss, which are mostly no larger than
-    a loss that nothing has been learned of yet. One that is small because it fell says nothing.
+    Gradients in backward begin with the scale times derivatives of the loss, which are rarely larger than the
+    loss of an untrained model. A loss that is small because it fell is no evidence.
     """
     losses, norms = record.loss.finite(), record.grad_norm.finite()
     if needs_no_scale(record.band) or any(record.skipped) or len(losses) < SHORT:
         return None
     first, last = median(map(abs, losses[:LATEST])), median(map(abs, losses[-LATEST:]))
-    seen, highest = max([first, *norms]), max(record.scales)
-    if not 0.0 < seen * highest < record.band.normal or 2 * last < first:
+    largest, highest = max([first, *norms]), max(record.scales)
+    if not 0.0 < largest * highest < record.band.normal or 2 * last < first:
         return None
     return Finding(
         kind="too low",
@@ -256,13 +256,13 @@ def _loss_below_normal(record: Record) -> Finding | None:
 
 
 def _is_wasted(record: Record) -> bool:
-    """Return whether there is or may be much head room, and something lost for want of it."""
-    is_much = record.room is None or record.room >= FEWEST
-    return is_much and not needs_no_scale(record.band) and saves_something(record.look) is not False
+    """Return whether there is or may be much unused headroom, and something may be lost because of it."""
+    is_much = record.headroom is None or record.headroom >= FEWEST
+    return is_much and not needs_no_scale(record.band) and saves_something(record.snapshot) is not False
 
 
-def _room_words(record: Record) -> str:
-    return "" if record.room is None else f", {powers(record.room)} of head room unused"
+def _headroom_words(record: Record) -> str:
+    return "" if record.headroom is None else f", {powers(record.headroom)} of headroom unused"
 
 
 def _higher(record: Record, ceiling: float) -> float:
@@ -276,7 +276,7 @@ def _scale(exponent: int) -> float:
 
 
 def _higher_start(record: Record) -> Mapping[str, Any]:
-    """Return the settings of a scale that leaves a power of two of head room at the start, and keeps up."""
+    """Return the settings of a scale that starts with one power of two of headroom and follows gradients."""
     early = record.highest_scale(record.settled[: max(20, len(record.settled) // 20)])
     late = record.highest_scale(record.late)
     if early is None or late is None:
@@ -284,7 +284,7 @@ def _higher_start(record: Record) -> Mapping[str, Any]:
     climb, first = late - early, _scale(early - 1)
     start = record.scales[0]
     if first <= start and not record.skipped[0] and climb >= FEWEST:
-        # It began no lower, and that went well: what shrinks later needs a scale that climbs.
+        # The run began at such a scale and that worked: gradients that shrink need a scale that grows.
         return _climbing(record, climb, late)
     if isinstance(record.policy, Static) and abs(climb) < FEWEST:
         lowest = _scale(min(early, late) - 1)
@@ -293,12 +293,12 @@ def _higher_start(record: Record) -> Mapping[str, Any]:
 
 
 def _advised(settings: Mapping[str, Any]) -> float | None:
-    """Return the scale that some settings come to in the second half of a run, where they say one."""
+    """Return the scale that some settings lead to in the second half of a run, where they set one."""
     return settings.get("max_scale") or settings.get("scale") or settings.get("init_scale")
 
 
 def _climbing(record: Record, climb: int, late: int) -> Mapping[str, Any]:
-    """Return an interval that keeps up with gradients that shrink, and a ceiling that is high enough."""
+    """Return an interval short enough for gradients that shrink, and a ceiling that is high enough."""
     interval = max(SHORTEST_INTERVAL, len(record) // (2 * climb))
     ceiling, needed = getattr(record.policy, "max_scale", math.inf), _scale(late)
     sooner = {"growth_interval": interval} if interval < record.interval else {}

@@ -1,7 +1,4 @@
-"""How a run went: from where on it failed, and what the loss and the gradients did before.
-
-The functions here gather evidence from the steps of a record. What it means is for `causes` to say.
-"""
+"""Find where a run failed, and what its loss and gradients did before."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Severity
 
 MOSTLY: Final = 0.9
-"""From this share of bad steps on, a run has failed."""
+"""A run has failed from the step on after which this share of steps is bad."""
 LEAST_FAILED: Final = 10
 LEAST_NOT_FINITE: Final = 3
-"""So few steps are enough where the loss is inf or NaN: people stop such a run."""
+"""Fewer steps are enough where the loss is inf or NaN, because people stop such a run."""
 LATEST: Final = 5
 FEW_UPDATES: Final = 4
-"""A forward pass that worked and fails after fewer updates than this was broken by the updates."""
+"""If a forward pass fails after fewer updates than this, the updates broke it."""
 TENFOLD: Final = 9.0  # of `Rise.ratio`
 TWOFOLD: Final = 1.0
-SHORT: Final = 50  # steps below which loss values say little
+SHORT: Final = 50  # steps below which losses are no evidence
 
 
 class Failure(NamedTuple):
@@ -71,7 +68,7 @@ class Rise(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times the base was added to it: 9 for ten times as much."""
+        """The increase divided by the base: 9 for ten times as much."""
         return (self.peak - self.base) / abs(self.base) if self.base else math.inf
 
 
@@ -83,7 +80,7 @@ def failure(record: Record) -> Failure | None:
         lost = loss.known[place] and not math.isfinite(loss.values[place])
         bad[place] = 2 if lost else 1 if skipped else 0
     start = _start(bad, 1)
-    if 2 * bad.count(2, start) >= size - start:  # steps skipped to find the scale are another matter
+    if 2 * bad.count(2, start) >= size - start:  # do not count steps skipped before that to find the scale
         start = _start(bad, 2)
     part = bad[start:]
     enough = len(part) >= LEAST_FAILED or part.count(2) >= LEAST_NOT_FINITE
@@ -100,7 +97,7 @@ def failure(record: Record) -> Failure | None:
 
 
 def _start(bad: bytearray, least: int) -> int:
-    """Return from where on nearly all marks are at least so high; the number of marks for nowhere."""
+    """Return the place from which on nearly all marks are at least this high; the end if there is none."""
     size = start = len(bad)
     count = 0
     for place in range(size - 1, -1, -1):
@@ -114,18 +111,18 @@ def _start(bad: bytearray, least: int) -> int:
 
 
 def update_count(record: Record, stop: int) -> int:
-    """Return how many of the steps before a place were taken."""
+    """Return the number of steps taken before a place."""
     return record.skipped.count(0, 0, stop)
 
 
 def rise(values: Sequence[float]) -> Rise | None:
-    """Return how far numbers grew toward their end; None where the end is not their largest part."""
+    """Return how far numbers grew toward their end; None if they did not."""
     if len(values) < 2:
         return None
     before = values[: -min(LATEST, len(values) - 1)]
     peak, late = max(values[-LATEST:]), median(values[-max(len(values) // 3, 1) :])
     base = min(values[0], median(before))
-    if peak < max(before) / 2:  # one large number is not a rise
+    if peak < max(before) / 2:  # a single large number before is not part of the rise
         peak, base = late, values[0]
     return Rise(base, peak) if peak > base else None
 
@@ -146,7 +143,7 @@ def lost_before(record: Record, end: Failure) -> bool:
 
 
 def period_of(places: Sequence[int]) -> int:
-    """Return what all distances between some places are multiples of, or 0 for fewer than four."""
+    """Return the common divisor of the distances between some places; 0 if it is small or places are few."""
     if len(places) < FEWEST:
         return 0
     common = math.gcd(*(after - before for before, after in pairwise(places)))
@@ -159,27 +156,27 @@ def counts(end: Failure) -> dict[str, float]:
 
 
 class Extent(NamedTuple):
-    """Which steps of a run are lost to one cause.
+    """The steps of a run that are lost to one cause.
 
     Attributes:
-        said: which they are, in words, such as "from step 41 on".
+        words: in words, such as "from step 41 on".
         severity: "problem" for the rest of a run, "warning" for single steps.
-        numbers: what the words say, by name.
+        numbers: the numbers in the words, by name.
     """
 
-    said: str
+    words: str
     severity: Severity
     numbers: Mapping[str, float]
 
     @classmethod
     def of_failure(cls, record: Record, end: Failure) -> Extent:
-        """Return that of the last part of a run."""
-        said = "in every step" if end.start == 0 else f"from step {record.index[end.start]:,} on"
-        return cls(said, "problem", counts(end))
+        """Return the extent of a failure that lasts to the end of the run."""
+        words = "in every step" if end.start == 0 else f"from step {record.index[end.start]:,} on"
+        return cls(words, "problem", counts(end))
 
     @classmethod
     def of_steps(cls, record: Record, places: Sequence[int]) -> Extent:
-        """Return that of single steps."""
+        """Return the extent of single steps."""
         some = ", ".join(f"{record.index[place]:,}" for place in places[:5])
         more = ", ..." if len(places) > 5 else ""
         steps = "1 step" if len(places) == 1 else f"{len(places):,} steps"
@@ -188,7 +185,7 @@ class Extent(NamedTuple):
 
 
 def number(value: float) -> str:
-    """Return a number to read in a sentence."""
+    """Format a number for a sentence."""
     if value == 0.0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Runs in which nothing is lost and nothing is learned: zero gradients, dead units, a wrong optimizer."""
+"""Findings about runs that learn nothing: zero gradients, dead units, an optimizer with other parameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from preamp.doctor.history import SHORT, number
 from preamp.doctor.snapshots import module_name
 from preamp.record.exponents import exponent_of
 from preamp.record.formatting import percent
-from preamp.record.snapshots import Look, LookRow, module_of
+from preamp.record.snapshots import Snapshot, SnapshotRow, module_of
 
 MOST_VALUES: Final = 10_000  # of batches in an epoch
-LEAST_CLIPPED: Final = 2.0**10  # at such a scale no bound of a norm is so small that it is meant
+LEAST_CLIPPED: Final = 2.0**10  # at such a scale, nobody would choose a bound this small on purpose
 MOST_CLIPPED: Final = 100.0
 ALIKE: Final = 1.01
 NEARLY, ALIVE = 0.97, 0.9  # shares of zeros: of units that died, and at most of those that live
 
 
 def not_learning(record: Record) -> Finding | None:
-    """Find weights that do not change: nothing reaches them in backward, or losses repeat exactly."""
+    """Find weights that do not change: no gradient reaches them, or losses repeat exactly."""
     if is_cut_off(record):
         return _cut_off(record)
     losses = record.loss.finite()
@@ -38,7 +38,7 @@ def not_learning(record: Record) -> Finding | None:
     if late == {0.0} or len(late) > MOST_VALUES or not late <= set(losses[-2 * tail : -tail]):
         return None
     if is_far_too_low(record):
-        return None  # gradients round to zero: the weights do not change because of the scale
+        return None  # gradients round to zero: the scale is the reason
     moved = next((place for place in reversed(range(len(losses))) if losses[place] not in late), None)
     if moved is not None:
         return _stopped_learning(record, moved + 1, len(losses))
@@ -47,8 +47,8 @@ def not_learning(record: Record) -> Finding | None:
     return Finding(
         kind="not learning",
         severity="problem",
-        sentence=f"The loss has {count} {len(losses):,} steps, and the end of the run repeats those of the "
-        "beginning exactly: the weights do not change.",
+        sentence=f"The loss has {count} {len(losses):,} steps, and its values repeat exactly from beginning "
+        "to end: the weights do not change.",
         advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
         "model (after .to() and wrapping), and that the loss depends on them.",
         numbers={"values": values, "steps": len(losses)},
@@ -75,7 +75,8 @@ def _stopped_learning(record: Record, place: int, steps: int) -> Finding:
         sentence=f"From step {record.index[place]:,} on, the losses of {steps - place:,} steps repeat "
         "exactly: the weights no longer change.",
         advice="If the loss is worse than before, the learning rate was most likely too high, and units have "
-        "died: lower it, or warm it up. Otherwise look whether the schedule has reached 0.",
+        "died: lower it, or warm it up. Otherwise check whether the learning-rate schedule has "
+        "reached 0.",
         numbers={"start": place, "steps": steps - place},
     )
 
@@ -83,17 +84,17 @@ def _stopped_learning(record: Record, place: int, steps: int) -> Finding:
 def _other_parameters(record: Record) -> Finding | None:
     """Find an optimizer whose gradients are all zero, while those of the model are not."""
     norms = record.grad_norm.finite()
-    look = record.look
-    if len(norms) < SHORT or any(norms) or look is None:
+    snapshot = record.snapshot
+    if len(norms) < SHORT or any(norms) or snapshot is None:
         return None
-    if not any(row.what == "gradient" and row.histogram.nonzero for row in look.rows):
+    if not any(row.what == "gradient" and row.histogram.nonzero for row in snapshot.rows):
         return None
     return Finding(
         kind="not learning",
         severity="problem",
         sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the model "
         "were not: the optimizer has other parameters.",
-        advice="Make the optimizer last, after model.to(...) and whatever copies or wraps the model.",
+        advice="Create the optimizer last, after model.to(...) and anything that copies or wraps the model.",
         numbers={"steps": len(norms)},
     )
 
@@ -119,8 +120,8 @@ def clipped_while_scaled(record: Record) -> Finding | None:
         kind="clipped while scaled",
         severity="problem",
         sentence=f"In nearly all steps the gradient norm times the scale is {number(bound)}: the gradients "
-        "were clipped while they were still scaled, so the updates are as many times too small as the "
-        "scale is large.",
+        "were clipped while they were still scaled, so the updates are too small by a factor of the "
+        "scale.",
         advice="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
         "scaler.unscale_(optimizer) before clip_grad_norm_. In optax, put the clipping inside: "
         "loss_scaled(optimizer, max_norm=...).",
@@ -129,7 +130,7 @@ def clipped_while_scaled(record: Record) -> Finding | None:
 
 
 def poisoned_buffers(record: Record) -> Finding | None:
-    """Find buffers, such as BatchNorm's statistics, that a skipped step has left at inf or NaN."""
+    """Find buffers, such as BatchNorm's statistics, that a skipped step left at inf or NaN."""
     names = record.buffers
     if not names:
         return None
@@ -137,8 +138,8 @@ def poisoned_buffers(record: Record) -> Finding | None:
     return Finding(
         kind="poisoned buffers",
         severity="problem",
-        sentence=f"After a skipped step, {shown} held inf or NaN. A skipped step protects the weights and "
-        "not the buffers of modules: in evaluation the model gives NaN.",
+        sentence=f"After a skipped step, {shown} held inf or NaN. Skipping a step protects the weights "
+        "but not the buffers of modules: in evaluation the model gives NaN.",
         advice="Reset them, or go back to a checkpoint before that step: module.reset_running_stats() for "
         "BatchNorm. An overflow in forward put them there; run the modules before it in float32.",
         numbers={"buffers": len(names)},
@@ -146,33 +147,41 @@ def poisoned_buffers(record: Record) -> Finding | None:
 
 
 def dead_units(record: Record) -> Finding | None:
-    """Find modules whose outputs have become zero, so that nothing before them gets a gradient."""
-    clean = [look for look in record.looks if not any(r.histogram.nonfinite for r in look.rows)]
-    looks = clean[-2:]
-    if len(looks) < 2:
+    """Find modules whose outputs have become zero, so that the modules before them get no gradient."""
+    clean = [
+        snapshot for snapshot in record.snapshots if not any(r.histogram.nonfinite for r in snapshot.rows)
+    ]
+    snapshots = clean[-2:]
+    if len(snapshots) < 2:
         return None
-    dead = [{row.name for row in look.rows if row.what == "activation" and _is_zero(row)} for look in looks]
-    stuck = [{row.name for row in look.rows if row.what != "activation" and _is_zero(row)} for look in looks]
-    names = [row.name for row in looks[-1].rows if row.name in dead[0] & dead[1]]
+    dead = [
+        {row.name for row in snapshot.rows if row.what == "activation" and _is_zero(row)}
+        for snapshot in snapshots
+    ]
+    stuck = [
+        {row.name for row in snapshot.rows if row.what != "activation" and _is_zero(row)}
+        for snapshot in snapshots
+    ]
+    names = [row.name for row in snapshots[-1].rows if row.name in dead[0] & dead[1]]
     if not names or not stuck[0] & stuck[1]:
         return _nearly_dead(clean) or _fed_with_zeros(clean)
     always = any(row.name == names[0] and row.what == "activation" and _is_zero(row) for row in clean[0].rows)
     began = (
-        "It starts so: its first weights or biases are at fault, or something in it overflows and is divided "
-        f"by, which gives 0. {run_in_float32(names[0])}"
+        "They are zero from the start: the initial weights or biases are wrong, or the module divides by a "
+        f"value that overflows, which gives 0. {run_in_float32(names[0])}"
     )
     return Finding(
         kind="dead units",
         severity="problem",
         sentence=f"All outputs of {module_name(names[0])} are exactly zero "
-        f"{'from the first look on' if always else 'in the last looks'}, and the gradients of "
+        f"{'from the first snapshot on' if always else 'in the last snapshots'}, and the gradients of "
         f"{len(stuck[0] & stuck[1]):,} modules with them.",
         advice=began if always else DIED,
         numbers={"modules": len(stuck[0] & stuck[1])},
     )
 
 
-def _is_zero(row: LookRow) -> bool:
+def _is_zero(row: SnapshotRow) -> bool:
     return row.histogram.zeros > 0 and row.histogram.zeros == row.histogram.total
 
 
@@ -182,37 +191,37 @@ DIED: Final = (
 )
 
 
-def _nearly_dead(clean: Sequence[Look]) -> Finding | None:
-    """Find a module that put out zeros here and there at first, and nearly nothing but zeros at the end."""
+def _nearly_dead(clean: Sequence[Snapshot]) -> Finding | None:
+    """Find a module with some zeros in its outputs at first, and almost only zeros at the end."""
     first, late = clean[0], clean[-2:]
     for row in first.rows:
         if row.what != "activation" or _zeros(row) > ALIVE:
             continue
-        rows = [next((r for r in look.rows if _is_same(r, row)), None) for look in late]
+        rows = [next((r for r in snapshot.rows if _is_same(r, row)), None) for snapshot in late]
         share = min((_zeros(r) if r is not None else 0.0) for r in rows)
         unmoved = min(
-            max((_zeros(r) for r in look.rows if r.what == "gradient"), default=0.0) for look in late
+            max((_zeros(r) for r in snapshot.rows if r.what == "gradient"), default=0.0) for snapshot in late
         )
         if share >= NEARLY and unmoved >= ALIVE:
             return Finding(
                 kind="dead units",
                 severity="problem",
                 sentence=f"{percent(share)} of the outputs of {module_name(row.name)} are exactly zero in "
-                f"the last looks, and {percent(_zeros(row))} were in the first; {percent(unmoved)} of the "
-                "weights of a module get no gradient.",
+                f"the last snapshots, and {percent(_zeros(row))} were in the first; {percent(unmoved)} of "
+                "the weights of a module get no gradient.",
                 advice=DIED,
                 numbers={"zeros": share, "gradients": unmoved},
             )
     return None
 
 
-def _fed_with_zeros(clean: Sequence[Look]) -> Finding | None:
-    """Find units that died between two modules, by the gradients of single parameters.
+def _fed_with_zeros(clean: Sequence[Snapshot]) -> Finding | None:
+    """Find units that died between two modules, from the gradients of single parameters.
 
-    The gradient of a bias is that of the output; that of a weight is that times the input. So a module of
-    which one is zero, and not the other, was given nothing but zeros. One that sends them learns nothing.
+    The gradient of a bias is a sum of output gradients; that of a weight has the input as a factor. So if
+    only the weight's is zero, the input was all zeros. The module that the zeros come from gets no gradient.
     """
-    found = [_by_parameter(look) for look in clean]
+    found = [_by_parameter(snapshot) for snapshot in clean]
     (dead, fed), (dead_before, fed_before) = found[-1], found[-2]
     modules, given = sorted(dead & dead_before), sorted(fed & fed_before)
     if not modules or not given:
@@ -222,9 +231,9 @@ def _fed_with_zeros(clean: Sequence[Look]) -> Finding | None:
         kind="dead units",
         severity="problem",
         sentence=f"The gradients of all parameters of {module_name(modules[0])} are exactly zero "
-        f"{'from the first look on' if always else 'in the last looks'}. In {module_name(given[0])} those of "
-        "the weight are zero and those of the bias are not: it is given nothing but zeros.",
-        advice="All units between them are dead from the start: look at the first weights and biases, such "
+        f"{'from the first snapshot on' if always else 'in the last snapshots'}. In {module_name(given[0])} "
+        "those of the weight are zero and those of the bias are not: it is given nothing but zeros.",
+        advice="All units between them are dead from the start: check the initial weights and biases, such "
         "as a large negative bias before a ReLU."
         if always
         else DIED,
@@ -232,34 +241,34 @@ def _fed_with_zeros(clean: Sequence[Look]) -> Finding | None:
     )
 
 
-def _by_parameter(look: Look) -> tuple[set[str], set[str]]:
-    """Return the modules whose gradients are all zero, and those where it is all but the smallest.
+def _by_parameter(snapshot: Snapshot) -> tuple[set[str], set[str]]:
+    """Return the modules whose gradients are all zero, and those where only the smallest's is not.
 
-    Both are empty where gradients come so near the end of the format that zeros may be the scale's fault. A
-    lens has one row for all parameters of a module, and tells NaN from inf: it cannot answer this.
+    Both are empty where gradients are so small that zeros may come from a low scale, and for snapshots of a
+    PyTorch lens, which have one row for all parameters of a module.
     """
-    modules: dict[str, list[LookRow]] = {}
-    for row in look.rows:
+    modules: dict[str, list[SnapshotRow]] = {}
+    for row in snapshot.rows:
         if row.what == "gradient" and row.nans is None:
             modules.setdefault(module_of(row.name), []).append(row)
     several = {name: rows for name, rows in modules.items() if len(rows) > 1}
     alive = [row.histogram.low for rows in modules.values() for row in rows if row.histogram.nonzero]
-    if not alive or min(alive) <= exponent_of(look.band.normal):
+    if not alive or min(alive) <= exponent_of(snapshot.band.normal):
         return set(), set()
     dead = {name for name, rows in several.items() if all(map(_is_zero, rows))}
     fed = {name for name, rows in several.items() if _is_bias_alone(rows)}
     return dead, fed
 
 
-def _is_bias_alone(rows: Sequence[LookRow]) -> bool:
-    """Return whether of the parameters of a module the smallest alone gets a gradient."""
+def _is_bias_alone(rows: Sequence[SnapshotRow]) -> bool:
+    """Return whether only the smallest parameter of a module gets a gradient."""
     bias, *others = sorted(rows, key=lambda row: row.histogram.total)
     return not _is_zero(bias) and all(map(_is_zero, others))
 
 
-def _zeros(row: LookRow) -> float:
+def _zeros(row: SnapshotRow) -> float:
     return row.histogram.zeros / row.histogram.total if row.histogram.total else 0.0
 
 
-def _is_same(one: LookRow, other: LookRow) -> bool:
+def _is_same(one: SnapshotRow, other: SnapshotRow) -> bool:
     return (one.name, one.what) == (other.name, other.what)

@@ -1,7 +1,4 @@
-"""What skipped steps mean: a start that is too high, a scale that oscillates, starves or is dragged down.
-
-This room holds one function per symptom, and its limits. It refuses to know what the scale could be instead.
-"""
+"""Findings about skipped steps: a scale that starts too high, oscillates, is dragged down, or was lost."""
 
 from __future__ import annotations
 
@@ -23,27 +20,27 @@ from preamp.systems.definition import Dialect
 RECENT: Final = 100
 FARTHEST_BACKOFF: Final = 2.0**-4
 LOAD: Final = "Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict()."
-LEAST_HUNGRY: Final = 10
-MOSTLY: Final = 0.8
-"""From this share of steps that are skipped on, a run stands still."""
+LEAST_STEPS: Final = 10
+NEARLY_ALL: Final = 0.8
+"""The share of skipped steps from which on a run makes no progress."""
 
 Remedy: TypeAlias = tuple[str, Mapping[str, Any]]
-"""What to do, in words and as settings."""
+"""Advice, in words and as settings."""
 
 
-def starving(record: Record) -> Finding | None:
-    """Find a run that hardly takes a step at its end."""
+def skips_nearly_all(record: Record) -> Finding | None:
+    """Find a run that skips nearly every step at its end."""
     last = (record.settled or range(len(record)))[-RECENT:]
     skipped = [place for place in last if record.skipped[place]]
-    if len(skipped) < max(LEAST_HUNGRY, MOSTLY * len(last)) or _waits(record):
+    if len(skipped) < max(LEAST_STEPS, NEARLY_ALL * len(last)) or _waits(record):
         return None
     lowest = min(record.scales[place] for place in skipped)
     advice, settings = _remedy(record, skipped)
     return Finding(
-        kind="starving",
+        kind="skipping almost every step",
         severity="problem",
         sentence=f"{len(skipped):,} of the last {len(last):,} steps were skipped, at scales down to "
-        f"{power(lowest)}: the training stands still.{first_parameter(record)}",
+        f"{power(lowest)}: the training makes no progress.{first_parameter(record)}",
         advice=advice,
         numbers={"skipped": len(skipped), "steps": len(last), "lowest_scale": lowest},
         settings=settings,
@@ -51,12 +48,12 @@ def starving(record: Record) -> Finding | None:
 
 
 def _waits(record: Record) -> bool:
-    """Return whether the rule has never had as many overflows in a row as it waits for."""
+    """Return whether the policy has never had as many overflows in a row as it waits for."""
     return record.summary.longest_streak < _hysteresis(record)
 
 
 def _hysteresis(record: Record) -> int:
-    """Return how many overflows the rule waits for."""
+    """Return how many overflows the policy waits for before it backs off."""
     return int(getattr(record.policy, "hysteresis", 1))
 
 
@@ -68,27 +65,28 @@ def _remedy(record: Record, skipped: list[int]) -> Remedy:
             {},
         )
     scale, floor = record.scales[skipped[-1]], record.band.normal
-    stands = len({record.scales[place] for place in skipped[-LEAST_HUNGRY:]}) == 1
-    if stands and isinstance(record.policy, Static) and scale > 1.0:
-        return "This scale is too high. Let it move.", {"init_scale": scale}
-    if stands and scale > floor:
-        return f"Lower the floor. If it starves at {power(floor)} as well, look for NaN.", {
-            "min_scale": floor
-        }
-    if not stands and scale > 1.0:
+    is_constant = len({record.scales[place] for place in skipped[-LEAST_STEPS:]}) == 1
+    if is_constant and isinstance(record.policy, Static) and scale > 1.0:
+        return "This scale is too high. Use a dynamic one.", {"init_scale": scale}
+    if is_constant and scale > floor:
+        return (
+            f"Lower the floor. If steps are still skipped at {power(floor)}, look for NaN.",
+            {"min_scale": floor},
+        )
+    if not is_constant and scale > 1.0:
         return "The scale is still falling. Start lower.", {"init_scale": min(scale, Dynamic.init_scale)}
-    unknown = "" if losses else " Record the loss of each step, and a lens, and its cause can be named."
+    unknown = "" if losses else " To find the cause, record the loss of each step and snapshots of a Lens."
     return (
-        "At so low a scale nothing finite overflows: it is NaN. Look for it in the data, the loss and the "
-        f"forward pass.{unknown}",
+        "At such a low scale finite gradients do not overflow: something is NaN. Look for it in the data, "
+        f"the loss and the forward pass.{unknown}",
         {},
     )
 
 
 def wrong_start(record: Record) -> Finding | None:
     """Find a first scale that had to be lowered many times."""
-    if len(set(record.scales[: record.opening])) < FEWEST or len(record.settled) < LEAST_HUNGRY:
-        return None  # a rule that waits for several overflows is another matter
+    if len(set(record.scales[: record.opening])) < FEWEST or len(record.settled) < LEAST_STEPS:
+        return None  # few different scales: the policy waits for several overflows
     first, found = record.scales[0], record.scales[record.opening]
     return Finding(
         kind="wrong start",
@@ -115,7 +113,7 @@ def oscillating(record: Record) -> Finding | None:
         kind="oscillating",
         severity="warning",
         sentence=f"{of_steps(len(undone), len(record.settled))} were skipped because the scale "
-        f"had just grown: every {interval:,} clean steps it tries again what has failed.",
+        f"had just grown: every {interval:,} clean steps it tries a scale that has failed before.",
         advice=f"Wait longer{_or_a_ceiling(undone)}.",
         numbers={"skipped": len(undone), "share": share, "growth_interval": interval},
         settings={
@@ -127,7 +125,7 @@ def oscillating(record: Record) -> Finding | None:
 
 
 def _at_once(record: Record) -> Mapping[str, Any]:
-    """Return what makes a rule back off at the first overflow, if it does not."""
+    """Return the settings that make a policy back off at the first overflow, if it does not."""
     if isinstance(record.policy, Tolerant):
         return {"tolerance": 1 / RARE}
     return {"hysteresis": 1} if _hysteresis(record) > 1 else {}
@@ -141,7 +139,7 @@ def _or_a_ceiling(undone: Skips) -> str:
 
 
 def _nearer_start(record: Record, undone: Skips) -> Mapping[str, Any]:
-    """Return as the first scale the level it came to, where a longer interval would not take it there."""
+    """Return the level that the scale reached as the first scale, if longer intervals would not reach it."""
     if not len(undone):
         return {}
     level = sorted(skip.after for skip in undone)[len(undone) // 10]
@@ -157,32 +155,32 @@ def dragged(record: Record) -> Finding | None:
     high, low = max(record.of(record.settled)), min(record.scales)
     return Finding(
         kind="dragged down",
-        severity="note" if record.usual_room is None else "warning",
-        sentence=f"{falls:,} steps overflowed by themselves, at scales that had held, and lowered the "
+        severity="note" if record.usual_headroom is None else "warning",
+        sentence=f"{falls:,} single steps overflowed at scales that had worked before, and lowered the "
         f"scale from {power(high)} to {power(low)}{_too_far(record)}.",
-        advice="Back off at the second overflow in a row only. Look at the data of these steps, too.",
-        numbers={"skipped": falls, "lowest_scale": low, "room": record.usual_room or 0},
+        advice="Back off only at the second overflow in a row. Also look at the data of these steps.",
+        numbers={"skipped": falls, "lowest_scale": low, "headroom": record.usual_headroom or 0},
         settings={"hysteresis": 2, **_longer(record)},
     )
 
 
 def _stays_low(record: Record) -> bool:
-    """Return whether the scale is far below what most steps allow or, where that is unknown, has held."""
-    if record.usual_room is not None:
-        return record.usual_room >= FEWEST
+    """Return whether the scale is far below what most steps allow, or else below what has worked."""
+    if record.usual_headroom is not None:
+        return record.usual_headroom >= FEWEST
     pairs = zip(record.skipped, record.scales, strict=False)
     highest = max(scale for skipped, scale in pairs if not skipped)
     return exponent_of(highest) - exponent_of(record.scales[-1]) >= FEWEST
 
 
 def _too_far(record: Record) -> str:
-    if record.usual_room is None:
-        return "; or all gradients have grown: only their peaks would tell"
-    return f", though most steps would allow one that is {record.usual_room:.0f} powers of two higher"
+    if record.usual_headroom is None:
+        return " (or all gradients have grown, which cannot be seen without recorded peaks)"
+    return f", though most steps would allow one that is {record.usual_headroom:.0f} powers of two higher"
 
 
 def slow(record: Record) -> Finding | None:
-    """Find a rule that waits for so many overflows that most change nothing."""
+    """Find a policy that waits for so many overflows that most of them change nothing."""
     hysteresis, skipped = _hysteresis(record), record.skipped.count(1)
     share = skipped / max(len(record), 1)
     pairs = zip(record.skipped, pairwise(record.scales), strict=True)
@@ -193,7 +191,7 @@ def slow(record: Record) -> Finding | None:
         kind="slow to back off",
         severity="warning",
         sentence=f"{of_steps(skipped, len(record))} were skipped and only "
-        f"{lowered:,} of them lowered the scale: hysteresis={hysteresis} waits for so many.",
+        f"{lowered:,} of them lowered the scale: hysteresis={hysteresis} waits for that many.",
         advice="Back off at every overflow.",
         numbers={"skipped": skipped, "share": share, "lowered": lowered},
         settings={"hysteresis": 1, **_longer(record), **_nearer_start(record, record.skips)},
@@ -210,7 +208,7 @@ def too_high(record: Record) -> Finding | None:
         kind="too high",
         severity="warning",
         sentence=f"{of_steps(len(record.skips), len(record.settled))} were skipped, at scales "
-        f"from {power(min(skip.scale for skip in record.skips))} on.{first_parameter(record)}",
+        f"of {power(min(skip.scale for skip in record.skips))} and above.{first_parameter(record)}",
         advice=advice,
         numbers={"skipped": len(record.skips), "share": share},
         settings=settings,
@@ -224,10 +222,10 @@ def _longer(record: Record) -> Mapping[str, Any]:
 def _lower(record: Record) -> Remedy:
     longer = _longer(record)
     if isinstance(record.policy, Static):
-        return "Let the scale move.", {"init_scale": record.policy.scale}
+        return "Use a dynamic scale.", {"init_scale": record.policy.scale}
     if isinstance(record.policy, Tolerant):
         tolerated = percent(record.policy.tolerance)
-        return f"The rule tolerates up to {tolerated}. Tolerate less.", {
+        return f"The policy tolerates up to {tolerated}. Tolerate less.", {
             "tolerance": 1 / RARE,
             **longer,
             **_nearer_start(record, record.skips),
@@ -243,9 +241,9 @@ def lost_scale(record: Record) -> Finding | None:
         return Finding(
             kind="lost scale",
             severity="warning",
-            sentence=f"The record begins again at step {record.index[0]:,}, and the first "
+            sentence=f"The record restarts at step {record.index[0]:,}, and the first "
             f"{record.opening:,} steps were skipped while the scale fell from {power(record.scales[0])} to "
-            f"{power(record.scales[record.opening])}: the run was resumed without its scaler.",
+            f"{power(record.scales[record.opening])}: the run was resumed without its saved scale.",
             advice=LOAD,
             numbers={"skipped": record.opening},
         )
@@ -263,7 +261,7 @@ def lost_scale(record: Record) -> Finding | None:
             severity="warning",
             sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale "
             f"jumped from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was "
-            "back: the run was resumed without its scale.",
+            "back: the run was resumed without its saved scale.",
             advice=LOAD,
             numbers={"before": before, "scale": scale, "skipped": skips},
         )
@@ -280,15 +278,15 @@ def backs_off_too_far(record: Record) -> Finding | None:
     if (
         not falls
         or median(falls) * FARTHEST_BACKOFF < 1.0
-        or (record.room is not None and record.room < FEWEST)
+        or (record.headroom is not None and record.headroom < FEWEST)
     ):
         return None
     fall = exponent_of(median(falls))
     return Finding(
         kind="backs off too far",
         severity="warning",
-        sentence=f"Each overflow lowered the scale by {powers(fall)}, and it takes as many growths to come "
-        "back.",
+        sentence=f"Each overflow lowered the scale by {powers(fall)}, and it takes as many growths to "
+        "recover.",
         advice="Halve it instead.",
         numbers={"powers": fall, "times": len(falls)},
         settings={"backoff_factor": 0.5},

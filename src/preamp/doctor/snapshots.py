@@ -1,7 +1,4 @@
-"""What a lens saw, in sentences: what is lost, where less would be, who limits the scale, what else would do.
-
-This room reads looks. It refuses to know how the scale moved.
-"""
+"""What snapshots show: what is lost at a scale or would be at another, and which module limits the scale."""
 
 from __future__ import annotations
 
@@ -14,23 +11,23 @@ from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding
 from preamp.record.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.record.formatting import percent, power, powers, two_to
-from preamp.record.snapshots import Look, LookRow, owner
+from preamp.record.snapshots import Snapshot, SnapshotRow, owner
 
 FEW: Final = 1 / 1000
-"""Below this share of entries nothing is said to be lost."""
+"""A smaller share of lost entries is ignored."""
 WIDE: Final = 1e30
-"""A format that holds such values has the range of float32."""
+"""A format that can hold such values has the range of float32."""
 FAR: Final = 4
-"""Powers of two that one module has to be above all others for other advice than a scale."""
+"""If one module is this many powers of two above all others, it should run in float32."""
 
 
 class Lost(NamedTuple):
-    """Which part of the entries of flows and gradients is lost, each from 0 to 1.
+    """Shares of the entries of flows and gradients, from 0 to 1.
 
     Attributes:
-        zeros: exactly zero when seen, whatever made them so.
-        flushed: rounds to zero in the low dtype.
-        subnormal: keeps fewer digits than normal.
+        zeros: exactly zero when counted, for whatever reason.
+        flushed: round to zero in the low dtype.
+        subnormal: become subnormal and lose digits.
     """
 
     zeros: float
@@ -38,67 +35,69 @@ class Lost(NamedTuple):
     subnormal: float
 
 
-def lost(look: Look, scale: float | None = None) -> Lost:
-    """Return what is lost at a scale, None for the step's own."""
-    seen = _seen(look)
-    shift = 0 if scale is None else exponent_of(scale) - exponent_of(look.scale)
-    total, nonzero = max(seen.total, 1), seen.nonzero
-    flushed, subnormal = seen.flushed(look.band, shift), seen.subnormal(look.band, shift)
-    return Lost(seen.zeros / total, flushed * nonzero / total, subnormal * nonzero / total)
+def lost(snapshot: Snapshot, scale: float | None = None) -> Lost:
+    """Return what is lost at a scale; None for the step's own."""
+    values = _gradients(snapshot)
+    shift = 0 if scale is None else exponent_of(scale) - exponent_of(snapshot.scale)
+    total, nonzero = max(values.total, 1), values.nonzero
+    flushed, subnormal = values.flushed(snapshot.band, shift), values.subnormal(snapshot.band, shift)
+    return Lost(values.zeros / total, flushed * nonzero / total, subnormal * nonzero / total)
 
 
-def _seen(look: Look) -> ExponentHistogram:
-    return reduce(add, (row.histogram for row in look.rows if row.what != "activation"), ExponentHistogram())
+def _gradients(snapshot: Snapshot) -> ExponentHistogram:
+    return reduce(
+        add, (row.histogram for row in snapshot.rows if row.what != "activation"), ExponentHistogram()
+    )
 
 
-def saves_something(look: Look | None) -> bool | None:
-    """Return whether a higher scale would save anything; None where nothing was seen."""
-    if look is None:
+def saves_something(snapshot: Snapshot | None) -> bool | None:
+    """Return whether a higher scale would save anything; None without a snapshot."""
+    if snapshot is None:
         return None
-    return _flushed_whole(look) or lost(look).flushed + lost(look).subnormal >= FEW
+    return _flushed_whole(snapshot) or lost(snapshot).flushed + lost(snapshot).subnormal >= FEW
 
 
-def _flushed_whole(look: Look) -> bool:
+def _flushed_whole(snapshot: Snapshot) -> bool:
     """Return whether some gradients are all zero, and a scale that is too low may be the reason.
 
-    It is not where a module puts out nothing but zeros, nor where no other gradient comes near the end of
-    the format.
+    It is not the reason where the module's outputs are all zeros, nor where no other gradient is close to the
+    smallest numbers of the format.
     """
     outputs: dict[str | None, int] = {
-        row.name: row.histogram.nonzero for row in look.rows if row.what == "activation"
+        row.name: row.histogram.nonzero for row in snapshot.rows if row.what == "activation"
     }
-    rows = [row for row in look.rows if row.direction == "backward"]
+    rows = [row for row in snapshot.rows if row.direction == "backward"]
     zero = [
         row
         for row in rows
         if row.histogram.zeros and not row.histogram.nonzero and outputs.get(owner(row.name, outputs)) != 0
     ]
     alive = [row.histogram.low for row in rows if row.histogram.nonzero]
-    return bool(zero) and (not alive or min(alive) <= exponent_of(look.band.normal))
+    return bool(zero) and (not alive or min(alive) <= exponent_of(snapshot.band.normal))
 
 
-def best_scale(look: Look) -> float | None:
-    """Return the best scale for what was seen; None where none is needed, or an overflow hides it."""
-    return None if needs_no_scale(look.band) or look.first_overflow else look.best_scale()
+def best_scale(snapshot: Snapshot) -> float | None:
+    """Return the best scale for a snapshot; None if none is needed, or if an overflow hides it."""
+    return None if needs_no_scale(snapshot.band) or snapshot.first_overflow else snapshot.best_scale()
 
 
-def lost_words(look: Look | None, scale: float | None = None) -> str:
-    """Say what is lost at the scale of a look and what would be at another one; "" for no look.
+def lost_words(snapshot: Snapshot | None, scale: float | None = None) -> str:
+    """Return a sentence about what is lost at a snapshot's scale and at another one; "" for no snapshot.
 
     Args:
-        look: what a lens saw on one step.
+        snapshot: of one step.
         scale: the other scale; None for the best one.
     """
-    if look is None:
+    if snapshot is None:
         return ""
-    now, best = lost(look), scale or best_scale(look)
+    now, best = lost(snapshot), scale or best_scale(snapshot)
     words = (
-        f" At {power(look.scale)}, {percent(now.zeros)} of the gradient entries are exactly zero, "
+        f" At {power(snapshot.scale)}, {percent(now.zeros)} of the gradient entries are exactly zero, "
         f"{percent(now.flushed)} round to zero and {percent(now.subnormal)} lose digits"
     )
-    if best is None or best == look.scale:
+    if best is None or best == snapshot.scale:
         return f"{words}."
-    then = lost(look, best)
+    then = lost(snapshot, best)
     return (
         f"{words}; at {power(best)}, {percent(then.flushed)} would round to zero and "
         f"{percent(then.subnormal)} lose digits."
@@ -111,12 +110,12 @@ def needs_no_scale(band: Band) -> bool:
 
 
 def overflowed(record: Record) -> Finding | None:
-    """Name who overflows first on skipped steps."""
+    """Name the module or parameter that most often overflows first."""
     rows = Counter(
         (row.name, row.what)
-        for look in record.looks
-        # Where the loss itself was lost, so is all of backward: who came first there says nothing.
-        if (row := look.first_overflow) and (row.direction == "forward" or not record.is_lost(look))
+        for snapshot in record.snapshots
+        # If the loss itself is not finite, neither is any gradient: the first of them is no evidence.
+        if (row := snapshot.first_overflow) and (row.direction == "forward" or not record.is_lost(snapshot))
     )
     modules = Counter[tuple[str, str]]()
     for name, count in record.culprits.items():
@@ -126,51 +125,51 @@ def overflowed(record: Record) -> Finding | None:
         return None
     (name, what), worst = max(counts.items(), key=lambda pair: (pair[1], pair[0]))
     way = "forward" if what == "activation" else "backward"
-    held = "had" if rows and not all(map(_knows_order, record.looks)) else "was the first with"
+    held = "had" if rows and not all(map(_knows_order, record.snapshots)) else "was the first with"
     which = f"the {_WHAT[what]} of {module_name(name)}" if what else f"a parameter of {name}"
     return Finding(
         kind="overflows first",
         severity="note",
-        sentence=f"In {worst:,} of {counts.total():,} {'looks at overflows' if rows else 'overflows'}, "
+        sentence=f"In {worst:,} of {counts.total():,} {'snapshots of overflows' if rows else 'overflows'}, "
         f"{which} {held} inf or NaN, in {way}.",
         numbers={"overflows": counts.total(), "first": worst},
     )
 
 
-def _knows_order(look: Look) -> bool:
-    return all(map(is_in_order, look.rows))
+def _knows_order(snapshot: Snapshot) -> bool:
+    return all(map(is_in_order, snapshot.rows))
 
 
-def is_in_order(row: LookRow) -> bool:
-    """Return whether rows like this come in the order in which they were computed, as those of a lens do.
+def is_in_order(row: SnapshotRow) -> bool:
+    """Return whether rows are in the order of computation, as a PyTorch lens records them.
 
-    Those of `preamp.jax.look` are in the order of a tree, and do not tell NaN from inf.
+    Those of `preamp.jax.snapshot` are in the order of a tree and do not distinguish NaN from inf.
     """
     return row.nans is not None
 
 
 def limited(record: Record) -> Finding | None:
-    """Name the module that keeps the scale from being higher, and say whether it does so alone."""
-    look = record.look
-    row = look and look.limit
-    if look is None or row is None or needs_no_scale(record.band):
+    """Name the module that keeps the scale from being higher, and tell whether it is the only one."""
+    snapshot = record.snapshot
+    row = snapshot and snapshot.limit
+    if snapshot is None or row is None or needs_no_scale(record.band):
         return None
-    name, room = module_name(row.name), look.fit(row).headroom
-    alone = _alone(look, row.name)
+    name, headroom = module_name(row.name), snapshot.fit(row).headroom
+    alone = _alone(snapshot, row.name)
     return Finding(
         kind="limit",
         severity="note",
-        sentence=f"{name[0].upper()}{name[1:]} limits the scale: at step {look.index:,} the largest "
-        f"{_WHAT[row.what].replace(' the ', ' its ')} had {powers(room or 0)} of head room in "
-        f"{look.low_dtype} at {power(look.scale)}"
+        sentence=f"{name[0].upper()}{name[1:]} limits the scale: at step {snapshot.index:,} the largest "
+        f"{_WHAT[row.what].replace(' the ', ' its ')} had {powers(headroom or 0)} of headroom in "
+        f"{snapshot.low_dtype} at {power(snapshot.scale)}"
         + (f". Without it the scale could be {two_to(alone)} times higher." if alone >= FAR else "."),
         advice=f"Run {name} in float32, in a region with autocast(enabled=False)." if alone >= FAR else "",
-        numbers={"room": room or 0, "alone": alone},
+        numbers={"headroom": headroom or 0, "alone": alone},
     )
 
 
 def module_name(name: str) -> str:
-    """Return what to call a module; those of a `Sequential` have numbers as names."""
+    """Return the name of a module for a sentence; those in a `Sequential` are numbers."""
     return f"module {name}" if name else "the whole model"
 
 
@@ -181,28 +180,28 @@ _WHAT: Final = {
 }
 
 
-def _alone(look: Look, name: str) -> int:
+def _alone(snapshot: Snapshot, name: str) -> int:
     """Return how many powers of two higher the scale could be without one module."""
-    others = look._replace(rows=tuple(row for row in look.rows if row.name != name))
-    with_it, without = look.best_scale(), others.best_scale()
+    others = snapshot._replace(rows=tuple(row for row in snapshot.rows if row.name != name))
+    with_it, without = snapshot.best_scale(), others.best_scale()
     return exponent_of(without) - exponent_of(with_it) if with_it and without else 0
 
 
 def bfloat16_would_do(record: Record) -> Finding | None:
-    """Say whether bfloat16 holds without a scale what was seen."""
-    look = record.look
-    if look is None or needs_no_scale(record.band) or not _seen(look).nonzero:
+    """Tell whether bfloat16 could hold the gradients without a scale."""
+    snapshot = record.snapshot
+    if snapshot is None or needs_no_scale(record.band) or not _gradients(snapshot).nonzero:
         return None
-    seen = _seen(look).shifted(-exponent_of(look.scale))
-    below, room = seen.flushed(BANDS["bfloat16"]), seen.headroom(BANDS["bfloat16"]) or 0
-    would = "do without a scale" if below < FEW and room > 0 else "not do without one"
-    least, most = two_to(seen.low), two_to(seen.peak_exponent or 0)
+    values = _gradients(snapshot).shifted(-exponent_of(snapshot.scale))
+    below, headroom = values.flushed(BANDS["bfloat16"]), values.headroom(BANDS["bfloat16"]) or 0
+    would = "work without a scale" if below < FEW and headroom > 0 else "not work without one"
+    least, most = two_to(values.low), two_to(values.peak_exponent or 0)
     return Finding(
         kind="bfloat16",
         severity="note",
         sentence=f"bfloat16 would {would}: the gradients lie between {least} and {most}, {_below(below)} "
-        f"its range. It keeps 8 significant bits, {look.low_dtype} {_BITS[look.low_dtype]}.",
-        numbers={"flushed": below, "room": room},
+        f"its range. It keeps 8 significant bits, {snapshot.low_dtype} {_BITS[snapshot.low_dtype]}.",
+        numbers={"flushed": below, "headroom": headroom},
     )
 
 

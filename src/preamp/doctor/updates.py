@@ -1,4 +1,4 @@
-"""Why a run failed where its own updates did it: it diverged, or one update wrote NaN into weights."""
+"""Findings about updates: a run that diverged, an update that wrote NaN into weights, a loss spike."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from preamp.doctor.history import (
 from preamp.doctor.snapshots import module_name
 
 SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
-HARMLESS: Final = 0.2  # of the first losses: what stays below that undoes little
+HARMLESS: Final = 0.2  # times the first losses: a spike below this does little harm
 
 
 def diverged(record: Record, end: Failure, source: Break | None) -> Finding | None:
     """Find that the loss, the gradients or the weights grew before the run failed."""
     if not update_count(record, end.start) and end.skips:
         return None  # nothing was updated
-    losses = record.loss.finite()  # those of skipped steps too: they show what the last update did
+    losses = record.loss.finite()  # also of skipped steps, which show the effect of the last update
     loss, norm = rise(losses), rise(record.grad_norm.finite())
     grew = loss is not None and loss.ratio >= TENFOLD
     norm_grew = norm is not None and norm.ratio >= TENFOLD and (loss is None or loss.ratio >= TWOFOLD)
@@ -51,10 +51,10 @@ def diverged(record: Record, end: Failure, source: Break | None) -> Finding | No
 
 
 def _weights_grew(record: Record, source: Break | None) -> bool | None:
-    """Return whether updates made most weights far larger; False where none grew at all; None else."""
-    if source is None or not record.looks or record.looks[0] is source.look:
+    """Return True if updates made most weights far larger, False if none grew at all, else None."""
+    if source is None or not record.snapshots or record.snapshots[0] is source.snapshot:
         return None
-    first, last = record.looks[0], source.look
+    first, last = record.snapshots[0], source.snapshot
     weights = grown(first, last, "weight")
     if not weights:
         return None
@@ -66,7 +66,7 @@ def _weights_grew(record: Record, source: Break | None) -> bool | None:
 
 
 def _is_sudden(record: Record, end: Failure, source: Break | None) -> bool:
-    """Return whether one module alone overflowed, from one step to the next, on inputs like those before."""
+    """Return whether a module suddenly overflowed on inputs like those of the steps before."""
     if source is None or not source.in_forward or not source.is_steady:
         return False
     for column in (record.loss, record.grad_norm):
@@ -114,20 +114,20 @@ def _broken_by_updates(record: Record, end: Failure, source: Break | None) -> Fi
         severity="problem",
         sentence=f"The training diverged: after {made} the forward pass gives inf or NaN, on every batch, "
         "and it worked before. The loss scale did not cause this.",
-        advice="Lower the learning rate, by a factor of 10 to begin with. If that does not help, look at the "
+        advice="Lower the learning rate, by a factor of 10 to begin with. If that does not help, check the "
         "optimizer's other settings, such as eps.",
         numbers={"updates": updates},
     )
 
 
 def _weights_overflow(source: Break) -> bool:
-    """Return whether weights are inf, and not NaN alone."""
+    """Return whether weights are inf, and not only NaN."""
     row = source.row
     return row is not None and row.nans is not None and row.nans < row.histogram.nonfinite
 
 
 def diverged_in_range(record: Record) -> Finding | None:
-    """Find a loss that rose and stayed high in a run whose steps are taken."""
+    """Find a loss that rose and stayed high while steps were taken."""
     losses = record.loss.finite()
     if len(losses) < SHORT:
         return None
@@ -149,7 +149,7 @@ def diverged_in_range(record: Record) -> Finding | None:
 
 
 def _unlearned(record: Record, losses: Sequence[float], late: float) -> Finding | None:
-    """Find a loss that had fallen, rose far above where it began, and then stayed about where it began."""
+    """Find a loss that fell, rose far above where it began, and then stayed about where it began."""
     levels = [median(losses[place : place + LATEST]) for place in range(0, len(losses) - LATEST + 1, LATEST)]
     top = max(range(len(levels)), key=levels.__getitem__)
     first, best, peak = levels[0], min(levels[: top + 1]), levels[top]
@@ -168,17 +168,17 @@ def broken_update(record: Record, end: Failure, source: Break | None) -> Finding
     if source is not None and source.link == "weights" and source.row is not None:
         row = source.row
         held = "NaN" if row.nans == row.histogram.nonfinite else "inf or NaN"
-        said = (
+        sentence = (
             f"{row.histogram.nonfinite:,} of {row.histogram.total:,} weights of {module_name(row.name)} "
             f"are {held} from step {step:,} on, and nothing had grown before: an update wrote that."
         )
         rest = ""
     else:
-        said = (
+        sentence = (
             f"From step {step:,} on, every batch gives NaN in forward, and nothing had grown before: the "
             "update before it most likely wrote NaN into weights."
         )
-        said += f" The first is {module_name(source.row.name)}." if source and source.row else ""
+        sentence += f" The first is {module_name(source.row.name)}." if source and source.row else ""
         rest = (
             " If none of that applies, check `all(p.isfinite().all() for p in model.parameters())`; if "
             "the weights are finite, check the batches from there on, `x.isfinite().all()`. Then find the "
@@ -189,30 +189,30 @@ def broken_update(record: Record, end: Failure, source: Break | None) -> Finding
     return Finding(
         kind="broken update",
         severity="problem",
-        sentence=said,
-        advice="Go back to a checkpoint before it, and look at the optimizer: eps=0, or an eps that is 0 in "
-        "float16 (1e-8 is), divides zero by zero where a gradient is zero; so does any rule of your own that "
+        sentence=sentence,
+        advice="Go back to a checkpoint before it, and check the optimizer: eps=0, or an eps that is 0 in "
+        "float16 (1e-8 is), divides zero by zero where a gradient is zero; so does code of your own that "
         f"divides by a norm.{rest}",
         numbers=counts(end),
     )
 
 
 def not_skipped(record: Record, end: Failure) -> Finding:
-    """Return the finding that nothing skipped the step that lost the weights."""
+    """Return the finding that a step with inf or NaN in its gradients was taken."""
     step = record.index[end.start]
     return Finding(
         kind="broken update",
         severity="problem",
-        sentence=f"The loss is inf or NaN from step {step:,} on, and no step was skipped: the weights have "
-        "taken a gradient that was not finite, and every step after it is lost.",
-        advice="Go back to a checkpoint before that step. Let a scaler skip such steps: GradScaler(policy="
-        "Static(1.0)) does so without scaling.",
+        sentence=f"The loss is inf or NaN from step {step:,} on, and no step was skipped: an update used a "
+        "gradient that was not finite, and every step after it is lost.",
+        advice="Go back to a checkpoint before that step. Use a scaler that skips such steps: "
+        "GradScaler(policy=Static(1.0)) does so without scaling.",
         numbers=counts(end),
     )
 
 
 def loss_spike(record: Record) -> Finding | None:
-    """Find a loss that rose far for some steps, and came back."""
+    """Find a loss that rose far for some steps and recovered."""
     losses = record.loss.finite()
     if len(losses) < SHORT or min(losses) <= 0.0:
         return None
@@ -233,8 +233,8 @@ def loss_spike(record: Record) -> Finding | None:
         kind="loss spike",
         severity="warning",
         sentence=f"The loss jumped from {number(base)} to {number(losses[place])} near step "
-        f"{record.index[low]:,} and took {high - low + 1:,} steps to come back below {number(bound)}.",
-        advice="Look at the data and the learning rate of the steps before it; clip the gradients "
+        f"{record.index[low]:,} and took {high - low + 1:,} steps to return below {number(bound)}.",
+        advice="Check the data and the learning rate of the steps before it; clip the gradients "
         "(max_norm=1.0).",
         numbers={"base": base, "peak": losses[place], "steps": high - low + 1},
     )

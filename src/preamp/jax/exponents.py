@@ -16,7 +16,7 @@ from preamp.errors import UsageError
 from preamp.jax import axes
 from preamp.jax.trees import FlowSlot, is_flow_slot, kind_of
 from preamp.record.exponents import BANDS, FIELDS, ExponentHistogram
-from preamp.record.snapshots import Kind, Look, LookRow
+from preamp.record.snapshots import Kind, Snapshot, SnapshotRow
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ def snapshot(
     low_dtype: str = "float16",
     what: Kind = "gradient",
     like: object = None,
-) -> Look:
-    """Return what `exponent_histogram` counted as a `Look`, for `Trace.look`. Reads from devices, once.
+) -> Snapshot:
+    """Return what `exponent_histogram` counted as a `Snapshot`, for `Trace.add_snapshot`. Reads devices once.
 
     Args:
         histograms: a tree of counts, or of the slots of `watch` after a backward pass; rows are named by its
@@ -84,10 +84,10 @@ def snapshot(
         for node in jax.tree.leaves(histograms, is_leaf=is_flow_slot)
     ]
     read = map(_histogram, names, jax.device_get(counts))
-    rows = tuple(map(LookRow, names, [what] * len(names), _dtypes(like, len(names)), read))
+    rows = tuple(map(SnapshotRow, names, [what] * len(names), _dtypes(like, len(names)), read))
     computed = () if what in ("input", "weight") else rows
     given = {"inputs": rows} if what == "input" else {"weights": rows} if what == "weight" else {}
-    return Look(int(index), float(scale), low_dtype, computed, **given)
+    return Snapshot(int(index), float(scale), low_dtype, computed, **given)
 
 
 def flow_slot() -> FlowSlot:

@@ -1,6 +1,6 @@
-"""The numbers of many steps in columns: 65 bytes a step, where a tuple of Python floats takes 400.
+"""Store many steps in columns of numbers: 65 bytes a step, where a tuple of Python floats takes 400.
 
-Rows go in and come out as plain tuples in the order of `Step`'s fields. Indices rise from row to row.
+Rows are plain tuples in the order of `Step`'s fields, and their indices increase.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from bisect import bisect_left
 from collections.abc import Iterator, MutableSequence
 from typing import Any, Final, TypeAlias
 
-FIELDS: Final = (
-    *("index", "scale", "finite", "skipped", "new_scale", "loss", "grad_norm", "peak", "zeros"),
-    *("culprits", "seconds", "buffers"),
-)  # those of `Step`
+from preamp.scaling import Step
 
+FIELDS: Final = Step._fields
 OPTIONAL: Final = ("new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
 FINITE, SKIPPED = 1, 2
-KNOWN: Final = tuple(4 << place for place in range(len(OPTIONAL)))  # set where the value is not None
+KNOWN: Final = tuple(4 << place for place in range(len(OPTIONAL)))  # bits, set where the value is not None
 Names: TypeAlias = tuple[str, ...]
 
 
 class StepColumns:
     """A growing table of steps.
 
-    The six numbers that may be None have a column of floats each, and a bit in `flags` that says whether the
-    float counts. Names are rare, so they are kept by position.
+    The six numbers that may be None have a column of floats each, and a bit in `flags` that is set where the
+    number is not None. Names are rare, so they are kept in a dictionary by position.
     """
 
     def __init__(self) -> None:
@@ -35,7 +33,7 @@ class StepColumns:
         self.optional: tuple[array[float], ...] = tuple(array("d") for _ in OPTIONAL)
         self.culprits: dict[int, Names] = {}
         self.buffers: dict[int, Names] = {}
-        self._shared: dict[Names, Names] = {}  # the same names are usually culprits again and again
+        self._interned: dict[Names, Names] = {}  # the same parameters are usually culprits many times
 
     def __len__(self) -> int:
         return len(self.flags)
@@ -58,14 +56,14 @@ class StepColumns:
                 column.append(value)
                 flags += known
         if culprits:
-            self.culprits[place] = self._shared.setdefault(culprits, culprits)
+            self.culprits[place] = self._interned.setdefault(culprits, culprits)
         if buffers:
-            self.buffers[place] = self._shared.setdefault(buffers, buffers)
+            self.buffers[place] = self._interned.setdefault(buffers, buffers)
         self.scale.append(scale)
         self.flags.append(flags)
 
     def row(self, place: int) -> tuple[Any, ...]:
-        """Return the row at a place from 0 on."""
+        """Return a row by its position, from 0."""
         flags = self.flags[place]
         new_scale, loss, grad_norm, peak, zeros, seconds = (
             column[place] if flags & known else None
@@ -112,7 +110,7 @@ class StepColumns:
         """Return one field of all rows, first to last.
 
         Raises:
-            KeyError: for a name that no field has.
+            KeyError: for an unknown field.
         """
         if name in OPTIONAL:
             place = OPTIONAL.index(name)
@@ -129,11 +127,11 @@ class StepColumns:
         return iter(plain[name])
 
     def place_of(self, index: int) -> int:
-        """Return the place of the first row whose index is at least this one."""
+        """Return the position of the first row whose index is at least this one."""
         return bisect_left(self.index, index)
 
     def truncate(self, length: int) -> None:
-        """Drop the rows from a place on."""
+        """Keep only the first rows."""
         columns: tuple[MutableSequence[Any], ...] = (self.index, self.scale, self.flags, *self.optional)
         for column in columns:
             del column[length:]

@@ -1,7 +1,4 @@
-"""Values by their binary exponent, and what of them a narrow format can hold.
-
-This room counts powers of two. It refuses to know which framework computed the values and whose they are.
-"""
+"""Histograms of binary exponents, and how well their values fit into a narrow floating-point format."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from preamp.errors import TraceError
 
 __all__ = ["BANDS", "FIELDS", "Band", "ExponentHistogram", "exponent_of"]
 
-FARTHEST = 4096  # float64 ends at 2**-1074 and 2**1023; the rest is room for scales
-SEEN = 2048  # what was recorded is no farther, so that it can be shifted by any scale
+FARTHEST = 4096  # float64 ends at 2**-1074 and 2**1023; beyond these, values are multiplied by a scale
+FARTHEST_RECORDED = 2048  # of what a file holds, so that it can be shifted by any scale
 MOST = 2**63
 FIELDS = 256  # the exponent fields of a float32: zeros and subnormals first, inf and NaN last
 BIAS = 127
 
 
 class Band(NamedTuple):
-    """What a floating-point format can hold.
+    """The range of a floating-point format.
 
     Attributes:
         name: the format's name, such as "float16".
@@ -64,21 +61,22 @@ def exponent_of(value: float) -> int:
 class ExponentHistogram:
     """How many values there are of each power of two.
 
-    The exponent of a value is floor(log2(abs(value))). What is said of a format is exact but for values in
-    the same power of two as a border of it: those are not told apart.
+    The exponent of a value is floor(log2(abs(value))). What the methods return about a format is exact except
+    for values in the same power of two as one of its limits, which the histogram cannot tell apart.
 
     Args:
         low: the exponent of the first bin.
         counts: values per exponent low, low + 1, ... Bins without values at either end are dropped.
-        zeros: values that are exactly 0; as frameworks count, also what is smaller than 2**-126, the smallest
-            normal float32.
-        nonfinite: values that are inf or NaN; as frameworks count, also what is too large for a float32.
+        zeros: values that are exactly 0; where a framework counted, also those smaller than 2**-126, the
+            smallest normal float32.
+        nonfinite: values that are inf or NaN; where a framework counted, also those too large for a float32.
 
     Raises:
-        TraceError: for counts that are not whole numbers from 0, or exponents that no value has.
+        TraceError: for counts that are not whole numbers of at least 0, or exponents that no value has.
 
-    >>> seen = ExponentHistogram(-26, (3, 0, 1), zeros=4)
-    >>> seen.total, seen.flushed(BANDS["float16"]), seen.flushed(BANDS["float16"], shift=1)
+    >>> histogram = ExponentHistogram(-26, (3, 0, 1), zeros=4)
+    >>> float16 = BANDS["float16"]
+    >>> histogram.total, histogram.flushed(float16), histogram.flushed(float16, shift=1)
     (8, 0.75, 0.0)
     """
 
@@ -107,12 +105,12 @@ class ExponentHistogram:
 
     @property
     def total(self) -> int:
-        """All values, zeros and those that are not finite among them."""
+        """The number of all values, including zeros and those that are not finite."""
         return self.nonzero + self.zeros + self.nonfinite
 
     @property
     def nonzero(self) -> int:
-        """Finite values other than 0."""
+        """The number of finite values other than 0."""
         return sum(self.counts)
 
     @property
@@ -125,14 +123,14 @@ class ExponentHistogram:
         return ExponentHistogram(self.low + powers, self.counts, self.zeros, self.nonfinite)
 
     def share_below(self, exponent: int) -> float:
-        """Return which part of the finite values other than 0 is smaller than 2**exponent, from 0 to 1."""
+        """Return the share of the finite nonzero values that is smaller than 2**exponent, from 0 to 1."""
         below = sum(self.counts[: max(exponent - self.low, 0)])
         return below / self.nonzero if self.counts else 0.0
 
     def flushed(self, band: Band, shift: int = 0) -> float:
-        """Return which part of the finite values other than 0 rounds to 0 in a format.
+        """Return the share of the finite nonzero values that rounds to 0 in a format.
 
-        Values that were read from that very format say nothing here: what was flushed of them is in `zeros`.
+        This is 0 for values that were in that format when they were counted: `zeros` has what was flushed.
 
         Args:
             band: the format.
@@ -141,7 +139,7 @@ class ExponentHistogram:
         return self.share_below(exponent_of(band.smallest) - 1 - shift)
 
     def subnormal(self, band: Band, shift: int = 0) -> float:
-        """Return which part of the finite values other than 0 is left with fewer digits than normal.
+        """Return the share of the finite nonzero values that becomes subnormal, with fewer digits.
 
         Args:
             band: the format.
@@ -150,9 +148,9 @@ class ExponentHistogram:
         return self.share_below(exponent_of(band.normal) - shift) - self.flushed(band, shift)
 
     def headroom(self, band: Band, shift: int = 0) -> int | None:
-        """Return how many times all values can be doubled before the largest has left a format.
+        """Return how many times all values can be doubled before the largest overflows a format.
 
-        Negative if it has left already; None where all are 0 or not finite.
+        Negative if it overflows already; None where all are 0 or not finite.
 
         Args:
             band: the format.
@@ -172,7 +170,7 @@ class ExponentHistogram:
         return ExponentHistogram(low, counts, self.zeros + other.zeros, self.nonfinite + other.nonfinite)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return an object of JSON."""
         return {
             "low": self.low,
             "counts": list(self.counts),
@@ -182,24 +180,24 @@ class ExponentHistogram:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> ExponentHistogram:
-        """Return the histogram that `to_json` described.
+        """Return the histogram of which `to_json` made an object.
 
         Raises:
-            TraceError: for what describes none.
+            TraceError: for anything else.
         """
         values = {name: entry.get(name) for name in ("low", "counts", "zeros", "nonfinite")}
         if not isinstance(values["counts"], list):
             raise TraceError(f"counts is {values['counts']!r:.60}, not a list")
-        seen = cls(**{**values, "counts": tuple(values["counts"])})  # type: ignore[arg-type]  # it checks
-        if not -SEEN <= seen.low <= SEEN - len(seen.counts):
-            raise TraceError(f"low is {seen.low}, the exponent of no number that was seen")
-        return seen
+        histogram = cls(**{**values, "counts": tuple(values["counts"])})  # type: ignore[arg-type]  # it checks
+        if not -FARTHEST_RECORDED <= histogram.low <= FARTHEST_RECORDED - len(histogram.counts):
+            raise TraceError(f"low is {histogram.low}, the exponent of no number that is recorded")
+        return histogram
 
 
 def _check(histogram: ExponentHistogram) -> None:
     numbers = (histogram.zeros, histogram.nonfinite, *histogram.counts)
     if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) >= MOST:
         wrong = next(n for n in numbers if type(n) is not int or not 0 <= n < MOST)
-        raise TraceError(f"a count is {wrong!r:.60}, not a whole number from 0 on")
+        raise TraceError(f"a count is {wrong!r:.60}, not a whole number of at least 0")
     if type(histogram.low) is not int or not -FARTHEST <= histogram.low <= FARTHEST - len(histogram.counts):
         raise TraceError(f"low is {histogram.low!r:.60}, the exponent of no number")

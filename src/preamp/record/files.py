@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all, and errors of the operating system that name the file."""
+"""Write files atomically, and name the file in errors of the operating system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKED: Final = {
 
 
 def packed_as(path: str | Path, start: bytes) -> str:
-    """Say what a file is compressed with and how to unpack it; nothing if it is not.
+    """Return a message saying how a file is compressed and how to unpack it; "" if it is not compressed.
 
     Args:
         path: the file.
@@ -33,7 +33,7 @@ def packed_as(path: str | Path, start: bytes) -> str:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Name the file in every OSError of this block: that of a full disk does not."""
+    """Name the file in every OSError of this block: the error of a full disk does not."""
     try:
         yield
     except OSError as error:
@@ -44,15 +44,15 @@ def naming(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """Write a file beside a path, which takes its place once all of it is on the disk.
+    """Open a temporary file that replaces the one at a path once it is completely on the disk.
 
-    If the block raises or the disk is full, what was at the path is still there. What is not a regular file,
-    such as /dev/stdout, is written as it is.
+    If the block raises or the disk is full, the file at the path is unchanged. A path that is not a regular
+    file, such as /dev/stdout, is written directly.
 
     Raises:
         OSError: naming the path.
     """
-    target = Path(os.path.realpath(path))  # through a link, which stays
+    target = Path(os.path.realpath(path))  # a symbolic link stays, and its target is replaced
     if target.exists() and not target.is_file():
         with naming(path), target.open("wb") as file:
             yield file

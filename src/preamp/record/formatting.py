@@ -1,4 +1,4 @@
-"""Numbers as a person reads them. This room refuses to know whether in a terminal or on a page."""
+"""Format scales, counts and shares for people to read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def two_to(exponent: int) -> str:
 
 
 def powers(count: int) -> str:
-    """Return how many powers of two there are, in words.
+    """Return a number of powers of two, in words.
 
     >>> powers(1), powers(8)
     ('1 power of two', '8 powers of two')
@@ -54,7 +54,7 @@ def powers(count: int) -> str:
 
 
 def kebab(name: str) -> str:
-    """Return the name of a class as a flag has it.
+    """Return the name of a class in the form of a command-line flag.
 
     >>> kebab("LogMax")
     'log-max'
@@ -63,7 +63,7 @@ def kebab(name: str) -> str:
 
 
 def of_steps(count: int, steps: int) -> str:
-    """Return how many of some steps there are.
+    """Return a count and the share of all steps that it is.
 
     >>> of_steps(20, 1000)
     '20 of 1,000 steps (2.0 %)'

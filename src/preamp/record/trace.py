@@ -1,7 +1,7 @@
-"""What happened, step by step: the record of a run, as JSON lines and as a summary.
+"""The record of a run, step by step: in memory, as a file of JSON lines, and as a summary.
 
-The first line of a file describes the run, every other line is one step, or what a lens saw in one. Lines
-are written whole, one at a time, so the file of an interrupted run can be read up to its last step.
+The first line of a file describes the run; every other line is a step, a lens's snapshot of one, or an event.
+Lines are written whole, one at a time, so the file of an interrupted run can be read up to its last step.
 """
 
 from __future__ import annotations
@@ -20,16 +20,8 @@ from preamp.checks import level_of_caller, shown, whole
 from preamp.errors import TraceError
 from preamp.record.columns import FIELDS, StepColumns
 from preamp.record.files import naming, replacing
-from preamp.record.snapshots import Look, look_from_json, look_to_json
-from preamp.record.trace_files import (
-    MODES,
-    TraceFile,
-    missing_ranks,
-    of_rank,
-    paths_of_ranks,
-    rank,
-    refuse_written,
-)
+from preamp.record.snapshots import Snapshot
+from preamp.record.trace_files import MODES, TraceFile, refuse_written
 from preamp.record.trace_lines import (
     about_of,
     entries,
@@ -38,18 +30,20 @@ from preamp.record.trace_lines import (
     parse,
     row_of,
     row_of_entry,
+    snapshot_from_json,
+    snapshot_to_json,
     step_line,
 )
-from preamp.record.trace_ranks import Merger
+from preamp.record.trace_ranks import Merger, missing_ranks, of_rank, paths_of_ranks, rank
 from preamp.scaling import Step
 
 __all__ = ["Summary", "Trace"]
 
-MERGED: Final = "merged"  # where `about` has the files that a trace was read from
+MERGED: Final = "merged"  # the key of `about` for the files that a trace was merged from
 
 
 class Summary(NamedTuple):
-    """What a trace comes to. Scales are None for a trace without steps.
+    """Totals of a trace. Scales are None for a trace without steps.
 
     Attributes:
         steps: steps in the trace.
@@ -61,8 +55,8 @@ class Summary(NamedTuple):
         final_scale: the scale after the last step.
         growths: times the scale grew.
         backoffs: times the scale was lowered.
-        resumed: the steps at which the run was loaded from an older checkpoint, in the order it happened.
-            What was lost there is not counted.
+        resumed: the steps at which the run was resumed from an older checkpoint, in the order this happened.
+            The steps that were lost are not counted.
     """
 
     steps: int
@@ -78,35 +72,35 @@ class Summary(NamedTuple):
 
 
 class Trace:
-    """A list of `Step` that can be called with the next one, so it can be given to any `on_step=`.
+    """A list of `Step` that is called with the next one, so it can be passed as any `on_step=`.
 
     One trace writes a file, and a second one that is opened for it raises. In a job of several processes give
     each a file, `Trace("run.{rank}.jsonl")`, and read them as one run, `Trace.read("run.{rank}.jsonl")`; or
     have one process write, `Trace("run.jsonl", only_rank=0)`.
 
     Args:
-        steps: steps to begin with; or the path, which can be written first.
+        steps: steps to begin with; or the path, which may be the first argument.
         path: a file that each step is written to as it is recorded. "{rank}" in it becomes the number of this
             process: that of `torch.distributed` or `jax.distributed` if they are initialized, else that of
             torchrun, Open MPI or Slurm, else 0. Folders are made.
-        mode: what to do with a file that is there. "new" refuses it, so that no record is lost by
-            starting again; "append" reads it and goes on, described as it was; "replace" forgets it.
-        on_error: what happens if a line cannot be written, because the disk is full or the network is gone.
-            "raise" raises the OSError, wherever the step is recorded; the step is then not in the trace.
-            "warn" warns and keeps it in memory, and writes what is missing as soon as it can. A file that
-            cannot be opened always raises.
+        mode: what to do if the file exists. "new" raises, so that no record is lost by starting again;
+            "append" reads it and continues it, with its description; "replace" discards it.
+        on_error: what to do if a line cannot be written, because the disk is full or the network is down.
+            "raise" raises the OSError where the step is recorded; the step is then not in the trace. "warn"
+            warns, keeps the step in memory, and writes what is missing as soon as it can. A file that cannot
+            be opened always raises.
         only_rank: the number of the only process that writes the file; in others the trace is in memory.
         **about: anything JSON can hold that describes the run; the first line of the file.
 
     Attributes:
-        about: what describes the run.
-        looks: what a lens saw, on the steps that it sampled.
-        stopped: why the run ended before its time, or None.
-        resumed: the index of every step that did not follow the one before it: there the run was loaded from
-            an older checkpoint, and the steps it went through again have replaced those it lost.
+        about: the description of the run.
+        snapshots: what a lens recorded, on the steps that it sampled.
+        stopped: why the run ended early, or None.
+        resumed: the index of every step that did not follow the one before it: there the run was resumed
+            from an older checkpoint, and the repeated steps have replaced those that were lost.
 
     Raises:
-        TraceError: if the file is there and mode is "new", if another trace writes it, if it is not a trace,
+        TraceError: if the file exists and mode is "new", if another trace writes it, if it is not a trace,
             for something in `about` that JSON cannot hold, for braces around another word than "rank", or if
             the environment has a rank that is not a number below the number of processes.
         OSError: for a file that cannot be opened or written.
@@ -143,11 +137,11 @@ class Trace:
             )
         head_line(about)
         self._columns = StepColumns()
-        self.looks: list[Look] = []
+        self.snapshots: list[Snapshot] = []
         self.about: dict[str, Any] = about
         self.stopped: str | None = None
         self.resumed: list[int] = []
-        self._looks_before = 0  # how many of the looks came before the last step
+        self._snapshots_before = 0  # the number of snapshots that came before the last step
         self._closed: str | None = None  # why no step can be recorded any more
         self._file: TraceFile | None = None
         if path is not None and (only_rank is None or only_rank == rank()):
@@ -174,10 +168,10 @@ class Trace:
         self._warn_of_lost_steps(row[0])
         self._write(step_line, row)
         self._record(row)
-        self.stopped = None  # it went on
+        self.stopped = None  # the run continues
 
     def _warn_of_lost_steps(self, index: int) -> None:
-        """Warn where a step that goes back is hardly a run that was resumed from a checkpoint."""
+        """Warn where a step repeats an earlier one and the run was most likely not resumed."""
         last = self._columns.index[-1] if self._columns else -1
         if index == last:
             warnings.warn(
@@ -193,7 +187,7 @@ class Trace:
             )
 
     def extend(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        """Record many steps given as plain tuples, in the order of `Step`'s fields."""
+        """Record many steps, given as plain tuples in the order of `Step`'s fields."""
         if self._file is not None or self._closed is not None:
             for row in rows:
                 self(Step(*row))
@@ -202,42 +196,42 @@ class Trace:
             self._record(row_of(row if len(row) == len(FIELDS) else Step(*row)))
 
     def _record(self, row: tuple[Any, ...]) -> None:
-        """Keep a row in memory, instead of what a run that was resumed there had done before."""
+        """Keep a row in memory. If the run was resumed there, it replaces the steps from there on."""
         index, columns = row[0], self._columns
         if columns and index <= columns.index[-1]:
             self.resumed.append(index)
             columns.truncate(columns.place_of(index))
-            self._forget_looks(index)
+            self._forget_snapshots(index)
         columns.append(row)
-        self._looks_before = len(self.looks)
+        self._snapshots_before = len(self.snapshots)
 
-    def _forget_looks(self, index: int) -> None:
-        """Drop the looks at steps that were lost; a lens looks at a step before it is recorded."""
-        kept = [look for look in self.looks[: self._looks_before] if look.index < index]
-        for look in self.looks[self._looks_before :]:
-            while kept and kept[-1].index > look.index:
+    def _forget_snapshots(self, index: int) -> None:
+        """Drop the snapshots of lost steps. The snapshot of a step is added before the step is recorded."""
+        kept = [snapshot for snapshot in self.snapshots[: self._snapshots_before] if snapshot.index < index]
+        for snapshot in self.snapshots[self._snapshots_before :]:
+            while kept and kept[-1].index > snapshot.index:
                 kept.pop()
-            kept.append(look)
-        self.looks[:] = kept
+            kept.append(snapshot)
+        self.snapshots[:] = kept
 
-    def look(self, look: Look) -> None:
-        """Record what a lens saw: `Lens(model, on_look=trace.look)`. It is written if the trace has a file.
+    def add_snapshot(self, snapshot: Snapshot) -> None:
+        """Record a snapshot, and write it if the trace has a file: `on_snapshot=trace.add_snapshot`.
 
         Raises:
-            TraceError: for a look that could not be read back.
+            TraceError: for a snapshot that could not be read back.
         """
-        self._write(line_of, {"look": look_to_json(look)})
-        self.looks.append(look)
+        self._write(line_of, {"snapshot": snapshot_to_json(snapshot)})
+        self.snapshots.append(snapshot)
 
     def _write(self, to_line: Callable[[Any], str], entry: Any) -> None:
-        """Write a line if there is a file."""
+        """Write a line to the file, if there is one."""
         if self._closed is not None:
             raise TraceError(self._closed)
         if self._file is not None:
             self._file.write(to_line(entry))
 
     def _open(self, path: Path, mode: str, on_error: Literal["raise", "warn"]) -> None:
-        """Open the file to write whole lines to it; nothing is lost if this fails."""
+        """Open the file for writing; what it holds is unchanged if this fails."""
         file = TraceFile(path, mode, on_error)
         try:
             if file.size and mode == "append":
@@ -257,7 +251,7 @@ class Trace:
         return len(self._columns)
 
     def column(self, name: str) -> Iterator[Any]:
-        """Return one field of every step, which is quicker and smaller than whole steps.
+        """Return one field of every step, which is faster and takes less memory than whole steps.
 
         Args:
             name: a field of `Step`.
@@ -296,16 +290,16 @@ class Trace:
         return f"Trace({len(self)} steps{about})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy is made of: everything but the open file, which has one owner.
+        """Return everything but the open file, which only one trace can write.
 
-        A copy can be read and written elsewhere. It raises if it is called, because what it would record is
-        not in the file.
+        A copy can be read and written elsewhere. It raises if it is called, because the steps it would record
+        are not in the file.
         """
         if self._file is None:
             return self.__dict__.copy()
         closed = (
             f"this is a copy of the trace that writes {self._file.path}, and a file has one writer. "
-            "Give the copy that goes on training a trace of its own: on_step=Trace('other.jsonl')."
+            "Give the copy that continues training its own trace: on_step=Trace('other.jsonl')."
         )
         return {**self.__dict__, "_file": None, "_closed": closed}
 
@@ -316,7 +310,7 @@ class Trace:
         self.close()
 
     def stop(self, reason: str) -> None:
-        """Note why the run ends before its time.
+        """Record why the run ends early.
 
         Raises:
             TraceError: as for a step.
@@ -326,23 +320,23 @@ class Trace:
         self.stopped = reason
 
     def close(self) -> None:
-        """Close the file, if there is one; another trace can then go on with it. Nothing is lost without it.
+        """Close the file, if there is one; another trace can then continue it. Nothing is lost without this.
 
-        From then on the trace can be read, and raises if it is called.
+        Afterwards the trace can be read, and raises if it is called.
 
         Raises:
-            OSError: naming the file, if the system says only now that it could not be written. It is closed.
+            OSError: naming the file, if a write fails only now. The file is closed all the same.
         """
         if self._file is not None:
             file, self._file = self._file, None
             self._closed = (
-                f"the trace of {file.path} is closed. To go on, write trace = Trace({str(file.path)!r}, "
-                "mode='append')."
+                f"the trace of {file.path} is closed. To continue it, write "
+                f"trace = Trace({str(file.path)!r}, mode='append')."
             )
             file.close()
 
     def write(self, path: str | Path) -> None:
-        """Write the whole trace to a file of JSON lines, which replaces one that is there when it is whole.
+        """Write the whole trace to a file of JSON lines, which replaces an existing one once it is complete.
 
         Args:
             path: the file; "{rank}" in it becomes the number of this process.
@@ -375,7 +369,7 @@ class Trace:
 
         Args:
             path: the file, or "run.{rank}.jsonl" for those of all ranks, or a list of them.
-            progress: called now and then with the bytes read so far and the size of the files.
+            progress: called from time to time with the bytes read so far and the size of the files.
 
         Raises:
             TraceError: naming the line that cannot be read and why.
@@ -403,7 +397,7 @@ class Trace:
             entry = parse(path, number, line)
             if "index" in entry or len(entry) != 1:
                 trace._record(row_of_entry(path, number, entry))
-                trace.stopped = None  # it went on
+                trace.stopped = None  # the run continued
             else:
                 trace._note(path, number, entry)
         return trace
@@ -418,19 +412,19 @@ class Trace:
         merger, trace, done = Merger(), cls(), 0
         for path, size in zip(paths, sizes, strict=True):
 
-            def tell(read: int, _: int, before: int = done) -> None:
+            def report(read: int, _: int, before: int = done) -> None:
                 if progress is not None:
                     progress(before + read, max(sum(sizes), before + read))
 
-            one = cls._read_one(path, tell)
+            one = cls._read_one(path, report)
             merger.add(str(path), one._columns)
             trace.about = trace.about or one.about
             trace.stopped = trace.stopped or one.stopped
             trace.resumed = trace.resumed or one.resumed
-            trace.looks = sorted(trace.looks + one.looks, key=itemgetter(0))
+            trace.snapshots = sorted(trace.snapshots + one.snapshots, key=itemgetter(0))
             done += size
         trace._columns = merger.columns
-        trace._looks_before = len(trace.looks)
+        trace._snapshots_before = len(trace.snapshots)
         differing, incomplete = merger.differing, [*filter(None, [missing]), *merger.lacking()]
         found = differing + incomplete
         trace.about = {
@@ -448,30 +442,30 @@ class Trace:
 
     @property
     def disagreements(self) -> tuple[str, ...]:
-        """In words, where the ranks of a job disagree or lack steps, for a trace read from their files."""
+        """Messages about ranks that disagree or lack steps, for a trace read from the files of a job."""
         merged = self.about.get(MERGED)
         found = merged.get("disagreements") if isinstance(merged, dict) else None
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def _note(self, path: str | Path, number: int, entry: dict[str, Any]) -> None:
-        """Keep what a line that is not a step says."""
+        """Add what a line other than a step holds."""
         ((name, value),) = entry.items()
         if name == "stopped" and isinstance(value, str):
             self.stopped = value
-        elif name == "look":
-            self.looks.append(_as_look(path, number, value))
+        elif name == "snapshot":
+            self.snapshots.append(_as_snapshot(path, number, value))
         elif name == "resumed" and type(value) is int:
             self.resumed.append(value)
         else:
-            row_of_entry(path, number, entry)  # which says what is wrong with it
+            row_of_entry(path, number, entry)  # raises, saying what is wrong with the line
 
     def summary(self) -> Summary:
-        """Count steps, skips and moves of the scale."""
+        """Count steps, skips and changes of the scale."""
         skipped = longest = streak = growths = backoffs = 0
         low, high, before = math.inf, -math.inf, math.nan
         for skip, scale in zip(chain(self.column("skipped"), (False,)), self._scales(), strict=False):
             growths, backoffs = growths + (scale > before), backoffs + (scale < before)
-            low, high, before = min(low, scale), max(high, scale), scale  # of NaN the other one
+            low, high, before = min(low, scale), max(high, scale), scale  # in this order, NaN is ignored
             streak = streak + 1 if skip else 0
             longest, skipped = max(longest, streak), skipped + skip
         steps, known = len(self), low <= high
@@ -489,28 +483,28 @@ class Trace:
         )
 
     def _lines(self) -> Iterator[str]:
-        """Return the lines of the file that holds this trace."""
+        """Yield the lines of a file of this trace."""
         yield head_line(self.about)
         yield from (line_of({"resumed": index}) for index in self.resumed)
-        looks = deque(self.looks)
+        snapshots = deque(self.snapshots)
         for row in self._columns.rows():
-            while looks and looks[0].index <= row[0]:  # before its step, as a lens records it
-                yield line_of({"look": look_to_json(looks.popleft())})
+            while snapshots and snapshots[0].index <= row[0]:  # before its step, as a lens records it
+                yield line_of({"snapshot": snapshot_to_json(snapshots.popleft())})
             yield step_line(row)
-        yield from (line_of({"look": look_to_json(look)}) for look in looks)
+        yield from (line_of({"snapshot": snapshot_to_json(snapshot)}) for snapshot in snapshots)
         if self.stopped is not None:
             yield line_of({"stopped": self.stopped})
 
     def _scales(self) -> Iterator[float]:
-        """Return the scale of every step and, last, the one after it."""
+        """Yield the scale of every step and, last, the next one."""
         yield from self.column("scale")
         if len(self):
             last = self[-1]
             yield last.scale if last.new_scale is None else last.new_scale
 
 
-def _as_look(path: str | Path, number: int, entry: Any) -> Look:
+def _as_snapshot(path: str | Path, number: int, entry: Any) -> Snapshot:
     try:
-        return look_from_json(entry)
+        return snapshot_from_json(entry)
     except TraceError as error:
         raise TraceError(f"{path}, line {number}: {error}.") from error

@@ -1,31 +1,36 @@
-"""The lines of a trace file: what describes the run first, then a step, a look or an event on each.
+"""The lines of a trace file: a description of the run first, then a step, a snapshot or an event on each.
 
-A step becomes a row of `StepColumns`, and a line of JSON.
+Each line is an object of JSON. JSON has no infinities and no NaN: they are written as words, such as "inf".
 """
 
 from __future__ import annotations
 
 import json
+import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import fstat
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from preamp.checks import shown
 from preamp.errors import TraceError
 from preamp.record.columns import FIELDS
+from preamp.record.exponents import BANDS, ExponentHistogram
 from preamp.record.files import packed_as
-from preamp.record.json_numbers import is_number, to_json
+from preamp.record.snapshots import COMPUTED, Kind, Snapshot, SnapshotRow
 
 FORMAT = 1
+GIVEN: dict[str, Kind] = {"inputs": "input", "weights": "weight"}  # the optional lists of a snapshot's rows
+EXACT: dict[str, Any] = {"smallest": (int, float), "largest": (int, float), "nans": int}
 NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
 REQUIRED = ("index", "scale", "finite", "skipped")
 NAMES = ("culprits", "buffers")
 PLAIN = frozenset((float, type(None)))
 MEBIBYTE = 2**20
 Row: TypeAlias = tuple[Any, ...]
+T = TypeVar("T")
 
 
 def line_of(entry: dict[str, Any]) -> str:
@@ -40,7 +45,7 @@ def head_line(about: dict[str, Any]) -> str:
         TraceError: for what could not be read back.
     """
     if "preamp_trace" in about:
-        raise TraceError("preamp_trace is how a trace's first line begins. Write another name.")
+        raise TraceError("a trace's first line begins with preamp_trace. Write another name.")
     for name, value in about.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -58,14 +63,14 @@ def step_line(row: Row) -> str:
 
 
 def row_of(step: tuple[Any, ...]) -> Row:
-    """Return a step as Python's own numbers, which may be scalars of any framework.
+    """Return a step, whose numbers may be scalars of any framework, as Python's own numbers.
 
     Raises:
         TypeError: for something that is not a number, or not a name.
         TraceError: for an index or a scale that no step has.
     """
     index, scale, finite, skipped, *rest = step
-    if (
+    if (  # the fast path: nearly every step is of Python's own types already
         type(index) is int
         and type(scale) is float
         and index >= 0
@@ -75,7 +80,7 @@ def row_of(step: tuple[Any, ...]) -> Row:
         and PLAIN.issuperset(map(type, rest[:5]))
         and PLAIN.issuperset((type(rest[6]),))
         and (rest[0] is None or rest[0] >= 0.0)
-    ):  # as nearly always
+    ):
         return tuple(step)
     row = tuple(
         None if value is None and name not in REQUIRED else _plain(name, value)
@@ -88,7 +93,7 @@ def row_of(step: tuple[Any, ...]) -> Row:
 
 
 def _impossible(row: Row) -> str:
-    """Say which number of a row no step can have, or nothing.
+    """Return a message about a number that no step can have, or "".
 
     A scale of 0 or inf is possible: a policy without a floor or a ceiling gets there.
     """
@@ -102,6 +107,7 @@ def _impossible(row: Row) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
+    """Return a value of a step as Python's own type."""
     if name in NAMES:
         names = value if type(value) is tuple else tuple(value) if isinstance(value, list) else None
         if names is None or not all(isinstance(one, str) for one in names):
@@ -128,10 +134,10 @@ _TYPES: dict[str, Callable[[Any], Any]] = {"index": _whole, "finite": bool, "ski
 def entries(
     path: str | Path, progress: Callable[[int, int], object] | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Return the number and the text of each line, one at a time.
+    """Yield the number and the text of each line.
 
-    A last line that was not written to its end is left out, and so are blank lines at the end. The first line
-    is always there.
+    A last line that is incomplete is left out, and so are blank lines at the end. The first line is always
+    there: of an empty file it is "".
 
     Args:
         path: the file.
@@ -141,7 +147,7 @@ def entries(
         TraceError: for a line that is not text.
         OSError: for a file that cannot be read.
     """
-    number = done = told = 0
+    number = done = reported = 0
     blank = 0  # the first of the blank lines that may be at the end
     with Path(path).open("rb") as file:
         size = fstat(file.fileno()).st_size
@@ -155,14 +161,14 @@ def entries(
             if number > 1 and not text.strip():
                 blank = blank or number
             elif blank:
-                yield blank, ""  # which is refused: a gap in the middle is not what a trace writes
+                yield blank, ""  # `parse` refuses it: a trace never writes blank lines in the middle
             elif text.endswith("\n"):
                 yield number, text[:-1]
             elif number == 1 or is_whole(text):
                 yield number, text
             done += len(line)
-            if progress is not None and done - told >= MEBIBYTE:
-                told = done
+            if progress is not None and done - reported >= MEBIBYTE:
+                reported = done
                 progress(done, max(size, done))
     if number == 0:
         yield 1, ""
@@ -171,7 +177,7 @@ def entries(
 
 
 def is_whole(line: str) -> bool:
-    """Return whether a line without an end was written to its end: no part of an object in braces is JSON."""
+    """Return whether a line without a newline is complete: no part of an object in braces is valid JSON."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -180,10 +186,10 @@ def is_whole(line: str) -> bool:
 
 
 def parse(path: str | Path, number: int, line: str) -> dict[str, Any]:
-    """Return what a line holds.
+    """Return the JSON object of a line.
 
     Raises:
-        TraceError: for what is not an object of JSON.
+        TraceError: for anything else.
     """
     try:
         text = line.strip()
@@ -208,10 +214,10 @@ _decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
 
 
 def about_of(path: str | Path, line: str) -> dict[str, Any]:
-    """Return what the first line of a file says of the run.
+    """Return the description of the run in the first line of a file.
 
     Raises:
-        TraceError: for a line that no trace of this release begins with.
+        TraceError: for a line that does not begin a trace of this release.
     """
     with suppress(TraceError):
         about = parse(path, 1, line)
@@ -231,7 +237,7 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
     """
     values = tuple(map(entry.get, FIELDS))
     index, scale, finite, skipped, *rest = values
-    if not (
+    if not (  # what nearly every line holds needs no further check
         type(index) is int
         and abs(index) < 2**63
         and type(scale) is float
@@ -243,7 +249,7 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
         and index >= 0
         and scale >= 0.0
         and (rest[0] is None or rest[0] >= 0.0)
-    ):  # the slow way, for what is rare
+    ):
         problem = _problem(entry)
         if problem:
             raise TraceError(f"{path}, line {number}: {problem}.")
@@ -258,7 +264,7 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
 
 
 def _problem(entry: dict[str, Any]) -> str:
-    """Say what is wrong with a step's line, or nothing."""
+    """Return a message about what is wrong with a step's line, or ""."""
     missing = [name for name in REQUIRED if name not in entry]
     unknown = [name for name in entry if name not in FIELDS]
     if missing or unknown:
@@ -273,3 +279,90 @@ def _problem(entry: dict[str, Any]) -> str:
     if not (isinstance(entry["index"], int) and is_number(entry["index"])):
         return f"index is {shown(entry['index'])}, not a whole number"
     return ""
+
+
+def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
+    """Return a snapshot as an object of JSON, without the fields that are None.
+
+    Raises:
+        TraceError: for a snapshot that could not be read back.
+    """
+    entry = {
+        "index": int(snapshot.index),
+        "scale": to_json(float(snapshot.scale)),
+        "low_dtype": snapshot.low_dtype,
+        "rows": list(map(_row_to_json, snapshot.rows)),
+        **{name: list(map(_row_to_json, rows)) for name in GIVEN if (rows := getattr(snapshot, name))},
+    }
+    snapshot_from_json(entry)
+    return entry
+
+
+def _row_to_json(row: SnapshotRow) -> dict[str, Any]:
+    known = {name: getattr(row, name) for name in EXACT if getattr(row, name) is not None}
+    return {"name": row.name, "what": row.what, "dtype": row.dtype, **row.histogram.to_json(), **known}
+
+
+def snapshot_from_json(entry: Any) -> Snapshot:
+    """Return the snapshot of which `snapshot_to_json` made an object.
+
+    Raises:
+        TraceError: for anything else, saying what is wrong with it.
+    """
+    types = {"index": int, "scale": (int, float, str), "low_dtype": str, "rows": list}
+    values = _fields(entry, "a snapshot", types, dict.fromkeys(GIVEN, list))
+    if not (is_number(values["index"]) and is_number(values["scale"])):
+        raise TraceError(f"index or scale of a snapshot is not a number: {values['scale']!r:.60}")
+    if values["low_dtype"] not in BANDS:
+        raise TraceError(f"low_dtype is {values['low_dtype']!r:.60}, none of {', '.join(BANDS)}")
+    rows = {"rows": _rows(values["rows"], COMPUTED)}
+    rows |= {name: _rows(values[name], (kind,)) for name, kind in GIVEN.items() if name in values}
+    return Snapshot(**{**values, "scale": float(values["scale"]), **rows})
+
+
+def _rows(entries: list[Any], kinds: Sequence[Kind]) -> tuple[SnapshotRow, ...]:
+    return tuple(_row(entry, kinds) for entry in entries)
+
+
+def _row(entry: Any, kinds: Sequence[Kind]) -> SnapshotRow:
+    rest = {"low": int, "counts": list, "zeros": int, "nonfinite": int}
+    values = _fields(entry, "a snapshot's row", {"name": str, "what": str, "dtype": str, **rest}, EXACT)
+    if values["what"] not in kinds:
+        raise TraceError(f"what is {values['what']!r:.60}, none of {', '.join(kinds)}")
+    histogram = ExponentHistogram.from_json(values)
+    exact = {name: values[name] for name in EXACT if name in values}
+    for name in ("smallest", "largest"):
+        if name in exact:
+            if not (is_number(exact[name]) and 0.0 < exact[name] < math.inf):
+                raise TraceError(f"{name} of a snapshot's row is {exact[name]!r:.60}, not a number above 0")
+            exact[name] = float(exact[name])
+    if not 0 <= exact.get("nans", 0) <= histogram.nonfinite:
+        raise TraceError(f"nans of a snapshot's row is {exact['nans']!r:.60}, not from 0 to nonfinite")
+    return SnapshotRow(values["name"], values["what"], values["dtype"], histogram, **exact)
+
+
+def _fields(entry: Any, place: str, types: Mapping[str, Any], optional: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry after checking that it has all required fields, no unknown ones, and these types."""
+    if not isinstance(entry, dict):
+        raise TraceError(f"{place} is {entry!r:.60}, not an object in braces")
+    known = {**types, **optional}
+    missing = [name for name in types if name not in entry]
+    unknown = [name for name in entry if name not in known]
+    if missing or unknown:
+        raise TraceError(f"{place} without {missing[0]}" if missing else f"unknown entry {unknown[0]!r:.60}")
+    for name, value in entry.items():
+        if isinstance(value, bool) or not isinstance(value, known[name]):
+            raise TraceError(f"{name} of {place} is {value!r:.60}, which it cannot be")
+    return entry
+
+
+def to_json(value: T) -> T | str:
+    """Return a value with inf and NaN as words."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value that was read can be converted to a float."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**1023  # beyond, there is no float
+    return isinstance(value, float) or value in ("inf", "-inf", "nan")

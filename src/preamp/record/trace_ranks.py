@@ -1,34 +1,156 @@
-"""The traces of a job's ranks as one run: what is one step, and where the ranks disagree."""
+"""Traces of the processes of a job: the rank of this one, the files of all, and how they become one trace."""
 
 from __future__ import annotations
 
+import errno
+import glob
 import math
+import os
+import re
+import sys
 from array import array
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
+from preamp.errors import TraceError
 from preamp.record.columns import StepColumns
 from preamp.record.trace_lines import Row
 
-LARGEST: Final = 6, 7, 10  # of the ranks' grad_norm, peak and seconds the largest counts
-MEANS: Final = 5, 8  # of loss and zeros the mean
+RANK: Final = "{rank}"
+RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun, Open MPI, Slurm
+SIZE_VARIABLES: Final = {"RANK": "WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
+# Positions in a row. Merged steps have the largest grad_norm, peak and seconds, the mean loss and zeros, and
+# all names of culprits and buffers.
+LARGEST: Final = 6, 7, 10
+MEANS: Final = 5, 8
 NAMES: Final = 9, 11
 SCALE, SKIPPED = 1, 3
 
 
+def rank() -> int:
+    """Return the number of this process in its job, from 0; 0 if it is the only one.
+
+    It comes from torch.distributed or jax.distributed if they are initialized, else from the environment, as
+    torchrun, Open MPI or Slurm set it.
+
+    Raises:
+        TraceError: for an environment variable that is not the number of a process.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    jax: Any = sys.modules.get("jax")
+    is_initialized = getattr(getattr(jax, "distributed", None), "is_initialized", None)
+    if is_initialized is not None and is_initialized():
+        return int(jax.process_index())
+    for name in RANK_VARIABLES:
+        if os.environ.get(name):
+            return _rank_from(name)
+    return 0
+
+
+def _rank_from(name: str) -> int:
+    """Return the rank in an environment variable."""
+    number = _count_from(name)
+    size_name = SIZE_VARIABLES.get(name, "")
+    if os.environ.get(size_name):
+        size = _count_from(size_name)
+        if number >= size:
+            raise TraceError(
+                f"{name}={number} in the environment is not one of {size_name}={size} processes, which are "
+                f"counted from 0. Set both as the launcher does, or unset {name} in a job of one process."
+            )
+    return number
+
+
+def _count_from(name: str) -> int:
+    text = os.environ[name]
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise TraceError(
+            f"{name}={text!r} in the environment is not a number from 0, so the rank of this process is "
+            f"unknown. Set it as the launcher does, or unset {name} in a job of one process."
+        )
+    return number
+
+
+def of_rank(path: str | Path) -> Path:
+    """Return a path with this process's rank for "{rank}".
+
+    Raises:
+        TraceError: for other words in braces, and if the environment has an impossible rank.
+    """
+    text = os.fspath(path)
+    _refuse_other_braces(text)
+    return Path(text.replace(RANK, str(rank())) if RANK in text else text)
+
+
+def _refuse_other_braces(text: str) -> None:
+    """Refuse a path that would be taken literally, although the number of the process was meant."""
+    for part in re.finditer(r"\{[^{}/]*\}", text):
+        folder = text[: part.end()] + text[part.end() :].partition("/")[0]
+        is_folder = "/" in text[part.end() :] and Path(folder).is_dir()
+        if part[0] != RANK and not is_folder:
+            instead = text.replace(part[0], RANK)
+            raise TraceError(
+                f"{part[0]} in {text!r} is not replaced by anything: only {RANK} is, by the number of the "
+                f"process. Write {instead!r}."
+            )
+
+
+def paths_of_ranks(path: str | Path) -> list[tuple[int, Path]]:
+    """Return the existing files for "{rank}" in a path, by rank; a path without it is rank 0's.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        TraceError: for other words in braces, unless there is a file of exactly that name.
+    """
+    text = os.fspath(path)
+    if RANK not in text:
+        if not Path(text).exists():
+            _refuse_other_braces(text)
+        return [(0, Path(text))]
+    first, *others = map(re.escape, text.split(RANK))
+    name = re.compile(first + r"(?P<rank>\d+)" + r"(?P=rank)".join(others))
+    matches = [name.fullmatch(one) for one in glob.glob(glob.escape(text).replace(RANK, "*"))]
+    found = sorted((int(match["rank"]), Path(match[0])) for match in matches if match)
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "there is no such file of any rank", text)
+    return found
+
+
+def missing_ranks(path: str | Path, ranks: Iterable[int]) -> str:
+    """Return a message about the files missing below the highest rank that has one; "" if none is."""
+    found = set(ranks)
+    missing = [number for number in range(max(found)) if number not in found]
+    if not missing:
+        return ""
+    names = [os.fspath(path).replace(RANK, str(number)) for number in missing[:3]]
+    more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
+    are = "is" if len(missing) == 1 else "are"
+    return f"{', '.join(names)}{more} {are} missing, although there is a file of rank {max(found)}"
+
+
 class Merger:
-    """Adds up ranks, one after the other, so that only two of them are in memory.
+    """Merges the traces of ranks one after the other, so that only two of them are in memory.
 
     A step is finite if it was on every rank, and skipped if it was on any. Its scale is that of the first
     rank that has the step.
 
     Attributes:
-        columns: what has been added up so far.
-        differing: in words, where ranks differ from those before them in scale or skips.
+        columns: the steps merged so far.
+        differing: messages about ranks that differ from those before them in scale or skips.
     """
 
     def __init__(self) -> None:
         self.columns = StepColumns()
-        self._counts = array("q")  # three a row: by how many ranks a mean is, and whether the first skipped
+        # Three numbers a row: the ranks that loss and zeros are means of, and whether the first rank skipped.
+        self._counts = array("q")
         self._ranks: list[tuple[str, int, int]] = []
         self.differing: list[str] = []
 
@@ -36,15 +158,16 @@ class Merger:
         """Add a rank.
 
         Args:
-            name: what messages call it.
+            name: its name in messages.
             other: its steps.
         """
         before, counts = self.columns, zip(*[iter(self._counts)] * 3, strict=True)
         self.columns, self._counts = StepColumns(), array("q")
         scales = skips = 0
-        first_scale: tuple[int, float, float] | None = None  # the step, what it is before, what it is here
+        first_scale: tuple[int, float, float] | None = None  # the step, its scale before, its scale here
         first_skip: tuple[int, bool] | None = None
         mine, theirs = before.rows(), other.rows()
+        # Both are sorted by index, so this is the merge of a merge sort.
         one, two = next(mine, None), next(theirs, None)
         while one is not None or two is not None:
             if two is None or (one is not None and one[0] < two[0]):
@@ -56,7 +179,7 @@ class Merger:
                 two = next(theirs, None)
             else:
                 losses, shares, skipped = next(counts)
-                if repr(one[SCALE]) != repr(two[SCALE]):  # which finds NaN equal to NaN
+                if repr(one[SCALE]) != repr(two[SCALE]):  # NaN equals NaN here
                     scales, first_scale = scales + 1, first_scale or (one[0], one[SCALE], two[SCALE])
                 if skipped != two[SKIPPED]:
                     skips, first_skip = skips + 1, first_skip or (one[0], two[SKIPPED])
@@ -81,9 +204,9 @@ class Merger:
         self._counts.extend((losses, shares, skipped))
 
     def lacking(self) -> list[str]:
-        """Return in words which ranks lack steps that others have.
+        """Return messages about ranks that lack steps that others have.
 
-        That a rank lacks the last step is not told: a job is not killed on all ranks at once.
+        A rank that lacks only the last step is not mentioned: a job is not killed on all ranks at once.
         """
         most = len(self.columns)
         final = self.columns.index[-1] if most else -1
@@ -102,7 +225,7 @@ class Merger:
 
 
 def _together(one: Row, two: Row, losses: int, shares: int) -> tuple[Row, int, int]:
-    """Return one step of two, and by how many ranks its means now are."""
+    """Return the step merged from two, and of how many ranks its loss and its zeros now are means."""
     row: list[Any] = list(one)
     row[2], row[3] = one[2] and two[2], one[3] or two[3]
     row[4] = two[4] if one[4] is None else one[4]
@@ -114,11 +237,11 @@ def _together(one: Row, two: Row, losses: int, shares: int) -> tuple[Row, int, i
     for place, count in zip(MEANS, (losses, shares), strict=True):
         ranks = count + (two[place] is not None)
         after.append(ranks)
-        row[place] = _either(one[place], two[place], lambda a, b, n=ranks: _mean(a, b, n))
+        row[place] = _either(one[place], two[place], partial(_mean, ranks=ranks))
     return tuple(row), after[0], after[1]
 
 
-def _either(a: float | None, b: float | None, both: Any) -> float | None:
+def _either(a: float | None, b: float | None, both: Callable[[float, float], float]) -> float | None:
     return b if a is None else a if b is None else both(a, b)
 
 
@@ -127,7 +250,7 @@ def _larger(a: float, b: float) -> float:
 
 
 def _mean(mean: float, value: float, ranks: int) -> float:
-    """Return the mean of one rank more."""
+    """Return the mean with one rank more; `ranks` counts that one."""
     if math.isfinite(mean) and math.isfinite(value):
         return mean + (value - mean) / ranks
     return mean + value

@@ -122,12 +122,12 @@ def _styles(curves: Sequence[Curve]) -> dict[str, Style]:
     """Return a label, a colour and dashes for every name."""
     others = ({"color": color, "linestyle": line} for line in cycle(("-", "--", ":")) for color in COLORS)
     colors = {curve.name: curve.color for curve in curves}
-    looks = {name: {"color": color} if color else next(others) for name, color in colors.items()}
-    return {name: {"label": _legible(name), **look} for name, look in looks.items()}
+    styles = {name: {"color": color} if color else next(others) for name, color in colors.items()}
+    return {name: {"label": _legible(name), **style} for name, style in styles.items()}
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
-    """Name each look once: inside the figure if they are few, else below it."""
+    """Name each style once: inside the figure if they are few, else below it."""
     lines, names = axes.get_legend_handles_labels()
     named = dict(zip(names, lines, strict=True))
     if len(named) <= MOST_NAMES_INSIDE:

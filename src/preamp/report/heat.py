@@ -1,7 +1,4 @@
-"""What a lens saw, as a heat map in SVG: modules by powers of two, with what the low dtype can hold above.
-
-This room decides what is drawn of a look and what is left out. It refuses to know how the values were seen.
-"""
+"""Draw a snapshot as a heat map in SVG: modules by powers of two, and the range of the low dtype above."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from numpy.typing import NDArray
 from preamp.doctor import best_scale
 from preamp.record.exponents import Band, ExponentHistogram, exponent_of
 from preamp.record.formatting import percent, power
-from preamp.record.snapshots import Fit, Kind, Look, LookRow
+from preamp.record.snapshots import Fit, Kind, Snapshot, SnapshotRow
 from preamp.report.drawing import in_style, to_svg
 
 MOST_ROWS: Final = 40
@@ -79,16 +76,16 @@ def span_of(band: Band, scale: float) -> Span:
     return Span(*(edge - shift for edge in edges))
 
 
-def shown_rows(look: Look, what: Kind) -> list[LookRow]:
+def shown_rows(snapshot: Snapshot, what: Kind) -> list[SnapshotRow]:
     """Return the rows of a kind from the first module to the last; of very many the worst."""
-    rows = [row for row in look.rows if row.what == what]
+    rows = [row for row in snapshot.rows if row.what == what]
     ordered = rows if what == "activation" else rows[::-1]
-    worst = sorted(ordered, key=lambda row: _badness(look.fit(row), row), reverse=True)[:MOST_ROWS]
+    worst = sorted(ordered, key=lambda row: _badness(snapshot.fit(row), row), reverse=True)[:MOST_ROWS]
     kept = set(map(id, worst))
     return [row for row in ordered if id(row) in kept]
 
 
-def _badness(fit: Fit, row: LookRow) -> tuple[float, float]:
+def _badness(fit: Fit, row: SnapshotRow) -> tuple[float, float]:
     headroom = math.inf if fit.headroom is None else fit.headroom
     return row.histogram.nonfinite + zero_share(fit) + 0.1 * fit.subnormal, -headroom
 
@@ -98,12 +95,12 @@ def zero_share(fit: Fit) -> float:
     return fit.zeros + (1.0 - fit.zeros) * fit.flushed
 
 
-def heat_table(look: Look, what: Kind) -> list[dict[str, str]]:
+def heat_table(snapshot: Snapshot, what: Kind) -> list[dict[str, str]]:
     """Return the numbers of the rows that are shown."""
-    return [_table_row(look.fit(row), row) for row in shown_rows(look, what)]
+    return [_table_row(snapshot.fit(row), row) for row in shown_rows(snapshot, what)]
 
 
-def _table_row(fit: Fit, row: LookRow) -> dict[str, str]:
+def _table_row(fit: Fit, row: SnapshotRow) -> dict[str, str]:
     return {
         "module": row.name or WHOLE,
         "exactly zero": percent(fit.zeros),
@@ -114,7 +111,7 @@ def _table_row(fit: Fit, row: LookRow) -> dict[str, str]:
 
 
 @in_style
-def heat_figure(look: Look, what: Kind, name: str = "") -> str:
+def heat_figure(snapshot: Snapshot, what: Kind, name: str = "") -> str:
     """Return the heat map of one kind of values.
 
     Columns are the powers of two of the values as they are without the loss scale; activations never have
@@ -123,11 +120,11 @@ def heat_figure(look: Look, what: Kind, name: str = "") -> str:
     scale, and at the best one.
 
     Args:
-        look: a look with rows of this kind.
+        snapshot: a snapshot with rows of this kind.
         what: "flow", "gradient" or "activation".
-        name: whose look it is, for the title.
+        name: whose snapshot it is, for the title.
     """
-    plan = _Plan(look, what)
+    plan = _Plan(snapshot, what)
     height = TOP + BOTTOM + ROW * plan.height
     figure = Figure(figsize=(WIDTH, height))
     axes = figure.add_axes(
@@ -150,12 +147,12 @@ def heat_figure(look: Look, what: Kind, name: str = "") -> str:
 class _Plan:
     """Which rows and columns there are, and where they lie: one unit is a row or a power of two."""
 
-    def __init__(self, look: Look, what: Kind) -> None:
-        self.look, self.what = look, what
-        self.rows = shown_rows(look, what)
-        self.scales = _scales(look, what)
+    def __init__(self, snapshot: Snapshot, what: Kind) -> None:
+        self.snapshot, self.what = snapshot, what
+        self.rows = shown_rows(snapshot, what)
+        self.scales = _scales(snapshot, what)
         self.shift = exponent_of(self.scales[0])
-        self.spans = [span_of(look.band, scale) for scale in self.scales]
+        self.spans = [span_of(snapshot.band, scale) for scale in self.scales]
         self.low, self.high = _columns(self.rows, self.spans, self.shift)
         self.side = max(
             0.045 * (self.high - self.low), 1.0
@@ -181,14 +178,14 @@ class _Plan:
     def label(self, place: int) -> str:
         """Say which scale a bar is drawn for."""
         if self.what == "activation":
-            return f"{self.look.low_dtype} holds"
+            return f"{self.snapshot.low_dtype} holds"
         scale = power(self.scales[place])
-        return f"best: {scale}" if place else f"{self.look.low_dtype} at {scale}"
+        return f"best: {scale}" if place else f"{self.snapshot.low_dtype} at {scale}"
 
     def subtitle(self) -> str:
         """Say in one line what becomes of the entries, of all rows, shown or not."""
-        rows = [row for row in self.look.rows if row.what == self.what]
-        fits = [(self.look.fit(row), row.histogram) for row in rows]
+        rows = [row for row in self.snapshot.rows if row.what == self.what]
+        fits = [(self.snapshot.fit(row), row.histogram) for row in rows]
         total = sum(seen.total for _, seen in fits) or 1
         zero = sum(zero_share(fit) * seen.total for fit, seen in fits) / total
         digits = sum(fit.subnormal * seen.nonzero for fit, seen in fits) / total
@@ -196,25 +193,25 @@ class _Plan:
         words = (
             self._overflow() or f": {percent(zero)} is zero or rounds to it, {percent(digits)} loses digits"
         )
-        return f"step {self.look.index:,}{worst}{words}"
+        return f"step {self.snapshot.index:,}{worst}{words}"
 
     def _overflow(self) -> str:
-        first = next((row for row in self.look.path if row.what == self.what), None)
+        first = next((row for row in self.snapshot.path if row.what == self.what), None)
         if first is None:
             return ""
         name = f"module {_legible(first.name, LONGEST_NAME)}" if first.name else f"the {WHOLE}"
         return f": inf or NaN, first in {name}"
 
 
-def _scales(look: Look, what: Kind) -> list[float]:
+def _scales(snapshot: Snapshot, what: Kind) -> list[float]:
     """Return the scale of the step and, where it matters, the best one."""
     if what == "activation":
         return [1.0]
-    best = best_scale(look)
-    return [look.scale] if best is None else [look.scale, best]
+    best = best_scale(snapshot)
+    return [snapshot.scale] if best is None else [snapshot.scale, best]
 
 
-def _columns(rows: Sequence[LookRow], spans: Sequence[Span], shift: int) -> tuple[int, int]:
+def _columns(rows: Sequence[SnapshotRow], spans: Sequence[Span], shift: int) -> tuple[int, int]:
     """Return the first exponent and the one after the last: what occurs, and as much of the spans as fits."""
     seen = [row.histogram for row in rows if row.histogram.counts]
     low = min((one.low for one in seen), default=0) - shift
@@ -324,7 +321,7 @@ def _write(axes: Axes, plan: _Plan) -> None:
     beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
     axes.annotate("zero", (plan.right, -0.45), (4, 0), color=COLORS["zero"], fontweight="bold", **beside)
     for n, row in enumerate(plan.rows):
-        axes.annotate(percent(zero_share(plan.look.fit(row))), (plan.right, n + 0.5), (4, 0), **beside)
+        axes.annotate(percent(zero_share(plan.snapshot.fit(row))), (plan.right, n + 0.5), (4, 0), **beside)
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:

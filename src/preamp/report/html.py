@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from preamp.doctor import lost_words
 from preamp.record.files import replacing
-from preamp.record.snapshots import Look, joined
+from preamp.record.snapshots import Snapshot, merge_snapshots
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import TITLES, heat_figure, heat_table
 
@@ -85,7 +85,7 @@ def write_report(
         title: its heading.
         lead: paragraphs that say what is to be seen.
         curves: the traces to draw. A figure that no trace has numbers for is left out. Of the first few
-            that a lens has looked at, the latest look is drawn.
+            with snapshots, the latest snapshot is drawn.
         table: one row each, heading to cell; all rows have the same headings.
         strips: rows of pictures to compare.
         strips_title: the heading above them.
@@ -133,12 +133,16 @@ def _figures(curves: Sequence[Curve]) -> list[str]:
 
 
 def _seen(curves: Sequence[Curve]) -> list[str]:
-    """Return the latest look of each of the first traces of different names that have one."""
-    looks = {curve.name: joined(curve.trace.looks)[-1] for curve in reversed(curves) if curve.trace.looks}
-    chosen = [(name, looks[name]) for name in dict.fromkeys(c.name for c in curves) if name in looks][
+    """Return the latest snapshot of each of the first traces of different names that have one."""
+    snapshots = {
+        curve.name: merge_snapshots(curve.trace.snapshots)[-1]
+        for curve in reversed(curves)
+        if curve.trace.snapshots
+    }
+    chosen = [(name, snapshots[name]) for name in dict.fromkeys(c.name for c in curves) if name in snapshots][
         :MOST_SEEN
     ]
-    return ["<h2>Where the values are</h2>", LEGEND, *(_look(*pair) for pair in chosen)] if chosen else []
+    return ["<h2>Where the values are</h2>", LEGEND, *(_snapshot(*pair) for pair in chosen)] if chosen else []
 
 
 LEGEND = (
@@ -148,15 +152,15 @@ LEGEND = (
 )
 
 
-def _look(name: str, look: Look) -> str:
-    seen = {row.what for row in look.rows}
+def _snapshot(name: str, snapshot: Snapshot) -> str:
+    seen = {row.what for row in snapshot.rows}
     ordered = [kind for kind in TITLES if kind in seen]
-    figures = "".join(_figure(heat_figure(look, kind, name)) for kind in ordered)
+    figures = "".join(_figure(heat_figure(snapshot, kind, name)) for kind in ordered)
     tables = "".join(
-        f"<h3>{TITLES[kind].capitalize()}</h3>{_table(heat_table(look, kind))}" for kind in ordered
+        f"<h3>{TITLES[kind].capitalize()}</h3>{_table(heat_table(snapshot, kind))}" for kind in ordered
     )
     return (
-        f'<p><b>{escape(name)}.</b>{escape(lost_words(look))}</p><div class="figures">{figures}</div>'
+        f'<p><b>{escape(name)}.</b>{escape(lost_words(snapshot))}</p><div class="figures">{figures}</div>'
         f"<details><summary>{escape(name)} in numbers</summary>{tables}</details>"
     )
 

@@ -24,4 +24,4 @@ ZEROS_EVERY: Final = 10
 """Steps from one count of the gradient entries that are zero to the next."""
 
 LOOK_EVERY: Final = 200
-"""Steps from one look through the lens to the next."""
+"""Steps from one snapshot through the lens to the next."""

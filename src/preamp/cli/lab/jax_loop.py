@@ -33,7 +33,7 @@ from preamp.jax import (
     watch,
 )
 from preamp.policy import Policy
-from preamp.record.snapshots import Kind, Look
+from preamp.record.snapshots import Kind, Snapshot
 from preamp.scaling import Step
 
 # By the names of the layers: from the first to the last, or of a backward pass from the last to the first.
@@ -81,7 +81,7 @@ class JaxLoop:
         for index, rows in enumerate(self.problem.batches(self.seed)):
             start = time.perf_counter()
             if self.lens.is_due(index, after_skip=skipped):
-                self.lens.show(self._looks(index, inputs[rows], labels[rows]))
+                self.lens.show(self._snapshots(index, inputs[rows], labels[rows]))
             after = self.train_step(self.layers, self.state, inputs[rows], labels[rows])
             loss, gradients, peak, self.layers, self.state = after
             zeros = share_of_zeros(gradients) if index % ZEROS_EVERY == 0 else None
@@ -134,7 +134,9 @@ class JaxLoop:
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(answers, labels)
         return jnp.mean(losses), activations
 
-    def _looks(self, index: int, inputs: NDArray[np.float32], labels: NDArray[np.int64]) -> Iterator[Look]:
+    def _snapshots(
+        self, index: int, inputs: NDArray[np.float32], labels: NDArray[np.int64]
+    ) -> Iterator[Snapshot]:
         """Yield what there is to see of a step that is about to be made, a look for each kind of values."""
         scale, values, counts = self.values(self.layers, self.state, inputs, labels)
         about: dict[str, Any] = {"index": index, "scale": float(scale), "low_dtype": self.precision}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from preamp.cli.lab import LOOK_EVERY
-from preamp.record.snapshots import Look
+from preamp.record.snapshots import Snapshot
 
 
 @dataclass
@@ -14,12 +14,12 @@ class Lens:
     """Inspects the steps that `preamp.torch.Lens` inspects: one of `every`, and the one after a skip.
 
     Attributes:
-        every: steps from one inspection to the next, beginning with the first.
-        on_look: called with every `Look`; None not to look.
+        every: steps from one snapshot to the next, beginning with the first.
+        on_snapshot: called with every `Snapshot`; None to take none.
     """
 
     every: int = LOOK_EVERY
-    on_look: Callable[[Look], object] | None = None
+    on_snapshot: Callable[[Snapshot], object] | None = None
     _streak: bool = field(default=False, init=False, repr=False)
 
     def is_due(self, index: int, *, after_skip: bool) -> bool:
@@ -30,10 +30,10 @@ class Lens:
             after_skip: whether the step before was skipped.
         """
         before, self._streak = self._streak, after_skip
-        return self.on_look is not None and (index % self.every == 0 or (after_skip and not before))
+        return self.on_snapshot is not None and (index % self.every == 0 or (after_skip and not before))
 
-    def show(self, looks: Iterable[Look]) -> None:
-        """Hand on what was measured in a step."""
-        for look in looks:
-            if self.on_look is not None:
-                self.on_look(look)
+    def show(self, snapshots: Iterable[Snapshot]) -> None:
+        """Pass on the snapshots of a step."""
+        for snapshot in snapshots:
+            if self.on_snapshot is not None:
+                self.on_snapshot(snapshot)

@@ -232,7 +232,7 @@ def train(
     loop = make_loop(problem, plan.precision, plan.policy, plan.seed)
     interrupted = False
     if hasattr(loop, "lens"):
-        loop.lens.on_look = trace.look
+        loop.lens.on_snapshot = trace.add_snapshot
     try:
         for step in loop.steps():
             trace(step)

@@ -1,15 +1,16 @@
-"""What an engine saves, and how it goes on from there.
+"""Save and load the state of an engine.
 
-All ranks call, rank 0 writes, and what does not fit is refused before anything is changed. This room refuses
-to know files (`checkpoint_files`) and what a loss scale is.
+All ranks call, rank 0 writes, and a checkpoint that does not fit is refused before anything is changed.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from preamp.deepspeed.engine.checkpoint_files import (
@@ -21,102 +22,112 @@ from preamp.deepspeed.engine.checkpoint_files import (
     read,
     write,
 )
-from preamp.deepspeed.engine.ranks import all_agree, unlike
 from preamp.deepspeed.overflow_log import LOGGER
+from preamp.deepspeed.ranks import all_agree, unlike
 from preamp.errors import CheckpointError, UsageError
+from preamp.systems.deepspeed_config import Settings
+from preamp.torch import LossScaleOptimizer
 from preamp.torch.scaling.loss_scale_optimizer import OURS
-
-if TYPE_CHECKING:
-    from preamp.deepspeed.engine.engine import Engine
-
 
 COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
+class Trainer(Protocol):
+    """What of an `Engine` is saved and loaded; its class names the attributes."""
+
+    module: nn.Module
+    optimizer: LossScaleOptimizer | None
+    lr_scheduler: Any
+    settings: Settings
+    device: torch.device
+    global_rank: int
+    world_size: int
+    global_steps: int
+
+
 def save(
-    engine: Engine,
-    save_dir: Any,
-    tag: Any,
+    engine: Trainer,
+    save_dir: str | os.PathLike[str],
+    tag: object,
     client_state: dict[str, Any],
+    *,
     save_latest: bool,
     exclude_frozen: bool,
+    unfinished: int,
 ) -> bool:
-    """Save the model, the optimizer with its loss scale and master weights, the schedule and the counters.
-
-    Every rank has to call this; rank 0 writes. Random number generators are not saved, and neither are the
-    gradients of an unfinished update, of which a warning is logged: training goes on with that update's
-    first micro-step.
+    """Write a checkpoint; see `Engine.save_checkpoint`.
 
     Args:
         engine: whose state to save.
         save_dir: a directory; made if it is not there.
         tag: a name for this checkpoint and its folder. None: "global_step" and the number of updates.
-        client_state: numbers, strings, tensors, lists and dicts to be handed back by `load`.
-        save_latest: whether `load` without a tag is to take this one.
-        exclude_frozen: leave out parameters that need no gradient; they have to be there when it is loaded.
+        client_state: to be returned by `load`.
+        save_latest: whether `load` without a tag takes this one.
+        exclude_frozen: leave out parameters that need no gradient.
+        unfinished: micro-steps since the latest update, whose gradients are not saved.
 
     Returns:
         True.
 
     Raises:
         CheckpointError: on every rank, if rank 0 could not write, and for a state that could not be loaded.
-        UsageError: for a tag that is no name for a folder.
+        UsageError: for a tag that cannot name a folder.
     """
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     if name in ("", "..", LATEST) or name != Path(name.strip()).name:
         raise UsageError(
-            f"tag={tag!r} is no name for a checkpoint's folder beside the file {LATEST!r}. Write tag='best'."
+            f"tag={tag!r} cannot name a checkpoint's folder beside the file {LATEST!r}. Write tag='best'."
         )
-    if engine._calls:
+    if unfinished:
         LOGGER.warning(
-            "checkpoint %s: the gradients of %d micro-steps are not saved; training goes on before them",
+            "checkpoint %s: the gradients of %d micro-steps are not saved; training resumes before them",
             name,
-            engine._calls,
+            unfinished,
         )
     failure: Exception | None = None
     if engine.global_rank == 0:
         try:
-            state = _state(engine, client_state, exclude_frozen)
+            state = _state(engine, client_state, exclude_frozen, unfinished)
             check_loadable(state)
             write(Path(save_dir), name, state, save_latest)
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # any error: the other ranks wait for the result
             failure = error
     if not all_agree(failure is None, engine.device):
         raise CheckpointError(
-            f"checkpoint {name!r} was not written to {str(save_dir)!r}; what was saved before is as it was. "
-            f"{failure or 'See what rank 0 says.'}"
+            f"checkpoint {name!r} was not written to {str(save_dir)!r}; earlier checkpoints are unchanged. "
+            f"{failure or 'See the error of rank 0.'}"
         ) from failure
     return True
 
 
 def load(
-    engine: Engine,
-    load_dir: Any,
-    tag: Any,
+    engine: Trainer,
+    load_dir: str | os.PathLike[str],
+    tag: object,
     *,
     strict: bool,
     optimizer: bool,
     scheduler: bool,
     module_only: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Go on from a checkpoint that `save` wrote; of DeepSpeed's own, take the model's weights.
+    """Load a checkpoint; see `Engine.load_checkpoint`.
 
     Args:
-        engine: of the same model. It may have another number of ranks or micro-steps.
-        load_dir: what was `save_dir`.
-        tag: which one; None takes the latest.
-        strict: whether the model has to have the saved parameters, all of them and no others.
-        optimizer: False: the optimizer begins anew from the saved weights; the loss scale goes on.
+        engine: to load into.
+        load_dir: the directory that `save` wrote to.
+        tag: which checkpoint; None takes the latest.
+        strict: whether the model must have exactly the saved parameters.
+        optimizer: False: keep the optimizer's state apart from the loss scale, which is loaded.
         scheduler: whether to load the schedule.
         module_only: load the model's weights and nothing else.
 
     Returns:
-        The path of the file and the `client_state`. (None, None), and a warning in the log, where no tag is
-        given and none is the latest.
+        The path of the file and the `client_state`; (None, None) where no tag is given and none is the
+        latest.
 
     Raises:
-        CheckpointError: for a file that is not there, cannot be read, does not fit, or is not what rank 0
-            has. Nothing was changed.
+        CheckpointError: for a file that is missing, unreadable, does not fit, or differs from rank 0's.
+            Nothing was changed.
     """
     path, state = _agreed(engine, Path(load_dir), tag, strict)
     if state is None:
@@ -132,12 +143,14 @@ def load(
         for counter in COUNTERS:
             setattr(engine, counter, state[counter])
     engine.module.load_state_dict(state["module"], strict=strict)
-    engine._begin_update()
     return str(path), state.get("client_state", {})
 
 
-def _agreed(engine: Engine, load_dir: Path, tag: Any, strict: bool) -> tuple[Path, dict[str, Any] | None]:
-    """Return a checkpoint that is the same on all ranks and fits the model; None where none is the latest."""
+def _agreed(engine: Trainer, load_dir: Path, tag: object, strict: bool) -> tuple[Path, dict[str, Any] | None]:
+    """Return the path and state of a checkpoint that is the same on all ranks and fits the model.
+
+    The state is None where no tag is given and none is the latest.
+    """
     path, state, failure = load_dir / LATEST, None, None
     try:
         name = latest(load_dir) if tag is None else str(tag)
@@ -160,13 +173,15 @@ def _agreed(engine: Engine, load_dir: Path, tag: Any, strict: bool) -> tuple[Pat
     return path, state
 
 
-def _state(engine: Engine, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, Any]:
+def _state(
+    engine: Trainer, client_state: dict[str, Any], exclude_frozen: bool, unfinished: int
+) -> dict[str, Any]:
     weights = engine.module.state_dict()
     for name, parameter in engine.module.named_parameters():
         if exclude_frozen and not parameter.requires_grad:
             weights.pop(name, None)
     counters = {name: getattr(engine, name) for name in COUNTERS}
-    counters["micro_steps"] -= engine._calls
+    counters["micro_steps"] -= unfinished
     return {
         "module": weights,
         "optimizer": None if engine.optimizer is None else engine.optimizer.state_dict(),
@@ -180,7 +195,7 @@ def _state(engine: Engine, client_state: dict[str, Any], exclude_frozen: bool) -
     }
 
 
-def _optimizer_class(engine: Engine) -> str | None:
+def _optimizer_class(engine: Trainer) -> str | None:
     return None if engine.optimizer is None else type(engine.optimizer.inner_optimizer).__name__
 
 
@@ -203,24 +218,24 @@ def _check_model(path: Path, module: nn.Module, saved: Mapping[str, Any], strict
 
 
 def _check_counters(path: Path, state: dict[str, Any]) -> None:
-    """Refuse counters that are none; those that DeepSpeed does not save are 0."""
+    """Refuse counters that are not counts; those that DeepSpeed does not save are 0."""
     for name in COUNTERS:
         if type(state.setdefault(name, 0)) is not int or state[name] < 0:
             raise CheckpointError(f"{str(path)!r} has {name}: {state[name]!r}. Write tag= with another one.")
 
 
 def _check_schedule(path: Path, scheduler: Any, saved: Any) -> None:
-    """Refuse what another kind of schedule saved: PyTorch would take it over and be neither."""
+    """Refuse the state of another kind of schedule: PyTorch would mix its attributes with this one's."""
     if scheduler is not None and (
         not isinstance(saved, dict) or saved.keys() != scheduler.state_dict().keys()
     ):
         raise CheckpointError(
             f"{str(path)!r} was saved without a {type(scheduler).__name__}. "
-            "Write load_lr_scheduler_states=False to begin it anew."
+            "Write load_lr_scheduler_states=False to start it from the beginning."
         )
 
 
-def _load_optimizer(path: Path, engine: Engine, state: dict[str, Any], whole: bool) -> None:
+def _load_optimizer(path: Path, engine: Trainer, state: dict[str, Any], whole: bool) -> None:
     """Load the optimizer with its loss scale, or the loss scale alone; all of it or nothing."""
     optimizer: Any = engine.optimizer
     saved, theirs, ours = state.get("optimizer"), state.get("optimizer_class"), _optimizer_class(engine)
@@ -232,13 +247,13 @@ def _load_optimizer(path: Path, engine: Engine, state: dict[str, Any], whole: bo
     if whole and theirs != ours:
         raise CheckpointError(
             f"{str(path)!r} was saved with {theirs}, and this is {ours}. "
-            "Write load_optimizer_states=False to begin it anew."
+            "Write load_optimizer_states=False to start it without a state."
         )
     before = optimizer.state_dict()
     try:
         entries = dict(saved[OURS])
         if state.get("precision") != engine.settings.precision or not entries["scaler"]:
-            entries["scaler"] = optimizer.scaler.state_dict()  # another precision needs a scale of its own
+            entries["scaler"] = optimizer.scaler.state_dict()  # a scale fits one precision only
         if whole:
             optimizer.load_state_dict({**saved, OURS: entries})
         else:
@@ -247,5 +262,5 @@ def _load_optimizer(path: Path, engine: Engine, state: dict[str, Any], whole: bo
         optimizer.load_state_dict(before)
         raise CheckpointError(
             f"the optimizer in {str(path)!r} does not fit: {first_line(error)}. "
-            "Or write load_optimizer_states=False to begin it anew."
+            "Or write load_optimizer_states=False to start it without a state."
         ) from error

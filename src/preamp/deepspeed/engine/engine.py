@@ -1,12 +1,13 @@
 """DeepSpeed's engine on plain PyTorch: a model, its optimizer and its schedule behind one object.
 
-This room owns DeepSpeed's idiom: who is called when, what is counted, which micro-step ends in an update. It
-refuses to know how gradients are unscaled and when a scale moves: it has a `LossScaleOptimizer` for that.
+The engine counts micro-steps and updates and calls everything in DeepSpeed's order. Unscaling gradients and
+moving the loss scale is done by a `LossScaleOptimizer`.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from preamp.arrays.torch import HALF_DTYPES
 from preamp.deepspeed.engine.checkpoints import load, save
 from preamp.deepspeed.engine.precision import explain, to_precision
-from preamp.deepspeed.engine.ranks import average_gradients, rank
 from preamp.deepspeed.overflow_log import OverflowLog
+from preamp.deepspeed.ranks import average_gradients, rank
 from preamp.errors import ScaleExhausted, UsageError
 from preamp.policy import Dynamic, Static
 from preamp.scaling import Step
@@ -30,22 +31,22 @@ from preamp.torch.scaling.ranks import number_of_ranks
 
 
 class Engine(nn.Module):
-    """What `initialize` returns first; called as the model is, with the names of DeepSpeed's engine.
+    """A model in training, with the methods of DeepSpeed's engine. `initialize` returns it.
 
-    What is not found here is looked up in the model.
+    It is called as the model is, and attributes that it does not have are the model's.
 
     Attributes:
         module: the model.
         optimizer: the `LossScaleOptimizer`, or None without an optimizer.
-        lr_scheduler: steps after every update that was made, or None.
+        lr_scheduler: steps after every update that is applied, or None.
         training_dataloader: of `training_data`, or None.
-        settings: what the configuration asks for.
+        settings: the configuration.
         device: where the model is.
         global_steps: updates, skipped ones included.
         skipped_steps: updates that were skipped.
         micro_steps: calls of `step`.
-        global_samples: samples seen by all ranks in `global_steps`.
-        last_step: what the latest update came to, with `global_steps` as its index. None before.
+        global_samples: samples that all ranks processed in `global_steps`.
+        last_step: the record of the latest update, with `global_steps` as its index. None before the first.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Engine(nn.Module):
             raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Scale a loss and add its gradients up.
+        """Scale a loss and accumulate its gradients.
 
         Args:
             loss: of one micro-step, with one element.
@@ -117,29 +118,29 @@ class Engine(nn.Module):
             scale_wrt_gas: whether to divide by the number of micro-steps in an update.
 
         Returns:
-            The loss divided so, not scaled.
+            The divided loss, not scaled.
 
         Raises:
-            UsageError: for a loss that is no number, and without an optimizer.
+            UsageError: for a loss that is not a scalar, and without an optimizer.
         """
-        shared = self._shared(loss) if scale_wrt_gas else loss
-        torch.autograd.backward(self._scale(shared), retain_graph=retain_graph)
-        return shared
+        part = self._part_of_update(loss) if scale_wrt_gas else loss
+        torch.autograd.backward(self._scale(part), retain_graph=retain_graph)
+        return part
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss divided by the number of micro-steps and scaled, to call `backward` on."""
-        return self._scale(self._shared(loss))
+        return self._scale(self._part_of_update(loss))
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-step; after the last one of an update make it, and step the schedule if it was made.
+        """End a micro-step; after the last one of an update, apply the update and step the schedule.
 
         Args:
             lr_kwargs: for the scheduler's `step`.
 
         Raises:
             UsageError: if no loss was scaled since the latest step, and inside `no_sync`.
-            ScaleExhausted: if the policy gives up. The parameters are as they were, and the step is counted.
-            AssertionError: as PyTorch, if no parameter of the optimizer has a gradient.
+            ScaleExhausted: if the policy gives up. The parameters are unchanged, and the step is counted.
+            AssertionError: as in PyTorch, if no parameter of the optimizer has a gradient.
         """
         if self._inside_no_sync:
             raise UsageError("engine.step() is inside engine.no_sync(). Write it after the with block.")
@@ -164,7 +165,7 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Run a `with` block without communication. There is none before an update, so nothing changes."""
+        """Run a `with` block without communication. There is none before an update, so this does nothing."""
         self._inside_no_sync = True
         try:
             yield
@@ -172,11 +173,11 @@ class Engine(nn.Module):
             self._inside_no_sync = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next call of `step` makes an update."""
+        """Return whether the next call of `step` ends an update."""
         return self._calls + 1 >= self._accumulation if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next calls of `step` make updates. None: every `gradient_accumulation_steps`."""
+        """Set whether the next calls of `step` end updates. None: every `gradient_accumulation_steps`."""
         self._boundary = is_boundary
 
     def was_step_applied(self) -> bool:
@@ -209,22 +210,22 @@ class Engine(nn.Module):
         return self._of_groups("betas" if "betas" in self._groups()[0] else "momentum")
 
     def train_batch_size(self) -> int:
-        """Return how many samples make an update, over all ranks."""
+        """Return the number of samples in an update, over all ranks."""
         return self._train_batch
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return how many samples one rank sees in a micro-step."""
+        """Return the number of samples in a micro-step of one rank."""
         return self._micro_batch
 
     def gradient_accumulation_steps(self) -> int:
-        """Return how many micro-steps make an update."""
+        """Return the number of micro-steps in an update."""
         return self._accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-steps so that an update sees so many samples.
+        """Change the number of micro-steps so that an update has this many samples.
 
         Raises:
-            UsageError: for a number that whole micro-steps cannot make.
+            UsageError: for a number that is not a multiple of what all ranks process in a micro-step.
         """
         unit = self._micro_batch * self.world_size
         if train_batch_size < unit or train_batch_size % unit:
@@ -235,7 +236,7 @@ class Engine(nn.Module):
         self._train_batch, self._accumulation = train_batch_size, train_batch_size // unit
 
     def gradient_clipping(self) -> float:
-        """Return the norm that gradients are clipped to, 0 if they are not."""
+        """Return the norm that gradients are clipped to, 0 if they are not clipped."""
         return self.settings.max_norm or 0.0
 
     def fp16_enabled(self) -> bool:
@@ -247,7 +248,7 @@ class Engine(nn.Module):
         return self.settings.precision == "bfloat16" and not self.settings.autocast
 
     def zero_optimization(self) -> bool:
-        """Return False: ZeRO is DeepSpeed's own."""
+        """Return False: only DeepSpeed itself has ZeRO."""
         return False
 
     def zero_optimization_stage(self) -> int:
@@ -256,26 +257,75 @@ class Engine(nn.Module):
 
     def save_checkpoint(
         self,
-        save_dir: Any,
-        tag: Any = None,
+        save_dir: str | os.PathLike[str],
+        tag: object = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """See `engine_checkpoints.save`."""
-        return save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        """Save the model, the optimizer with loss scale and master weights, the schedule and the counters.
+
+        Every rank has to call this; rank 0 writes. Random number generators are not saved, and neither are
+        the gradients of an unfinished update, of which a warning is logged: training resumes with that
+        update's first micro-step.
+
+        Args:
+            save_dir: a directory; made if it does not exist.
+            tag: a name for this checkpoint and its folder. None: "global_step" and the number of updates.
+            client_state: numbers, strings, tensors, lists and dicts that `load_checkpoint` returns.
+            save_latest: whether `load_checkpoint` without a tag takes this one.
+            exclude_frozen_parameters: leave out parameters that need no gradient; the model must have their
+                values already when the checkpoint is loaded.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 could not write, and for a state that could not be
+                loaded.
+            UsageError: for a tag that cannot name a folder.
+        """
+        return save(
+            self,
+            save_dir,
+            tag,
+            client_state or {},
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            unfinished=self._calls,
+        )
 
     def load_checkpoint(
         self,
-        load_dir: Any,
-        tag: Any = None,
+        load_dir: str | os.PathLike[str],
+        tag: object = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """See `engine_checkpoints.load`."""
-        return load(
+        """Resume from a checkpoint of `save_checkpoint`; of DeepSpeed's own, load the model's weights.
+
+        The engine must be of the same model, and may have another number of ranks or micro-steps.
+
+        Args:
+            load_dir: the directory that was `save_dir`.
+            tag: which checkpoint; None takes the latest.
+            load_module_strict: whether the model must have exactly the saved parameters.
+            load_optimizer_states: False: the optimizer starts without a state from the saved weights; the
+                loss scale is loaded all the same.
+            load_lr_scheduler_states: whether to load the schedule.
+            load_module_only: load the model's weights and nothing else.
+
+        Returns:
+            The path of the file and the `client_state`. (None, None), and a warning in the log, where no tag
+            is given and none is the latest.
+
+        Raises:
+            CheckpointError: for a file that is missing, unreadable, does not fit, or differs from rank 0's.
+                Nothing was changed.
+        """
+        path, client_state = load(
             self,
             load_dir,
             tag,
@@ -284,11 +334,14 @@ class Engine(nn.Module):
             scheduler=load_lr_scheduler_states and not load_module_only,
             module_only=load_module_only,
         )
+        if path is not None:
+            self._begin_update()
+        return path, client_state
 
     def _update(self, optimizer: LossScaleOptimizer, lr_kwargs: dict[str, Any]) -> None:
         for parameter in optimizer.model_parameters():
             if parameter.dtype in HALF_DTYPES:
-                _widen(parameter)  # one that was assigned
+                _widen(parameter)  # a gradient that was assigned did not pass the hook
         average_gradients(optimizer.model_parameters())
         norm = self._clip_unchecked(optimizer)
         try:
@@ -299,9 +352,9 @@ class Engine(nn.Module):
         self._finish(optimizer, norm, lr_kwargs)
 
     def _finish(self, optimizer: LossScaleOptimizer, norm: Tensor | None, lr_kwargs: dict[str, Any]) -> None:
-        """Count an update, forget its gradients, step the schedule if it was made, and tell of it."""
+        """Count an update, clear its gradients, step the schedule if it was applied, and report it."""
         step = optimizer.last_step
-        assert step is not None  # there was one
+        assert step is not None  # `optimizer.step` was called
         step = step._replace(index=self.global_steps, culprits=self._named(optimizer, step.culprits))
         self.last_step, self._step_applied = step, not step.skipped
         self._norm = math.inf if step.skipped else step.grad_norm if norm is None else norm
@@ -318,12 +371,12 @@ class Engine(nn.Module):
             self.on_step(step)
 
     def _begin_update(self) -> None:
-        """Forget the gradients that were added up."""
+        """Clear the accumulated gradients."""
         self.zero_grad()
         self._calls, self._scaled = 0, False
 
     def _sum_in_float32(self) -> None:
-        """Have the micro-steps of half-precision parameters added up in float32.
+        """Accumulate the gradients of half-precision parameters in float32.
 
         A gradient that is assigned may be of either dtype.
         """
@@ -333,17 +386,17 @@ class Engine(nn.Module):
             if parameter.requires_grad:
                 parameter.grad_dtype = None
                 parameter.register_post_accumulate_grad_hook(_widen)  # type: ignore[no-untyped-call]
-            else:  # it cannot have a hook, and may be trained later
+            else:  # a parameter that needs no gradient cannot have a hook, and may be trained later
                 parameter.grad_dtype = torch.float32
 
     def _clip_unchecked(self, optimizer: LossScaleOptimizer) -> Tensor | None:
-        """Clip gradients that nobody checks, as PyTorch does; return their norm."""
+        """Clip gradients that no policy checks, as PyTorch does; return their norm."""
         if self.settings.policy is not None or self.settings.max_norm is None:
             return None
         return nn.utils.clip_grad_norm_(optimizer.model_parameters(), self.settings.max_norm)
 
     def _named(self, optimizer: LossScaleOptimizer, culprits: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the model's names of parameters that the optimizer has other names for."""
+        """Return culprits by the model's names of parameters; the optimizer may have others."""
         if not culprits:
             return culprits
         ours = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -352,11 +405,11 @@ class Engine(nn.Module):
         known = {theirs[id(trained)]: ours.get(id(parameter)) for trained, parameter in pairs}
         return tuple(known.get(culprit) or culprit for culprit in culprits)
 
-    def _shared(self, loss: Tensor) -> Tensor:
-        """Return a micro-step's part in the loss of an update."""
+    def _part_of_update(self, loss: Tensor) -> Tensor:
+        """Return a micro-step's part of the loss of an update."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else loss
-            raise UsageError(f"the loss is no single number: {shape!r}. Write engine.backward(loss.mean()).")
+            raise UsageError(f"the loss is not a scalar: {shape!r}. Write engine.backward(loss.mean()).")
         if self._accumulation == 1:
             return loss
         return (loss.float() if loss.dtype in HALF_DTYPES else loss) / self._accumulation

@@ -19,8 +19,8 @@ from preamp.arrays.torch import HALF_DTYPES
 from preamp.checks import callable_or_none
 from preamp.deepspeed.engine.engine import Engine
 from preamp.deepspeed.engine.precision import cast_model, dtype_named
-from preamp.deepspeed.engine.ranks import begin_alike, join, rank
 from preamp.deepspeed.engine.sections import DEEPSPEED_ITSELF, optimizer_of, scheduler_of
+from preamp.deepspeed.ranks import begin_alike, join, rank
 from preamp.errors import ConfigError, MissingExtra, UsageError
 from preamp.scaling import Step
 from preamp.systems.deepspeed_config import Settings, load

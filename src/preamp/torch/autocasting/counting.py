@@ -1,7 +1,7 @@
-"""What was cast, where, and what it cost: the counting behind `autocast(report=True)`.
+"""Count what is cast, where, and what it costs, for `autocast(report=True)`.
 
-Kernels before the listed operators tell what was asked for; a dispatch mode sees what then runs, casts among
-it. Both slow a region down many times. Backward passes are not counted.
+Kernels in front of the listed operators record what was asked for, and a dispatch mode records what then
+runs, casts included. Both make a region many times slower. Backward passes are not counted.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from preamp.arrays.torch_compat import (
     DispatchMode,
@@ -29,36 +31,32 @@ from preamp.arrays.torch_compat import (
 from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.autocasting.tables import Rule
 from preamp.errors import UsageError
-from preamp.torch.autocasting import dispatcher, operators
+from preamp.torch.autocasting import dispatcher, kernels, operators
 from preamp.torch.autocasting.kernels import ELIGIBLE
-from preamp.torch.autocasting.thread_state import Kernel, thread
-
-if TYPE_CHECKING:
-    from preamp.torch.autocasting.edited import Edits
-
+from preamp.torch.autocasting.thread_state import Edits, Kernel, thread
 
 aten = torch.ops.aten
-CASTS = (aten._to_copy, aten.to)  # under inference_mode the second is all that is seen
+CASTS = (aten._to_copy, aten.to)  # under inference_mode only the second is dispatched
 SAME_WORK = {aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention}
 UNCOUNTED = frozenset(["new_empty", "new_empty_strided", "new_zeros", "_unsafe_view"])
-# Whose results are infinite for other reasons than the range of the dtype.
-INFINITE_BY_NATURE = frozenset(
+# Operators whose results can be infinite for other reasons than the range of the dtype.
+INFINITE_BY_DEFINITION = frozenset(
     ["div", "log", "log10", "log1p", "log2", "logit", "reciprocal", "rsqrt", "atanh"]
 )
 
 
-class _Probing(threading.local):
-    """Whether a census of this thread is looking at numbers, which no census counts."""
+class _Checking(threading.local):
+    """Whether a counter of this thread is checking results for infinities, which no counter counts."""
 
     now = False
 
 
-_probing = _Probing()
+_checking = _Checking()
 
 
 @dataclass
 class _Call:
-    """One call of an operator, while it runs and after."""
+    """One call of an operator, during and after it."""
 
     operator: str
     rule: str
@@ -85,8 +83,8 @@ class _Source:
     modules: dict[str, None] = field(default_factory=dict)
 
 
-class Census(DispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what runs while it is entered, in the thread that entered it.
+class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that run while it is entered, in the thread that entered it.
 
     Args:
         device_type: whose operators are listed.
@@ -103,33 +101,33 @@ class Census(DispatchMode):  # type: ignore[no-untyped-call]
         self._current: _Call | None = None
         self._modules = _Modules()
 
-    def __enter__(self) -> Census:
+    def __enter__(self) -> CastCounter:
         if self._modules.follow():
             self._keep_repeats()
             self._sources.clear()
         push_mode(self)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         pop_mode()
         self._modules.leave()
 
-    def watched(self, rules: dict[str, Kernel], edits: Edits) -> dict[str, Kernel]:
-        """Return what operators do, told to this census: those that are edited and those that are listed."""
+    def counted(self, rules: dict[str, Kernel], edits: Edits) -> dict[str, Kernel]:
+        """Return the kernels of edited and of listed operators, each counted by this counter."""
         listed = operators.listed(self._device_type)
         self._rules = {**listed, **operators.resolve(edits.table)}
         self._emulated = edits.emulate and (edits.dtype or True)
         unedited = {
-            dispatcher.rule_key(self._device_type, name): dispatcher.before(self._device_type, name)
+            dispatcher.rule_key(self._device_type, name): kernels.before(self._device_type, name)
             for name in listed
         }
-        return {key: self._told(key.split()[1], run) for key, run in {**unedited, **rules}.items()}
+        return {key: self._counted(key.split()[1], run) for key, run in {**unedited, **rules}.items()}
 
     def check_thread(self) -> None:
-        """Refuse to count in a second thread.
+        """Check that no other thread is being counted.
 
         Raises:
-            UsageError: when another thread is being counted.
+            UsageError: when one is.
         """
         self._modules.check_thread()
 
@@ -139,8 +137,9 @@ class Census(DispatchMode):  # type: ignore[no-untyped-call]
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         return CastReport(rows, [*_overflowed(rows), *self._repeated(), *stayed(rows)])
 
-    def _told(self, name: str, run: Kernel) -> Kernel:
-        def told(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def _counted(self, name: str, run: Kernel) -> Kernel:
+        def counted(keyset: torch.DispatchKeySet, *args: object, **kwargs: object) -> object:
+            # Only the outermost listed operator is counted: what it calls is part of it.
             if self._current is not None or is_in_backward():
                 return run(keyset, *args, **kwargs)
             rule = str(self._rules.get(name, "unlisted"))
@@ -152,19 +151,25 @@ class Census(DispatchMode):  # type: ignore[no-untyped-call]
             self._finish(call, (args, kwargs), result)
             return result
 
-        return told
+        return counted
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not _probing.now and not is_in_backward():
-            self._see(func, args, kwargs, result)
+        if not _checking.now and not is_in_backward():
+            self._record(func, args, kwargs, result)
         return result
 
-    def _see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func.overloadpacket in CASTS and {args[0].dtype, result.dtype} <= ELIGIBLE:
             if result.dtype is not args[0].dtype:
-                self._see_cast(args[0], result)
+                self._record_cast(args[0], result)
             return
         name = func._schema.name.partition("::")[2]
         if func.is_view or name in UNCOUNTED or name.endswith("_like") or not _floats([args, kwargs]):
@@ -176,7 +181,7 @@ class Census(DispatchMode):  # type: ignore[no-untyped-call]
         if call is not self._current:
             self._finish(call, (args, kwargs), result)
 
-    def _see_cast(self, source: Tensor, result: Tensor) -> None:
+    def _record_cast(self, source: Tensor, result: Tensor) -> None:
         call = self._current
         if call is None:
             call = self._call("to", self._unlisted(), [source])
@@ -186,9 +191,9 @@ class Census(DispatchMode):  # type: ignore[no-untyped-call]
             return
         else:
             call.bytes_cast += _bytes(source)
-        self._remember(source, result.dtype, call.module)
+        self._record_source(source, result.dtype, call.module)
 
-    def _remember(self, source: Tensor, dtype: torch.dtype, module: str) -> None:
+    def _record_source(self, source: Tensor, dtype: torch.dtype, module: str) -> None:
         key, version = (id(source), dtype), _version(source)
         known = self._sources.get(key)
         if known is None or known.tensor() is not source:
@@ -202,17 +207,17 @@ class Census(DispatchMode):  # type: ignore[no-untyped-call]
         known.modules[module] = None
 
     def _unlisted(self) -> str:
-        """Return the rule of an operator that no kernel was told of."""
+        """Return the rule of an operator that has no kernel of ours."""
         regions = (frame.region for frame in reversed(thread.frames))
         innermost = next((region for region in regions if region.device == self._device_type), None)
         return "unlisted" if innermost is None or innermost._enabled else "off"
 
-    def _call(self, operator: str, rule: str, values: Any) -> _Call:
+    def _call(self, operator: str, rule: str, values: object) -> _Call:
         tensors = _floats(values)
         inputs = ", ".join(dict.fromkeys(_name(tensor.dtype) for tensor in tensors))
         return _Call(operator, rule, self._modules.current, tensors, inputs)
 
-    def _finish(self, call: _Call, values: Any, result: Any) -> None:
+    def _finish(self, call: _Call, values: object, result: object) -> None:
         results = _floats(result)
         numbers = [tensor for tensor in _tensors(result) if tensor.is_complex()]
         dtype = next(
@@ -234,14 +239,14 @@ class Census(DispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _keep_repeats(self) -> None:
-        """Keep of each tensor what was cast most often between entering the region and leaving it."""
+        """Keep the largest number of casts of each tensor between entering the region and leaving it."""
         for source in self._sources.values():
             if source.times >= REPEATED:
                 known = self._repeats.setdefault(source.what + source.why, source)
                 known.times = max(known.times, source.times)
 
     def _repeated(self) -> Iterator[str]:
-        """Yield what was cast more than once in one entry, costliest first."""
+        """Yield a sentence for each tensor that was cast more than once in one entry, costliest first."""
         self._keep_repeats()
         for source in sorted(self._repeats.values(), key=lambda one: one.bytes * one.times, reverse=True):
             times, places = f"{source.times} times", map(place, source.modules)
@@ -249,12 +254,12 @@ class Census(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Modules:
-    """Which module is running, by its path from the outermost one, in the thread that follows them."""
+    """Which module is running, by its path from the outermost one, in one thread."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         self._running: list[str] = []
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._depth, self._thread = 0, 0
 
     @property
@@ -269,7 +274,7 @@ class _Modules:
             )
 
     def follow(self) -> bool:
-        """Follow modules; return whether they were not followed already."""
+        """Register the hooks that keep track of modules; return False if they are registered already."""
         self._depth += 1
         if self._depth > 1:
             return False
@@ -287,7 +292,7 @@ class _Modules:
                 handle.remove()
             self._running.clear()
 
-    def _begin(self, module: torch.nn.Module, _: Any) -> None:
+    def _begin(self, module: torch.nn.Module, _: object) -> None:
         if threading.get_ident() != self._thread:
             return
         if not self._running:
@@ -296,7 +301,7 @@ class _Modules:
                 self.names[id(part)] = f"{root}.{path}" if path else root
         self._running.append(self.names.get(id(module), type(module).__name__))
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, *_: object) -> None:
         if self._running and threading.get_ident() == self._thread:
             self._running.pop()
 
@@ -311,13 +316,13 @@ def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
 
 
 def _why(source: Tensor) -> str:
-    """Return why a cast of a tensor is not kept."""
+    """Return why a cast of a tensor is not cached."""
     if torch.is_inference_mode_enabled():
         return "inference mode keeps no casts"
     if not torch.is_autocast_cache_enabled():
         return "the cache is off"
     if not isinstance(source, torch.nn.Parameter) and not source.requires_grad:
-        return "it is no weight; cast it once before it is used"
+        return "it is not a weight; cast it once before it is used"
     if not source.requires_grad:
         return "it does not require gradients, and only casts of weights that do are kept"
     if not source.is_leaf or source._is_view():
@@ -327,20 +332,20 @@ def _why(source: Tensor) -> str:
     return "the cache was emptied in between"
 
 
-def _overflows(call: _Call, values: Any, results: list[Tensor]) -> bool:
-    """Return whether results are infinite because the dtype ends there, as far as can be told."""
-    if call.operator in INFINITE_BY_NATURE or any(_is_infinite(leaf) for leaf in tree_leaves(values)):
+def _overflows(call: _Call, values: object, results: list[Tensor]) -> bool:
+    """Return whether results are infinite because they exceed the range of their dtype."""
+    if call.operator in INFINITE_BY_DEFINITION or any(_is_infinite(leaf) for leaf in tree_leaves(values)):
         return False
-    _probing.now = True
+    _checking.now = True
     try:
         return not all(map(_finite, results)) and all(map(_finite, call.tensors))
-    except (NotImplementedError, RuntimeError):  # tensors without numbers: sparse, fake, those of torch.func
+    except (NotImplementedError, RuntimeError):  # sparse and fake tensors, and those of torch.func
         return False
     finally:
-        _probing.now = False
+        _checking.now = False
 
 
-def _is_infinite(value: Any) -> bool:
+def _is_infinite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
@@ -348,11 +353,11 @@ def _finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().float().isfinite().all())
 
 
-def _floats(values: Any) -> list[Tensor]:
+def _floats(values: object) -> list[Tensor]:
     return [tensor for tensor in _tensors(values) if tensor.is_floating_point()]
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 

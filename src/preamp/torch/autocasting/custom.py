@@ -1,8 +1,8 @@
-"""Custom autograd functions: forward with its inputs cast, backward in the precision of forward.
+"""Decorators for custom autograd functions: forward with inputs cast, backward in forward's precision.
 
-As PyTorch's decorators of the same names, and beyond them: a structure of inputs keeps its type, dataclasses
-are cast too, and backward restores an edited table or emulation along with the precision, in whichever thread
-it runs.
+They do what PyTorch's decorators of the same names do. Beyond that, a structure of inputs keeps its type,
+dataclasses are cast too, and backward restores an edited table or emulation along with the precision, in
+whichever thread it runs.
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
     return backward
 
 
-def _check(device_type: Any) -> None:
+def _check(device_type: object) -> None:
     if not isinstance(device_type, str):
         raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
 
 
-def _edited_region(device_type: str) -> autocast | None:
-    """Return the region whose edits are in force, if any."""
+def _edited_region(device_type: str) -> torch.autocast | None:
+    """Return the region whose edits apply, if any."""
     if not thread.rules:
         return None
     edited = (f.region for f in reversed(thread.frames) if f.change and f.region.device == device_type)
@@ -120,7 +120,7 @@ def _edited_region(device_type: str) -> autocast | None:
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Return a structure with every eligible tensor cast, and everything else as it was."""
+    """Return a structure with every eligible tensor cast, and everything else unchanged."""
     if isinstance(value, Tensor):
         return value.to(dtype) if is_eligible(value, device_type) else value
     if isinstance(value, Mapping):
@@ -144,7 +144,7 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
 
 
 def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type with other values, or a dict where the type has no place for them."""
+    """Return a mapping of the same type with other values, or a dict if the type cannot be written to."""
     if not hasattr(mapping, "__setitem__"):
         return items
     copied: Any = copy.copy(mapping)

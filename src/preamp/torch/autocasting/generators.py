@@ -1,4 +1,4 @@
-"""Functions that run in a region, and generators and coroutines that are in it only while they run."""
+"""Wrap functions to run in a region, and generators and coroutines to be in it only while they run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wrap(region: AbstractContextManager[Any], function: F) -> F:
-    """Return the function that enters the region whenever the given one runs, of the same kind."""
+    """Return a function of the same kind that enters the region whenever the given one runs."""
     if inspect.isgeneratorfunction(function):
         wrapped: Any = _generator
     elif inspect.iscoroutinefunction(function):
@@ -25,7 +25,7 @@ def wrap(region: AbstractContextManager[Any], function: F) -> F:
 
 
 def is_stepwise(function: Callable[..., Any]) -> bool:
-    """Return whether a call of a function only begins its work."""
+    """Return whether a call returns a generator or coroutine, whose code runs later."""
     kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     return any(is_kind(function) for is_kind in kinds)
 
@@ -52,6 +52,7 @@ def _coroutine(region: AbstractContextManager[Any], function: F) -> Callable[...
     return run
 
 
+# A generator's `async for` and `yield` cannot be delegated to as with `yield from`: each step is forwarded.
 def _async_generator(region: AbstractContextManager[Any], function: F) -> Callable[..., Any]:
     async def run(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         inner = function(*args, **kwargs)
@@ -73,7 +74,7 @@ def _async_generator(region: AbstractContextManager[Any], function: F) -> Callab
 
 
 class _Steps:
-    """A generator or coroutine each of whose steps is taken in the region."""
+    """A generator or coroutine that is resumed inside the region, one step at a time."""
 
     def __init__(self, region: AbstractContextManager[Any], inner: Any) -> None:
         self.region, self.inner = region, inner

@@ -1,7 +1,4 @@
-"""Which operators of the dispatcher a name stands for.
-
-The only room that reads the dispatcher's lists and keys.
-"""
+"""Find operators of PyTorch's dispatcher: by the names that users write, and by the rule that they have."""
 
 from __future__ import annotations
 
@@ -12,13 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from preamp.arrays import torch_compat as compat
 from preamp.autocasting import tables as casting
 from preamp.autocasting.tables import Casting, Rule
 from preamp.errors import CastingError
 
-# What users write, where it is not the name of one operator.
+# Names that users write for something other than one operator of that name.
 USER_NAMES: dict[str, str] = {
     "GRU": "gru",
     "GRUCell": "gru_cell _thnn_fused_gru_cell",
@@ -67,14 +65,14 @@ def has_autocast(device_type: str) -> bool:
 
 
 @cache
-def keys_below(device_type: str) -> Any:
+def keys_below(device_type: str) -> torch.DispatchKeySet:
     """Return the set of dispatch keys that come after a device type's autocast."""
     return compat.keys_after(getattr(compat.DispatchKey, dispatch_key(device_type)))
 
 
 @cache
 def _names() -> dict[str, list[str]]:
-    """Return the names of aten's operators, overloads by operator."""
+    """Return the overloads of each of aten's operators."""
     names: dict[str, list[str]] = {}
     for full in sorted(compat.all_operators()):
         namespace, _, name = full.partition("::")
@@ -83,26 +81,26 @@ def _names() -> dict[str, list[str]]:
     return names
 
 
-def empty_library() -> Any:
-    """Return what kernels are put into the dispatcher with, and taken out of it."""
+def empty_library() -> torch.library.Library:
+    """Return a library, with which kernels are registered and removed."""
     return torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
-def put(library: Any, name: str, key: str, kernel: Callable[..., Any]) -> None:
-    """Put a kernel of an operator in the dispatcher, at a dispatch key.
+def put(library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]) -> None:
+    """Register a kernel of an operator at a dispatch key.
 
-    `torch.func` makes tensors of its own of numbers, which no kernel in Python can be given: where there is
-    an overload for numbers, that is called.
+    `torch.func` wraps numbers in tensors of its own, which cannot be passed to a kernel in Python: where
+    there is an overload for numbers, that is called instead.
     """
-    _silence()
+    _trigger_override_warning()
     compat.put_kernel(library, name, kernel, key)
-    if with_number(name) and (apart := _numbers_apart(name, TORCH_FUNC)):
-        compat.put_kernel(library, name, apart, TORCH_FUNC)
+    if with_number(name) and (by_type := _by_type_of_second(name, TORCH_FUNC)):
+        compat.put_kernel(library, name, by_type, TORCH_FUNC)
 
 
 @cache
 def with_number(name: str) -> Any:
-    """Return the overload for a number of an operator that Python gives numbers as tensors; else None."""
+    """Return the overload for numbers of an operator to which Python passes numbers as tensors; else None."""
     base, _, overload = name.partition(".")
     packet, sibling = getattr(torch.ops.aten, base), overload.replace("Tensor", "Scalar")
     if not overload.startswith("Tensor") or sibling not in packet.overloads():
@@ -112,14 +110,14 @@ def with_number(name: str) -> Any:
 
 
 @cache
-def _numbers_apart(name: str, key: str) -> Callable[..., Any] | None:
+def _by_type_of_second(name: str, key: str) -> Callable[..., Any] | None:
     as_number, as_tensor = with_number(name), compat.kernel_at(f"aten::{name}", key)
     if as_tensor is None:
         return None
 
     @compat.untraced
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(args[1], torch.Tensor):
+    def kernel(keyset: torch.DispatchKeySet, *args: object, **kwargs: object) -> object:
+        if isinstance(args[1], Tensor):
             return as_tensor(keyset, *args, **kwargs)
         return as_number(*args, **kwargs)
 
@@ -127,8 +125,8 @@ def _numbers_apart(name: str, key: str) -> Callable[..., Any] | None:
 
 
 @cache
-def _silence() -> None:
-    """Trigger PyTorch's once-only warning of a kernel that replaces another while warnings are ignored."""
+def _trigger_override_warning() -> None:
+    """Trigger, with warnings ignored, PyTorch's once-only warning of a kernel that replaces another."""
     library = torch.library.Library("preamp", "DEF")  # type: ignore[no-untyped-call]
     library.define("hush() -> ()")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings(action="ignore"):
@@ -145,35 +143,32 @@ def find(name: str) -> Any:
 
 @cache
 def call(name: str) -> Any:
-    """Return what calls an operator: PyTorch's own object in between takes half as long again."""
+    """Return a function that calls an operator; `find`'s object takes half as long again."""
     operator, sibling = find(name)._op, with_number(name)
     if sibling is None or compat.takes_numbers_as_tensors(name.partition(".")[0]):
         return operator
     of_number = sibling._op
 
     @compat.untraced
-    def either(first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
-        run = operator if isinstance(second, torch.Tensor) else of_number
+    def either(first: Tensor, second: Tensor | float, *args: object, **kwargs: object) -> object:
+        run = operator if isinstance(second, Tensor) else of_number
         return run(first, second, *args, **kwargs)
 
     return either
 
 
 def is_composite(name: str) -> bool:
-    """Return whether an operator is made of others, which the dispatcher sees in turn."""
+    """Return whether an operator is made of others, which pass through the dispatcher in turn."""
     return compat.has_kernel(f"aten::{name}", "CompositeImplicitAutograd")
 
 
 @cache
 def without_autocast(name: str, device_type: str) -> Callable[..., Any]:
-    """Return an operator that runs, with all that it calls, as if autocast were off.
-
-    It is called with the set of dispatch keys before its own arguments, and has no use for them.
-    """
+    """Return a kernel that runs an operator, and all that it calls, as if autocast were off."""
     function, switch = call(name), torch.set_autocast_enabled
 
     @compat.untraced
-    def run(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run(_: object, /, *args: object, **kwargs: object) -> object:
         switch(device_type, False)
         try:
             return function(*args, **kwargs)
@@ -185,12 +180,12 @@ def without_autocast(name: str, device_type: str) -> Callable[..., Any]:
 
 @cache
 def overloads(name: str) -> tuple[str, ...]:
-    """Return the operators that a name stands for: those that autocast can be asked about.
+    """Return the operators that a name stands for, apart from those that autocast never casts.
 
-    In-place variants, those with `out=` and those that are told their dtype never are.
+    It never casts in-place variants, those with `out=` and those with a dtype among their arguments.
 
     Raises:
-        CastingError: for a name that stands for none, with the nearest ones.
+        CastingError: for a name that stands for none, with the nearest names.
     """
     known, name = _names(), name.removeprefix("aten::").removeprefix("aten.").removeprefix("torch.")
     if name in USER_NAMES:
@@ -211,10 +206,10 @@ def _eligible(base: str) -> list[str]:
     return [name for name in _names()[base] if _is_eligible(find(name)._schema)]
 
 
-def _is_eligible(schema: Any) -> bool:
+def _is_eligible(schema: torch.FunctionSchema) -> bool:
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    told_dtype = any(str(a.type) == "int" and a.name.endswith("dtype") for a in schema.arguments)
-    return takes_tensors and not schema.is_mutable and not told_dtype
+    takes_dtype = any(str(a.type) == "int" and a.name.endswith("dtype") for a in schema.arguments)
+    return takes_tensors and not schema.is_mutable and not takes_dtype
 
 
 def _unknown(name: str) -> str:
@@ -224,17 +219,17 @@ def _unknown(name: str) -> str:
         return f"{base!r} has no overload {overload!r} in PyTorch {torch.__version__}. Write {others}."
     if base in _names():
         return (
-            f"{name!r} never goes through autocast: it works in place, is told its dtype or takes no "
-            "tensors. Write the name of an operator that returns a new tensor."
+            f"{name!r} never goes through autocast: it works in place, takes a dtype or takes no tensors. "
+            "Write the name of an operator that returns a new tensor."
         )
     everything = {*USER_NAMES, *(base for base in _names() if not base.endswith(("_", "_backward")))}
     near = difflib.get_close_matches(name, sorted(everything), n=NEAREST, cutoff=0.5)
     hint = f"Write {' or '.join(map(repr, near))}" if near else "Write a name that is in dir(torch.ops.aten)"
-    return f"{name!r} is no operator of PyTorch {torch.__version__}. {hint}."
+    return f"{name!r} is not an operator of PyTorch {torch.__version__}. {hint}."
 
 
 def resolve(table: Casting) -> dict[str, Rule]:
-    """Return a table by operators: overload to rule.
+    """Return the rule of each overload that a table names.
 
     Names that `missing` returns are left out.
 
@@ -242,11 +237,11 @@ def resolve(table: Casting) -> dict[str, Rule]:
         CastingError: for a name that stands for no operator, unless it comes from a table of ours: operators
             come and go with PyTorch's releases.
     """
-    return _resolved(table, table.optional)[0]  # which equal tables may differ in
+    return _resolved(table, table.optional)[0]  # `optional` is not part of a table's equality
 
 
 def missing(table: Casting) -> tuple[str, ...]:
-    """Return the names that a table has from ours, and that stand for no operator of the installed release.
+    """Return the names in a table that come from ours and stand for no operator of the installed release.
 
     >>> missing(casting.DEFAULT.lower("softmax"))
     ()
@@ -273,16 +268,16 @@ def _resolved(table: Casting, optional: frozenset[str]) -> tuple[dict[str, Rule]
 
 @cache
 def registered(device_type: str) -> frozenset[str]:
-    """Return the operators that the installed release casts for, whether our tables name them or not."""
+    """Return the operators that the installed release casts, whether our tables name them or not."""
     names = compat.operators_with_kernel(dispatch_key(device_type))
     return frozenset(name.removeprefix("aten::") for name in names)
 
 
 @cache
 def listed(device_type: str) -> dict[str, Rule]:
-    """Return what the installed release does by itself: overload to rule.
+    """Return the rule by which the installed release casts each overload.
 
-    Rules are those of the tables in `preamp.casting`; on device types without one, None is known of them.
+    The rules are those of the tables in `preamp.casting`; device types without one have CUDA's.
     """
     rules = TABLES.get(device_type, casting.CUDA).rules
     return {

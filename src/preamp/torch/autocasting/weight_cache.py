@@ -1,13 +1,13 @@
-"""PyTorch's cache of cast weights: which thread may use it, and when it is emptied.
+"""Share PyTorch's cache of cast weights among threads, and empty it when it is stale.
 
-PyTorch keeps the low-precision copy of a float32 leaf until the thread's outermost region ends. The copies of
-all threads are in one map, and its keys are the weights alone: not their version, precision or thread. So
+PyTorch caches the low-precision copy of a float32 leaf until the thread's outermost region ends. The copies
+of all threads are in one map whose keys are the weights alone, without version, precision or thread. So
 
 - one thread at a time uses the cache, and other threads cast every time;
 - a region of another precision starts and ends with an empty cache;
 - the step of an optimizer, in any thread, empties it.
 
-Other writes to a weight are not noticed, as in PyTorch: after those, call `torch.clear_autocast_cache()`.
+As in PyTorch, other writes to a weight are not detected: after those, call `torch.clear_autocast_cache()`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Claim:
             self.release()
 
 
-class _WithOneMore(UserDict[int, Any]):
+class _HooksAndOneMore(UserDict[int, Any]):
     """PyTorch's hooks for the steps of all optimizers, with one more at the end.
 
     It takes the place of PyTorch's dictionary while the cache is in use. Adding a hook to the dictionary
@@ -66,30 +66,30 @@ class _WithOneMore(UserDict[int, Any]):
     Hooks that users add or remove in the meantime are added to PyTorch's dictionary or removed from it.
     """
 
-    def __init__(self, hooks: Any, hook: Callable[..., Any]) -> None:
+    def __init__(self, hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> None:
         self.data, self._hook = hooks, hook
 
     @untraced
-    def values(self) -> Any:
+    def values(self) -> Any:  # a list, where UserDict has a view: PyTorch only iterates
         return [*self.data.values(), self._hook]
 
 
-# Outside of graphs, because those would lose that the cache is emptied.
+# Outside of graphs: a compiled graph would not empty the cache.
 @outside_of_graphs
 def _empty() -> None:
     clear_autocast_cache()
 
 
 @outside_of_graphs
-def _before_step(_: Any, args: Any, kwargs: Any) -> Any:
-    """Empty the cache before each call of a closure: an optimizer such as LBFGS writes weights in between."""
+def _before_step(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Empty the cache before each call of a closure: optimizers such as LBFGS write weights in between."""
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
         return None
 
     @untraced
     @functools.wraps(closure)
-    def with_empty_cache(*given: Any, **named: Any) -> Any:
+    def with_empty_cache(*given: object, **named: object) -> object:
         _empty()
         return closure(*given, **named)
 
@@ -99,9 +99,9 @@ def _before_step(_: Any, args: Any, kwargs: Any) -> Any:
 
 
 @outside_of_graphs
-def _after_step(*_: Any) -> None:
+def _after_step(*_: object) -> None:
     clear_autocast_cache()
 
 
-_BEFORE = _WithOneMore(optimizer_hooks._global_optimizer_pre_hooks, _before_step)
-_AFTER = _WithOneMore(optimizer_hooks._global_optimizer_post_hooks, _after_step)
+_BEFORE = _HooksAndOneMore(optimizer_hooks._global_optimizer_pre_hooks, _before_step)
+_AFTER = _HooksAndOneMore(optimizer_hooks._global_optimizer_post_hooks, _after_step)

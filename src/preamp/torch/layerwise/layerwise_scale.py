@@ -1,8 +1,7 @@
-"""A loss scale for every layer, divided out of every `.grad`.
+"""`LayerwiseScale`: a loss scale for every layer, divided out of every `.grad`.
 
-This room owns the idiom and the hooks: layers are marked in forward, factors are put into backward. By how
-much to raise `layer_rule` decides, where factors must agree `potentials` knows. It refuses to know the global
-loss scale, which multiplies the loss as ever, and to touch a parameter or its `.grad`.
+Forward hooks mark the layers, and hooks on autograd's nodes apply the factors. `rule` decides how much to
+raise each layer, and `graph` where factors must agree. Neither parameters nor their `.grad` are touched.
 """
 
 from __future__ import annotations
@@ -17,45 +16,46 @@ from torch.utils.hooks import RemovableHandle
 
 from preamp.checks import shown, whole
 from preamp.errors import PolicyError, UsageError
-from preamp.torch.layerwise.potentials import Graph
+from preamp.torch.layerwise.graph import Graph
 from preamp.torch.layerwise.rule import Gradients, LayerRule, Statistics, is_layer
 from preamp.torch.nested import require_tensor
 
 
 class LayerwiseScale:
-    """Raise the gradients of each linear or convolution layer by a power of two of its own.
+    """Raises the gradients of each linear or convolution layer by its own power of two.
 
-    In front of a layer's backward the gradient of its output is multiplied by a factor, so that what is
-    computed from it is not lost in the low precision: the gradient that goes on towards the input, and the
-    weights'. The product of the factors is divided out where a gradient reaches a leaf: `.grad` is the
-    gradient of the loss that was given, to the last bit, except for what would have been flushed or has
-    overflowed. This holds on any graph: residual sums, branches, modules called several times, shared and
-    frozen weights, other autograd functions, `checkpoint(..., use_reentrant=False)`. It works beside a
-    `GradScaler`, whose scale multiplies the loss; steps that overflow are the scaler's to skip.
+    In front of a layer's backward, the gradient of its output is multiplied by a factor, so that the
+    gradients computed from it, of the input and the weights, are not lost in the low precision. The product
+    of the factors is divided out where a gradient reaches a leaf, so `.grad` is the gradient of the given
+    loss, bit for bit, except for values that would have been flushed or have overflowed. This holds on any
+    graph: residual sums, branches, modules called several times, shared and frozen weights, other autograd
+    functions, `checkpoint(..., use_reentrant=False)`. It works together with a `GradScaler`, which scales the
+    loss and skips steps that overflow.
 
-    Factors are chosen by Zhao, Vogel and Ahmed's rule (Adaptive Loss Scaling for Mixed Precision Training,
-    arXiv 1910.12385). From the mean squares of gradient and weight follows the standard deviation of what
-    leaves the layer, taken as normal; the factor is the power of two that leaves a share `flushed` of it
-    below the smallest number of `dtype`. Limits are measured as well, among them the largest entry of every
-    parameter's gradient. Where branches meet, or a limit asks for it, a factor is below 1.
+    Factors are chosen by the rule of Zhao, Vogel and Ahmed (Adaptive Loss Scaling for Mixed Precision
+    Training, arXiv 1910.12385). The mean squares of gradient and weight give the standard deviation of the
+    gradient of the layer's input, which is taken to be normally distributed; the factor is the power of two
+    at which a share `flushed` of it is below the smallest number of `dtype`. Limits are measured as well,
+    among them the largest entry of every parameter's gradient. Where branches meet, or a limit requires it, a
+    factor is below 1.
 
-    Statistics are taken in backward passes 1, 2, 4, 8, ... and then in every `every`-th, with one read to the
-    host in each of these and none in the others. They are gradients of this rank alone; ranks may differ.
+    Statistics are collected in backward passes 1, 2, 4, 8, ... and then in every `every`-th, with one read to
+    the host in each of these and none in the others. They are of this rank's gradients; ranks may differ.
 
-    Gradients of activations (`retain_grad`, hooks, `torch.autograd.grad` inside) show their factors. A
-    backward function that is not linear, such as one that clips, sees raised gradients. Layers inside
-    compiled code are not seen.
+    Gradients of activations (`retain_grad`, hooks, `torch.autograd.grad` inside) include their factors. A
+    backward function that is not linear, such as one that clips, receives raised gradients. Layers inside
+    compiled code are not scaled.
 
     Args:
         model: its `Linear` and `Conv` layers, also transposed ones, are scaled from now on.
-        dtype: the low precision that gradients flow in.
-        every: backward passes between statistics, once the first are over.
-        flushed: the share of a layer's outgoing gradient that may be lost.
+        dtype: the low precision of gradients.
+        every: backward passes between statistics, after the first ones.
+        flushed: the share of the gradient of a layer's input that may be lost.
         layer_bound: the largest factor of one layer.
         bound: the largest product of factors.
 
     Raises:
-        PolicyError: for a setting that cannot work, or a model without such layers.
+        PolicyError: for an invalid setting, or a model without such layers.
 
     >>> import torch
     >>> from torch import nn
@@ -98,9 +98,10 @@ class LayerwiseScale:
 
     @property
     def factors(self) -> dict[str, float]:
-        """By which factor each layer's gradients were raised in the latest backward pass, by its name.
+        """The factor by which each layer's gradients were raised in the latest backward pass.
 
-        In the order of backward. Of a layer that ran several times, that of the run it reached last.
+        Layers are in the order of backward. A layer that ran several times has the factor of its last run in
+        this order.
         """
         return dict(self._factors)
 
@@ -115,16 +116,16 @@ class LayerwiseScale:
         """Do what `loss.backward` does, with factors.
 
         Args:
-            loss: the loss, scaled by a `GradScaler` or not. Losses to be differentiated together are summed.
+            loss: the loss, scaled by a `GradScaler` or not. Sum losses that are differentiated together.
             gradient: as for `Tensor.backward`.
             retain_graph: as for `Tensor.backward`.
             create_graph: as for `Tensor.backward`.
             inputs: as for `Tensor.backward`, leaves only.
 
         Raises:
-            UsageError: before anything has happened, for a loss that is not a tensor or that no layer of the
-                model led to, for a reentrant checkpoint, and for `inputs` that are not leaves. During
-                backward, if a hidden graph gives a parameter its gradient.
+            UsageError: before backward, for a loss that is not a tensor or does not depend on a layer of the
+                model, for a reentrant checkpoint, and for `inputs` that are not leaves. During backward, if a
+                hidden graph computes the gradient of a parameter.
         """
         require_tensor(loss, "layerwise.backward(loss)")
         leaves = None if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -136,17 +137,17 @@ class LayerwiseScale:
         graph = Graph(loss.grad_fn, self._key)
         if not graph.marks:
             raise UsageError(
-                "No layer of the model led to this loss, or they ran in compiled code. Call the model after "
-                "LayerwiseScale(model) was made, do not compile it, or write loss.backward()."
+                "This loss depends on no layer of the model, or they ran in compiled code. Call the model "
+                "after making LayerwiseScale(model), do not compile it, or write loss.backward()."
             )
         self._run(graph, run)
 
     def measure(self) -> None:
-        """Let the next backward pass take statistics, such as after a step that was skipped."""
+        """Collect statistics in the next backward pass, such as after a skipped step."""
         self._due = True
 
     def close(self) -> None:
-        """Take all hooks off the model. From now on `backward` is the loss's own."""
+        """Remove all hooks from the model. Afterwards `backward` is the loss's own."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -173,19 +174,19 @@ class LayerwiseScale:
 
 
 class _Marking:
-    """A forward hook that marks the node in front of which a layer's factor stands."""
+    """A forward hook that marks the node in front of which a layer's factor is applied."""
 
     def __init__(self, key: object, name: str) -> None:
         self._key, self._name = key, name
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         node: Any = None if torch.compiler.is_compiling() else getattr(output, "grad_fn", None)
         if node is not None:
             node.metadata[self._key] = self._name
 
 
 def _factors(graph: Graph, potentials: dict[int, int]) -> Iterator[RemovableHandle]:
-    """Put in the factors that make every part's gradients have its potential."""
+    """Register the hooks that give every part's gradients their factor."""
     for mark in graph.marks:
         power = potentials[mark.below] - potentials[mark.above]
         if power:
@@ -204,7 +205,7 @@ def _multiplied(factor: float, gradients: Gradients) -> Gradients:
 
 
 def _multiplied_in(factors: dict[int, float], gradients: Gradients, _: Gradients) -> Gradients:
-    """Multiply those in some slots."""
+    """Multiply the gradients in some slots."""
     return tuple(_times(gradient, factors.get(slot, 1.0)) for slot, gradient in enumerate(gradients))
 
 
@@ -217,7 +218,7 @@ def _times(gradient: Tensor | None, factor: float) -> Tensor | None:
 
 
 def _guards(parameters: dict[str, nn.Parameter], leaves: set[int]) -> Iterator[RemovableHandle]:
-    """Watch the parameters that the graph does not show: only a hidden graph can give them gradients."""
+    """Register hooks on the parameters outside the graph: only a hidden graph can give them gradients."""
     for name, parameter in parameters.items():
         if id(parameter) not in leaves and parameter.requires_grad and parameter.is_leaf:
             yield parameter.register_hook(partial(_refuse_hidden, name))  # type: ignore[no-untyped-call]
@@ -225,8 +226,8 @@ def _guards(parameters: dict[str, nn.Parameter], leaves: set[int]) -> Iterator[R
 
 def _refuse_hidden(name: str, gradient: Tensor) -> NoReturn:
     raise UsageError(
-        f"The gradient of {name} comes from a graph that was not there before backward: some function runs a "
-        "backward pass of its own, and nobody knows its factor. Set all gradients to zero, and write "
+        f"The gradient of {name} comes from a graph that did not exist before backward: some function runs "
+        "its own backward pass, whose factor is unknown. Set all gradients to zero, and write "
         "loss.backward(), or leave that function out."
     )
 
@@ -234,6 +235,6 @@ def _refuse_hidden(name: str, gradient: Tensor) -> NoReturn:
 def _refuse_activations(inputs: list[Tensor]) -> None:
     if any(not tensor.is_leaf for tensor in inputs):
         raise UsageError(
-            "inputs= has a tensor that is computed from others: its gradient would show factors. "
-            "Write inputs=[...] with leaves alone, or loss.backward(inputs=...)."
+            "inputs= has a tensor that is computed from others: its gradient would include factors. "
+            "Write inputs=[...] with leaves only, or loss.backward(inputs=...)."
         )

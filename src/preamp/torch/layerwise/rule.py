@@ -1,30 +1,27 @@
-"""By how much each layer's gradients are raised: Zhao, Vogel and Ahmed's rule, and its limits.
-
-This room takes statistics of gradients and weights and makes wishes of them, the binary exponents of
-factors. It refuses to know how factors get into backward, and where they have to agree.
-"""
+"""Compute target exponents for the layers: the rule of Zhao, Vogel and Ahmed, and its limits."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from statistics import NormalDist
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from preamp.checks import between, is_number
 from preamp.errors import PolicyError
-from preamp.torch.layerwise.potentials import LEAF, Graph, Mark
+from preamp.torch.layerwise.graph import LEAF, Graph, Mark
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn)
-HEADROOM = 16.0  # by how much the largest entries may grow until the next statistics
+HEADROOM = 16.0  # how much the largest entries may grow until the next statistics
 LAYERS = (
     nn.Linear,
     nn.Conv1d,
@@ -37,17 +34,17 @@ LAYERS = (
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether the rule knows what a module does to the size of gradients."""
+    """Return whether the rule can predict how a module changes the size of gradients."""
     return isinstance(module, LAYERS)
 
 
-class _Wish(NamedTuple):
-    """What statistics say of the part below a layer, as potentials.
+class _Target(NamedTuple):
+    """Potentials for the part below a layer, from statistics.
 
     Attributes:
-        raised: here few enough of the gradients that leave the layer are lost.
-        limit: above this something may overflow.
-        finite: False if something has overflowed. The limit is then below what was in force.
+        raised: the smallest at which few enough of the gradients that leave the layer are lost.
+        limit: the largest at which nothing should overflow.
+        finite: False if something has overflowed. The limit is then below the potential that was used.
     """
 
     raised: int
@@ -56,14 +53,14 @@ class _Wish(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Root mean square and largest magnitude of a tensor, as it was seen."""
+    """Root mean square and largest magnitude of a tensor, including its factor."""
 
     rms: float
     peak: float
 
 
 class Statistics:
-    """What one backward pass shows, left on the device until `read`.
+    """Statistics of one backward pass, which stay on the device until `read`.
 
     Args:
         graph: the graph that is about to run.
@@ -75,14 +72,14 @@ class Statistics:
         self._leaving: dict[int, list[Tensor]] = defaultdict(list)
 
     def hooks(self) -> Iterator[RemovableHandle]:
-        """Look at gradients before factors change them."""
+        """Register the hooks that measure gradients before factors change them."""
         for mark in self.graph.marks:
-            yield mark.node.register_prehook(partial(self._see_incoming, mark))
-        slots: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+            yield mark.node.register_prehook(partial(self._measure_incoming, mark))
+        slots: dict[Node, list[tuple[int, int]]] = defaultdict(list)
         for edge in self.graph.edges:
             slots[edge.node].append((edge.slot, edge.above))
         for node, found in slots.items():
-            yield node.register_hook(partial(self._see_leaving, found))
+            yield node.register_hook(partial(self._measure_leaving, found))
 
     def read(
         self, weights: dict[str, Tensor]
@@ -90,12 +87,11 @@ class Statistics:
         """Return all sizes, with one read to the host.
 
         Args:
-            weights: the weights whose sizes are wanted as well.
+            weights: the weights to measure as well.
 
         Returns:
-            The size of the gradient that came to each mark that backward reached, as it was above the mark;
-            the sizes of the weights; and by part the largest entry that left it for a leaf or for shared
-            parameters.
+            The size of the gradient at each mark that backward reached, above the mark; the sizes of the
+            weights; and for each part the largest entry that left it for a leaf or for shared parameters.
         """
         peaks = {part: torch.stack(found).amax(0)[1:] for part, found in self._leaving.items()}
         tensors = [*self._incoming.values(), *map(_size, weights.values()), *peaks.values()]
@@ -104,12 +100,12 @@ class Statistics:
         sizes = {name: _Size(next(numbers), next(numbers)) for name in weights}
         return incoming, sizes, dict(zip(peaks, numbers, strict=True))
 
-    def _see_incoming(self, mark: Mark, gradients: Gradients) -> None:
+    def _measure_incoming(self, mark: Mark, gradients: Gradients) -> None:
         found = [_size(gradient) for gradient in gradients if gradient is not None]
         if found:
             self._incoming[mark] = torch.stack(found).amax(0)
 
-    def _see_leaving(self, slots: list[tuple[int, int]], gradients: Gradients, _: Gradients) -> None:
+    def _measure_leaving(self, slots: list[tuple[int, int]], gradients: Gradients, _: Gradients) -> None:
         for slot, part in slots:
             gradient = gradients[slot]
             if gradient is not None:
@@ -117,23 +113,28 @@ class Statistics:
 
 
 class LayerRule:
-    """Wishes for the potential below each layer. The arguments are those of `LayerwiseScale`.
+    """The target potential below each layer. The arguments are those of `LayerwiseScale`.
 
     Each entry of the gradient that leaves a layer is a sum of n products. If their factors are independent,
-    its standard deviation is rms(gradient) rms(weight) sqrt(n / 2), where the paper's 2 stands for an
-    activation that lets half of it pass. It is enough when a share `flushed` of a normal distribution of this
-    width lies below the low precision's smallest number.
+    its standard deviation is rms(gradient) rms(weight) sqrt(n / 2), where the paper's 2 is for an activation
+    that passes half of it. It is large enough when a share `flushed` of a normal distribution of this width
+    is below the low precision's smallest number.
 
     Raises:
-        PolicyError: for a setting that cannot work.
+        PolicyError: for an invalid setting.
     """
 
     def __init__(
-        self, layers: dict[str, Any], dtype: torch.dtype, flushed: float, layer_bound: float, bound: float
+        self,
+        layers: Mapping[str, nn.Module],
+        dtype: torch.dtype,
+        flushed: float,
+        layer_bound: float,
+        bound: float,
     ) -> None:
         if dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
-            raise PolicyError(f"dtype={dtype!r} is no low precision. Write one of {names}.")
+            raise PolicyError(f"dtype={dtype!r} is not a low precision. Write one of {names}.")
         between("flushed", flushed, 0.0, 1.0, instead="flushed=1e-3")
         info = torch.finfo(dtype)
         self._layers = layers
@@ -141,58 +142,66 @@ class LayerRule:
         self._largest = info.max
         self._layer_power = _power("layer_bound", layer_bound, "16.0")
         self._power = _power("bound", bound, "1024.0")
-        self._wishes: dict[tuple[str, int], _Wish] = {}
+        self._targets: dict[tuple[str, int], _Target] = {}
 
     def potential_below(self, mark: Mark, above: int) -> int:
-        """Return the potential wanted below a layer that has the potential `above` above it."""
-        wish = self._wishes.get((mark.name, mark.use))
-        if wish is None:
+        """Return the target potential below a layer, given the potential above it."""
+        target = self._targets.get((mark.name, mark.use))
+        if target is None:
             return above
-        raised = above + min(max(wish.raised - above, 0), self._layer_power)
-        return max(0, min(raised, wish.limit, self._power))
+        raised = above + min(max(target.raised - above, 0), self._layer_power)
+        return max(0, min(raised, target.limit, self._power))
 
     def learn(self, statistics: Statistics, potentials: dict[int, int]) -> bool:
-        """Make wishes of what a backward pass has shown.
+        """Compute targets from the statistics of a backward pass.
 
         Args:
-            statistics: those of the pass.
-            potentials: those in force in it.
+            statistics: of the pass.
+            potentials: those used in it.
 
         Returns:
-            Whether all was finite.
+            Whether everything was finite.
         """
         names = dict.fromkeys(mark.name for mark in statistics.graph.marks)
-        weights = {name: self._layers[name].weight.detach() for name in names}
+        weights = {name: _weight(self._layers[name]).detach() for name in names}
         incoming, sizes, leaving = statistics.read(weights)
         peaks = _with_tails(leaving, statistics.graph, potentials)
         learned = {
-            (mark.name, mark.use): self._wish(
-                mark, seen, sizes[mark.name], peaks.get(mark.below, 0.0), potentials
+            (mark.name, mark.use): self._target(
+                mark, size, sizes[mark.name], peaks.get(mark.below, 0.0), potentials
             )
-            for mark, seen in incoming.items()
+            for mark, size in incoming.items()
         }
-        self._wishes |= learned
-        return all(wish.finite for wish in learned.values())
+        self._targets |= learned
+        return all(target.finite for target in learned.values())
 
-    def _wish(
-        self, mark: Mark, seen: _Size, weight: _Size, leaving: float, potentials: dict[int, int]
-    ) -> _Wish:
-        """Make a wish of what came to a layer, its weight, and the largest entry that left the part below."""
+    def _target(
+        self, mark: Mark, incoming: _Size, weight: _Size, leaving: float, potentials: dict[int, int]
+    ) -> _Target:
+        """Compute a target.
+
+        Args:
+            mark: the layer.
+            incoming: of the gradient of its output.
+            weight: of its weight.
+            leaving: the largest entry that left the part below it.
+            potentials: those used in the pass.
+        """
         above, below = potentials[mark.above], potentials[mark.below]
         terms = _terms(self._layers[mark.name])
-        outgoing = seen.rms * weight.rms * math.sqrt(terms / 2.0)
-        computed = math.ldexp(seen.peak, -above) * max(HEADROOM, weight.peak * terms)
+        outgoing = incoming.rms * weight.rms * math.sqrt(terms / 2.0)
+        computed = math.ldexp(incoming.peak, -above) * max(HEADROOM, weight.peak * terms)
         most = computed + math.ldexp(leaving, -below) * HEADROOM
         if not math.isfinite(outgoing + most):
-            return _Wish(below, max(below - 1, 0), finite=False)
-        before = self._wishes.get((mark.name, mark.use))
-        unknown = before.raised if before else above  # of what was flushed whole
+            return _Target(below, max(below - 1, 0), finite=False)
+        before = self._targets.get((mark.name, mark.use))
+        unknown = before.raised if before else above  # if the whole gradient was flushed, keep the old target
         raised = _powers(self._enough, outgoing) + above if outgoing else unknown
-        return _Wish(raised, _powers(self._largest, most) if most else self._power)
+        return _Target(raised, _powers(self._largest, most) if most else self._power)
 
 
 def _with_tails(peaks: dict[int, float], graph: Graph, potentials: dict[int, int]) -> dict[int, float]:
-    """Count what a part without layers shows for the parts above it, where the potential is the same."""
+    """Add the peaks of parts without layers to those of the parts above them with the same potential."""
     found = dict(peaks)
     for edge in graph.edges:
         if edge.below != LEAF and potentials[edge.above] == potentials[edge.below]:
@@ -200,15 +209,22 @@ def _with_tails(peaks: dict[int, float], graph: Graph, potentials: dict[int, int
     return found
 
 
-def _terms(layer: Any) -> int:
-    """Return of how many products each entry of a layer's outgoing gradient is the sum."""
+def _weight(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _terms(layer: nn.Module) -> int:
+    """Return the number of products in each entry of the gradient of a layer's input."""
     inputs = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
-    return int(layer.weight.numel() // inputs)
+    assert isinstance(inputs, int)
+    return _weight(layer).numel() // inputs
 
 
 @torch.no_grad()
-def _size(tensor: Any) -> Tensor:
-    """Return root mean square and largest magnitude, unread, of shape [2]; of a DTensor, this rank's."""
+def _size(tensor: Tensor) -> Tensor:
+    """Return root mean square and largest magnitude, of shape [2]; of a DTensor, those of this rank."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     dense = local.coalesce().values() if local.is_sparse else local
     narrow = dense.element_size() == 1  # float8, which PyTorch does not promote
@@ -219,12 +235,12 @@ def _size(tensor: Any) -> Tensor:
     return torch.stack([norm / math.sqrt(wide.numel()), peak])
 
 
-def _power(name: str, bound: Any, instead: str) -> int:
+def _power(name: str, bound: float, instead: str) -> int:
     if not is_number(bound) or bound < 1.0:
         raise PolicyError(f"{name}={bound!r} is not a number of at least 1. Write {name}={instead}.")
     return _powers(float(bound), 1.0)
 
 
 def _powers(number: float, unit: float) -> int:
-    """Return the exponent of the largest power of two that does not take a unit beyond a number."""
+    """Return the exponent of the largest power of two times a unit that does not exceed a number."""
     return math.floor(math.log2(number) - math.log2(unit))

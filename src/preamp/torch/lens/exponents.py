@@ -1,4 +1,4 @@
-"""How many entries of a tensor there are of each binary exponent, and its extremes, found where it lies."""
+"""Count the entries of a tensor by binary exponent, and find its extremes, on its own device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CHUNK = 2**18  # its fields fit a cache, and a large tensor needs no large copy
 
 
 class Counts(NamedTuple):
-    """What was counted of a tensor, on its device and not read.
+    """The counts of a tensor, on its device.
 
     Attributes:
-        fields: entries per exponent field as a float32, of shape [256], int64. The first bin holds zeros and
-            what is smaller than the smallest normal float32, 2**-126; the last one holds inf, NaN and what no
-            float32 can hold. Between them, bin b is that of the exponent b - 127. Complex entries count as
-            two.
-        nans: how many entries are NaN, of shape [], int64.
+        fields: entries per exponent field of a float32, of shape [256], int64. The first bin holds zeros and
+            values smaller than the smallest normal float32, 2**-126; the last one holds inf, NaN and values
+            too large for a float32. Between them, bin b is that of the exponent b - 127. Complex entries
+            count as two.
+        nans: the number of NaN entries, of shape [], int64.
         extremes: of shape [2]: the smallest magnitude other than 0, inf where there is none, and the largest
             finite magnitude. As float64 of float64 tensors, otherwise as float32.
     """
@@ -36,11 +36,11 @@ class Counts(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What `Counts` say, on the host.
+    """The counts of a tensor, on the host.
 
     Attributes:
         histogram: values by their exponents.
-        nans: how many are NaN.
+        nans: the number of NaN values.
         smallest: the smallest magnitude other than 0; None where all are 0 or not finite.
         largest: the largest finite magnitude; None likewise.
     """
@@ -55,7 +55,7 @@ def count(tensor: Tensor) -> Counts:
     """Count the entries of a tensor by their exponents. Nothing is read to the host.
 
     Args:
-        tensor: of any floating or complex dtype and layout; only the values that a sparse one stores count.
+        tensor: of any floating-point or complex dtype and layout; of a sparse one, the stored values.
     """
     flat = _flat(tensor.detach())
     if flat.numel() <= CHUNK:
@@ -74,18 +74,18 @@ def read(counts: Sequence[Counts], numbers: Sequence[Tensor] = ()) -> tuple[list
     """Read counts to the host, all in one transfer.
 
     Args:
-        counts: what `count` returned.
-        numbers: scalars to read along.
+        counts: of any number of tensors.
+        numbers: scalars to read in the same transfer.
 
     Returns:
-        What was measured for each of the counts, and the numbers.
+        The counts of each tensor, and the numbers.
     """
     device = counts[0].fields.device
     wide = widest(device)
     bits, _ = INFINITY[wide]
-    told = [number.view(-1).to(device, wide) for number in (*numbers, *(c.extremes for c in counts))]
+    floating = [number.view(-1).to(device, wide) for number in (*numbers, *(c.extremes for c in counts))]
     integers = [part.view(-1).to(device) for c in counts for part in (c.fields, c.nans)]
-    host = torch.cat([*(part.view(bits).long() for part in told), *integers]).cpu()
+    host = torch.cat([*(part.view(bits).long() for part in floating), *integers]).cpu()
     split = len(numbers) + 2 * len(counts)
     floats = host[:split].to(bits).view(wide).tolist()
     table = host[split:].view(-1, FIELDS + 1).tolist()
@@ -102,7 +102,7 @@ def _measured(row: list[int], smallest: float, largest: float) -> Measured:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor along one dimension, without a copy where they lie densely."""
+    """Return the numbers of a tensor along one dimension, without a copy if they are dense in memory."""
     if hasattr(tensor, "to_local"):  # a DTensor
         tensor = tensor.to_local()
     if tensor.layout is not torch.strided:
@@ -123,14 +123,14 @@ def _count(piece: Tensor) -> Counts:
         return Counts(histogram, torch.zeros_like(histogram[0]), extremes)
     integer, infinity = INFINITY[wide.dtype]
     most = torch.iinfo(integer).max
-    # Magnitudes are in the order of their bits as integers: finite ones, then inf, then NaN. Integers wrap
-    # around, which takes comparisons of whole tensors off the path: those are several times as slow.
+    # The bits of magnitudes, as integers, are in the same order: finite ones, then inf, then NaN. The wrap-
+    # around of integers replaces comparisons of whole tensors, which are several times slower.
     bits = wide.view(integer) & most
-    beyond = bits + (most - infinity)  # NaN, and nothing else, is below 0
+    beyond = bits + (most - infinity)  # only NaN wraps around to below 0
     nans = -(beyond >> (8 * wide.itemsize - 1)).sum(dtype=integer).to(torch.int64)
     floor = most - infinity + 1
-    largest = beyond.add_(1).amax().clamp(min=floor) - floor  # inf is below 0 as well
-    smallest = bits.sub_(1).bitwise_and_(most).amin().clamp(max=infinity - 1) + 1  # 0 is above all
+    largest = beyond.add_(1).amax().clamp(min=floor) - floor  # now inf is below 0, too
+    smallest = bits.sub_(1).bitwise_and_(most).amin().clamp(max=infinity - 1) + 1  # 0 has become the largest
     extremes = torch.stack([smallest, largest])
     return Counts(histogram, nans, extremes.view(wide.dtype))
 
@@ -138,13 +138,13 @@ def _count(piece: Tensor) -> Counts:
 def _histogram(fields: Tensor) -> Tensor:
     if fields.is_cpu:
         return fields.bincount(minlength=FIELDS)
-    one = torch.ones((), dtype=torch.int64, device=fields.device)  # bincount would wait for the largest
+    one = torch.ones((), dtype=torch.int64, device=fields.device)  # bincount would synchronize for its size
     zeros = torch.zeros(FIELDS, dtype=torch.int64, device=fields.device)
     return zeros.scatter_add_(0, fields.long(), one.expand_as(fields))
 
 
 def _fields(wide: Tensor) -> Tensor:
-    """Return the exponent fields as uint8. A cast to it keeps the last eight bits, and so not the sign."""
+    """Return the exponent fields as uint8; the cast keeps the last eight bits, which drops the sign."""
     if wide.dtype is torch.float64:
         field = (wide.view(torch.int64) >> 52) & 0x7FF
         return (field - (1023 - 127)).clamp(0, FIELDS - 1).to(torch.uint8)

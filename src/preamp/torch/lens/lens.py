@@ -1,6 +1,6 @@
-"""A lens on a model: how large its weights, activations and gradients are, module by module, on some steps.
+"""`Lens`: how large the weights, activations and gradients of a model are, module by module, on some steps.
 
-What is decided here is when to record; `sample` decides what.
+This file decides when to record; `recorder` records one pass.
 """
 
 from __future__ import annotations
@@ -23,55 +23,56 @@ from preamp.arrays.torch_compat import (
 from preamp.checks import callable_or_none, level_of_caller, whole
 from preamp.errors import PolicyError, UsageError
 from preamp.record.exponents import BANDS
-from preamp.record.snapshots import Look
-from preamp.torch.lens.sample import Sample, dtype_name, inner_of, tensors_in
+from preamp.record.snapshots import Snapshot
+from preamp.torch.lens.recorder import PassRecorder, dtype_name, inner_of, tensors_in
 from preamp.torch.scaling.grad_scaler import GradScaler
 from preamp.torch.scaling.loss_scale_optimizer import LossScaleOptimizer
 
 
 class Lens:
-    """How large values are, module by module, in one forward and backward pass of `every`.
+    """Records how large values are, module by module, in one of `every` forward and backward passes.
 
-    `print(lens.last)` shows it as a table.
+    `print(lens.last)` shows the latest snapshot as a table.
 
-    On a sampled pass it counts what each module puts out ("activation"), the gradient with respect to that
-    ("flow"), and the gradients of the parameters that the module itself owns ("gradient"); and what modules
-    are called with ("input") and their parameters ("weight"). Each of these has a histogram of binary
+    On a sampled pass it counts the outputs of each module ("activation"), the gradients with respect to them
+    ("flow"), and the gradients of the parameters that the module itself owns ("gradient"), as well as the
+    inputs of modules ("input") and their parameters ("weight"). Each of these has a histogram of binary
     exponents, the smallest and the largest magnitude, and the number of zeros, inf and NaN. Every tensor is
-    read once, outputs for the innermost module that puts them out, and all counts reach the host in one
-    transfer. On other passes the model has no hook but one that counts passes, and nothing is read.
+    read once, an output for the innermost module that returns it, and all counts reach the host in one
+    transfer. On other passes the model has only a hook that counts passes, and nothing is read.
 
-    A pass is one call of the model with gradients enabled, so with accumulation it is a micro-batch.
-    Evaluation under `torch.no_grad()` does not count. What a pass has shown is read when the next one
-    begins, or earlier, when `last` or `close()` asks for it. After a skipped step that the scaler knows of
-    without a read, the next pass is sampled too, once for all skips in a row.
+    A pass is one call of the model with gradients enabled; with gradient accumulation, a micro-batch.
+    Evaluation under `torch.no_grad()` does not count. The counts of a pass are read when the next one begins,
+    or earlier when `last` or `close()` asks for them. After a skipped step that the scaler knows of without
+    reading the device, the next pass is sampled too, once for several skips in a row.
 
     Gradients are those of this rank, before they are averaged or accumulated.
 
-    Values that are float16 when they are seen have lost already what float16 flushes: those are `zeros`. What
-    `flushed` says is about wider values, such as the float32 gradients of parameters.
+    Values that are float16 when they are counted have already lost what float16 flushes: it is in `zeros`.
+    `flushed` is about wider values, such as float32 gradients of parameters.
 
-    A model in `torch.compile(model)` runs eagerly on a sampled pass, and nothing is compiled again. Where a
-    whole training step is compiled, the lens records nothing, and warns when the step is compiled. It warns
-    too where parts of the model are called and trained but the model itself is not, as by `model.encoder(x)`
-    and `model.forward(x)`. What a checkpoint computes again is not counted again; flows inside of a reentrant
-    one are not seen.
+    A model in `torch.compile(model)` runs eagerly on a sampled pass, and nothing is recompiled. Where a whole
+    training step is compiled, the lens records nothing, and warns when the step is compiled. It also warns
+    where parts of the model are called and trained but the model itself is not, as with `model.encoder(x)`
+    and `model.forward(x)`. What a checkpoint recomputes is not counted twice; flows inside a reentrant
+    checkpoint are not recorded.
 
     Args:
         model: the model that the training loop calls: as it is, wrapped by DDP, or by `torch.compile`.
         every: passes from one sample to the next; the first one is sampled.
-        scaler: what scales the loss: a `GradScaler`, PyTorch's own, or a `LossScaleOptimizer`. None: nothing.
-        on_look: called with every `Look`; `trace.look` is such a callable.
-        low_dtype: what overflows and underflows, as a dtype or its name. None: autocast's dtype, or the
-            narrowest that is seen, or float16.
-        activations: False counts gradients alone, without weights, inputs and outputs.
+        scaler: what scales the loss: a `GradScaler`, PyTorch's own, or a `LossScaleOptimizer`. None if the
+            loss is not scaled.
+        on_snapshot: called with every `Snapshot`; `trace.add_snapshot` is such a callable.
+        low_dtype: the low precision, as a dtype or its name. None: autocast's dtype, or the narrowest among
+            the recorded values, or float16.
+        activations: False counts only gradients, without weights, inputs and outputs.
 
     Attributes:
         every: as given. It may be changed at any time.
-        on_look: as given.
+        on_snapshot: as given.
 
     Raises:
-        PolicyError: for arguments that cannot work.
+        PolicyError: for invalid arguments.
         UsageError: for a model that compiles itself, and for one without a `forward`, such as a `ModuleDict`.
 
     >>> import torch
@@ -89,36 +90,36 @@ class Lens:
         every: int = 100,
         *,
         scaler: torch.amp.GradScaler | LossScaleOptimizer | None = None,
-        on_look: Callable[[Look], object] | None = None,
+        on_snapshot: Callable[[Snapshot], object] | None = None,
         low_dtype: str | torch.dtype | None = None,
         activations: bool = True,
     ) -> None:
         _check_model(model)
         whole("every", every, least=1, instead="every=100")
-        callable_or_none("on_look", on_look, "on_look=trace.look, or any function")
+        callable_or_none("on_snapshot", on_snapshot, "on_snapshot=trace.add_snapshot, or any function")
         self.every: int = every
-        self.on_look = on_look
+        self.on_snapshot = on_snapshot
         self._model, self._activations = model, activations
         self._scaler, self._low_dtype = _scaler(scaler), _low_dtype(low_dtype)
-        self._tells_skips = scaler if isinstance(scaler, (GradScaler, LossScaleOptimizer)) else None
+        self._stepping = scaler if isinstance(scaler, (GradScaler, LossScaleOptimizer)) else None
         self._passes = 0
-        self._streak = False  # whether a sample was taken for the skips in a row now
-        self._last: Look | None = None
-        self._sample: Sample | None = None
+        self._streak = False  # whether the present row of skipped steps has been sampled
+        self._last: Snapshot | None = None
+        self._recorder: PassRecorder | None = None
         self._forward = ExitStack()
         self._counter = model.register_forward_pre_hook(_Hook(self._count), with_kwargs=True)
         self._bypass: _Bypass | None = _Bypass(model)
 
     @property
-    def last(self) -> Look | None:
-        """The latest look; None before there is one. Reads what the latest backward pass has left."""
+    def last(self) -> Snapshot | None:
+        """The latest snapshot; None before the first. Reads the counts of the latest backward pass."""
         if self._bypass is not None:
             self._bypass.warn_if_trained()
         self._settle()
         return self._last
 
     def close(self) -> None:
-        """Leave the model as it was. What a backward pass has left is read first."""
+        """Remove all hooks from the model, after reading the counts of the latest backward pass."""
         if self._bypass is not None:
             self._bypass.warn_if_trained()
             self._bypass.remove()
@@ -133,8 +134,8 @@ class Lens:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _count(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Count a pass that begins, and sample it if it is time."""
+    def _count(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a pass that begins, and record it if it is due."""
         if torch.compiler.is_compiling():
             _warn_of_compilation()
             return
@@ -150,27 +151,27 @@ class Lens:
             self._begin(args, kwargs)
 
     def _after_skip(self) -> bool:
-        """Return whether the latest step is the first of some that were skipped in a row."""
-        before, self._streak = self._streak, _has_skipped(self._tells_skips)
+        """Return whether the latest step was the first of a row of skipped steps."""
+        before, self._streak = self._streak, _has_skipped(self._stepping)
         return self._streak and not before
 
-    def _begin(self, args: Any, kwargs: Any) -> None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_forward()
         self._forget()
         inner = inner_of(self._model)
-        self._sample = Sample(inner, self._scaler, self._passes - 1, activations=self._activations)
+        self._recorder = PassRecorder(inner, self._scaler, self._passes - 1, activations=self._activations)
         if inner is self._model and self._activations:
-            self._sample.see_input(inner, args, kwargs)  # its call has begun: new hooks on it come too late
+            self._recorder.record_input(inner, args, kwargs)  # too late for a hook: this call has begun
         self._forward.enter_context(_eagerly())
         handle = self._model.register_forward_hook(self._end_or_forget(), always_call=True)
         self._forward.callback(handle.remove)
-        self._forward.callback(self._sample.end_forward)
+        self._forward.callback(self._recorder.end_forward)
 
     def _end_or_forget(self) -> Callable[..., None]:
-        """Return the hook that ends the forward pass. One that raised has no backward pass: forget it."""
+        """Return the hook that ends the forward pass, and drops one that raised: it has no backward pass."""
         before = sys.exception()
 
-        def hook(*_: Any) -> None:
+        def hook(*_: object) -> None:
             self._end_forward()
             if sys.exception() is not before:
                 self._forget()
@@ -181,21 +182,21 @@ class Lens:
         self._forward.close()
 
     def _forget(self) -> None:
-        """Take off the hooks of a sample that no backward pass has come to."""
-        if self._sample is not None:
-            self._sample.close()
-            self._sample = None
+        """Remove the hooks of a recorded pass without a backward pass, and drop it."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
     def _settle(self) -> None:
-        """Read the sample if its backward pass has come."""
-        sample = self._sample
-        if sample is None or not sample.in_backward:
+        """Read the counts of the recorded pass if its backward pass has begun."""
+        recorder = self._recorder
+        if recorder is None or not recorder.in_backward:
             return
-        self._sample = None
-        sample.close()
-        self._last = sample.look(self._low_dtype)
-        if self.on_look is not None:
-            self.on_look(self._last)
+        self._recorder = None
+        recorder.close()
+        self._last = recorder.snapshot(self._low_dtype)
+        if self.on_snapshot is not None:
+            self.on_snapshot(self._last)
 
 
 class _Hook:
@@ -204,17 +205,17 @@ class _Hook:
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: object) -> None:
         self._call(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # which takes anything and returns None
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments and returns None
 
 
 class _Bypass:
     """Warns if modules inside a model are called and trained while the model itself is not called.
 
-    It has hooks on them until the first call of the model, or its warning.
+    Its hooks stay until the first call of the model, or its warning.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -234,13 +235,13 @@ class _Bypass:
         self._handles = []
 
     def warn_if_trained(self) -> None:
-        """Warn once, if a backward pass has come through one of the parts."""
+        """Warn once, if a backward pass went through one of the parts."""
         if self._trained and self._handles:
             self.remove()
             warnings.warn(self._warning(), stacklevel=level_of_caller("torch"))
 
-    def _note(self, part: torch.nn.Module, _: Any, output: Any) -> None:
-        """Note a call of a part, and ask autograd to tell of its backward pass."""
+    def _note(self, part: torch.nn.Module, _: object, output: object) -> None:
+        """Note a call of a part, and register hooks for its backward pass."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_inside():
             return
         self.warn_if_trained()
@@ -276,7 +277,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _access(name: str) -> str:
-    """Return how to write a module inside of a model.
+    """Return the expression for a module inside a model.
 
     >>> _access("encoder.layers"), _access("layers.0")
     ('model.encoder.layers', "model.get_submodule('layers.0')")
@@ -286,7 +287,7 @@ def _access(name: str) -> str:
 
 
 def _warn_of_compilation() -> None:
-    """Say that a call of the model is part of a larger function that is being compiled."""
+    """Warn that a call of the model is part of a larger function that is being compiled."""
     if not is_exporting():
         warnings.warn(
             "Lens(model) records nothing of this call: it is compiled, alone or in a larger function. Write "
@@ -300,28 +301,28 @@ mark_constant(_warn_of_compilation)  # so the compiler runs it once, when it tra
 
 
 def _eagerly() -> AbstractContextManager[Any]:
-    """Return a context in which nothing that is compiled runs compiled."""
+    """Return a context in which compiled code runs eagerly."""
     if is_compiler_off():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def _is_inside() -> bool:
-    """Return whether a backward pass computes something again, or `torch.func` transforms the model."""
+    """Return whether a backward pass recomputes something, or `torch.func` transforms the model."""
     return is_in_backward() or is_in_transform()
 
 
-def _has_skipped(scaler: Any) -> bool:
-    """Return whether the latest step was skipped; False where only reading a device would tell."""
+def _has_skipped(scaler: GradScaler | LossScaleOptimizer | None) -> bool:
+    """Return whether the latest step was skipped; False if that is only known on the device."""
     if isinstance(scaler, GradScaler):
         return not scaler._loss_scale.on_device and scaler._has_skipped()
     return scaler is not None and scaler.last_step is not None and scaler.last_step.skipped
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         raise PolicyError(
-            f"model={model!r} is no module. Write Lens(model) for what the training loop calls."
+            f"model={model!r} is not a torch.nn.Module. Write Lens(model) with what the training loop calls."
         )
     if getattr(type(model), "forward", None) is torch.nn.Module.forward and "forward" not in vars(model):
         parts = [name for name, _ in model.named_children()]
@@ -333,11 +334,11 @@ def _check_model(model: Any) -> None:
     if model._compiled_call_impl is not None:
         raise UsageError(
             "model.compile() hides the calls of the model. Write compiled = torch.compile(model) instead, "
-            "train that, and look at it: Lens(compiled)."
+            "train that, and write Lens(compiled)."
         )
 
 
-def _scaler(scaler: Any) -> Any:
+def _scaler(scaler: object) -> torch.amp.GradScaler | None:
     inner = scaler.scaler if isinstance(scaler, LossScaleOptimizer) else scaler
     if inner is None or isinstance(inner, torch.amp.GradScaler):
         return inner
@@ -346,7 +347,7 @@ def _scaler(scaler: Any) -> Any:
     )
 
 
-def _low_dtype(low_dtype: Any) -> str | None:
+def _low_dtype(low_dtype: object) -> str | None:
     name = dtype_name(low_dtype) if isinstance(low_dtype, torch.dtype) else low_dtype
     if name is None or (isinstance(name, str) and name in BANDS):
         return name

@@ -1,8 +1,8 @@
-"""One model on several ranks: equal at the start, its gradients averaged before an update.
+"""Keep ranks in step: the same model at the start, gradients averaged before an update.
 
-Gradients are averaged when all micro-steps of an update have been added up, in the dtype they were added up
-in: float32 for half-precision parameters. What overflowed on one rank is then not finite on all, so that all
-skip. This room refuses to know scales and optimizers. A single process communicates nothing.
+Gradients are averaged when all micro-steps of an update have been accumulated, in the dtype they were
+accumulated in: float32 for half-precision parameters. An overflow on one rank is then non-finite on all, so
+that all skip. A single process communicates nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from preamp.arrays.torch import HALF_DTYPES
 from preamp.errors import UsageError
 from preamp.torch.scaling.ranks import number_of_ranks
 
-BUCKET = 2**25  # entries that are averaged together
+BUCKET = 2**25  # entries that are averaged in one all-reduce
 ABSENT, DENSE, SPARSE = range(3)
 
 
 def rank() -> int:
-    """Return which of the processes this is."""
+    """Return the rank of this process, 0 if it is the only one."""
     return dist.get_rank() if number_of_ranks() > 1 else 0
 
 
@@ -32,12 +32,13 @@ def join(device: torch.device, required: bool | None, port: int) -> None:
     """Join the other processes that a launcher started, unless that has been done.
 
     Args:
-        device: of this rank's model; decides how they talk.
-        required: False: the caller does it himself. True: even if the launcher names no others.
+        device: of this rank's model; determines the communication backend.
+        required: False: the caller initializes `torch.distributed`. True: initialize it even if the launcher
+            started no other process.
         port: where rank 0 listens if the launcher names no port.
 
     Raises:
-        UsageError: when there are others and nobody may join them: each would train alone.
+        UsageError: for `required=False` when there are others and nobody initialized: each would train alone.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_available() or dist.is_initialized() or not (required or started > 1):
@@ -53,7 +54,7 @@ def join(device: torch.device, required: bool | None, port: int) -> None:
 
 @torch.no_grad()
 def begin_alike(tensors: Sequence[Tensor], about: object) -> None:
-    """Give all ranks rank 0's numbers.
+    """Copy rank 0's tensors to all ranks.
 
     Args:
         tensors: a model's parameters and buffers.

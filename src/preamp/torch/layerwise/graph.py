@@ -1,11 +1,10 @@
-"""By which power of two gradients are too large in each part of a backward pass: one number per part.
+"""Split autograd's graph into parts whose gradients carry the same factor, and choose the factor of each.
 
-The nodes of autograd's graph between marked nodes have one potential: the binary exponent of the factor that
-their gradients carry. A marked node changes it, in front of the node. So does an edge to where nothing is
-marked any more, if parts of different potential meet there. On the last edge, into a leaf, it is 0 again.
-Whatever numbers are chosen, branches and sums agree, because the factor of a node is a difference of two
-potentials. This room finds the parts and walks from the loss to the leaves. It refuses to know what a good
-number is.
+The layers' nodes are marked. All nodes of a part, between marked nodes, have one potential: the binary
+exponent of the factor that their gradients carry. The potential changes in front of a marked node. It also
+changes on an edge to a part without marked nodes below it, where parts of different potential may meet. On
+the last edge, into a leaf, it returns to 0. Branches and sums agree for any choice of potentials, because the
+factor applied in one place is the difference of two potentials.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from torch.autograd.graph import Node
+
 from preamp.errors import UsageError
 
-LEAF = -1  # the part of all leaves: its potential is 0
+LEAF = -1  # the part of all leaves, whose potential is 0
 Rule = Callable[["Mark", int], int]
 
 
@@ -25,12 +26,14 @@ class Mark(NamedTuple):
     """A marked node of a graph, with the parts above it, towards the loss, and below it.
 
     Attributes:
-        node: what autograd calls a `grad_fn`.
-        name: what it was marked with.
-        use: 0 for the one of this name that backward reaches first, then 1, ...
+        node: a `grad_fn` of autograd.
+        name: the name it was marked with.
+        use: 0 for the first node of this name in backward, then 1, ...
+        above: the part above it.
+        below: the part below it.
     """
 
-    node: Any
+    node: Node
     name: str
     use: int
     above: int
@@ -42,12 +45,12 @@ class Edge(NamedTuple):
 
     Attributes:
         node: the node that computes it.
-        slot: which of the node's results it is.
+        slot: its position among the node's results.
         above: the part of the node.
         below: the part it goes to, or `LEAF`.
     """
 
-    node: Any
+    node: Node
     slot: int
     above: int
     below: int
@@ -58,22 +61,26 @@ class Graph:
 
     Args:
         root: the `grad_fn` of the loss.
-        key: marked nodes have it in their `metadata`, with a name.
+        key: the key of a marked node's name in its `metadata`.
 
     Attributes:
         marks: the marked nodes, in the order of backward.
         edges: the edges on which a potential may change.
 
     Raises:
-        UsageError: for a graph that is not all there before backward.
+        UsageError: for a graph that is not complete before backward.
     """
 
-    def __init__(self, root: Any, key: object) -> None:
+    def __init__(self, root: Node, key: object) -> None:
         self._nodes, self._next = _explore(root)
-        marks = ((number, node.metadata.get(key)) for number, node in enumerate(self._nodes))
-        self._names: dict[int, str] = {number: name for number, name in marks if name is not None}
+        self._names: dict[int, str] = {}
+        for number, node in enumerate(self._nodes):
+            metadata: Any = node.metadata  # a dictionary, which PyTorch's types say is a method
+            if key in metadata:
+                self._names[number] = metadata[key]
+        # A union-find forest. A marked node has two entries: one below it and, after all nodes, one above it.
         self._group = list(range(2 * len(self._nodes)))
-        cut = list(self._cut())  # all of it, before any part is asked for
+        cut = list(self._cut())  # consumed completely, because `_part` needs all unions
         self.edges = [Edge(self._nodes[i], slot, self._part(i), self._part(j)) for i, slot, j in cut]
         self.marks = list(self._marks())
         self._root = self._part(self._above(0))
@@ -85,30 +92,32 @@ class Graph:
         return {id(node.variable) for node in ends if hasattr(node, "variable")}
 
     def potentials(self, rule: Rule) -> dict[int, int]:
-        """Choose the potential of every part, from the loss on. The loss's own part has 0.
+        """Choose the potential of every part, beginning with 0 for the part of the loss.
 
         Args:
-            rule: from a mark and the potential above it to the one wanted below it. Of several wishes for a
-                part the smallest counts.
+            rule: returns the potential wanted below a mark, given the mark and the potential above it. If
+                several are wanted for one part, the smallest is chosen.
         """
-        ways: dict[int, list[tuple[int, Mark | None]]] = defaultdict(list)
+        targets: dict[int, list[tuple[int, Mark | None]]] = defaultdict(list)
         for mark in self.marks:
-            ways[mark.above].append((mark.below, mark))
+            targets[mark.above].append((mark.below, mark))
         for edge in self.edges:
             if edge.below != LEAF:
-                ways[edge.above].append((edge.below, None))
+                targets[edge.above].append((edge.below, None))
+        # As in Dijkstra's algorithm: the part with the smallest wanted potential is settled first.
         chosen = {LEAF: 0}
-        wishes = [(0, self._root)]
-        while wishes:
-            potential, part = heapq.heappop(wishes)
+        wanted = [(0, self._root)]
+        while wanted:
+            potential, part = heapq.heappop(wanted)
             if part not in chosen:
                 chosen[part] = potential
-                for below, by in ways[part]:
-                    heapq.heappush(wishes, (rule(by, potential) if by else potential, below))
+                for below, mark_between in targets[part]:
+                    target = rule(mark_between, potential) if mark_between else potential
+                    heapq.heappush(wanted, (target, below))
         return chosen
 
     def _cut(self) -> Iterator[tuple[int, int, int]]:
-        """Join what must have one potential; yield the edges in between."""
+        """Join nodes that must have one potential; yield the edges between parts."""
         lead_on = self._lead_to_marks()
         for i, following in enumerate(self._next):
             for slot, j in enumerate(following):
@@ -122,7 +131,7 @@ class Graph:
                     self._join(i, self._above(j))
 
     def _lead_to_marks(self) -> list[bool]:
-        """Return for each node whether it is marked, or a marked one lies below it."""
+        """Return for each node whether it or a node below it is marked."""
         parents: list[list[int]] = [[] for _ in self._nodes]
         for i, following in enumerate(self._next):
             for j in following:
@@ -152,17 +161,17 @@ class Graph:
     def _part(self, i: int) -> int:
         group = self._group
         while i != LEAF and group[i] != i:
-            group[i] = i = group[group[i]]
+            group[i] = i = group[group[i]]  # halves the path
         return i
 
 
-def _explore(root: Any) -> tuple[list[Any], list[list[int | None]]]:
-    """Return the nodes below a root, itself first, and the numbers of those that follow each."""
+def _explore(root: Node) -> tuple[list[Node], list[list[int | None]]]:
+    """Return the nodes below a root, itself first, and the numbers of the nodes that follow each."""
     numbers, nodes, following = {root: 0}, [root], []
     for node in nodes:
         if "CheckpointFunction" in type(node).__name__:
             raise UsageError(
-                "A part of the model is checkpointed in a way that hides its graph until backward is there. "
+                "A part of the model uses a reentrant checkpoint, which hides its graph until backward runs. "
                 "Write checkpoint(..., use_reentrant=False)."
             )
         row: list[int | None] = []

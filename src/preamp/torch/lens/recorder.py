@@ -1,7 +1,4 @@
-"""One forward and backward pass recorded by hooks: inputs, weights, activations, and gradients of both kinds.
-
-What is decided here is which tensors are counted and under which name.
-"""
+"""Record one forward and backward pass with hooks: inputs, weights, outputs, and gradients of both kinds."""
 
 from __future__ import annotations
 
@@ -15,15 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from preamp.arrays.torch_compat import tree_leaves
 from preamp.record.exponents import BANDS
-from preamp.record.snapshots import Kind, Look, LookRow
+from preamp.record.snapshots import Kind, Snapshot, SnapshotRow
 from preamp.torch.lens import exponents
 
 
 class _Known(NamedTuple):
-    """A tensor that was counted, as it was then."""
+    """A tensor that was counted, with its version at that time."""
 
     tensor: weakref.ref[Tensor]
     version: int | None
@@ -33,79 +31,83 @@ class _Known(NamedTuple):
         return self.tensor() is tensor and self.version == _version(tensor)
 
 
-class Sample:
-    """What is recorded of one forward pass and the backward passes through it.
+class PassRecorder:
+    """Records one forward pass and the backward passes through it.
 
     Args:
-        model: whose modules are looked at.
+        model: whose modules are recorded.
         scaler: a `GradScaler` of ours or of PyTorch; None for a scale of 1.
-        index: the number of the step, where the scaler counts none.
+        index: the number of the step, for a scaler that does not count steps.
         activations: whether inputs, weights and outputs are counted too, besides gradients.
 
     Attributes:
         in_backward: True from the first gradient on.
     """
 
-    def __init__(self, model: torch.nn.Module, scaler: Any, index: int, *, activations: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, scaler: torch.amp.GradScaler | None, index: int, *, activations: bool
+    ) -> None:
         self._modules = {id(module): name for name, module in model.named_modules()}
         self._model, self._scaler, self._activations = model, scaler, activations
         self._counts: dict[tuple[str, Kind, torch.dtype], exponents.Counts] = {}
-        self._known: dict[int, _Known] = {}  # what was counted once is not counted again as an input
-        self._put_out: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
-        self._weighed: tuple[set[str], set[int]] = set(), set()  # modules by name, and parameters
+        self._known: dict[int, _Known] = {}  # an output is not counted again as the input of the next module
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
+        self._with_weights: tuple[set[str], set[int]] = set(), set()  # modules by name, and parameters by id
         self._autocast: torch.dtype | None = None
-        self._numbers: list[Any] = [1.0, index]
+        self._scale: float | Tensor = 1.0
+        self._index: int | Tensor = index
         self._open = True
         self.in_backward = False
-        self._handles: list[Any] = [register_module_forward_hook(self._see_output)]
+        self._handles: list[RemovableHandle] = [register_module_forward_hook(self._record_output)]
         if activations:
             self._handles += [
-                module.register_forward_pre_hook(self.see_input, with_kwargs=True)
+                module.register_forward_pre_hook(self.record_input, with_kwargs=True)
                 for module in model.modules()
                 if _computes(module)
             ]
 
-    def see_input(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Count what a module is called with, and its parameters, if it computes something itself."""
+    def record_input(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the arguments of a module and its parameters, if it computes something itself."""
         name = self._modules.get(id(module))
         if name is not None and _computes(module):
             for tensor in tensors_in((args, kwargs)):
                 self._add(name, "input", tensor)
-            self._weigh(name, module)
+            self._record_weights(name, module)
 
     def end_forward(self) -> None:
-        """Take the hooks off the modules and wait for gradients."""
-        self._take_off()
+        """Remove the hooks from the modules, and register those for gradients."""
+        self._remove_hooks()
         if self._activations:  # parameters can be used without a call of the module that owns them
             for name, module in self._model.named_modules():
-                self._weigh(name, module)
+                self._record_weights(name, module)
         self._handles = [
-            parameter.register_hook(partial(self._see_gradient, name, "gradient"))  # type: ignore[no-untyped-call]
+            parameter.register_hook(partial(self._record_gradient, name, "gradient"))  # type: ignore[no-untyped-call]
             for name, parameter in _owned(self._model)
         ]
 
     def close(self) -> None:
-        """Take all hooks off. What comes afterwards is not seen."""
+        """Remove all hooks. Nothing is recorded afterwards."""
         self._open = False
-        self._take_off()
+        self._remove_hooks()
         self._known.clear()
-        self._put_out.clear()
+        self._outputs.clear()
 
-    def look(self, low_dtype: str | None) -> Look:
-        """Read all that was counted, at once.
+    def snapshot(self, low_dtype: str | None) -> Snapshot:
+        """Read all counts, in one transfer.
 
         Args:
-            low_dtype: what overflows and underflows; None for what autocast or the tensors say.
+            low_dtype: the low precision; None to take it from autocast or the tensors.
         """
-        tensors = [number for number in self._numbers if isinstance(number, Tensor)]
-        measured, read = exponents.read(list(self._counts.values()), tensors)
-        told = iter(read)
-        scale, index = (next(told) if isinstance(n, Tensor) else n for n in self._numbers)
+        numbers = self._scale, self._index
+        tensors = [number for number in numbers if isinstance(number, Tensor)]
+        measured, on_host = exponents.read(list(self._counts.values()), tensors)
+        rest = iter(on_host)
+        scale, index = (next(rest) if isinstance(number, Tensor) else number for number in numbers)
         rows = [
-            LookRow(name, what, dtype_name(dtype), one.histogram, one.smallest, one.largest, one.nans)
+            SnapshotRow(name, what, dtype_name(dtype), one.histogram, one.smallest, one.largest, one.nans)
             for (name, what, dtype), one in zip(self._counts, measured, strict=True)
         ]
-        return Look(
+        return Snapshot(
             int(index),
             scale,
             low_dtype or self._low_dtype(),
@@ -121,9 +123,9 @@ class Sample:
             return dtype_name(self._autocast)
         return next((name for name in BANDS if name in names and name != "float32"), "float16")
 
-    def _weigh(self, name: str, module: torch.nn.Module) -> None:
+    def _record_weights(self, name: str, module: torch.nn.Module) -> None:
         """Count the parameters that a module itself owns, each parameter once."""
-        modules, parameters = self._weighed
+        modules, parameters = self._with_weights
         if name in modules:  # its parameters may be other objects now, as under FSDP
             return
         modules.add(name)
@@ -132,27 +134,27 @@ class Sample:
                 parameters.add(id(parameter))
                 self._add(name, "weight", parameter)
 
-    def _see_output(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+    def _record_output(self, module: torch.nn.Module, _: object, output: object) -> None:
         name = self._modules.get(id(module))
         if name is not None:
             for tensor in tensors_in(output):
                 if self._is_new(tensor):
-                    self._see_tensor(name, tensor)
+                    self._record_tensor(name, tensor)
 
-    def _see_tensor(self, name: str, tensor: Tensor) -> None:
+    def _record_tensor(self, name: str, tensor: Tensor) -> None:
         device = tensor.device.type
         if self._autocast is None and torch.is_autocast_enabled(device):
             self._autocast = torch.get_autocast_dtype(device)
         if self._activations:
             self._add(name, "activation", tensor)
         if tensor.requires_grad:
-            tensor.register_hook(partial(self._see_gradient, name, "flow"))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(self._record_gradient, name, "flow"))  # type: ignore[no-untyped-call]
 
-    def _see_gradient(self, name: str, what: Kind, gradient: Tensor) -> None:
+    def _record_gradient(self, name: str, what: Kind, gradient: Tensor) -> None:
         if self._open:
             if not self.in_backward:
                 self.in_backward = True
-                self._note_scale()
+                self._record_scale()
             self._add(name, what, gradient)
 
     def _add(self, name: str, what: Kind, tensor: Tensor) -> None:
@@ -161,7 +163,7 @@ class Sample:
         self._counts[key] = exponents.add(self._counts[key], counts) if key in self._counts else counts
 
     def _count(self, tensor: Tensor) -> exponents.Counts:
-        """Count a tensor, unless that was done already: most inputs are what another module put out."""
+        """Count a tensor, unless that was done already: most inputs are outputs of another module."""
         known = self._known.get(id(tensor))
         if known is None or not known.is_still(tensor):
             known = _Known(weakref.ref(tensor), _version(tensor), exponents.count(tensor))
@@ -169,22 +171,22 @@ class Sample:
         return known.counts
 
     def _is_new(self, tensor: Tensor) -> bool:
-        """Return whether no module inside this one has put out the same values as the same tensor."""
-        known, version = self._put_out.get(id(tensor)), _version(tensor)
+        """Return whether no module inside this one has returned the same tensor with the same values."""
+        known, version = self._outputs.get(id(tensor)), _version(tensor)
         if known is not None and known[0]() is tensor and known[1] == version:
             return False
-        self._put_out[id(tensor)] = weakref.ref(tensor), version
+        self._outputs[id(tensor)] = weakref.ref(tensor), version
         return True
 
-    def _note_scale(self) -> None:
-        """Keep the scale that is in the loss, which the scaler's next update changes; unread."""
+    def _record_scale(self) -> None:
+        """Keep the scale that is in the loss, before the scaler's next update changes it. Reads nothing."""
         scaler = self._scaler
         if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
-            self._numbers[0] = scaler._scale * getattr(scaler, "_loss_factor", 1.0)
-        index = getattr(scaler, "_steps_seen", self._numbers[1])
-        self._numbers[1] = index.clone() if isinstance(index, Tensor) else index
+            self._scale = scaler._scale * getattr(scaler, "_loss_factor", 1.0)
+        index = getattr(scaler, "_steps_seen", self._index)
+        self._index = index.clone() if isinstance(index, Tensor) else index
 
-    def _take_off(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -203,13 +205,13 @@ def inner_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _computes(module: torch.nn.Module) -> bool:
-    """Return whether a module uses parameters of its own, or has no modules inside that do its work."""
+    """Return whether a module has parameters of its own or no submodules."""
     owns = any(parameter is not None for parameter in module._parameters.values())
     return owns or next(module.children(), None) is None
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Return how often a tensor was written to. Nothing counts that of a tensor made in inference mode."""
+    """Return how often a tensor was written to; None for tensors of inference mode, which have no counter."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -231,8 +233,8 @@ def _owned(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, parameter
 
 
-def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """Yield the floating and complex tensors in what a module put out."""
+def tensors_in(outputs: object) -> Iterator[Tensor]:
+    """Yield the floating-point and complex tensors in the outputs of a module."""
     for leaf in [outputs] if isinstance(outputs, Tensor) else tree_leaves(outputs):
         if isinstance(leaf, Tensor) and _is_numeric(leaf):
             yield leaf
