@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import tensorflow as tf
 
-from preamp.arrays.tensorflow import divided, multiplied, unconverted
+from preamp.arrays.tensorflow import scaled, unconverted, unscale
 from preamp.checks import (
     ScaledLosses,
     level_of_caller,
@@ -247,7 +247,7 @@ class LossScaleOptimizer:
             return lambda: self.get_scaled_loss(loss())
         self._check_loss(loss)
         self._loss_has_been_scaled = True
-        return self._scaled_losses.note(multiplied(loss, self.loss_scale))
+        return self._scaled_losses.note(scaled(loss, self.loss_scale))
 
     def _check_loss(self, loss: Any) -> None:
         """Refuse what is not a loss, and one that has been scaled already."""
@@ -269,7 +269,7 @@ class LossScaleOptimizer:
         """
         grads = listed_gradients("grads", grads, "get_unscaled_gradients(tape.gradient(loss, variables))")
         self._gradients_have_been_unscaled = True
-        return divided(grads, self.loss_scale)
+        return unscale(grads, self.loss_scale)
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         """Return unscaled gradients of a loss in a graph. In `minimize` and with a tape it is not needed.
