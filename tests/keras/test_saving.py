@@ -316,7 +316,7 @@ def test_weights_of_another_rule_bring_what_they_have(arguments: dict[str, Any],
 
 
 @pytest.mark.parametrize("scale", [0.0, np.inf, np.nan, -4.0])
-def test_a_scale_that_died_starts_anew_with_a_warning(scale: float, tmp_path: Path) -> None:
+def test_a_scale_that_died_starts_again_with_a_warning(scale: float, tmp_path: Path) -> None:
     model = model_of(Stock(keras.optimizers.Adam(0.01)))
     model.optimizer.build(model.trainable_variables)
     model.optimizer.dynamic_scale.assign(scale)

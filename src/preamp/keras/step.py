@@ -128,24 +128,26 @@ class ScaledStep(Generic[G, T]):
                 "be divided twice. Write inner_optimizer.loss_scale_factor = None."
             )
         places: list[int] = []
-        overwriting: list[int] = []
+        given: list[G] = []
+        overwriting: list[G] = []
         for place, gradient in enumerate(self.gradients):
-            if gradient is not None:
-                (overwriting if _is_overwritten(self.variables[place]) else places).append(place)
-        if not places and not overwriting:
+            if gradient is None:
+                continue
+            if _is_overwritten(self.variables[place]):
+                overwriting.append(gradient)
+            else:
+                places.append(place)
+                given.append(gradient)
+        if not given and not overwriting:
             raise ValueError(
                 "all gradients are None. Compute the loss from these variables, where gradients are recorded."
             )
-        given, variables = [], []
-        for place in places:
-            given.append(self.gradients[place])
-            variables.append(self.variables[place])
-        unscaled: Unscaled[Any, Any] = self.backend.unscale(given, variables, self.scale)
+        unscaled = self.backend.unscale(given, [self.variables[place] for place in places], self.scale)
         result, finite = list(self.gradients), unscaled.finite
-        for place, gradient in zip(places, unscaled.gradients, strict=True):
-            result[place] = gradient
+        for place, quotient in zip(places, unscaled.gradients, strict=True):
+            result[place] = quotient
         if overwriting:
-            finite = finite & self.backend.all_finite([self.gradients[place] for place in overwriting])
+            finite = finite & self.backend.all_finite(overwriting)  # type: ignore[operator]
         return Unscaled(result, finite, unscaled.norm)
 
     def gradient_stats(self) -> Mapping[str, T]:
