@@ -110,10 +110,10 @@ class KerasCalls(Calling):
         scale=st.sampled_from([math.nan, 0.0, -1.0, math.inf, 1e-46]), count=st.sampled_from([0.0, -1.0, 0.5])
     )
     def load_a_broken_file(self, scale: float, count: float) -> None:
-        """Keras has no way to refuse half of a file: the scale starts anew, and a warning says so."""
-        store = {v.name: host(v) for v in self.optimizer._ledger.variables}
+        """Keras has no way to refuse half of a file: the scale starts again, and a warning says so."""
+        store = {v.name: host(v) for v in self.optimizer._scaler.variables}
         store |= {"dynamic_scale": np.float32(scale), "step_counter": np.float32(count)}
-        with warnings.catch_warnings(), pytest.warns(UserWarning, match="starts anew"):
+        with warnings.catch_warnings(), pytest.warns(UserWarning, match="starts again"):
             self.call(self.optimizer.load_own_variables, store)
         self.state = self.policy.start()
 
@@ -183,7 +183,7 @@ class KerasCalls(Calling):
 
     @invariant()
     def the_state_is_the_policys(self) -> None:
-        assert [float(host(v)) for v in self.optimizer._ledger.state] == list(self.state)
+        assert [float(host(v)) for v in self.optimizer._scaler.state.policy_state] == list(self.state)
 
     @invariant()
     def variables_are_finite(self) -> None:

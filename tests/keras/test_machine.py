@@ -224,3 +224,22 @@ def test_finite_gradients_near_the_largest_number_are_taken(way: str) -> None:
     run.apply([largest, -largest, largest, largest], largest)
     assert np.allclose(run.weights()[0], np.array([-1.0, 1.0, -1.0, -1.0]) * (largest / 2.0**115))
     assert run.optimizer.skipped_steps == 0
+    assert run.optimizer.last_step.grad_norm == INF  # float32 cannot hold the squares
+
+
+@each_way
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+def test_the_record_has_the_norm_of_unscaled_gradients_before_clipping(way: str, dtype: str) -> None:
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.25, global_clipnorm=1.0), 1024.0)
+    starts = np.ones(2), np.ones((1, 1)), np.ones(()), np.ones(1)
+    run = Run(optimizer, *starts, way=way)
+    run.variables[3].overwrite_with_gradient = True  # which is no gradient
+    optimizer.scale_loss(1.0)
+    scaled = [tensor([3.0 * 1024, 4.0 * 1024], dtype), tensor([[12.0 * 1024]], dtype)]
+    run._apply([*scaled, None, tensor([7.0])])
+    assert optimizer.last_step.grad_norm == 13.0
+    run._apply([scaled[0], tensor([[INF]], dtype), None, tensor([7.0])])
+    assert optimizer.last_step.grad_norm is None
+    run._apply([tensor([0.0, 0.0], dtype), None, None, tensor([7.0])])
+    assert optimizer.last_step.grad_norm == 0.0

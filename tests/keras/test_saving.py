@@ -32,7 +32,7 @@ from preamp import (
 from preamp.keras import LossScaleOptimizer
 from preamp.policy.registry import RULES
 
-from .driving import INF, Run, Stock, array, dtype_policy, same
+from .driving import BACKEND, INF, WAYS, Run, Stock, array, dtype_policy, same
 
 POLICIES: list[Policy[Any]] = [
     Dynamic(init_scale=64.0, growth_interval=3, hysteresis=2, max_scale=None),
@@ -316,14 +316,14 @@ def test_weights_of_another_rule_bring_what_they_have(arguments: dict[str, Any],
 
 
 @pytest.mark.parametrize("scale", [0.0, np.inf, np.nan, -4.0])
-def test_a_scale_that_died_starts_anew_with_a_warning(scale: float, tmp_path: Path) -> None:
+def test_a_scale_that_died_starts_again_with_a_warning(scale: float, tmp_path: Path) -> None:
     model = model_of(Stock(keras.optimizers.Adam(0.01)))
     model.optimizer.build(model.trainable_variables)
     model.optimizer.dynamic_scale.assign(scale)
     model.save_weights(tmp_path / "dead.weights.h5")
     again = model_of(LossScaleOptimizer(keras.optimizers.Adam(0.01), 64.0))
     again.optimizer.build(again.trainable_variables)
-    with pytest.warns(UserWarning, match="starts anew, at 64.0"):
+    with pytest.warns(UserWarning, match="starts again, at 64.0"):
         again.load_weights(tmp_path / "dead.weights.h5")
     assert again.optimizer.loss_scale == 64.0
 
@@ -353,15 +353,29 @@ def test_a_registered_policy_of_ones_own_comes_back(tmp_path: Path) -> None:
     assert keras.models.load_model(tmp_path / "model.keras").optimizer.policy == Cautious(init_scale=4.0)
 
 
-def test_a_policy_that_gave_up_is_asked_until_a_step_is_finite() -> None:
-    gives_up = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=gives_up)
-    run = Run(optimizer, np.ones(2))
-    with pytest.raises(ScaleExhausted):
-        run.walk("111")
-    with pytest.raises(ScaleExhausted, match="2 overflows"):
-        optimizer.check_exhausted()
-    run.walk("0")
+# What `stateless_apply` raises on PyTorch, where it runs on the host, leaves the caller's state as it was.
+@pytest.mark.parametrize("way", WAYS if BACKEND != "torch" else ["eager"])
+def test_the_first_time_that_a_policy_gave_up_is_kept_until_a_state_is_loaded(way: str) -> None:
+    """It gives up at the fourth overflow in a row, and again later."""
+    policy = Dynamic(init_scale=8.0, min_scale=1.0, max_consecutive_overflows=3, growth_interval=1)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=policy)
+    run = Run(optimizer, np.ones(2), way=way)
+    raised = []
+    for number, mark in enumerate("1111110011111"):
+        try:
+            run.step(*run.gradients(number, mark == "1"))
+        except ScaleExhausted as reason:
+            raised.append((number, reason.overflows))
+        if number == 2:
+            optimizer.check_exhausted()
+    # What runs on the host raises on every step on which the policy gives up.
+    assert raised == ([] if way == "compiled" else [(number, 4) for number in (3, 4, 5, 11, 12)])
+    for _ in range(2):
+        with pytest.raises(ScaleExhausted) as first:
+            optimizer.check_exhausted()
+        assert (first.value.scale, first.value.overflows) == (1.0, 4)
+    optimizer.save_own_variables(store := {})
+    optimizer.load_own_variables(store)
     optimizer.check_exhausted()
 
 

@@ -35,7 +35,7 @@ def run_of(way: str) -> Run:
 
 
 def remembered(run: Run) -> list[float]:
-    state = run.optimizer._ledger.state
+    state = run.optimizer._scaler.state.policy_state
     return [float(array(variable)) for variable in (state.scale, state.peak, state.share)]
 
 
@@ -100,7 +100,7 @@ def test_a_file_keeps_what_the_policy_remembers() -> None:
         optimizer.load_own_variables(saved)
     assert optimizer.last_step == run.optimizer.last_step._replace(loss=None)
     assert optimizer.last_step.peak == 5.0
-    kept = [[array(variable) for variable in each._ledger.variables] for each in (run.optimizer, optimizer)]
+    kept = [[array(variable) for variable in each._scaler.variables] for each in (run.optimizer, optimizer)]
     assert same(*kept)
 
 

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from preamp import Dynamic, InexactScale, Reading, ScaleExhausted, UsageError
+from preamp.tensorflow import LossScaleOptimizer
 
 from .kinds import Peer, each_kind, gradients, inner, numbers, of_tf_keras, play, step, wrapped
 
@@ -232,9 +233,80 @@ def test_a_policy_that_gives_up_raises_eagerly(kind: str) -> None:
         assert (raised.value.scale, raised.value.overflows) == (2.0, said_by_the_policy().overflows)
     assert variable.numpy().tolist() == [1.0, 2.0]
     play(optimizer, "0", variable)
-    optimizer.check_exhausted()
     assert variable.numpy().tolist() == [0.5, 2.5]
     assert optimizer.skipped_steps == 3
+    with pytest.raises(ScaleExhausted, match="scale of 2"):  # a clean step is no reason to be silent
+        optimizer.check_exhausted()
+    again = wrapped(kind, policy=GIVES_UP)
+    store = saved_variables(optimizer)
+    load_variables(again, store)
+    again.check_exhausted()
+
+
+def saved_variables(optimizer: Any) -> Any:
+    """Return the state of an optimizer: of a legacy one, its configuration, which has it."""
+    if not hasattr(optimizer, "save_own_variables"):
+        return optimizer.get_config()["state"]
+    optimizer.save_own_variables(store := {})
+    return store
+
+
+def load_variables(optimizer: Any, store: Any) -> None:
+    if not hasattr(optimizer, "save_own_variables"):
+        optimizer._loss_scale.restore(store)
+        return
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that it is not built
+        optimizer.load_own_variables({name: store[name] for name in store if not name.isdecimal()})
+
+
+@each_kind
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+def test_the_first_time_that_a_policy_gave_up_is_kept(kind: str, compiled: bool) -> None:
+    """Six overflows in a row: it gives up at the fourth, and at each one after it."""
+    policy = Dynamic(init_scale=8.0, min_scale=1.0, max_consecutive_overflows=3, growth_interval=1)
+    optimizer, variable = wrapped(kind, policy=policy), tf.Variable([1.0, 2.0])
+
+    def train(factor: Any) -> None:
+        optimizer.minimize(lambda: tf.reduce_sum(variable) * factor, [variable])
+
+    step, infinite = tf.function(train) if compiled else train, tf.constant(float("inf"))
+    first = None
+    for factor in [*[infinite] * 6, *[tf.constant(1.0)] * 2, *[infinite] * 5]:
+        try:
+            step(factor)
+        except ScaleExhausted as reason:
+            first = first or reason
+            assert not compiled
+    with pytest.raises(ScaleExhausted) as raised:
+        optimizer.check_exhausted()
+    assert (raised.value.scale, raised.value.overflows) == (1.0, 4)
+    assert compiled or (first is not None and str(first) == str(raised.value))
+
+
+@each_kind
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.filterwarnings("ignore:.*is a float16 variable:UserWarning")
+def test_the_record_has_the_norm_of_unscaled_gradients_before_clipping(
+    kind: str, compiled: bool, dtype: str
+) -> None:
+    optimizer = LossScaleOptimizer(inner(kind, global_clipnorm=1.0), initial_scale=64.0)
+    one, other = tf.Variable([1.0, 2.0], dtype=dtype), tf.Variable([[3.0]], dtype=dtype)
+
+    def train(factor: Any) -> None:
+        def loss() -> Any:
+            first, second = (tf.cast(variable, tf.float32) for variable in (one, other))
+            return tf.reduce_sum(first * [3.0, 4.0]) * factor + second[0, 0] * 12.0
+
+        optimizer.minimize(loss, [one, other])
+
+    step = tf.function(train) if compiled else train
+    step(tf.constant(1.0))
+    assert optimizer.last_step.grad_norm == 13.0
+    step(tf.constant(float("inf")))
+    assert optimizer.last_step.grad_norm is None
+    step(tf.constant(0.0))
+    assert optimizer.last_step.grad_norm == 12.0
 
 
 @each_kind

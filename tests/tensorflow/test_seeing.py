@@ -41,9 +41,9 @@ SCRIPT = [
 def remembered(optimizer: Any) -> list[float]:
     """Return the scale, the peak and the share that the policy remembers."""
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        state = optimizer._ledger.state._asdict()
+        state = optimizer._scaler.state.policy_state._asdict()
     else:
-        state = optimizer._loss_scale._parts
+        state = optimizer._loss_scale._policy_variables
     return [float(tf.convert_to_tensor(state[name])) for name in ("scale", "peak", "share")]
 
 

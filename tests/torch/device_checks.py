@@ -272,9 +272,10 @@ def test_keras_reads_and_unscales_there():
     for numbers, finite in (([2.0, -8.0], True), ([1.0, INF], False)):
         weight = nn.Parameter(torch.zeros(2).to(DEVICE))
         weight.grad = torch.tensor(numbers).to(DEVICE)
-        gradients, told = on_torch.unscale([weight.grad], [weight], torch.tensor(4.0).to(DEVICE))
+        gradients, told, norm = on_torch.unscale([weight.grad], [weight], torch.tensor(4.0).to(DEVICE))
         assert gradients[0].tolist() == [number / 4.0 for number in numbers]
         assert bool(told.item()) == finite
-        found = on_torch.seen({"peak", "share"}, 1.0, gradients)
+        assert not finite or norm.item() == pytest.approx(0.25 * 68.0**0.5)
+        found = on_torch.gradient_stats({"peak", "share"}, 1.0, gradients)
         peak = 2.0 if finite else torch.finfo(torch.float32).max
         assert on_torch.read([found["peak"], found["share"]]) == [peak, 0.5]

@@ -1,20 +1,31 @@
-"""TensorFlow: multiply a loss, divide gradients, find a number that is not finite.
+"""TensorFlow: scale a loss, unscale gradients, find what is not finite, measure, read.
 
-This room computes, for optimizers of Keras 3 and of tf_keras. It refuses to know who owns the scale and what
-follows from an overflow.
+A gradient is a tensor or `tf.IndexedSlices`, of which the stored entries count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from preamp.arrays.load_order import before_tensorflow
+from preamp.errors import UsageError
 
 before_tensorflow()
 import tensorflow as tf  # noqa: E402
 
 F = TypeVar("F", bound=Callable[..., Any])
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
+Number: TypeAlias = "float | tf.Tensor"
+
+HALF_DTYPES = (tf.float16, tf.bfloat16)
+
+
+class HasDtype(Protocol):
+    """A variable of TensorFlow or Keras."""
+
+    @property
+    def dtype(self) -> Any: ...
 
 
 def unconverted(function: F) -> F:
@@ -23,124 +34,146 @@ def unconverted(function: F) -> F:
     return kept
 
 
-def multiplied(loss: Any, scale: Any) -> Any:
+def scaled(loss: Number, scale: tf.Tensor) -> tf.Tensor:
     """Return loss * scale, in float32 if the loss is of a half type: there 2**17 is inf."""
-    loss = widened(tf.convert_to_tensor(loss))
+    loss = _wide(tf.convert_to_tensor(loss))
     return loss * tf.cast(scale, loss.dtype)
 
 
-def divided(gradients: Iterable[Any], scale: Any) -> list[Any]:
+def unscale(gradients: Sequence[Gradient | None], scale: tf.Tensor | None) -> list[Gradient | None]:
     """Return gradients / scale, in float32 if they are of a half type: there 1 / 2**25 is 0.
 
     Dividing is exact where a reciprocal is not: that of 2**127 is subnormal, which devices flush to 0.
 
     Args:
-        gradients: tensors or `IndexedSlices`; None stays None.
-        scale: a float32 scalar.
+        gradients: None stays None.
+        scale: a float32 scalar; None to make half types float32 and divide nothing.
     """
-    return [None if gradient is None else _divided(gradient, scale) for gradient in gradients]
+
+    def quotient(values: tf.Tensor) -> tf.Tensor:
+        values = _wide(values)
+        return values if scale is None else values / tf.cast(scale, values.dtype)
+
+    return [None if gradient is None else _mapped(quotient, gradient) for gradient in gradients]
 
 
-def as_stored(gradient: Any, variable: Any) -> Any:
+def as_stored(gradient: Gradient | None, variable: HasDtype) -> Gradient | None:
     """Return a gradient in its variable's dtype, which optimizers ask for."""
     dtype = tf.as_dtype(variable.dtype)  # Keras has names for dtypes
     if gradient is None or gradient.dtype == dtype:
         return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return _with_values(gradient, tf.cast(gradient.values, dtype))
-    return tf.cast(gradient, dtype)
+    return _mapped(lambda values: tf.cast(values, dtype), gradient)
 
 
-def are_finite(gradients: Sequence[Any]) -> Any:
-    """Return whether all gradients are finite; of none, yes."""
-    values = [values_of(gradient) for gradient in gradients if gradient is not None]
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
-
-
-def values_of(gradient: Any) -> Any:
-    """Return a gradient's entries: those of `IndexedSlices`, or the tensor."""
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def widened(gradient: Any) -> Any:
-    """Return a gradient of a half type in float32, any other as it is."""
-    if gradient.dtype not in (tf.float16, tf.bfloat16):
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return _with_values(gradient, tf.cast(gradient.values, tf.float32))
-    return tf.cast(gradient, tf.float32)
-
-
-def agreed(gradients: Sequence[Any]) -> Any:
-    """Return whether the gradients of all replicas are finite.
-
-    In a cross-replica context they are what each replica has; elsewhere one replica's own.
-    """
-    if tf.distribute.in_cross_replica_context():
-        strategy = tf.distribute.get_strategy()
-        overflows = strategy.extended.call_for_each_replica(_overflows, args=(gradients,))
-        return tf.equal(strategy.reduce(tf.distribute.ReduceOp.SUM, overflows, axis=None), 0.0)
-    replica = tf.distribute.get_replica_context()
-    if replica.num_replicas_in_sync == 1:
-        return are_finite(gradients)
-    return tf.equal(replica.all_reduce(tf.distribute.ReduceOp.SUM, _overflows(gradients)), 0.0)
-
-
-def seen(sees: Collection[str], edge: Any, gradients: Sequence[Any]) -> dict[str, Any]:
-    """Return the peak of all replicas' gradients, and the share from the edge on: float32 scalars, as asked.
+def all_finite(gradients: Sequence[Gradient | None], *, times: float = 1.0) -> tf.Tensor:
+    """Return whether all gradients are finite, and so is their sum: a sum keeps what is not.
 
     Args:
-        sees: what is asked for: "peak", "share".
-        edge: a float, or a float32 scalar.
-        gradients: as in `agreed`. Of `IndexedSlices` the stored entries count.
+        gradients: at least one; None is left out.
+        times: by what the sum may be multiplied and stay finite.
     """
-    if not sees:
+    total = _sum([tf.reduce_sum(_wide(values)) for values in _values(gradients)])
+    return tf.math.is_finite(total if times == 1.0 else total * tf.cast(times, total.dtype))
+
+
+def global_norm(gradients: Sequence[Gradient | None]) -> tf.Tensor:
+    """Return the L2 norm of all gradients together, a float32 scalar; inf where squares overflow."""
+    half = _sum([tf.nn.l2_loss(_wide(values)) for values in _values(gradients)])
+    return tf.cast(tf.sqrt(2.0 * half), tf.float32)
+
+
+def peak(gradients: Sequence[Gradient | None]) -> tf.Tensor:
+    """Return the largest magnitude, a float32 scalar: 0 of nothing, float32's largest of larger ones."""
+    return tf.reduce_max([0.0, *[_largest(values) for values in _values(gradients)]])
+
+
+def count_from(edge: Number, gradients: Sequence[Gradient | None]) -> tf.Tensor:
+    """Return how many entries have a magnitude of the edge or more, a float32 scalar."""
+
+    def count(values: tf.Tensor) -> tf.Tensor:
+        values = _wide(values)
+        reach = tf.abs(values) >= tf.cast(edge, values.dtype)
+        return tf.cast(tf.math.count_nonzero(reach), tf.float32)
+
+    return _sum([count(values) for values in _values(gradients)])
+
+
+def entries(gradients: Sequence[Gradient | None]) -> tf.Tensor:
+    """Return how many entries there are, a float32 scalar."""
+    return _sum([tf.size(values, tf.float32) for values in _values(gradients)])
+
+
+def gradient_stats(
+    needs: Collection[str], edge: Number, gradients: Sequence[Gradient | None]
+) -> dict[str, tf.Tensor]:
+    """Return the "peak" of all replicas' gradients and the "share" from the edge on, as far as needed.
+
+    Args:
+        needs: "peak", "share" or both.
+        edge: the magnitude from which entries count.
+        gradients: in a cross-replica context what each replica has; elsewhere one replica's own.
+    """
+
+    def measured(gradients: Sequence[Gradient | None]) -> tf.Tensor:
+        largest = peak(gradients) if "peak" in needs else 0.0
+        count = count_from(edge, gradients) if "share" in needs else 0.0
+        return tf.stack([largest, count, entries(gradients)])[None]
+
+    if not needs:
         return {}
-    peak, count, size = tf.unstack(_gathered(sees, edge, gradients), axis=1)
-    share = tf.reduce_sum(count) / tf.maximum(tf.reduce_sum(size), 1.0)
-    return {name: value for name, value in (("peak", tf.reduce_max(peak)), ("share", share)) if name in sees}
-
-
-def _gathered(sees: Collection[str], edge: Any, gradients: Sequence[Any]) -> Any:
-    """Return what each replica has measured: of shape [replicas, 3]."""
     if tf.distribute.in_cross_replica_context():
         strategy = tf.distribute.get_strategy()
-        rows = strategy.extended.call_for_each_replica(_measured, args=(sees, edge, gradients))
-        return strategy.gather(rows, axis=0)
-    replica, row = tf.distribute.get_replica_context(), _measured(sees, edge, gradients)
-    return row if replica.num_replicas_in_sync == 1 else replica.all_gather(row, axis=0)
+        rows = strategy.gather(strategy.extended.call_for_each_replica(measured, args=(gradients,)), axis=0)
+    else:
+        replica, rows = tf.distribute.get_replica_context(), measured(gradients)
+        rows = rows if replica.num_replicas_in_sync == 1 else replica.all_gather(rows, axis=0)
+    peaks, counts, sizes = tf.unstack(rows, axis=1)
+    share = tf.reduce_sum(counts) / tf.maximum(tf.reduce_sum(sizes), 1.0)
+    return {
+        name: value for name, value in (("peak", tf.reduce_max(peaks)), ("share", share)) if name in needs
+    }
 
 
-def _measured(sees: Collection[str], edge: Any, gradients: Sequence[Any]) -> Any:
-    """Return a replica's peak, how many entries are from the edge on, and how many there are: [1, 3]."""
-    values = [values_of(gradient) for gradient in gradients if gradient is not None]
-    peaks = [_largest(value) for value in values] if "peak" in sees else []
-    counts = [_count(value, edge) for value in values] if "share" in sees else []
-    sizes = [tf.size(value, tf.float32) for value in values]
-    return tf.stack([tf.reduce_max([0.0, *peaks]), tf.add_n([0.0, *counts]), tf.add_n([0.0, *sizes])])[None]
+def read(scalars: Sequence[tf.Tensor]) -> list[float]:
+    """Read scalars of any dtype to the host, all of them at once.
+
+    Raises:
+        UsageError: in a graph.
+    """
+    if not tf.executing_eagerly():
+        raise UsageError(
+            "what a step came to is read to the host, which no graph can do while it is traced. "
+            "Ask for it outside tf.function, after the step."
+        )
+    return [float(x) for x in tf.stack([tf.cast(scalar, tf.float64) for scalar in scalars]).numpy()]
 
 
-def _largest(values: Any) -> Any:
+def _largest(values: tf.Tensor) -> tf.Tensor:
     """Return the largest magnitude without making a tensor of magnitudes; of nothing, not above 0."""
-    peak = tf.maximum(tf.reduce_max(values), -tf.reduce_min(values))
-    return tf.cast(tf.minimum(peak, tf.cast(peak.dtype.max, peak.dtype)), tf.float32)
+    largest = tf.maximum(tf.reduce_max(values), -tf.reduce_min(values))
+    return tf.cast(tf.minimum(largest, tf.cast(largest.dtype.max, largest.dtype)), tf.float32)
 
 
-def _count(values: Any, edge: Any) -> Any:
-    values = widened(values)
-    reach = tf.abs(values) >= tf.cast(edge, values.dtype)
-    return tf.cast(tf.math.count_nonzero(reach), tf.float32)
+def _sum(scalars: list[tf.Tensor]) -> tf.Tensor:
+    """Return the sum of scalars: a float64 if any of them is, else a float32."""
+    if not scalars:
+        return tf.constant(0.0)
+    dtype = tf.float64 if any(scalar.dtype == tf.float64 for scalar in scalars) else tf.float32
+    return tf.add_n([tf.cast(scalar, dtype) for scalar in scalars])
 
 
-def _overflows(gradients: Sequence[Any]) -> Any:
-    return tf.where(are_finite(gradients), 0.0, 1.0)
+def _wide(values: tf.Tensor) -> tf.Tensor:
+    """Return a tensor of a half type in float32, any other as it is."""
+    return tf.cast(values, tf.float32) if values.dtype in HALF_DTYPES else values
 
 
-def _divided(gradient: Any, scale: Any) -> Any:
-    gradient = widened(gradient)
-    quotient = values_of(gradient) / tf.cast(scale, gradient.dtype)
-    return _with_values(gradient, quotient) if isinstance(gradient, tf.IndexedSlices) else quotient
+def _values(gradients: Sequence[Gradient | None]) -> list[tf.Tensor]:
+    """Return the entries of gradients: those of `IndexedSlices`, or the tensor."""
+    return [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
 
 
-def _with_values(slices: Any, values: Any) -> Any:
-    return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+def _mapped(function: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient) -> Gradient:
+    """Return a gradient with a function applied to its entries, in the same places."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(gradient)

@@ -1,9 +1,4 @@
-"""Keras 3's LossScaleOptimizer with every documented argument at work, on JAX, PyTorch and TensorFlow.
-
-This room knows what a user of Keras calls. It refuses to know when a scale moves (`preamp.policy`), what the
-inner optimizer does with a gradient (Keras), and how a framework computes (`on_jax`, `on_torch`,
-`on_tensorflow`, which have the same functions).
-"""
+"""Keras 3's LossScaleOptimizer with every documented argument at work, on JAX, PyTorch and TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import keras
 import numpy as np
@@ -37,13 +32,26 @@ from preamp.keras.inner import (
     hand_over,
     is_hyperparameter,
 )
-from preamp.keras.ledger import Ledger, saved_state
-from preamp.policy import Dynamic, Policy, Reading, Static
+from preamp.keras.scaler_variables import ScalerVariables, saved_state
+from preamp.keras.step import Backend, ScaledStep
+from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.registry import from_json, to_json
-from preamp.scaling import Step
+from preamp.scaling import Step, raise_if_exhausted, to_step
 from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole
 
-framework: Any = import_module(f"preamp.keras.on_{keras.backend.backend()}")
+if TYPE_CHECKING:
+    import jax
+    import tensorflow as tf
+    import torch
+
+    from preamp.keras import on_jax, on_tensorflow, on_torch
+
+    # Each provides what is declared.
+    _on_jax: Backend[on_jax.Gradient, jax.Array] = on_jax
+    _on_tensorflow: Backend[on_tensorflow.Gradient, tf.Tensor] = on_tensorflow
+    _on_torch: Backend[torch.Tensor, torch.Tensor] = on_torch
+
+backend: Backend[Any, Any] = import_module(f"preamp.keras.on_{keras.backend.backend()}")
 
 
 class CountError(UsageError, ValueError):
@@ -149,8 +157,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         inner_optimizer.loss_scale_factor = None  # the wrapper has it now; gradients are divided once
         # Not the constructor of Keras's own: it takes these arguments only to refuse them.
         super(BaseLossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
-        self._ledger = Ledger(made, self._scalar)
-        self.dynamic_scale, self.step_counter = self._ledger.state.scale, self._ledger.state.good
+        self._scaler = ScalerVariables(made, self._scalar)
+        policy_state = self._scaler.state.policy_state
+        self.dynamic_scale, self.step_counter = policy_state.scale, policy_state.good
         self._was_scaled = False
         self._scaled_losses = ScaledLosses()
         self._scaled_loss: Any = None  # what the loss was that was scaled last
@@ -161,7 +170,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     @property
     def policy(self) -> Policy[Any]:
         """The rule in force."""
-        return self._ledger.policy
+        return self._scaler.policy
 
     @property
     def initial_scale(self) -> float:
@@ -182,7 +191,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             raise PolicyError(f"dynamic_growth_steps={value!r}, but {self.policy!r} never grows.")
         value = as_whole(value)
         check_rule(self.initial_scale, value)
-        self._ledger.policy = replace(cast(Any, self.policy), growth_interval=value)
+        self._scaler.policy = replace(cast(Any, self.policy), growth_interval=value)
 
     @property
     def loss_scale_factor(self) -> float | None:
@@ -205,12 +214,12 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by. Reads it to the host."""
-        return float(framework.read([self.dynamic_scale.value])[0])
+        return float(backend.read([self.dynamic_scale.value])[0])
 
     @property
     def skipped_steps(self) -> int:
         """Steps that were skipped so far. Reads the number to the host."""
-        return int(framework.read([self._ledger.skipped.value])[0])
+        return int(backend.read([self._scaler.state.skipped_steps.value])[0])
 
     @property
     def last_step(self) -> Step | None:
@@ -219,21 +228,19 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         It has the loss if `scale_loss` got it outside of a compiled program.
         """
         if self._loss_of_step is None:
-            return self._ledger.step(self._numbers())
+            return to_step(self._scaler.state_of(self._numbers()))
         *numbers, loss, at = self._numbers(*self._loss_of_step)
-        step = self._ledger.step(numbers)
-        is_of_this_step = (
-            step is not None and step.index + 1 == at
-        )  # a compiled step leaves an older one there
-        return step._replace(loss=loss) if step is not None and is_of_this_step else step
+        state = self._scaler.state_of(numbers)
+        # A compiled step leaves the loss of an older one there.
+        return to_step(state, loss=loss if state.steps == at else None)
 
     def check_exhausted(self) -> None:
-        """Raise what a compiled step could not.
+        """Raise what a compiled step could not, until a state is loaded.
 
         Raises:
-            ScaleExhausted: if the policy was told to give up and has.
+            ScaleExhausted: if the policy was told to give up and has. It names the first time.
         """
-        self._ledger.raise_if_exhausted(self._numbers())
+        raise_if_exhausted(self.policy, self._scaler.state_of(self._numbers()))
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the inner optimizer's variables.
@@ -263,13 +270,13 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         loss_or_refused(loss)
         self._scaled_losses.check(loss, "scale_loss(loss) once; Keras's own train_step does it in fit")
         self._was_scaled = True
-        if not isinstance(self.policy, Static) and framework.bakes(self.dynamic_scale.value):
+        if not isinstance(self.policy, Static) and backend.becomes_constant(self.dynamic_scale.value):
             raise UsageError(
                 "scale_loss inside jit would compile the scale of this moment in, and never follow it. Write "
                 "optimizer.stateless_scale_loss(optimizer_variables, loss), with optimizer_variables an "
                 "argument of the function that is compiled."
             )
-        self._scaled_loss = framework.known_scalar(loss)
+        self._scaled_loss = backend.known_scalar(loss)
         return self._scaled_losses.note(keras.ops.multiply(loss, self.dynamic_scale))
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
@@ -315,7 +322,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         if not self.built:
             self.build(variables)
         self._warn_if_never_scaled()
-        framework.apply(self, gradients, variables, self.dynamic_scale)
+        self._take_step(gradients, variables, self.dynamic_scale.value)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """Do what `apply` does with pairs of gradients and variables; return `iterations`.
@@ -349,9 +356,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         if self.built and len(grads) != len(self._trainable_variables):
             raise CountError(_miscounted(len(grads), len(self._trainable_variables)))
         return super(BaseLossScaleOptimizer, self).stateless_apply(  # type: ignore[no-any-return]
-            framework.stateless_inputs(optimizer_variables),
+            backend.stateless_inputs(optimizer_variables),
             grads,
-            framework.stateless_inputs(trainable_variables),
+            backend.stateless_inputs(trainable_variables),
         )
 
     def finalize_variable_values(self, var_list: Sequence[Any] | None = None) -> None:
@@ -415,8 +422,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                     f"{shown(value)} is not a value for {variable.path}, of shape {tuple(variable.shape)}. "
                     "Write set_weights([variable.numpy() for variable in other.variables])."
                 )
-        ledger = self._ledger
-        ledger.state_of({v.name: float(values[id(v)]) for v in (*ledger.state, ledger.steps, ledger.skipped)})
+        self._scaler.checked_state({v.name: float(values[id(v)]) for v in self._scaler.variables})
         for variable in self.variables:
             variable.assign(values[id(variable)])
 
@@ -428,7 +434,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         check_store(store)
         if isinstance(store, dict):
             self.inner_optimizer.save_own_variables(store)
-        for variable in self._ledger.variables:
+        for variable in self._scaler.variables:
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
     def load_own_variables(self, store: Any) -> None:
@@ -441,7 +447,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         check_store(store)
         inner, saved = self.inner_optimizer, saved_state(store)
         if saved is not None:
-            self._ledger.load(saved)
+            self._scaler.load(saved)
             if not self.built and saved.get("steps", 1.0):  # Keras saves no scale before `build`
                 warnings.warn(
                     f"only the loss scale is loaded: {inner.name!r} has no variables yet to load its "
@@ -456,13 +462,13 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             inner.load_own_variables(store)
         else:
             warnings.warn(
-                f"{self.name!r} starts anew: the file holds neither a loss scale nor the "
+                f"{self.name!r} starts again: the file holds neither a loss scale nor the "
                 f"{len(inner.variables)} variables of {inner.name!r}.",
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
 
     def get_config(self) -> dict[str, Any]:
-        """Return what makes this optimizer anew, in plain JSON."""
+        """Return what describes this optimizer, in plain JSON."""
         described: dict[str, Any]
         if isinstance(self.policy, Static):
             described = {"loss_scale_factor": self.policy.scale}
@@ -531,8 +537,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         )
 
     def _numbers(self, *more: Any) -> list[float]:
-        """Read all of the ledger to the host, and further scalars, all at once."""
-        return list(framework.read([*[variable.value for variable in self._ledger.variables], *more]))
+        """Read all of the scaler's variables to the host, and further scalars, all at once."""
+        return list(backend.read([*[variable.value for variable in self._scaler.variables], *more]))
 
     def _counted(self, values: Sequence[Any]) -> Sequence[Any]:
         values = _listed_values("values", values, "[variable.value for variable in optimizer.variables]")
@@ -552,71 +558,19 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
 
-    def _step_on_host(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
-        """Take a step where numbers can be read: one read, then Python decides."""
-        seen = self._seen(gradients, variables, scale)
-        unscaled, finite = self._unscaled(gradients, variables, scale)
-        moving = [variable.value for variable in self._ledger.moving]
-        was_finite, *numbers = framework.read([finite, *seen.values(), *moving])
-        told, before = dict(zip(seen, numbers, strict=False)), numbers[len(seen) :]
-        self._ledger.check(before)
-        if was_finite and scale is not None and before[0] < 1.0:  # dividing by it can overflow
-            present = [gradient for gradient in unscaled if gradient is not None]
-            (was_finite,) = framework.read([framework.are_finite(present)])
-        if was_finite:
-            framework.update(self.inner_optimizer, unscaled, variables)
+    @backend.untraced
+    def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
+        """Take a step with scaled gradients, or with unscaled ones and a scale of None."""
+        step = ScaledStep(backend, self.inner_optimizer, self._scaler, gradients, variables, scale)
+        if backend.take_traced(step):
+            return
         try:
-            self._ledger.advance_on_host(before, Reading(bool(was_finite), **told), framework.write)
+            step.take_on_host()
         finally:  # the policy may give up
-            self._note_loss()
-
-    def _note_loss(self) -> None:
-        """Keep the loss of a step, unread, with the number of steps: a sum is a copy of the variable."""
-        loss, self._scaled_loss = self._scaled_loss, None
-        self._loss_of_step = None if loss is None else (loss, self._ledger.steps.value + 0)
-
-    def _seen(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> dict[str, Any]:
-        """Return what the policy asks to see of scaled gradients, by the fields of `Reading`."""
-        sees, edge = self.policy.needs, self.policy.edge
-        pairs = zip(gradients, variables, strict=True)
-        measured = [gradient for gradient, variable in pairs if gradient is not None and not _kept(variable)]
-        if not sees or scale is not None:
-            return cast(dict[str, Any], framework.seen(sees, edge, measured) if sees else {})
-        was = self.dynamic_scale.value  # what has been divided is measured as it was
-        seen = framework.seen(sees, edge / was, measured)
-        return {name: value * was if name == "peak" else value for name, value in seen.items()}
-
-    def _unscaled(
-        self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any
-    ) -> tuple[list[Any], Any]:
-        """Return unscaled gradients, and whether all are finite.
-
-        A variable that Keras overwrites with its gradient, as float8 statistics are, gets it as it is.
-        """
-        twice = self.inner_optimizer.loss_scale_factor
-        if twice is not None:
-            raise UsageError(
-                f"inner_optimizer.loss_scale_factor={twice!r} was set after it was wrapped: gradients would "
-                "be divided twice. Write inner_optimizer.loss_scale_factor = None."
-            )
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        kept = [i for i in present if _kept(variables[i])]
-        divided = [i for i in present if i not in kept]
-        result, finite = list(gradients), None
-        if divided:
-            new, finite = framework.unscale(
-                [gradients[i] for i in divided], [variables[i] for i in divided], scale
-            )
-            for i, gradient in zip(divided, new, strict=True):
-                result[i] = gradient
-        if kept:
-            are = framework.are_finite([gradients[i] for i in kept])
-            finite = are if finite is None else finite & are
-        if finite is None:
-            raise ValueError(
-                "all gradients are None. Compute the loss from these variables, where gradients are recorded."
-            )
-        return result, finite
+            if self._scaled_loss is not None or self._loss_of_step is not None:
+                # The loss of the step, unread, with the number of steps: a sum is a copy of the variable.
+                loss, self._scaled_loss = self._scaled_loss, None
+                self._loss_of_step = None if loss is None else (loss, self._scaler.state.steps.value + 0)
 
 
 def _tensor(gradient: Any) -> Any:
@@ -639,11 +593,6 @@ def _listed_values(name: str, values: Any, instead: str) -> list[Any]:
     if any(value is None for value in found):
         raise UsageError(f"{name}={shown(found)} has no value for a variable. Write {instead}.")
     return found
-
-
-def _kept(variable: Any) -> bool:
-    """Return whether Keras overwrites a variable with what is called its gradient."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _dtype(variable: Any) -> str:

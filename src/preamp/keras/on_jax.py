@@ -1,12 +1,9 @@
-"""Keras on JAX: under `jit` one conditional around the update, elsewhere a decision on the host.
-
-This room multiplies and reads arrays. It refuses to know policies.
-"""
+"""Keras on JAX: under `jit` one conditional around the update, elsewhere a decision on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,55 +13,55 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope  # Keras
 
 from preamp.arrays.jax import count_from, largest, to_host
 from preamp.errors import UsageError
-from preamp.policy import Reading
+from preamp.keras.step import ScaledStep, Unscaled
+
+F = TypeVar("F", bound=Callable[..., object])
+Gradient: TypeAlias = jax.Array | JAXSparse
 
 
-def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
-    """Update the variables or skip.
+def untraced(function: F) -> F:
+    return function
+
+
+def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
+    """Update in one branch of a `cond`, nothing in the other; XLA fuses unscaling with what comes after.
 
     Raises:
         UsageError: under `jit` outside a `StatelessScope`, where variables would be left with tracers.
     """
-    arrays = jax.tree_util.tree_leaves([scale.value, *gradients])  # a sparse gradient is several
-    mapped = any(isinstance(array, jax.core.Tracer) for array in arrays)
-    if not mapped and not _is_compiled():
-        optimizer._step_on_host(gradients, variables, scale.value)
-        return
-    if bakes(scale.value) or not in_stateless_scope():
+    arrays = jax.tree_util.tree_leaves([step.scale, *step.gradients])  # a sparse gradient is several
+    is_mapped = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    if not is_mapped and not _is_compiled():
+        return False
+    if step.scale is None or becomes_constant(step.scale) or not in_stateless_scope():
         raise UsageError(
             "apply inside jit or vmap would leave tracers in the optimizer's variables, and its scale would "
             "be a constant. Write stateless_apply(optimizer_variables, grads, trainable_variables), with "
             "optimizer_variables an argument and a result of the function that is compiled."
         )
-    _apply_traced(optimizer, gradients, variables, scale.value)
-
-
-def _apply_traced(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
-    """Update in one branch of a `cond`, nothing in the other; XLA fuses unscaling with what comes after."""
-    inner = optimizer.inner_optimizer
-    mutable = _mutable(inner)
+    mutable = _mutable(step.inner)
     before = [variable.value for variable in mutable]
 
-    def take() -> list[Any]:
-        unscaled, _ = optimizer._unscaled(gradients, variables, scale)
-        return _updated(inner, unscaled, variables, before)
+    def take() -> list[jax.Array]:
+        return _updated(step.inner, step.unscaled().gradients, step.variables, before)
 
-    _, finite = optimizer._unscaled(gradients, variables, scale)
+    _, finite, norm = step.unscaled()
     after = jax.lax.cond(finite, take, lambda: before)
     for variable, value in zip(mutable, after, strict=True):
         variable.assign(value)
-    seen = optimizer._seen(gradients, variables, scale)
-    optimizer._ledger.advance(Reading(finite, **seen), _where)
+    step.scaler.advance(finite, norm, step.gradient_stats(), _where)
+    return True
 
 
-def _where(condition: Any, yes: Any, no: Any) -> Any:
-    """Choose. Of two Python numbers no weakly typed one: for it the next step would be compiled anew."""
+def _where(condition: jax.Array, yes: jax.Array | float, no: jax.Array | float) -> jax.Array:
+    """Choose. Of two Python numbers no weakly typed one: for it the next step would be compiled again."""
     chosen = jnp.where(condition, yes, no)
     return chosen.astype(chosen.dtype)
 
 
-def update(inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Have the inner optimizer update the variables, with what it cannot apply sparse made dense."""
+def update(
+    inner: keras.Optimizer, gradients: Sequence[Gradient | None], variables: Sequence[keras.Variable]
+) -> None:
     if not any(isinstance(gradient, JAXSparse) for gradient in gradients):
         inner.apply(gradients, variables)
         return
@@ -74,19 +71,24 @@ def update(inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> No
         variable.assign(value)
 
 
-def _mutable(inner: Any) -> list[Any]:
+def _mutable(inner: keras.Optimizer) -> list[keras.Variable]:
     """Return what an update may change."""
     return [*inner._trainable_variables, *inner.variables]
 
 
-def _updated(inner: Any, gradients: Sequence[Any], variables: Sequence[Any], before: list[Any]) -> list[Any]:
+def _updated(
+    inner: keras.Optimizer,
+    gradients: Sequence[Gradient | None],
+    variables: Sequence[keras.Variable],
+    before: list[jax.Array],
+) -> list[jax.Array]:
     """Return the values of `_mutable` after an update, for those before it. Nothing is written.
 
     Whether an optimizer can apply a sparse gradient depends on its class, on how it clips and accumulates,
     under `jit` on `unique_indices` as well, and on the release of Keras. Nothing is lost by trying.
     """
 
-    def updated(gradients: Sequence[Any]) -> list[Any]:
+    def updated(gradients: Sequence[Gradient | None]) -> list[jax.Array]:
         with keras.StatelessScope(state_mapping=list(zip(mutable, before, strict=True))) as scope:
             inner.apply(gradients, variables)
         return [scope.get_current_value(variable) for variable in mutable]
@@ -100,25 +102,31 @@ def _updated(inner: Any, gradients: Sequence[Any], variables: Sequence[Any], bef
     return updated([g.todense() if isinstance(g, JAXSparse) else g for g in gradients])
 
 
-def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
-    """Return gradients divided by the scale, half types as float32, and whether all are finite.
-
-    A sparse gradient stays sparse: its stored entries are divided and checked.
+def unscale(
+    gradients: Sequence[Gradient], variables: Sequence[keras.Variable], scale: jax.Array | None
+) -> Unscaled[Gradient, jax.Array]:
+    """Unscale gradients.
 
     Raises:
         UsageError: for a sparse format that Keras's optimizers cannot apply.
     """
-    unscaled = [_with_values(gradient, _wide(_values_of(gradient)) / scale) for gradient in gradients]
-    totals = [_total(_values_of(gradient), 1.0 / scale) for gradient in gradients]
-    return unscaled, jnp.isfinite(jnp.stack(totals).sum())
+    assert scale is not None  # only `preamp.tensorflow` unscales beforehand
+    values = [_wide(_values_of(gradient)) for gradient in gradients]
+    unscaled = [
+        _with_values(gradient, value / scale) for gradient, value in zip(gradients, values, strict=True)
+    ]
+    inverse = 1.0 / scale
+    finite = jnp.isfinite(_sum([_total(value, inverse) for value in values]))
+    norm = jnp.sqrt(_sum([jnp.sum(value * value) for value in values])) * inverse
+    return Unscaled(unscaled, finite, norm)
 
 
-def _values_of(gradient: Any) -> Any:
+def _values_of(gradient: Gradient) -> jax.Array:
     """Return a gradient's entries: those that a sparse one stores, or the array."""
     return gradient.data if isinstance(gradient, JAXSparse) else gradient
 
 
-def _with_values(gradient: Any, values: Any) -> Any:
+def _with_values(gradient: Gradient, values: jax.Array) -> Gradient:
     """Return a gradient with other entries in the same places."""
     if not isinstance(gradient, JAXSparse):
         return values
@@ -135,30 +143,16 @@ def _with_values(gradient: Any, values: Any) -> Any:
     )
 
 
-def _wide(values: Any) -> Any:
+def _wide(values: jax.Array) -> jax.Array:
     return values.astype(jnp.promote_types(values.dtype, jnp.float32))
 
 
-def seen(sees: Collection[str], edge: float, gradients: Sequence[Any]) -> dict[str, Any]:
-    """Return the peak of gradients, and the share from the edge on, as far as asked: float32 scalars.
-
-    Of a sparse gradient the stored entries count.
-    """
-    wide, found = [_wide(_values_of(gradient)) for gradient in gradients], {}
-    if "peak" in sees:
-        found["peak"] = jnp.stack([jnp.zeros(()), *map(largest, wide)]).max()
-    if "share" in sees:
-        counts = jnp.stack([jnp.zeros(()), *[count_from(edge, gradient) for gradient in wide]])
-        found["share"] = counts.sum() / max(sum(gradient.size for gradient in wide), 1)
-    return found
-
-
-def are_finite(tensors: Sequence[Any]) -> Any:
+def all_finite(gradients: Sequence[Gradient]) -> jax.Array:
     """Return whether all arrays are finite, and so are their sums: a sum keeps what is not."""
-    return jnp.isfinite(jnp.stack([_total(_values_of(tensor), 1.0) for tensor in tensors]).sum())
+    return jnp.isfinite(_sum([_total(_values_of(gradient), 1.0) for gradient in gradients]))
 
 
-def _total(tensor: Any, factor: Any) -> Any:
+def _total(tensor: jax.Array, factor: jax.Array | float) -> jax.Array:
     """Return the sum of an array's entries times a factor.
 
     As a product with a vector, which on a CPU XLA computes four times as fast as a sum.
@@ -169,34 +163,43 @@ def _total(tensor: Any, factor: Any) -> Any:
     return jnp.dot(rows, jnp.full(rows.shape[1], factor, jnp.float32)).sum()
 
 
-def read(scalars: Sequence[Any]) -> list[float]:
-    """Read scalars, all of them at once.
+def _sum(scalars: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.zeros(()), *scalars]).sum(dtype=jnp.float32)
 
-    Raises:
-        UsageError: in a function that is being transformed.
-    """
+
+def gradient_stats(
+    needs: Collection[str], edge: float | jax.Array, gradients: Sequence[Gradient]
+) -> dict[str, jax.Array]:
+    wide, stats = [_wide(_values_of(gradient)) for gradient in gradients], {}
+    if "peak" in needs:
+        stats["peak"] = jnp.stack([jnp.zeros(()), *map(largest, wide)]).max()
+    if "share" in needs:
+        count = _sum([count_from(float(edge), gradient) for gradient in wide])
+        stats["share"] = count / max(sum(gradient.size for gradient in wide), 1)
+    return stats
+
+
+def read(scalars: Sequence[jax.Array]) -> list[float]:
     return [float(value) for value in to_host(scalars)]
 
 
-def known_scalar(value: Any) -> Any:
-    """Return a scalar that can be read later; None for what is being traced, and for what is no scalar."""
-    known = isinstance(value, jax.Array | float) and not isinstance(value, jax.core.Tracer)
-    return jnp.asarray(value) if known and jnp.ndim(value) == 0 and not _is_compiled() else None
+def write(values: Sequence[tuple[keras.Variable, float]]) -> None:
+    for variable, value in values:
+        variable.assign(value)
 
 
-def write(variable: Any, value: float) -> None:
-    """Set a scalar variable to a number."""
-    variable.assign(value)
+def known_scalar(value: object) -> jax.Array | None:
+    if not isinstance(value, jax.Array | float) or isinstance(value, jax.core.Tracer):
+        return None
+    return jnp.asarray(value) if jnp.ndim(value) == 0 and not _is_compiled() else None
 
 
-def bakes(value: Any) -> bool:
-    """Return whether a value read now would be a constant of a compiled program."""
+def becomes_constant(value: jax.Array) -> bool:
     return not isinstance(value, jax.core.Tracer) and _is_compiled()
 
 
-def stateless_inputs(tensors: Sequence[Any]) -> list[Any]:
-    """Return what may be handed to Keras: arrays are never written to."""
-    return list(tensors)
+def stateless_inputs(tensors: Sequence[jax.Array]) -> list[jax.Array]:
+    return list(tensors)  # arrays are never written to
 
 
 def _is_compiled() -> bool:

@@ -1,30 +1,28 @@
-"""Keras on TensorFlow: in a graph one `cond` around the update, eagerly a decision on the host.
-
-This room multiplies and reads tensors, and has replicas agree. It refuses to know policies.
-"""
+"""Keras on TensorFlow: in a graph one `cond` around the update, eagerly a decision on the host."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 
-from preamp.arrays import tensorflow as tensorflow_arithmetic
-from preamp.arrays.tensorflow import divided, unconverted, values_of, widened
-from preamp.errors import UsageError
-from preamp.policy import Reading
+from preamp.arrays import tensorflow as arrays
+from preamp.arrays.tensorflow import all_finite as all_finite
+from preamp.arrays.tensorflow import read as read
+from preamp.arrays.tensorflow import unconverted
+from preamp.keras.scaler_variables import ScalerVariables
+from preamp.keras.step import ScaledStep, Unscaled
+
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
+
+untraced = unconverted
 
 
-@unconverted
-def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
+def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
     """Update the variables or skip, on all replicas alike.
-
-    Args:
-        optimizer: the wrapper.
-        gradients: of the variables, or None.
-        variables: what to update.
-        scale: the variable that the gradients are to be divided by; None if they have been.
 
     Raises:
         ValueError: outside a replica context, where there are no gradients of one replica.
@@ -36,121 +34,112 @@ def apply(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], sc
         )
     replica = tf.distribute.get_replica_context()
     if tf.executing_eagerly() and replica.num_replicas_in_sync == 1:
-        optimizer._step_on_host(gradients, variables, scale)
-        return
-    seen = optimizer._seen(gradients, variables, scale)
-    unscaled, finite = optimizer._unscaled(gradients, variables, scale)
+        return False
+    stats = step.gradient_stats()
+    gradients, finite, norm = step.unscaled()
+    measured = {"finite": finite, "norm": norm, **stats}
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        reading = Reading(finite, **seen)
-        _update_or_skip(optimizer, reading, lambda: update(optimizer.inner_optimizer, unscaled, variables))
+        _update_or_skip(step.scaler, measured, lambda: update(step.inner, gradients, step.variables))
     else:
-        told = {"finite": finite, **seen}
-        replica.merge_call(_in_cross_replica_context, args=(optimizer, told, unscaled, variables))
+        arguments = (step.inner, step.scaler, measured, gradients, step.variables)
+        replica.merge_call(_in_cross_replica_context, args=arguments)
+    return True
 
 
 def _in_cross_replica_context(
-    strategy: Any, optimizer: Any, told: dict[str, Any], gradients: Any, variables: Any
+    strategy: tf.distribute.Strategy,
+    inner: keras.Optimizer,
+    scaler: ScalerVariables[Any],
+    measured: dict[str, tf.Tensor],
+    gradients: Sequence[Gradient | None],
+    variables: Sequence[keras.Variable],
 ) -> None:
-    """Decide once for all replicas: TensorFlow allows no collective inside a replica's `cond`."""
-    reading = Reading(**{name: strategy.experimental_local_results(value)[0] for name, value in told.items()})
-    inner = optimizer.inner_optimizer
+    """Decide once for all replicas: TensorFlow allows no collective inside a replica's `cond`.
+
+    Args:
+        strategy: that of the replicas.
+        inner: the optimizer that updates.
+        scaler: the state of the loss scale.
+        measured: what the replicas have agreed on.
+        gradients: unscaled, of all of them.
+        variables: what to update.
+    """
+    local = {name: strategy.experimental_local_results(value)[0] for name, value in measured.items()}
 
     def update() -> None:
         strategy.extended.call_for_each_replica(inner.apply, args=(gradients, variables))
 
-    _update_or_skip(optimizer, reading, update)
+    _update_or_skip(scaler, local, update)
 
 
-def _update_or_skip(optimizer: Any, reading: Reading, update: Callable[[], None]) -> None:
+def _update_or_skip(
+    scaler: ScalerVariables[Any], measured: dict[str, tf.Tensor], update: Callable[[], None]
+) -> None:
     """Do what a step of either kind does in a branch of its own: half of the policy then is known before."""
+    stats = dict(measured)
+    finite, norm = stats.pop("finite"), stats.pop("norm")
 
-    def take() -> Any:
+    def take() -> tf.Tensor:
         update()
-        optimizer._ledger.advance(reading._replace(finite=True), _where)
+        scaler.advance(True, norm, stats, _where)
         return tf.constant(True)
 
-    def skip() -> Any:
-        optimizer._ledger.advance(reading._replace(finite=False), _where)
+    def skip() -> tf.Tensor:
+        scaler.advance(False, norm, stats, _where)
         return tf.constant(False)
 
-    tf.cond(reading.finite, take, skip)
+    tf.cond(finite, take, skip)
 
 
-def _where(condition: Any, yes: Any, no: Any) -> Any:
+def _where(condition: bool | tf.Tensor, yes: float | tf.Tensor, no: float | tf.Tensor) -> float | tf.Tensor:
     if isinstance(condition, bool):
         return yes if condition else no
     return tf.where(condition, yes, no)
 
 
-def update(inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Have the inner optimizer update the variables. All of Keras's apply `IndexedSlices`."""
-    inner.apply(gradients, variables)
+def update(
+    inner: keras.Optimizer, gradients: Sequence[Gradient | None], variables: Sequence[keras.Variable]
+) -> None:
+    inner.apply(gradients, variables)  # all of Keras's apply `IndexedSlices`
 
 
-def unscale(gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> tuple[list[Any], Any]:
-    """Return gradients divided by the scale, and whether they are finite and so is the sum of all replicas'.
+def unscale(
+    gradients: Sequence[Gradient], variables: Sequence[keras.Variable], scale: tf.Tensor | None
+) -> Unscaled[Gradient, tf.Tensor]:
+    """Unscale gradients; with several replicas they are finite if their sum over replicas is as well.
 
-    Half types become float32. `IndexedSlices` keep their indices.
+    The norm of that sum is not known then: the inner optimizer takes the sum.
     """
-    if scale is None:
-        unscaled = [widened(gradient) for gradient in gradients]
-    else:
-        unscaled = divided(gradients, tf.convert_to_tensor(scale))
-    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    if replicas == 1:
-        return unscaled, are_finite(unscaled)
-    mine = tf.math.is_finite(_total(unscaled) * float(replicas))
-    overflows = tf.distribute.get_replica_context().all_reduce(
-        tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(mine), tf.float32)
-    )
-    return unscaled, tf.equal(overflows, 0.0)
+    unscaled = arrays.unscale(gradients, None if scale is None else tf.convert_to_tensor(scale))
+    replica = tf.distribute.get_replica_context()
+    if replica.num_replicas_in_sync == 1:
+        return Unscaled(unscaled, all_finite(unscaled), arrays.global_norm(unscaled))
+    mine = all_finite(unscaled, times=float(replica.num_replicas_in_sync))
+    overflows = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(mine), tf.float32))
+    return Unscaled(unscaled, tf.equal(overflows, 0.0), tf.constant(math.nan))
 
 
-def seen(sees: Collection[str], edge: Any, gradients: Sequence[Any]) -> dict[str, Any]:
-    """Return what a policy looks at in the gradients of all replicas."""
-    return tensorflow_arithmetic.seen(sees, edge, gradients)
+def gradient_stats(
+    needs: Collection[str], edge: float | tf.Tensor, gradients: Sequence[Gradient]
+) -> dict[str, tf.Tensor]:
+    """Return the statistics of all replicas' gradients."""
+    return arrays.gradient_stats(needs, edge, gradients)
 
 
-def are_finite(tensors: Sequence[Any]) -> Any:
-    """Return whether all tensors are finite, and so is their sum: a sum keeps what is not."""
-    return tf.math.is_finite(_total(tensors))
+def write(values: Sequence[tuple[keras.Variable, float]]) -> None:
+    for variable, value in values:
+        variable.assign(value)
 
 
-def _total(tensors: Sequence[Any]) -> Any:
-    return tf.add_n([tf.cast(tf.reduce_sum(values_of(tensor)), tf.float32) for tensor in tensors])
-
-
-def read(scalars: Sequence[Any]) -> list[float]:
-    """Read scalars, all of them at once.
-
-    Raises:
-        UsageError: in a graph.
-    """
-    if not tf.executing_eagerly():
-        raise UsageError(
-            "what a step came to is read to the host, which no graph can do while it is traced. "
-            "Ask for it outside tf.function, after the step."
-        )
-    return [float(x) for x in tf.stack([tf.cast(scalar, tf.float64) for scalar in scalars]).numpy()]
-
-
-def known_scalar(value: Any) -> Any:
-    """Return a scalar that can be read later; None for what is being traced, and for what is no scalar."""
+def known_scalar(value: object) -> tf.Tensor | None:
     if not tf.executing_eagerly() or not (tf.is_tensor(value) or isinstance(value, float)):
         return None
     return tf.convert_to_tensor(value) if len(getattr(value, "shape", ())) == 0 else None
 
 
-def write(variable: Any, value: float) -> None:
-    """Set a scalar variable to a number."""
-    variable.assign(value)
+def becomes_constant(value: tf.Tensor) -> bool:
+    return False  # graphs read variables
 
 
-def bakes(value: Any) -> bool:
-    """Return whether a value read now would be a constant of a compiled program: graphs read variables."""
-    return False
-
-
-def stateless_inputs(tensors: Sequence[Any]) -> list[Any]:
-    """Return what may be handed to Keras."""
+def stateless_inputs(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list(tensors)

@@ -18,9 +18,9 @@ from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.keras.batch_losses import Losses
 from preamp.keras.buffers import Buffers, state_values
 from preamp.keras.inner import BaseLossScaleOptimizer
-from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, framework
+from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, backend
 from preamp.record.trace import Trace
-from preamp.scaling import Step
+from preamp.scaling import Step, raise_if_exhausted, to_step
 
 
 class TraceCallback(keras.callbacks.Callback):
@@ -109,7 +109,7 @@ class TraceCallback(keras.callbacks.Callback):
             self.trace = self._opened("append")
         self._buffers = Buffers(self.model)
         self._losses = Losses(self.model)
-        self._steps, self._skipped = map(int, framework.read(self._values()[-2:]))
+        self._steps, self._skipped = map(int, backend.read(self._values()[-2:]))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Keep what the forward pass may spoil, and the sum of the losses before this batch."""
@@ -122,9 +122,10 @@ class TraceCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         values = self._values()
         scalars = self._losses.end_batch(optimizer._loss_of_step)
-        numbers = framework.read([*scalars, *values])
+        numbers = backend.read([*scalars, *values])
         of_losses, numbers = numbers[: len(scalars)], numbers[len(scalars) :]
-        step = optimizer._ledger.step(numbers)
+        state = optimizer._scaler.state_of(numbers)
+        step = to_step(state)
         if step is None:
             return
         loss = self._losses.loss(of_losses, numbers[-2], (logs or {}).get("loss"))
@@ -139,7 +140,7 @@ class TraceCallback(keras.callbacks.Callback):
         if logs is not None:
             logs["loss_scale"], logs["skipped_steps"] = step.new_scale, skipped
         try:
-            optimizer._ledger.raise_if_exhausted(numbers)
+            raise_if_exhausted(optimizer.policy, state)
         except ScaleExhausted as reason:
             self.trace.stop(str(reason))
             self.on_train_end()
@@ -163,9 +164,9 @@ class TraceCallback(keras.callbacks.Callback):
         return trace
 
     def _values(self) -> list[Any]:
-        """Return the values of the ledger's variables."""
+        """Return the values of the variables of the scale."""
         optimizer = self.model.optimizer
-        return state_values(self.model, optimizer._ledger.variables, optimizer.variables, "optimizer")
+        return state_values(self.model, optimizer._scaler.variables, optimizer.variables, "optimizer")
 
     def _warn_if_unseen(self, between: int, skipped: int) -> None:
         """Warn, once, of skipped steps that no callback was called after."""
@@ -180,11 +181,11 @@ class TraceCallback(keras.callbacks.Callback):
 
     def _spoiled(self) -> tuple[str, ...]:
         """Return the paths of buffers that are not finite; put them back if asked to, warn of what stays."""
-        spoiled = self._buffers.not_finite(framework.read)
+        spoiled = self._buffers.not_finite(backend.read)
         remaining = spoiled
         if spoiled and self.restore_buffers:
             self._buffers.restore(spoiled)
-            remaining = self._buffers.not_finite(framework.read)
+            remaining = self._buffers.not_finite(backend.read)
         if remaining and not self._has_warned:
             self._has_warned = True
             instead = (

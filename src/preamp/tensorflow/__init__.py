@@ -1,8 +1,4 @@
-"""preamp for TensorFlow: `from preamp.tensorflow import LossScaleOptimizer` is the only line to change.
-
-This room decides which class an inner optimizer is wrapped in, and in what order tf.keras's methods may
-be called. It refuses to know when a scale moves: the policy does.
-"""
+"""preamp for TensorFlow: `from preamp.tensorflow import LossScaleOptimizer` is the only line to change."""
 
 import sys
 
@@ -17,6 +13,7 @@ except ImportError as error:
 else:
     MissingExtra.refuse_older("tensorflow", _tensorflow.__version__, "2.18")
 
+import preamp.tensorflow.kinds  # which class is for which inner optimizer
 from preamp.tensorflow.optimizer import LossScaleOptimizer
 
 if "tf_keras" in sys.modules:  # its older file formats find a class only when it is registered

@@ -172,7 +172,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         variables = [variable for _, variable in pairs]
         if not self.built:
             self.build(variables)
-        on_tensorflow.apply(self, gradients, variables, None)
+        self._take_step(gradients, variables, None)
 
     def get_config(self) -> dict[str, Any]:
         """Return what makes this optimizer anew, in plain JSON."""

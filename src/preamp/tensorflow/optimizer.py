@@ -1,7 +1,6 @@
-"""tf.keras's LossScaleOptimizer: what it promises, whoever made the optimizer inside.
+"""tf.keras's LossScaleOptimizer: scale the loss, unscale the gradients, apply.
 
-This room owns that idiom: scale the loss, unscale the gradients, apply. It refuses to know how an optimizer
-updates and where the state of the scale is kept: there is one class for each kind of inner optimizer.
+There is one class for each kind of inner optimizer; `LossScaleOptimizer(inner)` makes an object of it.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 import tensorflow as tf
 
-from preamp.arrays.tensorflow import divided, multiplied, unconverted
+from preamp.arrays.tensorflow import scaled, unconverted, unscale
 from preamp.checks import (
     ScaledLosses,
     level_of_caller,
@@ -30,7 +29,13 @@ from preamp.policy import Moving, Policy, Static
 from preamp.scaling import Step
 from preamp.tensorflow.arguments import ArgumentTypeError
 
-_MADE: dict[tuple[Any, Any], Any] = {}  # what a user's subclass became, by the kind of inner optimizer
+Kind: TypeAlias = Literal["legacy", "tf_keras", "keras"]
+
+# What a user's subclass became, by the kind of inner optimizer.
+_MADE: dict[tuple[type[LossScaleOptimizer], Kind], type[LossScaleOptimizer]] = {}
+
+
+L = TypeVar("L", bound="LossScaleOptimizer")
 
 
 class _SignatureOfInit:
@@ -133,6 +138,7 @@ class LossScaleOptimizer:
     _loss_has_been_scaled = False
     _gradients_have_been_unscaled = False
     _scaled_losses: ScaledLosses
+    _class_for: ClassVar[Callable[[Kind], type[LossScaleOptimizer]]]  # which `kinds` sets
 
     __signature__: ClassVar[_SignatureOfInit] = _SignatureOfInit()
 
@@ -194,9 +200,7 @@ class LossScaleOptimizer:
         Raises:
             PolicyError: for what describes none.
         """
-        kind: Any = _over(cls, kind_of_config(config))
-        made: Self = kind.from_config(config, custom_objects)
-        return made
+        return _over(cls, kind_of_config(config)).from_config(config, custom_objects)
 
     @property
     def learning_rate(self) -> Any:
@@ -247,7 +251,7 @@ class LossScaleOptimizer:
             return lambda: self.get_scaled_loss(loss())
         self._check_loss(loss)
         self._loss_has_been_scaled = True
-        return self._scaled_losses.note(multiplied(loss, self.loss_scale))
+        return self._scaled_losses.note(scaled(loss, self.loss_scale))
 
     def _check_loss(self, loss: Any) -> None:
         """Refuse what is not a loss, and one that has been scaled already."""
@@ -269,7 +273,7 @@ class LossScaleOptimizer:
         """
         grads = listed_gradients("grads", grads, "get_unscaled_gradients(tape.gradient(loss, variables))")
         self._gradients_have_been_unscaled = True
-        return divided(grads, self.loss_scale)
+        return unscale(grads, self.loss_scale)
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         """Return unscaled gradients of a loss in a graph. In `minimize` and with a tape it is not needed.
@@ -340,25 +344,26 @@ def _has_kind(cls: type) -> bool:
     return any(issubclass(base, LossScaleOptimizer) and "KIND" in vars(base) for base in cls.__mro__)
 
 
-def _over(cls: Any, kind: Any) -> Any:
+def _over(cls: type[L], kind: Kind) -> type[L]:
     """Return a class for inner optimizers of one kind; of a subclass, one of its name and place."""
+    base: Any = LossScaleOptimizer._class_for(kind)
     if cls is LossScaleOptimizer:
-        return kind
-    if (cls, kind) not in _MADE:
+        return base  # type: ignore[no-any-return]
+    made: Any = _MADE.get((cls, kind))
+    if made is None:
         place = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-        _MADE[cls, kind] = types.new_class(
-            cls.__name__, (cls, kind), exec_body=lambda body: body.update(place)
-        )
-    _register_as(_MADE[cls, kind], cls)
-    return _MADE[cls, kind]
+        made = types.new_class(cls.__name__, (cls, base), exec_body=lambda body: body.update(place))
+        _MADE[cls, kind] = made
+    _register_as(made, cls, kind)
+    return made  # type: ignore[no-any-return]
 
 
-def _register_as(made: Any, cls: Any) -> None:
+def _register_as(made: type, cls: type, kind: Kind) -> None:
     """Give a class the name under which the user has registered the one it was made of, if they have.
 
     Files then hold that name, and loading finds the user's class: it makes what the file is of.
     """
-    library = importlib.import_module("keras" if made.KIND == "keras" else "tf_keras")
+    library = importlib.import_module("keras" if kind == "keras" else "tf_keras")
     name = library.saving.get_registered_name(cls)
     package, found, short = name.rpartition(">")
     if found and library.saving.get_registered_name(made) != name:
@@ -366,32 +371,34 @@ def _register_as(made: Any, cls: Any) -> None:
             library.saving.register_keras_serializable(package, short)(each)
 
 
-def kind_of_config(config: Any) -> type[Any]:
-    """Return the class for a configuration, by what the three libraries write of an inner optimizer."""
+def kind_of_config(config: object) -> Kind:
+    """Return the kind of the inner optimizer in a configuration, by what the three libraries write of one.
+
+    Raises:
+        PolicyError: for what is not a configuration.
+    """
     inner = config.get("inner_optimizer") if isinstance(config, Mapping) else None
     if inner is not None and not isinstance(inner, Mapping):
         return _kind(inner)
     settings: Any = (inner or {}).get("config") or {}
     if "decay" in settings or settings.get("is_legacy_optimizer"):
-        from preamp.tensorflow import tf_keras_legacy
-
-        return tf_keras_legacy.LossScaleOptimizer
+        return "legacy"
     if "is_legacy_optimizer" in settings:
-        from preamp.tensorflow import tf_keras_optimizers
-
-        return tf_keras_optimizers.LossScaleOptimizer
+        return "tf_keras"
     if settings:
-        from preamp.tensorflow import keras_optimizers
-
-        return keras_optimizers.LossScaleOptimizer
+        return "keras"
     raise PolicyError(
         f"{shown(config)} is no configuration of a LossScaleOptimizer: that has an inner_optimizer and "
         "arguments. Write optimizer.get_config() to get one."
     )
 
 
-def _kind(inner: Any) -> type[Any]:
-    """Return the class for an inner optimizer. What it was not made with is not imported."""
+def _kind(inner: object) -> Kind:
+    """Return the kind of an inner optimizer. A library that it was not made with is not imported.
+
+    Raises:
+        ArgumentTypeError: for what is not an optimizer, or scales its loss itself.
+    """
     if isinstance(inner, LossScaleOptimizer):
         raise _nested(inner)
     if "tf_keras" in sys.modules:
@@ -400,24 +407,19 @@ def _kind(inner: Any) -> type[Any]:
         if isinstance(inner, tf_keras.mixed_precision.LossScaleOptimizer):
             raise _nested(inner)
         if isinstance(inner, tf_keras.optimizers.legacy.Optimizer):
-            from preamp.tensorflow import tf_keras_legacy
-
-            return tf_keras_legacy.LossScaleOptimizer
+            return "legacy"
         if isinstance(inner, tf_keras.optimizers.Optimizer):
-            from preamp.tensorflow import tf_keras_optimizers
-
-            return tf_keras_optimizers.LossScaleOptimizer
+            return "tf_keras"
     if "keras" in sys.modules:
         import keras
 
         if isinstance(inner, keras.optimizers.Optimizer):
             _check_backend(keras.backend.backend())
             from preamp.keras.inner import BaseLossScaleOptimizer
-            from preamp.tensorflow import keras_optimizers
 
             if isinstance(inner, BaseLossScaleOptimizer):
                 raise _nested(inner)
-            return keras_optimizers.LossScaleOptimizer
+            return "keras"
     raise ArgumentTypeError(
         '"inner_optimizer" must be an instance of `tf.keras.optimizers.Optimizer` or '
         f"`tf.keras.optimizers.experimental.Optimizer`, but got: {inner}. "

@@ -1,39 +1,36 @@
 """The state of a loss scale where tf_keras looks for one.
 
-tf_keras's LossScaleOptimizer asks an object of its own for the scale, and has it look at the gradients before
-it decides. This room is that object, with a policy for a rule. It refuses to know which optimizer asks.
+tf_keras's LossScaleOptimizer asks an object of its own for the scale, and has it check the gradients before
+it decides whether to apply them: here that object follows a policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_keras exports only a facade
 
-from preamp.arrays.tensorflow import agreed, seen
+from preamp.arrays.tensorflow import Gradient, all_finite, global_norm, gradient_stats
 from preamp.errors import UsageError
-from preamp.policy import Policy, Reading, Static, Where, choose
-from preamp.scaling import Step
+from preamp.policy import Policy, Static
+from preamp.scaling import Measured, ScalerState, Step, advance, raise_if_exhausted, start, to_step
 from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
 from preamp.tensorflow.tf_keras_buffers import Buffers
 from preamp.tensorflow.tf_keras_losses import Losses
 
 # What to write to start inside the policy's bounds: tf_keras has no way to set a scale.
-INSIDE = "load the model without its optimizer"
+REMEDY = "load the model without its optimizer"
 
-# tf_keras's names in checkpoints for what a policy's state holds.
-NAMES = {"scale": "current_loss_scale", "good": "good_steps"}
+# The names of the variables in checkpoints: those of tf_keras for what a policy's state has.
+POLICY_NAMES = {"scale": "current_loss_scale", "good": "good_steps"}
+NAMES = {"finite": "last_finite", "grad_norm": "last_grad_norm", "peak": "last_peak"}
+DTYPES = {"good": tf.int64, "steps": tf.int64, "skipped_steps": tf.int64, "finite": tf.bool}
 
-# What a step leaves to be asked for, `overflows` being those at which the policy gave up.
-RECORD = {
-    "steps": tf.int64,
-    "skipped_steps": tf.int64,
-    "last_scale": tf.float32,
-    "last_finite": tf.bool,
-    "overflows": tf.float32,
-}
+Number: TypeAlias = "float | tf.Tensor"
+T = TypeVar("T")
 
 
 class LossScaleState(theirs._DynamicLossScaleState):
@@ -41,7 +38,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
 
     Args:
         policy: the rule in force.
-        buffers: those of the model, to look at after a skipped step.
+        buffers: those of the model, to check after a skipped step.
 
     Attributes:
         policy: the rule in force.
@@ -54,18 +51,27 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self.policy = policy
         self.losses = Losses()
         self._buffers = buffers
-        self._checked: Any = policy.start()  # a state that is known to be right
+        first = start(policy, takes_norm=True)
+        self._checked: Any = first.policy_state  # a state that is known to be valid
         self._is_outside = False
-        self._weights: dict[Any, Any] = {}
-        self._parts = {name: self._part(name, value) for name, value in policy.start()._asdict().items()}
-        self._counter = self._parts["good"]
-        kinds = {**RECORD, "last_peak": tf.float32} if "peak" in policy.needs else RECORD
+        self._weights: dict[Any, tf.Variable] = {}
+        self._policy_variables = {
+            name: self._variable(POLICY_NAMES.get(name, name), DTYPES.get(name, tf.float32), value)
+            for name, value in first.policy_state._asdict().items()
+            if not (name == "scale" and isinstance(policy, Static))  # a constant: no checkpoint may move it
+        }
+        self._counter = self._policy_variables["good"]
+        # By the fields of `ScalerState`.
         self._record = {
-            name: self._add_weight(name=name, dtype=dtype, initial_value=dtype.as_numpy_dtype(0))
-            for name, dtype in kinds.items()
+            name: self._variable(NAMES.get(name, name), DTYPES.get(name, tf.float32), 0)
+            for name, value in first._asdict().items()
+            if name != "policy_state" and value is not None
         }
 
-    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
+    def _variable(self, name: str, dtype: tf.DType, value: float) -> tf.Variable:
+        return self._add_weight(name=name, dtype=dtype, initial_value=dtype.as_numpy_dtype(value))
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, Any]:
         children: dict[str, Any] = super()._trackable_children(save_type, **options)
         if save_type == "checkpoint":
             return children
@@ -78,64 +84,63 @@ class LossScaleState(theirs._DynamicLossScaleState):
             with tf.init_scope():
                 self._buffers.begin()
 
-    def _part(self, name: str, value: float) -> Any:
-        if name == "scale" and isinstance(self.policy, Static):
-            return None  # a constant: no checkpoint may move it
-        dtype = tf.int64 if name == "good" else tf.float32
-        first = dtype.as_numpy_dtype(value)
-        return self._add_weight(name=NAMES.get(name, name), dtype=dtype, initial_value=first)
-
     @property
-    def current_loss_scale(self) -> Any:
+    def current_loss_scale(self) -> tf.Tensor | tf.Variable:
         """The scale, a float32 scalar variable or constant."""
-        scale = self._parts["scale"]
-        return tf.constant(self.policy.start().scale, tf.float32) if scale is None else scale
+        if isinstance(self.policy, Static):
+            return tf.constant(self.policy.scale, tf.float32)
+        return self._policy_variables["scale"]
 
-    def update(self, grads: Any) -> tuple[Any, Any]:
+    def update(self, grads: object) -> tuple[tf.Operation, bool | tf.Tensor]:
         """Advance the policy by one step.
 
         Args:
-            grads: unscaled gradients, as in `agreed`.
+            grads: unscaled gradients, maybe nested; in a cross-replica context what each replica has.
 
         Returns:
             The op that does it, and whether the gradients are finite.
 
         Raises:
-            ScaleExhausted: eagerly, if the policy gives up.
+            ScaleExhausted: eagerly, if the policy gives up on this step.
         """
-        reading, before, where = self._reading(tf.nest.flatten(grads)), self._state(), tf.where
+        measured = self._measured(tf.nest.flatten(grads))
         if tf.executing_eagerly():  # tf_keras reads it next, to decide: the rest is for Python to compute
-            reading, where = _on_host(reading), choose
-            self._check(before)
-        after = self.policy.advance(before, reading, where)
-        written = self._note(reading, before.scale, where)
-        self.losses.end_step(self._record["steps"])
-        if self._buffers is not None:
-            self._buffers.end_step(reading.finite)
-        if self.policy.gives_up:
-            gives_up = self.policy.exhausted(before, after, reading, where)
-            after = type(before)(*[where(gives_up, a, b) for a, b in zip(before, after, strict=True)])
-            written.append(self._note_giving_up(where(gives_up, before.bad + 1.0, 0.0), where))
-        written += self._write(after)
-        if tf.executing_eagerly():
-            self._checked = after
-            self.check_exhausted()
-        return tf.group(*written), reading.finite
+            on_host = Measured(*[None if value is None else value.numpy().item() for value in measured])
+            return self._update_on_host(on_host)
+        after, _ = advance(self.policy, self._tensors(), measured, tf.where)
+        return tf.group(*self._write(after)), measured.finite
+
+    def _update_on_host(self, measured: Measured[float]) -> tuple[tf.Operation, bool]:
+        before = self._numbers()._replace(steps=0, skipped_steps=0)
+        self._check(before.policy_state)
+        after, gave_up = advance(self.policy, before, measured)
+        written = self._write(after)
+        self._checked = after.policy_state
+        if gave_up:
+            raise self.policy.exhaustion(measured.scale, int(before.policy_state.bad) + 1)
+        return tf.group(*written), measured.finite
 
     def check_exhausted(self) -> None:
-        """Raise `ScaleExhausted` if the policy has given up."""
-        if not self.policy.gives_up:
-            return
-        record = self._read()
-        if record["overflows"]:
-            raise self.policy.exhaustion(record["last_scale"], int(record["overflows"]))
+        """Raise what a graph could not, until a state is loaded.
 
-    def numbers(self) -> dict[str, Any]:
-        """Return the values of all variables, read from their device, for `restore`."""
-        parts = {name: part for name, part in self._parts.items() if part is not None}
-        return {**_values(parts), **self._read()}
+        Raises:
+            ScaleExhausted: if the policy has given up. It names the first time.
+        """
+        if self.policy.gives_up:
+            raise_if_exhausted(self.policy, self._numbers())
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def numbers(self) -> dict[str, float]:
+        """Return what the variables hold, read from their device, for `restore`.
+
+        That the policy gave up is left out: a training that resumes may do better.
+        """
+        _check_eager()
+        named = {NAMES.get(name, name): variable for name, variable in self._record.items()}
+        values = _values({**self._policy_variables, **named})
+        # Of a norm that is inf, after an overflow, a configuration in JSON could not tell.
+        return {n: x for n, x in values.items() if not n.startswith("exhausted") and math.isfinite(x)}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
         """Set the variables to what `numbers` returned, maybe of another policy's.
 
         Raises:
@@ -143,35 +148,30 @@ class LossScaleState(theirs._DynamicLossScaleState):
             UserWarning: a warning, for a scale outside the policy's bounds, which is kept.
         """
         check_counts(saved, ["steps", "skipped_steps"])
-        state = check_resumed(self.policy, saved, INSIDE)
+        state = check_resumed(self.policy, saved, REMEDY)
         self._checked, self._is_outside = state, is_out_of_bounds(self.policy, state.scale)
-        self._write(state)
+        self._write_policy(state)
         for name, variable in self._record.items():
-            variable.assign(variable.dtype.as_numpy_dtype(saved.get(name, 0)))
+            variable.assign(variable.dtype.as_numpy_dtype(saved.get(NAMES.get(name, name), 0)))
         self.losses.forget()
         if self._buffers is not None:
             self._buffers.keep_finite()
 
     def step(self) -> Step | None:
         """Return what the last step came to, read from its device; None before the first."""
-        record = self._read()
-        self._check(self._state())
-        if not record["steps"]:
+        state = self._numbers()
+        self._check(state.policy_state)
+        if not state.steps:
             return None
-        finite = record["last_finite"]
-        return Step(
-            index=record["steps"] - 1,
-            scale=record["last_scale"],
-            finite=finite,
-            skipped=not finite,
-            new_scale=float(tf.convert_to_tensor(self.current_loss_scale)),
-            loss=self.losses.read(record["steps"]),
-            peak=record.get("last_peak") if finite else None,
-            buffers=() if finite or self._buffers is None else self._buffers.ruined(),
-        )
+        buffers = () if state.finite or self._buffers is None else self._buffers.ruined()
+        return to_step(state, loss=self.losses.read(int(state.steps)), buffers=buffers)
 
-    def _check(self, state: Any) -> None:
-        """Check a state that `tf.train.Checkpoint` has restored past `restore`.
+    def skipped(self) -> int:
+        """Return how many steps were skipped, read from their device."""
+        return int(self._numbers().skipped_steps)
+
+    def _check(self, state: NamedTuple) -> None:
+        """Check a policy's state that `tf.train.Checkpoint` has restored past `restore`.
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
@@ -182,74 +182,98 @@ class LossScaleState(theirs._DynamicLossScaleState):
         restored = self.policy.restore(state._asdict())
         was_outside, self._is_outside = self._is_outside, is_out_of_bounds(self.policy, restored.scale)
         if self._is_outside and not was_outside:
-            warn_if_out_of_bounds(self.policy, restored.scale, INSIDE, of="optimizer")
+            warn_if_out_of_bounds(self.policy, restored.scale, REMEDY, of="optimizer")
         self._checked = state
 
-    def skipped(self) -> int:
-        """Return how many steps were skipped, read from their device."""
-        return int(self._read()["skipped_steps"])
+    def _measured(self, grads: Sequence[Gradient | None]) -> Measured[tf.Tensor]:
+        """Return what was measured in unscaled gradients; a policy is told how large they were before."""
+        # A copy: what TensorFlow reads is the variable's memory, which is about to be written.
+        scale, needs = self.current_loss_scale + 0.0, self.policy.needs
+        stats = gradient_stats(needs, self.policy.edge / scale, grads) if needs else {}
+        if "peak" in stats:
+            stats["peak"] *= scale
+        finite, norm = _finite_and_norm(grads)
+        return Measured(finite, scale, norm, **stats)
 
-    def _reading(self, grads: list[Any]) -> Reading:
-        """Return what is seen in unscaled gradients; a policy is shown how large they were before."""
-        if not self.policy.needs:
-            return Reading(agreed(grads))
-        scale = tf.convert_to_tensor(self.current_loss_scale)
-        found = seen(self.policy.needs, self.policy.edge / scale, grads)
-        if "peak" in found:
-            found["peak"] *= scale
-        return Reading(agreed(grads), **found)
+    def _tensors(self) -> ScalerState[Any, tf.Tensor]:
+        """Return copies of the variables, for a graph."""
+        policy_variables = {**self._policy_variables, "scale": self.current_loss_scale}
+        return self._state(
+            {name: tf.cast(tf.convert_to_tensor(v), tf.float32) for name, v in policy_variables.items()},
+            # Of the record of the last step a policy needs to know whether it gave up, if it does that.
+            {
+                name: tf.convert_to_tensor(v) if name.startswith("exhausted") and self.policy.gives_up else v
+                for name, v in self._record.items()
+            },
+        )._replace(steps=0, skipped_steps=0)  # so that those after a step are what it adds
 
-    def _state(self) -> Any:
-        """Return the values of now: a variable itself would be read again after it was written."""
-        parts = {**self._parts, "scale": self.current_loss_scale}
-        if tf.executing_eagerly():
-            return type(self.policy.start())(**{name: float(value) for name, value in _values(parts).items()})
-        values = {name: tf.cast(tf.convert_to_tensor(part), tf.float32) for name, part in parts.items()}
-        return type(self.policy.start())(**values)
+    def _numbers(self) -> ScalerState[Any, float]:
+        """Return the state, read from its device."""
+        _check_eager()
+        policy_variables = {**self._policy_variables, "scale": self.current_loss_scale}
+        numbers = {name: float(value) for name, value in _values(policy_variables).items()}
+        return self._state(numbers, _values(self._record))
 
-    def _write(self, state: Any) -> list[Any]:
-        pairs = zip(self._parts.values(), state, strict=True)
-        return [part.assign(_cast(value, part.dtype)) for part, value in pairs if part is not None]
+    def _state(self, policy_values: Mapping[str, T], record: Mapping[str, T]) -> ScalerState[Any, T]:
+        policy_state = type(self._checked)(**policy_values)
+        missing = {"peak": None} if "peak" not in record else {}
+        return ScalerState(policy_state=policy_state, **missing, **record)  # type: ignore[arg-type]
 
-    def _note(self, reading: Reading, scale: Any, where: Where) -> list[Any]:
-        """Write the record of a step."""
-        record = self._record
-        peaks = [name for name in record if name == "last_peak"]
-        return [
-            record["steps"].assign_add(1),
-            record["skipped_steps"].assign_add(_cast(where(reading.finite, 0, 1), tf.int64)),
-            record["last_scale"].assign(scale),
-            record["last_finite"].assign(reading.finite),
-            *[record[name].assign(where(reading.finite, reading.peak, 0.0)) for name in peaks],
-        ]
+    def _write(self, after: ScalerState[Any, Number]) -> list[tf.Operation]:
+        """Write a state whose counts are what a step adds."""
+        written = self._write_policy(after.policy_state)
+        for name, variable in self._record.items():
+            value = getattr(after, name)
+            if name in ("steps", "skipped_steps"):
+                written.append(variable.assign_add(_cast(value, variable.dtype)))
+            elif self.policy.gives_up or not name.startswith("exhausted"):
+                written.append(variable.assign(_cast(value, variable.dtype)))
+        self.losses.end_step(self._record["steps"])
+        if self._buffers is not None:
+            self._buffers.end_step(after.finite)
+        return written
 
-    def _note_giving_up(self, overflows: Any, where: Where) -> Any:
-        """Write at how many overflows the policy gave up, or 0. In a graph it stays noted."""
-        noted = self._record["overflows"]
-        if not tf.executing_eagerly():
-            earlier = tf.convert_to_tensor(noted)
-            overflows = where(earlier > 0.0, earlier, overflows)
-        return noted.assign(overflows)
-
-    def _read(self) -> dict[str, Any]:
-        if not tf.executing_eagerly():
-            raise UsageError(
-                "what a step came to is read from its device, which no graph can do while it is traced. "
-                "Ask for it outside tf.function, after the step."
-            )
-        return _values(self._record)
+    def _write_policy(self, state: NamedTuple) -> list[tf.Operation]:
+        values = state._asdict()
+        return [v.assign(_cast(values[name], v.dtype)) for name, v in self._policy_variables.items()]
 
 
-def _on_host(reading: Reading) -> Reading:
-    """Return a reading as plain numbers."""
-    return Reading(*[None if value is None else value.numpy().item() for value in reading])
+def _finite_and_norm(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return whether the gradients of all replicas are finite, and their global L2 norm.
+
+    tf_keras hands over the sum over replicas, which all of them have. If it was told not to sum, the norm is
+    that of the first replica.
+    """
+
+    def measured(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.where(all_finite(grads), 0.0, 1.0), global_norm(grads)
+
+    total = tf.distribute.ReduceOp.SUM
+    if tf.distribute.in_cross_replica_context():
+        strategy = tf.distribute.get_strategy()
+        overflows, norms = strategy.extended.call_for_each_replica(measured, args=(grads,))
+        norm = strategy.experimental_local_results(norms)[0]
+        return tf.equal(strategy.reduce(total, overflows, axis=None), 0.0), norm
+    replica = tf.distribute.get_replica_context()
+    if replica.num_replicas_in_sync == 1:
+        return all_finite(grads), global_norm(grads)
+    overflows, norm = measured(grads)
+    return tf.equal(replica.all_reduce(total, overflows), 0.0), norm
 
 
-def _cast(value: Any, dtype: Any) -> Any:
+def _check_eager() -> None:
+    if not tf.executing_eagerly():
+        raise UsageError(
+            "what a step came to is read from its device, which no graph can do while it is traced. "
+            "Ask for it outside tf.function, after the step."
+        )
+
+
+def _cast(value: Number | bool, dtype: tf.DType) -> Number:
     """Return a tensor or a number in a dtype."""
     return tf.cast(value, dtype) if tf.is_tensor(value) else dtype.as_numpy_dtype(value)
 
 
-def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
+def _values(variables: Mapping[str, tf.Variable | tf.Tensor]) -> dict[str, float]:
     """Return the values of scalar variables as plain numbers: those of one replica."""
     return {name: tf.convert_to_tensor(variable).numpy().item() for name, variable in variables.items()}
