@@ -246,7 +246,7 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
 
 
 class Stamp(NamedTuple):
-    """A tensor as it was at one moment: the object, without keeping it alive, and how often it was written to.
+    """A tensor as it was at one moment: which object, not kept alive, and how often it was written to.
 
     What is written through `.data` or NumPy, or by a collective, is not counted by PyTorch.
 
@@ -367,8 +367,8 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
     return groups
 
 
-def _at(tensors: Sequence[Tensor], indices: list[int]) -> Sequence[Tensor]:
-    return tensors if len(indices) == len(tensors) else [tensors[i] for i in indices]
+def _at(tensors: Sequence[Tensor], indices: list[int]) -> list[Tensor]:
+    return list(tensors) if len(indices) == len(tensors) else [tensors[i] for i in indices]
 
 
 def _next_in(dtype: torch.dtype, number: float) -> float:

@@ -74,8 +74,8 @@ def is_in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# Tells whether a tensor is one of `torch.func`. Since before 2.6. Without, a loss would be kept for longer than
-# the function it belongs to.
+# Tells whether a tensor is one of `torch.func`. Since before 2.6. Without, a loss would be kept for longer
+# than the function it belongs to.
 is_of_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 

@@ -29,8 +29,7 @@ from preamp.policy import Policy, Reading
 from preamp.scaling import Step
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
-from preamp.torch.scaling.losses import Losses, UnreadLoss
-from preamp.torch.scaling.sight import Sight, combined
+from preamp.torch.scaling.gradient_stats import GradientStats, Losses, UnreadLoss, combined
 
 
 def attach(
@@ -107,7 +106,7 @@ class Attached:
         self._host, self._mirror, self._hooks = host, Mirror(policy), Hooks()
         self._outcome: _Outcome | None = None
         self._norm: float | None = None
-        self._sight: Sight | None = None
+        self._sight: GradientStats | None = None
         self._seed_is_known = False
         self._losses = Losses()
         self._place_hooks()
@@ -235,7 +234,7 @@ class Attached:
             attributes = self._mirror.written(saved, after, finite)
             self._outcome = _Outcome(finite, reading.peak, after, attributes, culprits, None)
 
-    def _look(self) -> Sight | None:
+    def _look(self) -> GradientStats | None:
         """Return what all ranks see in the scaled gradients, for a policy that uses gradient statistics."""
         if not self.policy.needs:
             return None
