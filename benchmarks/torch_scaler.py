@@ -245,7 +245,7 @@ def dispatch(options: Options) -> Iterator[Row]:
 def as_on_an_accelerator(area: Area, device: str) -> Iterator[Row]:
     """Yield the counts of the way that is taken where a read to the host has its price."""
     iteration = Iteration(small(), device, "AdamW(fused)")
-    with patch("preamp.torch.scaling.stepping._reads_are_free", lambda _: False):
+    with patch("preamp.torch.scaling.grad_scaler._reads_are_free", lambda _: False):
         ours = count(iteration.ours_clip)
     theirs, own = count(iteration.stock_clip), count(iteration.bare)
     what = "AdamW(fused), clip, as on an accelerator"

@@ -21,6 +21,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from preamp import Dynamic, PolicyError, PreampError, Reading, ScaleExhausted, Tolerant
 from preamp.torch import GradScaler
+from preamp.torch.scaling.loss_scale import five_numbers_suffice
 
 from .calling import Calling, drive, drive_long
 
@@ -311,7 +312,7 @@ class GradScalerCalls(Calling):
     def load_what_is_unfit(self, entries: Any) -> None:
         whole = {**self.scaler.state_dict(), **entries}
         own = {"growth_factor", "growth_interval", "backoff_factor"} & set(entries)
-        if (own and not self.scaler._loss_scale.owns_rule) or (
+        if (own and not self.scaler._owns_policy) or (
             "bad" in str(entries) and "bad" not in self.state._fields
         ):
             return
@@ -336,7 +337,7 @@ class GradScalerCalls(Calling):
     def the_state_is_the_policys(self) -> None:
         assert self.scaler.get_scale() == self.state.scale
         told = self.scaler.policy_state
-        if self.scaler._loss_scale.five_numbers_suffice():  # then overflows need not be counted
+        if five_numbers_suffice(self.scaler.policy):  # then overflows need not be counted
             told = told._replace(bad=self.state.bad)
         assert told == self.state
 

@@ -12,7 +12,7 @@ from preamp import Dynamic, PolicyError, ScaleExhausted, Trace, TraceError
 from preamp.deepspeed import initialize
 from preamp.scaling import Step
 from preamp.torch import GradScaler, LossScaleOptimizer
-from preamp.torch.scaling import buffers, stepping
+from preamp.torch.scaling import buffers, grad_scaler
 
 from .pairs import HALF_ENGINE
 
@@ -75,7 +75,7 @@ ways = pytest.mark.parametrize(
 @pytest.mark.parametrize("factor", [INF, NAN])
 def test_buffers_that_forward_has_ruined_are_named(way, factor, monkeypatch):
     if way.get("fused"):
-        monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+        monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
     run = Run(**way)
     run.step()
     assert (run.last.skipped, run.last.buffers) == (False, ())
@@ -97,7 +97,7 @@ restoring = pytest.mark.parametrize("way", [{}, {"fused": True}, {"kind": LossSc
 @restoring
 @pytest.mark.parametrize("factor", [INF, NAN])
 def test_they_are_put_back_on_request_and_training_is_as_if_nothing_had_been(way, factor, monkeypatch):
-    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
     ours, clean = Run(**way, restore_buffers=True), Run(**way)
     for number in range(6):
         if number in (1, 3, 4):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import PolicyError, Static
 from preamp.torch import GradScaler
-from preamp.torch.scaling import stepping
+from preamp.torch.scaling import grad_scaler
 from tests.seeing import Remembering
 
 from .pairs import INF, NAN, give, make, ours, theirs, weights
@@ -362,11 +362,11 @@ def test_watching_changes_nothing(script, kind):
 @pytest.mark.parametrize("zero", [True, False])
 def test_norms_taken_in_backward_are_used(monkeypatch, kind, zero):
     """No gradient is measured twice: the step only adds up."""
-    from preamp.torch.scaling import watch
+    from preamp.torch.scaling import backward_norms
 
     network, calls = Network(kind, ours(), watch=True), []
-    square = watch.square
-    monkeypatch.setattr(watch, "square", lambda tensor: calls.append(tensor.shape) or square(tensor))
+    square = backward_norms.square
+    monkeypatch.setattr(backward_norms, "square", lambda tensor: calls.append(tensor.shape) or square(tensor))
     for number in range(3):
         network.step(number, backwards=1, zero=zero, deed="none", max_norm=1.0)
         assert len(calls) == 3 * (number + 1)
@@ -434,7 +434,7 @@ def test_a_peak_takes_one_call_for_each_gradient_and_a_share_none_below_the_edge
 
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}])
 def test_a_policy_that_sees_reads_no_more_than_one_that_does_not(monkeypatch, limits):
-    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
     for kind, options in (("AdamW fused", {}), ("SGD", {"capturable": True})):
         bare = counted(None, kind, bare=True).reads
         assert counted(ours(policy=Remembering(1024.0), **options), kind, **limits).reads == bare
@@ -442,7 +442,7 @@ def test_a_policy_that_sees_reads_no_more_than_one_that_does_not(monkeypatch, li
 
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}])
 def test_where_reads_cost_a_fused_step_has_none_and_any_other_one(monkeypatch, limits):
-    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
     fused = ours()
     assert counted(fused, "AdamW fused", **limits).reads == 0
     norm = pytest.approx(644**0.5 / 1024)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Orig
 
 import preamp
 from preamp.torch import ShardedGradScaler
-from preamp.torch.scaling.sight import WIDTH
+from preamp.torch.scaling.gradient_stats import WIDTH
 
 from . import distributed_worker as worker
 from .distributed_training import OVERFLOW, STEPS, Seen, alone, net

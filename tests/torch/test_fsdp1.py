@@ -34,7 +34,7 @@ def test_a_plain_scaler_warns_of_its_parameters_on_several_ranks_once(limits, mo
 @pytest.mark.parametrize("asks", [lambda: GradScaler("cpu", reduce=lambda x: x), lambda: GradScaler("cpu")])
 def test_a_scaler_that_asks_the_others_and_one_that_is_alone_take_them(asks, monkeypatch):
     able = asks()
-    if able._readings.agreement.needed(()):
+    if able._meter.agreement.needed(()):
         monkeypatch.setattr(scaler, "number_of_ranks", lambda: 2)
     weight = flat()
     optimizer = make("SGD", [weight])

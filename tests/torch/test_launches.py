@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import Dynamic
 from preamp.torch import GradScaler
-from preamp.torch.scaling import stepping
+from preamp.torch.scaling import grad_scaler
 
 ROOT = Path(__file__).parents[2]
 BESIDE = Path(sys.prefix) / "triton"
@@ -61,7 +61,7 @@ def beyond_the_optimizers(calls, policy, capturable, **limits):
         scaler.step(optimizer, **limits)
         scaler.update()
 
-    with patch.object(stepping, "_reads_are_free", lambda device: False):
+    with patch.object(grad_scaler, "_reads_are_free", lambda device: False):
         iterate()
         calls.launched.clear()
         with calls:
@@ -112,13 +112,13 @@ STEPS = """
 from unittest.mock import patch
 import torch
 from preamp.torch import GradScaler
-from preamp.torch.scaling import launches, stepping
+from preamp.torch.scaling import grad_scaler, launches
 
 launches.DEVICE_TYPES = {kinds}
 weight = torch.nn.Parameter(torch.ones(3))
 optimizer = torch.optim.AdamW([weight], lr=0.5, fused=True)
 scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
-with patch.object(stepping, "_reads_are_free", lambda device: False):
+with patch.object(grad_scaler, "_reads_are_free", lambda device: False):
     for number in (3.0, 4.0, float("inf"), 5.0):
         scaler.scale(torch.zeros(()))
         weight.grad = torch.full((3,), number)

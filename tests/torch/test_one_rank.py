@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from preamp import Headroom, PolicyError, UsageError
 from preamp.torch import GradScaler, ShardedGradScaler
+from preamp.torch.scaling.gradient_stats import GradientMeter
 from preamp.torch.scaling.ranks import Agreement
-from preamp.torch.scaling.readings import Readings
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -62,7 +62,7 @@ def test_other_ranks_hear_of_a_gradient_on_the_device_of_the_loss(gradient):
     scaler.update()
     optimizer.zero_grad()
     scaler.unscale_(optimizer)
-    Readings(Agreement(reduce=reduce)).flags({weight.device: torch.zeros(())}, [], torch.device("meta"))
+    GradientMeter(Agreement(reduce=reduce)).flags({weight.device: torch.zeros(())}, [], torch.device("meta"))
     assert places == ["meta"] * 3
 
 

@@ -9,7 +9,7 @@ import torch
 
 from preamp import PolicyError
 from preamp.torch import GradScaler
-from preamp.torch.scaling import stepping
+from preamp.torch.scaling import grad_scaler
 
 from .pairs import INF, NAN, make, ours, state_of, theirs, weights
 from .pairs import give as give_gradient
@@ -22,7 +22,7 @@ Pair = namedtuple("Pair", "first second")
 @pytest.fixture
 def on_device(monkeypatch):
     """Take the path of accelerators, where fused optimizers decide and nothing is read."""
-    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
 
 
 @kinds

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from preamp.torch.scaling import stepping
+from preamp.torch.scaling import grad_scaler
 
 from .pairs import INF, make, ours, theirs, weights
 from .pairs import give as give_gradient
@@ -86,7 +86,7 @@ mixes = pytest.mark.parametrize("mix", list(itertools.product(SGDS, SGDS)))
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1e6}])
 @pytest.mark.parametrize("reads", [True, False, None])
 def test_a_parameter_of_two_optimizers_is_unscaled_once(monkeypatch, mix, unscaled, limits, reads):
-    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: bool(reads))
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: bool(reads))
     pair = Shared(ours(capturable=reads is None), mix)
     for _ in range(2):
         pair.zero_grad()
@@ -115,7 +115,7 @@ def test_the_original_unscales_it_once_for_each():
 @pytest.mark.parametrize("where", ["common", "a", "b"])
 def test_an_overflow_stops_those_that_own_it(monkeypatch, mix, unscaled, reads, where):
     """The other optimizer steps, on gradients that are unscaled whoever should have done it."""
-    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: bool(reads))
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: bool(reads))
     pair = Shared(ours(capturable=reads is None), mix)
     pair.backward(**{f"of_{where}": INF})
     for name in unscaled:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from preamp import PolicyError, Reading, Static
 from preamp.policy import Where
 from preamp.torch import GradScaler, LossScaleOptimizer
-from preamp.torch.scaling import stepping
-from preamp.torch.scaling.sight import HIGHEST, LOWEST, Sight, packed, unpacked
+from preamp.torch.scaling import grad_scaler
+from preamp.torch.scaling.gradient_stats import HIGHEST, LOWEST, GradientStats, packed, unpacked
 from tests.seeing import Remembering, seen_in
 
 from .pairs import INF, NAN, give, make, ours, weights
@@ -185,7 +185,7 @@ def test_of_a_closure_the_last_evaluation_counts(watched: bool) -> None:
 
 def test_one_optimizer_may_be_read_and_another_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, where a fused optimizer decides by itself."""
-    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
     for peaks in ((3.0, 2.0), (2.0, 3.0)):
         pair = weights(2, size=4)
         scaler = ours(policy=Remembering(2.0**10, 3.0))
@@ -203,7 +203,7 @@ class ToldByOthers(GradScaler):
     def unscale_(self, optimizer: Any) -> None:
         ledger = self._per_optimizer_states[id(optimizer)]
         ledger["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
-        ledger["stage"] = stepping.OptState.UNSCALED
+        ledger["stage"] = grad_scaler.OptState.UNSCALED
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -281,9 +281,9 @@ def test_a_policy_may_move_a_number_of_its_state_elsewhere(capturable: bool) -> 
 )
 def test_ranks_read_the_power_of_two_above_a_peak_whatever_they_sum_in(dtype, peak, tensor):
     host = torch.device("cpu")
-    mine = Sight(torch.tensor(peak, dtype=dtype) if tensor else peak, 2.0, 3.0)
-    with patch("preamp.torch.scaling.sight.widest", lambda device: dtype):
-        total = packed(mine, host) + packed(Sight(0.0, 0.0, 1.0), host)
+    mine = GradientStats(torch.tensor(peak, dtype=dtype) if tensor else peak, 2.0, 3.0)
+    with patch("preamp.torch.scaling.gradient_stats.widest", lambda device: dtype):
+        total = packed(mine, host) + packed(GradientStats(0.0, 0.0, 1.0), host)
     digits, exponent = math.frexp(peak) if peak < math.inf else (1.0, HIGHEST)
     least = max(exponent - (digits == 0.5), LOWEST)
     bins = total[: HIGHEST - LOWEST + 1].tolist()
@@ -296,5 +296,5 @@ def test_ranks_read_the_power_of_two_above_a_peak_whatever_they_sum_in(dtype, pe
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_peak_that_is_nan_or_0_has_no_bin(dtype):
     for peak in (0.0, NAN):
-        with patch("preamp.torch.scaling.sight.widest", lambda device: dtype):
-            assert packed(Sight(peak, 0.0, 0.0), torch.device("cpu")).eq(0.0).all()
+        with patch("preamp.torch.scaling.gradient_stats.widest", lambda device: dtype):
+            assert packed(GradientStats(peak, 0.0, 0.0), torch.device("cpu")).eq(0.0).all()

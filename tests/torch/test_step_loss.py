@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preamp import Dynamic, Trace
 from preamp.deepspeed import initialize
 from preamp.torch import GradScaler, LossScaleOptimizer
-from preamp.torch.scaling import stepping
+from preamp.torch.scaling import grad_scaler
 
 from .pairs import HALF_ENGINE
 
@@ -176,7 +176,7 @@ def test_a_closure_counts_as_its_last_evaluation():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_loss_is_detached_and_no_more(monkeypatch, fused):
-    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
     run = Run(fused=fused)
     counted = []
     for known in (False, True):
@@ -201,7 +201,7 @@ def test_one_loss_is_detached_and_no_more(monkeypatch, fused):
 
 def test_who_is_told_of_steps_has_the_loss_read_beside_the_flag_before_the_optimizer_works(monkeypatch):
     """Later the host would wait for the update."""
-    monkeypatch.setattr(stepping, "_reads_are_free", lambda device: False)
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
     counted = []
     for on_step in (None, Trace()):
         run = Run(on_step=on_step)

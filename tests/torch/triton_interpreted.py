@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from preamp import Dynamic, InexactScale, PolicyError, Reading, State
 from preamp.torch import GradScaler
-from preamp.torch.scaling import launches, stepping
+from preamp.torch.scaling import grad_scaler, launches
 from tests.strategies import quietly
 
 from .pairs import INF, NAN, contents, weights
@@ -199,7 +199,7 @@ def test_a_fused_step_makes_few_calls(monkeypatch, capturable, launched, limits,
     capturable=st.booleans(),
 )
 def test_steps_are_those_of_operators(script, policy, limits, capturable):
-    with patch.object(stepping, "_reads_are_free", lambda device: False):
+    with patch.object(grad_scaler, "_reads_are_free", lambda device: False):
         mine = list(trained(script, policy, limits, capturable))
         with patch.object(launches, "DEVICE_TYPES", ()):
             assert mine == list(trained(script, policy, limits, capturable))

@@ -1,21 +1,22 @@
-"""The arithmetic on many gradients at once: collect, check, measure, multiply.
+"""The arithmetic on many gradients at once: collect, check, measure, multiply, each in one pass.
 
-This room reads and multiplies tensors, each of them once. It refuses to know scales and policies.
+Also `Stamp`, which tells whether a tensor was written to since.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from preamp.arrays.torch_compat import amp_unscale_, by_device_and_dtype, foreach_mul_, foreach_norm
+from preamp.arrays.torch_compat import amp_unscale_, foreach_mul_, foreach_norm, group_tensors
 from preamp.arrays.torch_devices import widest
 from preamp.checks import FLOAT32_MAX
 
@@ -119,6 +120,8 @@ class Gradients:
 
     def without(self, ids: set[int]) -> Gradients:
         """Return the gradients of the other parameters, given by their ids."""
+        if not ids:
+            return self
         return self.only([i for i, p in enumerate(self.parameters) if id(p) not in ids])
 
     def only(self, places: Sequence[int]) -> Gradients:
@@ -130,12 +133,13 @@ class Gradients:
     def _of_each(self, measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Return one number of each gradient, measured in groups that are alike: of shape [gradients]."""
         first = self.tensors[0].device
-        dtype = widest(first) if any(t.dtype is torch.float64 for t in self.tensors) else torch.float32
-        groups = list(_alike(self.tensors).values())
-        parts = [measure([self.tensors[i] for i in group]).to(first, dtype) for group in groups]
-        if len(parts) == 1:
-            return parts[0]
-        places = dict(zip(chain(*groups), torch.cat(parts).unbind(), strict=True))
+        groups = _alike(self.tensors)
+        if len(groups) == 1:
+            narrow = torch.float32 if self.tensors[0].dtype is not torch.float64 else widest(first)
+            return measure(self.tensors).to(first, narrow)
+        dtype = widest(first) if any(kind is torch.float64 for _, kind in groups) else torch.float32
+        parts = [measure([self.tensors[i] for i in group]).to(first, dtype) for group in groups.values()]
+        places = dict(zip(chain(*groups.values()), torch.cat(parts).unbind(), strict=True))
         return torch.stack([places[i] for i in range(len(places))])
 
 
@@ -150,6 +154,7 @@ def gather(optimizer: Any) -> Gradients:
     """
     parameters: list[Tensor] = []
     tensors: list[Tensor] = []
+    usual = True
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not isinstance(parameter, Tensor):
@@ -159,34 +164,43 @@ def gather(optimizer: Any) -> Gradients:
             if gradient is not None:
                 parameters.append(parameter)
                 tensors.append(gradient)
-    usual = {type(t) for t in tensors} <= {Tensor}
-    if not usual or any([t.is_sparse or t.is_complex() for t in tensors]):
+                if type(gradient) is not Tensor or gradient.is_sparse or gradient.is_complex():
+                    usual = False
+    if not usual:
         return _gather_unusual(parameters)
     return _once(Gradients(parameters, tensors))
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:
     """Return the squared L2 norm of dense tensors, read to the host: one read per device and dtype."""
-    dots = [t.view(-1) for t in tensors if _suits_dot(t)]
-    others = [t for t in tensors if not _suits_dot(t)] if dots else tensors
-    total = sum(
-        torch.stack([torch.dot(t, t) for t in group]).sum(dtype=torch.float64).item()
-        for group in ([t for t in dots if t.dtype is dtype] for dtype in DOT_DTYPES)
-        if group
-    )
-    for indices in _alike(others).values():
-        group = [others[i] for i in indices]
-        norms = torch.stack(foreach_norm(group, 2.0, dtype=_wide(group[0])))
+    products: dict[torch.dtype, list[Tensor]] = {}
+    others: list[Tensor] = []
+    for t in tensors:
+        if t.numel() >= DOT_FROM and _suits_dot(t):
+            flat = t.view(-1)
+            products.setdefault(t.dtype, []).append(torch.dot(flat, flat))
+        else:
+            others.append(t)
+    total = 0.0
+    for dtype in DOT_DTYPES:
+        if dtype in products:
+            total += torch.stack(products[dtype]).sum(dtype=torch.float64).item()
+    for (_, dtype), indices in _alike(others).items():
+        wide = torch.float32 if dtype in HALF_DTYPES else None
+        norms = torch.stack(foreach_norm(_at(others, indices), 2.0, dtype=wide))
         total += torch.linalg.vector_norm(norms).item() ** 2
-    return float(total)
+    return total
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest magnitude in each of some tensors that are alike, unread; NaN where one is."""
-    filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
-    if filled[0].is_cpu:  # where the maximum norm takes ten times as long
-        return torch.stack([end for t in filled for end in torch.aminmax(t)]).abs().view(-1, 2).amax(1)
-    return torch.stack(foreach_norm(filled, math.inf))
+    if not tensors[0].is_cpu:
+        filled = [t if t.numel() else t.new_zeros(1) for t in tensors]
+        return torch.stack(foreach_norm(filled, math.inf))
+    ends: list[Tensor] = []
+    for t in tensors:  # on a CPU the maximum norm takes ten times as long
+        ends += torch.aminmax(t if t.numel() else t.new_zeros(1))
+    return torch.stack(ends).abs().view(-1, 2).amax(1)
 
 
 def square(tensor: Tensor) -> Tensor:
@@ -206,7 +220,7 @@ def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
         if not isinstance(factor, Tensor) and dtype in HALF_DTYPES:  # or it is rounded to the half type
             number = torch.full((), factor, dtype=torch.float32, device=device)
         on_device = number.to(device) if isinstance(number, Tensor) else number
-        foreach_mul_([tensors[i] for i in indices], on_device)
+        foreach_mul_(_at(tensors, indices), on_device)
 
 
 def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
@@ -218,7 +232,7 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
     flags: dict[torch.device, Tensor] = {}
     for (device, dtype), indices in _alike(tensors).items():
         flag = flags.setdefault(device, found_inf if device == found_inf.device else found_inf.to(device))
-        group, inverse = [tensors[i] for i in indices], inv_scale.to(device)
+        group, inverse = _at(tensors, indices), inv_scale.to(device)
         if dtype in KERNEL_DTYPES or device.type == "cpu":
             try:
                 amp_unscale_(group, flag, inverse)
@@ -229,6 +243,30 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
         flag.copy_(torch.maximum(flag, peaks.isfinite().all().logical_not().to(flag.dtype)))
         foreach_mul_(group, inverse)
     return flags
+
+
+class Stamp(NamedTuple):
+    """A tensor as it was at one moment: which object, not kept alive, and how often it was written to.
+
+    What is written through `.data` or NumPy, or by a collective, is not counted by PyTorch.
+
+    Attributes:
+        tensor: a weak reference.
+        version: autograd's version counter; None for an inference tensor, which has none.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stamp:
+        """Return the stamp of a tensor as it is now."""
+        return cls(weakref.ref(tensor), None if tensor.is_inference() else tensor._version)
+
+    def fits(self, tensor: Tensor | None) -> bool:
+        """Return whether this is still the same tensor, and nobody has written to it since."""
+        same = tensor is not None and self.tensor() is tensor
+        return same and (self.version is None or tensor._version == self.version)  # type: ignore[union-attr]
 
 
 def note_writing(tensors: Sequence[Tensor]) -> None:
@@ -309,7 +347,7 @@ def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
 def _once(gradients: Gradients) -> Gradients:
     """Drop the tensors that lie in the memory of an earlier one."""
     tensors = gradients.tensors
-    if torch.compiler.is_compiling() or len({t.data_ptr() for t in tensors}) == len(tensors):
+    if torch.compiler.is_compiling() or len(set(map(Tensor.data_ptr, tensors))) == len(tensors):
         return gradients
     places = {(t.data_ptr() or id(t), t.numel()): i for i, t in reversed(list(enumerate(tensors)))}
     if len(places) == len(tensors):
@@ -319,12 +357,18 @@ def _once(gradients: Gradients) -> Gradients:
 
 def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
     """Return the positions of the tensors of each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     if torch.compiler.is_compiling() or not tensors:
-        groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for index, tensor in enumerate(tensors):
             groups[tensor.device, tensor.dtype].append(index)
-        return groups
-    return by_device_and_dtype(tensors)
+    else:  # in C++
+        for key, (_, indices) in group_tensors([list(tensors)], with_indices=True).items():
+            groups[key] = indices
+    return groups
+
+
+def _at(tensors: Sequence[Tensor], indices: list[int]) -> list[Tensor]:
+    return list(tensors) if len(indices) == len(tensors) else [tensors[i] for i in indices]
 
 
 def _next_in(dtype: torch.dtype, number: float) -> float:

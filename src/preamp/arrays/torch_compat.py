@@ -13,7 +13,7 @@ Private attributes of objects are read where they are needed. These have been th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -45,13 +45,9 @@ amp_update_scale_ = torch._amp_update_scale_
 BatchNormBase = torch.nn.modules.batchnorm._NormBase
 
 
-def by_device_and_dtype(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return the positions of the tensors of each device and dtype, sorted in C++.
-
-    Since before 2.6. Without, a loop in Python would do, as it does in compiled code.
-    """
-    grouped = _foreach_utils._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
-    return {key: indices for key, (_, indices) in grouped.items()}
+# Groups tensors by device and dtype, in C++. Since before 2.6. Without, a loop in Python would do, as it does
+# in compiled code.
+group_tensors = _foreach_utils._group_tensors_by_device_and_dtype
 
 
 def tree_leaves(tree: Any) -> list[Any]:
@@ -78,12 +74,9 @@ def is_in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_of_transform(tensor: Tensor) -> bool:
-    """Return whether a tensor is one of `torch.func`.
-
-    Since before 2.6. Without, a loss would be kept for longer than the function it belongs to.
-    """
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+# Tells whether a tensor is one of `torch.func`. Since before 2.6. Without, a loss would be kept for longer
+# than the function it belongs to.
+is_of_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -28,8 +28,7 @@ from preamp.policy import Policy
 from preamp.scaling import Measured, ScalerState, Step, advance, start, to_step
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
-from preamp.torch.scaling.losses import Losses, UnreadLoss
-from preamp.torch.scaling.sight import Sight, combined
+from preamp.torch.scaling.gradient_stats import GradientStats, Losses, UnreadLoss, combined
 
 
 def attach(
@@ -109,7 +108,7 @@ class Attached:
         self._host, self._mirror, self._patches = host, Mirror(policy), MethodPatches()
         self._decision: _Decision | None = None
         self._norm: float | None = None
-        self._sight: Sight | None = None
+        self._sight: GradientStats | None = None
         self._seed_is_known = False
         self._losses = Losses()
         self._patch_methods()
@@ -234,7 +233,7 @@ class Attached:
         attributes = None if gave_up else self._mirror.written(saved, after.policy_state, finite)
         self._decision = _Decision(after, attributes, culprits)
 
-    def _look(self) -> Sight | None:
+    def _look(self) -> GradientStats | None:
         """Return what all ranks see in the scaled gradients, for a policy that uses gradient statistics."""
         if not self.policy.needs:
             return None

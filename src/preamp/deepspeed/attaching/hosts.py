@@ -20,7 +20,7 @@ from preamp.arrays.torch_devices import widest
 from preamp.deepspeed.scalers import DynamicLossScaler
 from preamp.errors import UsageError
 from preamp.systems.formats.deepspeed import OURS as RECORD
-from preamp.torch.scaling.sight import Sight, look
+from preamp.torch.scaling.gradient_stats import GradientStats, gradient_stats
 
 TESTED = "0.19.8"
 
@@ -99,7 +99,7 @@ class Host(ABC):
         """Return whether some gradients are offloaded and unreadable."""
         return False
 
-    def look(self, edge: float | None) -> Sight:
+    def look(self, edge: float | None) -> GradientStats:
         """Return statistics of the scaled gradients of all ranks, as floats. Every rank has to call it.
 
         Args:
@@ -109,14 +109,14 @@ class Host(ABC):
         tensors = [gradient for _, gradient in self.gradients() if gradient is not None]
         device = _device()
         wide = widest(device)
-        mine = look(Gradients([], tensors), edge, device, read=True)
+        mine = gradient_stats(Gradients([], tensors), edge, device, read=True)
         peak = torch.tensor([mine.peak], dtype=wide, device=device)
         self.combine(peak)
         if edge is None:
-            return Sight(peak.item())
+            return GradientStats(peak.item())
         counts = torch.tensor([mine.above, mine.entries], dtype=wide, device=device)
         self.combine(counts, "SUM")
-        return Sight(peak.item(), *counts.tolist())
+        return GradientStats(peak.item(), *counts.tolist())
 
     def culprits(self) -> tuple[str, ...]:
         """Return the parameters whose gradients are not finite on any rank, last of the model first.

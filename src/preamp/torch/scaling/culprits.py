@@ -1,7 +1,4 @@
-"""Which parameter went non-finite first: names, and the order in which backward reaches them.
-
-This room reads optimizers' parameter groups and autograd's graph. It refuses to know scales.
-"""
+"""Which parameter went non-finite first: names, and the order in which backward reaches them."""
 
 from __future__ import annotations
 

@@ -1,54 +1,181 @@
 """`torch.amp.GradScaler` on a preamp policy.
 
-This room owns PyTorch's idiom: one object between the loss and the optimizer. Its call order, checks and
-messages are PyTorch's own; what decides the next scale is the policy. It refuses to know any rule. One
-optimizer's step is made in `stepping`, the policy's state is kept in `loss_scale`.
+Call order, checks and messages are PyTorch's own; the policy decides the next scale. The parts: the policy's
+state (`loss_scale`), what is measured in gradients (`gradient_stats`), gradients of two owners
+(`shared_gradients`), and steps that are taken back (`undo`).
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from preamp.arrays.torch import gather
-from preamp.arrays.torch_devices import check_device, is_capturing
-from preamp.checks import callable_or_none, is_number, level_of_caller, shown
-from preamp.errors import PolicyError, ScaleExhausted, UsageError
+from preamp.arrays import torch as arithmetic
+from preamp.arrays.torch import Gradients, Stamp, gather
+from preamp.arrays.torch_devices import check_device, is_capturing, widest
+from preamp.checks import callable_or_none, is_number, level_of_caller, shown, to_float32
+from preamp.errors import PolicyError, UsageError
 from preamp.policy import Dynamic, Policy
-from preamp.scaling import Step
+from preamp.scaling import Measured, ScalerState, Step
 from preamp.systems.arguments import warn_if_out_of_bounds
 from preamp.torch.nested import map_tensors
+from preamp.torch.scaling import launches
+from preamp.torch.scaling.backward_norms import BackwardNorms
 from preamp.torch.scaling.buffers import Buffers
-from preamp.torch.scaling.culprits import backward_order
-from preamp.torch.scaling.loss_scale import SETTINGS, LossScale, numbers_and_settings
-from preamp.torch.scaling.optimizers import is_fused, parameters_of, step_after, takes, warn_of_small_eps
-from preamp.torch.scaling.outcome import Outcome, reading_of, step_of
+from preamp.torch.scaling.culprits import backward_order, culprits
+from preamp.torch.scaling.gradient_stats import (
+    Found,
+    GradientMeter,
+    GradientStats,
+    Losses,
+    MeasuredGradients,
+    Number,
+    gradient_stats,
+    measured_of,
+    recorded,
+    step_of,
+)
+from preamp.torch.scaling.loss_scale import (
+    SETTINGS,
+    DeviceScale,
+    HostScale,
+    changed_policy,
+    chosen_policy,
+    five_numbers_suffice,
+    numbers_and_settings,
+    set_scale,
+    setting_of,
+)
+from preamp.torch.scaling.optimizers import (
+    begins_with_garbage,
+    evaluates_often,
+    is_of_torch,
+    parameters_of,
+    step_after,
+    step_takes,
+    warn_of_small_eps,
+)
 from preamp.torch.scaling.ranks import Agreement, number_of_ranks
-from preamp.torch.scaling.readings import Readings
-from preamp.torch.scaling.stepping import Clip, Ledger, Stepping, fresh
-from preamp.torch.scaling.watch import Watch
+from preamp.torch.scaling.shared_gradients import AlreadyUnscaled
+from preamp.torch.scaling.undo import Snapshot, init_optimizer_state, step_where
 
 T = TypeVar("T")
+LARGE = 2.0**100  # the reciprocal of a larger number loses digits in float32, or is 0
+
+
+class Clip(NamedTuple):
+    """How `step` clips; None does not."""
+
+    max_norm: float | None = None
+    max_value: float | None = None
+
+
+NO_CLIP = Clip()
+
+
+class FailedStep(NamedTuple):
+    """What was measured for a step that raised, for when it is tried again: gradients may be clipped by then.
+
+    Attributes:
+        gradients: as they were left.
+        stats: what this rank measured in the scaled gradients, if the policy uses them.
+        norm: the norm that was taken, if any.
+        divisor: what it has to be divided by.
+    """
+
+    gradients: list[Stamp]
+    stats: GradientStats | None
+    norm: Number | None
+    divisor: Number
+
+    def is_of(self, parameters: list[Tensor]) -> bool:
+        """Return whether these parameters still have those gradients, and nobody has written to them."""
+        present = [p.grad for p in parameters if p.grad is not None]
+        return len(present) == len(self.gradients) and all(
+            [stamp.fits(gradient) for stamp, gradient in zip(self.gradients, present, strict=True)]
+        )
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerState:
+    """One optimizer in one iteration. PyTorch keeps a dict; its keys, and those of others, work here too.
+
+    Attributes:
+        stage: whether it was unscaled or has stepped.
+        found_inf_per_device: PyTorch's flags.
+        optimizer: which lives until `update`, so that no other has its id.
+        fused: whether its `step` divides by `grad_scale` and skips by `found_inf`. What only wraps such an
+            optimizer does not count: it would keep these attributes to itself.
+        measured: what its step found.
+        stats: the policy's statistics over all ranks, measured when the gradients were unscaled.
+        stats_here: the same of this rank alone.
+        meshes: of its DTensors, when they were unscaled.
+        divided: what its gradients were divided by in place.
+        failed: what was measured for a step that raised.
+        others: what other code has put here.
+    """
+
+    stage: OptState = OptState.READY
+    found_inf_per_device: dict[torch.device, Tensor] = field(default_factory=dict)
+    optimizer: Any = None
+    fused: bool = False
+    measured: MeasuredGradients | None = None
+    stats: GradientStats | None = None
+    stats_here: GradientStats | None = None
+    meshes: list[Any] = field(default_factory=list)
+    divided: list[Number] = field(default_factory=list)
+    failed: FailedStep | None = None
+    others: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name) if name in PYTORCHS_KEYS else self.others[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in PYTORCHS_KEYS:
+            setattr(self, name, value)
+        else:
+            self.others[name] = value
+
+    def __contains__(self, name: object) -> bool:
+        return name in PYTORCHS_KEYS or name in self.others
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an entry, as of a dict."""
+        return getattr(self, name) if name in PYTORCHS_KEYS else self.others.get(name, default)
+
+    def preset(self) -> Any:
+        """Return what a user set as `grad_scale` of a fused optimizer, 1.0 without it."""
+        given = getattr(self.optimizer, "grad_scale", None) if self.fused else None
+        return 1.0 if given is None else given
+
+
+PYTORCHS_KEYS = ("stage", "found_inf_per_device")
+
+
+class _Overflow(Exception):  # a signal, not an error: it leaves a closure and goes no further
+    """A closure's gradients were not finite."""
 
 
 def _setting(name: str) -> Any:
     """Return a property that shows a setting of the policy, and of a disabled scaler its argument."""
     return property(
-        lambda scaler: scaler._loss_scale.setting(name) if scaler._enabled else scaler._settings[name],
+        lambda scaler: setting_of(scaler.policy, name) if scaler._enabled else scaler._settings[name],
         lambda scaler, value: scaler._set(name, value),
     )
 
 
-class GradScaler(Stepping):
+class GradScaler(torch.amp.GradScaler):
     """Scale the loss, unscale the gradients, skip the steps that overflowed, move the scale.
 
     A drop-in for `torch.amp.GradScaler`: same arguments, methods, call order, `state_dict` and errors.
@@ -131,13 +258,13 @@ class GradScaler(Stepping):
         self._device, self._enabled = device, enabled and _is_there(device)
         values = (init_scale, growth_factor, backoff_factor, growth_interval)
         self._settings = dict(zip(SETTINGS, values, strict=True))
-        if self._enabled:
-            self._loss_scale = LossScale(policy, self._settings)
-        else:
-            self._loss_scale = LossScale(Dynamic(), {})
-        self._readings = Readings(Agreement(process_group, reduce))
+        self._owns_policy = policy is None
+        rule: Policy[Any] = chosen_policy(policy, self._settings) if self._enabled else Dynamic()
+        self._loss_scale: HostScale | DeviceScale = HostScale(rule)
+        self._set_policy(rule)
+        self._meter = GradientMeter(Agreement(process_group, reduce))
         self._capturable = capturable
-        self._gives_up = self._loss_scale.policy.gives_up
+        self._gives_up = rule.gives_up
         if capturable and (on_step is not None or self._gives_up):
             needed, instead = (
                 (f"on_step={on_step!r}", "leave out on_step: scaler.last_step is read when you ask for it")
@@ -151,13 +278,25 @@ class GradScaler(Stepping):
                 f"capturable=True reads nothing, but {needed} needs a read at every step. "
                 f"Write GradScaler(...) without capturable=True, or {instead}."
             )
-        super().__init__()
+        # Not PyTorch's __init__: the scale and its counts live in `_loss_scale`.
         self._buffers = _buffers_of(model, restore_buffers, capturable)
         self.on_step = on_step
-        self._per_optimizer_states: defaultdict[int, Ledger] = defaultdict(fresh)
-        self._last: partial[Step] | Step | None = None
+        # Any: an OptimizerState, where PyTorch has dicts.
+        self._per_optimizer_states: defaultdict[int, Any] = defaultdict(_new_state)
+        self._last: partial[Step] | Step | None = None  # a partial reads it
         self._last_of: dict[int, Callable[[], Step]] = {}
-        self._steps_seen: Any = 0  # a tensor if capturable
+        self._losses = Losses()
+        self._already = AlreadyUnscaled()
+        self._inspected: set[int] = set()  # ids of optimizers
+        self._order: dict[int, int] | None = None  # in which backward reaches parameters, by their id
+        self._scalings = 0
+        self._is_pending = False  # whether a loss was scaled since the last update
+        self._changed_by: str | None = None  # what changed the scale after a loss was scaled with another
+        # Set by `LossScaleOptimizer`.
+        self._loss_factor = 1.0  # a constant in every loss, besides the scale
+        self._always_reads = False
+        self._warns_of_small_eps = True
+        self._how_to_scale = "scaler.scale(loss).backward()"  # what the user of this scaler writes
 
     @property
     def policy(self) -> Policy[Any]:
@@ -172,7 +311,7 @@ class GradScaler(Stepping):
     @property
     def last_step(self) -> Step | None:
         """The latest `Step`. If its numbers lie on a device, they are read now."""
-        if callable(self._last):
+        if isinstance(self._last, partial):
             self._last = self._last()
         return self._last
 
@@ -183,9 +322,9 @@ class GradScaler(Stepping):
 
     def last_step_of(self, optimizer: Any) -> Step | None:
         """Return one optimizer's part of the latest step; None if it took none."""
-        ledger = self._per_optimizer_states.get(id(optimizer), {})
-        if "outcome" in ledger:
-            return step_of([ledger["outcome"]], self._steps_seen, None, self._losses.so_far())
+        state = self._per_optimizer_states.get(id(optimizer))
+        if state is not None and state.measured is not None:
+            return step_of([state.measured], self._loss_scale.steps, None, self._losses.so_far())
         step = self._last_of.get(id(optimizer))
         return step() if step else None
 
@@ -199,10 +338,12 @@ class GradScaler(Stepping):
         Raises:
             ValueError: as PyTorch, for what holds something else.
         """
-        if self._enabled:
-            return map_tensors(self._times_scale, outputs)
-        self._losses.add(outputs)
-        return outputs
+        if not self._enabled:
+            self._losses.add(outputs)
+            return outputs
+        if isinstance(outputs, Tensor):  # the usual case, as a short cut
+            return self._times_scale(outputs)  # type: ignore[return-value]
+        return map_tensors(self._times_scale, outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite.
@@ -219,17 +360,17 @@ class GradScaler(Stepping):
         if not self._enabled:
             return
         self._require_scale("unscale_")
-        ledger = self._ledger_of(optimizer)
-        if ledger["stage"] is OptState.UNSCALED:
+        state = self._state_of(optimizer)
+        if state.stage is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
             )
-        if ledger["stage"] is OptState.STEPPED:
+        if state.stage is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._refuse_other_scale(optimizer, ledger)
-        self._unscale(optimizer, ledger)
+        self._refuse_other_scale(optimizer, state)
+        self._unscale(optimizer, state)
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> Watch:
+    def watch(self, optimizer: torch.optim.Optimizer) -> BackwardNorms:
         """Take each gradient's norm in backward, right when it is written; `step` then reads nothing.
 
         For `max_norm`. Call it once, after the optimizer has all its parameters. A gradient that is written
@@ -241,7 +382,7 @@ class GradScaler(Stepping):
         Raises:
             UsageError: where gradients are final only after communication (DDP, FSDP, DTensor).
         """
-        return self._readings.watch(optimizer, peaks=bool(self.policy.needs))
+        return self._meter.watch(optimizer, peaks=bool(self.policy.needs))
 
     def step(
         self,
@@ -284,27 +425,44 @@ class GradScaler(Stepping):
                 say whose it is.
         """
         kwargs = _for_optimizer(optimizer, optimizer_kwargs, kwargs, max_norm=max_norm, max_value=max_value)
-        clip = Clip(_limit("max_norm", max_norm), _limit("max_value", max_value))
+        clip = NO_CLIP
+        if max_norm is not None or max_value is not None:
+            clip = Clip(_limit("max_norm", max_norm), _limit("max_value", max_value))
         if not self._enabled:
-            outcome = Outcome(1.0, finite=True, skips=False)
-            clips = None if clip == Clip() else partial(self._clip, optimizer, clip, outcome)
-            result = step_after(optimizer, clips, args, kwargs)
-            self._last = partial(step_of, [outcome], self._steps_seen, 1.0, loss=self._losses.so_far())
-            return result
+            return self._step_disabled(optimizer, clip, args, kwargs)
         evaluates = callable(args[0] if args else kwargs.get("closure"))
-        if not evaluates:  # a closure scales later
+        if not evaluates and self._loss_scale.tensor is None:  # a closure scales later
             self._require_scale("step")
-        ledger = self._ledger_of(optimizer)
-        if ledger["stage"] is OptState.STEPPED:
+        state = self._state_of(optimizer)
+        if state.stage is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if evaluates:
-            return self._step_with_closure(optimizer, ledger, clip, args, kwargs)
-        self._refuse_other_scale(optimizer, ledger)
-        if is_fused(optimizer) and takes(optimizer, "grad_scaler"):
-            return self._step_of_old_kind(optimizer, ledger, args, kwargs)
-        if self._stays_on_device(optimizer):
-            return self._step_on_device(optimizer, ledger, clip, args, kwargs)
-        return self._step_on_host(optimizer, ledger, clip, args, kwargs)
+            return self._step_with_closure(optimizer, state, clip, args, kwargs)
+        if self._changed_by is not None:
+            self._refuse_other_scale(optimizer, state)
+        if state.fused and step_takes(type(optimizer), "grad_scaler"):
+            return self._step_passing_grad_scaler(optimizer, state, args, kwargs)
+
+        on_device = self._stays_on_device(optimizer, state)
+        began = state.stage
+        gradients, divisor = self._measure_and_clip(optimizer, state, clip, on_device=on_device)
+        # Divide, in place or in a fused kernel, and let the optimizer step where all gradients are finite.
+        prepare = self._prepare_on_device if on_device else self._prepare_on_host
+        step = prepare(optimizer, state, gradients, divisor, args, kwargs)
+        try:
+            result = step()
+        except BaseException:
+            self._undo_division(optimizer, state, gradients, began)
+            raise
+        finally:
+            if state.fused:
+                for name in ("grad_scale", "found_inf"):
+                    if hasattr(optimizer, name):
+                        delattr(optimizer, name)
+        if state.fused or on_device:
+            arithmetic.note_writing(gradients.tensors)
+        self._note_step(optimizer, state)
+        return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Advance the policy by what the optimizers of this iteration saw, or set a scale by hand.
@@ -318,22 +476,26 @@ class GradScaler(Stepping):
             ScaleExhausted: if the policy was told to give up at its floor. The scaler can be used further.
         """
         if not self._enabled:
-            self._steps_seen += 1
+            self._loss_scale.steps += 1
             self._losses.take()
             return
-        self._require_scale("update")
-        ledgers = {key: one for key, one in self._per_optimizer_states.items() if one["found_inf_per_device"]}
-        if new_scale is None and not ledgers:
+        if self._loss_scale.tensor is None:
+            self._require_scale("update")
+        steps: dict[int, MeasuredGradients] = {}
+        for key, state in self._per_optimizer_states.items():
+            if state.found_inf_per_device:  # it was unscaled or has stepped
+                steps[key] = state.measured or self._measured_by_flags(state)
+        if new_scale is None and not steps:
             raise AssertionError("No inf checks were recorded prior to update.")
-        outcomes = {key: one.get("outcome") or self._outcome_of_flags(one) for key, one in ledgers.items()}
-        if new_scale is None:
-            self._loss_scale.adopt()
-            self._advance(outcomes)
-        else:
+        if new_scale is not None:
             before, scale = self._known_scale(), self._scale_by_hand(new_scale)
-            self._loss_scale.set_scale(scale)
+            set_scale(self._loss_scale, scale)
             self._note_change("scaler.update(new_scale)", before)
-            self._finish(outcomes, self._loss_scale.snapshot())
+            if steps:
+                self._loss_scale.steps += 1
+            self._finish(steps, self._loss_scale.snapshot())
+        else:
+            self._advance(steps)
         self._is_pending = False
 
     def get_scale(self) -> float:
@@ -353,9 +515,9 @@ class GradScaler(Stepping):
         state |= {name: getattr(self, f"_{name}") for name in SETTINGS[1:]}
         state["_growth_tracker"] = self._get_growth_tracker()
         more: dict[str, Any] = {}
-        if not self._loss_scale.five_numbers_suffice():
+        if not five_numbers_suffice(self.policy):
             more = {name: value for name, value in numbers.items() if name not in ("scale", "good")}
-        steps = int(self._steps_seen)
+        steps = int(self._loss_scale.steps)
         if steps or more:
             state["preamp_state"] = {**more, "steps": steps}
         return state
@@ -375,16 +537,22 @@ class GradScaler(Stepping):
         if self._enabled:
             numbers, settings = self._saved(state_dict)
             before = self._known_scale()
-            scale = self._loss_scale.restore(numbers, settings)
+            policy_state = self.policy.restore(numbers)
+            if self._owns_policy:
+                self._set_policy(changed_policy(self.policy, **settings))
+            self._loss_scale.set_state(policy_state)
             self._note_change("scaler.load_state_dict(state_dict)", before)
             if self._buffers is not None and self._buffers.restores:
                 self._buffers.keep()  # those of the checkpoint, if the model was loaded first
-            warn_if_out_of_bounds(self.policy, scale, 'state_dict["scale"] = {bound!r} before loading')
-            self._steps_seen = self._steps_seen * 0 + numbers["steps"]  # stays a tensor if it is one
+            warn_if_out_of_bounds(
+                self.policy, float(policy_state.scale), 'state_dict["scale"] = {bound!r} before loading'
+            )
+            steps = self._loss_scale.steps
+            self._loss_scale.steps = steps * 0 + numbers["steps"]  # stays a tensor if it is one
 
     def _known_scale(self) -> float | None:
         """Return the scale, None where it would have to be read from a device."""
-        return None if self._loss_scale.on_device else float(self._loss_scale.state.scale)
+        return float(self._loss_scale.now.scale) if isinstance(self._loss_scale, HostScale) else None
 
     def _note_change(self, by: str, before: float | None) -> None:
         """Note that the scale was changed, for gradients that have the one from before in them."""
@@ -394,27 +562,29 @@ class GradScaler(Stepping):
     def _saved(self, state_dict: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the numbers and the settings in a checkpoint; raise what `load_state_dict` raises."""
         numbers, settings = numbers_and_settings(state_dict)
-        self._loss_scale.restored(numbers, settings)
+        self.policy.restore(numbers)
+        if self._owns_policy:
+            changed_policy(self.policy, **settings)
         return numbers, settings
 
-    def _ledger_of(self, optimizer: torch.optim.Optimizer) -> Ledger:
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         if not hasattr(optimizer, "param_groups"):
             raise UsageError(
                 f"{shown(optimizer)} is not an optimizer: it has no param_groups. "
                 "Write scaler.step(optimizer), once for each optimizer."
             )
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and id(optimizer) not in self._inspected:
             self._inspect(optimizer)
-        ledger = self._per_optimizer_states[id(optimizer)]
-        ledger["optimizer"] = optimizer  # which lives until `update`, so that no other has its id
-        return ledger
+        state: OptimizerState = self._per_optimizer_states[id(optimizer)]
+        state.optimizer = optimizer
+        supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        state.fused = supports and isinstance(optimizer, torch.optim.Optimizer)
+        return state
 
     def _inspect(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn, the first time an optimizer comes, of what would train wrongly."""
-        if id(optimizer) in self._inspected:
-            return
         self._inspected.add(id(optimizer))
-        if not self._readings.agreement.needed(()):
+        if not self._meter.agreement.always:
             _warn_of_shards(optimizer)
         if self._warns_of_small_eps:
             instead = "train float32 weights, or LossScaleOptimizer(..., master_weights=True)"
@@ -427,8 +597,7 @@ class GradScaler(Stepping):
                 "of an iteration, or at the end after scaler.update()."
             )
         told: dict[str, Any] = {"_last": self.last_step, "_last_of": {}, "_order": None, "_inspected": set()}
-        kept = {"_steps_seen": int(self._steps_seen), "_loss_scale": self._loss_scale.without_tensors()}
-        return {**self.__dict__, **told, **kept}
+        return {**self.__dict__, **told, "_loss_scale": self._loss_scale.without_tensors()}
 
     # What PyTorch's class offers to those who look inside.
 
@@ -438,8 +607,8 @@ class GradScaler(Stepping):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         self._loss_scale.place(dev)
         if self._capturable:
-            self._loss_scale.to_device()
-            self._steps_seen = torch.full((), int(self._steps_seen), device=dev)
+            self._loss_scale = self._loss_scale.to_device()
+            self._loss_scale.steps = torch.full((), int(self._loss_scale.steps), device=dev)
 
     def _get_growth_tracker(self) -> int:
         return self._loss_scale.good if self._enabled else 0
@@ -466,7 +635,7 @@ class GradScaler(Stepping):
 
     @_init_scale.setter
     def _init_scale(self, scale: float) -> None:
-        self._loss_scale.set_scale(scale)
+        set_scale(self._loss_scale, scale)
 
     @property
     def _init_growth_tracker(self) -> int:
@@ -474,32 +643,558 @@ class GradScaler(Stepping):
 
     @_init_growth_tracker.setter
     def _init_growth_tracker(self, good: int) -> None:
-        self._loss_scale.set_good(good)
+        self._loss_scale.set(good=float(good))
 
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
     _growth_interval = _setting("growth_interval")
 
-    # The rest is for this class alone.
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs) if optimizer_state.measured.finite else None
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
+        """Multiply an optimizer's gradients; return a flag per device of this rank.
+
+        float16 is always allowed. Subclasses may override this, as they do PyTorch's.
+        """
+        gradients = gather(optimizer)
+        if gradients.meshes:
+            self._per_optimizer_states[id(optimizer)].meshes = gradients.meshes
+        done = self._already.among(gradients)
+        tensors = gradients.tensors
+        if done:
+            pairs = zip(gradients.parameters, tensors, strict=True)
+            tensors = [t for p, t in pairs if not self._already.unscale_rest_(p, t)]
+        found = arithmetic.unscale_(tensors, inv_scale, found_inf)
+        arithmetic.note_writing(gradients.tensors)
+        scale = self._known_scale()
+        if done or (scale is not None and scale * self._loss_factor < 1.0):
+            # The kernel has not checked what was unscaled before, nor what dividing by less than 1 came to.
+            overflow = ~gradients.norms().isfinite().all() if scale is None else not gradients.fits(1.0)
+            found_inf.add_(overflow)
+            found.setdefault(found_inf.device, found_inf)
+        self._already.mark(optimizer)
+        return found
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
+        """Note whether an optimizer's gradients are finite, and leave them as they are."""
+        scale = self._require_scale("_check_inf_per_device")
+        gradients = gather(optimizer)
+        state: OptimizerState = self._per_optimizer_states[id(optimizer)]
+        found = self._meter.measure(
+            gradients,
+            torch.ones_like(scale),
+            scale.device,
+            read=False,
+            norm=False,
+            watched=self._meter.watched(optimizer),
+            stats=self._policy_stats(optimizer, state, gradients, read=False),
+        )
+        state.stats = found.stats
+        present = gradients.tensors or self._meter.agreement.needed(gradients.meshes)
+        state.found_inf_per_device = {scale.device: found.finite.logical_not().float()} if present else {}
+        return state.found_inf_per_device
+
+    # How a step is taken. On the host a flag is read, which decides. On a device nothing is read: the flag
+    # goes to a fused optimizer and to the policy there.
+
+    @torch.no_grad()
+    def _measure_and_clip(
+        self, optimizer: Any, state: OptimizerState, clip: Clip, *, on_device: bool, together: bool = False
+    ) -> tuple[Gradients, Any]:
+        """Measure the gradients and clip them; return them and what they are still to be divided by.
+
+        One division unscales and clips, so it comes last; until then limits are multiplied by the divisor.
+
+        Args:
+            optimizer: their owner.
+            state: of the optimizer. What was measured is noted there.
+            clip: how to clip.
+            on_device: whether nothing is read.
+            together: whether one division has to unscale and clip. If not, PyTorch's kernel may unscale.
+        """
+        if on_device is not self._loss_scale.on_device:
+            self._loss_scale = self._loss_scale.to_device() if on_device else self._loss_scale.to_host()
+        self._loss_scale.adopt()
+        state.divided = []
+        watched = self._meter.watched(optimizer) if self._meter.in_backward else None
+        wants_norm = clip.max_norm is not None
+        if not on_device:
+            wants_norm = wants_norm or watched is not None  # which costs nothing
+            if not (together or state.fused or watched or clip != NO_CLIP):
+                # Nothing but PyTorch's kernel is needed, which unscales and checks in one pass.
+                if state.stage is OptState.READY:
+                    self._require_gradients(optimizer)
+                    self.unscale_(optimizer)
+                return self._measured_by_kernel(optimizer, state)
+        gradients = gather(optimizer)
+        ready = self._is_ready(optimizer, state, gradients, clip)
+        if on_device and ready:
+            multiplier = self._measure_in_one_launch(optimizer, state, gradients, clip)
+            if multiplier is not None:
+                return gradients, multiplier
+
+        scale, divisor = self._scale_and_divisor(state, ready=ready)
+        device = divisor.device if on_device else self._loss_scale.tensor.device  # type: ignore[union-attr]
+        measure = partial(self._meter.measure, gradients, divisor, device, read=not on_device)
+        alone = not (self._meter.agreement.always or gradients.meshes)
+        agreed = not ready and clip.max_norm is None and not alone  # when they were unscaled
+        stats = self._policy_stats(optimizer, state, gradients, read=not on_device)
+        if on_device:
+            found = measure(norm=wants_norm, agree=not agreed, watched=watched, stats=stats)
+            finite = found.finite
+            if not ready:
+                clear = no_flag(state, device)
+                finite = clear if agreed else finite & clear
+        else:
+            finite = ready or _flags_are_clear(state)
+            found = Found(finite, None, stats)
+            if ready or clip.max_norm is not None:
+                found = measure(norm=wants_norm, finite=finite, watched=watched, stats=stats)
+                finite = found.finite
+        told = found.norm
+        if on_device and not alone and clip.max_norm is None:
+            told = None  # other ranks may have told none
+        self._note_measured(optimizer, state, gradients, scale, finite, divisor, found._replace(norm=told))
+        if not on_device and not finite:
+            if clip.max_value is not None and clip.max_norm is not None and not alone:
+                measure(norm=True)  # as the ranks do that clip on a device
+            return gradients, divisor
+
+        norm = found.norm
+        if clip.max_value is not None:
+            limit = divisor * clip.max_value
+            if on_device:  # a skipped step clips nothing
+                limit = torch.where(finite, limit, math.inf)
+            arithmetic.clamp_(gradients.tensors, limit)
+            if clip.max_norm is not None:
+                norm = measure(norm=True).norm
+        if clip.max_norm is not None and norm is not None:
+            if on_device:
+                clipping = torch.maximum(divisor, (norm / clip.max_norm).to(divisor.dtype))
+                skips_itself = state.fused and is_of_torch(optimizer)  # and then divides by nothing
+                divisor = clipping if skips_itself else torch.where(finite, clipping, divisor)
+            else:
+                divisor = max(divisor, norm / clip.max_norm)
+        if not on_device and divisor > LARGE:
+            arithmetic.multiply_(gradients.tensors, 1.0 / LARGE)
+            state.divided.append(LARGE)
+            divisor /= LARGE
+        return gradients, divisor
+
+    def _measured_by_kernel(self, optimizer: Any, state: OptimizerState) -> tuple[Gradients, float]:
+        """Note what PyTorch's kernel has found while it unscaled; nothing is left to divide by."""
+        self._is_ready(optimizer, state, Gradients([], []), NO_CLIP)
+        scale, stats = self._loss_scale.snapshot(), self._policy_stats_before(state)
+        finite = _flags_are_clear(state)
+        seen = Gradients([], []) if finite else gather(optimizer)
+        self._note_measured(optimizer, state, seen, scale, finite, 1.0, Found(finite, None, stats))
+        return Gradients([], []), 1.0
+
+    def _note_measured(
+        self,
+        optimizer: Any,
+        state: OptimizerState,
+        gradients: Gradients,
+        scale: Number,
+        finite: bool | Tensor,
+        divisor: Number,
+        found: Found,
+    ) -> None:
+        """Keep what was measured for `update` and for the record, without keeping gradients alive."""
+        found_inf, stats, sizes = None, found.stats, found.sizes
+        name: Callable[[], tuple[str, ...]] = tuple
+        if isinstance(finite, Tensor):
+            found_inf = finite.logical_not().to(torch.float32)
+            name = partial(self._culprits, optimizer, gradients.parameters, sizes)
+        else:
+            stats = None if stats is None else stats.read()
+            if not finite:
+                named = self._culprits(optimizer, gradients.parameters, gradients.peaks())
+                name = lambda: named  # noqa: E731
+        measured = MeasuredGradients(scale, finite, found.norm, divisor, name, stats, found_inf=found_inf)
+        before = self._failed_before(optimizer, state) if state.failed else None
+        if before is not None and before.norm is not None and finite is not False:
+            # The norm from before the step was tried, and its gradients were clipped.
+            measured = replace(measured, norm=before.norm, divisor=before.divisor)
+        state.measured = measured
+
+    def _measure_in_one_launch(
+        self, optimizer: Any, state: OptimizerState, gradients: Gradients, clip: Clip
+    ) -> Tensor | None:
+        """Measure and clip scaled gradients of one rank; None where there is no kernel of Triton's for it."""
+        scale, constant = self._require_scale("step"), state.preset()
+        usual = clip.max_value is None and not isinstance(constant, Tensor)
+        if not usual or self.policy.needs or self._meter.agreement.needed(gradients.meshes):
+            return None
+        if not launches.can_prepare(scale):
+            return None
+        watched = self._meter.watched(optimizer) if self._meter.in_backward else None
+        norm, sizes = self._meter.norm_on_device(gradients, scale.device, watched)
+        made = launches.prepare(norm, scale, constant * self._loss_factor, clip.max_norm)
+        if made is None:
+            return None
+        name = partial(self._culprits, optimizer, gradients.parameters, sizes)
+        measured = MeasuredGradients(
+            made.scale, made.finite, norm, made.divisor, name, found_inf=made.found_inf
+        )
+        before = self._failed_before(optimizer, state)
+        if before is not None and before.norm is not None:
+            measured = replace(measured, norm=before.norm, divisor=before.divisor)
+        state.measured = measured
+        return made.multiplier
+
+    def _scale_and_divisor(self, state: OptimizerState, *, ready: bool) -> tuple[Any, Any]:
+        """Return the scale, and what is in the gradients: if they were unscaled, only a user's factor."""
+        constant: Any = state.preset() if state.fused else 1.0
+        if isinstance(self._loss_scale, HostScale):
+            host: float = self._loss_scale.state.policy_state.scale
+            return host, (host * self._loss_factor if ready else 1.0) * float(constant)
+        scale = self._loss_scale.snapshot()
+        constant = constant * (self._loss_factor if ready else 1.0)
+        divisor = scale if ready else torch.ones_like(scale)
+        if isinstance(constant, Tensor) or constant != 1.0:
+            divisor = divisor * constant
+        return scale, divisor
+
+    def _prepare_on_host(
+        self,
+        optimizer: Any,
+        state: OptimizerState,
+        gradients: Gradients,
+        divisor: float,
+        args: Any,
+        kwargs: Any,
+    ) -> Callable[[], Any]:
+        """Divide the gradients, or have a fused optimizer do it; return its step, or what leaves it out."""
+        if self.on_step is not None or self._always_reads:
+            self._losses.read()  # beside the flag: later the host would wait for the optimizer
+        finite = state.measured is not None and bool(state.measured.finite)
+        if finite and state.fused:
+            where = self._require_scale("step").device
+            optimizer.grad_scale = None if divisor == 1.0 else _number(divisor, where)
+            optimizer.found_inf = None if is_of_torch(optimizer) else _number(0.0, where)
+        elif divisor != 1.0:
+            arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
+            state.divided.append(divisor)
+        self._note_flag(state)  # subclasses decide by it in _maybe_opt_step
+        return partial(self._maybe_opt_step, optimizer, state, *args, **kwargs)
+
+    def _prepare_on_device(
+        self,
+        optimizer: Any,
+        state: OptimizerState,
+        gradients: Gradients,
+        divisor: Tensor,
+        args: Any,
+        kwargs: Any,
+    ) -> Callable[[], Any]:
+        """Do the same unread: a fused optimizer is given the flag, of another the step is taken back."""
+        assert state.measured is not None  # by _measure_and_clip
+        finite, found_inf = state.measured.finite, state.measured.found_inf
+        state.found_inf_per_device = {divisor.device: found_inf}  # type: ignore[dict-item]
+        if self._capturable:
+            init_optimizer_state(optimizer, fused=state.fused)
+        if not state.fused:
+            arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
+            state.divided.append(divisor)
+            return partial(step_where, optimizer, finite, *args, **kwargs)  # type: ignore[arg-type]
+        optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
+        if self.on_step is not None and not self._capturable:
+            # Who listens reads the flag anyway, and can tell a skipped step by no call.
+            skips = not finite
+            self._losses.read()
+            if skips:
+                return lambda: None
+        return partial(optimizer.step, *args, **kwargs)
+
+    def _step_disabled(self, optimizer: Any, clip: Clip, args: Any, kwargs: Any) -> Any:
+        """Clip and step without a scale."""
+        measured = MeasuredGradients(1.0, finite=True, skips=False)
+        clips = None if clip == NO_CLIP else partial(self._clip, optimizer, clip, measured)
+        result = step_after(optimizer, clips, args, kwargs)
+        self._last = partial(step_of, [measured], self._loss_scale.steps, 1.0, loss=self._losses.so_far())
+        return result
+
+    def _step_with_closure(
+        self, optimizer: Any, state: OptimizerState, clip: Clip, args: Any, kwargs: Any
+    ) -> Any:
+        """Let the optimizer evaluate the loss as often as it likes; take all back if one overflows."""
+        if self._capturable:
+            raise UsageError("a closure is evaluated on the host. Write GradScaler(...) without capturable.")
+        closure = args[0] if args else kwargs.pop("closure")
+        before: list[Snapshot] = []
+        losses = copy.copy(self._losses)
+
+        def evaluate() -> Any:
+            scalings = self._scalings
+            self._losses = copy.copy(losses)  # the last evaluation counts
+            state.stage, state.found_inf_per_device = (
+                OptState.READY,
+                {},
+            )  # before the closure, which may call unscale_ itself
+            with torch.enable_grad():
+                loss = closure()
+            if self._scalings == scalings:
+                raise UsageError(f"the closure did not scale its loss. Write {self._how_to_scale} in it.")
+            gradients, divisor = self._measure_and_clip(
+                optimizer, state, clip, on_device=False, together=True
+            )
+            if not (state.measured and state.measured.finite):
+                arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
+                raise _Overflow
+            arithmetic.multiply_(gradients.tensors, float(state.preset()) / divisor)
+            if not before and evaluates_often(optimizer):
+                before.append(Snapshot(optimizer))  # nothing has moved before the first evaluation
+            return loss
+
+        result = None
+        try:
+            result = optimizer.step(evaluate, *args[1:], **kwargs)
+        except BaseException as reason:
+            for snapshot in before:
+                snapshot.restore()
+            if not isinstance(reason, _Overflow):
+                self._per_optimizer_states[id(optimizer)] = OptimizerState()
+                raise
+        if state.fused and hasattr(optimizer, "grad_scale"):
+            del optimizer.grad_scale
+        if state.measured is not None:
+            self._note_flag(state)
+            self._note_step(optimizer, state)
+        return result
+
+    def _clip_unscaled(self, optimizer: Any, clip: Clip) -> tuple[bool, float | None]:
+        """Clip gradients that are not scaled; return whether they are finite on all ranks, and their norm."""
+        gradients = gather(optimizer)
+        scale = self._loss_scale.tensor
+        where = torch.device(self._device) if scale is None else scale.device
+        measure = partial(self._meter.measure, gradients, 1.0, where, read=True)
+        finite = True
+        if clip.max_value is not None:
+            finite = measure(norm=False).finite  # clamping hides an inf
+            arithmetic.clamp_(gradients.tensors, clip.max_value)
+        finite, norm, _, _ = measure(finite=finite, norm=clip.max_norm is not None)
+        if clip.max_norm is not None and norm is not None and norm > clip.max_norm:
+            arithmetic.multiply_(gradients.tensors, clip.max_norm / norm)
+        return finite, norm
+
+    def _step_passing_grad_scaler(self, optimizer: Any, state: OptimizerState, args: Any, kwargs: Any) -> Any:
+        """Step an optimizer whose `step` takes the scaler and does all of this itself."""
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+            FutureWarning,
+            stacklevel=4,
+        )
+        self._loss_scale.adopt()
+        result = optimizer.step(*args, **kwargs, grad_scaler=self)
+        state.stage = OptState.STEPPED
+        return result
+
+    def _undo_division(
+        self, optimizer: Any, state: OptimizerState, gradients: Gradients, began: OptState
+    ) -> None:
+        """Make gradients what they were before a step that raised, except entries that `max_value` clipped.
+
+        So the step may be tried again, or left out without `update`.
+        """
+        for divisor in reversed(state.divided):
+            arithmetic.multiply_(gradients.tensors, divisor)
+        if state.stage is OptState.UNSCALED and began is OptState.READY:
+            self._scale_again(optimizer)
+        state.stage = began
+        self._note_failure(optimizer, state)
+
+    def _require_gradients(self, optimizer: Any) -> None:
+        """Refuse an optimizer with nothing to unscale, unless other ranks may have something."""
+        if self._meter.agreement.always:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return
+        raise AssertionError(_no_gradients(optimizer))
+
+    def _scale_again(self, optimizer: Any) -> None:
+        """Multiply gradients that were unscaled for a step which then failed."""
+        factor = self._require_scale("step") * self._loss_factor
+        arithmetic.multiply_(gather(optimizer).tensors, factor)
+        state = self._per_optimizer_states[id(optimizer)]
+        state.stage = OptState.READY
+        self._note_failure(optimizer, state)
+
+    def _note_failure(self, optimizer: Any, state: OptimizerState) -> None:
+        """Keep what was measured for a step that raised."""
+        if state.measured is not None:
+            stamps = [Stamp.of(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+            state.failed = FailedStep(stamps, state.stats_here, state.measured.norm, state.measured.divisor)
+
+    def _failed_before(self, optimizer: Any, state: OptimizerState) -> FailedStep | None:
+        """Return what was measured when the same step was tried and raised."""
+        failed = state.failed
+        return failed if failed is not None and failed.is_of(parameters_of(optimizer)) else None
+
+    def _note_step(self, optimizer: Any, state: OptimizerState) -> None:
+        """Note that an optimizer has had its step, taken or skipped."""
+        assert state.measured is not None  # by _measure_and_clip
+        state.stage = OptState.STEPPED
+        index, loss = self._loss_scale.steps, self._losses.so_far()
+        self._last = partial(step_of, [state.measured], index, None, loss=loss)
+        if self._already.only_owner != id(optimizer) or self._already.unscaled:
+            decides = state.fused and isinstance(state.measured.finite, Tensor)
+            self._already.mark(optimizer, state.measured if decides else None)
+
+    def _note_flag(self, state: OptimizerState) -> None:
+        """Give a decision made on the host the form that PyTorch keeps it in."""
+        where = self._require_scale("step").device
+        flag = 0.0 if state.measured is not None and state.measured.finite else 1.0
+        state.found_inf_per_device = {where: torch.full((), flag, dtype=torch.float32, device=where)}
+
+    def _refuse_other_scale(self, optimizer: Any, state: OptimizerState) -> None:
+        """Refuse gradients that would be divided by another scale than the one in them."""
+        if self._changed_by is None or state.stage is not OptState.READY:
+            return
+        if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+            raise UsageError(
+                f"{self._changed_by} changed the scale after the loss was scaled, so the gradients would be "
+                f"divided by another number than they were multiplied by. Write {self._changed_by} after "
+                "scaler.step(optimizer), or scale the loss again: scaler.scale(loss).backward()."
+            )
+
+    def _unscale(self, optimizer: Any, state: OptimizerState, *, agree: bool = True) -> None:
+        """Unscale an optimizer's gradients and note what was found, on this rank or on all."""
+        self._loss_scale.adopt()
+        scale = self._require_scale("unscale_")
+        found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
+        stats = None
+        if self.policy.needs:
+            read = not self._stays_on_device(optimizer, state)
+            stats = self._policy_stats(optimizer, state, gather(optimizer), read=read)
+        flags = self._unscale_grads_(optimizer, self._inverse(scale), found_inf, True)
+        meshes, state.meshes = state.meshes, []
+        if not flags and self._meter.agreement.needed(meshes):
+            flags = {found_inf.device: found_inf}  # this rank has nothing, and still has to take part
+        if agree:
+            flags, stats = self._meter.flags(flags, meshes, found_inf.device, stats)
+        state.found_inf_per_device, state.stage = flags, OptState.UNSCALED
+        state.stats = None if stats is None else stats._replace(each=None)  # peaks of scaled gradients
+
+    @torch.no_grad()
+    def _policy_stats(
+        self, optimizer: Any, state: OptimizerState, gradients: Gradients, *, read: bool
+    ) -> GradientStats | None:
+        """Return the statistics that the policy uses, of the gradients while they are or were scaled."""
+        if not self._loss_scale.policy.needs:
+            return None
+        if state.stage is not OptState.READY:
+            return self._policy_stats_before(state)
+        before = self._failed_before(optimizer, state) if state.failed else None
+        if before is not None and before.stats is not None:
+            return before.stats
+        scaled = gradients
+        if self._already.unscaled:
+            scaled = gradients.without(self._already.among(gradients))
+        where = self._require_scale("step").device
+        watched = self._meter.watched(optimizer) if self._meter.in_backward and scaled.tensors else None
+        each = None if watched is None else watched.peaks(scaled)
+        state.stats_here = gradient_stats(scaled, self._edge, where, read=read, each=each)
+        return state.stats_here
+
+    def _policy_stats_before(self, state: OptimizerState) -> GradientStats | None:
+        """Return the statistics from when gradients were unscaled; no peak if other code did that."""
+        return (state.stats or GradientStats()) if self.policy.needs else None
+
+    def _inverse(self, scale: Tensor) -> Tensor:
+        known = self._known_scale()
+        if known is None:
+            wide = scale.to(widest(scale.device))
+            return (wide * self._loss_factor).reciprocal().float()
+        return _number(1.0 / (known * self._loss_factor), scale.device)
+
+    def _stays_on_device(self, optimizer: Any, state: OptimizerState) -> bool:
+        """Return whether nothing needs to be read on the host.
+
+        One rank may listen and others not; for copies to stay equal to the bit, all take the same path.
+        """
+        if self._capturable:
+            return True
+        if not state.fused or self._gives_up or self._always_reads:
+            return False
+        if self._buffers is not None and self._buffers.restores:
+            return False
+        if self.on_step is not None and number_of_ranks() == 1:
+            return False
+        return not (_reads_are_free(self._require_scale("step").device) or begins_with_garbage(optimizer))
+
+    def _is_ready(self, optimizer: Any, state: OptimizerState, gradients: Gradients, clip: Clip) -> bool:
+        """Return whether the gradients are still to be unscaled; those that need it beforehand are, here.
+
+        Other ranks may not need it: all agree on a flag and a norm together, if there will be a norm.
+        """
+        if state.stage is OptState.READY:
+            early = gradients.aliased or bool(self._already.unscaled and self._already.among(gradients))
+            if not torch.compiler.is_compiling():  # a subclass, or someone from outside, unscales differently
+                unscales = getattr(self._unscale_grads_, "__func__", None)
+                early = early or unscales is not GradScaler._unscale_grads_
+            if self._capturable and not state.fused:  # float16 can overflow on the way, unseen
+                early = early or any([t.dtype is torch.float16 for t in gradients.tensors])
+            if early:
+                self._unscale(optimizer, state, agree=clip.max_norm is None)
+        ready = state.stage is OptState.READY
+        present = gradients.tensors if ready else state.found_inf_per_device
+        if not present and not self._meter.agreement.always:
+            raise AssertionError(_no_gradients(optimizer))
+        return ready
+
+    def _culprits(
+        self, optimizer: Any, parameters: list[Tensor], sizes: list[float] | Tensor
+    ) -> tuple[str, ...]:
+        listed = sizes.tolist() if isinstance(sizes, Tensor) else sizes
+        order, self._order = self._order or {}, None  # a graph that changes is learnt again
+        return culprits(optimizer, parameters, listed, order)
+
+    def _measured_by_flags(self, state: OptimizerState) -> MeasuredGradients:
+        """Return what is known of an optimizer that was unscaled and has not stepped."""
+        stats, scale = self._policy_stats_before(state), self._loss_scale.snapshot()
+        if isinstance(scale, Tensor):
+            return MeasuredGradients(scale, no_flag(state, scale.device), stats=stats)
+        return MeasuredGradients(scale, _flags_are_clear(state), stats=stats and stats.read())
+
+    # The scale and the record.
+
+    def _set_policy(self, policy: Policy[Any]) -> None:
+        """Put a policy in force."""
+        self._loss_scale.set_policy(policy)
+        # Computed outside of torch.compile, where a policy may do what it likes.
+        self._edge: float | None = policy.edge if "share" in policy.needs else None
 
     def _set(self, name: str, value: Any) -> None:
-        if self._enabled:
-            self._loss_scale.change(name, value)
+        """Change a setting of the policy."""
+        if self._enabled and value != setting_of(self.policy, name):
+            if not hasattr(self.policy, name):
+                raise PolicyError(f"{name}={value!r} cannot be set: {self.policy!r} has no {name}.")
+            self._set_policy(changed_policy(self.policy, **{name: value}))
         self._settings[name] = value
 
     def _times_scale(self, output: Tensor) -> Tensor:
-        if self._scale is None:
+        if self._loss_scale.tensor is None:
             self._lazy_init_scale_growth_tracker(output.device)
         self._losses.add(output)
         self._is_pending, self._changed_by = True, None
         if not torch.compiler.is_compiling():
             self._scalings += 1
             # A graph that is captured now scales whenever it is replayed, and nothing is heard of it here.
-            self._is_pending = not is_capturing(output)
+            self._is_pending = output.is_cpu or not is_capturing(output)
             if self._order is None and output.grad_fn is not None:
                 self._order = backward_order(output.grad_fn)
         wide = output.float() if output.dtype is torch.float16 else output
-        scaled = wide * self._require_scale("scale").to(output.device, non_blocking=True)
+        scale: Any = self._loss_scale.tensor
+        scaled: Tensor = wide * scale.to(output.device, non_blocking=True)
         return scaled if self._loss_factor == 1.0 else scaled * self._loss_factor
 
     def _require_scale(self, caller: str) -> Tensor:
@@ -515,7 +1210,7 @@ class GradScaler(Stepping):
 
     def _loss_is_elsewhere(self) -> bool:
         """Return whether other ranks may be those that scale, as for a pipeline's first stages."""
-        return self._readings.agreement.needed(())
+        return self._meter.agreement.always
 
     def _scale_by_hand(self, new_scale: float | Tensor) -> float:
         """Return the number, after PyTorch's own checks of a tensor."""
@@ -529,27 +1224,32 @@ class GradScaler(Stepping):
             return float(new_scale)
         return new_scale
 
-    def _advance(self, outcomes: dict[int, Outcome]) -> None:
-        steps = list(outcomes.values())
-        found_inf = steps[0].found_inf if len(steps) == 1 else None
-        try:
-            new_scale = self._loss_scale.advance(reading_of(steps, self.policy), found_inf)
-        except ScaleExhausted:
-            self._finish(outcomes, self._loss_scale.snapshot())  # who gives up leaves a record too
-            raise
-        self._finish(outcomes, new_scale)
+    def _advance(self, steps: dict[int, MeasuredGradients]) -> None:
+        """Advance the policy and record the step; raise if the policy gives up."""
+        measured_steps = list(steps.values())
+        measured: Measured[Any] = measured_of(measured_steps, self._loss_scale.policy)
+        if isinstance(measured.finite, Tensor):  # of some optimizer nothing was read
+            self._loss_scale = self._loss_scale.to_device()
+        found_inf = measured_steps[0].found_inf if len(steps) == 1 else None
+        new_scale, gave_up = self._loss_scale.advance(measured, found_inf)
+        state = self._loss_scale.state if isinstance(self._loss_scale, HostScale) else None
+        self._finish(steps, new_scale, state)  # a policy that gives up leaves a record too
+        if gave_up:
+            # Unlike `raise_if_exhausted`, which names the first step that should have ended the training.
+            now = self._loss_scale.floats()
+            raise self.policy.exhaustion(now.scale, int(now.bad) + 1)
 
-    def _clip(self, optimizer: Any, clip: Clip, outcome: Outcome) -> None:
+    def _clip(self, optimizer: Any, clip: Clip, measured: MeasuredGradients) -> None:
         """Clip where there is no scale: as PyTorch, unless other ranks have parts of the norm.
 
-        With `max_norm` the norm from before any clipping, and whether it is finite, are noted in `outcome`.
+        With `max_norm` the norm from before any clipping, and whether it is finite, are noted in `measured`.
         """
         gradients, both = gather(optimizer), None not in clip
-        if self._readings.agreement.needed(gradients.meshes):
-            seen = self._clip_unscaled(optimizer, Clip(max_norm=math.inf)) if both else None
+        if self._meter.agreement.needed(gradients.meshes):
+            before_clipping = self._clip_unscaled(optimizer, Clip(max_norm=math.inf)) if both else None
             clipped = self._clip_unscaled(optimizer, clip)
             if clip.max_norm is not None:
-                outcome.finite, outcome.norm = seen or clipped
+                measured.finite, measured.norm = before_clipping or clipped
             return
         before = torch.linalg.vector_norm(gradients.norms()) if both and gradients.tensors else None
         parameters = parameters_of(optimizer)
@@ -557,34 +1257,45 @@ class GradScaler(Stepping):
             torch.nn.utils.clip_grad_value_(parameters, clip.max_value)
         if clip.max_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(parameters, clip.max_norm)
-            outcome.norm = norm if before is None else before
-            outcome.finite = outcome.norm.isfinite()  # read when `last_step` is
+            measured.norm = norm if before is None else before
+            measured.finite = measured.norm.isfinite()  # read when `last_step` is
 
-    def _tell(self, outcome: Outcome) -> None:
-        self._last = partial(step_of, [outcome], self._steps_seen, None, loss=self._losses.so_far())
+    def _finish(
+        self,
+        steps: dict[int, MeasuredGradients],
+        new_scale: Number,
+        state: ScalerState[Any, float] | None = None,
+    ) -> None:
+        """Forget the iteration, and record it if it had a step.
 
-    def _finish(self, outcomes: dict[int, Outcome], new_scale: float | Tensor) -> None:
-        """Forget the iteration, and record it if it had a step."""
+        Args:
+            steps: what the optimizers' steps found.
+            new_scale: the scale of the next step.
+            state: after the policy has advanced, on the host.
+        """
         self._per_optimizer_states.clear()
-        self._already.forget()
+        if self._already.unscaled:
+            self._already.forget()
         loss = self._losses.take()
-        if not outcomes:
+        if not steps:
             return
-        index = self._steps_seen.clone() if self._capturable else self._steps_seen
-        self._steps_seen += 1
-        buffers = self._buffers_after(outcomes)
-        tell = partial(step_of, index=index, new_scale=new_scale, loss=loss, buffers=buffers)
-        self._last = partial(tell, list(outcomes.values()))
-        self._last_of = {key: partial(tell, [outcome]) for key, outcome in outcomes.items()}
+        index = (self._loss_scale.steps if state is None else state.steps) - 1
+        buffers = tuple if self._buffers is None else self._buffers_after(self._buffers, steps)
+        record = partial(step_of, index=index, new_scale=new_scale, loss=loss, buffers=buffers)
+        self._last = partial(record, list(steps.values()))
+        if state is not None:
+            self._last = partial(recorded, state, list(steps.values()), loss=loss, buffers=buffers)
+        self._last_of = {}
+        for key, step in steps.items():
+            self._last_of[key] = partial(record, [step])
         if self.on_step is not None:
             self.on_step(self.last_step)  # type: ignore[arg-type]  # there is one now
 
-    def _buffers_after(self, outcomes: dict[int, Outcome]) -> Callable[[], tuple[str, ...]]:
+    def _buffers_after(
+        self, buffers: Buffers, steps: dict[int, MeasuredGradients]
+    ) -> Callable[[], tuple[str, ...]]:
         """Return what names the buffers that a skipped step has ruined; restore or keep them if asked to."""
-        buffers = self._buffers
-        if buffers is None:
-            return tuple
-        finite = [outcome.finite for outcome in outcomes.values()]
+        finite = [step.finite for step in steps.values()]
         if any(isinstance(one, Tensor) for one in finite):
             return buffers.non_finite  # when it is asked for
         if all(finite):
@@ -635,8 +1346,8 @@ def _for_optimizer(
     if given is None:
         if torch.compiler.is_compiling():  # signatures cannot be looked up there; a step before has done that
             return kwargs
-        for name in [name for name, limit in limits.items() if limit is not None]:
-            if takes(optimizer, name):
+        for name, limit in limits.items():
+            if limit is not None and step_takes(type(optimizer), name):
                 kind, value = type(optimizer).__name__, shown(limits[name])
                 raise UsageError(
                     f"{name}={value} clips in scaler.step, and {kind}.step has an argument {name} too. "
@@ -671,8 +1382,8 @@ def _warn_of_shards(optimizer: Any) -> None:
 
 def _limit(name: str, value: Any) -> float | None:
     """Refuse what nothing can be clipped to. inf clips nothing."""
-    if value is None:
-        return None
+    if value is None or (type(value) is float and value > 0.0):
+        return value
     limit = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
     is_infinite = isinstance(limit, Real) and limit == math.inf
     if not is_infinite and not (is_number(limit) and limit > 0.0):
@@ -680,3 +1391,44 @@ def _limit(name: str, value: Any) -> float | None:
             f"{name}={shown(value)} is no number above 0. Write {name}=1.0, or None not to clip."
         )
     return float(limit)
+
+
+def _number(value: float, device: torch.device) -> Tensor:
+    """Return a float32, which kernels want, whatever the user's default dtype is; inf for a larger number."""
+    return torch.full((), to_float32(value), dtype=torch.float32, device=device)
+
+
+def _reads_are_free(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _new_state() -> OptimizerState:  # the compiler takes no class for the factory of a defaultdict
+    return OptimizerState()
+
+
+def _flags_are_clear(state: OptimizerState) -> bool:
+    return not any([flag.item() for flag in state.found_inf_per_device.values()])
+
+
+def no_flag(state: OptimizerState, device: torch.device) -> Tensor:
+    """Return whether no flag of an optimizer is set, as a 0-dim tensor."""
+    flags = torch.stack([flag.to(device) for flag in state.found_inf_per_device.values()])
+    return flags.sum() == 0.0
+
+
+def _no_gradients(optimizer: Any) -> str:
+    """Say which optimizer has nothing to step with, and why."""
+    parameters = parameters_of(optimizer)
+    frozen = sum(not p.requires_grad for p in parameters)
+    if any(p.grad is not None for p in parameters):
+        return (
+            "No inf checks were recorded for this optimizer. Its unscale_() came before backward(), when all "
+            "gradients were None. Write scaler.unscale_(optimizer) after backward()."
+        )
+    return (
+        "No inf checks were recorded for this optimizer. "
+        f"All {len(parameters)} parameters of {type(optimizer).__name__} have grad None"
+        + (f", {frozen} of them have requires_grad=False" if frozen else "")
+        + ": backward() did not reach them, or zero_grad() came after it. Leave out scaler.step for this "
+        "optimizer in this iteration, or give it the parameters that are trained."
+    )

@@ -7,7 +7,7 @@ that `torch.compile` traces (which fuses operators itself), and where the first 
 without a C compiler or, on some XPU devices, without float64.
 
 A CUDA graph that is being captured gets no kernel that was not launched before: compiling and loading belong
-to the warm-up that PyTorch asks for before a capture. This room refuses to know gradients and optimizers.
+to the warm-up that PyTorch asks for before a capture.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Where the policy's state lives: on the host as floats, or on a device as tensors.
 
-On a CPU, and where a flag is read at every step anyway, the policy advances on Python floats; that takes two
-microseconds. Where nothing is read, its state is tensors and it advances there. PyTorch's two tensors,
-`_scale` and `_growth_tracker`, are kept equal to it, and what other code writes into them is taken over.
-
-This room refuses to know gradients and optimizers.
+On a CPU, and where a flag is read at every step anyway, the policy advances on Python floats (`HostScale`).
+Where nothing is read, its state is tensors and it advances there (`DeviceScale`). Both keep PyTorch's two
+tensors, `_scale` and `_growth_tracker`, equal to the state, and adopt what other code writes into them.
 """
 
 from __future__ import annotations
@@ -13,20 +11,358 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from preamp.arrays.torch import Stamp
 from preamp.arrays.torch_compat import amp_update_scale_
 from preamp.checks import FLOAT32_MAX, is_number, shown, to_float32
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy import Compat, Dynamic, Policy, Reading
+from preamp.scaling import Measured, ScalerState, advance, start
 from preamp.systems.arguments import given_policy
 from preamp.torch.scaling import launches
 
 SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 MOST_STEPS = 2**63  # of an int64
+
+
+class HostScale:
+    """A policy's state in Python floats.
+
+    Args:
+        policy: the rule in force.
+        state: of the scaler; None to start.
+
+    Attributes:
+        policy: the rule in force.
+        state: of the scaler, in Python numbers.
+        tensor: the scale as a 0-dim float32 tensor, for the loss; None until `place`.
+    """
+
+    on_device: ClassVar[bool] = False
+
+    def __init__(self, policy: Policy[Any], state: ScalerState[Any, float] | None = None) -> None:
+        self.policy = policy
+        self.state = start(policy) if state is None else state
+        self.tensor: Tensor | None = None
+        self._tracker: Tensor | None = None
+        self._stamps: tuple[Stamp | None, ...] = ()
+
+    def place(self, device: torch.device) -> None:
+        """Make the tensor that the loss is multiplied by."""
+        self.tensor = torch.full((), self.now.scale, dtype=torch.float32, device=device)
+        self._stamp()
+
+    @property
+    def now(self) -> Any:
+        """The policy's state."""
+        return self.state.policy_state
+
+    @property
+    def steps(self) -> Any:
+        """Steps taken or skipped."""
+        return self.state.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.state = self.state._replace(steps=steps)
+
+    @property
+    def scale(self) -> float:
+        """The scale in force, as PyTorch's `_init_scale` or `_scale` gives it. May read a device."""
+        if self.tensor is not None and self._may_be_written():
+            return float(self.tensor.item())
+        return float(self.now.scale)
+
+    @property
+    def good(self) -> int:
+        """Clean steps since the last overflow or growth. May read a device."""
+        if self._tracker is not None and self._may_be_written():
+            return int(self._tracker.item())
+        return int(self.now.good)
+
+    @property
+    def tracker(self) -> Tensor | None:
+        """PyTorch's growth tracker, 0-dim int32; made when it is first asked for."""
+        if self._tracker is None and self.tensor is not None:
+            self._tracker = torch.full((), int(self.now.good), dtype=torch.int32, device=self.tensor.device)
+            self._stamp()
+        return self._tracker
+
+    @tracker.setter
+    def tracker(self, tracker: Tensor | None) -> None:
+        self._tracker = tracker
+
+    def floats(self) -> Any:
+        """Return the policy's state as floats."""
+        return self.now
+
+    def snapshot(self) -> float:
+        """Return the scale as it is now."""
+        return float(self.now.scale)
+
+    def adopt(self) -> None:
+        """Take over what other code wrote into PyTorch's tensors: that scale was in the loss.
+
+        Raises:
+            PolicyError: for a scale that would turn gradients into 0, inf or NaN.
+        """
+        now = self.state.policy_state
+        if not 0.0 < now.scale < math.inf:
+            self.policy.restore({"scale": now.scale})  # raises: the policy has let it fall to 0
+        # On a CPU a read is free, and finds writes through `.data` and NumPy too.
+        if self.tensor is None or not (self.tensor.is_cpu or self._may_be_written()):
+            return
+        scale = self.tensor.item()
+        good = now.good if self._tracker is None else float(self._tracker.item())
+        changed = scale != now.scale or good != now.good
+        if changed:
+            self.policy.restore({"scale": scale, "good": good})  # raises for what would ruin gradients
+            self.state = self.state._replace(policy_state=now._replace(scale=scale, good=good))
+        if changed or not self.tensor.is_cpu:
+            self._stamp()
+
+    def advance(self, measured: Measured[Any], found_inf: Tensor | None = None) -> tuple[float, bool]:
+        """Advance by one step; return the scale after it, and whether the policy gave up on the step.
+
+        Raises:
+            PolicyError: if the policy uses what was not measured. The state is as it was.
+        """
+        self.adopt()
+        before = self.state.policy_state
+        self.state, gave_up = advance(self.policy, self.state, measured)
+        after = self.state.policy_state
+        if self.tensor is not None and (after.scale != before.scale or self._tracker is not None):
+            self._write(after)
+        return after.scale, bool(gave_up)
+
+    def set_policy(self, policy: Policy[Any]) -> None:
+        """Put another policy in force; the state stays."""
+        self.policy = policy
+
+    def set(self, **numbers: float) -> None:
+        """Change fields of the policy's state by hand."""
+        self.set_state(self.now._replace(**numbers))
+
+    def set_state(self, policy_state: Any) -> None:
+        """Resume from another state of the policy, in floats."""
+        self.state = self.state._replace(policy_state=policy_state)
+        if self.tensor is not None:
+            self._write(policy_state)
+
+    def to_host(self) -> HostScale:
+        return self
+
+    def to_device(self) -> HostScale | DeviceScale:
+        """Return the same state as tensors where the scale's tensor is, if there is one. Nothing is read."""
+        return self if self.tensor is None else DeviceScale(self, self.tensor, self._tracker)
+
+    def without_tensors(self) -> HostScale:
+        """Return a copy without tensors, for pickling."""
+        policy_state = self.now._replace(scale=self.scale, good=float(self.good))
+        return HostScale(self.policy, self.state._replace(policy_state=policy_state))
+
+    def _write(self, policy_state: Any) -> None:
+        """Make PyTorch's tensors equal to the state."""
+        assert self.tensor is not None  # the caller asked
+        self.tensor.fill_(policy_state.scale)
+        if self._tracker is not None:
+            self._tracker.fill_(int(policy_state.good))
+        self._stamp()
+
+    def _stamp(self) -> None:
+        self._stamps = _stamps(self._stamps, self.tensor, self._tracker)
+
+    def _may_be_written(self) -> bool:
+        """Return whether other code may have written to PyTorch's tensors. On a CPU nobody needs to know."""
+        on_cpu = self.tensor is not None and self.tensor.is_cpu
+        return on_cpu or not _fit(self._stamps, self.tensor, self._tracker)
+
+
+class DeviceScale:
+    """A policy's state in 0-dim float32 tensors, which nobody reads. Its tensors are written in place.
+
+    Args:
+        host: the state on the host.
+        tensor: the scale, which stays the tensor for the loss.
+        tracker: PyTorch's growth tracker, if there is one.
+
+    Attributes:
+        policy: the rule in force.
+        state: of the policy.
+        steps: steps taken or skipped.
+        tensor: the scale in the state, unless other code has put another tensor in its place.
+    """
+
+    on_device: ClassVar[bool] = True
+
+    def __init__(self, host: HostScale, tensor: Tensor, tracker: Tensor | None) -> None:
+        self.policy = host.policy
+        self.steps: Any = host.steps
+        tensors = [torch.full((), value, dtype=torch.float32, device=tensor.device) for value in host.now]
+        self.state: Any = type(host.now)(*tensors)._replace(scale=tensor)
+        self.tensor: Tensor | None = tensor
+        self._tracker = tracker
+        self._by_kernel = _kernel_agrees(host.policy, host.now)
+        self._stamps = host._stamps  # other code may have written since
+
+    def place(self, device: torch.device) -> None:
+        """Put the tensor back that other code has taken away; it stays where it was."""
+        self.tensor = self.state.scale
+
+    @property
+    def scale(self) -> float:
+        """The scale in force. Reads the device."""
+        scale = self.state.scale if self.tensor is None else self.tensor
+        return float(scale.item())
+
+    @property
+    def good(self) -> int:
+        """Clean steps since the last overflow or growth. Reads the device."""
+        if self._tracker is not None and self._is_written():
+            return int(self._tracker.item())
+        return int(self.state.good)
+
+    @property
+    def tracker(self) -> Tensor | None:
+        """PyTorch's growth tracker, 0-dim int32; made when it is first asked for. Nothing is read."""
+        if self._tracker is None:
+            self._tracker = self.state.good.to(torch.int32)
+            self._stamp()
+        return self._tracker
+
+    @tracker.setter
+    def tracker(self, tracker: Tensor | None) -> None:
+        self._tracker = tracker
+
+    def floats(self) -> Any:
+        """Return the policy's state as floats, with one read."""
+        return type(self.state)(*torch.stack(list(self.state)).tolist())
+
+    def snapshot(self) -> Tensor:
+        """Return the scale as it is now, as a tensor that does not change."""
+        scale: Tensor = self.state.scale
+        return scale.clone()
+
+    def adopt(self) -> None:
+        """Take over what other code wrote into PyTorch's tensors. Nothing is read."""
+        written = self._is_written()
+        self._by_kernel = self._by_kernel and not written
+        if self.tensor is not None and self.tensor is not self.state.scale:
+            self.state.scale.copy_(self.tensor)
+            self.tensor = self.state.scale
+        if self._tracker is not None and written:
+            self.state.good.copy_(self._tracker)
+        self._stamp()
+
+    def advance(self, measured: Measured[Any], found_inf: Tensor | None = None) -> tuple[Tensor, bool]:
+        """Advance by one step, in place; return a `snapshot` of the scale after it, and False.
+
+        `scaling.advance` would do, at thirty kernel launches. Instead one of Triton's kernels is launched
+        where there is one, or PyTorch's own, which knows the usual settings.
+
+        Args:
+            measured: in the step.
+            found_inf: the opposite of `measured.finite` as a float32 where the state is, if that is at hand.
+
+        Raises:
+            PolicyError: if the policy uses what was not measured. The state is as it was.
+        """
+        self.adopt()
+        reading = Reading(*[None if one is None else self._here(one) for one in measured.reading])
+        new_scale = self._advance(reading, found_inf)
+        self.steps += 1
+        return new_scale, False
+
+    def _advance(self, reading: Reading, found_inf: Tensor | None) -> Tensor:
+        copy = launches.advance(self.policy, self.state, reading.finite)
+        if copy is not None:
+            self._mirror()
+            return copy
+        if self._by_kernel and not torch.compiler.is_compiling():
+            if found_inf is None:
+                found_inf = reading.finite.logical_not().to(torch.float32)
+            try:
+                self._advance_by_kernel(found_inf)
+                return self.snapshot()
+            except NotImplementedError:  # some backends have no such kernel; nothing has moved
+                self._by_kernel = False
+        after = self.policy.advance(self.state, reading, torch.where)
+        for old, new in zip(self.state, _apart(after, self.state), strict=True):
+            old.copy_(new)
+        self._mirror()
+        return self.snapshot()
+
+    def set_policy(self, policy: Policy[Any]) -> None:
+        """Put another policy in force; the state stays."""
+        self.policy, self._by_kernel = policy, False
+
+    def set(self, **numbers: float) -> None:
+        """Change fields of the policy's state by hand."""
+        self._by_kernel = False
+        for name, number in numbers.items():
+            getattr(self.state, name).fill_(number)
+        self._mirror()
+
+    def set_state(self, policy_state: Any) -> None:
+        """Resume from another state of the policy, in floats."""
+        self.set(**policy_state._asdict())
+        self._by_kernel = _kernel_agrees(self.policy, policy_state)
+
+    def to_host(self) -> HostScale:
+        """Return the same state on the host. Reads the device."""
+        self.adopt()
+        state = start(self.policy)._replace(policy_state=self.floats(), steps=int(self.steps))
+        host = HostScale(self.policy, state)
+        host.tensor, host._tracker = self.tensor, self._tracker
+        host._stamp()
+        return host
+
+    def to_device(self) -> DeviceScale:
+        return self
+
+    def without_tensors(self) -> HostScale:
+        """Return a copy on the host without tensors, for pickling."""
+        policy_state = self.floats()._replace(scale=self.scale, good=float(self.good))
+        return HostScale(
+            self.policy, start(self.policy)._replace(policy_state=policy_state, steps=int(self.steps))
+        )
+
+    def _advance_by_kernel(self, found_inf: Tensor) -> None:
+        """Take the same step with PyTorch's kernel and two operators instead of thirty."""
+        rule: Any = self.policy
+        tracker: Any = self.tracker
+        factors = rule.growth_factor, rule.backoff_factor
+        amp_update_scale_(self.state.scale, tracker, found_inf, *factors, rule.growth_interval)
+        self.state.scale.clamp_(rule.min_scale, rule.max_scale)
+        self.state.good.copy_(tracker)
+        self._stamp()
+
+    def _here(self, number: bool | float | Tensor) -> Tensor:
+        """Return a flag, or a number as float32, where the state is."""
+        device = self.state.scale.device
+        if not isinstance(number, Tensor):
+            dtype = torch.bool if isinstance(number, bool) else torch.float32
+            return torch.full((), min(number, FLOAT32_MAX), dtype=dtype, device=device)
+        if number.dtype is torch.bool:
+            return number.to(device)
+        return number.to(device, torch.float32).clamp(max=FLOAT32_MAX)
+
+    def _mirror(self) -> None:
+        """Make PyTorch's tensors equal to the state."""
+        self.tensor = self.state.scale
+        if self._tracker is not None:
+            self._tracker.copy_(self.state.good)
+        self._stamp()
+
+    def _stamp(self) -> None:
+        self._stamps = _stamps(self._stamps, self.tensor, self._tracker)
+
+    def _is_written(self) -> bool:
+        return not _fit(self._stamps, self.tensor, self._tracker)
 
 
 def numbers_and_settings(state_dict: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -54,298 +390,79 @@ def numbers_and_settings(state_dict: Any) -> tuple[dict[str, Any], dict[str, Any
     return {**more, "steps": int(steps), "scale": scale, "good": state_dict["_growth_tracker"]}, settings
 
 
-class LossScale:
-    """A policy and its state.
+def chosen_policy(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]:
+    """Return the policy for a constructor's arguments: without one, PyTorch's rule between default bounds.
 
-    Args:
-        policy: a policy or dialect; None for PyTorch's rule between our default bounds.
-        settings: PyTorch's four settings by name.
-
-    Attributes:
-        policy: the rule in force.
-        edge: the magnitude from which entries of gradients count for it; None if it does not ask. Computed
-            outside of `torch.compile`, where a policy may do what it likes.
-        state: the policy's state, as floats or as 0-dim float32 tensors.
-        on_device: True when `state` is tensors.
-        tensor: the scale as a 0-dim float32 tensor; None until `place`.
+    Raises:
+        AssertionError: as PyTorch, for factors that cannot work.
+        PolicyError: for other settings that cannot work.
     """
+    if policy is None:
+        if settings["growth_factor"] <= 1.0:
+            raise AssertionError("The growth factor must be > 1.0.")
+        if settings["backoff_factor"] >= 1.0:
+            raise AssertionError("The backoff factor must be < 1.0.")
+        return Dynamic.holding(**settings, compat=Compat(factor_dtype="float64"))
+    return given_policy(policy, {name: (value, getattr(Dynamic, name)) for name, value in settings.items()})
 
-    def __init__(self, policy: Policy[Any] | None, settings: dict[str, Any]) -> None:
-        self.owns_rule = policy is None
-        self._obey(_chosen(policy, settings))
-        self.state: Any = self.policy.start()
-        self.on_device = False
-        self.tensor: Tensor | None = None
-        self._tracker: Tensor | None = None
-        self._seen: tuple[Any, ...] = ()
-        self._by_kernel = False
 
-    def place(self, device: torch.device) -> None:
-        """Make the tensor that the loss is multiplied by."""
-        self.tensor = torch.full((), float(self.state.scale), dtype=torch.float32, device=device)
-        self._remember()
+def changed_policy(policy: Any, **settings: Any) -> Any:
+    """Return the policy with other settings, without another warning of factors that round.
 
-    @property
-    def tracker(self) -> Tensor | None:
-        """PyTorch's growth tracker, 0-dim int32; made when it is first asked for."""
-        if self._tracker is None and self.tensor is not None:
-            if self.on_device:  # unread
-                self._tracker = self.state.good.to(torch.int32)
-            else:
-                self._tracker = torch.full((), self.good, dtype=torch.int32, device=self.tensor.device)
-            self._remember()
-        return self._tracker
+    Raises:
+        PolicyError: for a value that cannot work.
+    """
+    if settings.get("backoff_factor", policy.backoff_factor) != policy.backoff_factor:
+        settings["compat"] = replace(policy.compat, backoff_divisor=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InexactScale)
+        return replace(policy, **settings)
 
-    @tracker.setter
-    def tracker(self, tracker: Tensor | None) -> None:
-        self._tracker = tracker
 
-    @property
-    def scale(self) -> float:
-        """The scale in force, as PyTorch's `_init_scale` or `_scale` gives it. Reads a device."""
-        if self.tensor is not None and (self.on_device or self.tensor.is_cpu or self._touched()):
-            return float(self.tensor.item())
-        return float(self.state.scale)
+def setting_of(policy: Policy[Any], name: str) -> Any:
+    """Return a setting of a policy; of a policy without it the usual value."""
+    return getattr(policy, name, getattr(Dynamic, name))
 
-    @property
-    def good(self) -> int:
-        """Clean steps since the last overflow or growth. Reads a device."""
-        if self._tracker is not None and self._touched():
-            return int(self._tracker.item())
-        return int(self.state.good)
 
-    def floats(self) -> Any:
-        """Return the state as floats, with one read if it lives on a device."""
-        if not self.on_device:
-            return self.state
-        return type(self.state)(*torch.stack(list(self.state)).tolist())
+def set_scale(loss_scale: HostScale | DeviceScale, scale: float) -> None:
+    """Set the scale by hand.
 
-    def to_host(self) -> None:
-        """Move the state to the host."""
-        if self.on_device:
-            self.adopt()
-            self.state, self.on_device = self.floats(), False
-            self._mirror()
+    Raises:
+        PolicyError: for a scale that would turn gradients into 0, inf or NaN, and for one that the policy
+            would not keep, which is any other than its own of `Static`.
+    """
+    policy = loss_scale.policy
+    kept = policy.restore({"scale": scale}).scale
+    if kept != to_float32(scale):
+        raise PolicyError(
+            f"the scale cannot be set to {shown(scale)}: {policy!r} has only {kept!r}. "
+            f"Write GradScaler(policy=Static({shown(scale)}))."
+        )
+    loss_scale.set(scale=to_float32(scale))
 
-    def to_device(self) -> None:
-        """Move the state to where the scale's tensor lies. Nothing is read."""
-        if self.on_device or self.tensor is None:
-            return
-        device = self.tensor.device
-        tensors = (torch.full((), value, dtype=torch.float32, device=device) for value in self.state)
-        self._by_kernel = _kernel_knows(self.policy, self.state)
-        self.state = type(self.state)(*tensors)._replace(scale=self.tensor)
-        self.on_device = True
 
-    def adopt(self) -> None:
-        """Take over what other code wrote into PyTorch's tensors: that scale was in the loss.
+def five_numbers_suffice(policy: Policy[Any]) -> bool:
+    """Return whether PyTorch's checkpoint holds all that the policy's state remembers."""
+    if not isinstance(policy, Dynamic):
+        return False
+    return policy.hysteresis == 1 and policy.max_consecutive_overflows is None
 
-        Raises:
-            PolicyError: for a scale that would turn gradients into 0, inf or NaN.
-        """
-        if not self.on_device and not 0.0 < self.state.scale < math.inf:
-            self.policy.restore({"scale": self.state.scale})  # refuses it: the policy has let it fall to 0
-        if self.tensor is None or not (self.tensor.is_cpu or self._touched()):
-            return
-        if self.on_device:
-            self._adopt_on_device()
-            return
-        scale = self.tensor.item()
-        good = self.state.good if self._tracker is None else float(self._tracker.item())
-        if (scale, good) != (self.state.scale, self.state.good):
-            self.policy.restore({"scale": scale, "good": good})  # refuses what would ruin gradients
-            self._by_kernel = False
-            self.state = self.state._replace(scale=scale, good=good)
-        self._remember()
 
-    def snapshot(self) -> float | Tensor:
-        """Return the scale as it is now: a float, or a tensor that does not move on."""
-        scale: float | Tensor = self.state.scale
-        return scale.clone() if isinstance(scale, Tensor) else scale
+def _stamps(before: tuple[Stamp | None, ...], *tensors: Tensor | None) -> tuple[Stamp | None, ...]:
+    """Return stamps of PyTorch's two tensors; in compiled code, which cannot count writes, the old ones."""
+    if torch.compiler.is_compiling():
+        return before
+    return tuple([None if tensor is None else Stamp.of(tensor) for tensor in tensors])
 
-    def advance(self, reading: Reading, found_inf: Tensor | None = None) -> float | Tensor:
-        """Move on by one step, on the device if the state or the flag is there.
 
-        Args:
-            reading: what was seen.
-            found_inf: the opposite of `reading.finite` as a float32 where the state is, if that is at hand.
-
-        Returns:
-            A `snapshot` of the scale after it.
-
-        Raises:
-            ScaleExhausted: if the policy gives up; on the host only. The state is as it was.
-            PolicyError: if the policy looks at what the reading does not tell. The state is as it was.
-        """
-        if isinstance(reading.finite, Tensor):
-            self.to_device()
-        if not self.on_device:
-            self.state = self.policy.step(self.state, reading)
-            self._mirror()
-            return self.snapshot()
-        here = Reading(*[None if one is None else self._here(one) for one in reading])
-        copy = launches.advance(self.policy, self.state, here.finite)
-        if copy is not None:
-            self._mirror()
-            return copy
-        if self._by_kernel and not torch.compiler.is_compiling():
-            if found_inf is None:
-                found_inf = here.finite.logical_not().to(torch.float32)
-            try:
-                self._advance_by_kernel(found_inf)
-                return self.snapshot()
-            except NotImplementedError:  # some backends have no such kernel; nothing has moved
-                self._by_kernel = False
-        after = self.policy.advance(self.state, here, torch.where)
-        for old, new in zip(self.state, _apart(after, self.state), strict=True):
-            old.copy_(new)
-        self._mirror()
-        return self.snapshot()
-
-    def _advance_by_kernel(self, found_inf: Tensor) -> None:
-        """Take the same step with PyTorch's kernel and two operators instead of thirty."""
-        rule: Any = self.policy
-        tracker: Any = self.tracker
-        factors = rule.growth_factor, rule.backoff_factor
-        amp_update_scale_(self.state.scale, tracker, found_inf, *factors, rule.growth_interval)
-        self.state.scale.clamp_(rule.min_scale, rule.max_scale)
-        self.state.good.copy_(tracker)
-        self._remember()
-
-    def set_scale(self, scale: float) -> None:
-        """Go on with another scale.
-
-        Raises:
-            PolicyError: for a scale that would turn gradients into 0, inf or NaN, and for one that the policy
-                would not keep, which is any other than its own of `Static`.
-        """
-        kept = self.policy.restore({"scale": scale}).scale
-        if kept != to_float32(scale):
-            raise PolicyError(
-                f"the scale cannot be set to {shown(scale)}: {self.policy!r} has only {kept!r}. "
-                f"Write GradScaler(policy=Static({shown(scale)}))."
-            )
-        self._set(scale=to_float32(scale))
-
-    def set_good(self, good: int) -> None:
-        """Go on with another count of clean steps."""
-        self._set(good=float(good))
-
-    def restore(self, numbers: dict[str, Any], settings: dict[str, Any]) -> float:
-        """Resume from a checkpoint; all of it or, if a number cannot work, nothing.
-
-        Args:
-            numbers: fields of the state by name.
-            settings: those of the policy; a policy that was given stays as it is.
-
-        Returns:
-            The scale that training resumes at.
-        """
-        state, policy = self.restored(numbers, settings)
-        self._obey(policy)
-        self.state, on_device, self.on_device = state, self.on_device, False
-        self._mirror()
-        if on_device:
-            self.to_device()
-        return float(state.scale)
-
-    def restored(self, numbers: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, Policy[Any]]:
-        """Return the state and the policy that `restore` would go on from; nothing is changed.
-
-        Raises:
-            PolicyError: for a number that cannot work.
-        """
-        state = self.policy.restore(numbers)
-        return state, _changed(self.policy, **settings) if self.owns_rule else self.policy
-
-    def setting(self, name: str) -> Any:
-        """Return a setting of the policy; of a policy without it the usual value."""
-        return getattr(self.policy, name, getattr(Dynamic, name))
-
-    def change(self, name: str, value: Any) -> None:
-        """Change a setting of the policy.
-
-        Raises:
-            PolicyError: for a value that cannot work, or a policy without that setting.
-        """
-        if value == self.setting(name):
-            return
-        self._by_kernel = False
-        if not hasattr(self.policy, name):
-            raise PolicyError(f"{name}={value!r} cannot be set: {self.policy!r} has no {name}.")
-        self._obey(_changed(self.policy, **{name: value}))
-
-    def five_numbers_suffice(self) -> bool:
-        """Return whether PyTorch's checkpoint holds all that the state remembers."""
-        rule = self.policy
-        return isinstance(rule, Dynamic) and rule.hysteresis == 1 and rule.max_consecutive_overflows is None
-
-    def without_tensors(self) -> LossScale:
-        """Return a copy with the state on the host and no tensors, for pickling."""
-        twin = object.__new__(LossScale)
-        state = self.floats()._replace(scale=self.scale, good=float(self.good))
-        twin.__dict__ = {**self.__dict__, "state": state, "on_device": False}
-        twin.tensor = twin._tracker = None
-        return twin
-
-    def _obey(self, policy: Policy[Any]) -> None:
-        """Make a policy the one in force."""
-        self.policy = policy
-        self.edge: float | None = policy.edge if "share" in policy.needs else None
-
-    def _here(self, number: bool | float | Tensor) -> Tensor:
-        """Return a flag, or a number as float32, where the state is."""
-        if not isinstance(number, Tensor):
-            dtype = torch.bool if isinstance(number, bool) else torch.float32
-            return torch.full((), min(number, FLOAT32_MAX), dtype=dtype, device=self._device())
-        if number.dtype is torch.bool:
-            return number.to(self._device())
-        return number.to(self._device(), torch.float32).clamp(max=FLOAT32_MAX)
-
-    def _device(self) -> torch.device:
-        assert self.tensor is not None  # a state is on a device only where the tensor is
-        return self.tensor.device
-
-    def _set(self, **numbers: float) -> None:
-        self._by_kernel = False
-        if self.on_device:
-            for name, number in numbers.items():
-                getattr(self.state, name).fill_(number)
-        else:
-            self.state = self.state._replace(**numbers)
-        self._mirror()
-
-    def _adopt_on_device(self) -> None:
-        self._by_kernel = self._by_kernel and not self._touched()
-        if self.tensor is not None and self.tensor is not self.state.scale:
-            self.state.scale.copy_(self.tensor)
-            self.tensor = self.state.scale
-        if self._tracker is not None and self._touched():
-            self.state.good.copy_(self._tracker)
-        self._remember()
-
-    def _mirror(self) -> None:
-        """Make PyTorch's tensors equal to the state."""
-        if self.tensor is not None:
-            if self.on_device:
-                self.tensor = self.state.scale
-            elif self._seen[:1] != (self.state.scale,) or self._touched():
-                self.tensor.fill_(self.state.scale)
-        if self._tracker is not None:
-            good = self.state.good
-            self._tracker.copy_(good) if self.on_device else self._tracker.fill_(int(good))
-        self._remember()
-
-    def _remember(self) -> None:
-        if not torch.compiler.is_compiling():
-            self._seen = (None if self.on_device else self.state.scale, *self._versions())
-
-    def _touched(self) -> bool:
-        return not torch.compiler.is_compiling() and self._seen[1:] != self._versions()
-
-    def _versions(self) -> tuple[Any, ...]:
-        tensors = (self.tensor, self._tracker)
-        return tuple((id(tensor), None if tensor is None else tensor._version) for tensor in tensors)
+def _fit(stamps: tuple[Stamp | None, ...], *tensors: Tensor | None) -> bool:
+    """Return whether both are still the same tensors, and nobody has written to them."""
+    if torch.compiler.is_compiling():
+        return True
+    pairs = list(zip(stamps, tensors, strict=False))
+    return len(pairs) == len(tensors) and all(
+        [tensor is None if stamp is None else stamp.fits(tensor) for stamp, tensor in pairs]
+    )
 
 
 def _apart(after: Any, before: Any) -> list[Tensor]:
@@ -356,7 +473,7 @@ def _apart(after: Any, before: Any) -> list[Tensor]:
     ]
 
 
-def _kernel_knows(policy: Policy[Any], state: Any) -> bool:
+def _kernel_agrees(policy: Policy[Any], state: Any) -> bool:
     """Return whether PyTorch's kernel and a clamp after it move as a policy does from a state on the host."""
     if type(policy) is not Dynamic or policy.hysteresis != 1 or policy.compat.growth_delay or policy.gives_up:
         return False
@@ -364,23 +481,3 @@ def _kernel_knows(policy: Policy[Any], state: Any) -> bool:
     inside = (policy.min_scale or 0.0) <= state.scale <= (policy.max_scale or 0.0)
     counts = state.good < policy.growth_interval  # the kernel compares with ==
     return clamps and inside and counts and policy.compat.backoff_divisor is None
-
-
-def _chosen(policy: Policy[Any] | None, settings: dict[str, Any]) -> Policy[Any]:
-    """Return the policy to use, for the arguments of a constructor."""
-    if policy is None:
-        if settings["growth_factor"] <= 1.0:
-            raise AssertionError("The growth factor must be > 1.0.")
-        if settings["backoff_factor"] >= 1.0:
-            raise AssertionError("The backoff factor must be < 1.0.")
-        return Dynamic.holding(**settings, compat=Compat(factor_dtype="float64"))
-    return given_policy(policy, {name: (value, getattr(Dynamic, name)) for name, value in settings.items()})
-
-
-def _changed(policy: Any, **settings: Any) -> Any:
-    """Return the policy with other settings, without another warning of factors that round."""
-    if settings.get("backoff_factor", policy.backoff_factor) != policy.backoff_factor:
-        settings["compat"] = replace(policy.compat, backoff_divisor=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InexactScale)
-        return replace(policy, **settings)

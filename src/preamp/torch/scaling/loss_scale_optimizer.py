@@ -1,7 +1,6 @@
 """Keras's LossScaleOptimizer for any PyTorch optimizer: one object to scale, clip, accumulate and average.
 
-This room owns that idiom. It refuses to know how gradients are unscaled and when a scale moves: it has a
-`GradScaler` for that.
+A `GradScaler` unscales the gradients and moves the scale.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ from preamp.systems.arguments import (
 )
 from preamp.torch.nested import check_shapes, map_tensors, require_tensor
 from preamp.torch.scaling.accumulation import Accumulation
-from preamp.torch.scaling.grad_scaler import GradScaler
+from preamp.torch.scaling.grad_scaler import Clip, GradScaler
 from preamp.torch.scaling.master_weights import MasterWeights
 from preamp.torch.scaling.optimizers import parameters_of, warn_of_small_eps
-from preamp.torch.scaling.stepping import Clip
 from preamp.torch.scaling.weight_averages import Averages
 
 OURS = "loss_scale_optimizer"
@@ -475,7 +473,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         assert self.clipnorm is not None  # the caller asked
         gradients = gather(self.inner_optimizer)
         if gradients.tensors:
-            norms = self.scaler._readings.of_each(gradients)
+            norms = self.scaler._meter.norm_of_each(gradients)
             factors = self.clipnorm / norms.clamp(min=self.clipnorm)
             for tensor, factor in zip(gradients.tensors, factors.unbind(), strict=True):
                 multiply_([tensor], factor)

@@ -1,7 +1,6 @@
 """float32 copies of float16 and bfloat16 parameters, for an optimizer to work on.
 
-An update that is small beside its weight is lost in float16; the copy keeps it. This room refuses to know
-what the optimizer does.
+An update that is small beside its weight is lost in float16; the copy keeps it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a scaler has to know of an optimizer it has never seen."""
+"""What a scaler has to know of an arbitrary optimizer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,6 @@ SMALL_EPS = 2.0**-24  # float16's smallest number above 0; nothing that is large
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def is_fused(optimizer: Any) -> bool:
-    """Return whether `step` divides by `optimizer.grad_scale` and heeds `optimizer.found_inf`.
-
-    What only wraps such an optimizer does not count: it would keep these attributes to itself.
-    """
-    supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    return supports and isinstance(optimizer, torch.optim.Optimizer)
-
-
-def preset(optimizer: Any) -> Any:
-    """Return what a user set as `grad_scale` of a fused optimizer, 1.0 without it."""
-    given = getattr(optimizer, "grad_scale", None) if is_fused(optimizer) else None
-    return 1.0 if given is None else given
 
 
 def is_of_torch(optimizer: Any) -> bool:
@@ -87,18 +72,15 @@ def warn_of_small_eps(optimizer: Any, groups: Iterable[int], instead: str) -> No
                 )
 
 
-def takes(optimizer: Any, name: str) -> bool:
-    """Return whether an optimizer's `step` has an argument of this name."""
-    kind: Any = type(optimizer)
-    return _step_takes(kind, name)
-
-
-@lru_cache
 def _step_takes(kind: Any, name: str) -> bool:
+    """Return whether the `step` of a class of optimizers has an argument of this name."""
     try:
         return name in inspect.signature(kind.step).parameters
     except (AttributeError, TypeError, ValueError):  # found elsewhere by a wrapper, or not written in Python
         return False
+
+
+step_takes: Callable[[Any, str], bool] = lru_cache(_step_takes)
 
 
 def step_after(optimizer: Any, clip: Callable[[], None] | None, args: Any, kwargs: Any) -> Any:

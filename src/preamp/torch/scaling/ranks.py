@@ -1,8 +1,8 @@
-"""What several ranks saw, agreed on before any of them decides.
+"""Agreement of ranks on what they measured, before any of them decides.
 
 One sum over ranks carries two numbers: how many ranks found a gradient that is not finite, and their shares
-of the squared norm; for a policy that uses gradient statistics, further ones (`sight.packed`). This room
-refuses to know what is decided.
+of the squared norm; for a policy that uses gradient statistics, further ones
+(`gradient_stats.packed`).
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class Agreement:
             raise PolicyError("process_group= and reduce= are both given. Write only one of them.")
         self.process_group = process_group
         self.reduce = reduce
+        self.always = reduce is not None or process_group is not None  # whatever the gradients lie on
 
     def needed(self, meshes: Sequence[Any]) -> bool:
         """Return whether other ranks have to be asked, for gradients on these meshes."""
-        return bool(self.reduce or self.process_group is not None or meshes)
+        return self.always or bool(meshes)
 
     def __call__(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
         """Return the sum over ranks of a tensor, of one shape and dtype on all. Every rank has to call.

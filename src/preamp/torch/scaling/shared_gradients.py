@@ -2,59 +2,63 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from preamp.arrays.torch import Gradients, multiply_
+from preamp.arrays.torch import Gradients, Stamp, multiply_
+from preamp.torch.scaling.gradient_stats import MeasuredGradients
 from preamp.torch.scaling.optimizers import parameters_of
-from preamp.torch.scaling.outcome import Outcome
 
 
 class AlreadyUnscaled:
     """Which gradients were unscaled in this iteration and not written to since.
 
     A scaler that knows only one optimizer remembers nothing, to save time. One that joins later and shares
-    parameters takes its first step as in PyTorch. Autograd's version counter tells who wrote; writes
-    through `.data` escape it.
+    parameters takes its first step as in PyTorch.
+
+    Attributes:
+        only_owner: the id of the only optimizer so far, of which nothing is remembered; None if there are
+            more, or none.
+        unscaled: what is remembered, by the parameter's id.
     """
 
     def __init__(self) -> None:
-        self._optimizers: set[int] = set()
-        # By the parameter's id: the gradient, its version and, if a kernel decided alone, on what.
-        self._seen: dict[int, tuple[weakref.ref[Tensor], int, Outcome | None]] = {}
+        self.only_owner: int | None = None
+        self._owners: set[int] = set()
+        # By the parameter's id: the gradient's stamp and, where a fused kernel decided, by what.
+        self.unscaled: dict[int, tuple[Stamp, MeasuredGradients | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_optimizers": set(), "_seen": {}}  # ids mean nothing elsewhere
+        return {"only_owner": None, "_owners": set(), "unscaled": {}}  # ids mean nothing elsewhere
 
-    def mark(self, optimizer: Any, decided: Outcome | None = None) -> None:
+    def mark(self, optimizer: Any, decided: MeasuredGradients | None = None) -> None:
         """Remember the gradients of an optimizer, unless it is the only one.
 
         Args:
             optimizer: their owner.
-            decided: what a fused step on the device heeded, which leaves gradients as they are if it skips.
+            decided: what a fused step on the device was given: it leaves gradients as they are if it skips.
         """
-        alone = self._optimizers == {id(optimizer)} and not self._seen
-        if torch.compiler.is_compiling() or alone:
+        if torch.compiler.is_compiling() or (self.only_owner == id(optimizer) and not self.unscaled):
             return
-        self._optimizers.add(id(optimizer))
+        self._owners.add(id(optimizer))
+        self.only_owner = id(optimizer) if len(self._owners) == 1 else None
         for p in parameters_of(optimizer):
             if p.grad is not None:
-                self._seen[id(p)] = (weakref.ref(p.grad), p.grad._version, decided)
+                self.unscaled[id(p)] = (Stamp.of(p.grad), decided)
 
     def among(self, gradients: Gradients) -> set[int]:
         """Return the ids of the parameters whose gradients need no unscaling any more."""
-        if torch.compiler.is_compiling() or not self._seen:
+        if torch.compiler.is_compiling() or not self.unscaled:
             return set()
-        return {id(p) for p in gradients.parameters if self._is_as_it_was(p)}
+        return {id(p) for p in gradients.parameters if self._is_unwritten(p)}
 
     def unscale_rest_(self, parameter: Tensor, tensor: Tensor) -> bool:
         """Return whether a gradient needs no unscaling any more, after what a skipped step left to do."""
-        if not self._is_as_it_was(parameter):
+        if not self._is_unwritten(parameter):
             return False
-        _, _, decided = self._seen[id(parameter)]
+        _, decided = self.unscaled[id(parameter)]
         if decided is not None:
             finite, divisor = torch.as_tensor(decided.finite), torch.as_tensor(decided.divisor)
             multiply_([tensor], torch.where(finite, 1.0, divisor.reciprocal()))
@@ -62,10 +66,7 @@ class AlreadyUnscaled:
 
     def forget(self) -> None:
         """Begin a new iteration."""
-        self._seen.clear()
+        self.unscaled.clear()
 
-    def _is_as_it_was(self, parameter: Tensor) -> bool:
-        if id(parameter) not in self._seen or parameter.grad is None:
-            return False
-        gradient, version, _ = self._seen[id(parameter)]
-        return gradient() is parameter.grad and version == parameter.grad._version
+    def _is_unwritten(self, parameter: Tensor) -> bool:
+        return id(parameter) in self.unscaled and self.unscaled[id(parameter)][0].fits(parameter.grad)

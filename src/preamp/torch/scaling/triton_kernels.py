@@ -1,7 +1,7 @@
 """The scalar work of a step that reads nothing, in Triton: one launch in `step`, one in `update`.
 
 Imported by `launches` alone, when a step is about to be taken on a device that Triton compiles for. Whatever
-is not covered there is done by PyTorch's operators (`stepping`, `loss_scale`), with the same results.
+is not covered there is done by PyTorch's operators (`grad_scaler`, `loss_scale`), with the same results.
 
 `prepare` is what lies between the norm of all gradients and a fused optimizer:
 

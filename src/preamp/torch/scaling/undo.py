@@ -1,7 +1,6 @@
 """An optimizer's step that can be taken back.
 
 Two places need it: a step that must not read whether it may happen, and a closure that overflows half-way.
-This room copies and restores parameters and state. It refuses to know gradients and scales.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from preamp.errors import UsageError
-from preamp.torch.scaling.optimizers import is_fused, is_of_torch, parameters_of
+from preamp.torch.scaling.optimizers import is_of_torch, parameters_of
 
 # What the state that an optimizer makes at its first step starts from; everything else starts as it is.
 FIRST = {"step": 0.0, "mu_product": 1.0}
@@ -59,8 +58,12 @@ def step_where(optimizer: Any, finite: Tensor, *args: Any, **kwargs: Any) -> Any
 
 
 @torch.no_grad()
-def prime(optimizer: Any) -> None:
-    """Let an optimizer make the state that it lacks, by a step on zeros that moves nothing.
+def init_optimizer_state(optimizer: Any, *, fused: bool) -> None:
+    """Have an optimizer make the state that it lacks, by a step on zeros that moves nothing.
+
+    Args:
+        optimizer: any optimizer.
+        fused: whether it is one that is given `found_inf`.
 
     Raises:
         UsageError: inside `torch.compile`, where this is too late, and for an optimizer whose first step is
@@ -71,7 +74,7 @@ def prime(optimizer: Any) -> None:
         return
     if torch.compiler.is_compiling():
         raise UsageError("this optimizer has not made its state yet. Take one step before torch.compile.")
-    if not is_of_torch(optimizer) and not is_fused(optimizer):
+    if not is_of_torch(optimizer) and not fused:
         kind = type(optimizer).__name__
         raise UsageError(
             f"what the state of {kind} begins with is not known, so that its first step cannot be taken back "

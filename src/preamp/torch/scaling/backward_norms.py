@@ -1,37 +1,34 @@
-"""Each gradient's norm and peak, taken when autograd has just written it and it still lies in the cache.
+"""Each gradient's norm and peak, taken in backward when autograd has just written it to the cache.
 
-A gradient that anyone wrote to afterwards is measured again at the step; autograd's version counter tells,
-which writes through `.data` escape. It refuses to watch gradients that are final only after communication.
+A gradient that anyone wrote to afterwards is measured again at the step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from preamp.arrays.torch import Gradients, largest, square
+from preamp.arrays.torch import Gradients, Stamp, largest, square
 from preamp.arrays.torch_devices import widest
 from preamp.errors import UsageError
 from preamp.torch.scaling.optimizers import parameters_of
 from preamp.torch.scaling.ranks import number_of_ranks
 
 
-class _Seen(NamedTuple):
-    gradient: Callable[[], Tensor | None]
-    version: int
+class _Norm(NamedTuple):
+    stamp: Stamp
     square: Tensor
     peak: Tensor | None
 
 
-class Watch:
-    """Hooks on the parameters of one optimizer, until `remove`.
+class BackwardNorms:
+    """Hooks on the parameters of one optimizer, until `remove`. What `GradScaler.watch` returns.
 
     Args:
-        optimizer: whose parameters to watch.
+        optimizer: whose gradients to measure.
         peaks: whether peaks are wanted too.
 
     Raises:
@@ -42,7 +39,7 @@ class Watch:
         parameters: list[Any] = [p for p in parameters_of(optimizer) if p.requires_grad]
         _refuse_what_comes_later(parameters)
         self._optimizer, self._peaks = weakref.ref(optimizer), peaks
-        self._seen: dict[int, _Seen] = {}
+        self._norms: dict[int, _Norm] = {}  # by the parameter's id
         self._hooks = [p.register_post_accumulate_grad_hook(self._measure) for p in parameters]
 
     def covers(self, optimizer: Any) -> bool:
@@ -50,24 +47,24 @@ class Watch:
         return bool(self._hooks) and self._optimizer() is optimizer
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Measure no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._seen.clear()
+        self._norms.clear()
 
     def squares(self, gradients: Gradients) -> Tensor:
         """Return the squared norm of each gradient, of shape [gradients], unread."""
-        pairs = zip(map(self._as_it_was, gradients.parameters), gradients.tensors, strict=True)
-        squares = [square(tensor) if seen is None else seen.square for seen, tensor in pairs]
+        pairs = zip(map(self._unwritten, gradients.parameters), gradients.tensors, strict=True)
+        squares = [square(tensor) if norm is None else norm.square for norm, tensor in pairs]
         return torch.stack([one.to(squares[0].device, squares[0].dtype) for one in squares])
 
     def peaks(self, gradients: Gradients) -> Tensor | None:
         """Return the largest magnitude in each gradient, of shape [gradients], unread; None if not wanted."""
         if not self._peaks:
             return None
-        pairs = zip(map(self._as_it_was, gradients.parameters), gradients.tensors, strict=True)
-        peaks = [largest([t])[0] if seen is None or seen.peak is None else seen.peak for seen, t in pairs]
+        pairs = zip(map(self._unwritten, gradients.parameters), gradients.tensors, strict=True)
+        peaks = [largest([t])[0] if norm is None or norm.peak is None else norm.peak for norm, t in pairs]
         first = peaks[0].device
         wide = widest(first) if any(one.dtype is torch.float64 for one in peaks) else torch.float32
         return torch.stack([one.to(first, wide) for one in peaks])
@@ -78,14 +75,12 @@ class Watch:
             detached = gradient.detach()
             dense = torch.view_as_real(detached) if gradient.is_complex() else detached
             peak = largest([dense])[0] if self._peaks else None
-            self._seen[id(parameter)] = _Seen(weakref.ref(gradient), gradient._version, square(dense), peak)
+            self._norms[id(parameter)] = _Norm(Stamp.of(gradient), square(dense), peak)
 
-    def _as_it_was(self, parameter: Tensor) -> _Seen | None:
-        """Return what was seen of a parameter's gradient, unless it is another one now."""
-        seen, gradient = self._seen.get(id(parameter)), parameter.grad
-        if seen is None or gradient is None or seen.gradient() is not gradient:
-            return None
-        return seen if seen.version == gradient._version else None
+    def _unwritten(self, parameter: Tensor) -> _Norm | None:
+        """Return what was measured of a parameter's gradient, unless it was replaced or written to since."""
+        norm = self._norms.get(id(parameter))
+        return norm if norm is not None and norm.stamp.fits(parameter.grad) else None
 
 
 def _refuse_what_comes_later(parameters: list[Tensor]) -> None:

@@ -1,0 +1,574 @@
+"""What is measured in a step: the gradients' statistics, on this rank and over all ranks, and the loss.
+
+Numbers are Python numbers where the host may read, and 0-dim tensors elsewhere. Those are read when the
+`Step` is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from preamp.arrays.torch import Gradients, Stamp
+from preamp.arrays.torch_compat import is_of_transform
+from preamp.arrays.torch_devices import widest
+from preamp.checks import FLOAT32_MAX
+from preamp.errors import PolicyError
+from preamp.policy import Policy
+from preamp.scaling import Measured, ScalerState, Step, to_step
+from preamp.torch.scaling.backward_norms import BackwardNorms
+from preamp.torch.scaling.ranks import Agreement
+
+Number: TypeAlias = float | Tensor
+
+# What ranks add up of a peak: a one in the bin of its exponent.
+LOWEST, HIGHEST = -149, 128  # float32's binary exponents: a peak is at most 2**128
+BINS = HIGHEST - LOWEST + 1
+WIDTH = BINS + 2
+
+
+class GradientStats(NamedTuple):
+    """Statistics of one optimizer's scaled gradients, for policies that use them.
+
+    Attributes:
+        peak: the largest magnitude, 0 without gradients; None where other code checked the gradients, which
+            tells no peak.
+        above: how many entries have the policy's `edge` as their magnitude or more; None if it does not ask.
+        entries: how many there are. Of sparse gradients the stored ones count, of complex ones both parts.
+        each: the peak of every gradient on this rank: a list, or a tensor that is not read.
+    """
+
+    peak: Number | None = None
+    above: Number | None = None
+    entries: Number = 0.0
+    each: Any = None
+
+    def read(self) -> GradientStats:
+        """Return the same with every number read to the host."""
+        peak = None if self.peak is None else float(self.peak)
+        above = None if self.above is None else float(self.above)
+        return GradientStats(peak, above, float(self.entries), self.each)
+
+
+@dataclass(slots=True)
+class MeasuredGradients:
+    """What one optimizer's step found in its gradients.
+
+    Attributes:
+        scale: the scale that was in the loss.
+        finite: whether all gradients on all ranks were finite.
+        norm: global L2 norm of the gradients before clipping, where it was taken, times `divisor`.
+        divisor: what the gradients were multiplied by when the norm was taken.
+        culprits: names the parameters whose gradients on this rank are not finite.
+        stats: the statistics over all ranks; None for a policy that needs none.
+        skips: whether a step whose gradients are not finite is skipped; a disabled scaler takes it.
+        found_inf: 0.0 if `finite`, else 1.0, where that was computed on the device.
+    """
+
+    scale: Number
+    finite: bool | Tensor
+    norm: Number | None = None
+    divisor: Number = 1.0
+    culprits: Callable[[], tuple[str, ...]] = tuple
+    stats: GradientStats | None = None
+    skips: bool = True
+    found_inf: Tensor | None = None
+
+    def read(self) -> MeasuredGradients:
+        """Return the same with every number read to the host, and the norm of the unscaled gradients."""
+        finite = bool(self.finite)
+        norm = None if self.norm is None or not finite else float(self.norm) / float(self.divisor)
+        culprits = tuple if finite else _constant(self.culprits())
+        stats = None if self.stats is None else self.stats.read()
+        return MeasuredGradients(float(self.scale), finite, norm, 1.0, culprits, stats, self.skips)
+
+
+class Found(NamedTuple):
+    """What `GradientMeter.measure` returns, as Python numbers or as tensors that are not read.
+
+    Attributes:
+        finite: whether all gradients are finite, and stay so when divided.
+        norm: their global L2 norm; None if it was not taken.
+        stats: the statistics, over all ranks.
+        sizes: the norm or the peak of each gradient on this rank; of what is not read.
+    """
+
+    finite: Any
+    norm: Any
+    stats: GradientStats | None
+    sizes: Any = None
+
+
+class GradientMeter:
+    """Measures gradients, with norms that were taken in backward, and over ranks.
+
+    Args:
+        agreement: how ranks agree.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+        self.in_backward: dict[int, BackwardNorms] = {}  # by the optimizer's id
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"agreement": self.agreement, "in_backward": {}}  # hooks stay with their parameters
+
+    def watch(self, optimizer: Any, *, peaks: bool) -> BackwardNorms:
+        """Measure an optimizer's gradients in backward from now on; their peaks if the policy uses them."""
+        norms = BackwardNorms(optimizer, peaks=peaks)
+        if id(optimizer) in self.in_backward:
+            self.in_backward[id(optimizer)].remove()
+        self.in_backward[id(optimizer)] = norms
+        return norms
+
+    def watched(self, optimizer: Any) -> BackwardNorms | None:
+        """Return what was measured of an optimizer's gradients in backward, if they are watched."""
+        norms = self.in_backward.get(id(optimizer)) if self.in_backward else None
+        return norms if norms is not None and norms.covers(optimizer) else None
+
+    def measure(
+        self,
+        gradients: Gradients,
+        divisor: Any,
+        device: torch.device,
+        *,
+        read: bool,
+        norm: bool,
+        finite: bool = True,
+        agree: bool = True,
+        watched: BackwardNorms | None = None,
+        stats: GradientStats | None = None,
+    ) -> Found:
+        """Measure whether all gradients are finite, and stay so when divided, and their global L2 norm.
+
+        Args:
+            gradients: as they are, scaled or not.
+            divisor: what they will be divided by.
+            device: where other ranks expect what this one has found, wherever its gradients are.
+            read: whether the host reads. If not, a float32 norm that overflows counts as gradients that are
+                not finite, and a norm that is not wanted comes for free, unless peaks tell enough.
+            norm: whether the norm is wanted.
+            finite: what is known of this rank before, if the host reads.
+            agree: whether ranks agree; without, all of this is of this rank alone.
+            watched: what was measured in backward, if the gradients are watched and still what they were.
+            stats: of this rank's gradients while they were scaled, if the policy uses them.
+
+        Raises:
+            PolicyError: for a norm or a share over ranks that cannot be told.
+        """
+        agree = agree and (self.agreement.always or bool(gradients.meshes))
+        if read:
+            finite, squared = self._read(gradients, divisor, finite, norm, watched, stats)
+            if agree:
+                unit = divisor * divisor  # other ranks' gradients may be unscaled already
+                mine = [not finite, squared / unit if finite else 0.0]
+                total, stats = self._summed(
+                    torch.tensor(mine, dtype=widest(device), device=device), gradients.meshes, norm, stats
+                )
+                overflows, squared = total.tolist()
+                finite, squared = overflows == 0.0 and math.isfinite(squared), squared * unit
+                stats = None if stats is None else stats.read()
+            return Found(finite, math.sqrt(squared) if finite and norm else None, stats)
+
+        if stats is not None and stats.each is not None and not norm:
+            total, sizes = stats.each.amax().to(device), stats.each
+        else:
+            total, sizes = self.norm_on_device(gradients, device, watched)
+        is_finite: Tensor = total / divisor <= FLOAT32_MAX
+        if agree:
+            wide = widest(total.device)
+            squares = torch.where(is_finite, (total.to(wide) / divisor).square(), 0.0)
+            pair = torch.stack([is_finite.logical_not().to(wide), squares])
+            (overflow, squares), stats = self._summed(pair, gradients.meshes, norm, stats)
+            is_finite = (overflow == 0.0) & squares.isfinite()
+            total = (squares.sqrt() * divisor).to(divisor.dtype)
+        is_peak = stats is not None and sizes is stats.each
+        return Found(is_finite, None if is_peak else total, stats, sizes)
+
+    def norm_on_device(
+        self, gradients: Gradients, device: torch.device, watched: BackwardNorms | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return this rank's L2 norm of all gradients on a device, and that of each, unread."""
+        if watched is not None:
+            sizes = watched.squares(gradients).sqrt()
+        else:
+            sizes = gradients.norms() if gradients.tensors else torch.zeros(1, device=device)
+        mine = sizes
+        if gradients.shares is not None:  # this rank's share of each norm
+            mine = sizes * torch.tensor(gradients.shares, device=sizes.device).sqrt()
+        return torch.linalg.vector_norm(mine).to(device), sizes
+
+    def flags(
+        self,
+        found: dict[torch.device, Tensor],
+        meshes: list[Any],
+        device: torch.device,
+        stats: GradientStats | None = None,
+    ) -> tuple[dict[torch.device, Tensor], GradientStats | None]:
+        """Return found_inf flags, and statistics, that all ranks agree on, unread; they meet on a device."""
+        if not self.agreement.needed(meshes):
+            return found, stats
+        flag = torch.stack([one.to(device, widest(device)) for one in found.values()]).sum()
+        (overflows, _), stats = self._summed(
+            torch.stack([flag, torch.zeros_like(flag)]), meshes, False, stats
+        )
+        return {place: (overflows > 0.0).to(place, torch.float32) for place in found}, stats
+
+    def norm_of_each(self, gradients: Gradients) -> Tensor:
+        """Return the L2 norm of each gradient, unread; of a DTensor that of the whole."""
+        norms = gradients.norms()
+        if gradients.shares is None:
+            return norms
+        self.agreement.refuse_norm(gradients.meshes)
+        shares = torch.tensor(gradients.shares, device=norms.device)
+        squares = norms.to(widest(norms.device)).square() * shares
+        return self.agreement.over_meshes(squares, gradients.meshes).sqrt().to(norms)
+
+    def _read(
+        self,
+        gradients: Gradients,
+        divisor: float,
+        finite: bool,
+        norm: bool,
+        watched: BackwardNorms | None,
+        stats: GradientStats | None,
+    ) -> tuple[bool, float]:
+        """Return whether this rank's gradients are finite, and their squared norm, 0 if it is not wanted."""
+        squared = 0.0
+        if norm:
+            if watched is None or not gradients.tensors:
+                squared = gradients.squared_norm()
+            else:
+                squares = watched.squares(gradients)
+                squared = float(squares.sum(dtype=widest(squares.device)).item())
+            if not math.isfinite(squared):
+                squared = gradients.exact_squared_norm()
+            finite = finite and math.isfinite(squared)
+        elif finite:
+            finite = gradients.are_finite() if stats is None else math.isfinite(stats.peak or 0.0)
+        # Dividing by less than 1 can overflow.
+        return finite and (divisor >= 1.0 or gradients.fits(divisor)), squared
+
+    def _summed(
+        self, mine: Tensor, meshes: list[Any], norm: bool, stats: GradientStats | None
+    ) -> tuple[Tensor, GradientStats | None]:
+        """Return the sum of two numbers over ranks, and the statistics of all."""
+        if norm:
+            self.agreement.refuse_norm(meshes)
+        if stats is None:
+            return self.agreement(mine, meshes), None
+        if stats.above is not None:
+            self.agreement.refuse_share(meshes)
+        total = self.agreement(torch.cat([mine, packed(stats, mine.device)]), meshes)
+        return total[: len(mine)], unpacked(total[len(mine) :], stats)
+
+
+# ---- Statistics --------------------------------------------------------------------------------------------
+
+
+def gradient_stats(
+    gradients: Gradients, edge: float | None, device: torch.device, *, read: bool, each: Tensor | None = None
+) -> GradientStats:
+    """Measure gradients as they are. Each is read once; twice where entries have to be counted.
+
+    Args:
+        gradients: of one optimizer, scaled.
+        edge: the magnitude from which entries count; None not to count. The peak is measured in any case: it
+            tells whether all are finite, too.
+        device: where what is not read is to lie.
+        read: whether the host may read. Then only gradients that reach the edge are counted.
+        each: the peaks, if they are known.
+    """
+    entries = 0.0 if edge is None else gradients.entries()
+    if not gradients.tensors:
+        return GradientStats(0.0, None if edge is None else 0.0, entries)
+    each = gradients.largest() if each is None else each
+    if not read:
+        count = None if edge is None else gradients.count(edge, range(len(each))).to(device)
+        return GradientStats(each.amax().to(device), count, entries, each)
+    peaks = each.tolist()
+    peak = max(peaks)
+    if any(map(math.isnan, peaks)):  # which compares with nothing
+        peak = math.nan
+    if edge is None:
+        return GradientStats(peak, None, entries, peaks)
+    large = [index for index, one in enumerate(peaks) if one >= edge] if math.isfinite(peak) else []
+    return GradientStats(peak, float(gradients.count(edge, large)) if large else 0.0, entries, peaks)
+
+
+def combined(all_stats: Sequence[GradientStats]) -> tuple[Any, Any]:
+    """Return the peak and the share over several optimizers' gradients."""
+    peak: Any = all_stats[0].peak
+    for stats in all_stats[1:]:
+        peak = _larger(peak, stats.peak)
+    if any([stats.above is None for stats in all_stats]):
+        return peak, None
+    entries = _larger(_sum([stats.entries for stats in all_stats]), 1.0)  # without entries the share is 0
+    return peak, _sum([stats.above for stats in all_stats]) / entries
+
+
+def packed(stats: GradientStats, device: torch.device) -> Tensor:
+    """Return statistics as a tensor of shape [WIDTH] in the device's widest dtype, to be summed over ranks.
+
+    A one in the bin of the least exponent e with peak <= 2**e, none for a peak of 0; entries at the edge or
+    above; all entries.
+    """
+    peak, above, entries = (_wide(one, device) for one in stats[:3])
+    powers = _powers(LOWEST - 1, HIGHEST, device).to(peak.dtype)
+    bins = (powers[:-1] < peak) & (peak <= powers[1:])
+    return torch.cat([bins.to(peak.dtype), above.view(1), entries.view(1)])
+
+
+def unpacked(total: Tensor, mine: GradientStats) -> GradientStats:
+    """Return the statistics over all ranks.
+
+    Args:
+        total: the sum of what they packed.
+        mine: what this rank has measured; what it does not know stays unknown.
+    """
+    powers = _powers(LOWEST, HIGHEST, total.device).to(total.dtype)
+    most = min(2.0**HIGHEST, torch.finfo(total.dtype).max)
+    peak = torch.where(total[:BINS] > 0.0, powers, 0.0).amax().clamp(max=most)  # exact; 0 without a bin
+    above = None if mine.above is None else total[BINS]
+    return GradientStats(None if mine.peak is None else peak, above, total[BINS + 1], mine.each)
+
+
+# ---- The record --------------------------------------------------------------------------------------------
+
+
+def measured_of(steps: Sequence[MeasuredGradients], policy: Policy[Any]) -> Measured[Any]:
+    """Return what one or several optimizers' steps found, together.
+
+    Raises:
+        PolicyError: for a policy that uses gradient statistics, where other code has checked the gradients.
+    """
+    finite: Any = steps[0].finite if len(steps) == 1 else _all_true([step.finite for step in steps])
+    norm = None
+    if isinstance(finite, bool) and finite:
+        norms = [step.norm / step.divisor for step in steps if step.norm is not None]
+        norm = math.hypot(*norms) if len(norms) == len(steps) else None
+    if not policy.needs:
+        return Measured(finite, steps[0].scale, norm)
+    stats = [step.stats for step in steps if step.stats is not None and step.stats.peak is not None]
+    if len(stats) < len(steps):
+        raise PolicyError(
+            f"{policy!r} needs the {' and the '.join(sorted(policy.needs))} of the gradients, but other code "
+            "has looked at them and tells only whether they are finite. Write scaler.unscale_(optimizer) or "
+            "scaler.step(optimizer) as they are in GradScaler, or policy=Dynamic(), which needs no more."
+        )
+    return Measured(finite, steps[0].scale, norm, *combined(stats))
+
+
+def step_of(
+    steps: Sequence[MeasuredGradients],
+    index: int | Tensor,
+    new_scale: Number | None,
+    loss: UnreadLoss | float | None = None,
+    buffers: Callable[[], tuple[str, ...]] = tuple,
+) -> Step:
+    """Return the `Step` of one or several optimizers. Reads what lies on a device.
+
+    Args:
+        steps: what the optimizers' steps found.
+        index: of the step.
+        new_scale: the scale of the next step, if it is known.
+        loss: the loss, not scaled.
+        buffers: names the model's buffers that are not finite; called if the step was skipped.
+    """
+    read = [step.read() for step in steps]
+    finite = all(step.finite for step in read)
+    norms = [step.norm for step in read if isinstance(step.norm, float)]
+    peaks = [step.stats.peak for step in read if step.stats and isinstance(step.stats.peak, float)]
+    return Step(
+        int(index),
+        float(read[0].scale),
+        finite,
+        skipped=any(step.skips and not step.finite for step in read),
+        new_scale=None if new_scale is None else float(new_scale),
+        loss=read_loss(loss),
+        grad_norm=math.hypot(*norms) if len(norms) == len(read) else None,
+        peak=max(peaks) if finite and len(peaks) == len(read) else None,
+        culprits=culprits_of(read),
+        buffers=() if finite else buffers(),
+    )
+
+
+def recorded(
+    state: ScalerState[Any, float],
+    steps: Sequence[MeasuredGradients],
+    loss: UnreadLoss | float | None,
+    buffers: Callable[[], tuple[str, ...]],
+) -> Step | None:
+    """Return the `Step` of a state on the host, after the policy has advanced.
+
+    Args:
+        state: after the step.
+        steps: as for `step_of`, like the others.
+        loss: read now.
+        buffers: called if the step was skipped.
+    """
+    if state.finite:
+        return to_step(state, loss=read_loss(loss))
+    return to_step(state, loss=read_loss(loss), culprits=culprits_of(steps), buffers=buffers())
+
+
+def read_loss(loss: UnreadLoss | float | None) -> float | None:
+    """Return a loss that may not have been read; None if it is not known."""
+    return loss.read() if isinstance(loss, UnreadLoss) else loss
+
+
+def culprits_of(steps: Sequence[MeasuredGradients]) -> tuple[str, ...]:
+    """Return the names of the parameters whose gradients are not finite, of all optimizers."""
+    return tuple(name for step in steps for name in step.culprits())
+
+
+# ---- The loss ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadLoss:
+    """A loss that is still on its device, in the tensor that the user has as well.
+
+    Attributes:
+        tensor: of one element.
+        stamp: of the tensor, when the loss was scaled.
+    """
+
+    tensor: Tensor
+    stamp: Stamp
+
+    def is_unchanged(self) -> bool:
+        """Return whether nobody has written to the tensor since, as `loss.mul_(0)` does."""
+        return self.stamp.fits(self.tensor)
+
+    def read(self) -> float | None:
+        """Read the loss; None if the tensor was written to since."""
+        return float(self.tensor) if self.stamp.fits(self.tensor) else None
+
+
+class Losses:
+    """The sum of the losses on this rank that were scaled since the last update, not scaled themselves.
+
+    That is the loss whose gradients the step applies, where each is scaled once. One loss is kept as it is;
+    every further one costs an addition. Of a closure that is evaluated several times, the last evaluation
+    counts. The sum is not known if one of the losses is not a single number, is a tensor of another class (a
+    DTensor may be read by all ranks together only), was scaled inside a function transform, or was changed in
+    place before it was read; of a loss in compiled code nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self._sum: UnreadLoss | float | None = None
+        self._is_known = self._is_wanted = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_sum": None, "_is_known": True, "_is_wanted": self._is_wanted}
+
+    def __copy__(self) -> Losses:
+        twin = Losses()
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def stop(self) -> None:
+        """Keep no loss from now on, where asking for it would be a read of its own."""
+        self._is_wanted = False
+
+    def add(self, loss: Any) -> None:
+        """Add a loss that is about to be scaled. It is not read."""
+        if not self._is_wanted or torch.compiler.is_compiling():
+            return
+        if type(loss) is not Tensor or loss.numel() != 1 or loss.is_complex() or is_of_transform(loss):
+            self._is_known = False
+            return
+        if isinstance(self._sum, UnreadLoss) and not self._sum.is_unchanged():
+            self._is_known = False
+        number = loss.detach() if loss.requires_grad else loss  # keeps no graph alive, and copies nothing
+        if loss._is_view():
+            number = number.clone()  # or all of the tensor that it is a part of would be kept
+        total = number if self._sum is None else _total(self._sum, number)
+        self._sum = UnreadLoss(total, Stamp.of(total))
+
+    def so_far(self) -> UnreadLoss | float | None:
+        """Return the sum, unread; None if it is not known."""
+        return self._sum if self._is_known else None
+
+    def read(self) -> None:
+        """Read the sum now, such as beside a flag that the host waits for anyway."""
+        if isinstance(self._sum, UnreadLoss):
+            self._sum = self._sum.read()
+            self._is_known = self._is_known and self._sum is not None
+
+    def take(self) -> UnreadLoss | float | None:
+        """Return the sum, unread, and begin with the next iteration."""
+        total = self._sum if self._is_known else None
+        self._sum, self._is_known = None, True
+        return total
+
+
+@torch.no_grad()
+def _total(total: UnreadLoss | float, loss: Tensor) -> Tensor:
+    """Return a sum in float32 at least."""
+    if not isinstance(total, UnreadLoss):
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) + total
+    before = total.tensor
+    wide = torch.promote_types(before.dtype, torch.float32)
+    return before.view(()).to(wide) + loss.view(()).to(before.device, non_blocking=True)
+
+
+# ---- Numbers that may be tensors ---------------------------------------------------------------------------
+
+
+def _constant(names: tuple[str, ...]) -> Callable[[], tuple[str, ...]]:
+    return lambda: names
+
+
+def _wide(number: Any, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(device, widest(device))
+    dtype = widest(device)
+    number = 0.0 if number is None else number
+    if number > torch.finfo(dtype).max:  # 2**128, which float32 does not hold: PyTorch would raise
+        number = math.inf
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+def _powers(first: int, last: int, device: torch.device) -> Tensor:
+    """Return 2**first, ..., 2**last as float32, made of their bits: 0 below 2**-149, inf above 2**127."""
+    exponents = torch.arange(first, last + 1, dtype=torch.int32, device=device)
+    one = torch.ones_like(exponents)
+    subnormal = one.bitwise_left_shift((exponents - LOWEST).clamp(0, 22)) * (exponents >= LOWEST)
+    normal = (exponents + 127).clamp(min=0).bitwise_left_shift(23)
+    return torch.where(exponents < -126, subnormal, normal).view(torch.float32)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    if isinstance(b, Tensor):
+        a, b = b, a
+    if not isinstance(a, Tensor):
+        return max(a, b)
+    return torch.maximum(a, b.to(a.device) if isinstance(b, Tensor) else torch.full_like(a, b))
+
+
+def _sum(numbers: Iterable[Any]) -> Any:
+    return reduce(_added, _tensors_first(numbers))
+
+
+def _all_true(finite: Iterable[Any]) -> Any:
+    return reduce(_both, _tensors_first(finite))
+
+
+def _added(a: Any, b: Any) -> Any:
+    return a + (b.to(a.device) if isinstance(b, Tensor) else b)
+
+
+def _both(a: Any, b: Any) -> Any:
+    return a & (b.to(a.device) if isinstance(b, Tensor) else b)
+
+
+def _tensors_first(numbers: Iterable[Any]) -> list[Any]:
+    return sorted(numbers, key=lambda one: not isinstance(one, Tensor))
