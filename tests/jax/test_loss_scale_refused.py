@@ -49,13 +49,13 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "argnums": (UsageError, r"argnums='w'.*Write argnums=0", lambda: value_and_grad(total, "w")),  # type: ignore[arg-type]
     "argnums too high": (
         UsageError,
-        r"argnums=1 .* 1 came",
+        r"argnums=1 .* 1 positional",
         lambda: value_and_grad(total, 1)(LossScale(), W),
     ),
     "argnums too low": (UsageError, r"argnums=-2", lambda: value_and_grad(total, -2)(LossScale(), W)),
     "argument by name": (
         UsageError,
-        "0 came by position",
+        "0 positional arguments follow",
         lambda: value_and_grad(total)(LossScale(), w=W),
     ),
     "no loss scale": (

@@ -262,8 +262,8 @@ def _check_range(numbers: tuple[int, ...], count: int) -> None:
     for number in numbers:
         if not -count <= number < count:
             raise UsageError(
-                f"argnums={number} names no argument: {count} came by position after the loss scale. "
-                "Write value_and_grad(loss_fn)(loss_scale, params): what is differentiated has no name."
+                f"argnums={number} is out of range: {count} positional arguments follow the loss scale. "
+                "Write value_and_grad(loss_fn)(loss_scale, params), with params by position."
             )
 
 

@@ -122,8 +122,8 @@ def find(state: object) -> LossScaledState:
         raise UsageError(_describe_enclosing(state))
     raise UsageError(
         f"the optimizer's state, {kind_of(state)}, holds {len(found) or 'no'} loss scale"
-        f"{'s' * (len(found) > 1)}, and one loss needs one. Write loss_scaled(optimizer) around the whole "
-        "optimizer."
+        f"{'s' * (len(found) > 1)}, and one loss needs exactly one. Write loss_scaled(optimizer) around the "
+        "whole optimizer."
     )
 
 
@@ -283,7 +283,7 @@ def last_step(opt_state: LossScaledState) -> Step | None:
 
 
 def check_exhausted(opt_state: LossScaledState, policy: Policy[Any]) -> None:
-    """Raise what a compiled step could not: the policy has given up, or cannot resume from the state.
+    """Raise the error that a compiled step could not, if the policy has given up or the state is invalid.
 
     A restored state is an array like any other, which no compiled step can check. Call this once after
     restoring a checkpoint.

@@ -337,10 +337,10 @@ def with_scale(scaled: object, extra: dict[str, object]) -> tuple[ScaledGradient
     if extra.get("loss_scale") is not None:
         return ScaledGradients(scaled, extra["loss_scale"]), others
     raise UsageError(
-        f"the gradients given to loss_scaled, {kind_of(scaled)}, do not say what they are scaled by: those "
+        f"the gradients given to loss_scaled, {kind_of(scaled)}, have no loss scale with them: those "
         "of jax.grad are not scaled at all, and would be divided by the loss scale. Write value, scaled = "
         "scaled_value_and_grad(loss_fn)(opt_state, params, ...) and update(scaled, opt_state, params), or "
-        "step(loss_fn, optimizer) for all of it. Of a loss that was scaled by hand: "
+        "step(loss_fn, optimizer) for all of it. For a loss that was scaled by hand: "
         "ScaledGradients(gradients, scale). For flax.nnx.Optimizer: "
         "optimizer.update(model, scaled.gradients, loss_scale=scaled.scale)."
     )
