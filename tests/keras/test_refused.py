@@ -181,7 +181,7 @@ def test_values_for_other_variables() -> None:
 
 def test_the_second_argument_of_tf_keras_is_named() -> None:
     with pytest.raises(
-        PolicyError, match=r"initial_scale=False is no scale; in tf.keras .* loss_scale_factor="
+        PolicyError, match=r"initial_scale=False is not a scale; in tf.keras .* loss_scale_factor="
     ):
         LossScaleOptimizer(sgd(), False, 1024.0)  # type: ignore[arg-type]
 

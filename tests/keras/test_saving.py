@@ -409,7 +409,7 @@ def test_a_subclass_with_an_argument_of_its_own_is_saved_and_loaded(tmp_path: Pa
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras").optimizer
     assert (type(again), again.note, again.loss_scale) == (Noted, "here", model.optimizer.loss_scale)
-    with pytest.raises(PolicyError, match="is no configuration of a LossScaleOptimizer"):
+    with pytest.raises(PolicyError, match="is not a configuration of a LossScaleOptimizer"):
         Noted.from_config({**again.get_config(), "unknown": 1})
 
 

@@ -1,8 +1,4 @@
-"""preamp for Keras 3: `from preamp.keras import LossScaleOptimizer` is the only line to change.
-
-This room decides how Keras's arguments, files and `fit` come to a policy, on each of its backends. It
-refuses to know when a scale moves: the policy does. docs/architecture.md says what each file decides.
-"""
+"""preamp for Keras 3: `from preamp.keras import LossScaleOptimizer` is the only line to change."""
 
 from preamp.arrays.load_order import before_keras
 from preamp.errors import MissingExtra

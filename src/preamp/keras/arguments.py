@@ -1,8 +1,4 @@
-"""The arguments of Keras's LossScaleOptimizer as a policy.
-
-This room knows which arguments describe a rule, and which exclude each other. It refuses to know what an
-optimizer does with gradients (`inner`).
-"""
+"""The arguments of Keras's LossScaleOptimizer as a policy."""
 
 from __future__ import annotations
 
@@ -10,6 +6,8 @@ import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
+
+import keras
 
 from preamp.checks import level_of_caller, not_subnormal, positive, shown, warn_if_inexact
 from preamp.errors import InexactScale, PolicyError
@@ -20,7 +18,7 @@ LONGEST = 2**24  # the counter is a float32 variable, which counts no further
 
 
 def rule(
-    inner: Any,
+    inner: keras.Optimizer,
     initial_scale: float | None,
     steps: float | None,
     policy: Policy[Any] | None,
@@ -43,7 +41,7 @@ def rule(
     steps = INTERVAL if steps is None else as_whole(steps)
     if isinstance(initial_scale, bool):
         raise PolicyError(
-            f"initial_scale={initial_scale!r} is no scale; in tf.keras the second argument was dynamic. "
+            f"initial_scale={initial_scale!r} is not a scale; in tf.keras the second argument was dynamic. "
             "Write loss_scale_factor=2.0**15 for a fixed scale, initial_scale=2.0**15 for the first one."
         )
     check_rule(scale, steps)
@@ -74,7 +72,7 @@ def rule(
     return made
 
 
-def _fixed(factor: Any, moving: Mapping[str, Any]) -> Policy[Any]:
+def _fixed(factor: float, moving: Mapping[str, Any]) -> Policy[Any]:
     """Return the policy of a fixed scale.
 
     Args:
@@ -94,7 +92,7 @@ def _fixed(factor: Any, moving: Mapping[str, Any]) -> Policy[Any]:
     return Static(factor)
 
 
-def check_rule(scale: Any, steps: Any) -> None:
+def check_rule(scale: float, steps: float) -> None:
     """Refuse a first scale and an interval that cannot work.
 
     Raises:
@@ -108,7 +106,7 @@ def check_rule(scale: Any, steps: Any) -> None:
         )
 
 
-def check_config(config: Any, kind: type) -> None:
+def check_config(config: object, kind: type) -> None:
     """Refuse a configuration that no LossScaleOptimizer has returned.
 
     Args:
@@ -116,13 +114,13 @@ def check_config(config: Any, kind: type) -> None:
         kind: the class that is to be made of it.
 
     Raises:
-        PolicyError: for what is no mapping, lacks the inner optimizer, or has an unknown entry.
+        PolicyError: for what is not a mapping, lacks the inner optimizer, or has an unknown entry.
     """
     entries = config if isinstance(config, Mapping) else {}
     if not entries.get("inner_optimizer") or set(entries) - _arguments(kind):
         raise PolicyError(
-            f"{shown(config)} is no configuration of a LossScaleOptimizer: that has an inner_optimizer and "
-            "arguments. Write optimizer.get_config() to get one."
+            f"{shown(config)} is not a configuration of a LossScaleOptimizer: that has an inner_optimizer "
+            "and arguments. Write optimizer.get_config() to get one."
         )
 
 

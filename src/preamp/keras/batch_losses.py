@@ -26,12 +26,12 @@ class Losses:
         model: the model that is trained. A `train_step` of its own may have another mean named "loss".
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._before: list[Any] = []
         self._is_known = False
 
-    def begin_batch(self, steps: Any) -> None:
+    def begin_batch(self, steps: object) -> None:
         """Copy the sum and the count on their device: a batch may write to the memory of what was read.
 
         Args:

@@ -1,13 +1,12 @@
 """What a model's layers keep beside their weights, such as BatchNorm's moving statistics.
 
 A forward pass writes them, so a step whose gradients are skipped has changed them already: an overflow in the
-forward pass leaves inf or NaN there. This room finds such variables and puts earlier values back. It refuses
-to know when a step is skipped.
+forward pass leaves inf or NaN there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,13 +15,13 @@ import keras
 class Buffers:
     """The float variables of a model that its layers made as not trainable.
 
-    Weights of frozen layers are none of them: no forward pass writes those.
+    Not the weights of frozen layers, which no forward pass writes.
 
     Args:
         model: the model that is trained.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._kept: dict[int, Any] = {}
 
@@ -33,7 +32,7 @@ class Buffers:
         # A product is a copy on every backend. An assignment may write to the memory of what was read.
         self._kept = {id(v): value * 1 for v, value in zip(variables, values, strict=True)}
 
-    def not_finite(self, read: Any) -> list[Any]:
+    def not_finite(self, read: Callable[[Sequence[Any]], list[float]]) -> list[Any]:
         """Return the variables that hold an inf or NaN: one read to the host.
 
         Args:
@@ -62,7 +61,7 @@ class Buffers:
         return [variable for key, variable in found.items() if key in known]
 
 
-def state_values(model: Any, variables: Sequence[Any], among: Sequence[Any], kind: str) -> list[Any]:
+def state_values(model: keras.Model, variables: Sequence[Any], among: Sequence[Any], kind: str) -> list[Any]:
     """Return the values of variables; during `fit` on JAX the trainer has them.
 
     Args:

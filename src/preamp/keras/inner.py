@@ -1,7 +1,6 @@
 """What a wrapper hands to the optimizer inside, and what it may not.
 
-This room knows which of Keras's arguments an optimizer already implements. It refuses to implement them
-again: accumulating, clipping, decaying and averaging is the inner optimizer's work.
+Accumulating, clipping, decaying and averaging is the inner optimizer's work.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class Handed:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
+    def __get__(self, wrapper: keras.Optimizer | None, owner: type | None = None) -> Any:
         return self if wrapper is None else getattr(wrapper.inner_optimizer, self.name)
 
-    def __set__(self, wrapper: Any, value: Any) -> None:
+    def __set__(self, wrapper: keras.Optimizer, value: object) -> None:
         inner = wrapper.__dict__.get("inner_optimizer")
         if inner is None:  # Keras's constructor sets defaults before there is anybody to hand them to
             return
@@ -42,15 +41,15 @@ class Handed:
         setattr(inner, self.name, value)
 
 
-def check_inner(inner: Any) -> None:
+def check_inner(inner: keras.Optimizer) -> None:
     """Refuse what cannot be wrapped.
 
     Raises:
-        PolicyError: for what is no optimizer of Keras, scales the loss already, or is wrapped already.
+        PolicyError: for what is not an optimizer of Keras, scales the loss already, or is wrapped already.
     """
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise PolicyError(
-            f"inner_optimizer={inner!r} is no keras.optimizers.Optimizer. "
+            f"inner_optimizer={inner!r} is not a keras.optimizers.Optimizer. "
             "Write LossScaleOptimizer(keras.optimizers.Adam())."
         )
     if isinstance(inner, BaseLossScaleOptimizer):
@@ -66,12 +65,12 @@ def check_inner(inner: Any) -> None:
         )
 
 
-def adopt(wrapper: Any, inner: Any) -> None:
+def adopt(wrapper: keras.Optimizer, inner: keras.Optimizer) -> None:
     """Note who wraps an optimizer, for as long as it does."""
     _wrappers[inner] = weakref.ref(wrapper)
 
 
-def hand_over(inner: Any, given: dict[str, Any]) -> None:
+def hand_over(inner: keras.Optimizer, given: dict[str, Any]) -> None:
     """Set what the wrapper was given on the inner optimizer.
 
     Args:
@@ -96,7 +95,7 @@ def hand_over(inner: Any, given: dict[str, Any]) -> None:
         setattr(inner, name, value)
 
 
-def is_hyperparameter(inner: Any, name: str) -> bool:
+def is_hyperparameter(inner: keras.Optimizer, name: str) -> bool:
     """Return whether a name is a public setting of an optimizer, such as `beta_1` or `momentum`."""
     settings = vars(inner)
     return not name.startswith("_") and name in settings and not callable(settings[name])
@@ -111,7 +110,7 @@ def _default(kind: type, name: str) -> Any:
     return UNUSED[name]
 
 
-def _check(inner: Any, new: dict[str, Any]) -> None:
+def _check(inner: keras.Optimizer, new: dict[str, Any]) -> None:
     """Refuse what cannot work beside what the optimizer has."""
     several = getattr(keras.optimizers, "MultiOptimizer", ())
     unused = [name for name in new if new[name] != UNUSED[name] and isinstance(inner, several)]

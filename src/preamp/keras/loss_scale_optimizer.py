@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -122,7 +122,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: keras.Optimizer,
         initial_scale: float | None = INITIAL_SCALE,
         dynamic_growth_steps: float | None = INTERVAL,
         name: str | None = None,
@@ -426,7 +426,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         for variable in self.variables:
             variable.assign(values[id(variable)])
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Write what is the wrapper's; into a dict the inner optimizer's variables as well.
 
         A file has those beside it, once, where Keras writes them.
@@ -437,7 +437,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         for variable in self._scaler.variables:
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Read what this wrapper wrote, Keras's own, or an optimizer without one.
 
         A scale that is fixed here stays; one that training cannot resume from, such as NaN, starts again. A
@@ -456,7 +456,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                     stacklevel=level_of_caller("keras", "tensorflow"),
                 )
             beside = {name: store[name] for name in store.keys() if name.isdecimal()}  # noqa: SIM118
-            if "dynamic_scale" in store.keys() and beside:  # noqa: SIM118  # a file is no mapping
+            if "dynamic_scale" in store.keys() and beside:  # noqa: SIM118  # a file is not a mapping
                 inner.load_own_variables(beside)
         elif len(store.keys()) == len(inner.variables):
             inner.load_own_variables(store)
@@ -509,7 +509,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             return object.__getattribute__(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         inner = self.__dict__.get("inner_optimizer")
         if inner is not None and name == "inner_optimizer" and value is not inner:
             raise UsageError(
@@ -522,7 +522,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         else:
             super().__setattr__(name, value)
 
-    def _hands_over(self, inner: Any, name: str) -> bool:
+    def _hands_over(self, inner: keras.Optimizer, name: str) -> bool:
         """Return whether an attribute that the wrapper lacks is the inner optimizer's to have."""
         return is_hyperparameter(inner, name)
 
@@ -573,7 +573,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                 self._loss_of_step = None if loss is None else (loss, self._scaler.state.steps.value + 0)
 
 
-def _tensor(gradient: Any) -> Any:
+def _tensor(gradient: object) -> Any:
     """Return a gradient as the backend has it, which Keras accepts as NumPy arrays and lists as well."""
     if gradient is None or keras.ops.is_tensor(gradient):
         return gradient
@@ -587,7 +587,7 @@ def _tensor(gradient: Any) -> Any:
         ) from error
 
 
-def _listed_values(name: str, values: Any, instead: str) -> list[Any]:
+def _listed_values(name: str, values: object, instead: str) -> list[Any]:
     """Return the values of variables as a list, none of which may lack. A variable is taken for its value."""
     found = [v.value if isinstance(v, keras.Variable) else v for v in listed(name, values, instead)]
     if any(value is None for value in found):
@@ -595,7 +595,7 @@ def _listed_values(name: str, values: Any, instead: str) -> list[Any]:
     return found
 
 
-def _dtype(variable: Any) -> str:
+def _dtype(variable: keras.Variable) -> str:
     return str(keras.backend.standardize_dtype(variable.dtype))
 
 

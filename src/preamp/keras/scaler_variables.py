@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import keras
 import numpy as np
@@ -31,16 +31,6 @@ COUNTS = ("steps", "skipped_steps")
 
 S = TypeVar("S", bound=Any)  # the policy's own state, a NamedTuple
 T = TypeVar("T")  # a scalar of the backend, or a number
-
-
-class Store(Protocol):
-    """The part of a Keras file, or a dict, that holds an optimizer's own variables."""
-
-    def keys(self) -> Any: ...
-
-    def __getitem__(self, name: str, /) -> Any: ...
-
-    def __setitem__(self, name: str, value: Any, /) -> None: ...
 
 
 class ScalerVariables(Generic[S]):
@@ -244,7 +234,7 @@ def _floats(state: ScalerState[S, T]) -> list[Any]:
     ]
 
 
-def saved_state(store: Store) -> dict[str, float] | None:
+def saved_state(store: Mapping[str, Any]) -> dict[str, float] | None:
     """Return what a file says of a loss scale, by the names of `ScalerVariables`; None if nothing.
 
     Args:

@@ -1,7 +1,4 @@
-"""A Keras callback that records what loss scaling did, step by step.
-
-This room listens to `fit`. It refuses to know how a step is taken: it reads what the optimizer remembers.
-"""
+"""A Keras callback that records what loss scaling did, step by step."""
 
 from __future__ import annotations
 
@@ -33,9 +30,9 @@ class TraceCallback(keras.callbacks.Callback):
     not finite: `Step.buffers` names them.
 
     Args:
-        path: the file to write, which is closed after `fit` and gone on with in the next; or a `Trace`, which
+        path: the file to write, which is closed after `fit` and continued in the next; or a `Trace`, which
             stays open; or None to keep the trace in memory.
-        mode: for a file that is there: "new" refuses, "append" goes on, "replace" forgets it.
+        mode: for a file that is there: "new" refuses, "append" continues it, "replace" overwrites it.
         on_step: called with each `Step` once it is recorded.
         restore_buffers: whether to put back what an overflow in the forward pass leaves in variables that
             layers keep beside their weights, such as BatchNorm's moving statistics: those that are not finite
@@ -54,8 +51,8 @@ class TraceCallback(keras.callbacks.Callback):
             `keras.metrics.Mean` named "loss".
 
     Raises:
-        PolicyError: for an `on_step` that cannot be called, and a `restore_buffers` that is no bool.
-        TraceError: for a file that cannot be gone on with.
+        PolicyError: for an `on_step` that cannot be called, and a `restore_buffers` that is not a bool.
+        TraceError: for a file that cannot be continued.
         UsageError: for settings of a file beside a `Trace`; from `fit`, for a model whose optimizer is no
             `preamp.keras.LossScaleOptimizer`.
         ScaleExhausted: from `fit`, if the policy was told to give up and has.
@@ -86,14 +83,14 @@ class TraceCallback(keras.callbacks.Callback):
                 "Write them where it is made: TraceCallback(Trace(path, mode=..., name=...))."
             )
         self.restore_buffers = restore_buffers
-        self._has_warned = self._has_warned_of_unseen = False
+        self._has_warned = self._has_warned_of_unrecorded = False
         self.on_step: Callable[[Step], object] | None = on_step
         self._path = None if isinstance(path, Trace) else path
         self._settings: dict[str, Any] = {"on_error": on_error, "only_rank": only_rank}
-        self.trace: Trace = path if isinstance(path, Trace) else self._opened(mode, **about)
+        self.trace: Trace = path if isinstance(path, Trace) else self._open_trace(mode, **about)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Look at the optimizer, and open the file again that the last `fit` closed."""
+        """Check the optimizer, and open the file again that the last `fit` closed."""
         optimizer = self.model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer):
             because = (
@@ -106,7 +103,7 @@ class TraceCallback(keras.callbacks.Callback):
                 "Write compile(optimizer=preamp.keras.LossScaleOptimizer(keras.optimizers.Adam()))."
             )
         if self._path is not None and not self._close.alive:
-            self.trace = self._opened("append")
+            self.trace = self._open_trace("append")
         self._buffers = Buffers(self.model)
         self._losses = Losses(self.model)
         self._steps, self._skipped = map(int, backend.read(self._values()[-2:]))
@@ -130,8 +127,8 @@ class TraceCallback(keras.callbacks.Callback):
             return
         loss = self._losses.loss(of_losses, numbers[-2], (logs or {}).get("loss"))
         steps, skipped = map(int, numbers[-2:])
-        self._warn_if_unseen(steps - self._steps - 1, skipped - self._skipped - step.skipped)
-        buffers = self._spoiled() if skipped > self._skipped else ()
+        self._warn_if_unrecorded(steps - self._steps - 1, skipped - self._skipped - step.skipped)
+        buffers = self._not_finite_buffers() if skipped > self._skipped else ()
         self._steps, self._skipped = steps, skipped
         step = step._replace(loss=loss, buffers=buffers)
         self.trace(step)
@@ -157,7 +154,7 @@ class TraceCallback(keras.callbacks.Callback):
         if self._path is not None:
             self._close()
 
-    def _opened(self, mode: Literal["new", "append", "replace"], **about: Any) -> Trace:
+    def _open_trace(self, mode: Literal["new", "append", "replace"], **about: Any) -> Trace:
         """Return a trace of the file, which is closed with this callback if `fit` breaks off."""
         trace = Trace(path=self._path, mode=mode, **self._settings, **about)
         self._close = weakref.finalize(self, trace.close)
@@ -168,10 +165,10 @@ class TraceCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         return state_values(self.model, optimizer._scaler.variables, optimizer.variables, "optimizer")
 
-    def _warn_if_unseen(self, between: int, skipped: int) -> None:
+    def _warn_if_unrecorded(self, between: int, skipped: int) -> None:
         """Warn, once, of skipped steps that no callback was called after."""
-        if skipped > 0 and not self._has_warned_of_unseen:
-            self._has_warned_of_unseen = True
+        if skipped > 0 and not self._has_warned_of_unrecorded:
+            self._has_warned_of_unrecorded = True
             warnings.warn(
                 f"{skipped} of {between} steps since the last one recorded were skipped, and are not in the "
                 "trace: with steps_per_execution Keras calls no callback after them. skipped_steps counts "
@@ -179,12 +176,12 @@ class TraceCallback(keras.callbacks.Callback):
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
 
-    def _spoiled(self) -> tuple[str, ...]:
+    def _not_finite_buffers(self) -> tuple[str, ...]:
         """Return the paths of buffers that are not finite; put them back if asked to, warn of what stays."""
-        spoiled = self._buffers.not_finite(backend.read)
-        remaining = spoiled
-        if spoiled and self.restore_buffers:
-            self._buffers.restore(spoiled)
+        not_finite = self._buffers.not_finite(backend.read)
+        remaining = not_finite
+        if not_finite and self.restore_buffers:
+            self._buffers.restore(not_finite)
             remaining = self._buffers.not_finite(backend.read)
         if remaining and not self._has_warned:
             self._has_warned = True
@@ -198,7 +195,7 @@ class TraceCallback(keras.callbacks.Callback):
                 f"are NaN, and so are weights that are saved now. {instead}",
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
-        return tuple(variable.path for variable in spoiled)
+        return tuple(variable.path for variable in not_finite)
 
 
 def _listed(variables: list[Any]) -> str:

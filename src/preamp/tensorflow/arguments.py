@@ -1,7 +1,4 @@
-"""The arguments of tf.keras's LossScaleOptimizer as a policy, and the errors it documents.
-
-This room refuses what cannot work, in tf_keras's words where it has some. It refuses to know optimizers.
-"""
+"""The arguments of tf.keras's LossScaleOptimizer as a policy, and the errors it documents."""
 
 from __future__ import annotations
 
@@ -20,7 +17,10 @@ class ArgumentTypeError(PolicyError, TypeError):
 
 
 def rule(
-    dynamic: Any, initial_scale: Any, dynamic_growth_steps: Any, policy: Policy[Any] | None
+    dynamic: object,
+    initial_scale: float | None,
+    dynamic_growth_steps: float | None,
+    policy: Policy[Any] | None,
 ) -> Policy[Any]:
     """Return the policy that the arguments ask for: tf_keras's, if nothing else.
 
@@ -34,23 +34,23 @@ def rule(
             f'"dynamic" argument to LossScaleOptimizer.__init__ must be a bool, but got: {dynamic!r}. '
             "Write dynamic=True, or dynamic=False, initial_scale=2.0**15 for a fixed scale."
         )
-    dynamic_growth_steps = as_whole(dynamic_growth_steps)
+    steps = as_whole(dynamic_growth_steps)
     if policy is not None:
-        given = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
+        given = {"initial_scale": initial_scale, "dynamic_growth_steps": steps}
         return given_policy(policy, {"dynamic": (dynamic, True), **{k: (v, None) for k, v in given.items()}})
-    _check_together(dynamic, initial_scale, dynamic_growth_steps)
+    _check_together(dynamic, initial_scale, steps)
     check_scale(
         INITIAL_SCALE if initial_scale is None else initial_scale,
-        INTERVAL if dynamic_growth_steps is None else dynamic_growth_steps,
+        INTERVAL if steps is None else steps,
     )
     warn_if_inexact("initial_scale", initial_scale)
-    made = TF_KERAS(dynamic=dynamic, initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps)
+    made = TF_KERAS(dynamic=dynamic, initial_scale=initial_scale, dynamic_growth_steps=steps)
     if isinstance(made, Dynamic) and made.init_scale < 1.0:
         return replace(made, min_scale=made.init_scale)
     return made
 
 
-def check_buffers(model: Any, restore_buffers: Any) -> None:
+def check_buffers(model: object, restore_buffers: object) -> None:
     """Refuse buffers to be restored of no model, and a `restore_buffers` that is not a bool.
 
     Raises:
@@ -66,7 +66,7 @@ def check_buffers(model: Any, restore_buffers: Any) -> None:
         )
 
 
-def _check_together(dynamic: bool, initial_scale: Any, dynamic_growth_steps: Any) -> None:
+def _check_together(dynamic: bool, initial_scale: float | None, dynamic_growth_steps: float | None) -> None:
     if not dynamic and initial_scale is None:
         raise PolicyError(
             '"initial_scale" must be specified if "dynamic" is False. '

@@ -1,7 +1,7 @@
 """Which attributes of an optimizer inside can be read and set on the wrapper.
 
 tf.keras's legacy optimizers tell hyperparameters, such as `beta_1`, from what is set once, such as `epsilon`.
-Newer ones do not: this room draws the same line for them. It refuses to know the optimizers by name.
+Newer ones do not: the same line is drawn for them here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from preamp.systems.arguments import UNUSED
 
 
-def is_hyperparameter(inner: Any, name: str) -> bool:
+def is_hyperparameter(inner: object, name: str) -> bool:
     """Return whether a name is a hyperparameter of an optimizer.
 
     It is one if it is a public number, or what every newer optimizer has: None or a bool where not used.
@@ -35,7 +35,7 @@ class Hyperparameters:
             return object.__getattribute__(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         inner = vars(self).get("_optimizer")
         if inner is not None and name not in vars(self) and is_hyperparameter(inner, name):
             setattr(inner, name, value)

@@ -1,7 +1,6 @@
 """LossScaleOptimizer over Keras 3 optimizers, with TensorFlow as the backend.
 
-This room gives `preamp.keras.LossScaleOptimizer` the methods of tf.keras. It refuses to know how a step is
-taken: that is `preamp.keras`.
+It is `preamp.keras.LossScaleOptimizer` with the methods of tf.keras.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
-from preamp.arrays.tensorflow import as_stored, unconverted
+from preamp.arrays.tensorflow import Gradient, as_stored, unconverted
 from preamp.checks import paired
 from preamp.errors import PolicyError, UsageError
 from preamp.keras import on_tensorflow
@@ -21,8 +20,8 @@ from preamp.policy import Policy
 from preamp.policy.registry import to_json
 from preamp.tensorflow.arguments import rule
 from preamp.tensorflow.hyperparameters import is_hyperparameter
+from preamp.tensorflow.optimizer import Loss, Pair, Variables, check_tape, flat_variables
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
-from preamp.tensorflow.optimizer import check_tape, flat_variables
 
 
 @keras.saving.register_keras_serializable("preamp.tensorflow")
@@ -38,14 +37,14 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: tf.keras.optimizers.Optimizer,
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
         name: str | None = None,
-        model: Any = None,
+        model: tf.keras.Model | None = None,
         restore_buffers: bool = False,
     ) -> None:
         if model is not None or restore_buffers:
@@ -63,24 +62,26 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         self._policy_was_given = policy is not None
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> tf.Tensor:
         return tf.convert_to_tensor(self.dynamic_scale.value)
 
     @property
-    def dynamic_counter(self) -> Any:
+    def dynamic_counter(self) -> tf.Tensor | None:
         return tf.cast(self.step_counter.value, tf.int64) if self.dynamic else None
 
-    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> None:
+    def minimize(self, loss: Loss, var_list: Variables, tape: tf.GradientTape | None = None) -> None:
         """Scale the loss, compute gradients, unscale and apply them.
 
         Args:
             loss: a callable that returns the loss, or the loss itself, of `tape`.
             var_list: a variable, several, or a callable that returns them.
-            tape: the tape that has watched a loss that is no callable.
+            tape: the tape that has watched a loss that is not callable.
         """
         self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
-    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[tuple[Any, Any]]:
+    def compute_gradients(
+        self, loss: Loss, var_list: Variables, tape: tf.GradientTape | None = None
+    ) -> list[Pair]:
         """Return unscaled gradients with their variables.
 
         Args:
@@ -89,7 +90,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             tape: as in `minimize`.
 
         Raises:
-            UsageError: for a loss that is no callable, without a tape, and for what are not variables.
+            UsageError: for a loss that is not callable, without a tape, and for what are not variables.
         """
         check_tape(loss, tape)
         variables = None if callable(var_list) else flat_variables("var_list", var_list)
@@ -97,19 +98,19 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         with tape:
             scaled = self.get_scaled_loss(loss() if callable(loss) else loss)
         if variables is None:  # a function may make them while it computes the loss
-            variables = flat_variables("var_list", var_list())
+            variables = flat_variables("var_list", var_list() if callable(var_list) else var_list)
         tensors = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         gradients = self.get_unscaled_gradients(tape.gradient(scaled, tensors))
         return list(zip(gradients, variables, strict=True))
 
     @unconverted
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Loss) -> Any:
         """Return the loss times the scale, as Keras's `fit` does: it then applies gradients as they are."""
         self._gradients_are_scaled = True
         return super().scale_loss(loss)
 
     @unconverted
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: Loss) -> Any:
         if not callable(loss):
             self._check_loss(loss)
         self._gradients_are_scaled, self._was_scaled = False, True
@@ -118,12 +119,14 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         return super().get_scaled_loss(loss)
 
     @unconverted
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+    def get_unscaled_gradients(self, grads: Iterable[Gradient | None]) -> list[Any]:
         self._gradients_are_scaled = False
         unscaled: list[Any] = super().get_unscaled_gradients(grads)
         return unscaled
 
-    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+    def apply(
+        self, grads: Iterable[Gradient | None], trainable_variables: Iterable[tf.Variable] | None = None
+    ) -> None:
         """Update the variables with scaled gradients, as Keras's `apply` does.
 
         Args:
@@ -143,7 +146,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
     @unconverted
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[Pair],
         skip_gradients_aggregation: bool = False,
         *,
         experimental_aggregate_gradients: bool = True,
@@ -175,7 +178,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         self._take_step(gradients, variables, None)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what makes this optimizer anew, in plain JSON."""
+        """Return what describes this optimizer, in plain JSON."""
         config = {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
@@ -192,7 +195,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         made: Self = super(TensorFlowLossScaleOptimizer, cls).from_config(config, custom_objects)
         return made
 
-    def _hands_over(self, inner: Any, name: str) -> bool:
+    def _hands_over(self, inner: object, name: str) -> bool:
         return is_hyperparameter(inner, name)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeV
 
 import tensorflow as tf
 
-from preamp.arrays.tensorflow import scaled, unconverted, unscale
+from preamp.arrays.tensorflow import Gradient, scaled, unconverted, unscale
 from preamp.checks import (
     ScaledLosses,
     level_of_caller,
@@ -30,6 +30,10 @@ from preamp.scaling import Step
 from preamp.tensorflow.arguments import ArgumentTypeError
 
 Kind: TypeAlias = Literal["legacy", "tf_keras", "keras"]
+Loss: TypeAlias = "tf.Tensor | float | Callable[[], tf.Tensor]"
+# A variable, several in lists and dicts, or what returns them.
+Variables: TypeAlias = "tf.Variable | Iterable[tf.Variable] | Callable[[], Iterable[tf.Variable]]"
+Pair: TypeAlias = "tuple[Gradient | None, tf.Variable]"
 
 # What a user's subclass became, by the kind of inner optimizer.
 _MADE: dict[tuple[type[LossScaleOptimizer], Kind], type[LossScaleOptimizer]] = {}
@@ -61,7 +65,7 @@ class LossScaleOptimizer:
         dynamic_growth_steps: finite steps in a row after which the scale is doubled. None: 2000.
         policy: any preamp policy or dialect instead of these three. The rule without it is tf_keras's, with a
             floor of 1, or `initial_scale` where that is less.
-        model: the tf_keras model whose buffers to look at after a skipped step: an overflow in the forward
+        model: the tf_keras model whose buffers to check after a skipped step: an overflow in the forward
             pass is in BatchNorm's moving statistics before the step can be skipped. `last_step.buffers` names
             those that are not finite. Costs nothing while steps are taken. Over an optimizer of Keras 3
             `preamp.keras.TraceCallback` does that.
@@ -84,7 +88,8 @@ class LossScaleOptimizer:
 
     Raises:
         PolicyError: for arguments that cannot work, alone or together; it is a `ValueError`. Where tf_keras
-            raises `TypeError`, for a `dynamic` that is no bool and what is no optimizer, it is one as well.
+            raises `TypeError`, for a `dynamic` that is not a bool and what is not an optimizer, it is one as
+            well.
         InexactScale: a warning, for a scale that is not a power of two.
 
     `minimize` scales the loss, unscales the gradients and moves the scale:
@@ -142,19 +147,21 @@ class LossScaleOptimizer:
 
     __signature__: ClassVar[_SignatureOfInit] = _SignatureOfInit()
 
-    def __new__(cls, inner_optimizer: Any = None, *_: Any, **__: Any) -> Self:
+    def __new__(
+        cls, inner_optimizer: tf.keras.optimizers.Optimizer | None = None, *_: object, **__: object
+    ) -> Self:
         made: Self = object.__new__(cls if _has_kind(cls) else _over(cls, _kind(inner_optimizer)))
         return made
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: tf.keras.optimizers.Optimizer,
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
-        model: Any = None,
+        model: tf.keras.Model | None = None,
         restore_buffers: bool = False,
     ) -> None:
         raise NotImplementedError  # each kind has its own
@@ -165,13 +172,13 @@ class LossScaleOptimizer:
         def policy(self) -> Policy[Any]: ...
 
         @property
-        def inner_optimizer(self) -> Any: ...
+        def inner_optimizer(self) -> tf.keras.optimizers.Optimizer: ...
 
         @property
-        def loss_scale(self) -> Any: ...
+        def loss_scale(self) -> tf.Tensor: ...
 
         @property
-        def dynamic_counter(self) -> Any: ...
+        def dynamic_counter(self) -> tf.Tensor | None: ...
 
         @property
         def last_step(self) -> Step | None: ...
@@ -181,11 +188,9 @@ class LossScaleOptimizer:
 
         def check_exhausted(self) -> None: ...
 
-        def minimize(self, loss: Any, var_list: Any, *args: Any, **kwargs: Any) -> Any: ...
+        def minimize(self, loss: Loss, var_list: Variables, *args: Any, **kwargs: Any) -> Any: ...
 
-        def apply_gradients(
-            self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any
-        ) -> Any: ...
+        def apply_gradients(self, grads_and_vars: Iterable[Pair], *args: Any, **kwargs: Any) -> Any: ...
 
         def get_config(self) -> dict[str, Any]: ...
 
@@ -208,7 +213,7 @@ class LossScaleOptimizer:
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
+    def learning_rate(self, value: object) -> None:
         self.inner_optimizer.learning_rate = value
 
     @property
@@ -217,7 +222,7 @@ class LossScaleOptimizer:
         return self.learning_rate
 
     @lr.setter
-    def lr(self, value: Any) -> None:
+    def lr(self, value: object) -> None:
         self.learning_rate = value
 
     @property
@@ -236,7 +241,7 @@ class LossScaleOptimizer:
         return self.policy.growth_interval if isinstance(self.policy, Moving) else None
 
     @unconverted
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: Loss) -> Any:
         """Return the loss times the scale, to compute gradients of.
 
         Args:
@@ -253,7 +258,7 @@ class LossScaleOptimizer:
         self._loss_has_been_scaled = True
         return self._scaled_losses.note(scaled(loss, self.loss_scale))
 
-    def _check_loss(self, loss: Any) -> None:
+    def _check_loss(self, loss: Loss) -> None:
         """Refuse what is not a loss, and one that has been scaled already."""
         loss_or_refused(loss)
         # Past `__setattr__` of tf_keras, which tracks attributes.
@@ -261,7 +266,7 @@ class LossScaleOptimizer:
         scaled_losses.check(loss, "minimize(loss_fn, variables), which scales, or get_scaled_loss(loss) once")
 
     @unconverted
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+    def get_unscaled_gradients(self, grads: Iterable[Gradient | None]) -> list[Any]:
         """Return the gradients divided by the scale.
 
         Args:
@@ -275,7 +280,7 @@ class LossScaleOptimizer:
         self._gradients_have_been_unscaled = True
         return unscale(grads, self.loss_scale)
 
-    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+    def get_gradients(self, loss: Loss, params: Variables) -> list[Any]:
         """Return unscaled gradients of a loss in a graph. In `minimize` and with a tape it is not needed.
 
         Args:
@@ -316,8 +321,8 @@ class LossScaleOptimizer:
             )
 
 
-def check_tape(loss: Any, tape: Any) -> None:
-    """Refuse a loss that was computed while nobody looked: it has no gradients."""
+def check_tape(loss: Loss, tape: tf.GradientTape | None) -> None:
+    """Refuse a loss that was computed without a tape: it has no gradients."""
     if not callable(loss) and tape is None:
         raise UsageError(
             f"loss={loss!r} was computed without a tape. Write minimize(lambda: loss_of(model), variables), "
@@ -325,7 +330,7 @@ def check_tape(loss: Any, tape: Any) -> None:
         )
 
 
-def flat_variables(name: str, variables: Any) -> list[Any]:
+def flat_variables(name: str, variables: object) -> list[Any]:
     """Return a variable, or several in lists and dicts, as one list. Refuse anything else."""
     return listed_variables(name, tf.nest.flatten(variables), "minimize(loss_fn, model.trainable_variables)")
 
@@ -388,7 +393,7 @@ def kind_of_config(config: object) -> Kind:
     if settings:
         return "keras"
     raise PolicyError(
-        f"{shown(config)} is no configuration of a LossScaleOptimizer: that has an inner_optimizer and "
+        f"{shown(config)} is not a configuration of a LossScaleOptimizer: that has an inner_optimizer and "
         "arguments. Write optimizer.get_config() to get one."
     )
 
@@ -436,7 +441,7 @@ def _check_backend(name: str) -> None:
         )
 
 
-def _nested(inner: Any) -> ArgumentTypeError:
+def _nested(inner: object) -> ArgumentTypeError:
     return ArgumentTypeError(
         f"LossScaleOptimizer cannot wrap another LossScaleOptimizer, but got: {inner}. "
         "Write LossScaleOptimizer(tf.keras.optimizers.Adam()), around an optimizer that scales nothing."

@@ -5,8 +5,6 @@ The forward pass writes them, so an overflow there leaves inf or NaN in them bef
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 import tf_keras
 
@@ -30,7 +28,7 @@ class Buffers:
         PolicyError: for what is not a model of tf_keras.
     """
 
-    def __init__(self, model: Any, *, restores: bool) -> None:
+    def __init__(self, model: tf_keras.layers.Layer, *, restores: bool) -> None:
         if not isinstance(model, tf_keras.layers.Layer):
             raise PolicyError(
                 f"model={shown(model)} is not a tf_keras.Model. Write model=model, or leave it out."
@@ -38,9 +36,9 @@ class Buffers:
         self._model, self._restores = model, restores
         self._has_begun = False
         self._names: list[str] = []
-        self._variables: list[Any] = []
-        self._ruined: Any = None
-        self.copies: list[Any] = []
+        self._variables: list[tf.Variable] = []
+        self._ruined: tf.Variable | None = None
+        self.copies: list[tf.Variable] = []
         if model.built:
             self._build()
 
@@ -58,7 +56,7 @@ class Buffers:
         for variable, copy in zip(self._variables, self.copies, strict=False):
             copy.assign(tf.where(_is_finite(variable), variable, copy))
 
-    def end_step(self, finite: Any) -> None:
+    def end_step(self, finite: bool | tf.Tensor) -> None:
         """Copy the variables after a step that was taken; after another find the ruined and put them back.
 
         Args:
@@ -78,7 +76,7 @@ class Buffers:
         pairs = zip(self._names, self._ruined.numpy().tolist(), strict=True)
         return tuple(dict.fromkeys(name for name, is_ruined in pairs if is_ruined))
 
-    def tracked(self) -> dict[str, Any]:
+    def tracked(self) -> dict[str, tf.Variable]:
         """Return the variables of this object by name, which an exported function needs."""
         flags = {} if self._ruined is None else {"ruined": self._ruined}
         return {**flags, **{f"kept_{place}": copy for place, copy in enumerate(self.copies)}}
@@ -98,12 +96,13 @@ class Buffers:
             with tf.device(variable.device):
                 self.copies.append(plain(tf.identity(variable), trainable=False, name="kept"))
 
-    def _keep(self) -> Any:
+    def _keep(self) -> tf.Tensor:
         for variable, copy in zip(self._variables, self.copies, strict=False):
             copy.assign(tf.identity(variable))
         return tf.constant(True)
 
-    def _restore(self) -> Any:
+    def _restore(self) -> tf.Tensor:
+        assert self._ruined is not None  # for there are variables
         ruined = [tf.logical_not(_is_finite(variable)) for variable in self._variables]
         self._ruined.assign(tf.stack(ruined))
         for variable, copy, is_ruined in zip(self._variables, self.copies, ruined, strict=False):
@@ -111,13 +110,13 @@ class Buffers:
         return tf.constant(False)
 
 
-def _is_finite(variable: Any) -> Any:
+def _is_finite(variable: tf.Variable) -> tf.Tensor:
     return tf.reduce_all(tf.math.is_finite(variable))
 
 
-def _variables_of(model: Any) -> list[tuple[str, Any]]:
+def _variables_of(model: tf_keras.layers.Layer) -> list[tuple[str, tf.Variable]]:
     """Return variables by name. tf_keras has no public name for what a layer made as not trainable."""
-    found: dict[int, tuple[str, Any]] = {}
+    found: dict[int, tuple[str, tf.Variable]] = {}
     for layer in model._flatten_layers():
         for variable in layer._non_trainable_weights:
             if variable.dtype.is_floating:

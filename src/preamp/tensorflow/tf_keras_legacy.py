@@ -1,16 +1,14 @@
-"""LossScaleOptimizer over `tf_keras.optimizers.legacy`.
-
-This room is tf_keras's class for them on a preamp policy; hyperparameters are its `_hyper`, as documented.
-"""
+"""LossScaleOptimizer over `tf_keras.optimizers.legacy`: tf_keras's class for them with a preamp policy."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs
 
-from preamp.tensorflow.optimizer import check_graph, check_tape, flat_variables
+from preamp.tensorflow.optimizer import Loss, Pair, Variables, check_graph, check_tape, flat_variables
 from preamp.tensorflow.tf_keras_shared import OverTfKeras
 
 
@@ -20,13 +18,20 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizer):
 
     KIND = "legacy"
 
-    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Any:
+    def _compute_gradients(
+        self,
+        loss: Loss,
+        var_list: Variables,
+        grad_loss: tf.Tensor | None = None,
+        tape: tf.GradientTape | None = None,
+    ) -> list[Pair]:
         check_tape(loss, tape)
         if not callable(var_list):
             flat_variables("var_list", var_list)
-        return self._theirs()._compute_gradients(loss, var_list, grad_loss, tape)
+        pairs: list[Pair] = self._theirs()._compute_gradients(loss, var_list, grad_loss, tape)
+        return pairs
 
-    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+    def get_gradients(self, loss: Loss, params: Variables) -> list[Any]:
         """Return unscaled gradients of a loss in a graph, as tf_keras's legacy optimizers compute them."""
         check_graph()
         flat_variables("params", params)

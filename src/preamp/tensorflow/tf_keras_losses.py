@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import tensorflow as tf
 
@@ -27,14 +26,14 @@ class Losses:
     """
 
     def __init__(self) -> None:
-        self.variables: dict[str, Any] = {}
+        self.variables: dict[str, tf.Variable] = {}
         if tf.executing_eagerly():
             self.variables = {name: _summed_over_replicas(name) for name in ("losses", "losses_of_step")}
             # Which step that was: a checkpoint restores the number of steps, and not the loss of the last.
             self.variables["steps"] = tf.Variable(0, name="steps_of_loss", dtype=tf.int64, trainable=False)
 
     @unconverted
-    def add(self, loss: Any) -> None:
+    def add(self, loss: tf.Tensor) -> None:
         """Add a loss that is about to be scaled. Nothing is read."""
         if not self._can_write() or tf.distribute.in_cross_replica_context():
             return  # in a cross-replica context no gradients can be applied either
@@ -45,7 +44,7 @@ class Losses:
             number = tf.reshape(number, ())
         self.variables["losses"].assign_add(number, read_value=False)
 
-    def end_step(self, steps: Any) -> None:
+    def end_step(self, steps: tf.Variable) -> None:
         """Keep the sum as that of the step which ends now, and begin with the next.
 
         Args:
@@ -78,7 +77,7 @@ class Losses:
         return bool(self.variables) and (tf.executing_eagerly() or tf.inside_function())
 
 
-def _summed_over_replicas(name: str) -> Any:
+def _summed_over_replicas(name: str) -> tf.Variable:
     """Return a variable that each replica adds to, and that is read as the sum."""
     return tf.Variable(
         NONE,

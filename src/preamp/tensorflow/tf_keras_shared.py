@@ -1,8 +1,7 @@
 """What the wrappers of tf_keras's two kinds of optimizers share.
 
-This room hands tf_keras's own LossScaleOptimizers the state of `tf_keras_state`: they stay in charge of
-slots, tracking and replicas, so that `Model.compile` and checkpoints meet what they know. It refuses to know
-how an optimizer updates.
+tf_keras's own LossScaleOptimizers get the state of `tf_keras_state`. They stay in charge of slots, tracking
+and replicas, so that `Model.compile` and checkpoints find the classes that they know.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import tensorflow as tf
 import tf_keras
@@ -21,27 +20,29 @@ from preamp.policy import Policy
 from preamp.policy.registry import from_json, to_json
 from preamp.scaling import Step
 from preamp.tensorflow.arguments import check_buffers, rule
-from preamp.tensorflow.optimizer import LossScaleOptimizer, kind_of_config
+from preamp.tensorflow.optimizer import Loss, LossScaleOptimizer, Pair, kind_of_config
 from preamp.tensorflow.tf_keras_buffers import Buffers
 from preamp.tensorflow.tf_keras_state import LossScaleState
+
+T = TypeVar("T")
 
 
 class OverTfKeras(LossScaleOptimizer):
     """Stands before one of tf_keras's LossScaleOptimizers among the bases of a class."""
 
     _loss_scale: LossScaleState
-    _optimizer: Any
+    _optimizer: tf_keras.optimizers.Optimizer
     _given_policy: Policy[Any] | None
 
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: tf.keras.optimizers.Optimizer,
         dynamic: bool = True,
         initial_scale: float | None = None,
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
-        model: Any = None,
+        model: tf.keras.Model | None = None,
         restore_buffers: bool = False,
     ) -> None:
         check_buffers(model, restore_buffers)
@@ -59,15 +60,15 @@ class OverTfKeras(LossScaleOptimizer):
         return self._loss_scale.policy
 
     @property
-    def inner_optimizer(self) -> Any:
+    def inner_optimizer(self) -> tf.keras.optimizers.Optimizer:
         return self._optimizer
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> tf.Tensor:
         return tf.convert_to_tensor(self._loss_scale.current_loss_scale)
 
     @property
-    def dynamic_counter(self) -> Any:
+    def dynamic_counter(self) -> tf.Tensor | None:
         return self._loss_scale.counter if self.dynamic else None
 
     @property
@@ -82,7 +83,7 @@ class OverTfKeras(LossScaleOptimizer):
         self._loss_scale.check_exhausted()
 
     @unconverted
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: Loss) -> Any:
         if callable(loss):
             return self._after_noting(loss)
         self._check_loss(loss)
@@ -90,13 +91,13 @@ class OverTfKeras(LossScaleOptimizer):
         self._loss_scale.losses.add(loss)
         return super().get_scaled_loss(loss)
 
-    def _after_noting(self, loss: Callable[[], Any]) -> Callable[[], Any]:
+    def _after_noting(self, loss: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
         """Return a callable for the scaled loss; the loss is noted when it is computed."""
         self._loss_has_been_scaled = True
         return lambda: self.get_scaled_loss(loss())
 
     @unconverted
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[Pair], *args: object, **kwargs: object) -> Any:
         given = paired(grads_and_vars)
         self._warn_if_forgotten()
         self._loss_scale.begin()
@@ -105,7 +106,7 @@ class OverTfKeras(LossScaleOptimizer):
         return self._theirs().apply_gradients(pairs, *args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what makes this optimizer anew, in plain JSON, and where its scale stands.
+        """Return what describes this optimizer, in plain JSON, and where its scale stands.
 
         tf_keras's older file formats have no other place for the state of a scale.
         """
@@ -134,10 +135,10 @@ class OverTfKeras(LossScaleOptimizer):
         return made
 
     def _theirs(self) -> Any:
-        """Return this optimizer as tf_keras's own class sees it."""
+        """Return this optimizer as tf_keras's own class."""
         return super(LossScaleOptimizer, self)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: T) -> T:
     """Return a copy of a dict, which tf_keras will write to, and anything else as it is."""
     return deepcopy(value) if isinstance(value, dict) else value
