@@ -96,7 +96,7 @@ class Host(ABC):
         """Replace numbers by their maximum or sum over the ranks that have agreed on the overflow."""
 
     def hides_gradients(self) -> bool:
-        """Return whether some gradients lie where nobody looks."""
+        """Return whether some gradients are offloaded and unreadable."""
         return False
 
     def look(self, edge: float | None) -> Sight:
