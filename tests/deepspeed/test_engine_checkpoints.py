@@ -243,10 +243,10 @@ class Executes:
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
     engine = made(FLOAT16)
     for client in ({"path": Executes(tmp_path / "executed")}, {"deep": [(lambda: 1,)]}):
-        with pytest.raises(CheckpointError, match="client_state holds what cannot be loaded again"):
+        with pytest.raises(CheckpointError, match="client_state holds a value that cannot be loaded"):
             engine.save_checkpoint(tmp_path, client_state=client)
     engine.optimizer.param_groups[0]["lr"] = np.float64(0.1)
-    with pytest.raises(CheckpointError, match=r"optimizer holds what cannot .*numpy"):
+    with pytest.raises(CheckpointError, match=r"optimizer holds a value that cannot .*numpy"):
         engine.save_checkpoint(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

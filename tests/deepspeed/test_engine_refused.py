@@ -34,7 +34,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         {"args": argparse.Namespace(deepspeed_config="a.json"), "config": {}},
         "args.deepspeed_config='a.json' and config= are both given",
     ),
-    "no model": ({"model": Weight, "config": {}}, "is no torch.nn.Module. Write"),
+    "no model": ({"model": Weight, "config": {}}, "is not a torch.nn.Module. Write"),
     "batches": (
         {"config": {"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}},
         'x gradient_accumulation_steps 4 x 1 ranks. Write "train_batch_size": 8',
@@ -105,7 +105,7 @@ def test_what_is_refused_was_not_cast():
     [
         ({"type": "OneCycle"}, '"OneCycle" exists in DeepSpeed only. Write lr_scheduler='),
         ({"type": "WarmUpLR"}, 'scheduler.type: "WarmUpLR" is unknown. Write "WarmupLR"'),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "0 is no whole number above 0"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "0 is not a whole number above 0"),
         ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, 'Write "log" or "linear"'),
         ({"type": "WarmupLR", "params": {"warmup_max_lr": [1.0, 2.0]}}, "one for each of 1 parameter groups"),
         ({"type": "WarmupDecayLR"}, "WarmupDecayLR refuses {}: .*total_num_steps"),

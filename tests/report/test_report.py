@@ -306,7 +306,7 @@ def test_the_numbers_of_a_heat_map_are_those_of_the_snapshot():
         "exactly zero": "5.0 %",
         "rounds to zero": "42 %",
         "loses digits": "11 %",
-        "head room": "24 powers",
+        "headroom": "24 powers",
     }
     assert zero_share(rows["body.0"]) == pytest.approx(0.45)
     svg = heat_figure(seen, "flow")

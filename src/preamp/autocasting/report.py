@@ -1,7 +1,4 @@
-"""What autocast did, as rows and sentences: which operator ran in which precision, where, and what was cast.
-
-This room holds counts and words them. It refuses to know how they were counted.
-"""
+"""A report of what autocast did: which operator ran in which precision, where, and what was cast."""
 
 from __future__ import annotations
 
@@ -25,13 +22,13 @@ __all__ = [
 ]
 
 OUTSIDE = "-"
-"""The module of what no module called."""
+"""The module of operators that were called outside of modules."""
 REPEATED = 2
-"""How many casts of one value are worth a word."""
+"""The number of casts of one value from which on it is reported."""
 
 WIDTH = 80
 NARROWEST = 12
-CUT = ("module", "operator", "source")  # first one first
+CUT = ("module", "operator", "source")  # the columns to narrow, in this order
 SHOWN = 20  # rows in a terminal
 COSTLIEST = 3  # rows that are named for having stayed in float32
 STAYED = {
@@ -52,19 +49,19 @@ class CastRow:
     """The calls of one operator from one module with one set of precisions.
 
     Attributes:
-        operator: the framework's name.
+        operator: the framework's name of it.
         module: the path of the module that called it, from the outermost one; "-" outside of modules.
-        rule: what the table says of it; "unlisted" when it is not in the table, "off" where autocast is,
-            "explicit" where the call asks for a precision itself.
-        inputs: the floating-point dtypes it was given, such as "float32, bfloat16".
+        rule: its rule in the table; "unlisted" if it is not in the table, "off" if autocast is off,
+            "explicit" if the call asks for a precision itself.
+        inputs: the floating-point dtypes of its inputs, such as "float32, bfloat16".
         runs: the dtype of its result.
-        calls: how many.
-        bytes_cast: the size of what was cast for it, before the cast.
+        calls: the number of calls.
+        bytes_cast: the size of the tensors that were cast for it, before the cast.
         bytes_moved: the size of its inputs and results, as it ran.
-        flops: floating-point operations of its products; 0 where they are not known.
-        overflows: how many of its results were not finite though its inputs were.
-        source: the line that called it, such as "train.py:41"; "-" where there is none; empty where lines
-            are not known.
+        flops: floating-point operations of its products; 0 if unknown.
+        overflows: the number of calls with finite inputs and a result that is not finite.
+        source: the line that called it, such as "train.py:41"; "-" if there is none; empty if lines are not
+            recorded.
     """
 
     operator: str
@@ -119,7 +116,7 @@ class CastReport:
 
     Attributes:
         rows: costliest first.
-        warnings: sentences on what wastes time or loses numbers.
+        warnings: sentences about what wastes time or overflows.
     """
 
     rows: Sequence[CastRow]
@@ -127,7 +124,7 @@ class CastReport:
 
     @property
     def bytes_cast(self) -> int:
-        """The size of all that was cast, before the cast."""
+        """The size of all tensors that were cast, before the cast."""
         return sum(row.bytes_cast for row in self.rows)
 
     @property
@@ -136,7 +133,7 @@ class CastReport:
         return sum(row.calls for row in self.rows)
 
     def summary(self) -> str:
-        """Return how much ran in which precision, in a sentence."""
+        """Return how many operators ran in each precision, as a sentence."""
         by_dtype: dict[str, int] = {}
         for row in self.rows:
             by_dtype[row.runs] = by_dtype.get(row.runs, 0) + row.calls
@@ -161,7 +158,7 @@ class CastReport:
         table = [row.cells() for row in self.rows[:SHOWN]]
         headings = [name for name in table[0] if name != "rule"]
         if len({tuple(row[name] for name in headings) for row in table}) < len(table):
-            headings = list(table[0])  # rows that differ in their rule alone
+            headings = list(table[0])  # some rows differ only in their rule
         widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in headings}
         gaps = 2 * (len(headings) - 1)
         for name in [each for each in CUT if each in widths]:
@@ -181,7 +178,7 @@ class CastReport:
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes as a person reads it.
+    """Format a number of bytes for people to read.
 
     >>> format_bytes(512), format_bytes(1536), format_bytes(3 * 2**20)
     ('512 B', '1.5 KiB', '3.0 MiB')
@@ -193,7 +190,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_flops(flops: int) -> str:
-    """Return a number of floating-point operations as a person reads it.
+    """Format a number of floating-point operations for people to read.
 
     >>> format_flops(2_000_000), format_flops(500)
     ('2.0 MFLOP', '500 FLOP')
@@ -205,7 +202,7 @@ def format_flops(flops: int) -> str:
 
 
 def stayed(rows: Iterable[CastRow]) -> Iterator[str]:
-    """Yield which operators stayed in float32, and why.
+    """Yield a sentence for each of the costliest operators that stayed in float32, with the reason.
 
     Args:
         rows: costliest first.
@@ -220,20 +217,20 @@ def stayed(rows: Iterable[CastRow]) -> Iterator[str]:
 
 
 def repeated(what: str, times: str, size: int, places: Iterable[str], why: str) -> str:
-    """Say that a value is cast several times.
+    """Return a sentence about a value that is cast several times.
 
     Args:
         what: the value.
         times: how often, such as "3 times".
         size: its bytes.
-        places: where, each as `place` words it.
+        places: where, each as `place` returns it.
         why: the reason, as the end of a sentence.
     """
     return f"{what} is cast {times} ({format_bytes(size)} each) {', '.join(places)}: {why}."
 
 
 def place(module: str, source: str = "") -> str:
-    """Say where an operator was called.
+    """Return where an operator was called, in words.
 
     >>> place("Net.inner"), place(OUTSIDE), place(OUTSIDE, "train.py:41"), place("mlp", "train.py:41")
     ('in Net.inner', 'outside of modules', 'at train.py:41', 'in mlp at train.py:41')
@@ -244,7 +241,7 @@ def place(module: str, source: str = "") -> str:
 
 
 def _short(dtypes: str) -> str:
-    """Return names of dtypes as engineers write them in a hurry."""
+    """Abbreviate the names of dtypes."""
     return " ".join(
         SHORT.get(word.rstrip(","), word.rstrip(",")) + word[len(word.rstrip(",")) :]
         for word in dtypes.split()
@@ -252,7 +249,7 @@ def _short(dtypes: str) -> str:
 
 
 def _fitted(names: Iterable[str], width: int) -> dict[str, list[str]]:
-    """Return the lines that show each name in a width."""
+    """Return the lines that show each name within a width."""
     cut = {name: name if len(name) <= width else "…" + name[len(name) - width + 1 :] for name in names}
     shown = Counter(cut.values())
     return {

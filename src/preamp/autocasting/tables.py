@@ -1,14 +1,13 @@
-"""Which operator runs in which precision: autocast's tables, and how to edit them.
+"""Autocast's operator tables, which set the precision of each operator, and methods to edit them.
 
-This room holds the rules and the names. It refuses to know what a tensor is: the rooms of the frameworks find
-the operators that a name stands for and do the casting.
+A table has names only: each framework's autocast finds the operators that a name stands for and casts.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from preamp.errors import CastingError
 
@@ -22,9 +21,9 @@ _IN_OUR_TABLES: set[str] = set()
 class Casting:
     """An operator table: what autocast does to the inputs of the operators it names.
 
-    A table is immutable: each method returns a new one in which the named operators have another rule. What a
-    table does not name keeps the rule that the framework has for the device. Where two names stand for the
-    same operator, the later edit counts.
+    A table is immutable: each method returns a new one in which the named operators have another rule.
+    Operators that a table does not name keep the framework's rule for the device. Where two names stand for
+    the same operator, the later edit counts.
 
     >>> table = DEFAULT.lower("softmax").float32("bmm", "matmul").untouched("layer_norm")
     >>> table
@@ -50,7 +49,7 @@ class Casting:
             _check_name(name)
             if rule not in RULES:
                 raise CastingError(
-                    f"{rule!r} is no rule for {name!r}. Write one of {', '.join(map(repr, RULES))}."
+                    f"{rule!r} is not a rule, for {name!r}. Write one of {', '.join(map(repr, RULES))}."
                 )
 
     def lower(self, *names: str) -> Casting:
@@ -66,7 +65,7 @@ class Casting:
         return self._edited("widest", names)
 
     def untouched(self, *names: str) -> Casting:
-        """Take these operators off the table: they run in what they are given, and so does what they call."""
+        """Leave the inputs of these operators, and of the operators they call, as they are."""
         return self._edited("untouched", names)
 
     def refuse(self, *names: str) -> Casting:
@@ -95,7 +94,7 @@ class Casting:
         calls = (f".{rule}({', '.join(repr(name) for name, _ in items)})" for rule, items in edits)
         return "casting.DEFAULT" + "".join(calls)
 
-    def _edited(self, rule: Rule, names: tuple[Any, ...]) -> Casting:
+    def _edited(self, rule: Rule, names: tuple[str, ...]) -> Casting:
         for name in names:
             _check_name(name)
         kept = {name: has for name, has in self._rules.items() if name not in names}
@@ -104,7 +103,7 @@ class Casting:
         return table
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
         raise CastingError(f"{name!r} is not the name of an operator. Write a string, such as 'softmax'.")
 
@@ -189,7 +188,7 @@ JAX = _table(
     """,
     untouched=EXPLICIT_PRECISION,
 )
-"""The primitives of JAX 0.6 to 0.12. What is not named runs in the dtypes it was written with.
+"""The primitives of JAX 0.6 to 0.12. A primitive that is not named runs in the dtypes of its operands.
 
 `explicit_precision` is not a primitive. It stands for every operator of the rule "lower" whose call asks for
 a precision: `precision=` above the default, or a `preferred_element_type=` that its operands do not imply.

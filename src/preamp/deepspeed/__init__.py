@@ -1,8 +1,6 @@
-"""preamp for DeepSpeed's users: its loss scalers under its names, on plain PyTorch.
+"""preamp for DeepSpeed users: DeepSpeed's loss scalers and engine under its names, on plain PyTorch.
 
-Only PyTorch is needed; DeepSpeed itself is not. This room decides how DeepSpeed's configuration, engine
-and files come to a policy. It refuses to know when a scale moves: the policy does. docs/architecture.md
-says what each file decides.
+DeepSpeed itself is not needed, except for `attach`.
 """
 
 from preamp.errors import MissingExtra

@@ -1,7 +1,4 @@
-"""Figures of traces, and the one-file HTML report.
-
-This room draws traces. It refuses to know who recorded them.
-"""
+"""Draw traces as figures, and write the report, a single HTML file."""
 
 from preamp.errors import MissingExtra
 

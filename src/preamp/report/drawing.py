@@ -1,4 +1,4 @@
-"""How figures look, and how they become SVG text."""
+"""The style of figures, and their conversion to SVG."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STYLE: dict[Any, Any] = {
 
 
 def in_style(draw: Callable[P, R]) -> Callable[P, R]:
-    """Have a function draw in the style of all figures."""
+    """Decorate a function to draw in the style of all figures."""
 
     @wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -40,7 +40,7 @@ def in_style(draw: Callable[P, R]) -> Callable[P, R]:
 
 
 def to_svg(figure: Figure, title: str) -> str:
-    """Return a figure as an element of a page. Call it in the style that the figure was drawn in."""
+    """Return a figure as an SVG element. Call it in the style that the figure was drawn in."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
     svg = buffer.getvalue()

@@ -1,6 +1,6 @@
-"""Traces as figures, as SVG text: loss, scale with skipped steps, share of zero gradients.
+"""Draw traces as figures in SVG: loss, scale with skipped steps, share of zero gradients.
 
-Each figure is as wide as a phone is, so that a page can put one or two beside each other.
+Each figure is as wide as a phone, so that a page can place one or two side by side.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Curve:
         name: what the legend calls it.
         trace: the steps.
         color: any colour of matplotlib's; None picks one.
-        is_reference: True draws a broad line, to be seen beneath what covers it.
+        is_reference: True draws a broad line, which stays visible beneath other lines.
     """
 
     name: str
@@ -88,8 +88,8 @@ def zeros_figure(curves: Sequence[Curve]) -> str:
 def scale_figure(curves: Sequence[Curve]) -> str:
     """Return the loss scale in powers of two, with a mark for every skipped step.
 
-    Of more than `MOST_MARKS` skipped steps those that are too close together to be told apart share a mark,
-    and the title says so.
+    If there are more than `MOST_MARKS` skipped steps, those too close together share a mark, and the title
+    says so.
     """
     count = sum(skipped for curve in curves for skipped in curve.trace.column("skipped"))
     title = f"loss scale (▾ skipped step{'' if count <= MOST_MARKS else 's, one mark where they are close'})"
@@ -138,7 +138,7 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
 
 
 def _legible(name: str) -> str:
-    """Return a name as a legend can show it: short, without mathematics, and not left out for a first _."""
+    """Return a name for a legend: short, without mathematics, and with a first _ that does not hide it."""
     short = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
     plain = short.encode("utf-8", "replace").decode().replace("$", r"\$")
     return plain.replace("_", "\u2017", 1) if plain.startswith("_") else plain
@@ -155,7 +155,7 @@ class _Means(NamedTuple):
 
 
 def _averaged(trace: Trace, name: str) -> _Means:
-    """Return at most `MOST_POINTS` means of what a field is; None and what cannot be drawn is left out."""
+    """Return at most `MOST_POINTS` means of a field, without None and values that cannot be drawn."""
 
     def points() -> Iterator[tuple[int, float]]:
         pairs = zip(trace.column("index"), trace.column(name), strict=True)
@@ -174,7 +174,7 @@ def _averaged(trace: Trace, name: str) -> _Means:
 
 
 def _marks(trace: Trace, most: int | None) -> list[tuple[float, float]]:
-    """Return the step and power of two of each skipped step; of very many one for each part of the axis."""
+    """Return the step and power of two of skipped steps; of very many, one for each part of the axis."""
     columns = (trace.column(name) for name in ("index", "scale", "skipped"))
     skips = (
         (float(index), exponent(scale)) for index, scale, skipped in zip(*columns, strict=True) if skipped
@@ -190,9 +190,9 @@ def _marks(trace: Trace, most: int | None) -> list[tuple[float, float]]:
 
 
 def _moves(trace: Trace) -> tuple[list[float], list[float]]:
-    """Return where the scale changes and to what power of two, the first step and the end included.
+    """Return the steps at which the scale changes, and its powers of two, from the first step to the end.
 
-    Of very many changes the lowest and the highest of neighbouring ones are kept.
+    Of very many changes, only the lowest and the highest of neighbouring ones are kept.
     """
     steps, powers = array("d"), array("d")  # a changing scale has as many as the trace has steps
     index = 0

@@ -41,7 +41,7 @@ LEGEND: Final[dict[str, Any]] = {
 }
 
 Fate: TypeAlias = Literal["kept", "loses digits", "zero", "overflows"]
-# Told apart by people with any colour vision (Okabe and Ito 2008).
+# Distinguishable with any colour vision (Okabe and Ito 2008).
 COLORS: Final[dict[Fate, str]] = {
     "kept": "#0072b2",
     "loses digits": "#56b4e9",
@@ -56,7 +56,7 @@ TITLES: Final[dict[Kind, str]] = {
 
 
 class Span(NamedTuple):
-    """Borders of what a format can hold, as exponents of two.
+    """The limits of a format, as exponents of two.
 
     Attributes:
         smallest: below, values round to zero.
@@ -70,14 +70,14 @@ class Span(NamedTuple):
 
 
 def span_of(band: Band, scale: float) -> Span:
-    """Return what a format holds of values that are multiplied by a scale before they are stored in it."""
+    """Return the limits of a format for values that are multiplied by a scale before they are stored."""
     shift = exponent_of(scale)
     edges = (exponent_of(band.smallest) - 1, exponent_of(band.normal), exponent_of(band.largest) + 1)
     return Span(*(edge - shift for edge in edges))
 
 
 def shown_rows(snapshot: Snapshot, what: Kind) -> list[SnapshotRow]:
-    """Return the rows of a kind from the first module to the last; of very many the worst."""
+    """Return the rows of a kind from the first module to the last; only the worst of very many."""
     rows = [row for row in snapshot.rows if row.what == what]
     ordered = rows if what == "activation" else rows[::-1]
     worst = sorted(ordered, key=lambda row: _badness(snapshot.fit(row), row), reverse=True)[:MOST_ROWS]
@@ -91,7 +91,7 @@ def _badness(fit: Fit, row: SnapshotRow) -> tuple[float, float]:
 
 
 def zero_share(fit: Fit) -> float:
-    """Return which part of all entries is zero or will be."""
+    """Return the share of all entries that is zero or rounds to zero."""
     return fit.zeros + (1.0 - fit.zeros) * fit.flushed
 
 
@@ -106,7 +106,7 @@ def _table_row(fit: Fit, row: SnapshotRow) -> dict[str, str]:
         "exactly zero": percent(fit.zeros),
         "rounds to zero": percent(fit.flushed),
         "loses digits": percent(fit.subnormal),
-        "head room": "-" if fit.headroom is None else f"{fit.headroom} powers",
+        "headroom": "-" if fit.headroom is None else f"{fit.headroom} powers",
     }
 
 
@@ -114,10 +114,10 @@ def _table_row(fit: Fit, row: SnapshotRow) -> dict[str, str]:
 def heat_figure(snapshot: Snapshot, what: Kind, name: str = "") -> str:
     """Return the heat map of one kind of values.
 
-    Columns are the powers of two of the values as they are without the loss scale; activations never have
-    one. Cells are coloured by what becomes of the values in the low dtype at the scale of the step, the
-    stronger the more of the row's entries they hold. Above stands what the low dtype can hold of them at that
-    scale, and at the best one.
+    Columns are the powers of two of the values without the loss scale; activations never have one. The
+    colour of a cell shows what happens to its values in the low dtype at the scale of the step, and its
+    strength the share of the row's entries. The bars above show the range of the low dtype at that scale, and
+    at the best one.
 
     Args:
         snapshot: a snapshot with rows of this kind.
@@ -145,7 +145,7 @@ def heat_figure(snapshot: Snapshot, what: Kind, name: str = "") -> str:
 
 
 class _Plan:
-    """Which rows and columns there are, and where they lie: one unit is a row or a power of two."""
+    """The rows and columns and their positions: one unit is a row or a power of two."""
 
     def __init__(self, snapshot: Snapshot, what: Kind) -> None:
         self.snapshot, self.what = snapshot, what
@@ -162,7 +162,7 @@ class _Plan:
 
     @property
     def height(self) -> float:
-        """Rows of the map, and as many as stand above it."""
+        """The height of the map and of what is above it, in rows."""
         return len(self.rows) + self.head
 
     def shares(self) -> NDArray[np.float64]:
@@ -172,23 +172,23 @@ class _Plan:
         )
 
     def fates(self) -> list[Fate]:
-        """Return what becomes of each column."""
+        """Return what happens to the values of each column."""
         return ["zero", *(_fate(column, self.spans[0]) for column in range(self.low, self.high)), "overflows"]
 
     def label(self, place: int) -> str:
-        """Say which scale a bar is drawn for."""
+        """Return the label of a bar."""
         if self.what == "activation":
             return f"{self.snapshot.low_dtype} holds"
         scale = power(self.scales[place])
         return f"best: {scale}" if place else f"{self.snapshot.low_dtype} at {scale}"
 
     def subtitle(self) -> str:
-        """Say in one line what becomes of the entries, of all rows, shown or not."""
+        """Return what happens to the entries of all rows, shown or not, in one line."""
         rows = [row for row in self.snapshot.rows if row.what == self.what]
         fits = [(self.snapshot.fit(row), row.histogram) for row in rows]
-        total = sum(seen.total for _, seen in fits) or 1
-        zero = sum(zero_share(fit) * seen.total for fit, seen in fits) / total
-        digits = sum(fit.subnormal * seen.nonzero for fit, seen in fits) / total
+        total = sum(histogram.total for _, histogram in fits) or 1
+        zero = sum(zero_share(fit) * histogram.total for fit, histogram in fits) / total
+        digits = sum(fit.subnormal * histogram.nonzero for fit, histogram in fits) / total
         worst = f", the worst {len(self.rows)} of {len(rows)}" if len(rows) > len(self.rows) else ""
         words = (
             self._overflow() or f": {percent(zero)} is zero or rounds to it, {percent(digits)} loses digits"
@@ -212,10 +212,10 @@ def _scales(snapshot: Snapshot, what: Kind) -> list[float]:
 
 
 def _columns(rows: Sequence[SnapshotRow], spans: Sequence[Span], shift: int) -> tuple[int, int]:
-    """Return the first exponent and the one after the last: what occurs, and as much of the spans as fits."""
-    seen = [row.histogram for row in rows if row.histogram.counts]
-    low = min((one.low for one in seen), default=0) - shift
-    high = max((one.low + len(one.counts) for one in seen), default=1) - shift
+    """Return the first exponent and the one after the last: of all values, and of the spans if they fit."""
+    histograms = [row.histogram for row in rows if row.histogram.counts]
+    low = min((one.low for one in histograms), default=0) - shift
+    high = max((one.low + len(one.counts) for one in histograms), default=1) - shift
     low = max(low, high - MOST_COLUMNS)
     rest = MOST_COLUMNS - (high - low)
     left = min(max(low - min(span.smallest for span in spans) + 1, 1), rest // 2)
@@ -223,12 +223,15 @@ def _columns(rows: Sequence[SnapshotRow], spans: Sequence[Span], shift: int) -> 
     return low - left, high + right
 
 
-def _shares(seen: ExponentHistogram, low: int, high: int) -> list[float]:
-    """Return the shares of a row; what is below the first column is counted in it."""
-    below = sum(seen.counts[: max(low - seen.low, 0)])
-    by_exponent = dict(enumerate(seen.counts, start=seen.low))
+def _shares(histogram: ExponentHistogram, low: int, high: int) -> list[float]:
+    """Return the shares of a row; values below the first column are counted in it."""
+    below = sum(histogram.counts[: max(low - histogram.low, 0)])
+    by_exponent = dict(enumerate(histogram.counts, start=histogram.low))
     first, *others = [by_exponent.get(exponent, 0) for exponent in range(low, high)]
-    return [count / max(seen.total, 1) for count in (seen.zeros, first + below, *others, seen.nonfinite)]
+    return [
+        count / max(histogram.total, 1)
+        for count in (histogram.zeros, first + below, *others, histogram.nonfinite)
+    ]
 
 
 def _fate(exponent: int, span: Span) -> Fate:
@@ -267,14 +270,14 @@ def _draw_cells(axes: Axes, plan: _Plan) -> None:
 
 
 def _pixels(shares: NDArray[np.float64], fate: Fate) -> NDArray[np.float64]:
-    """Return colours: white for nothing, full from `FULL` on, and the square root between."""
+    """Return colours: white for 0, the full colour from `FULL` on, by the square root in between."""
     strength = FAINTEST + (1 - FAINTEST) * np.sqrt(np.minimum(shares / FULL, 1.0))
     strength = np.where(shares > 0, strength, 0.0)[:, None]
     return 1.0 - strength * (1.0 - np.array(to_rgb(COLORS[fate])))
 
 
 def _draw_span(axes: Axes, plan: _Plan, place: int) -> None:
-    """Draw what can be held as a bar, with an arrow where it goes on beyond the map."""
+    """Draw the range of the format as a bar, with an arrow where it continues beyond the map."""
     span, top = plan.spans[place], 0.9 + BAR * place - plan.head
     parts: Sequence[tuple[int, int, Fate]] = (
         (span.smallest, span.normal, "loses digits"),
@@ -303,8 +306,8 @@ def _draw_span(axes: Axes, plan: _Plan, place: int) -> None:
 
 
 def _write(axes: Axes, plan: _Plan) -> None:
-    """Write what the rows and columns are, and beside each row how much of it is zero."""
-    names = _told_apart([row.name for row in plan.rows])
+    """Label rows and columns, and write the share of zeros beside each row."""
+    names = _shortened([row.name for row in plan.rows])
     axes.set_yticks([n + 0.5 for n in range(len(names))], names, fontsize=8.5)
     axes.tick_params(axis="y", length=0, pad=2)
     step = 4 if plan.high - plan.low <= 32 else 8
@@ -324,8 +327,8 @@ def _write(axes: Axes, plan: _Plan) -> None:
         axes.annotate(percent(zero_share(plan.snapshot.fit(row))), (plan.right, n + 0.5), (4, 0), **beside)
 
 
-def _told_apart(names: Sequence[str]) -> list[str]:
-    """Return names without the modules that all of them begin with, and without the middle of long ones."""
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Shorten names: remove the modules that all of them begin with, and the middle of long ones."""
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))
     short = ["….".join(["", name.split(".", shared)[-1]]) if shared > 1 else name for name in names]

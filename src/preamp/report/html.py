@@ -1,14 +1,13 @@
-"""The report: one HTML file that needs nothing else, wide or narrow."""
+"""Write the report: one self-contained HTML file, for wide and narrow screens."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.image import imsave
@@ -20,7 +19,7 @@ from preamp.record.snapshots import Snapshot, merge_snapshots
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import TITLES, heat_figure, heat_table
 
-MOST_SEEN = 4
+MOST_SNAPSHOTS = 4
 
 STYLE = """
 :root { color-scheme: light; }
@@ -78,12 +77,12 @@ def write_report(
     strips_title: str = "",
     footer: str = "",
 ) -> None:
-    """Write the report. One that is there stays until the new one is whole.
+    """Write the report. An existing one stays until the new one is complete.
 
     Args:
         path: the file to write.
         title: its heading.
-        lead: paragraphs that say what is to be seen.
+        lead: introductory paragraphs.
         curves: the traces to draw. A figure that no trace has numbers for is left out. Of the first few
             with snapshots, the latest snapshot is drawn.
         table: one row each, heading to cell; all rows have the same headings.
@@ -98,7 +97,7 @@ def write_report(
         "".join(f"<p>{escape(text)}</p>" for text in lead),
         *_pictures(strips, strips_title),
         f'<div class="figures">{"".join(map(_figure, _figures(curves)))}</div>',
-        *_seen(curves),
+        *_snapshots(curves),
         f"<h2>Numbers</h2>{_table(table)}" if table else "",
     ]
     page = f"""<!doctype html>
@@ -124,7 +123,7 @@ def _figures(curves: Sequence[Curve]) -> list[str]:
     scaled = [curve for curve in curves if any(x != 1.0 for x in curve.trace.column("scale"))]
     with_loss = [curve for curve in curves if any(x is not None for x in curve.trace.column("loss"))]
     with_zeros = [curve for curve in curves if any(x is not None for x in curve.trace.column("zeros"))]
-    chosen: list[tuple[Any, list[Curve]]] = [
+    chosen: list[tuple[Callable[[Sequence[Curve]], str], list[Curve]]] = [
         (loss_figure, with_loss),
         (zeros_figure, with_zeros),
         (scale_figure, scaled),
@@ -132,7 +131,7 @@ def _figures(curves: Sequence[Curve]) -> list[str]:
     return [draw(some) for draw, some in chosen if some]
 
 
-def _seen(curves: Sequence[Curve]) -> list[str]:
+def _snapshots(curves: Sequence[Curve]) -> list[str]:
     """Return the latest snapshot of each of the first traces of different names that have one."""
     snapshots = {
         curve.name: merge_snapshots(curve.trace.snapshots)[-1]
@@ -140,21 +139,21 @@ def _seen(curves: Sequence[Curve]) -> list[str]:
         if curve.trace.snapshots
     }
     chosen = [(name, snapshots[name]) for name in dict.fromkeys(c.name for c in curves) if name in snapshots][
-        :MOST_SEEN
+        :MOST_SNAPSHOTS
     ]
     return ["<h2>Where the values are</h2>", LEGEND, *(_snapshot(*pair) for pair in chosen)] if chosen else []
 
 
 LEGEND = (
     "<p>Each row is a module or a parameter, each column a power of two. The bars say what the low precision "
-    "can hold of the values, at the loss scale of that step and at the best one; what lies left of them "
+    "can hold of the values, at the loss scale of that step and at the best one; what is left of them "
     "rounds to zero.</p>"
 )
 
 
 def _snapshot(name: str, snapshot: Snapshot) -> str:
-    seen = {row.what for row in snapshot.rows}
-    ordered = [kind for kind in TITLES if kind in seen]
+    kinds = {row.what for row in snapshot.rows}
+    ordered = [kind for kind in TITLES if kind in kinds]
     figures = "".join(_figure(heat_figure(snapshot, kind, name)) for kind in ordered)
     tables = "".join(
         f"<h3>{TITLES[kind].capitalize()}</h3>{_table(heat_table(snapshot, kind))}" for kind in ordered

@@ -1,9 +1,9 @@
-"""An engine's checkpoint on disk.
+"""The files of an engine's checkpoint.
 
-The files lie where DeepSpeed puts them: `save_dir/latest` names a tag, and
-`save_dir/tag/mp_rank_00_model_states.pt` holds everything. Each is written beside its place and moved there
-when it is complete, so that a save that was killed leaves the previous one whole. Nothing is executed by
-loading. This room refuses to know what is in them.
+They are where DeepSpeed puts them: `save_dir/latest` names a tag, and
+`save_dir/tag/mp_rank_00_model_states.pt` holds everything. Each is written to a temporary file that is moved
+into place when it is complete, so that a save that is killed leaves the previous one intact. Loading executes
+no code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATES = "mp_rank_00_model_states.pt"
 
 
 def write(save_dir: Path, tag: str, state: dict[str, Any], save_latest: bool) -> None:
-    """Write a checkpoint into a folder of its own, and then that it is the latest."""
+    """Write a checkpoint into its own folder, and then its tag as the latest."""
     path = save_dir / tag / STATES
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, lambda file: torch.save(state, file))
@@ -35,7 +35,7 @@ def write(save_dir: Path, tag: str, state: dict[str, Any], save_latest: bool) ->
 
 
 def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file beside its place, and move it there when it is on the disk."""
+    """Write a temporary file, and move it into place once it is on the disk."""
     beside = path.with_name(f"{path.name}.unfinished")
     try:
         with beside.open("wb") as file:
@@ -49,7 +49,7 @@ def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder written to the disk, where a folder can be opened."""
+    """Flush the entries of a folder to the disk, where a folder can be opened."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -82,24 +82,26 @@ def read(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        there = sorted(one.parent.name for one in path.parents[1].glob(f"*/{STATES}"))
+        tags = sorted(one.parent.name for one in path.parents[1].glob(f"*/{STATES}"))
         raise CheckpointError(
-            f"there is no checkpoint {str(path)!r}. Write tag= with one of {there}."
+            f"there is no checkpoint {str(path)!r}. Write tag= with one of {tags}."
         ) from None
     except Exception as error:  # a damaged file makes the reader raise anything
         raise CheckpointError(
             f"{str(path)!r} cannot be loaded: {first_line(error)}. Write tag= with another checkpoint."
         ) from error
     if not isinstance(state, dict) or not isinstance(state.get("module"), Mapping):
-        raise CheckpointError(f"{str(path)!r} holds no engine's state. Write tag= with another checkpoint.")
+        raise CheckpointError(
+            f"{str(path)!r} does not hold the state of an engine. Write tag= with another checkpoint."
+        )
     return state
 
 
 def check_loadable(state: dict[str, Any]) -> None:
-    """Refuse what could be saved but not loaded again without executing code. Tensors always can.
+    """Refuse values that could be saved but not loaded again without executing code. Tensors are fine.
 
     Raises:
-        CheckpointError: which names the part.
+        CheckpointError: naming the part.
     """
     for name, part in state.items():
         file = io.BytesIO()
@@ -109,8 +111,8 @@ def check_loadable(state: dict[str, Any]) -> None:
             torch.load(file, weights_only=True)
         except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
             raise CheckpointError(
-                f"{name} holds what cannot be loaded again without executing code: {_cause(error)}. "
-                "Write numbers, strings, tensors, lists and dicts into it."
+                f"{name} holds a value that cannot be loaded without executing code: {_cause(error)}. "
+                "Use numbers, strings, tensors, lists and dicts."
             ) from error
 
 
@@ -128,5 +130,5 @@ def _cause(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, for a sentence of ours."""
+    """Return the first line of an error's message, without its period."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

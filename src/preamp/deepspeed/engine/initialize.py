@@ -1,7 +1,6 @@
-"""`deepspeed.initialize` on plain PyTorch: from a model and a configuration to an engine.
+"""`deepspeed.initialize` on plain PyTorch: make an engine from a model and a configuration.
 
-This room decides where the model lies, in what precision its parameters are and what trains them. It refuses
-what only DeepSpeed itself can do, with the line that does it.
+What only DeepSpeed itself can do is refused, with the line that does it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from preamp.torch.scaling.ranks import number_of_ranks
 PORT = 29500  # where DeepSpeed's rank 0 listens by default
 
 OFF: tuple[Any, ...] = ({}, {"enabled": False})
-# Sections and keys without a meaning here, and what they may hold all the same: then they change no number.
+# Sections and keys that are not supported, and the values with which they have no effect.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "gradient_allreduce_op": ("mean",),
     "managed_gradient_accumulation": (True,),
@@ -63,22 +62,22 @@ def initialize(
 ) -> tuple[Engine, LossScaleOptimizer | None, DataLoader[Any] | None, Any]:
     """Return an engine for a model, with the arguments and by the configuration of DeepSpeed 0.19.8.
 
-    DeepSpeed is not needed, and its stage 0 is what this does: each rank holds the whole model. Gradients of
-    half-precision parameters are added up in float32 and their updates are made in float32; they are averaged
-    over ranks when an update is due. A model on the CPU moves to this rank's accelerator if there is one. If
-    no batch size is configured, a micro-step counts as one sample.
+    DeepSpeed is not needed. This does what its stage 0 does: each rank holds the whole model. Gradients of
+    half-precision parameters are accumulated in float32 and their updates are made in float32; gradients are
+    averaged over ranks when an update is due. A model on the CPU moves to this rank's accelerator if there is
+    one. If no batch size is configured, a micro-step counts as one sample.
 
     Args:
         args: may hold `deepspeed_config`, a path, and `local_rank`.
         model: the bare model, the same on every rank. With `fp16` or `bf16` its parameters are cast; its
             buffers stay as they are, as in DeepSpeed, apart from batch norms'.
         optimizer: any optimizer of its parameters, or a function that makes one of `model_parameters`. It
-            goes before the configuration's.
+            takes precedence over the configuration's.
         model_parameters: what to train: tensors or parameter groups. None: what needs a gradient.
         training_data: a dataset; the third value returned is then a loader of its micro-batches.
-        lr_scheduler: a scheduler, or a function that makes one of the optimizer; goes before the
+        lr_scheduler: a scheduler, or a function that makes one of the optimizer; it takes precedence over the
             configuration's.
-        distributed_port: where rank 0 listens if the launcher does not say.
+        distributed_port: where rank 0 listens if the launcher does not set a port.
         mpu: refused: model parallelism is DeepSpeed's.
         dist_init_required: False: `torch.distributed` is left alone. None: it is initialized if a launcher
             started several processes.
@@ -92,9 +91,9 @@ def initialize(
         The engine, its optimizer, a loader or None, its scheduler or None.
 
     Raises:
-        ConfigError: for a configuration that cannot work.
+        ConfigError: for an invalid configuration.
         PolicyError: for an `on_step` that cannot be called.
-        UsageError: for what only DeepSpeed itself can do, and for arguments that do not fit together.
+        UsageError: for what only DeepSpeed itself can do, and for arguments that contradict each other.
 
     >>> import torch
     >>> from preamp.deepspeed import initialize
@@ -125,10 +124,10 @@ def initialize(
         data_types = settings.ignored.get("data_types") or {}
         wanted = data_types.get("buffer_dtype")
         cast_model(bare, getattr(torch, settings.precision), None if wanted is None else dtype_named(wanted))
-    bare.zero_grad()  # gradients of before, in another precision
+    bare.zero_grad()  # older gradients may be in another precision
     wrapped = None if inner is None else _wrapped(inner, settings, bare)
     if wrapped is not None and settings.policy is None and on_step is None:
-        wrapped.scaler._losses.stop()  # nothing is read at a step here, and no loss is
+        wrapped.scaler._losses.stop()  # no step reads the device here, so losses must not be read either
     scheduler = None if inner is None else _scheduler(lr_scheduler, inner, settings)
     engine = Engine(bare, wrapped, scheduler, settings, batch, on_step)
     if training_data is not None:
@@ -136,8 +135,8 @@ def initialize(
     return engine, wrapped, engine.training_dataloader, scheduler
 
 
-def _settings(args: Any, config: Any) -> Settings:
-    """Return what is configured, wherever it was given."""
+def _settings(args: object, config: str | os.PathLike[str] | Mapping[str, Any] | Settings | None) -> Settings:
+    """Return the settings, from either of the two places for them."""
     given = getattr(args, "deepspeed_config", None)
     if given is not None and config is not None:
         raise UsageError(
@@ -149,27 +148,31 @@ def _settings(args: Any, config: Any) -> Settings:
     settings = chosen if isinstance(chosen, Settings) else load(chosen)
     if settings.zero_stage > 0:
         raise ConfigError(
-            f"zero_optimization.stage: {settings.zero_stage} shards the training, which is DeepSpeed's own. "
-            f"Write {DEEPSPEED_ITSELF}; or take zero_optimization out."
+            f"zero_optimization.stage: {settings.zero_stage} shards the training, which only DeepSpeed "
+            f"itself does. Write {DEEPSPEED_ITSELF}; or remove zero_optimization."
         )
     for name, value in settings.ignored.items():
         if value not in HARMLESS.get(name, (value,)):
             raise ConfigError(
-                f"{name}: {value!r} is DeepSpeed's own. Write {DEEPSPEED_ITSELF}; or take {name} out."
+                f"{name}: {value!r} needs DeepSpeed itself. Write {DEEPSPEED_ITSELF}; or remove {name}."
             )
     return settings
 
 
-def _refuse_others(**arguments: Any) -> None:
+def _refuse_others(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise UsageError(f"{name}= splits the model, which is DeepSpeed's own. Write {DEEPSPEED_ITSELF}.")
+            raise UsageError(
+                f"{name}= splits the model, which only DeepSpeed itself does. Write {DEEPSPEED_ITSELF}."
+            )
 
 
-def _bare(model: Any) -> nn.Module:
-    """Return the model, unless others look after its gradients."""
+def _bare(model: object) -> nn.Module:
+    """Return the model, unless a wrapper already averages or shards its gradients."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model={model!r} is no torch.nn.Module. Write initialize(model=model, config=...).")
+        raise UsageError(
+            f"model={model!r} is not a torch.nn.Module. Write initialize(model=model, config=...)."
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise UsageError(
             f"the model is in {type(model).__name__}, and its gradients would be averaged twice. "
@@ -183,12 +186,12 @@ def _bare(model: Any) -> nn.Module:
     return model
 
 
-def _place(model: nn.Module, args: Any) -> torch.device:
+def _place(model: nn.Module, args: object) -> torch.device:
     """Move a model on the CPU to this rank's accelerator, if there is one; return where the model is."""
     devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
     if len(devices) > 1:
         raise UsageError(
-            f"the model lies on {sorted(map(str, devices))}. Write model.to(device) with one for all of it."
+            f"the model is on several devices, {sorted(map(str, devices))}. Write model.to(device) with one."
         )
     device = devices.pop()
     if device.type != "cpu" or not torch.accelerator.is_available():  # 2.6 has no check_available=
@@ -203,10 +206,10 @@ def _place(model: nn.Module, args: Any) -> torch.device:
 
 
 def _batch(settings: Settings, ranks: int) -> tuple[int, int, int]:
-    """Return samples in an update and in a micro-step, and micro-steps in an update.
+    """Return the samples in an update and in a micro-step, and the micro-steps in an update.
 
-    What is not given follows from the rest as in DeepSpeed; where neither size is given, a micro-step is
-    taken to have one sample.
+    Values that are not given follow from the others as in DeepSpeed; where neither size is given, a
+    micro-step has one sample.
     """
     train, micro = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
     steps = settings.gradient_accumulation_steps
@@ -226,7 +229,7 @@ def _batch(settings: Settings, ranks: int) -> tuple[int, int, int]:
 
 
 def _inner(
-    given: Any, model_parameters: Iterable[Any] | None, model: nn.Module, settings: Settings
+    given: object, model_parameters: Iterable[Any] | None, model: nn.Module, settings: Settings
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer that was given or configured, or None."""
     trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -246,8 +249,8 @@ def _inner(
     return inner  # type: ignore[no-any-return]
 
 
-def _check_inner(inner: Any, model: nn.Module, settings: Settings) -> None:
-    """Refuse an optimizer with which nothing would be trained, or not as it should be."""
+def _check_inner(inner: object, model: nn.Module, settings: Settings) -> None:
+    """Refuse an optimizer with which training would not work."""
     if not isinstance(inner, torch.optim.Optimizer):
         raise UsageError(
             f"optimizer={inner!r} neither is nor makes a torch.optim.Optimizer. "
@@ -257,7 +260,7 @@ def _check_inner(inner: Any, model: nn.Module, settings: Settings) -> None:
         raise UsageError("the optimizer scales the loss already. Write optimizer=optimizer.inner_optimizer.")
     if isinstance(inner, torch.optim.LBFGS):
         raise UsageError(
-            "LBFGS evaluates the loss itself, and engine.step() has it already. "
+            "LBFGS evaluates the loss itself, and engine.step() cannot evaluate it. "
             "Write optimizer=torch.optim.AdamW(model.parameters())."
         )
     known = {id(parameter) for parameter in model.parameters()}
@@ -276,7 +279,7 @@ def _check_inner(inner: Any, model: nn.Module, settings: Settings) -> None:
 
 
 def _wrapped(inner: torch.optim.Optimizer, settings: Settings, model: nn.Module) -> LossScaleOptimizer:
-    """Return the optimizer with the loss scale, the clipping and the masters that are configured."""
+    """Return the optimizer with the configured loss scale, clipping and master weights."""
     scaled = LossScaleOptimizer(
         inner,
         policy=settings.policy,
@@ -298,7 +301,7 @@ def _scheduler(given: Any, inner: torch.optim.Optimizer, settings: Settings) -> 
 
 
 def _loader(dataset: Any, size: int, collate_fn: Any) -> DataLoader[Any]:
-    """Return a loader of micro-batches: shuffled, each rank's own."""
+    """Return a loader of shuffled micro-batches, different on each rank."""
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, size, collate_fn=collate_fn)
     ranks = number_of_ranks()

@@ -1,7 +1,4 @@
-"""The precision of a model: its parameters, its buffers, and what it is called with.
-
-This room looks into tuples, lists and dicts of a model's inputs. It refuses to know what the model does.
-"""
+"""Convert a model's parameters, buffers and inputs to a precision."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor, nn
 
 from preamp.errors import ConfigError
 
-NAMES = {  # that DeepSpeed has for a precision
+NAMES = {  # DeepSpeed's names of a precision
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
@@ -22,15 +19,15 @@ NAMES = {  # that DeepSpeed has for a precision
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None) -> None:
-    """Bring parameters into a half precision, and buffers only if one is given for them, as DeepSpeed does.
+    """Convert parameters to half precision, and buffers only if a dtype is given for them, as DeepSpeed does.
 
-    A table of positions or frequencies is not what it was in float16. Statistics of a batch norm follow its
-    parameters, because PyTorch takes no others. Complex numbers stay: they have no half precision.
+    Tables of positions or frequencies would lose too much in float16. The statistics of a batch norm follow
+    its parameters, because PyTorch requires it. Complex numbers have no half precision and stay.
 
     Args:
         model: whose parameters stay the same objects.
         dtype: float16 or bfloat16.
-        buffers: for buffers of floating-point numbers. None: they are as they were.
+        buffers: for floating-point buffers. None: they stay as they are.
     """
     norms = nn.modules.batchnorm._NormBase
     kept = [(module, dict(module._buffers)) for module in model.modules() if not isinstance(module, norms)]
@@ -39,8 +36,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None
         module._buffers.update(tensors if buffers is None else to_precision(tensors, buffers))
 
 
-def dtype_named(name: Any) -> torch.dtype:
-    """Return the dtype that a configuration calls by one of DeepSpeed's names.
+def dtype_named(name: object) -> torch.dtype:
+    """Return the dtype for one of DeepSpeed's names.
 
     Raises:
         ConfigError: for another name.
@@ -52,7 +49,7 @@ def dtype_named(name: Any) -> torch.dtype:
 
 
 def to_precision(inputs: Any, dtype: torch.dtype) -> Any:
-    """Return inputs with every floating-point tensor in a precision; anything else as it is."""
+    """Return inputs with every floating-point tensor converted, and anything else unchanged."""
     if isinstance(inputs, Tensor):
         return inputs.to(dtype) if inputs.is_floating_point() else inputs
     if isinstance(inputs, MutableMapping):
@@ -67,8 +64,8 @@ def to_precision(inputs: Any, dtype: torch.dtype) -> Any:
     return inputs
 
 
-def explain(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
-    """Say below an error that inputs are of another precision than the parameters, if they are."""
+def explain(error: RuntimeError, inputs: object, dtype: torch.dtype) -> None:
+    """Add a note to an error if an input has another precision than the parameters."""
     others = {value.dtype for value in _tensors(inputs) if value.is_floating_point()} - {dtype}
     if others and "type" in str(error):
         name = str(dtype).removeprefix("torch.")
@@ -78,7 +75,7 @@ def explain(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
         )
 
 
-def _tensors(inputs: Any) -> Iterator[Tensor]:
+def _tensors(inputs: object) -> Iterator[Tensor]:
     if isinstance(inputs, Tensor):
         yield inputs
     elif isinstance(inputs, Mapping):

@@ -1,8 +1,8 @@
 """DeepSpeed's warm-up schedules as PyTorch schedulers.
 
-Step for step the learning rates of `deepspeed.runtime.lr_schedules` in release 0.19.8, oddities included: the
-schedule counts from -1, so that the first update, and with a warm-up the second too, is made at the lowest
-rate. This room refuses to know who steps them.
+They give the learning rates of `deepspeed.runtime.lr_schedules` in release 0.19.8 step by step, including its
+oddities: the schedule counts from -1, so that the first update, and with a warm-up the second too, is made at
+the lowest rate.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Warmup = Literal["log", "linear"]
 
 
 class _Warmup(torch.optim.lr_scheduler.LRScheduler):
-    """A share of the way from a low to a high learning rate, as a function of the updates made."""
+    """The progress from a low to a high learning rate, as a function of the number of updates."""
 
-    def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: Warmup) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: Warmup) -> None:
         _check_count("warmup_num_steps", warmup_num_steps)
         if warmup_type not in get_args(Warmup):
             raise ConfigError(f'warmup_type: {warmup_type!r} is unknown. Write "log" or "linear".')
@@ -30,11 +30,11 @@ class _Warmup(torch.optim.lr_scheduler.LRScheduler):
         super().__init__(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the schedule alone, as DeepSpeed does: a training may be made longer."""
+        """Return only the position in the schedule, as DeepSpeed does: a training may be extended."""
         return {name: getattr(self, name) for name in ("last_epoch", "_step_count", "_last_lr")}
 
     def _share(self) -> float:
-        """Return the share of the way: from 0 to 1 in the warm-up."""
+        """Return the progress: from 0 to 1 in the warm-up."""
         iteration = self.last_epoch - 1
         if iteration < 0:
             return 0.0
@@ -59,12 +59,12 @@ class WarmupLR(_Warmup):
         warmup_type: "log" or "linear".
 
     Raises:
-        ConfigError: for arguments that cannot work.
+        ConfigError: for invalid arguments.
     """
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         warmup_min_lr: float | list[float] = 0.0,
         warmup_max_lr: float | list[float] | None = None,
         warmup_num_steps: int = 1000,
@@ -93,12 +93,12 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: as for `WarmupLR`.
 
     Raises:
-        ConfigError: for arguments that cannot work.
+        ConfigError: for invalid arguments.
     """
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         total_num_steps: int,
         warmup_min_lr: float | list[float] = 0.0,
         warmup_max_lr: float | list[float] = 0.001,
@@ -126,12 +126,12 @@ class WarmupCosineLR(_Warmup):
         warmup_type: "log" or "linear".
 
     Raises:
-        ConfigError: for arguments that cannot work.
+        ConfigError: for invalid arguments.
     """
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -160,9 +160,9 @@ class WarmupCosineLR(_Warmup):
 SCHEDULES = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
 
-def _check_count(name: str, count: Any) -> None:
+def _check_count(name: str, count: object) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count <= 0:
-        raise ConfigError(f'{name}: {count!r} is no whole number above 0. Write "{name}": 1000.')
+        raise ConfigError(f'{name}: {count!r} is not a whole number above 0. Write "{name}": 1000.')
 
 
 def _each(name: str, rate: float | list[float], groups: int) -> list[float]:

@@ -1,8 +1,4 @@
-"""The optimizer and the scheduler that a configuration's sections name.
-
-This room maps DeepSpeed's names and defaults to PyTorch's classes, and refuses what only DeepSpeed has. It
-refuses to know what is done with them.
-"""
+"""Make the optimizer and the scheduler of a configuration, by DeepSpeed's names and defaults."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ import torch
 from preamp.deepspeed.engine.schedules import SCHEDULES
 from preamp.errors import ConfigError
 
-ALONE = "engine, *_ = deepspeed.initialize(...) of DeepSpeed itself"
-DEEPSPEED_ITSELF = f"{ALONE}, and then preamp.deepspeed.attach(engine)"
+ITSELF_ONLY = "engine, *_ = deepspeed.initialize(...) of DeepSpeed itself"
+DEEPSPEED_ITSELF = f"{ITSELF_ONLY}, and then preamp.deepspeed.attach(engine)"
 
 ADAMS = ("adam", "adamw")
 OTHERS = {"adagrad": torch.optim.Adagrad}  # DeepSpeed takes these names in any case
@@ -24,7 +20,7 @@ DEEPSPEEDS_OWN = (
     *("lamb", "lion", "muon", "muadam", "muadamw", "musgd"),
     *("lrrangetest", "onecycle"),
 )
-ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")  # to which attach cannot be, either
+ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")  # which `attach` does not support, either
 
 
 def optimizer_of(section: Mapping[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -34,11 +30,11 @@ def optimizer_of(section: Mapping[str, Any], parameters: Iterable[Any]) -> torch
     Adam for `"adam_w_mode": false`. Any other optimizer of `torch.optim` goes by its name there.
 
     Args:
-        section: with `type` and `params`.
+        section: the keys `type` and `params`.
         parameters: tensors, pairs of name and tensor, or parameter groups.
 
     Raises:
-        ConfigError: for an optimizer that PyTorch has not, or parameters that it does not take.
+        ConfigError: for an optimizer that PyTorch does not have, or parameters that it does not take.
     """
     name, options = _read(section)
     if "max_grad_norm" in options:
@@ -92,7 +88,7 @@ def _found(name: str, module: Any, kind: type, section: str) -> Any:
         argument = "optimizer=" if section == "optimizer" else "lr_scheduler="
         raise ConfigError(
             f'{section}.type: "{name}" exists in DeepSpeed only. Write {argument} with one of your own, or '
-            f"{ALONE if name.lower() in ONE_BIT else DEEPSPEED_ITSELF}."
+            f"{ITSELF_ONLY if name.lower() in ONE_BIT else DEEPSPEED_ITSELF}."
         )
     known = [
         one for one, value in vars(module).items() if isinstance(value, type) and issubclass(value, kind)
