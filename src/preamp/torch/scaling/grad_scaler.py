@@ -283,7 +283,7 @@ class GradScaler(torch.amp.GradScaler):
         self.on_step = on_step
         # Any: an OptimizerState, where PyTorch has dicts.
         self._per_optimizer_states: defaultdict[int, Any] = defaultdict(_new_state)
-        self._last: partial[Step] | Step | None = None  # a partial reads it
+        self._last: partial[Step] | partial[Step | None] | Step | None = None  # a partial reads it
         self._last_of: dict[int, Callable[[], Step]] = {}
         self._losses = Losses()
         self._already = AlreadyUnscaled()
