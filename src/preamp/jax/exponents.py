@@ -60,7 +60,7 @@ def look(
     what: Kind = "gradient",
     like: Any = None,
 ) -> Snapshot:
-    """Return what `exponent_histogram` counted as a `Snapshot`, for `Trace.add_snapshot`. Reads devices, once.
+    """Return what `exponent_histogram` counted as a `Snapshot`, for `Trace.add_snapshot`. Reads once.
 
     Args:
         histograms: a tree of counts, or of the slots of `watch` after a backward pass; rows are named by its
