@@ -37,9 +37,9 @@ from preamp.jax import (
     exponent_histogram,
     flow_slot,
     last_step,
-    look,
     loss_scaled,
     scaled_value_and_grad,
+    snapshot,
     step,
     watch,
 )
@@ -1329,7 +1329,7 @@ def jax_seen(
         policy: a rule for the scale.
         dtype: of autocast.
         lowered: whether there is autocast.
-        every: how often to look.
+        every: how often to take a snapshot.
         carried: what becomes of the sum of gradients before those of the next are added; None to drop it.
     """
     rule, generator = policy or Dynamic(), np.random.default_rng(seed + 1000)
@@ -1362,7 +1362,7 @@ def jax_seen(
         done = last_step(state)
         if index % every == 0 or (done.skipped and not was_skipped):
             for what, counted in zip(("gradient", "flow", "activation"), counts, strict=True):
-                trace.add_snapshot(look(counted, index=index, scale=done.scale, what=what))
+                trace.add_snapshot(snapshot(counted, index=index, scale=done.scale, what=what))
         kept, was_skipped = (carried(total) if carried else None), done.skipped
         trace(done)
     return trace

@@ -699,7 +699,7 @@ def test_a_policy_that_looks_at_gradients_gets_no_blame_for_a_quick_fall() -> No
 
 
 def in_parts(trace: Trace, *, scale: float | None = None) -> Trace:
-    """Return a run with a look for each kind of value, as `preamp.jax.look` makes them.
+    """Return a run with a look for each kind of value, as `preamp.jax.snapshot` makes them.
 
     Args:
         trace: a run.

@@ -10,7 +10,7 @@ from typing import Final
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding
-from preamp.doctor.first_nonfinite import Break, break_of
+from preamp.doctor.first_nonfinite import Origin, origin_of
 from preamp.doctor.history import SHORT, Extent, Failure, counts, number
 from preamp.doctor.snapshots import is_in_order, module_name, needs_no_scale
 from preamp.policy import Static
@@ -31,7 +31,7 @@ USUAL: Final = 10.0  # of losses, compared with their median
 MOSTLY: Final = 0.9
 
 
-def in_backward(record: Record, end: Failure, source: Break | None) -> Finding | None:
+def in_backward(record: Record, end: Failure, source: Origin | None) -> Finding | None:
     """Find gradients that are not finite at any scale; None where the scale may be the cause."""
     at_any = end.lowest <= record.band.normal or needs_no_scale(record.band)
     if source is not None and source.what == "overflow":
@@ -55,7 +55,7 @@ def in_backward(record: Record, end: Failure, source: Break | None) -> Finding |
     )
 
 
-def _otherwise(record: Record, end: Failure, source: Break | None) -> str:
+def _otherwise(record: Record, end: Failure, source: Origin | None) -> str:
     """Return what else may be the cause, depending on what was not recorded."""
     if not end.losses:
         return " If the loss itself is inf or NaN, look at the data and the loss function."
@@ -79,7 +79,7 @@ def _is_huge(record: Record, end: Failure) -> bool:
     return bool(losses) and median(map(abs, losses)) * end.lowest > record.band.largest
 
 
-def _overflows_at_any(record: Record, end: Failure, source: Break | None) -> Finding:
+def _overflows_at_any(record: Record, end: Failure, source: Origin | None) -> Finding:
     return Finding(
         kind="gradient overflow",
         severity="problem",
@@ -102,15 +102,15 @@ def unnoticed(record: Record) -> Finding | None:
 
     The rest of the backward pass may drop them, so that the gradients of the parameters are finite.
     """
-    breaks = [break_of(record, snapshot) for snapshot in record.snapshots]
-    found = [one.row for one in breaks if one.row is not None and _is_derivative(one)]
-    if len(found) < 2 or 2 * len(found) < len(breaks):
+    origins = [origin_of(record, snapshot) for snapshot in record.snapshots]
+    found = [one.row for one in origins if one.row is not None and _is_derivative(one)]
+    if len(found) < 2 or 2 * len(found) < len(origins):
         return None
     row = found[-1]
     return Finding(
         kind="NaN in backward",
         severity="warning",
-        sentence=f"In {len(found):,} of {len(breaks):,} snapshots, the gradient of the output of "
+        sentence=f"In {len(found):,} of {len(origins):,} snapshots, the gradient of the output of "
         f"{module_name(row.name)} is the first in backward with inf or NaN, while its other values are far "
         "from overflowing: the derivative of an operation is inf or NaN. Where steps were taken, the rest of "
         "the backward pass has dropped them.",
@@ -119,10 +119,10 @@ def unnoticed(record: Record) -> Finding | None:
     )
 
 
-def _is_derivative(one: Break) -> bool:
+def _is_derivative(one: Origin) -> bool:
     """Return whether a gradient holds NaN, or inf that no scale explains, among small values."""
     row = one.row
-    is_small = one.link == "backward" and one.what == "NaN" and row is not None and row.what == "flow"
+    is_small = one.stage == "backward" and one.what == "NaN" and row is not None and row.what == "flow"
     return is_small and (bool(row and row.nans) or one.snapshot.scale <= 1.0)
 
 
@@ -171,7 +171,7 @@ def _carried_words(end: Failure) -> str:
     return f" They still contain a scale that has since been lowered, down to {power(end.lowest)}."
 
 
-def _where_in_backward(record: Record, source: Break | None) -> str:
+def _where_in_backward(record: Record, source: Origin | None) -> str:
     if source is not None and source.row is not None:
         where = "gradient of the output" if source.row.what == "flow" else "gradient of the parameters"
         held = "is the first with" if is_in_order(source.row) else "holds"
@@ -268,7 +268,7 @@ def too_large(record: Record) -> Finding | None:
     )
 
 
-def nan_now_and_then(record: Record) -> Finding | None:
+def sporadic_nan(record: Record) -> Finding | None:
     """Find single steps whose loss is finite and gradients are not, at scales that cannot be the reason.
 
     At their scale only gradients many times larger than all recorded ones overflow. Steps with unusual losses

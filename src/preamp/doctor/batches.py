@@ -7,7 +7,7 @@ from typing import Final
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding
-from preamp.doctor.first_nonfinite import Break
+from preamp.doctor.first_nonfinite import Origin
 from preamp.doctor.history import Extent
 from preamp.doctor.snapshots import module_name
 from preamp.record.formatting import two_to
@@ -46,7 +46,7 @@ def large_inputs(extent: Extent, given: SnapshotRow, low: str) -> Finding:
     )
 
 
-def bad_first_module(extent: Extent, source: Break) -> Finding:
+def bad_first_module(extent: Extent, source: Origin) -> Finding:
     """Return the finding that the output of the first module is NaN, where its input was not recorded."""
     name = module_name(source.row.name) if source.row else "the first module"
     return Finding(

@@ -16,15 +16,22 @@ from typing import Final
 
 from preamp.doctor.backward import (
     in_backward,
-    nan_now_and_then,
     not_by_scale,
     not_of_this_pass,
+    sporadic_nan,
     unnoticed,
 )
 from preamp.doctor.batches import bad_batches, bad_first_module, bad_inputs, bad_targets, large_inputs
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding
-from preamp.doctor.first_nonfinite import Break, break_of, common, given_far_larger, grown, of_lost
+from preamp.doctor.first_nonfinite import (
+    Origin,
+    given_far_larger,
+    grown,
+    lost_snapshots,
+    most_common_origin,
+    origin_of,
+)
 from preamp.doctor.forward import (
     close_to_overflow,
     forward_nan,
@@ -85,54 +92,54 @@ def _mostly_lost(record: Record) -> Finding | None:
     """Find why the loss of most late steps is inf or NaN, where snapshots of such steps show it."""
     late = record.loss.values[-RECENT:]
     lost = sum(not math.isfinite(value) for value in late)
-    if 2 * lost < len(late) or not of_lost(record):
+    if 2 * lost < len(late) or not lost_snapshots(record):
         return None
     return replace(_lost_steps(record, lost_places(record)), severity="problem")
 
 
-def _source_of(record: Record, end: Failure) -> Break | None:
+def _source_of(record: Record, end: Failure) -> Origin | None:
     """Return where the first inf or NaN was in the steps that failed; None without looks at them."""
     first = record.index[end.start]
     if end.is_forward:  # only the first: by later steps, more may be inf or NaN
-        snapshots = of_lost(record, end.start)[:1]
+        snapshots = lost_snapshots(record, end.start)[:1]
     else:
         snapshots = [
             snapshot
             for snapshot in record.snapshots
             if snapshot.index >= first and not record.is_lost(snapshot)
         ]
-    breaks = [break_of(record, snapshot) for snapshot in snapshots]
-    return common(breaks)
+    origins = [origin_of(record, snapshot) for snapshot in snapshots]
+    return most_common_origin(origins)
 
 
-def _in_data(record: Record, end: Failure, source: Break, extent: Extent) -> Finding | None:
+def _in_data(record: Record, end: Failure, source: Origin, extent: Extent) -> Finding | None:
     """Find inputs that hold inf or NaN, or values far larger than those of the steps before."""
-    if source.link == "data" and source.row is not None:
+    if source.stage == "data" and source.row is not None:
         return bad_inputs(extent, source.row)
-    if source.link == "weights" or not (end.is_forward or end.losses == 0):
+    if source.stage == "weights" or not (end.is_forward or end.losses == 0):
         return None
     large = given_far_larger(record, source.snapshot)
     return large_inputs(extent, large, source.snapshot.low_dtype) if large is not None else None
 
 
-def _at(record: Record, end: Failure, source: Break, extent: Extent) -> Finding | None:
+def _at(record: Record, end: Failure, source: Origin, extent: Extent) -> Finding | None:
     """Return the finding for the first place in the step that was not finite."""
-    if source.link == "weights":
+    if source.stage == "weights":
         return broken_update(record, end, source)
     if source.in_forward and not end.is_backward:
         return _in_forward(record, end, source, extent)
-    if source.link == "loss":
+    if source.stage == "loss":
         if _changed_at_once(record, end, source):
             return bad_targets(extent)
         return in_loss(extent, is_inf=end.inf > 0)
-    if source.link == "elsewhere" and not end.is_forward:
+    if source.stage == "elsewhere" and not end.is_forward:
         return not_of_this_pass(record, end)
     if end.is_forward:
         return _by_history(record, end, extent)
     return in_backward(record, end, source)
 
 
-def _changed_at_once(record: Record, end: Failure, source: Break) -> bool:
+def _changed_at_once(record: Record, end: Failure, source: Origin) -> bool:
     """Return whether every loss is inf or NaN from one step on, though outputs are no larger than before.
 
     Outputs that a loss function cannot handle appear for some batches first. If all batches fail at once
@@ -157,7 +164,7 @@ def _may_saturate(record: Record, snapshot: Snapshot) -> bool:
     return (peak is not None and peak >= SATURATED) or (bool(larger) and max(larger) >= FEWEST)
 
 
-def _in_forward(record: Record, end: Failure, source: Break, extent: Extent) -> Finding:
+def _in_forward(record: Record, end: Failure, source: Origin, extent: Extent) -> Finding:
     row = source.row
     assert row is not None  # a break in a module has a row
     snapshot = source.snapshot
@@ -226,12 +233,12 @@ def _unknown_nan(extent: Extent) -> Finding:
 # A step here and there
 
 
-def now_and_then(record: Record) -> Finding | None:
+def sporadic_failures(record: Record) -> Finding | None:
     """Find what makes single steps fail at any scale."""
     lost = lost_places(record)
     if lost:
         return _lost_steps(record, lost)
-    if found := _extreme_batches(record) or unnoticed(record) or nan_now_and_then(record):
+    if found := _extreme_batches(record) or unnoticed(record) or sporadic_nan(record):
         return found
     periodic = array("q", (skip.place for skip in record.skips.of("sudden")))
     if len(periodic) >= FEWEST and period_of(periodic) >= 2 * FEWEST and not record.loss.count():
@@ -283,11 +290,11 @@ def _extreme_batches(record: Record) -> Finding | None:
 
 def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
     extent = Extent.of_steps(record, lost)
-    source = common(break_of(record, snapshot) for snapshot in of_lost(record))
+    source = most_common_origin(origin_of(record, snapshot) for snapshot in lost_snapshots(record))
     is_inf = any(math.isinf(record.loss.values[place]) for place in lost)
     if source is not None:
         large = given_far_larger(record, source.snapshot)
-        if source.link == "data" and source.row is not None:
+        if source.stage == "data" and source.row is not None:
             return bad_inputs(extent, source.row)
         if large is not None:
             return large_inputs(extent, large, source.snapshot.low_dtype)
@@ -296,7 +303,7 @@ def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
                 is_overflow = source.what == "overflow" or (source.what == "unknown" and is_inf)
                 return (forward_overflow if is_overflow else forward_nan)(extent, source, source.row)
             return bad_first_module(extent, source)
-        if source.link == "loss" and (is_inf or _may_saturate(record, source.snapshot)):
+        if source.stage == "loss" and (is_inf or _may_saturate(record, source.snapshot)):
             return in_loss(extent, is_inf=is_inf)
     elif close := close_to_overflow(record):
         return nearly_overflows(extent, close)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from preamp.doctor.advice import as_code, as_flags, changed
 from preamp.doctor.backward import exploding, too_large
-from preamp.doctor.causes import failed, now_and_then
+from preamp.doctor.causes import failed, sporadic_failures
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import OFTEN, Finding
 from preamp.doctor.headroom import at_ceiling, never_grew, not_scaled, too_low, vanished
@@ -44,7 +44,14 @@ STANDSTILL: tuple[Rule, ...] = (
     not_learning,
 )
 """Findings that make all others about the scale pointless. Of each such group only the first is reported."""
-DAMAGED: tuple[Rule, ...] = (lost_scale, now_and_then, too_large, loss_spike, exploding, backs_off_too_far)
+DAMAGED: tuple[Rule, ...] = (
+    lost_scale,
+    sporadic_failures,
+    too_large,
+    loss_spike,
+    exploding,
+    backs_off_too_far,
+)
 SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
 UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
 SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)

@@ -28,15 +28,15 @@ FAR_LARGER: Final = 7
 UPDATES_SHOW: Final = 3
 """Weights that grew by this many powers of two were made large by updates."""
 
-Link = Literal["data", "weights", "module", "between", "loss", "backward", "elsewhere"]
+Stage = Literal["data", "weights", "module", "between", "loss", "backward", "elsewhere"]
 What = Literal["overflow", "NaN", "unknown"]
 
 
-class Break(NamedTuple):
+class Origin(NamedTuple):
     """The first place of a step at which something was not finite.
 
     Attributes:
-        link: "data": the input of the first module; "weights"; "module": the output of a module with finite
+        stage: "data": the input of the first module; "weights"; "module": the output of a module with finite
             inputs; "between": the input of a module, though the outputs of all modules before it are finite;
             "loss": the loss, though all outputs are finite; "backward": a gradient, though the loss is finite
             or unknown; "elsewhere": nothing in the snapshot.
@@ -48,7 +48,7 @@ class Break(NamedTuple):
         is_steady: whether the outputs of the modules before it are as large as in earlier steps.
     """
 
-    link: Link
+    stage: Stage
     snapshot: Snapshot
     row: SnapshotRow | None = None
     what: What = "unknown"
@@ -58,25 +58,25 @@ class Break(NamedTuple):
     @property
     def in_forward(self) -> bool:
         """Whether it arose in a module or between two modules."""
-        return self.link in ("module", "between")
+        return self.stage in ("module", "between")
 
 
-def of_lost(record: Record, start: int = 0) -> list[Snapshot]:
+def lost_snapshots(record: Record, start: int = 0) -> list[Snapshot]:
     """Return the snapshots of steps with a loss of inf or NaN, from a place on."""
     first = record.index[start]
     return [snapshot for snapshot in record.snapshots if snapshot.index >= first and record.is_lost(snapshot)]
 
 
-def break_of(record: Record, snapshot: Snapshot) -> Break:
+def origin_of(record: Record, snapshot: Snapshot) -> Origin:
     """Return the place of the first inf or NaN of a step."""
     before = bisect_left(record.sound, snapshot.index, key=_index)
     known = record.sound[before - 1] if before else None
     bad = [row for row in _forward(snapshot) if _lost(row) and not _is_on_purpose(row, record.infinite)]
     if weights := [row for row in bad if row.what == "weight"]:
-        return Break("weights", snapshot, weights[0])
+        return Origin("weights", snapshot, weights[0])
     given = snapshot.inputs[0] if snapshot.inputs else None
     if given is not None and given in bad:
-        return Break("data", snapshot, given, _what(snapshot, given, None))
+        return Origin("data", snapshot, given, _what(snapshot, given, None))
     outputs = [row for row in snapshot.rows if row.what == "activation"]
     lost = [row for row in outputs if row in bad]
     if lost and not is_in_order(lost[0]):  # sorted by name: the one close to overflow caused the others
@@ -85,11 +85,11 @@ def break_of(record: Record, snapshot: Snapshot) -> Break:
     if first is not None:
         return _in_forward(snapshot, first, outputs, bad, known)
     if record.is_lost(snapshot):
-        return Break("loss" if outputs else "elsewhere", snapshot)
+        return Origin("loss" if outputs else "elsewhere", snapshot)
     gradients = [row for row in snapshot.rows if row.direction == "backward" and _lost(row)]
     if gradients:
-        return Break("backward", snapshot, gradients[0], _what(snapshot, gradients[0], known))
-    return Break("elsewhere", snapshot)
+        return Origin("backward", snapshot, gradients[0], _what(snapshot, gradients[0], known))
+    return Origin("elsewhere", snapshot)
 
 
 def _in_forward(
@@ -98,14 +98,14 @@ def _in_forward(
     outputs: list[SnapshotRow],
     bad: list[SnapshotRow],
     known: Snapshot | None,
-) -> Break:
+) -> Origin:
     own = next((row for row in snapshot.inputs if row.name == first.name), None)
-    link: Link = "between" if own is not None and own in bad else "module"
+    stage: Stage = "between" if own is not None and own in bad else "module"
     what = _what(snapshot, first, known)
-    if what == "NaN" and link == "module" and own is not None and _may_overflow(snapshot, own):
+    if what == "NaN" and stage == "module" and own is not None and _may_overflow(snapshot, own):
         what = "overflow"
-    return Break(
-        link,
+    return Origin(
+        stage,
         snapshot,
         first,
         what,
@@ -120,17 +120,17 @@ def _may_overflow(snapshot: Snapshot, given: SnapshotRow) -> bool:
     return peak is not None and 2 * peak > exponent_of(snapshot.band.largest)
 
 
-def common(breaks: Iterable[Break]) -> Break | None:
-    """Return the most frequent kind of break; of several of this kind, the one at the lowest scale."""
-    listed = list(breaks)
+def most_common_origin(origins: Iterable[Origin]) -> Origin | None:
+    """Return the most frequent kind of origin; of several of this kind, the one at the lowest scale."""
+    listed = list(origins)
     if not listed:
         return None
     (kind, _), *_ = Counter(map(_kind, listed)).most_common(1)
     return min((one for one in listed if _kind(one) == kind), key=lambda one: one.snapshot.scale)
 
 
-def _kind(one: Break) -> tuple[Link, str, What]:
-    return one.link, one.row.name if one.row else "", one.what
+def _kind(one: Origin) -> tuple[Stage, str, What]:
+    return one.stage, one.row.name if one.row else "", one.what
 
 
 def given_far_larger(record: Record, snapshot: Snapshot) -> SnapshotRow | None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding
-from preamp.doctor.first_nonfinite import Break
+from preamp.doctor.first_nonfinite import Origin
 from preamp.doctor.history import Extent
 from preamp.doctor.snapshots import module_name, needs_no_scale
 from preamp.record.exponents import exponent_of
@@ -18,7 +18,7 @@ NO_SCALE: Final = "No loss scale helps, because the loss is scaled after the for
 FLOAT32: Final = "Compute the loss in float32: loss_fn(output.float(), target)."
 
 
-def forward_overflow(extent: Extent, source: Break, row: SnapshotRow) -> Finding:
+def forward_overflow(extent: Extent, source: Origin, row: SnapshotRow) -> Finding:
     """Return the finding that the output of a module is too large for the low dtype."""
     low, before = source.snapshot.low_dtype, _too_large_before(source, row)
     return Finding(
@@ -31,8 +31,8 @@ def forward_overflow(extent: Extent, source: Break, row: SnapshotRow) -> Finding
     )
 
 
-def _place(source: Break, row: SnapshotRow) -> str:
-    what = "What is computed for" if source.link == "between" else "The output of"
+def _place(source: Origin, row: SnapshotRow) -> str:
+    what = "What is computed for" if source.stage == "between" else "The output of"
     return f"{what} {module_name(row.name)}"
 
 
@@ -57,7 +57,7 @@ AFTER_IT: Final = (
 )
 
 
-def _too_large_before(source: Break, row: SnapshotRow) -> str:
+def _too_large_before(source: Origin, row: SnapshotRow) -> str:
     """Name an earlier module whose output is finite but too large for the low dtype; "" if there is none."""
     for one in source.snapshot.rows:
         if one is row or one.name == row.name or one.what != "activation":
@@ -85,12 +85,12 @@ def unknown_forward(record: Record, extent: Extent) -> Finding:
     )
 
 
-def forward_nan(extent: Extent, source: Break, row: SnapshotRow) -> Finding:
+def forward_nan(extent: Extent, source: Origin, row: SnapshotRow) -> Finding:
     """Return the finding that an operation in a module makes inf or NaN of finite values."""
     peak = row.histogram.peak_exponent
     others = "" if peak is None else f" while its other values are at most {two_to(peak + 1)}"
-    where = "before it" if source.link == "between" else "in it"
-    given = "all outputs before it" if source.link == "between" else "its inputs"
+    where = "before it" if source.stage == "between" else "in it"
+    given = "all outputs before it" if source.stage == "between" else "its inputs"
     return Finding(
         kind="forward NaN",
         severity=extent.severity,

@@ -10,7 +10,7 @@ from typing import Final
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding
-from preamp.doctor.first_nonfinite import Break, grown, updates_grew
+from preamp.doctor.first_nonfinite import Origin, grown, updates_grew
 from preamp.doctor.history import (
     FEW_UPDATES,
     LATEST,
@@ -30,7 +30,7 @@ SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
 HARMLESS: Final = 0.2  # times the first losses: a spike below this does little harm
 
 
-def diverged(record: Record, end: Failure, source: Break | None) -> Finding | None:
+def diverged(record: Record, end: Failure, source: Origin | None) -> Finding | None:
     """Find that the loss, the gradients or the weights grew before the run failed."""
     if not update_count(record, end.start) and end.skips:
         return None  # nothing was updated
@@ -44,13 +44,13 @@ def diverged(record: Record, end: Failure, source: Break | None) -> Finding | No
     if grew or norm_grew:
         return _divergence(record, loss if grew else None, norm if norm_grew else None, end)
     is_calm = loss is None or loss.ratio < TWOFOLD
-    elsewhere = source is not None and source.link in ("elsewhere", "backward")
+    elsewhere = source is not None and source.stage in ("elsewhere", "backward")
     if not elsewhere and ((weights and not (losses and is_calm)) or (not losses and updates_grew(record))):
         return _divergence(record, None, None, end)
     return _broken_by_updates(record, end, source)
 
 
-def _weights_grew(record: Record, source: Break | None) -> bool | None:
+def _weights_grew(record: Record, source: Origin | None) -> bool | None:
     """Return True if updates made most weights far larger, False if none grew at all, else None."""
     if source is None or not record.snapshots or record.snapshots[0] is source.snapshot:
         return None
@@ -65,7 +65,7 @@ def _weights_grew(record: Record, source: Break | None) -> bool | None:
     return True if median(weights) >= FEWEST or (most and max(weights) >= 2) else None
 
 
-def _is_sudden(record: Record, end: Failure, source: Break | None) -> bool:
+def _is_sudden(record: Record, end: Failure, source: Origin | None) -> bool:
     """Return whether a module suddenly overflowed on inputs like those of the steps before."""
     if source is None or not source.in_forward or not source.is_steady:
         return False
@@ -97,16 +97,16 @@ def _divergence(record: Record, loss: Rise | None, norm: Rise | None, end: Failu
     )
 
 
-def _broken_by_updates(record: Record, end: Failure, source: Break | None) -> Finding | None:
+def _broken_by_updates(record: Record, end: Failure, source: Origin | None) -> Finding | None:
     """Find that a few updates broke a forward pass that had worked."""
     updates = update_count(record, end.start)
     if not 0 < updates < FEW_UPDATES or end.is_backward or not end.skips:
         return None
     if source is None and (not end.is_forward or not end.inf):
         return None
-    if source is not None and (source.link not in ("weights", "module", "between") or source.what == "NaN"):
+    if source is not None and (source.stage not in ("weights", "module", "between") or source.what == "NaN"):
         return None
-    if source is not None and source.link == "weights" and not _weights_overflow(source):
+    if source is not None and source.stage == "weights" and not _weights_overflow(source):
         return None
     made = "one update" if updates == 1 else f"{updates} updates"
     return Finding(
@@ -120,7 +120,7 @@ def _broken_by_updates(record: Record, end: Failure, source: Break | None) -> Fi
     )
 
 
-def _weights_overflow(source: Break) -> bool:
+def _weights_overflow(source: Origin) -> bool:
     """Return whether weights are inf, and not only NaN."""
     row = source.row
     return row is not None and row.nans is not None and row.nans < row.histogram.nonfinite
@@ -162,10 +162,10 @@ def _unlearned(record: Record, losses: Sequence[float], late: float) -> Finding 
     return replace(found, sentence=found.sentence + stays)
 
 
-def broken_update(record: Record, end: Failure, source: Break | None) -> Finding:
+def broken_update(record: Record, end: Failure, source: Origin | None) -> Finding:
     """Return the finding that an update wrote inf or NaN into weights."""
     step = record.index[end.start]
-    if source is not None and source.link == "weights" and source.row is not None:
+    if source is not None and source.stage == "weights" and source.row is not None:
         row = source.row
         held = "NaN" if row.nans == row.histogram.nonfinite else "inf or NaN"
         sentence = (
