@@ -22,7 +22,7 @@ def check_name(path: Path) -> None:
     """
     if path.suffix not in WRITERS:
         raise UsageError(
-            f"{path} is not a kind of file that a loss scale is written to. Write {path.with_suffix('.json')}, or "
+            f"{path} is not a kind of file that can be written. Write {path.with_suffix('.json')}, or "
             ".pt or .msgpack; Keras and TensorFlow write theirs with the model: assign the numbers there."
         )
     if not path.parent.is_dir():
