@@ -260,7 +260,7 @@ def test_a_count_that_is_none_is_refused(value: Any) -> None:
         (dialects.DEEPSPEED, "delayed_shift", 0, "hysteresis=0"),
         (dialects.DEEPSPEED, "scale_window", -3, "growth_interval=-3"),
         (dialects.DEEPSPEED, "consecutive_hysteresis", "no", "neither True nor False"),
-        (dialects.JMP, "factor", 1, "backoff_divisor=1.0"),
+        (dialects.JMP, "factor", 1, "growth_factor=1.0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(dialect: Any, name: str, value: Any, problem: str) -> None:

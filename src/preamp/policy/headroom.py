@@ -98,31 +98,49 @@ class Headroom(Policy[HeadroomState]):
         return HeadroomState(self.init_scale, 0.0, 0.0, 0.0, 0.0, 0.0, FIRST_SPREAD, 0.0)
 
     def advance(self, state: HeadroomState, reading: Reading, where: Where = choose) -> HeadroomState:
-        scale, good, bad, lost, seen, level, spread, gap = state
-        peak, clean = self.measured("peak", reading), reading.finite
-        good, bad, lost = good + 1.0, bad + 1.0, lost + 1.0
-        exponent = log2_near(scale, where)
-        visible = clean & (peak >= self._smallest_peak)
+        peak = self.measured("peak", reading)
+        visible = reading.finite & (peak >= self._smallest_peak)
+        if where is choose:  # Python numbers: only one of the two is needed
+            after = (
+                self._after_peak(state, peak, where)
+                if visible
+                else self._after_other(state, reading, peak, where)
+            )
+        else:
+            cases = self._after_peak(state, peak, where), self._after_other(state, reading, peak, where)
+            after = HeadroomState(*[where(visible, a, b) for a, b in zip(*cases, strict=True)])
+        return after._replace(scale=self._clamped(two_to(after.scale, where), where))
 
-        # A visible peak says where the scale belongs, whatever it is now. If the scale had to search for it,
-        # the mean is from before the gradients shrank, and restarts.
+    def _after_peak(self, state: HeadroomState, peak: Scalar, where: Where) -> HeadroomState:
+        """Return the state after a clean step with a visible peak, with log2 of the scale for `scale`.
+
+        The peak says where the scale belongs, whatever it is now.
+        """
+        exponent = log2_near(state.scale, where)
+        good = state.good + 1.0
+        # If the scale had to search for a peak, the mean is from before the gradients shrank, and restarts.
+        known = where(state.lost > 0.0, 0.0, state.seen)
         logarithm = log2_near(peak, where) - exponent
-        known = where(lost > 1.0, 0.0, seen)
-        new_seen, new_level, new_spread = self._with_peak(known, level, spread, logarithm, where)
-        aim = (self._log_limit - new_level - new_spread) // 1.0
-        new_gap = self._gap_after(state, good, aim - exponent, where)
+        seen, level, spread = self._with_peak(known, state.level, state.spread, logarithm, where)
+        aim = (self._log_limit - level - spread) // 1.0
+        gap = self._gap_after(state, good, aim - exponent, where)
+        return HeadroomState(aim - gap, good, 0.0, -float(self.memory), seen, level, spread, gap)
 
-        # After an overflow or a flushed peak all that is known is the direction, so the steps get larger.
-        searched = where(clean, where(lost > 0.0, exponent + lost, exponent), exponent - bad)
-        return HeadroomState(
-            self._clamped(two_to(where(visible, aim - new_gap, searched), where), where),
-            where(clean, good, 0.0),
-            where(clean, 0.0, bad),
-            where(clean & (peak < self._smallest_peak), lost, -float(self.memory)),
-            where(visible, new_seen, seen),
-            where(visible, new_level, level),
-            where(visible, new_spread, spread),
-            where(visible, new_gap, gap),
+    def _after_other(
+        self, state: HeadroomState, reading: Reading, peak: Scalar, where: Where
+    ) -> HeadroomState:
+        """Return the same after an overflow, or a clean step whose peak was flushed.
+
+        All that is known is the direction, so steps in a row get larger.
+        """
+        exponent, clean = log2_near(state.scale, where), reading.finite
+        good, bad, lost = state.good + 1.0, state.bad + 1.0, state.lost + 1.0
+        higher = where(lost > 0.0, exponent + lost, exponent)
+        return state._replace(
+            scale=where(clean, higher, exponent - bad),
+            good=where(clean, good, 0.0),
+            bad=where(clean, 0.0, bad),
+            lost=where(clean & (peak < self._smallest_peak), lost, -float(self.memory)),
         )
 
     def _with_peak(

@@ -22,9 +22,8 @@ def check_name(path: Path) -> None:
     """
     if path.suffix not in WRITERS:
         raise UsageError(
-            f"{path}: a loss scale is written to a .json, .pt or .msgpack file. Write "
-            f"{path.with_suffix('.json')}. Keras and TensorFlow save theirs with the model: assign the "
-            "numbers there."
+            f"{path} is not a kind of file that can be written. Write {path.with_suffix('.json')}, or "
+            ".pt or .msgpack; Keras and TensorFlow write theirs with the model: assign the numbers there."
         )
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent} is not a folder. Make it first.")

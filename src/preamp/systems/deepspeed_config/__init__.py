@@ -1,7 +1,6 @@
 """A DeepSpeed configuration: what it says about precision, loss scale and clipping, and the way back.
 
-Keys and defaults are those of DeepSpeed 0.19.8. The names of its loss scaler's arguments are accepted as
-well.
+Keys and defaults are those of DeepSpeed 0.19.8. The names of its loss scaler's arguments are accepted too.
 
 >>> settings = load({"fp16": {"enabled": True, "scale_window": 500, "min_scale": 1e-4}})
 >>> settings.policy.growth_interval, settings.policy.min_scale, settings.max_norm

@@ -38,7 +38,9 @@ class DeepSpeed(Format):
 
     def compat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         factor = number(saved, "scale_factor")
-        return {} if factor == 2.0 else {"backoff_divisor": factor, "factor_dtype": "float64"}
+        if factor == 2.0 or not factor > 1.0:  # the latter is refused as a growth_factor
+            return {}
+        return {"backoff_divisor": factor, "factor_dtype": "float64"}
 
     def state(self, saved: Mapping[str, Any], policy: Any) -> State:
         scale = number(saved, "cur_scale")

@@ -40,7 +40,8 @@ class Jmp(Counting):
         return known
 
     def compat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return {"backoff_divisor": number(saved, "factor")} if "factor" in saved else {}
+        factor = number(saved, "factor") if "factor" in saved else 0.0
+        return {"backoff_divisor": factor} if factor > 1.0 else {}  # others are refused as a growth_factor
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {
