@@ -741,6 +741,8 @@ class GradScaler(torch.amp.GradScaler):
                     self._require_gradients(optimizer)
                     self.unscale_(optimizer)  # type: ignore[arg-type]
                 return self._measured_by_kernel(optimizer, state)
+
+        # Gradients that are ready still have the scale in them.
         gradients = gather(optimizer)
         ready = self._is_ready(optimizer, state, gradients, clip)
         if on_device and ready:
@@ -748,6 +750,8 @@ class GradScaler(torch.amp.GradScaler):
             if multiplier is not None:
                 return gradients, multiplier
 
+        # Measure, and agree with other ranks. Where nothing is read, one pass always measures: gradients
+        # that were unscaled may have been changed since, and their flags are not known here.
         scale, divisor = self._scale_and_divisor(state, ready=ready)
         device = divisor.device if on_device else self._loss_scale.tensor.device  # type: ignore[union-attr]
         measure = partial(self._meter.measure, gradients, divisor, device, read=not on_device)
@@ -777,6 +781,7 @@ class GradScaler(torch.amp.GradScaler):
                 measure(norm=True)  # as the ranks do that clip on a device
             return gradients, divisor
 
+        # Clip. Entries come first, as their limit changes the norm.
         norm = found.norm
         if clip.max_value is not None:
             limit = divisor * clip.max_value
@@ -792,7 +797,7 @@ class GradScaler(torch.amp.GradScaler):
                 divisor = clipping if skips_itself else torch.where(finite, clipping, divisor)
             else:
                 divisor = max(divisor, norm / clip.max_norm)
-        if not on_device and divisor > LARGE:
+        if not on_device and divisor > LARGE:  # divide in two steps
             arithmetic.multiply_(gradients.tensors, 1.0 / LARGE)
             state.divided.append(LARGE)
             divisor /= LARGE
@@ -836,7 +841,7 @@ class GradScaler(torch.amp.GradScaler):
     def _keep_measured(
         self, optimizer: OptimizerLike, state: OptimizerState, measured: MeasuredGradients
     ) -> None:
-        """Keep what a step found. Where it was tried before, the norm is from before gradients were clipped."""
+        """Keep what a step found; of one that was tried before, with its norm from before clipping."""
         state.measured = measured
         before = self._failed_before(optimizer, state) if state.failed else None
         if before is not None and before.norm is not None and measured.finite is not False:
