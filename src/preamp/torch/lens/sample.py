@@ -181,7 +181,7 @@ class Sample:
         scaler = self._scaler
         if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
             self._numbers[0] = scaler._scale * getattr(scaler, "_loss_factor", 1.0)
-        index = getattr(scaler, "_steps_seen", self._numbers[1])
+        index = getattr(scaler, "_steps", self._numbers[1])
         self._numbers[1] = index.clone() if isinstance(index, Tensor) else index
 
     def _take_off(self) -> None:

@@ -318,6 +318,10 @@ class GradScaler(torch.amp.GradScaler):
         step: Step | None = last
         return step
 
+    @property
+    def _steps(self) -> int | Tensor:  # for the lens
+        return self._loss_scale.steps  # type: ignore[no-any-return]
+
     def _has_skipped(self) -> bool:
         """Return whether the latest step was skipped. Unlike `last_step`, it does not read the loss."""
         step = self._last(loss=None) if isinstance(self._last, partial) else self._last
