@@ -7,6 +7,7 @@ import torch
 
 from preamp import PolicyError, UsageError, dialects
 from preamp.torch import GradScaler
+from preamp.torch.scaling import grad_scaler
 
 INF = float("inf")
 STEPS = pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}])
@@ -42,6 +43,32 @@ class AsksOtherRanks(GradScaler):
     def _unscale_grads_(self, optimizer, *args):
         found = super()._unscale_grads_(optimizer, *args)
         return {device: torch.ones_like(flag) for device, flag in found.items()}
+
+
+class KeepsANote(GradScaler):
+    """Keeps something of its own beside PyTorch's entries, as scalers of training libraries do."""
+
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["note"] = state["stage"]
+
+
+def test_a_subclass_may_keep_entries_of_its_own(weight):
+    scaler, optimizer = KeepsANote("cpu", init_scale=4.0), optimizer_of(weight)
+    give(scaler, weight, INF)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    assert "note" not in state
+    assert state.get("note", "none") == "none"
+    scaler.unscale_(optimizer)
+    assert "stage" in state
+    assert state["note"] is state.get("note") is state["stage"]
+    assert [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()] == [1.0]
+    with pytest.raises(KeyError):
+        state["other"]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step.skipped
 
 
 @KINDS
@@ -176,3 +203,22 @@ def test_the_same_loop_runs_with_a_disabled_scaler(weight, limits):
         scaler.update()
         assert scaler.last_step[:4] == (index, 1.0, True, False)
     assert weight.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("scale", [None, 16.0])
+def test_what_other_code_wrote_moves_to_the_device_and_back(weight, scale, monkeypatch):
+    """As on an accelerator, where a fused optimizer decides by itself and another one reads."""
+    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=7)
+    host, device = optimizer_of(weight), optimizer_of(weight, fused=True)
+    for number, optimizer in enumerate([host, device, host, device]):
+        if number == 1:
+            scaler._growth_tracker.fill_(4)
+            if scale is not None:
+                scaler._scale.fill_(scale)
+        give(scaler, weight, 0.25)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler._get_growth_tracker() == 0  # 4 and three more steps are the interval
+    assert scaler.get_scale() == 2.0 * (scale or 4.0)
+    assert weight.tolist() == [0.0, 0.0]

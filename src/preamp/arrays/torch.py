@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -143,7 +143,13 @@ class Gradients:
         return torch.stack([places[i] for i in range(len(places))])
 
 
-def gather(optimizer: Any) -> Gradients:
+class HasParameters(Protocol):
+    """An optimizer, or what is like one."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def gather(optimizer: HasParameters) -> Gradients:
     """Return the gradients that an optimizer's parameters have at this moment.
 
     A sparse gradient that is not coalesced is replaced by a coalesced one, and a DTensor that is still a sum

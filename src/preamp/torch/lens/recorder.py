@@ -183,7 +183,7 @@ class PassRecorder:
         scaler = self._scaler
         if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
             self._scale = scaler._scale * getattr(scaler, "_loss_factor", 1.0)
-        index = getattr(scaler, "_steps_seen", self._index)
+        index = getattr(scaler, "_steps", self._index)
         self._index = index.clone() if isinstance(index, Tensor) else index
 
     def _remove_hooks(self) -> None:

@@ -45,7 +45,7 @@ class Accumulation:
         self.summed += 1
 
     def mean_to(self, parameters: Sequence[Tensor]) -> None:
-        """Make the mean of what was summed the parameters' gradients, and begin anew."""
+        """Make the mean of what was summed the parameters' gradients, and start again from nothing."""
         for parameter, total in zip(parameters, self.sums, strict=False):
             parameter.grad = None if total is None else total.div_(self.summed).to(parameter.dtype)
         self.sums, self.calls, self.summed = [], 0, 0
@@ -64,13 +64,15 @@ class Accumulation:
         if saved is None:
             return
         if not isinstance(saved, Mapping) or {"sums", "calls", "summed"} - set(saved):
-            raise PolicyError(f"accumulation={shown(saved)} is no saved sum. Write None to begin anew.")
+            raise PolicyError(
+                f"accumulation={shown(saved)} is not a saved sum. Write None to start from nothing."
+            )
         check_shapes("sums of gradients", saved["sums"], parameters, may_lack=True)
-        whole("calls", saved["calls"], least=0, instead="accumulation=None to begin anew")
-        whole("summed", saved["summed"], least=0, instead="accumulation=None to begin anew")
+        whole("calls", saved["calls"], least=0, instead="accumulation=None to start from nothing")
+        whole("summed", saved["summed"], least=0, instead="accumulation=None to start from nothing")
 
     def load(self, saved: dict[str, Any] | None, parameters: Sequence[Tensor]) -> None:
-        """Go on from a checkpoint, on the parameters' devices; one without sums begins anew."""
+        """Resume from a checkpoint, on the parameters' devices; from nothing if it has no sums."""
         saved = saved or {"sums": [], "calls": 0, "summed": 0}
         pairs = zip(saved["sums"], parameters, strict=False)
         self.sums = [None if total is None else total.to(p.device, copy=True) for total, p in pairs]

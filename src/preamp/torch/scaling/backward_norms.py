@@ -14,7 +14,7 @@ from torch import Tensor
 from preamp.arrays.torch import Gradients, Stamp, largest, square
 from preamp.arrays.torch_devices import widest
 from preamp.errors import UsageError
-from preamp.torch.scaling.optimizers import parameters_of
+from preamp.torch.scaling.optimizers import OptimizerLike, parameters_of
 from preamp.torch.scaling.ranks import number_of_ranks
 
 
@@ -35,14 +35,14 @@ class BackwardNorms:
         UsageError: for parameters whose gradients are final only after communication.
     """
 
-    def __init__(self, optimizer: Any, *, peaks: bool = False) -> None:
+    def __init__(self, optimizer: OptimizerLike, *, peaks: bool = False) -> None:
         parameters: list[Any] = [p for p in parameters_of(optimizer) if p.requires_grad]
         _refuse_what_comes_later(parameters)
         self._optimizer, self._peaks = weakref.ref(optimizer), peaks
         self._norms: dict[int, _Norm] = {}  # by the parameter's id
         self._hooks = [p.register_post_accumulate_grad_hook(self._measure) for p in parameters]
 
-    def covers(self, optimizer: Any) -> bool:
+    def covers(self, optimizer: OptimizerLike) -> bool:
         """Return whether this is the optimizer, and nobody has called `remove`."""
         return bool(self._hooks) and self._optimizer() is optimizer
 

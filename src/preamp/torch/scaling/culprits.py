@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from preamp.torch.scaling.optimizers import OptimizerLike
 
-def names(optimizer: Any) -> dict[int, str]:
+
+def names(optimizer: OptimizerLike) -> dict[int, str]:
     """Return what to call each parameter, by its `id`.
 
     An optimizer made with `model.named_parameters()` knows its parameters' names; of any other the name is
@@ -26,7 +28,7 @@ def names(optimizer: Any) -> dict[int, str]:
 
 
 def culprits(
-    optimizer: Any, parameters: Sequence[Tensor], sizes: Iterable[float], order: dict[int, int]
+    optimizer: OptimizerLike, parameters: Sequence[Tensor], sizes: Iterable[float], order: dict[int, int]
 ) -> tuple[str, ...]:
     """Return the names of the parameters whose gradients are not finite, first in backward order.
 

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
@@ -58,6 +58,7 @@ from preamp.torch.scaling.loss_scale import (
     setting_of,
 )
 from preamp.torch.scaling.optimizers import (
+    OptimizerLike,
     begins_with_garbage,
     evaluates_often,
     is_of_torch,
@@ -128,7 +129,7 @@ class OptimizerState:
 
     stage: OptState = OptState.READY
     found_inf_per_device: dict[torch.device, Tensor] = field(default_factory=dict)
-    optimizer: Any = None
+    optimizer: OptimizerLike | None = None
     fused: bool = False
     measured: MeasuredGradients | None = None
     stats: GradientStats | None = None
@@ -201,7 +202,7 @@ class GradScaler(torch.amp.GradScaler):
             stays on the device, `last_step` is read when it is asked for, and a step that must not happen
             is taken back by a `where`, unless the optimizer is fused. Take a step before you capture a graph:
             of Triton's kernels only those are captured that were launched before.
-        model: whose buffers to look at after a skipped step: an overflow in forward is in BatchNorm's running
+        model: whose buffers to check after a skipped step: an overflow in forward is in BatchNorm's running
             statistics before the step can be skipped. `last_step.buffers` names those that are not finite.
             Costs nothing while steps are taken.
         restore_buffers: give such a buffer the value that it had after the last step that was taken, or when
@@ -222,7 +223,7 @@ class GradScaler(torch.amp.GradScaler):
         PolicyError: for settings that PyTorch accepts and that cannot work, and for a device that never
             computes ("meta") or does not exist ("gpu").
         InexactScale: a warning, for a scale or factor that is not a power of two.
-        ScaleExhausted: from `update`, if the policy was told to give up at its floor.
+        ScaleExhausted: from `update`, if the policy gives up, as it may at its floor.
 
     >>> import torch
     >>> from preamp.torch import GradScaler
@@ -305,22 +306,28 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def policy_state(self) -> Any:
-        """The policy's state in floats. If it lies on a device, it is read."""
+        """The policy's state in floats. If it is on a device, it is read."""
         return self._loss_scale.floats()
 
     @property
     def last_step(self) -> Step | None:
-        """The latest `Step`. If its numbers lie on a device, they are read now."""
-        if isinstance(self._last, partial):
-            self._last = self._last()
-        return self._last
+        """The latest `Step`. If its numbers are on a device, they are read now."""
+        last: Any = self._last
+        if isinstance(last, partial):
+            self._last = last = last()
+        step: Step | None = last
+        return step
+
+    @property
+    def _steps(self) -> int | Tensor:  # for the lens
+        return self._loss_scale.steps  # type: ignore[no-any-return]
 
     def _has_skipped(self) -> bool:
         """Return whether the latest step was skipped. Unlike `last_step`, it does not read the loss."""
-        told = self._last(loss=None) if callable(self._last) else self._last
-        return told is not None and told.skipped
+        step = self._last(loss=None) if isinstance(self._last, partial) else self._last
+        return step is not None and bool(step.skipped)
 
-    def last_step_of(self, optimizer: Any) -> Step | None:
+    def last_step_of(self, optimizer: OptimizerLike) -> Step | None:
         """Return one optimizer's part of the latest step; None if it took none."""
         state = self._per_optimizer_states.get(id(optimizer))
         if state is not None and state.measured is not None:
@@ -465,15 +472,15 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Advance the policy by what the optimizers of this iteration saw, or set a scale by hand.
+        """Advance the policy by what the steps of this iteration found, or set a scale by hand.
 
         Args:
-            new_scale: the scale to go on with, as a number or a one-element tensor.
+            new_scale: the scale of the next step, as a number or a one-element tensor.
 
         Raises:
             AssertionError: as PyTorch, when no optimizer was unscaled or stepped.
             PolicyError: for a scale that would turn gradients into 0, inf or NaN.
-            ScaleExhausted: if the policy was told to give up at its floor. The scaler can be used further.
+            ScaleExhausted: if the policy gives up. The scaler can be used further.
         """
         if not self._enabled:
             self._loss_scale.steps += 1
@@ -596,10 +603,10 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        told: dict[str, Any] = {"_last": self.last_step, "_last_of": {}, "_order": None, "_inspected": set()}
-        return {**self.__dict__, **told, "_loss_scale": self._loss_scale.without_tensors()}
+        read: dict[str, Any] = {"_last": self.last_step, "_last_of": {}, "_order": None, "_inspected": set()}
+        return {**self.__dict__, **read, "_loss_scale": self._loss_scale.without_tensors()}
 
-    # What PyTorch's class offers to those who look inside.
+    # Private names of PyTorch's class that subclasses and other libraries use.
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         return self._require_scale(funcname), self._loss_scale.tracker  # type: ignore[return-value]
@@ -649,12 +656,14 @@ class GradScaler(torch.amp.GradScaler):
     _backoff_factor = _setting("backoff_factor")
     _growth_interval = _setting("growth_interval")
 
-    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+    def _maybe_opt_step(
+        self, optimizer: OptimizerLike, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         return optimizer.step(*args, **kwargs) if optimizer_state.measured.finite else None
 
     @torch.no_grad()
     def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+        self, optimizer: OptimizerLike, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
         """Multiply an optimizer's gradients; return a flag per device of this rank.
 
@@ -679,7 +688,7 @@ class GradScaler(torch.amp.GradScaler):
         self._already.mark(optimizer)
         return found
 
-    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
+    def _check_inf_per_device(self, optimizer: OptimizerLike) -> dict[Any, Any]:
         """Note whether an optimizer's gradients are finite, and leave them as they are."""
         scale = self._require_scale("_check_inf_per_device")
         gradients = gather(optimizer)
@@ -703,7 +712,13 @@ class GradScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def _measure_and_clip(
-        self, optimizer: Any, state: OptimizerState, clip: Clip, *, on_device: bool, together: bool = False
+        self,
+        optimizer: OptimizerLike,
+        state: OptimizerState,
+        clip: Clip,
+        *,
+        on_device: bool,
+        together: bool = False,
     ) -> tuple[Gradients, Any]:
         """Measure the gradients and clip them; return them and what they are still to be divided by.
 
@@ -728,8 +743,10 @@ class GradScaler(torch.amp.GradScaler):
                 # Nothing but PyTorch's kernel is needed, which unscales and checks in one pass.
                 if state.stage is OptState.READY:
                     self._require_gradients(optimizer)
-                    self.unscale_(optimizer)
+                    self.unscale_(optimizer)  # type: ignore[arg-type]
                 return self._measured_by_kernel(optimizer, state)
+
+        # Gradients that are ready still have the scale in them.
         gradients = gather(optimizer)
         ready = self._is_ready(optimizer, state, gradients, clip)
         if on_device and ready:
@@ -737,6 +754,8 @@ class GradScaler(torch.amp.GradScaler):
             if multiplier is not None:
                 return gradients, multiplier
 
+        # Measure, and agree with other ranks. Where nothing is read, one pass always measures: gradients
+        # that were unscaled may have been changed since, and their flags are not known here.
         scale, divisor = self._scale_and_divisor(state, ready=ready)
         device = divisor.device if on_device else self._loss_scale.tensor.device  # type: ignore[union-attr]
         measure = partial(self._meter.measure, gradients, divisor, device, read=not on_device)
@@ -755,15 +774,18 @@ class GradScaler(torch.amp.GradScaler):
             if ready or clip.max_norm is not None:
                 found = measure(norm=wants_norm, finite=finite, watched=watched, stats=stats)
                 finite = found.finite
-        told = found.norm
+        recorded_norm = found.norm
         if on_device and not alone and clip.max_norm is None:
-            told = None  # other ranks may have told none
-        self._note_measured(optimizer, state, gradients, scale, finite, divisor, found._replace(norm=told))
+            recorded_norm = None  # it is this rank's alone
+        self._note_measured(
+            optimizer, state, gradients, scale, finite, divisor, found._replace(norm=recorded_norm)
+        )
         if not on_device and not finite:
             if clip.max_value is not None and clip.max_norm is not None and not alone:
                 measure(norm=True)  # as the ranks do that clip on a device
             return gradients, divisor
 
+        # Clip. Entries come first, as their limit changes the norm.
         norm = found.norm
         if clip.max_value is not None:
             limit = divisor * clip.max_value
@@ -779,24 +801,24 @@ class GradScaler(torch.amp.GradScaler):
                 divisor = clipping if skips_itself else torch.where(finite, clipping, divisor)
             else:
                 divisor = max(divisor, norm / clip.max_norm)
-        if not on_device and divisor > LARGE:
+        if not on_device and divisor > LARGE:  # divide in two steps
             arithmetic.multiply_(gradients.tensors, 1.0 / LARGE)
             state.divided.append(LARGE)
             divisor /= LARGE
         return gradients, divisor
 
-    def _measured_by_kernel(self, optimizer: Any, state: OptimizerState) -> tuple[Gradients, float]:
+    def _measured_by_kernel(self, optimizer: OptimizerLike, state: OptimizerState) -> tuple[Gradients, float]:
         """Note what PyTorch's kernel has found while it unscaled; nothing is left to divide by."""
         self._is_ready(optimizer, state, Gradients([], []), NO_CLIP)
         scale, stats = self._loss_scale.snapshot(), self._policy_stats_before(state)
         finite = _flags_are_clear(state)
-        seen = Gradients([], []) if finite else gather(optimizer)
-        self._note_measured(optimizer, state, seen, scale, finite, 1.0, Found(finite, None, stats))
+        gradients = Gradients([], []) if finite else gather(optimizer)
+        self._note_measured(optimizer, state, gradients, scale, finite, 1.0, Found(finite, None, stats))
         return Gradients([], []), 1.0
 
     def _note_measured(
         self,
-        optimizer: Any,
+        optimizer: OptimizerLike,
         state: OptimizerState,
         gradients: Gradients,
         scale: Number,
@@ -805,25 +827,32 @@ class GradScaler(torch.amp.GradScaler):
         found: Found,
     ) -> None:
         """Keep what was measured for `update` and for the record, without keeping gradients alive."""
-        found_inf, stats, sizes = None, found.stats, found.sizes
-        name: Callable[[], tuple[str, ...]] = tuple
+        parameters, stats = gradients.parameters, found.stats
         if isinstance(finite, Tensor):
             found_inf = finite.logical_not().to(torch.float32)
-            name = partial(self._culprits, optimizer, gradients.parameters, sizes)
+            names = partial(self._culprits, optimizer, parameters, found.sizes)  # keeps no gradient alive
+            measured = MeasuredGradients(
+                scale, finite, found.norm, divisor, names, stats, found_inf=found_inf
+            )
         else:
             stats = None if stats is None else stats.read()
+            measured = MeasuredGradients(scale, finite, found.norm, divisor, stats=stats)
             if not finite:
-                named = self._culprits(optimizer, gradients.parameters, gradients.peaks())
-                name = lambda: named  # noqa: E731
-        measured = MeasuredGradients(scale, finite, found.norm, divisor, name, stats, found_inf=found_inf)
-        before = self._failed_before(optimizer, state) if state.failed else None
-        if before is not None and before.norm is not None and finite is not False:
-            # The norm from before the step was tried, and its gradients were clipped.
-            measured = replace(measured, norm=before.norm, divisor=before.divisor)
+                named = self._culprits(optimizer, parameters, gradients.peaks())
+                measured.culprits = partial(tuple, named)
+        self._keep_measured(optimizer, state, measured)
+
+    def _keep_measured(
+        self, optimizer: OptimizerLike, state: OptimizerState, measured: MeasuredGradients
+    ) -> None:
+        """Keep what a step found; of one that was tried before, with its norm from before clipping."""
         state.measured = measured
+        before = self._failed_before(optimizer, state) if state.failed else None
+        if before is not None and before.norm is not None and measured.finite is not False:
+            measured.norm, measured.divisor = before.norm, before.divisor
 
     def _measure_in_one_launch(
-        self, optimizer: Any, state: OptimizerState, gradients: Gradients, clip: Clip
+        self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients, clip: Clip
     ) -> Tensor | None:
         """Measure and clip scaled gradients of one rank; None where there is no kernel of Triton's for it."""
         scale, constant = self._require_scale("step"), state.preset()
@@ -837,14 +866,11 @@ class GradScaler(torch.amp.GradScaler):
         made = launches.prepare(norm, scale, constant * self._loss_factor, clip.max_norm)
         if made is None:
             return None
-        name = partial(self._culprits, optimizer, gradients.parameters, sizes)
+        names = partial(self._culprits, optimizer, gradients.parameters, sizes)
         measured = MeasuredGradients(
-            made.scale, made.finite, norm, made.divisor, name, found_inf=made.found_inf
+            made.scale, made.finite, norm, made.divisor, names, found_inf=made.found_inf
         )
-        before = self._failed_before(optimizer, state)
-        if before is not None and before.norm is not None:
-            measured = replace(measured, norm=before.norm, divisor=before.divisor)
-        state.measured = measured
+        self._keep_measured(optimizer, state, measured)
         return made.multiplier
 
     def _scale_and_divisor(self, state: OptimizerState, *, ready: bool) -> tuple[Any, Any]:
@@ -862,12 +888,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _prepare_on_host(
         self,
-        optimizer: Any,
+        optimizer: OptimizerLike,
         state: OptimizerState,
         gradients: Gradients,
         divisor: float,
-        args: Any,
-        kwargs: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Callable[[], Any]:
         """Divide the gradients, or have a fused optimizer do it; return its step, or what leaves it out."""
         if self.on_step is not None or self._always_reads:
@@ -875,8 +901,8 @@ class GradScaler(torch.amp.GradScaler):
         finite = state.measured is not None and bool(state.measured.finite)
         if finite and state.fused:
             where = self._require_scale("step").device
-            optimizer.grad_scale = None if divisor == 1.0 else _number(divisor, where)
-            optimizer.found_inf = None if is_of_torch(optimizer) else _number(0.0, where)
+            grad_scale = None if divisor == 1.0 else _number(divisor, where)
+            _give(optimizer, grad_scale, None if is_of_torch(optimizer) else _number(0.0, where))
         elif divisor != 1.0:
             arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
             state.divided.append(divisor)
@@ -885,12 +911,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _prepare_on_device(
         self,
-        optimizer: Any,
+        optimizer: OptimizerLike,
         state: OptimizerState,
         gradients: Gradients,
         divisor: Tensor,
-        args: Any,
-        kwargs: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Callable[[], Any]:
         """Do the same unread: a fused optimizer is given the flag, of another the step is taken back."""
         assert state.measured is not None  # by _measure_and_clip
@@ -902,16 +928,18 @@ class GradScaler(torch.amp.GradScaler):
             arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
             state.divided.append(divisor)
             return partial(step_where, optimizer, finite, *args, **kwargs)  # type: ignore[arg-type]
-        optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
+        _give(optimizer, divisor, found_inf)
         if self.on_step is not None and not self._capturable:
-            # Who listens reads the flag anyway, and can tell a skipped step by no call.
+            # The listener needs the flag read anyway, so a skipped step need not call the optimizer.
             skips = not finite
             self._losses.read()
             if skips:
                 return lambda: None
         return partial(optimizer.step, *args, **kwargs)
 
-    def _step_disabled(self, optimizer: Any, clip: Clip, args: Any, kwargs: Any) -> Any:
+    def _step_disabled(
+        self, optimizer: OptimizerLike, clip: Clip, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Clip and step without a scale."""
         measured = MeasuredGradients(1.0, finite=True, skips=False)
         clips = None if clip == NO_CLIP else partial(self._clip, optimizer, clip, measured)
@@ -920,7 +948,12 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _step_with_closure(
-        self, optimizer: Any, state: OptimizerState, clip: Clip, args: Any, kwargs: Any
+        self,
+        optimizer: OptimizerLike,
+        state: OptimizerState,
+        clip: Clip,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Let the optimizer evaluate the loss as often as it likes; take all back if one overflows."""
         if self._capturable:
@@ -967,7 +1000,7 @@ class GradScaler(torch.amp.GradScaler):
             self._note_step(optimizer, state)
         return result
 
-    def _clip_unscaled(self, optimizer: Any, clip: Clip) -> tuple[bool, float | None]:
+    def _clip_unscaled(self, optimizer: OptimizerLike, clip: Clip) -> tuple[bool, float | None]:
         """Clip gradients that are not scaled; return whether they are finite on all ranks, and their norm."""
         gradients = gather(optimizer)
         scale = self._loss_scale.tensor
@@ -982,7 +1015,9 @@ class GradScaler(torch.amp.GradScaler):
             arithmetic.multiply_(gradients.tensors, clip.max_norm / norm)
         return finite, norm
 
-    def _step_passing_grad_scaler(self, optimizer: Any, state: OptimizerState, args: Any, kwargs: Any) -> Any:
+    def _step_passing_grad_scaler(
+        self, optimizer: OptimizerLike, state: OptimizerState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Step an optimizer whose `step` takes the scaler and does all of this itself."""
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument to the passed "
@@ -997,7 +1032,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _undo_division(
-        self, optimizer: Any, state: OptimizerState, gradients: Gradients, began: OptState
+        self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients, began: OptState
     ) -> None:
         """Make gradients what they were before a step that raised, except entries that `max_value` clipped.
 
@@ -1010,7 +1045,7 @@ class GradScaler(torch.amp.GradScaler):
         state.stage = began
         self._note_failure(optimizer, state)
 
-    def _require_gradients(self, optimizer: Any) -> None:
+    def _require_gradients(self, optimizer: OptimizerLike) -> None:
         """Refuse an optimizer with nothing to unscale, unless other ranks may have something."""
         if self._meter.agreement.always:
             return
@@ -1020,7 +1055,7 @@ class GradScaler(torch.amp.GradScaler):
                     return
         raise AssertionError(_no_gradients(optimizer))
 
-    def _scale_again(self, optimizer: Any) -> None:
+    def _scale_again(self, optimizer: OptimizerLike) -> None:
         """Multiply gradients that were unscaled for a step which then failed."""
         factor = self._require_scale("step") * self._loss_factor
         arithmetic.multiply_(gather(optimizer).tensors, factor)
@@ -1028,18 +1063,18 @@ class GradScaler(torch.amp.GradScaler):
         state.stage = OptState.READY
         self._note_failure(optimizer, state)
 
-    def _note_failure(self, optimizer: Any, state: OptimizerState) -> None:
+    def _note_failure(self, optimizer: OptimizerLike, state: OptimizerState) -> None:
         """Keep what was measured for a step that raised."""
         if state.measured is not None:
             stamps = [Stamp.of(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
             state.failed = FailedStep(stamps, state.stats_here, state.measured.norm, state.measured.divisor)
 
-    def _failed_before(self, optimizer: Any, state: OptimizerState) -> FailedStep | None:
+    def _failed_before(self, optimizer: OptimizerLike, state: OptimizerState) -> FailedStep | None:
         """Return what was measured when the same step was tried and raised."""
         failed = state.failed
         return failed if failed is not None and failed.is_of(parameters_of(optimizer)) else None
 
-    def _note_step(self, optimizer: Any, state: OptimizerState) -> None:
+    def _note_step(self, optimizer: OptimizerLike, state: OptimizerState) -> None:
         """Note that an optimizer has had its step, taken or skipped."""
         assert state.measured is not None  # by _measure_and_clip
         state.stage = OptState.STEPPED
@@ -1055,7 +1090,7 @@ class GradScaler(torch.amp.GradScaler):
         flag = 0.0 if state.measured is not None and state.measured.finite else 1.0
         state.found_inf_per_device = {where: torch.full((), flag, dtype=torch.float32, device=where)}
 
-    def _refuse_other_scale(self, optimizer: Any, state: OptimizerState) -> None:
+    def _refuse_other_scale(self, optimizer: OptimizerLike, state: OptimizerState) -> None:
         """Refuse gradients that would be divided by another scale than the one in them."""
         if self._changed_by is None or state.stage is not OptState.READY:
             return
@@ -1066,7 +1101,7 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler.step(optimizer), or scale the loss again: scaler.scale(loss).backward()."
             )
 
-    def _unscale(self, optimizer: Any, state: OptimizerState, *, agree: bool = True) -> None:
+    def _unscale(self, optimizer: OptimizerLike, state: OptimizerState, *, agree: bool = True) -> None:
         """Unscale an optimizer's gradients and note what was found, on this rank or on all."""
         self._loss_scale.adopt()
         scale = self._require_scale("unscale_")
@@ -1086,7 +1121,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @torch.no_grad()
     def _policy_stats(
-        self, optimizer: Any, state: OptimizerState, gradients: Gradients, *, read: bool
+        self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients, *, read: bool
     ) -> GradientStats | None:
         """Return the statistics that the policy uses, of the gradients while they are or were scaled."""
         if not self._loss_scale.policy.needs:
@@ -1116,7 +1151,7 @@ class GradScaler(torch.amp.GradScaler):
             return (wide * self._loss_factor).reciprocal().float()
         return _number(1.0 / (known * self._loss_factor), scale.device)
 
-    def _stays_on_device(self, optimizer: Any, state: OptimizerState) -> bool:
+    def _stays_on_device(self, optimizer: OptimizerLike, state: OptimizerState) -> bool:
         """Return whether nothing needs to be read on the host.
 
         One rank may listen and others not; for copies to stay equal to the bit, all take the same path.
@@ -1131,7 +1166,9 @@ class GradScaler(torch.amp.GradScaler):
             return False
         return not (_reads_are_free(self._require_scale("step").device) or begins_with_garbage(optimizer))
 
-    def _is_ready(self, optimizer: Any, state: OptimizerState, gradients: Gradients, clip: Clip) -> bool:
+    def _is_ready(
+        self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients, clip: Clip
+    ) -> bool:
         """Return whether the gradients are still to be unscaled; those that need it beforehand are, here.
 
         Other ranks may not need it: all agree on a flag and a norm together, if there will be a norm.
@@ -1152,7 +1189,7 @@ class GradScaler(torch.amp.GradScaler):
         return ready
 
     def _culprits(
-        self, optimizer: Any, parameters: list[Tensor], sizes: list[float] | Tensor
+        self, optimizer: OptimizerLike, parameters: list[Tensor], sizes: list[float] | Tensor
     ) -> tuple[str, ...]:
         listed = sizes.tolist() if isinstance(sizes, Tensor) else sizes
         order, self._order = self._order or {}, None  # a graph that changes is learnt again
@@ -1239,7 +1276,7 @@ class GradScaler(torch.amp.GradScaler):
             now = self._loss_scale.floats()
             raise self.policy.exhaustion(now.scale, int(now.bad) + 1)
 
-    def _clip(self, optimizer: Any, clip: Clip, measured: MeasuredGradients) -> None:
+    def _clip(self, optimizer: OptimizerLike, clip: Clip, measured: MeasuredGradients) -> None:
         """Clip where there is no scale: as PyTorch, unless other ranks have parts of the norm.
 
         With `max_norm` the norm from before any clipping, and whether it is finite, are noted in `measured`.
@@ -1333,7 +1370,7 @@ def _is_there(device: Any) -> bool:
 
 
 def _for_optimizer(
-    optimizer: Any, given: Mapping[str, Any] | None, kwargs: dict[str, Any], **limits: Any
+    optimizer: OptimizerLike, given: Mapping[str, Any] | None, kwargs: dict[str, Any], **limits: Any
 ) -> dict[str, Any]:
     """Return the keyword arguments for an optimizer's own `step`.
 
@@ -1367,7 +1404,7 @@ def _for_optimizer(
     return {**kwargs, **given}
 
 
-def _warn_of_shards(optimizer: Any) -> None:
+def _warn_of_shards(optimizer: OptimizerLike) -> None:
     """Warn of parameters of FSDP's first version, of which each rank has another part."""
     flat = ("_is_flat_param", "_fsdp_flattened")
     if number_of_ranks() > 1 and any(hasattr(p, name) for p in parameters_of(optimizer) for name in flat):
@@ -1393,6 +1430,11 @@ def _limit(name: str, value: Any) -> float | None:
     return float(limit)
 
 
+def _give(optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Give a fused optimizer what to divide by, and whether to skip, as PyTorch's scaler does."""
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+
+
 def _number(value: float, device: torch.device) -> Tensor:
     """Return a float32, which kernels want, whatever the user's default dtype is; inf for a larger number."""
     return torch.full((), to_float32(value), dtype=torch.float32, device=device)
@@ -1416,7 +1458,7 @@ def no_flag(state: OptimizerState, device: torch.device) -> Tensor:
     return flags.sum() == 0.0
 
 
-def _no_gradients(optimizer: Any) -> str:
+def _no_gradients(optimizer: OptimizerLike) -> str:
     """Say which optimizer has nothing to step with, and why."""
     parameters = parameters_of(optimizer)
     frozen = sum(not p.requires_grad for p in parameters)

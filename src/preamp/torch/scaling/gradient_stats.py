@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from preamp.errors import PolicyError
 from preamp.policy import Policy
 from preamp.scaling import Measured, ScalerState, Step, to_step
 from preamp.torch.scaling.backward_norms import BackwardNorms
+from preamp.torch.scaling.optimizers import OptimizerLike
 from preamp.torch.scaling.ranks import Agreement
 
 Number: TypeAlias = float | Tensor
@@ -84,7 +85,7 @@ class MeasuredGradients:
         """Return the same with every number read to the host, and the norm of the unscaled gradients."""
         finite = bool(self.finite)
         norm = None if self.norm is None or not finite else float(self.norm) / float(self.divisor)
-        culprits = tuple if finite else _constant(self.culprits())
+        culprits = partial(tuple, () if finite else self.culprits())
         stats = None if self.stats is None else self.stats.read()
         return MeasuredGradients(float(self.scale), finite, norm, 1.0, culprits, stats, self.skips)
 
@@ -119,7 +120,7 @@ class GradientMeter:
     def __getstate__(self) -> dict[str, Any]:
         return {"agreement": self.agreement, "in_backward": {}}  # hooks stay with their parameters
 
-    def watch(self, optimizer: Any, *, peaks: bool) -> BackwardNorms:
+    def watch(self, optimizer: OptimizerLike, *, peaks: bool) -> BackwardNorms:
         """Measure an optimizer's gradients in backward from now on; their peaks if the policy uses them."""
         norms = BackwardNorms(optimizer, peaks=peaks)
         if id(optimizer) in self.in_backward:
@@ -127,7 +128,7 @@ class GradientMeter:
         self.in_backward[id(optimizer)] = norms
         return norms
 
-    def watched(self, optimizer: Any) -> BackwardNorms | None:
+    def watched(self, optimizer: OptimizerLike) -> BackwardNorms | None:
         """Return what was measured of an optimizer's gradients in backward, if they are watched."""
         norms = self.in_backward.get(id(optimizer)) if self.in_backward else None
         return norms if norms is not None and norms.covers(optimizer) else None
@@ -521,10 +522,6 @@ def _total(total: UnreadLoss | float, loss: Tensor) -> Tensor:
 
 
 # ---- Numbers that may be tensors ---------------------------------------------------------------------------
-
-
-def _constant(names: tuple[str, ...]) -> Callable[[], tuple[str, ...]]:
-    return lambda: names
 
 
 def _wide(number: Any, device: torch.device) -> Tensor:

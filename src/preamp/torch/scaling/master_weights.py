@@ -12,6 +12,7 @@ from torch import Tensor
 
 from preamp.arrays.torch import HALF_DTYPES
 from preamp.torch.nested import check_shapes
+from preamp.torch.scaling.optimizers import OptimizerLike
 
 
 class MasterWeights:
@@ -25,7 +26,7 @@ class MasterWeights:
         self.weights: list[tuple[Tensor, Tensor]] = []
         self._versions: list[int] = []
 
-    def replace(self, optimizer: Any, group: dict[str, Any]) -> None:
+    def replace(self, optimizer: OptimizerLike, group: dict[str, Any]) -> None:
         """Replace the half-precision parameters of a group; state they have goes over to the masters."""
         for index, parameter in enumerate(group["params"]):
             if parameter.dtype in HALF_DTYPES:

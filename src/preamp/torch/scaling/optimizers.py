@@ -6,27 +6,37 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from preamp.arrays.torch import HALF_DTYPES
 from preamp.checks import is_number, level_of_caller
 
+
+class OptimizerLike(Protocol):
+    """What a scaler can step: PyTorch's optimizers, and what wraps one."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 SMALL_EPS = 2.0**-24  # float16's smallest number above 0; nothing that is larger rounds to 0
 
 
-def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+def parameters_of(optimizer: OptimizerLike) -> list[torch.Tensor]:
     """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def is_of_torch(optimizer: Any) -> bool:
+def is_of_torch(optimizer: object) -> bool:
     """Return whether the optimizer is PyTorch's own, not a subclass of it."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
-def begins_with_garbage(optimizer: Any) -> bool:
+def begins_with_garbage(optimizer: OptimizerLike) -> bool:
     """Return whether a step that `found_inf` stops would leave memory that nobody wrote in the state.
 
     The fused SGD's first step with momentum does: its kernel is to fill the new buffers, and does not.
@@ -38,12 +48,12 @@ def begins_with_garbage(optimizer: Any) -> bool:
     )
 
 
-def evaluates_often(optimizer: Any) -> bool:
+def evaluates_often(optimizer: OptimizerLike) -> bool:
     """Return whether `step` may move parameters and evaluate its closure again after that."""
     return not is_of_torch(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
 
 
-def warn_of_small_eps(optimizer: Any, groups: Iterable[int], instead: str) -> None:
+def warn_of_small_eps(optimizer: OptimizerLike, groups: Iterable[int], instead: str) -> None:
     """Warn of parameter groups whose `eps` is 0 in the dtype of their parameters.
 
     Adam and its relatives keep squares of gradients in that dtype. In float16 those of gradients below 1.7e-4
@@ -56,7 +66,7 @@ def warn_of_small_eps(optimizer: Any, groups: Iterable[int], instead: str) -> No
     """
     for number in groups:
         group = optimizer.param_groups[number]
-        eps = group.get("eps")
+        eps: Any = group.get("eps")
         computes_wide = is_of_torch(optimizer) and group.get("fused")  # in float32, rounded when stored
         if computes_wide or not (is_number(eps) and 0.0 < eps < SMALL_EPS):
             continue
@@ -83,7 +93,9 @@ def _step_takes(kind: Any, name: str) -> bool:
 step_takes: Callable[[Any, str], bool] = lru_cache(_step_takes)
 
 
-def step_after(optimizer: Any, clip: Callable[[], None] | None, args: Any, kwargs: Any) -> Any:
+def step_after(
+    optimizer: OptimizerLike, clip: Callable[[], None] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Clip and step an optimizer; with a closure, clip after each evaluation."""
     closure = args[0] if args else kwargs.get("closure")
     if clip is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from preamp.arrays.torch import Gradients, Stamp, multiply_
 from preamp.torch.scaling.gradient_stats import MeasuredGradients
-from preamp.torch.scaling.optimizers import parameters_of
+from preamp.torch.scaling.optimizers import OptimizerLike, parameters_of
 
 
 class AlreadyUnscaled:
@@ -33,7 +33,7 @@ class AlreadyUnscaled:
     def __getstate__(self) -> dict[str, Any]:
         return {"only_owner": None, "_owners": set(), "unscaled": {}}  # ids mean nothing elsewhere
 
-    def mark(self, optimizer: Any, decided: MeasuredGradients | None = None) -> None:
+    def mark(self, optimizer: OptimizerLike, decided: MeasuredGradients | None = None) -> None:
         """Remember the gradients of an optimizer, unless it is the only one.
 
         Args:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from preamp.errors import UsageError
-from preamp.torch.scaling.optimizers import is_of_torch, parameters_of
+from preamp.torch.scaling.optimizers import OptimizerLike, is_of_torch, parameters_of
 
 # What the state that an optimizer makes at its first step starts from; everything else starts as it is.
 FIRST = {"step": 0.0, "mu_product": 1.0}
@@ -24,7 +24,7 @@ STATELESS = "_preamp_stateless"  # on an optimizer: the numbers of the groups th
 class Snapshot:
     """The parameters and the state of an optimizer at this moment."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: OptimizerLike) -> None:
         self._optimizer = optimizer
         self._parameters = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
         self._state = {p: copy.deepcopy(optimizer.state[p]) for p in optimizer.state}
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 @torch.no_grad()
-def step_where(optimizer: Any, finite: Tensor, *args: Any, **kwargs: Any) -> Any:
+def step_where(optimizer: OptimizerLike, finite: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Step an optimizer if a 0-dim boolean tensor is true, without reading it.
 
     The step is taken and, where it should not have been, every tensor gets its old value back.
@@ -58,7 +58,7 @@ def step_where(optimizer: Any, finite: Tensor, *args: Any, **kwargs: Any) -> Any
 
 
 @torch.no_grad()
-def init_optimizer_state(optimizer: Any, *, fused: bool) -> None:
+def init_optimizer_state(optimizer: OptimizerLike, *, fused: bool) -> None:
     """Have an optimizer make the state that it lacks, by a step on zeros that moves nothing.
 
     Args:
@@ -108,7 +108,7 @@ def init_optimizer_state(optimizer: Any, *, fused: bool) -> None:
     setattr(optimizer, STATELESS, [n for n, group in groups if any(group is one for one in rest)])
 
 
-def _without_state(optimizer: Any) -> dict[Tensor, Any]:
+def _without_state(optimizer: OptimizerLike) -> dict[Tensor, Any]:
     """Return the parameters that have a gradient and lack a state, each with its group."""
     stateless = getattr(optimizer, STATELESS, ())
     return {
@@ -120,7 +120,7 @@ def _without_state(optimizer: Any) -> dict[Tensor, Any]:
     }
 
 
-def _state_tensors(optimizer: Any, device: torch.device) -> list[Tensor]:
+def _state_tensors(optimizer: OptimizerLike, device: torch.device) -> list[Tensor]:
     tensors = []
     for parameter in parameters_of(optimizer):
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -141,12 +141,12 @@ def _state_tensors(optimizer: Any, device: torch.device) -> list[Tensor]:
     return tensors
 
 
-def _plain_step(optimizer: Any) -> Callable[[], Any]:
+def _plain_step(optimizer: OptimizerLike) -> Callable[[], Any]:
     """Return the step to call: inside `torch.compile` without the wrapper that breaks its graph."""
     return _inner_step(optimizer) if torch.compiler.is_compiling() else optimizer.step
 
 
-def _inner_step(optimizer: Any) -> Callable[[], Any]:
+def _inner_step(optimizer: OptimizerLike) -> Callable[[], Any]:
     """Return the step without what is wrapped around it: hooks, profiling, a graph break."""
     step: Any = type(optimizer).step
     while hasattr(step, "__wrapped__"):  # as inspect.unwrap, which the compiler of 2.6 cannot trace

@@ -28,7 +28,7 @@ class Averages:
         self.values: list[Tensor] = []
 
     def load(self, saved: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Go on from a checkpoint, on the parameters' devices."""
+        """Resume from a checkpoint, on the parameters' devices."""
         pairs = zip(saved, parameters, strict=False)
         self.values = [value.to(parameter.device, copy=True) for value, parameter in pairs]
 
