@@ -35,8 +35,10 @@ def expected(policy: Any, epochs: int) -> list[Step]:
     return steps
 
 
-def without_losses(trace: Any) -> list[Step]:
-    return [step._replace(loss=None) for step in trace]
+def without_measures(trace: Trace) -> list[Step]:
+    """Return steps without losses and norms, which are there for every step that was taken."""
+    assert all((step.grad_norm is None) == step.skipped for step in trace)
+    return [step._replace(loss=None, grad_norm=None) for step in trace]
 
 
 @jit
@@ -44,12 +46,12 @@ def test_the_trace_is_what_happened(jit_compile: bool) -> None:
     model = model_of(LossScaleOptimizer(adam(), policy=POLICY), jit_compile=jit_compile)
     callback = TraceCallback()
     history = fit(model, 2, callbacks=[callback])
-    assert without_losses(callback.trace) == expected(POLICY, 2)
+    assert without_measures(callback.trace) == expected(POLICY, 2)
     summary = callback.trace.summary()
     assert history["skipped_steps"] == [1, 2]
     assert history["loss_scale"] == [step.new_scale for step in expected(POLICY, 2)][STEPS - 1 :: STEPS]
     assert summary.final_scale == model.optimizer.loss_scale
-    assert model.optimizer.last_step._replace(loss=None) == expected(POLICY, 2)[-1]
+    assert model.optimizer.last_step._replace(loss=None, grad_norm=None) == expected(POLICY, 2)[-1]
 
 
 def test_batch_logs_have_the_scale_and_the_skipped_steps() -> None:
@@ -112,7 +114,7 @@ def test_one_callback_records_two_fits(tmp_path: Path) -> None:
     callback = TraceCallback(tmp_path / "run.jsonl")
     for _ in range(2):
         fit(model, 1, callbacks=[callback])
-    assert without_losses(callback.trace) == expected(POLICY, 2)
+    assert without_measures(callback.trace) == expected(POLICY, 2)
     assert Trace.read(tmp_path / "run.jsonl") == callback.trace
 
 
@@ -170,7 +172,7 @@ def test_other_optimizers_are_refused() -> None:
 def test_a_static_scale_is_traced_too() -> None:
     callback = TraceCallback()
     fit(model_of(LossScaleOptimizer(adam(), policy=Static(8.0))), 1, callbacks=[callback])
-    assert without_losses(callback.trace) == expected(Static(8.0), 1)
+    assert without_measures(callback.trace) == expected(Static(8.0), 1)
 
 
 def test_validation_is_not_recorded() -> None:

@@ -305,7 +305,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             ScaleExhausted: if the policy was told to give up. The variables are as they were.
         """
         instead = "apply(gradients, model.trainable_variables)"
-        gradients = [_tensor(gradient) for gradient in listed("grads", grads, instead)]
+        gradients = listed("grads", grads, instead)
         if not gradients:
             return
         if trainable_variables is not None:
@@ -321,7 +321,11 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             )
         if not self.built:
             self.build(variables)
-        self._warn_if_never_scaled()
+        for place, gradient in enumerate(gradients):
+            if gradient is not None and not keras.ops.is_tensor(gradient):
+                gradients[place] = _tensor(gradient)
+        if not self._was_scaled:
+            self._warn_never_scaled()
         self._take_step(gradients, variables, self.dynamic_scale.value)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
@@ -549,14 +553,14 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             )
         return values
 
-    def _warn_if_never_scaled(self) -> None:
-        if not self._was_scaled:
-            self._was_scaled = True
-            warnings.warn(
-                f"gradients come to {self.name!r}, which divides them by the loss scale, but no loss was "
-                "scaled. Write optimizer.scale_loss(loss) before the gradients are computed.",
-                stacklevel=level_of_caller("keras", "tensorflow"),
-            )
+    def _warn_never_scaled(self) -> None:
+        """Warn, once, of gradients without a scaled loss."""
+        self._was_scaled = True
+        warnings.warn(
+            f"gradients come to {self.name!r}, which divides them by the loss scale, but no loss was "
+            "scaled. Write optimizer.scale_loss(loss) before the gradients are computed.",
+            stacklevel=level_of_caller("keras", "tensorflow"),
+        )
 
     @backend.untraced
     def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
@@ -574,9 +578,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
 
 def _tensor(gradient: object) -> Any:
-    """Return a gradient as the backend has it, which Keras accepts as NumPy arrays and lists as well."""
-    if gradient is None or keras.ops.is_tensor(gradient):
-        return gradient
+    """Return as a tensor what Keras accepts as a gradient as well, such as a NumPy array."""
     try:
         if isinstance(gradient, str | bytes):  # TensorFlow has tensors of words
             raise TypeError("a word")

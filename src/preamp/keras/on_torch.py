@@ -24,6 +24,8 @@ TAKE_SPARSE = (
     keras.optimizers.Lion,
 )
 
+COUNTS = (torch.int32, torch.int64)  # float32 would round large ones
+
 
 def untraced(function: F) -> F:
     kept: F = torch.compiler.disable(torch.no_grad()(function))  # type: ignore[no-untyped-call]
@@ -62,18 +64,16 @@ def unscale(
     assert scale is not None  # only `preamp.tensorflow` unscales beforehand
     tensors, values, places = [], [], set()
     for gradient, variable in zip(gradients, variables, strict=True):
-        tensor = _values(gradient)
-        place = tensor.data_ptr()
+        is_dense = gradient.layout is torch.strided
+        place = (gradient if is_dense else _values(gradient)).data_ptr()
         owned = getattr(variable, "value", variable).grad is gradient and place not in places
         places.add(place)  # no two in the same memory: it would be unscaled twice
         if gradient.dtype in HALF_DTYPES:
-            gradient = gradient.float()
-            tensor = _values(gradient)
-        elif not owned:
-            gradient = gradient.detach().clone()
-            tensor = _values(gradient)
-        tensors.append(gradient)
-        values.append(tensor)
+            tensor = gradient.float()
+        else:
+            tensor = gradient if owned else gradient.detach().clone()
+        tensors.append(tensor)
+        values.append(tensor if is_dense else _values(tensor))
     found = torch.zeros((), dtype=torch.float32, device=scale.device)
     flags = unscale_(values, scale.reciprocal(), found)
     note_writing(values)
@@ -106,8 +106,10 @@ def gradient_stats(
 
 def read(scalars: Sequence[Tensor]) -> list[float]:
     device = scalars[-1].device
-    counts = {torch.int32, torch.int64}.intersection([scalar.dtype for scalar in scalars])
-    dtype = widest(device) if counts else torch.float32
+    dtype = torch.float32
+    for scalar in scalars:
+        if scalar.dtype in COUNTS:
+            dtype = widest(device)
     return torch.stack([scalar.to(device, dtype) for scalar in scalars]).tolist()
 
 

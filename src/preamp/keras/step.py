@@ -20,6 +20,9 @@ G = TypeVar("G")  # a gradient: a tensor, or a sparse one of the backend
 T = TypeVar("T")  # a tensor, most of them scalars
 
 
+OVERWRITTEN = "overwrite_with_gradient"  # true of variables that are overwritten with their "gradients"
+
+
 class Unscaled(NamedTuple, Generic[G, T]):
     """Gradients divided by the loss scale.
 
@@ -129,20 +132,23 @@ class ScaledStep(Generic[G, T]):
             )
         places: list[int] = []
         given: list[G] = []
+        variables: list[keras.Variable] = []
         overwriting: list[G] = []
         for place, gradient in enumerate(self.gradients):
             if gradient is None:
                 continue
-            if _is_overwritten(self.variables[place]):
+            variable = self.variables[place]
+            if getattr(variable, OVERWRITTEN, False):
                 overwriting.append(gradient)
             else:
                 places.append(place)
                 given.append(gradient)
+                variables.append(variable)
         if not given and not overwriting:
             raise ValueError(
                 "all gradients are None. Compute the loss from these variables, where gradients are recorded."
             )
-        unscaled = self.backend.unscale(given, [self.variables[place] for place in places], self.scale)
+        unscaled = self.backend.unscale(given, variables, self.scale)
         result, finite = list(self.gradients), unscaled.finite
         for place, quotient in zip(places, unscaled.gradients, strict=True):
             result[place] = quotient
@@ -158,7 +164,7 @@ class ScaledStep(Generic[G, T]):
         gradients = [
             gradient
             for gradient, variable in zip(self.gradients, self.variables, strict=True)
-            if gradient is not None and not _is_overwritten(variable)
+            if gradient is not None and not getattr(variable, OVERWRITTEN, False)
         ]
         if self.scale is not None:
             return self.backend.gradient_stats(policy.needs, policy.edge, gradients)
@@ -172,8 +178,9 @@ class ScaledStep(Generic[G, T]):
         Raises:
             ScaleExhausted: if the policy gives up on this step.
         """
-        stats = self.gradient_stats()  # before gradients are unscaled in place
-        unscaled, scaler = self.unscaled(), self.scaler
+        scaler = self.scaler
+        stats = self.gradient_stats()  # before they are unscaled in place
+        unscaled = self.unscaled()
         state_values = [variable.value for variable in scaler.floats]
         numbers = self.backend.read([unscaled.finite, unscaled.norm, *stats.values(), *state_values])
         finite, norm = bool(numbers[0]), numbers[1]
@@ -186,8 +193,3 @@ class ScaledStep(Generic[G, T]):
             self.backend.update(self.inner, unscaled.gradients, self.variables)
         measured = dict(zip(stats, numbers[2:], strict=False)) if stats else {}
         scaler.advance_on_host(state, finite, norm, measured, self.backend.write)
-
-
-def _is_overwritten(variable: keras.Variable) -> bool:
-    """Return whether Keras overwrites a variable with what is called its gradient."""
-    return getattr(variable, "overwrite_with_gradient", False)
