@@ -480,7 +480,8 @@ def test_gradients_of_jax_grad_are_refused(way: str) -> None:
     """Divided by the loss scale they would train almost nothing, without a word."""
     params = parameters()
     with pytest.raises(
-        UsageError, match=r"(?s)do not say.*scaled_value_and_grad.*ScaledGradients\(gradients"
+        UsageError,
+        match=r"(?s)have no loss scale with them.*scaled_value_and_grad.*ScaledGradients\(gradients",
     ):
         PLAIN[way](jax.grad(loss)(params, X), OPTIMIZER.init(params), params)
 

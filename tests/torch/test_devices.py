@@ -89,7 +89,9 @@ def test_where_pytorch_casts_nothing_nothing_is_edited(device, edit, recwarn):
         with pytest.raises(RuntimeError, match=re.escape(str(error))):
             autocast(device, dtype=torch.bfloat16, **edit)
         return
-    with pytest.raises(UsageError, match=rf"not for '{kind}'\. Write autocast\('{device}'\) without them"):
+    with pytest.raises(
+        UsageError, match=rf"has none for '{kind}'\. Write autocast\('{device}'\) without them"
+    ):
         autocast(device, dtype=torch.bfloat16, **edit)
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, _guards
+from torch._ops import OpOverload as OpOverload
 from torch.amp import autocast_mode
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree

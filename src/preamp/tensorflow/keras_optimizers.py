@@ -44,7 +44,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         *,
         policy: Policy[Any] | None = None,
         name: str | None = None,
-        model: tf.keras.Model | None = None,
+        model: Any = None,
         restore_buffers: bool = False,
     ) -> None:
         if model is not None or restore_buffers:

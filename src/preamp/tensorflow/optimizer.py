@@ -161,7 +161,7 @@ class LossScaleOptimizer:
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
-        model: tf.keras.Model | None = None,
+        model: Any = None,
         restore_buffers: bool = False,
     ) -> None:
         raise NotImplementedError  # each kind has its own

@@ -42,7 +42,7 @@ class OverTfKeras(LossScaleOptimizer):
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
-        model: tf.keras.Model | None = None,
+        model: Any = None,
         restore_buffers: bool = False,
     ) -> None:
         check_buffers(model, restore_buffers)

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from preamp.arrays.torch_compat import (
     DispatchMode,
+    OpOverload,
     is_in_backward,
     kernel_at,
     pop_mode,

@@ -26,7 +26,7 @@ from torch import (
 )
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from preamp.arrays.torch_compat import UnmanagedAutocast, traced_autocast, untraced
+from preamp.arrays.torch_compat import UnmanagedAutocast, outside_of_graphs, traced_autocast, untraced
 from preamp.autocasting.tables import Casting
 from preamp.checks import level_of_caller
 from preamp.errors import UsageError
@@ -103,7 +103,7 @@ class autocast(TorchAutocast):  # PyTorch's name
         """Choose the class: `EditedRegion` for what it does, PyTorch's own where PyTorch traces."""
         if cls is autocast:
             if casting is not None or report or emulate:
-                return object.__new__(EditedRegion)  # type: ignore[no-any-return]  # a subclass
+                return object.__new__(EditedRegion)
             # The compiler and torch.export recognize PyTorch's own class and know how to write it down.
             if is_dynamo_compiling():
                 return traced_autocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[no-any-return]
@@ -257,7 +257,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
     Its kernels are in the dispatcher while it is open. The compiler leaves it alone.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_graphs
     def __init__(
         self,
         device_type: str,
@@ -288,7 +288,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
 
             self._counter = CastCounter(self.device)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_graphs
     def __enter__(self) -> autocast:
         if is_compiling():
             raise UsageError(edits.NOT_COMPILED)
@@ -304,7 +304,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             self._counter.__enter__()
         return self
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_graphs
     def __exit__(self, *error: object) -> Literal[False]:
         frame = next((frame for frame in reversed(thread.frames) if frame.region is self), None)
         if frame and self._counter:
