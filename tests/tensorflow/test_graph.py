@@ -78,17 +78,18 @@ def test_tf_keras_has_four_and_computes_no_less(
         del recorded[name], ours[name], theirs[name]
     norm = Counter(L2Loss=4, AddN=1, Mul=1, Sqrt=1, SelectV2=1, AssignVariableOp=1)
     assert norm <= ours
-    assert ours.total() - norm.total() <= theirs.total()
+    scalars = 2  # the sum of skipped steps, which tf_keras does not count, and its zero
+    assert ours.total() - norm.total() - scalars <= theirs.total()
     assert recorded - ours == {"AssignAddVariableOp": 1, "AssignVariableOp": 3, "ReadVariableOp": 2}
 
 
 @each_kind
-def test_each_gradient_is_divided_summed_and_squared(kind: str) -> None:
+def test_each_gradient_is_divided_checked_and_squared(kind: str) -> None:
     """What a fifth to an eighth variable adds, beyond what the bare optimizer does with it."""
     added = operations(wrapped(kind), 8) - operations(wrapped(kind), 4)
     assert added["RealDiv"] == 4
     assert added["L2Loss"] == 4
-    assert added["IsFinite"] == 0  # which is asked of one sum
+    assert added["IsFinite"] == (0 if kind == "keras" else 4)  # Keras's kind checks one sum
     assert added["Cast"] == 0
 
 

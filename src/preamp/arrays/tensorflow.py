@@ -65,8 +65,15 @@ def as_stored(gradient: Gradient | None, variable: HasDtype) -> Gradient | None:
     return _mapped(lambda values: tf.cast(values, dtype), gradient)
 
 
-def all_finite(gradients: Sequence[Gradient | None], *, times: float = 1.0) -> tf.Tensor:
-    """Return whether all gradients are finite, and so is their sum: a sum keeps what is not.
+def all_finite(gradients: Sequence[Gradient | None]) -> tf.Tensor:
+    """Return whether all entries of all gradients are finite. None is left out."""
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(values)) for values in _values(gradients)])
+
+
+def sum_is_finite(gradients: Sequence[Gradient | None], *, times: float = 1.0) -> tf.Tensor:
+    """Return whether the sum of all gradients is finite: fewer operators than `all_finite`, which is exact.
+
+    An entry that is not finite makes the sum so; finite entries do only where they add up beyond float32.
 
     Args:
         gradients: at least one; None is left out.

@@ -12,7 +12,7 @@ import tensorflow as tf
 from preamp.arrays import tensorflow as arrays
 from preamp.arrays.tensorflow import all_finite as all_finite
 from preamp.arrays.tensorflow import read as read
-from preamp.arrays.tensorflow import unconverted
+from preamp.arrays.tensorflow import sum_is_finite, unconverted
 from preamp.keras.scaler_variables import ScalerVariables
 from preamp.keras.step import ScaledStep, Unscaled
 
@@ -113,8 +113,8 @@ def unscale(
     unscaled = arrays.unscale(gradients, None if scale is None else tf.convert_to_tensor(scale))
     replica = tf.distribute.get_replica_context()
     if replica.num_replicas_in_sync == 1:
-        return Unscaled(unscaled, all_finite(unscaled), arrays.global_norm(unscaled))
-    mine = all_finite(unscaled, times=float(replica.num_replicas_in_sync))
+        return Unscaled(unscaled, sum_is_finite(unscaled), arrays.global_norm(unscaled))
+    mine = sum_is_finite(unscaled, times=float(replica.num_replicas_in_sync))
     overflows = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(mine), tf.float32))
     return Unscaled(unscaled, tf.equal(overflows, 0.0), tf.constant(math.nan))
 
