@@ -233,7 +233,7 @@ def _loss_below_normal(record: Record) -> Finding | None:
     """Find a loss that is too small from the start, even when it is scaled, and did not fall.
 
     Gradients in backward begin with the scale times derivatives of the loss, which are rarely larger than the
-    loss of an untrained model. A loss that is small because it fell is no evidence.
+    loss of an untrained model. A loss that is small because it fell proves nothing.
     """
     losses, norms = record.loss.finite(), record.grad_norm.finite()
     if needs_no_scale(record.band) or any(record.skipped) or len(losses) < SHORT:

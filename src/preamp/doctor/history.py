@@ -22,7 +22,7 @@ FEW_UPDATES: Final = 4
 """If a forward pass fails after fewer updates than this, the updates broke it."""
 TENFOLD: Final = 9.0  # of `Rise.ratio`
 TWOFOLD: Final = 1.0
-SHORT: Final = 50  # steps below which losses are no evidence
+SHORT: Final = 50  # with fewer steps than these, losses prove nothing
 
 
 class Failure(NamedTuple):

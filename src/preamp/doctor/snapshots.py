@@ -114,7 +114,7 @@ def overflowed(record: Record) -> Finding | None:
     rows = Counter(
         (row.name, row.what)
         for snapshot in record.snapshots
-        # If the loss itself is not finite, neither is any gradient: the first of them is no evidence.
+        # If the loss itself is not finite, neither is any gradient: the first of them proves nothing.
         if (row := snapshot.first_overflow) and (row.direction == "forward" or not record.is_lost(snapshot))
     )
     modules = Counter[tuple[str, str]]()

@@ -125,7 +125,7 @@ class ScalerVariables(Generic[S]):
         write([(variable, new) for variable, old, new in changes if new != old])
         self._count(after)
         if gave_up:
-            raise self.policy.exhaustion(state.policy_state.scale, int(state.policy_state.bad) + 1)
+            raise self.policy.exhaustion_from(state.policy_state)
 
     def check(self, numbers: Sequence[float]) -> None:
         """Check a state that was restored past `load`, as `tf.train.Checkpoint` and `Variable.assign` do.

@@ -150,27 +150,6 @@ class Policy(ABC, Generic[S]):
         """Return whether the policy gives up on this step instead of moving to `after`."""
         return False
 
-    def advance_or_stay(
-        self, state: S, exhausted: Scalar, reading: Reading, where: Where = choose
-    ) -> tuple[S, Scalar]:
-        """`advance` for programs that cannot raise: a policy that gives up stays where it is.
-
-        Args:
-            state: as for `advance`.
-            exhausted: at how many overflows the policy gave up before this step, 0.0 if it has not.
-            reading: as for `advance`.
-            where: as for `advance`.
-
-        Returns:
-            The state after the step, and `exhausted` after it.
-        """
-        after = self.advance(state, reading, where)
-        if not self.gives_up:
-            return after, exhausted
-        gives_up = self.exhausted(state, after, reading, where)
-        stayed = type(state)(*[where(gives_up, a, b) for a, b in zip(state, after, strict=True)])
-        return stayed, where(gives_up, state.bad + 1.0, exhausted)
-
     def step(self, state: S, reading: Reading) -> S:
         """`advance` on Python floats, for loops that run on the host.
 
@@ -179,8 +158,16 @@ class Policy(ABC, Generic[S]):
         """
         after = self.advance(state, reading)
         if self.exhausted(state, after, reading):
-            raise self.exhaustion(state.scale, int(state.bad) + 1)
+            raise self.exhaustion_from(state)
         return after
+
+    def exhaustion_from(self, state: S) -> ScaleExhausted:
+        """Return the error for a policy that gave up.
+
+        Args:
+            state: before the step at which it did, in Python numbers.
+        """
+        return self.exhaustion(state.scale, int(state.bad) + 1)
 
     def exhaustion(self, scale: float, overflows: int) -> ScaleExhausted:
         """Return the error that says why training cannot continue.

@@ -117,7 +117,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         written = self._write(after)
         self._checked = after.policy_state
         if gave_up:
-            raise self.policy.exhaustion(measured.scale, int(before.policy_state.bad) + 1)
+            raise self.policy.exhaustion_from(before.policy_state)
         return tf.group(*written), measured.finite
 
     def check_exhausted(self) -> None:

@@ -1274,7 +1274,7 @@ class GradScaler(torch.amp.GradScaler):
         if gave_up:
             # Unlike `raise_if_exhausted`, which names the first step that should have ended the training.
             now = self._loss_scale.floats()
-            raise self.policy.exhaustion(now.scale, int(now.bad) + 1)
+            raise self.policy.exhaustion_from(now)
 
     def _clip(self, optimizer: OptimizerLike, clip: Clip, measured: MeasuredGradients) -> None:
         """Clip where there is no scale: as PyTorch, unless other ranks have parts of the norm.
