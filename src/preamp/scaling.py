@@ -13,7 +13,6 @@ PyTorch keeps the state as Python floats or as tensors, JAX as a pytree, Keras a
 
 from __future__ import annotations
 
-import math
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from preamp.policy import Policy, Reading, Where, choose
@@ -88,11 +87,10 @@ class ScalerState(NamedTuple, Generic[S, T]):
         policy_state: the policy's state; `policy_state.scale` is what the next loss is multiplied by.
         last_scale: the scale that was in the last loss.
         finite: whether the last gradients were finite.
-        grad_norm: global L2 norm of the last unscaled gradients, inf after an overflow; None where no step
-            takes it.
-        peak: the largest magnitude among the last scaled gradients, 0 after an overflow; None where the
-            policy
-            does not need it.
+        grad_norm: global L2 norm of the last unscaled gradients; None where no step takes it. Undefined,
+            possibly NaN, after an overflow.
+        peak: the largest magnitude among the last scaled gradients; None where the policy does not need it.
+            Undefined, possibly NaN, after an overflow.
         exhausted_scale: the scale at which the policy gave up first, 0 if it has not.
         exhausted_overflows: the overflows that were counted by then, 0 if it has not given up.
         steps: steps taken or skipped.
@@ -153,8 +151,8 @@ def advance(
         policy_state=after,
         last_scale=measured.scale,
         finite=finite,
-        grad_norm=None if measured.grad_norm is None else where(finite, measured.grad_norm, math.inf),
-        peak=None if measured.peak is None else where(finite, measured.peak, 0.0),
+        grad_norm=measured.grad_norm,
+        peak=measured.peak,
         exhausted_scale=exhausted_scale,
         exhausted_overflows=exhausted_overflows,
         steps=state.steps + 1,

@@ -233,7 +233,7 @@ def test_function_transforms_and_copies_are_left_alone():
     torch.func.grad(lambda weight: run.scaler.scale(weight.sum()))(run.weight.detach())
     run.scaler.scale(run.loss()).backward()
     twin = pickle.loads(pickle.dumps(run.scaler))
-    assert twin._losses.so_far() is None
+    assert twin._losses.sum is None
     run.finish()
     assert run.scaler.last_step.loss is None
 

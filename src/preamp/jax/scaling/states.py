@@ -33,16 +33,16 @@ class LossScaledState(NamedTuple):
         inner_state: the inner transformation's.
         last_scale: float32; the scale that was in the last loss.
         finite: boolean; whether the last gradients were finite.
-        grad_norm: float32; the global L2 norm of the last unscaled gradients before clipping, inf if not
-            finite.
+        grad_norm: float32; the global L2 norm of the last unscaled gradients before clipping; undefined,
+            possibly NaN, if they were not finite.
         exhausted_scale: float32; the scale at which the policy gave up first, 0 if it has not.
         exhausted_overflows: float32; the overflows that were counted by then, 0 if it has not given up.
         steps: int32; steps taken or skipped.
         skipped_steps: int32; steps skipped.
         loss: float32; the last loss, not scaled: that of `step`, of the `ScaledGradients`, or the `value`
             that `update` was given. float32's lowest finite number where it is not known.
-        peak: float32; the largest magnitude among the last scaled gradients, 0 if not finite. None, which
-            is not a leaf, where the policy does not need it.
+        peak: float32; the largest magnitude among the last scaled gradients; undefined if they were not
+            finite. None, which is not a leaf, where the policy does not need it.
     """
 
     policy_state: Any

@@ -174,9 +174,8 @@ class Scaling:
             )
         check_gradients(gradients.gradients, params)
         skipped = self._skipped_updates(gradients.gradients, state, params, extra)
-        return self._step(
-            backward_of(gradients, extra), state, params, extra, lambda updates: updates, skipped
-        )
+        backward = backward_of(gradients, extra)
+        return self._step(backward, state, params, extra, lambda updates, _: updates, skipped)
 
     def _skipped_updates(
         self, gradients: object, state: LossScaledState, params: object, extra: dict[str, object]
@@ -205,8 +204,8 @@ class Scaling:
             extra: for the inner optimizer.
         """
 
-        def applied(updates: object) -> object:
-            return optax.apply_updates(trees.widen(params), jax.tree.map(_without_float0, updates))
+        def applied(updates: object, params: object) -> object:
+            return optax.apply_updates(params, jax.tree.map(_without_float0, updates))
 
         return self._step(backward, state, params, extra, applied, params)
 
@@ -216,10 +215,10 @@ class Scaling:
         state: LossScaledState,
         params: object,
         extra: dict[str, object],
-        applied: Callable[[object], object],
+        applied: Callable[[object, object], object],
         skipped: Result,
     ) -> tuple[Result, LossScaledState]:
-        """Return `applied` of the inner updates, or `skipped`: all of the update is in one conditional."""
+        """Return what `applied` makes of updates and float32 parameters, or `skipped`, in one conditional."""
         if self.names:
             axes.check_bound(self.names)
         leaves, rebuild = trees.split(backward.gradients)
@@ -237,8 +236,9 @@ class Scaling:
             # Line searches ask for the gradient of the loss, before clipping. If unused, the compiler
             # drops it.
             offered = {"grad": plain, **extra}
-            updates, inner = self._inner_update(clipped, state.inner_state, trees.widen(params), offered)
-            return trees.cast_like(applied(updates), skipped), inner
+            wide = trees.widen(params)
+            updates, inner = self._inner_update(clipped, state.inner_state, wide, offered)
+            return trees.cast_like(applied(updates, wide), skipped), inner
 
         def skip() -> tuple[Any, object]:
             return skipped, state.inner_state

@@ -331,7 +331,7 @@ class GradScaler(torch.amp.GradScaler):
         """Return one optimizer's part of the latest step; None if it took none."""
         state = self._per_optimizer_states.get(id(optimizer))
         if state is not None and state.measured is not None:
-            return step_of([state.measured], self._loss_scale.steps, None, self._losses.so_far())
+            return step_of([state.measured], self._loss_scale.steps, None, self._losses.sum)
         step = self._last_of.get(id(optimizer))
         return step() if step else None
 
@@ -944,7 +944,7 @@ class GradScaler(torch.amp.GradScaler):
         measured = MeasuredGradients(1.0, finite=True, skips=False)
         clips = None if clip == NO_CLIP else partial(self._clip, optimizer, clip, measured)
         result = step_after(optimizer, clips, args, kwargs)
-        self._last = partial(step_of, [measured], self._loss_scale.steps, 1.0, loss=self._losses.so_far())
+        self._last = partial(step_of, [measured], self._loss_scale.steps, 1.0, loss=self._losses.sum)
         return result
 
     def _step_with_closure(
@@ -1078,7 +1078,7 @@ class GradScaler(torch.amp.GradScaler):
         """Note that an optimizer has had its step, taken or skipped."""
         assert state.measured is not None  # by _measure_and_clip
         state.stage = OptState.STEPPED
-        index, loss = self._loss_scale.steps, self._losses.so_far()
+        index, loss = self._loss_scale.steps, self._losses.sum
         self._last = partial(step_of, [state.measured], index, None, loss=loss)
         if self._already.only_owner != id(optimizer) or self._already.unscaled:
             decides = state.fused and isinstance(state.measured.finite, Tensor)

@@ -461,14 +461,17 @@ class Losses:
     counts. The sum is not known if one of the losses is not a single number, is a tensor of another class (a
     DTensor may be read by all ranks together only), was scaled inside a function transform, or was changed in
     place before it was read; of a loss in compiled code nothing is known.
+
+    Attributes:
+        sum: the sum, unread; None if there is none, or it is not known.
     """
 
     def __init__(self) -> None:
-        self._sum: UnreadLoss | float | None = None
+        self.sum: UnreadLoss | float | None = None
         self._is_known = self._is_wanted = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_sum": None, "_is_known": True, "_is_wanted": self._is_wanted}
+        return {"sum": None, "_is_known": True, "_is_wanted": self._is_wanted}
 
     def __copy__(self) -> Losses:
         twin = Losses()
@@ -481,33 +484,28 @@ class Losses:
 
     def add(self, loss: Any) -> None:
         """Add a loss that is about to be scaled. It is not read."""
-        if not self._is_wanted or torch.compiler.is_compiling():
+        if not (self._is_wanted and self._is_known) or torch.compiler.is_compiling():
             return
-        if type(loss) is not Tensor or loss.numel() != 1 or loss.is_complex() or is_of_transform(loss):
-            self._is_known = False
+        is_number = type(loss) is Tensor and loss.numel() == 1 and not loss.is_complex()
+        was_changed = isinstance(self.sum, UnreadLoss) and not self.sum.is_unchanged()
+        if was_changed or not is_number or is_of_transform(loss):
+            self.sum, self._is_known = None, False
             return
-        if isinstance(self._sum, UnreadLoss) and not self._sum.is_unchanged():
-            self._is_known = False
         number = loss.detach() if loss.requires_grad else loss  # keeps no graph alive, and copies nothing
         if loss._is_view():
             number = number.clone()  # or all of the tensor that it is a part of would be kept
-        total = number if self._sum is None else _total(self._sum, number)
-        self._sum = UnreadLoss(total, Stamp.of(total))
-
-    def so_far(self) -> UnreadLoss | float | None:
-        """Return the sum, unread; None if it is not known."""
-        return self._sum if self._is_known else None
+        total = number if self.sum is None else _total(self.sum, number)
+        self.sum = UnreadLoss(total, Stamp.of(total))
 
     def read(self) -> None:
         """Read the sum now, such as beside a flag that the host waits for anyway."""
-        if isinstance(self._sum, UnreadLoss):
-            self._sum = self._sum.read()
-            self._is_known = self._is_known and self._sum is not None
+        if isinstance(self.sum, UnreadLoss):
+            self.sum = self.sum.read()
+            self._is_known = self.sum is not None
 
     def take(self) -> UnreadLoss | float | None:
         """Return the sum, unread, and begin with the next iteration."""
-        total = self._sum if self._is_known else None
-        self._sum, self._is_known = None, True
+        total, self.sum, self._is_known = self.sum, None, True
         return total
 
 
