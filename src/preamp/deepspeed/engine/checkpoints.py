@@ -33,7 +33,7 @@ COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
 class Trainer(Protocol):
-    """What of an `Engine` is saved and loaded; its class names the attributes."""
+    """What is saved and loaded of an `Engine`, which describes the attributes."""
 
     module: nn.Module
     optimizer: LossScaleOptimizer | None
@@ -224,7 +224,7 @@ def _check_counters(path: Path, state: dict[str, Any]) -> None:
             raise CheckpointError(f"{str(path)!r} has {name}: {state[name]!r}. Write tag= with another one.")
 
 
-def _check_schedule(path: Path, scheduler: Any, saved: Any) -> None:
+def _check_schedule(path: Path, scheduler: Any, saved: object) -> None:
     """Refuse the state of another kind of schedule: PyTorch would mix its attributes with this one's."""
     if scheduler is not None and (
         not isinstance(saved, dict) or saved.keys() != scheduler.state_dict().keys()
