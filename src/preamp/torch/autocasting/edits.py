@@ -1,6 +1,6 @@
-"""What a region with a table, emulation or a report changes: the kernels of its operators.
+"""The changes of a region with a table, emulation or a report to the kernels of operators.
 
-Compiled functions run eagerly while such a region is open, because compiled code does not know of the edits.
+Compiled functions run eagerly while such a region is open, because compiled code ignores the edits.
 """
 
 from __future__ import annotations
