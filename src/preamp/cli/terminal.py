@@ -100,12 +100,9 @@ def print_diagnosis(name: str, found: Diagnosis) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace, with a progress bar.
+    """Read the trace of a file, or of all ranks for "run.{rank}.jsonl", with a progress bar.
 
     Warnings of ranks that disagree are suppressed: `comparison.events` lists them.
-
-    Args:
-        path: a file, or "run.{rank}.jsonl" for the files of all ranks.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with (

@@ -69,11 +69,6 @@ def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
 def check_resumed(policy: Policy[Any], saved: Mapping[str, Any], instead: str) -> Any:
     """Return the policy's state for saved numbers, checked; warn of a scale that is out of bounds.
 
-    Args:
-        policy: the present rule.
-        saved: the state's fields by name.
-        instead: as for `warn_if_out_of_bounds`.
-
     Raises:
         PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
     """
@@ -137,11 +132,7 @@ def _bound_crossed(policy: object, scale: float) -> tuple[str, str, float] | Non
 
 
 def check_limits(**limits: float | None) -> None:
-    """Refuse invalid limits, decays and factors, and two ways to clip at once.
-
-    Args:
-        limits: by name: `weight_decay`, `loss_scale_factor`, `clipnorm`, `clipvalue`, `global_clipnorm`.
-    """
+    """Refuse invalid limits, decays and factors, and two ways to clip at once."""
     for name, value in limits.items():
         if value is None:
             continue
@@ -165,14 +156,7 @@ def check_averaging(
     *,
     fewest: int = 1,
 ) -> None:
-    """Refuse a momentum outside 0 to 1, and counts that are not whole numbers above 0.
-
-    Args:
-        ema_momentum: of the moving average.
-        ema_overwrite_frequency: updates between overwriting weights, or None.
-        gradient_accumulation_steps: micro-steps per update, or None.
-        fewest: the smallest number of micro-steps that the framework accepts.
-    """
+    """Refuse a momentum outside 0 to 1, and counts that are not whole numbers above 0."""
     if not (is_number(ema_momentum) and 0.0 <= ema_momentum <= 1.0):
         raise PolicyError(f"ema_momentum={ema_momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
     for name, value, least in (

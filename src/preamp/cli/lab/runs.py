@@ -194,15 +194,7 @@ def train(
     trace: Trace,
     on_step: Callable[[Step], object],
 ) -> Run:
-    """Carry out a plan. Ctrl-C and a policy that gives up end it early; `trace.stopped` says so.
-
-    Args:
-        problem: what to train.
-        plan: in which precision, under which policy and seed.
-        make_loop: what `find_loop` returned.
-        trace: records the steps.
-        on_step: called with each step as well.
-    """
+    """Carry out a plan. Ctrl-C and a policy that gives up end it early; `trace.stopped` says so."""
     loop = make_loop(problem, plan.precision, plan.policy, plan.seed)
     interrupted = False
     if hasattr(loop, "lens"):

@@ -57,9 +57,6 @@ def require(owner: object, names: tuple[str, ...]) -> None:
 class EngineAccess(ABC):
     """An engine and its optimizer: the attributes of the loss scaler, and the scaled gradients.
 
-    Args:
-        engine: DeepSpeed's engine.
-
     Attributes:
         uses: the attributes of the optimizer that are read, called or replaced.
         engine_uses: those of the engine.

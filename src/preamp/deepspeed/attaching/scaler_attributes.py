@@ -23,9 +23,6 @@ UNUSED = {"delayed_shift": 1, "cur_hysteresis": 1}  # stage 0 counts no hysteres
 class ScalerAttributes(Generic[S]):
     """A policy, and the conversion of its state to and from DeepSpeed's names.
 
-    Args:
-        policy: the rule in force.
-
     Attributes:
         settings: the policy's settings under DeepSpeed's names; for a rule that DeepSpeed does not have,
             the nearest ones.
@@ -52,13 +49,7 @@ class ScalerAttributes(Generic[S]):
         return self._read_counts(saved)
 
     def written(self, saved: Mapping[str, Any], after: S, finite: bool) -> dict[str, Any]:
-        """Return the attributes after a step.
-
-        Args:
-            saved: the attributes before it.
-            after: the policy's state after it.
-            finite: whether the gradients were.
-        """
+        """Return the attributes after a step."""
         now = saved.get("cur_iter", 0)
         last = saved.get("last_overflow_iter", -1) if finite else now
         clock = {"cur_iter": now + 1, "last_overflow_iter": last}

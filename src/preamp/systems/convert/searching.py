@@ -29,11 +29,6 @@ class Found(NamedTuple):
 def find(tree: object, dialect: Dialect[...], source: Path) -> Found:
     """Return the only state in a checkpoint that a dialect can load; of equal ones the first.
 
-    Args:
-        tree: mappings, sequences and objects, nested in any way.
-        dialect: of the system that saved the state.
-        source: the file, for messages.
-
     Raises:
         CheckpointError: if there is none, or several that differ.
         PolicyError: for invalid settings.

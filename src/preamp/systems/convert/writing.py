@@ -34,11 +34,6 @@ def check_name(path: Path) -> None:
 def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
     """Write entries, whole or not at all.
 
-    Args:
-        path: a file for which `check_name` passes.
-        entries: what the dialect's `dump` returned.
-        dialect: of the system that will load them.
-
     Raises:
         MissingExtra: if the library that writes such files is absent.
         OSError: for a file that cannot be written.

@@ -18,9 +18,6 @@ POWER, LARGEST_POWER = 16, 127
 def policy_of(fp16: Mapping[str, Any]) -> Policy[Any]:
     """Return the policy of the section `fp16`.
 
-    Args:
-        fp16: what `read_section` returned.
-
     Raises:
         ConfigError: for values that contradict each other.
     """

@@ -46,11 +46,6 @@ def line_for(name: str, key: Key) -> str:
 def read_section(section: str, given: object, keys: Mapping[str, Key]) -> dict[str, Any]:
     """Return a value for each key of a section.
 
-    Args:
-        section: its name, "" for the top level.
-        given: its content in the configuration.
-        keys: its keys.
-
     Raises:
         ConfigError: for an unknown key, an invalid value, and two names of one key with different values.
     """

@@ -47,13 +47,7 @@ def validate(casting: object, dtype: torch.dtype | None, emulate: object) -> Non
 
 
 def change(device_type: str, edits: Edits, counters: tuple[Counter, ...]) -> Change:
-    """Return what operators do in a region.
-
-    Args:
-        device_type: whose operators are edited.
-        edits: what the region and those around it ask for.
-        counters: of the region and those around it, outermost first.
-    """
+    """Return what operators do in a region."""
     rules, names = _rules(device_type, edits)
     for counter in dict.fromkeys(counters):  # a region that is entered twice counts once
         rules = counter.counted(rules, edits)

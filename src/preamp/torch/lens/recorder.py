@@ -93,11 +93,7 @@ class PassRecorder:
         self._outputs.clear()
 
     def snapshot(self, low_dtype: str | None) -> Snapshot:
-        """Read all counts, in one transfer.
-
-        Args:
-            low_dtype: the low precision; None to take it from autocast or the tensors.
-        """
+        """Read all counts, in one transfer."""
         numbers = self._scale, self._index
         tensors = [number for number in numbers if isinstance(number, Tensor)]
         measured, on_host = exponents.read(list(self._counts.values()), tensors)

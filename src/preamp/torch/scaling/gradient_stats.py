@@ -40,7 +40,7 @@ class GradientStats(NamedTuple):
     Attributes:
         peak: the largest magnitude, 0 without gradients; None where other code checked the gradients, which
             tells no peak.
-        above: how many entries have the policy's `edge` as their magnitude or more; None if it does not need them.
+        above: how many entries have the policy's `edge` as their magnitude or more; None if not needed.
         entries: how many there are. Of sparse gradients the stored ones count, of complex ones both parts.
         each: the peak of every gradient on this rank: a list, or a tensor that is not read.
     """
