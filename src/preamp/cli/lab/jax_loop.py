@@ -7,7 +7,7 @@ float32's speed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -57,7 +57,7 @@ class Lens:
     def is_due(self, index: int, *, after_skip: bool) -> bool:
         """Return whether to inspect a step; called once for each. Of skips in a row, the first counts."""
         before, self._skipped_before = self._skipped_before, after_skip
-        return self.on_snapshot is not None and (index % self.every == 0 or (after_skip and not before))
+        return index % self.every == 0 or (after_skip and not before)
 
 
 class JaxLoop(Loop):
@@ -85,8 +85,9 @@ class JaxLoop(Loop):
 
     def train_on(self, rows: NDArray[np.int64], index: int) -> Trained:
         inputs, labels = self.problem.table.train[rows], self.problem.table.train_labels[rows]
-        if self.lens.is_due(index, after_skip=self.skipped):
-            self._take_snapshots(index, inputs, labels)
+        if self.lens.on_snapshot and self.lens.is_due(index, after_skip=self.skipped):
+            for one in self._snapshots(index, inputs, labels):
+                self.lens.on_snapshot(one)
         after = self.train_step(self.layers, self.state, inputs, labels)
         loss, gradients, peak, self.layers, self.state = after
         return Trained(loss, gradients, peak)
@@ -138,13 +139,14 @@ class JaxLoop(Loop):
         losses = optax.losses.softmax_cross_entropy_with_integer_labels(answers, labels)
         return jnp.mean(losses), activations
 
-    def _take_snapshots(self, index: int, inputs: NDArray[np.float32], labels: NDArray[np.int64]) -> None:
-        """Take a snapshot of each kind of values of the step that is about to be made."""
-        assert self.lens.on_snapshot
+    def _snapshots(
+        self, index: int, inputs: NDArray[np.float32], labels: NDArray[np.int64]
+    ) -> Iterator[Snapshot]:
+        """Yield a snapshot of each kind of values of the step that is about to be made."""
         scale, values, counts = self.values(self.layers, self.state, inputs, labels)
         about: dict[str, Any] = {"index": index, "scale": float(scale), "low_dtype": self.precision}
         for what, like in values.items():
-            self.lens.on_snapshot(snapshot(counts[what], what=what, like=like, **about))
+            yield snapshot(counts[what], what=what, like=like, **about)
 
     def _values(
         self, layers: Layers, state: Any, inputs: jax.Array, labels: jax.Array
