@@ -18,10 +18,10 @@ RESULTS, PAGE = ROOT / "docs/versions.json", ROOT / "docs/versions.md"
 HEAD = """\
 # Versions
 
-`make matrix` writes this page; nothing in it is written by hand.
+`make matrix` writes this page; do not edit it.
 
 What is asked for is in `pyproject.toml`. What is tried are the oldest release, the newest, and some between;
-those in bold passed all of their tests, which are the room's own. A Python is bold if a row with it passed.
+those in bold passed all tests of their package. A Python is bold if a row with it passed.
 `python tests/matrix.py --list` says what is installed in each row.
 """
 NEEDS = """\

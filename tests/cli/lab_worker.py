@@ -37,41 +37,35 @@ class Recorded:
 
     def __call__(self, problem: Any, precision: Any, policy: Any, seed: int) -> Any:
         loop = self.make(problem, precision, policy, seed, emulate=self.emulate)
-        name = "_update" if hasattr(loop, "weights") and hasattr(loop, "scaler") else "train_step"
-        original = getattr(loop, name)
+        original = loop.train_on
 
-        def step(*arguments: Any) -> Any:
-            result = original(*arguments)
+        def train_on(*arguments: Any) -> Any:
+            step = original(*arguments)
             if not self.gradients:
-                self.gradients = [gradient.tolist() for gradient in first_gradients(loop, result)]
-            return result
+                self.gradients = [gradient.tolist() for gradient in first_gradients(loop, step.gradients)]
+            return step
 
-        setattr(loop, name, step)
+        loop.train_on = train_on
         return loop
 
 
-def first_gradients(loop: Any, result: Any) -> list[Any]:
+def first_gradients(loop: Any, gradients: list[Any]) -> list[Any]:
     """Return the gradients after a first step, each with rows for inputs and columns for outputs."""
-    kind = type(loop).__name__
-    if kind == "TorchLoop":
-        return [weight.grad.numpy().T for weight in loop.weights]
-    if kind == "JaxLoop":
-        scale = POLICY.init_scale if loop.policy else 1.0
-        return [np.asarray(gradient) / scale for gradient in result[1]]
-    if kind == "TensorFlowLoop":
-        scale = POLICY.init_scale if loop.scaled else 1.0
-        return [gradient.numpy() / scale for gradient in result[1]]
-    import keras
+    if type(loop).__name__ == "TorchLoop":
+        return [gradient.numpy().T for gradient in gradients]
+    if type(loop).__name__ == "KerasLoop":
+        import keras
 
-    arrays = [keras.ops.convert_to_numpy(gradient) for gradient in result[1][::2]]
-    divided = keras.backend.backend() == "torch"  # where a parameter's gradient is unscaled in its place
-    return [array / (POLICY.init_scale if loop.scaled and not divided else 1.0) for array in arrays]
+        gradients = list(map(keras.ops.convert_to_numpy, gradients))
+        if keras.backend.backend() == "torch":  # a parameter's gradient is unscaled in its place
+            return gradients
+    return [np.asarray(gradient) / (POLICY.init_scale if loop.policy else 1.0) for gradient in gradients]
 
 
 def all_runs(framework: str) -> dict[str, Any]:
     """Carry out `RUNS` on batches of a third of the rows: the same shape at every step."""
-    from preamp.cli.lab.autoencoder import autoencoder
     from preamp.cli.lab.data import digits
+    from preamp.cli.lab.problem import autoencoder
     from preamp.cli.lab.runs import Plan, find_loop, train
 
     problem = replace(autoencoder(digits(), epochs=5), batch_size=479)

@@ -273,7 +273,7 @@ def test_simulate_follows_gradients_through_rules(tmp_path, monkeypatch, capsys)
         reached = "-" if done.reached is None else str(done.reached)
         assert rows[name][:2] == ["3,000", str(done.skipped)]
         assert reached in rows[name]
-    assert f"Best scale, held all the time: {power(process.best_scale)} " in printed
+    assert f"Best constant scale: {power(process.best_scale)} " in printed
     assert max(map(len, printed.splitlines())) <= 80
     page = (tmp_path / "runs/simulate.html").read_text()
     assert page.count("<svg") == 2
@@ -328,7 +328,7 @@ def test_report_says_that_a_run_was_resumed_and_that_its_ranks_disagree(here, tm
         assert "job was resumed from an older checkpoint, at step 5" in said
         assert "run.1.jsonl differs from the ranks before it in the scale of 1 of its steps" in said
     done = here("report", "run.{rank}.jsonl", "--out", "run.1.jsonl")
-    assert "run.1.jsonl is a trace that is read" in done.stderr
+    assert "run.1.jsonl is one of the traces to read" in done.stderr
     assert "other.{rank}.jsonl" in here("report", "other.{rank}.jsonl", "run.{rank}.jsonl").stderr
 
 

@@ -10,9 +10,8 @@ import torch
 
 from preamp import DataError, Dynamic, MissingExtra, PreampError, Trace, dialects
 from preamp.cli.lab import runs
-from preamp.cli.lab.autoencoder import autoencoder
-from preamp.cli.lab.classify import classify
 from preamp.cli.lab.data import digits, read_csv
+from preamp.cli.lab.problem import autoencoder, classify
 from preamp.cli.lab.runs import Plan, choose_framework, find_loop, plans, train
 from preamp.cli.lab.torch_loop import TorchLoop
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from preamp import Dynamic, Trace
-from preamp.cli.lab.autoencoder import autoencoder
-from preamp.cli.lab.classify import classify
 from preamp.cli.lab.data import digits
 from preamp.cli.lab.jax_loop import JaxLoop
+from preamp.cli.lab.problem import autoencoder, classify
 from preamp.cli.lab.runs import Plan, train
 from preamp.cli.lab.torch_loop import TorchLoop
 from preamp.record.snapshots import merge_snapshots

@@ -226,7 +226,7 @@ def test_a_wider_margin_is_a_lower_scale() -> None:
         ({"largest": 1e39}, "largest=inf is not a finite number"),
         ({"memory": 0}, "Write memory=32"),
         ({"patience": 1000}, "patience=1000 is not a power of two"),
-        ({"init_scale": 2.0**100}, "lies outside min_scale"),
+        ({"init_scale": 2.0**100}, "is outside min_scale"),
         ({"min_scale": 2.0, "max_scale": 1.0}, "widen them"),
         ({"init_scale": True}, "init_scale=True"),
     ],

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+from matplotlib.text import Text
 
 from preamp import ExponentHistogram, Snapshot, SnapshotRow, Step, Trace
 from preamp.record.exponents import BANDS
@@ -21,6 +23,7 @@ from preamp.report import (
     Curve,
     Strip,
     figures,
+    heat,
     heat_figure,
     loss_figure,
     scale_figure,
@@ -312,6 +315,23 @@ def test_the_numbers_of_a_heat_map_are_those_of_the_snapshot():
     svg = heat_figure(seen, "flow")
     assert svg.count(">45 %</text>") == 3
     assert "45 % is zero or rounds to it" in svg
+
+
+@pytest.mark.parametrize("what", ["flow", "gradient", "activation"])
+def test_no_text_of_a_heat_map_is_cut_off(what, monkeypatch):
+    few_zeros = ExponentHistogram(-9, (10**6,), zeros=1)  # "below 0.01 %" is the longest share
+    seen = snapshot(low_dtype="float8_e4m3fn")
+    seen = seen._replace(rows=tuple(row._replace(histogram=few_zeros) for row in seen.rows))
+    drawn = []
+    monkeypatch.setattr(heat, "to_svg", lambda figure, _: drawn.append(figure) or "<svg/>")
+    heat_figure(seen, what)
+    renderer = FigureCanvasAgg(drawn[0]).get_renderer()
+    drawn[0].draw(renderer)
+    texts = [text for text in drawn[0].findobj(Text) if text.get_text() and text.get_visible()]
+    assert any("0.01" in text.get_text() for text in texts)
+    for text in texts:
+        box = text.get_window_extent(renderer)
+        assert 0 <= box.x0 <= box.x1 <= drawn[0].bbox.width, text
 
 
 def test_of_many_modules_the_worst_are_drawn_and_the_figure_says_so():

@@ -241,7 +241,7 @@ def test_the_documents_example_is_translated_for_deepspeed(tmp_path):
         "min_scale": 1,
     }
     tiny = load(write(tmp_path, DOCUMENT.replace('"min_scale": 1', '"min_scale": 1e-4')))
-    with pytest.raises(ConfigError, match=r"cannot say min_scale=0\.0001\. Write .*min_scale=1\.0"):
+    with pytest.raises(ConfigError, match=r"cannot express min_scale=0\.0001\. Write .*min_scale=1\.0"):
         tiny.to_deepspeed()
 
 
@@ -277,7 +277,7 @@ def test_two_spellings_of_bf16_must_agree():
 def test_what_only_the_arguments_know_can_be_configured_here():
     read = load({"fp16": {"enabled": True, "raise_error_at_min_scale": False}})
     assert read.policy == dialects.DEEPSPEED(raise_error_at_min_scale=False)
-    with pytest.raises(ConfigError, match="cannot say at_floor='hold'"):
+    with pytest.raises(ConfigError, match="cannot express at_floor='hold'"):
         read.to_deepspeed()
 
 
@@ -416,7 +416,7 @@ def test_a_policy_that_deepspeed_cannot_say_is_refused_with_one_that_it_can(poli
     try:
         written = asked.to_deepspeed()
     except ConfigError as refused:
-        said = re.fullmatch(r".* cannot say (.*)\. Write policy=(.*), which is nearest\.", str(refused))
+        said = re.fullmatch(r".* cannot express (.*)\. Write policy=(.*), the nearest one\.", str(refused))
         differing, line = said.groups()
         for name in re.findall(r"\w+(?==)", differing):
             settings = policy.compat if name in COMPAT else policy
@@ -430,8 +430,8 @@ def test_a_policy_that_deepspeed_cannot_say_is_refused_with_one_that_it_can(poli
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"precision": "float16", "policy": Tolerant()}, "cannot say policy=Tolerant()"),
-        ({"precision": "float16"}, "cannot say policy=None for float16"),
+        ({"precision": "float16", "policy": Tolerant()}, "cannot express policy=Tolerant()"),
+        ({"precision": "float16"}, "cannot express policy=None for float16"),
         ({"precision": "bfloat16", "policy": Static(2.0)}, "policy=Static(scale=2.0) for bfloat16"),
         ({"precision": "float32", "policy": Dynamic()}, "policy=Dynamic() for float32"),
         ({"precision": "bfloat16", "cast_inputs": True}, "cast_inputs=True"),

@@ -27,7 +27,7 @@ def test_a_misspelt_key_is_refused_with_the_one_that_was_meant(data):
     misspelt = name[: cut - 1] + name[cut:] if data.draw(st.booleans()) else name[:cut] + "x" + name[cut:]
     config = {misspelt: 1} if not section else {section: {misspelt: 1}}
     message = refusal(config)
-    assert message.startswith(f"{section}.{misspelt} is no key" if section else f"{misspelt} is no key")
+    assert message.startswith(f"{section}.{misspelt} is not a key" if section else f"{misspelt} is not a key")
     assert f'Write "{name}"' in message
 
 

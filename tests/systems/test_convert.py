@@ -370,7 +370,7 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
             "out.pt",
             "how Paddle amp.GradScaler, paddlepaddle 3.3 saves its loss scale is not",
         ),
-        ("paddle", "torch", "out.pt", "is not known here"),
+        ("paddle", "torch", "out.pt", "is not known to preamp"),
         ("torch", "keras", "out.h5", "Write {}/out.json"),
         ("torch", "keras", "out", "Write {}/out.json"),
         ("torch", "keras", "none/out.pt", "{}/none is not a folder"),
@@ -448,7 +448,7 @@ def test_a_damaged_file_of_keras_says_which_variable_is_not_there(
     with h5py.File(tmp_path / "in.h5", "w") as file:
         file["optimizer/vars/3"] = h5py.SoftLink("/nowhere")
     said = refused(capsys, tmp_path / "in.h5", "keras", tmp_path / "out.json", "torch")
-    assert "in.h5 is damaged: its variable optimizer/vars/3 is not there." in said
+    assert "in.h5 is damaged: its variable optimizer/vars/3 is missing." in said
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["optimizer/vars"] = 3.0
     said = refused(capsys, tmp_path / "other.h5", "keras", tmp_path / "out.json", "torch")
@@ -466,7 +466,7 @@ def test_a_folder_or_file_that_is_not_there(tmp_path: Path, capsys: pytest.Captu
     assert "neither latest nor" in refused(capsys, folder, "deepspeed", tmp_path / "out.json", "torch")
     (folder / "latest").write_text("global_step9")
     said = refused(capsys, folder, "deepspeed", tmp_path / "out.json", "torch")
-    assert f"names a folder that is not there: {folder / 'global_step9'}" in said
+    assert f"names a folder that does not exist: {folder / 'global_step9'}" in said
     missing = tmp_path / "missing.pt"
     assert f"{missing}: No such file" in refused(capsys, missing, "torch", tmp_path / "out.json", "deepspeed")
 

@@ -45,18 +45,7 @@ if TYPE_CHECKING:
     from preamp.cli.lab.runs import Run
     from preamp.report import Curve
 
-
-__all__ = [
-    "app",
-    "convert",
-    "dialects",
-    "doctor",
-    "inspect",
-    "report",
-    "run",
-    "simulate",
-    "train",
-]
+__all__ = ["app", "convert", "dialects", "doctor", "inspect", "report", "run", "simulate", "train"]
 
 Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))]
 Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
@@ -89,7 +78,7 @@ SETTINGS = Parameter(name="--policy", show_default=False)
 BAD_INPUT, INTERRUPTED = 2, 130
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
 ARITHMETIC = {
-    True: "rehearsed as on a tensor core: products store what goes in and out in it and sum in float32",
+    True: "emulated as on a tensor core: products store operands and results in it and sum in float32",
     False: "the CPU's own",
 }
 COLORS = {  # by precision and whether the loss was scaled
@@ -120,7 +109,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     warnings.showwarning = lambda message, *_: print(f"preamp: {message}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError):  # a stream that was replaced may not know encodings
+        with suppress(AttributeError):  # a stream that was replaced may have no encoding
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         return app(arguments, exit_on_error=False, print_error=False) or 0
@@ -166,14 +155,14 @@ def train(
         rule: the name of a policy.
         policy: the settings of the policy.
         dialect: another system's policy; see preamp dialects.
-        config: the precision and the policy of a DeepSpeed configuration, nothing else of it.
+        config: a DeepSpeed configuration; only its precision and its policy are used.
         seed: of the first run.
         seeds: how many seeds to run.
         epochs: passes over the data. [as many as the task takes]
         steps: how many steps to train, instead of --epochs.
         out_dir: the folder for report.html, summary.json and the traces.
     """
-    import preamp.report  # noqa: F401  # what is missing is said before the work, not after
+    import preamp.report  # noqa: F401  # report a missing extra before the work, not after
     from preamp.cli.lab import data as tables
     from preamp.cli.lab.results import grouped, row
     from preamp.cli.lab.runs import TASKS, choose_framework, find_loop, plans, release_of, write_summary
@@ -245,22 +234,22 @@ def simulate(
         seed: of what is drawn. [0]
         out_file: the report with the picture of the scales.
     """
-    import preamp.report  # noqa: F401  # what is missing is said before the work, not after
+    import preamp.report  # noqa: F401  # report a missing extra before the work, not after
 
     if trace is not None:
         _refuse_together(
             "trace", process=process, ranks=ranks, overflow_rate=overflow_rate, steps=steps, seed=seed
         )
         _refuse_to_overwrite([trace], out_file)
-        given = comparison.recorded(trace, dtype)
+        played = comparison.recorded(trace, dtype)
     elif process is not None:
         _refuse_together("process", overflow_rate=overflow_rate)
-        given = comparison.process(process, dtype=dtype, ranks=ranks, steps=steps, seed=seed)
+        played = comparison.process(process, dtype=dtype, ranks=ranks, steps=steps, seed=seed)
     else:
-        given = comparison.invented(steps, overflow_rate, seed)
-    if not isinstance(given.given, Process):
+        played = comparison.random_overflows(steps, overflow_rate, seed)
+    if not isinstance(played.steps, Process):
         _refuse_without_gradients(dtype=dtype, ranks=ranks)
-    comparison.compare(rules(rule, policy, dialect, config), given, out_file)
+    comparison.compare(rules(rule, policy, dialect, config), played, out_file)
     return 0
 
 
@@ -362,17 +351,17 @@ def convert(
     origin: Annotated[str, Parameter(name="--from")],
     target: Annotated[str, Parameter(name="--to")],
 ) -> int:
-    """Carry the loss scale in one system's checkpoint over to another's.
+    """Convert the loss scale in one system's checkpoint to another system's format.
 
     Args:
         source: a checkpoint of PyTorch, DeepSpeed, flax, Keras or TensorFlow, or JSON. No code in it is run.
         out_file: the .pt, .json or .msgpack file to write.
         origin: whose checkpoint it is; see preamp dialects.
-        target: who is to load it.
+        target: the system that will load it.
     """
-    from preamp.systems.convert import convert as carry_over
+    from preamp.systems.convert import convert as convert_file
 
-    done = carry_over(source, find_dialect("from", origin), out_file, find_dialect("to", target))
+    done = convert_file(source, find_dialect("from", origin), out_file, find_dialect("to", target))
     counts = ", ".join(f"{name} {value:g}" for name, value in done.counts.items())
     rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."
     if done.equal:
@@ -386,7 +375,7 @@ def convert(
 
 @app.command
 def dialects() -> int:
-    """Show the systems whose rules preamp reproduces, and what is odd about each."""
+    """Show the systems whose policies preamp reproduces, and what is odd about each."""
     print_table([{"dialect": name.lower(), "system": d.system, "oddity": d.odd} for name, d in ALL.items()])
     return 0
 
@@ -394,7 +383,7 @@ def dialects() -> int:
 def _refuse_together(with_flag: str, **flags: object) -> None:
     for name, value in flags.items():
         if value is not None:
-            raise PreampError(f"{_flag(name)} is of no use with {_flag(with_flag)}. Write one of them.")
+            raise PreampError(f"{_flag(name)} has no effect with {_flag(with_flag)}. Write one of them.")
 
 
 def _refuse_without_gradients(**flags: object) -> None:
@@ -413,12 +402,12 @@ def _refuse_to_overwrite(traces: Sequence[Path], out_file: Path) -> None:
     read = [os.path.realpath(one) for path in traces for _, one in paths_of_ranks(path)]
     if os.path.realpath(out_file) in read:  # Path.resolve raises for a link to itself
         raise PreampError(
-            f"--out {out_file} is a trace that is read. Write another name, such as report.html."
+            f"--out {out_file} is one of the traces to read. Write another name, such as report.html."
         )
 
 
 def _named(paths: Sequence[Path], traces: Sequence[Trace]) -> dict[str, Trace]:
-    """Return the traces by the name they carry, or by their path where that tells more."""
+    """Return the traces by their recorded name, or by their path where that name is not unique."""
     names = [str(one.about.get("name", path)) for path, one in zip(paths, traces, strict=True)]
     unique = [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
     return dict(zip(unique, traces, strict=True))
@@ -453,7 +442,7 @@ def _write_training_report(
 
 
 def _curve(name: str, trace: Trace) -> Curve:
-    """Return a curve in the colour its kind of run always has."""
+    """Return a curve in the color of its precision."""
     from preamp.report import Curve
 
     precision = str(trace.about.get("precision"))

@@ -1,4 +1,4 @@
-"""`preamp simulate`: several rules over the same steps, compared in a table, sentences and a report."""
+"""`preamp simulate`: several policies on the same steps, compared in a table, sentences and a report."""
 
 from __future__ import annotations
 
@@ -25,65 +25,65 @@ PROCESSES: dict[ProcessName, type[Drawn]] = {
     "spiky": Spiky,
     "heavy-tailed": HeavyTailed,
 }
-INVENTED_STEPS, INVENTED_RATE = 20_000, 0.0005
+RANDOM_STEPS, RANDOM_RATE = 20_000, 0.0005
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Steps to play through rules.
+class Played:
+    """Steps to play through policies.
 
     Attributes:
-        given: what `simulate` takes.
-        source: where they are from, to end a sentence with.
+        steps: gradients, or which steps overflow.
+        source: where they are from, as the end of a sentence.
     """
 
-    given: Process | list[bool]
+    steps: Process | list[bool]
     source: str
 
 
-def recorded(path: Path, dtype: str | None) -> Steps:
+def recorded(path: Path, dtype: str | None) -> Played:
     """Return a recorded run: its gradients if they were recorded, or else which steps overflowed."""
     trace = read_trace(path)
     precision = str(trace.about.get("precision"))
     low = dtype or (precision if precision in BANDS and precision != "float32" else "float16")
     try:
-        return Steps(Recorded(trace, dtype=low), f"recorded in {path}")
+        return Played(Recorded(trace, dtype=low), f"recorded in {path}")
     except TraceError:
         source = f"recorded in {path}, without peaks, so the same steps overflow at every scale"
-        return Steps([not finite for finite in trace.column("finite")], source)
+        return Played([not finite for finite in trace.column("finite")], source)
 
 
-def invented(steps: int | None, rate: float | None, seed: int | None) -> Steps:
-    """Return steps that overflow by chance, whatever the scale."""
-    chance = INVENTED_RATE if rate is None else rate
+def random_overflows(steps: int | None, rate: float | None, seed: int | None) -> Played:
+    """Return steps that overflow at random, whatever the scale."""
+    chance = RANDOM_RATE if rate is None else rate
     rng = random.Random(seed or 0)
-    overflows = [rng.random() < chance for _ in range(steps or INVENTED_STEPS)]
-    return Steps(overflows, f"invented, each step with a chance of {chance:g}")
+    overflows = [rng.random() < chance for _ in range(steps or RANDOM_STEPS)]
+    return Played(overflows, f"drawn at random, each step with a chance of {chance:g}")
 
 
-def process(name: ProcessName, **settings: Any) -> Steps:
-    """Return a process of `preamp.processes`; settings that are None are left as they are."""
+def process(name: ProcessName, **settings: Any) -> Played:
+    """Return a process of `preamp.processes`; settings that are None keep their defaults."""
     drawn = PROCESSES[name](**{key: value for key, value in settings.items() if value is not None})
-    return Steps(drawn, f"drawn from {drawn!r}")
+    return Played(drawn, f"drawn from {drawn!r}")
 
 
-def compare(rules: Mapping[str, Policy[Any]], steps: Steps, path: Path) -> None:
-    """Play steps through rules, print what came of them and write the report."""
+def compare(rules: Mapping[str, Policy[Any]], played: Played, path: Path) -> None:
+    """Play steps through policies, print the results and write the report."""
     from preamp.report import Curve, write_report
 
-    given = steps.given
-    _refuse_without_peaks(rules, given)
-    traces = {name: simulate(rule, given) for name, rule in rules.items()}
-    rows = [_row(name, one, given) for name, one in traces.items()]
+    steps = played.steps
+    _refuse_without_peaks(rules, steps)
+    traces = {name: simulate(rule, steps) for name, rule in rules.items()}
+    rows = [_row(name, one, steps) for name, one in traces.items()]
     trends = [{"trend": sparkline(one)} for one in traces.values()]
-    said = [*_best(given), *stops(traces.items())]
+    said = [*_best(steps), *stops(traces.items())]
     print_table([row | trend for row, trend in zip(rows, trends, strict=True)])
     print_lines(said)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         path,
-        title=f"The same {'gradients' if isinstance(given, Process) else 'overflows'}, other rules",
-        lead=[*_lead(steps), *said],
+        title=f"The same {'gradients' if isinstance(steps, Process) else 'overflows'}, different policies",
+        lead=[*_lead(played), *said],
         curves=[Curve(name, one) for name, one in traces.items()],
         table=rows,
         footer=footer(f"{name}: {rule!r}" for name, rule in rules.items()),
@@ -91,37 +91,37 @@ def compare(rules: Mapping[str, Policy[Any]], steps: Steps, path: Path) -> None:
     print_open(path)
 
 
-def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], given: Process | list[bool]) -> None:
-    seeing = [name for name, rule in rules.items() if rule.needs]
-    if seeing and not isinstance(given, Process):
+def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], steps: Process | list[bool]) -> None:
+    needing = [name for name, rule in rules.items() if rule.needs]
+    if needing and not isinstance(steps, Process):
         raise PreampError(
-            f"{seeing[0]} needs the size of the gradients, which is not known of these steps. "
+            f"{needing[0]} needs the size of the gradients, which is not known for these steps. "
             "Write --process stationary, --trace of a run with peaks, or --policy dynamic."
         )
 
 
-def _lead(steps: Steps) -> list[str]:
-    given = steps.given
-    count = f"{len(list(given)):,} steps"
-    if not isinstance(given, Process):
-        return [f"{count}, {sum(given):,} of which overflow: {steps.source}."]
+def _lead(played: Played) -> list[str]:
+    steps = played.steps
+    count = f"{len(list(steps)):,} steps"
+    if not isinstance(steps, Process):
+        return [f"{count}, {sum(steps):,} of which overflow: {played.source}."]
     meaning = (
-        f"Flushed: entries that were rounded to 0 in {given.dtype}, the mean over the applied steps. "
+        f"Flushed: entries that were rounded to 0 in {steps.dtype}, the mean over the applied steps. "
         "To best: steps until the scale was within a factor 2 of the best."
     )
-    return [f"{count}: {steps.source}.", meaning]
+    return [f"{count}: {played.source}.", meaning]
 
 
-def _best(given: Process | list[bool]) -> list[str]:
-    if not isinstance(given, Process):
+def _best(steps: Process | list[bool]) -> list[str]:
+    if not isinstance(steps, Process):
         return []
-    return [f"Best scale, held all the time: {power(given.best_scale)} (it skips at most 1 step in 1000)."]
+    return [f"Best constant scale: {power(steps.best_scale)} (it skips at most 1 step in 1000)."]
 
 
-def _row(name: str, trace: Trace, given: Process | list[bool]) -> Row:
-    if not isinstance(given, Process):
+def _row(name: str, trace: Trace, steps: Process | list[bool]) -> Row:
+    if not isinstance(steps, Process):
         return scale_row(name, trace)
-    done = given.outcome(trace)
+    done = steps.outcome(trace)
     return {
         "run": name,
         "steps": f"{done.steps:,}",
@@ -133,7 +133,7 @@ def _row(name: str, trace: Trace, given: Process | list[bool]) -> Row:
 
 
 def scale_row(name: str, trace: Trace) -> Row:
-    """Return what a trace's scale did, as a row."""
+    """Return a summary of a trace's scale as a row of a table."""
     summary = trace.summary()
     return {
         "run": name,
@@ -147,16 +147,16 @@ def scale_row(name: str, trace: Trace) -> Row:
 
 
 def stops(traces: Iterable[tuple[str, Trace]]) -> list[str]:
-    """Say which traces ended before their time, and why."""
+    """Say which traces ended early, and why."""
     return [f"{name} stopped: {trace.stopped}" for name, trace in traces if trace.stopped]
 
 
 def events(traces: Iterable[tuple[str, Trace]]) -> list[str]:
-    """Say what happened to traces besides their steps: resumed, ranks that disagree, stopped."""
+    """Say which traces were resumed or stopped, and where ranks disagree."""
     traces = list(traces)
     resumed = [
         f"{name} was resumed from an older checkpoint, at step {', '.join(map(str, trace.resumed))}. "
-        "What it had done beyond is not counted."
+        "Its steps after that checkpoint are not counted."
         for name, trace in traces
         if trace.resumed
     ]

@@ -18,9 +18,9 @@ from preamp.systems.deepspeed_config import Settings, load
 from preamp.systems.definition import Dialect
 from preamp.systems.dialects import ALL
 
-# In a run of a few thousand steps the usual interval would hardly see the scale move.
+# In a run of a few thousand steps the scale would hardly move at the usual interval.
 SHORT_INTERVAL = 100
-COMMON = 3  # rules: a setting of fewer is listed under their names
+COMMON = 3  # a setting that fewer policies have is listed under their names
 
 
 Given: TypeAlias = Mapping[str, object]  # settings by name
@@ -31,12 +31,12 @@ def _kinds_with(setting: str) -> list[str]:
 
 
 def _settings(kind: type[Policy[Any]]) -> dict[str, Field[Any]]:
-    """Return the settings of a rule that are flags: all but how it imitates another system."""
+    """Return the settings of a policy that are flags: all but `compat`."""
     return {field.name: field for field in fields(kind) if field.name != "compat"}
 
 
 class SettingFlag(NamedTuple):
-    """A setting of our rules, as the command line has it: its type, its help, and what it is listed under."""
+    """A setting of policies as a flag: its type, its help, and the heading it is listed under."""
 
     type: object
     help: str
@@ -44,7 +44,7 @@ class SettingFlag(NamedTuple):
 
 
 def setting_flags() -> dict[str, SettingFlag]:
-    """Return the settings of all our rules: those of many rules first, then rule by rule."""
+    """Return the settings of all our policies: those of several first, then policy by policy."""
     names = dict.fromkeys(name for kind in RULES.values() for name in _settings(kind))
     owners = {name: _kinds_with(name) for name in names}
     flags = {}
@@ -57,7 +57,7 @@ def setting_flags() -> dict[str, SettingFlag]:
 
 
 def _help(known: Mapping[str, Field[Any]]) -> str:
-    """Return the first sentence of a description and the default, by rule where they differ."""
+    """Return the first sentence of a description and the default, by policy where they differ."""
     texts = {
         rule: f"{field.metadata.get('help', '').partition('. ')[0].rstrip('.')}."
         for rule, field in known.items()
@@ -82,13 +82,13 @@ def policy_of(name: str | None, given: Given | None, short: bool = False) -> Pol
     """Return the policy that `--policy NAME` and `--policy.*` ask for.
 
     Args:
-        name: a policy of ours or a dialect; None: the first policy of ours that has the settings.
+        name: one of our policies or a dialect; None for the first of our policies that has the settings.
         given: the settings.
-        short: whether intervals are to suit runs of a few thousand steps, where nothing else is said.
+        short: whether the default growth interval is to suit runs of a few thousand steps.
 
     Raises:
-        PreampError: for an unknown name, for settings that the policy, or every policy, lacks, and for a
-            dialect with settings.
+        PreampError: for an unknown name, for settings that the policy does not have, and for a dialect with
+            settings.
     """
     settings: dict[str, Any] = {**(given or {})}
     kind = RULES[_rule_with(settings)] if name is None else find_policy(name)
@@ -111,7 +111,7 @@ def policy_of(name: str | None, given: Given | None, short: bool = False) -> Pol
 
 
 def _rule_with(settings: Collection[str]) -> str:
-    """Return the first of our rules that has some settings."""
+    """Return the first of our policies that has these settings."""
     for name in RULES:
         if all(name in _kinds_with(setting) for setting in settings):
             return name
@@ -160,7 +160,7 @@ def _unknown(flag: str, name: str, known: Iterable[str]) -> PreampError:
 
 
 def _key(name: str) -> str:
-    """Return a name without what spellings differ in: "LogMax", "log-max" and "log_max" are one."""
+    """Return a name in one spelling: "LogMax", "log-max" and "log_max" are the same."""
     return re.sub("[-_]", "", name).lower()
 
 
@@ -216,9 +216,9 @@ def _own(names: Sequence[str], policy: Given | None, is_alone: bool) -> dict[str
             "--policy.* with several policies does not say whose settings these are. Write one --policy."
         )
     if chosen:
-        return {_told(find_policy(name)): policy_of(name, policy) for name in chosen}
+        kinds = {name: find_policy(name) for name in chosen}
+        return {
+            kind.name.lower() if isinstance(kind, Dialect) else kebab(kind.__name__): policy_of(name, policy)
+            for name, kind in kinds.items()
+        }
     return {"preamp": policy_of(None, policy)} if policy is not None or is_alone else {}
-
-
-def _told(kind: type[Policy[Any]] | Dialect[...]) -> str:
-    return kind.name.lower() if isinstance(kind, Dialect) else kebab(kind.__name__)

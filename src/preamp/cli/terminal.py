@@ -28,13 +28,14 @@ from preamp.record.formatting import power
 from preamp.record.trace import Trace
 
 if TYPE_CHECKING:
+    from preamp.cli.lab.loop import Loop
     from preamp.cli.lab.problem import Problem
-    from preamp.cli.lab.runs import Loop, Plan, Run
+    from preamp.cli.lab.runs import Plan, Run
     from preamp.doctor import Diagnosis
-
+    from preamp.scaling import Step
 
 Row: TypeAlias = dict[str, str]
-NARROWEST = 80  # below, the terminal folds lines: cutting cells would show wrong numbers
+NARROWEST = 80  # in a narrower terminal lines wrap: cells that are cut would show wrong numbers
 
 out = Console(
     highlight=False, markup=False, emoji=False, width=max(NARROWEST, shutil.get_terminal_size().columns)
@@ -42,7 +43,7 @@ out = Console(
 
 
 class Unboxed(DefaultFormatter):
-    """Help as cyclopts prints it, without boxes: the settings of all policies fit on two screens."""
+    """The help of cyclopts without boxes, so that the settings of all policies fit on two screens."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         if not panel.entries:
@@ -56,7 +57,7 @@ class Unboxed(DefaultFormatter):
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Print rows under their headings; numbers are at the right."""
+    """Print rows under their headings, numbers aligned to the right."""
     if not rows:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -71,7 +72,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return a text without control characters: names in a file may come from anybody."""
+    """Replace control characters: the names in a file are not trusted."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
@@ -99,12 +100,9 @@ def print_diagnosis(name: str, found: Diagnosis) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace, and show how far that is if it takes long.
+    """Read the trace of a file, or of all ranks for "run.{rank}.jsonl", with a progress bar.
 
-    Where ranks disagree is not warned of: `comparison.events` says it.
-
-    Args:
-        path: a file, or "run.{rank}.jsonl" for those of all ranks.
+    Warnings of ranks that disagree are suppressed: `comparison.events` lists them.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with (
@@ -121,7 +119,7 @@ def print_open(path: Path) -> None:
 
 
 def train_all(
-    problem: Problem, todo: Sequence[Plan], make_loop: Any, framework: str, folder: Path
+    problem: Problem, todo: Sequence[Plan], make_loop: Callable[..., Loop], framework: str, folder: Path
 ) -> list[Run]:
     """Carry out the plans until they are done or Ctrl-C is pressed."""
     runs: list[Run] = []
@@ -151,11 +149,11 @@ def _train_one(
     folder: Path,
     progress: Progress,
 ) -> Run:
-    from preamp.cli.lab.runs import train as carry_out
+    from preamp.cli.lab.runs import train
 
     bar = progress.add_task(f"{plan.name}, {plan.seed}", total=problem.steps, last="")
 
-    def show(step: Any) -> None:
+    def show(step: Step) -> None:
         if step.index % 20 == 19 or step.index == problem.steps - 1:
             last = f"loss {step.loss:.4f} scale {power(step.scale)}"
             progress.update(bar, completed=step.index + 1, last=last)
@@ -172,12 +170,12 @@ def _train_one(
         "policy": repr(plan.policy) if plan.policy else None,
     }
     with Trace(path=path, mode="replace", **about) as trace:
-        return carry_out(problem, plan, make_loop=make_loop, trace=trace, on_step=show)
+        return train(problem, plan, make_loop=make_loop, trace=trace, on_step=show)
 
 
 @contextmanager
 def until_done() -> Iterator[None]:
-    """Keep Ctrl-C from leaving half of the results behind."""
+    """Ignore Ctrl-C, so that results are written in full."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

@@ -1,6 +1,6 @@
 """Log skipped steps: the scale before and after, and the parameters with non-finite gradients.
 
-The records go to the logger "preamp.deepspeed" as warnings, from rank 0 alone. A run that diverges skips
+The records go to the logger "preamp.deepspeed" as warnings, from rank 0 only. A run that diverges skips
 every step, on a thousand nodes at once: beyond a few records a minute, skipped steps are counted instead of
 logged, and the next record gives the count.
 """
@@ -32,7 +32,7 @@ class OverflowLog:
         clock: returns monotonic seconds.
 
     Raises:
-        PolicyError: for a limit or a period that cannot work.
+        PolicyError: for an invalid limit or period.
 
     >>> import sys
     >>> LOGGER.addHandler(handler := logging.StreamHandler(sys.stdout))
@@ -59,7 +59,7 @@ class OverflowLog:
         """Log a step if it was skipped, this is rank 0, and the period's records are not used up.
 
         Args:
-            step: what the step came to.
+            step: the record of the step.
             hysteresis_left: overflows until the scale backs off, 1 if the next does. None for a rule that
                 does not count them.
         """
@@ -88,7 +88,7 @@ class OverflowLog:
         return admitted
 
     def _rationing(self) -> str:
-        """Say what was left out before this record, and that what follows may be."""
+        """Say how many were left out before this record, and that following ones may be."""
         before = f"; skipped before it and not logged: {self._left_out}" if self._left_out else ""
         if self._written < self.limit:
             return before

@@ -1,4 +1,4 @@
-"""Keep ranks in step: the same model at the start, gradients averaged before an update.
+"""Keep ranks consistent: the same model at the start, gradients averaged before an update.
 
 Gradients are averaged when all micro-steps of an update have been accumulated, in the dtype they were
 accumulated in: float32 for half-precision parameters. An overflow on one rank is then non-finite on all, so
@@ -38,7 +38,7 @@ def join(device: torch.device, required: bool | None, port: int) -> None:
         port: where rank 0 listens if the launcher names no port.
 
     Raises:
-        UsageError: for `required=False` when there are others and nobody initialized: each would train alone.
+        UsageError: for `required=False` with several processes that nobody has initialized.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_available() or dist.is_initialized() or not (required or started > 1):
@@ -58,17 +58,17 @@ def begin_alike(tensors: Sequence[Tensor], about: object) -> None:
 
     Args:
         tensors: a model's parameters and buffers.
-        about: what else has to be the same everywhere; its `repr` is compared.
+        about: what else must be the same on all ranks; its `repr` is compared.
 
     Raises:
-        UsageError: for another model, or something else about it, on some rank.
+        UsageError: if the model, or `about`, differs on some rank.
     """
     if number_of_ranks() == 1:
         return
     others = unlike([about, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)])
     if others:
         raise UsageError(
-            f"the model or its configuration is another one on ranks {others} than on rank 0. Write the same "
+            f"the model or its configuration on ranks {others} differs from that on rank 0. Write the same "
             "model, optimizer and config on every rank; only the data may differ."
         )
     for tensor in tensors:

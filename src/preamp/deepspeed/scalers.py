@@ -1,7 +1,7 @@
-"""DeepSpeed's loss scalers under its names: the objects that training loops, engines and checkpoints hold.
+"""DeepSpeed's loss scalers under its names, as training loops, engines and checkpoints use them.
 
-They have DeepSpeed's arguments and attributes, which are the source of truth, so code that reads or sets them
-works as before. The rule is `dialects.DEEPSPEED`. Read from deepspeed 0.19.8 (runtime/fp16/loss_scaler.py).
+Their attributes are DeepSpeed's and are the source of truth, so code that reads or sets them works unchanged.
+The rule is `dialects.DEEPSPEED`. Read from deepspeed 0.19.8 (runtime/fp16/loss_scaler.py).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Parameters: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
 class LossScalerBase:
-    """What the loss scalers have in common: a scale, and a loss that is multiplied by it.
+    """The base of the loss scalers: a scale, and a loss that is multiplied by it.
 
     Args:
         cur_scale: the loss scale.
 
     Attributes:
-        cur_scale: the loss scale in force. It can be set.
+        cur_scale: the present loss scale. It can be set.
         dynamic: whether it moves.
         overflow_log: called with every skipped step. All scalers share one unless it is set.
 
@@ -70,7 +70,9 @@ class LossScalerBase:
         """Scale a 0-dim loss and compute its gradients."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
-    def scale_gradient(self, module: Any, grad_in: Iterable[Any], grad_out: Any) -> tuple[Any, ...]:
+    def scale_gradient(
+        self, module: object, grad_in: Iterable[Tensor | None], grad_out: object
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients times the scale: a hook for `Module.register_full_backward_hook`."""
         return tuple(None if gradient is None else self.loss_scale * gradient for gradient in grad_in)
 
@@ -86,7 +88,7 @@ class LossScalerBase:
 
 
 class LossScaler(LossScalerBase):
-    """A scale that never moves. As in DeepSpeed it checks nothing: gradients that overflow are applied.
+    """A constant scale. As in DeepSpeed it checks nothing: gradients that overflow are applied.
 
     Args:
         scale: the loss scale.
@@ -123,7 +125,7 @@ class DynamicLossScaler(LossScalerBase):
         cur_hysteresis: overflows left until the scale is halved, 1 if the next one does.
         scale_factor: 2.0, and can be set.
 
-    The arguments are attributes too. All of them can be set at any time, and count from then on.
+    The arguments are attributes too. All of them can be set at any time, with effect from the next step.
 
     Raises:
         PolicyError: for settings that cannot work. DeepSpeed takes a `delayed_shift` below 1, and then never
@@ -196,7 +198,7 @@ class DynamicLossScaler(LossScalerBase):
     def _has_inf_or_nan(x: Tensor | None) -> Tensor:
         """Return whether an entry is not finite: a 0-dim bool on the tensor's device, unread.
 
-        A sum or a norm can overflow though every number is finite; the least and the greatest cannot.
+        A sum or a norm can overflow though every number is finite; the minimum and the maximum cannot.
         """
         numbers = torch.empty(0) if x is None else _stored(x.detach())
         if not numbers.numel():
@@ -212,7 +214,7 @@ class DynamicLossScaler(LossScalerBase):
 
         Raises:
             ScaleExhausted: at the floor, if `raise_error_at_min_scale`. Nothing was changed.
-            PolicyError: if an attribute was set to what cannot work. Nothing was changed.
+            PolicyError: if an attribute was set to an invalid value. Nothing was changed.
         """
         rule = _rule(*[getattr(self, name) for name in formats.DEEPSPEED.setting_names])
         try:
@@ -233,7 +235,7 @@ class DynamicLossScaler(LossScalerBase):
         return ScaleExhausted(
             f"the gradients overflowed at a loss scale of {self.cur_scale:g}, which is min_scale already. "
             f"The step was skipped{not_finite(self._culprits)}. Look for NaN or inf in the data and the "
-            "loss. To go on, write a lower min_scale or raise_error_at_min_scale=False, or train in "
+            "loss. To continue, write a lower min_scale or raise_error_at_min_scale=False, or train in "
             "bfloat16, which needs no loss scale.",
             scale=error.scale,
             overflows=error.overflows,
@@ -246,16 +248,16 @@ def CreateLossScaler(
     dynamic_scaling: bool,
     dynamic_loss_args: Mapping[str, Any] | None,
 ) -> LossScalerBase:
-    """Return the scaler for gradients of a dtype: of float16 the one that is asked for, else a scale of 1.
+    """Return the scaler for gradients of a dtype: for float16 the requested one, else a scale of 1.
 
     Args:
         dtype: of the gradients.
-        static_loss_scale: the scale if it is not to move.
-        dynamic_scaling: whether it is to move.
-        dynamic_loss_args: the arguments of `DynamicLossScaler`, its dtype apart.
+        static_loss_scale: the constant scale.
+        dynamic_scaling: whether the scale is dynamic instead.
+        dynamic_loss_args: the arguments of `DynamicLossScaler` except its dtype.
 
     Raises:
-        PolicyError: for a dynamic scale without its arguments, or with such as cannot work.
+        PolicyError: for a dynamic scale without its arguments, or with invalid ones.
     """
     if dtype != torch.half:
         return LossScaler(1.0)
@@ -271,15 +273,18 @@ def CreateLossScaler(
 
 
 @lru_cache
-def _rule(*settings: Any) -> Any:
+def _rule(*settings: object) -> Any:
     """Return the policy for a scaler's settings, in the order of their names in its format."""
-    saved = {"dynamic": True, **dict(zip(formats.DEEPSPEED.setting_names, settings, strict=True))}
+    saved: dict[str, object] = {
+        "dynamic": True,
+        **dict(zip(formats.DEEPSPEED.setting_names, settings, strict=True)),
+    }
     _check_counts(saved["scale_window"], saved["delayed_shift"])
-    with warnings.catch_warnings(action="ignore", category=InexactScale):  # DeepSpeed rounds just the same
+    with warnings.catch_warnings(action="ignore", category=InexactScale):  # DeepSpeed rounds in the same way
         return formats.DEEPSPEED.policy(saved, dialects.DEEPSPEED.policy)
 
 
-def _check_counts(scale_window: int, delayed_shift: int) -> None:
+def _check_counts(scale_window: object, delayed_shift: object) -> None:
     whole("scale_window", scale_window, least=1, instead="scale_window=1000")
     whole("delayed_shift", delayed_shift, least=1, instead="delayed_shift=1 for no hysteresis")
 

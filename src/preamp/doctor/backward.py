@@ -24,9 +24,7 @@ EXPLODED: Final = 10
 """Gradients explode if the largest one in backward is this many powers of two above the first."""
 FAR_ABOVE: Final = 16.0  # of gradients, compared with the largest norm of all other steps
 LARGEST: Final = 2.0**24  # no gradient is larger, where no norm is known
-SPAN: Final = (
-    2.0**8
-)  # between the highest and the lowest scale of steps whose overflow the scale cannot explain
+SPAN: Final = 2.0**8  # from the lowest to the highest scale of steps whose overflow no scale explains
 USUAL: Final = 10.0  # of losses, compared with their median
 MOSTLY: Final = 0.9
 
@@ -344,5 +342,5 @@ def _is_close(record: Record) -> bool:
         for snapshot in record.snapshots
         if not any(row.histogram.nonfinite for row in snapshot.rows if row.direction == "backward")
     ]
-    rooms = [exponent_of(highest) - exponent_of(scale) for highest, scale in best if highest]
-    return bool(rooms) and median(rooms) < FEWEST
+    headrooms = [exponent_of(highest) - exponent_of(scale) for highest, scale in best if highest]
+    return bool(headrooms) and median(headrooms) < FEWEST

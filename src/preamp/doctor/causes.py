@@ -98,7 +98,7 @@ def _mostly_lost(record: Record) -> Finding | None:
 
 
 def _source_of(record: Record, end: Failure) -> Origin | None:
-    """Return where the first inf or NaN was in the steps that failed; None without looks at them."""
+    """Return where the first inf or NaN was in the steps that failed; None without snapshots of them."""
     first = record.index[end.start]
     if end.is_forward:  # only the first: by later steps, more may be inf or NaN
         snapshots = lost_snapshots(record, end.start)[:1]

@@ -69,7 +69,7 @@ def lost_snapshots(record: Record, start: int = 0) -> list[Snapshot]:
 
 def origin_of(record: Record, snapshot: Snapshot) -> Origin:
     """Return the place of the first inf or NaN of a step."""
-    before = bisect_left(record.sound, snapshot.index, key=_index)
+    before = bisect_left(record.sound, snapshot.index, key=lambda one: one.index)
     known = record.sound[before - 1] if before else None
     bad = [row for row in _forward(snapshot) if _lost(row) and not _is_on_purpose(row, record.infinite)]
     if weights := [row for row in bad if row.what == "weight"]:
@@ -139,19 +139,11 @@ def given_far_larger(record: Record, snapshot: Snapshot) -> SnapshotRow | None:
     peak = row.histogram.peak_exponent if row is not None else None
     if row is None or peak is None:
         return None
-    peaks = [
-        p
-        for one in record.sound
-        if one is not snapshot and one.inputs and (p := _peak_of(one, row)) is not None
-    ]
+    others = [_same(one, row) for one in record.sound if one is not snapshot and one.inputs]
+    peaks = [p for other in others if other and (p := other.histogram.peak_exponent) is not None]
     if peaks:
         return row if peak - max(peaks) >= FAR_LARGER else None
     return row if row.largest is not None and row.largest > snapshot.band.largest else None
-
-
-def _peak_of(snapshot: Snapshot, row: SnapshotRow) -> int | None:
-    same = _same(snapshot, row)
-    return same.histogram.peak_exponent if same is not None else None
 
 
 def grown(first: Snapshot, last: Snapshot, what: str) -> list[int]:
@@ -172,10 +164,6 @@ def updates_grew(record: Record, until: Snapshot | None = None) -> bool | None:
     if weights:
         return max(weights) >= UPDATES_SHOW
     return median(outputs) > UPDATES_SHOW if outputs else None
-
-
-def _index(snapshot: Snapshot) -> int:
-    return snapshot.index
 
 
 def _all(snapshot: Snapshot) -> Sequence[SnapshotRow]:
@@ -207,14 +195,12 @@ def _what(snapshot: Snapshot, row: SnapshotRow, known: Snapshot | None) -> What:
             return "NaN"
     before = _same(known, row) if known is not None else None
     if before is not None and before.histogram.peak_exponent is not None:
-        shift = 0 if row.direction == "forward" or known is None else _apart(snapshot, known)
+        assert known is not None
+        is_scaled = row.direction == "backward"
+        shift = exponent_of(snapshot.scale) - exponent_of(known.scale) if is_scaled else 0
         if before.histogram.peak_exponent + shift >= top - NEAR:
             return "overflow"
     return "unknown"
-
-
-def _apart(snapshot: Snapshot, known: Snapshot) -> int:
-    return exponent_of(snapshot.scale) - exponent_of(known.scale)
 
 
 def _same(snapshot: Snapshot, row: SnapshotRow) -> SnapshotRow | None:

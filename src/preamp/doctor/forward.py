@@ -130,12 +130,7 @@ def nearly_overflows(extent: Extent, close: tuple[Snapshot, SnapshotRow]) -> Fin
 
 
 def in_loss(extent: Extent, *, is_inf: bool) -> Finding:
-    """Return the finding that the loss function makes inf or NaN of finite outputs.
-
-    Args:
-        extent: which steps.
-        is_inf: whether the loss was ever inf, and not only NaN.
-    """
+    """Return the finding that the loss function makes inf or NaN of finite outputs."""
     cause = (
         "a sum or a power that overflows float16, the logarithm of 0, or targets that are inf or extreme"
         if is_inf
@@ -167,12 +162,7 @@ def in_a_term(extent: Extent) -> Finding:
 
 
 def seems_in_loss(extent: Extent, *, is_inf: bool) -> Finding:
-    """Return the finding that the loss is inf or NaN more and more often, where no snapshot shows why.
-
-    Args:
-        extent: which steps.
-        is_inf: whether the loss was ever inf, and not only NaN.
-    """
+    """Return the finding that the loss is inf or NaN more and more often, where no snapshot shows why."""
     return Finding(
         kind="loss function",
         severity=extent.severity,

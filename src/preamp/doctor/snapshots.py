@@ -125,7 +125,8 @@ def overflowed(record: Record) -> Finding | None:
         return None
     (name, what), worst = max(counts.items(), key=lambda pair: (pair[1], pair[0]))
     way = "forward" if what == "activation" else "backward"
-    held = "had" if rows and not all(map(_knows_order, record.snapshots)) else "was the first with"
+    in_order = all(is_in_order(row) for snapshot in record.snapshots for row in snapshot.rows)
+    held = "had" if rows and not in_order else "was the first with"
     which = f"the {_WHAT[what]} of {module_name(name)}" if what else f"a parameter of {name}"
     return Finding(
         kind="overflows first",
@@ -134,10 +135,6 @@ def overflowed(record: Record) -> Finding | None:
         f"{which} {held} inf or NaN, in {way}.",
         numbers={"overflows": counts.total(), "first": worst},
     )
-
-
-def _knows_order(snapshot: Snapshot) -> bool:
-    return all(map(is_in_order, snapshot.rows))
 
 
 def is_in_order(row: SnapshotRow) -> bool:
@@ -196,17 +193,14 @@ def bfloat16_would_do(record: Record) -> Finding | None:
     below, headroom = values.flushed(BANDS["bfloat16"]), values.headroom(BANDS["bfloat16"]) or 0
     would = "work without a scale" if below < FEW and headroom > 0 else "not work without one"
     least, most = two_to(values.low), two_to(values.peak_exponent or 0)
+    share = f"and {percent(below)} are below" if below else "none below"
     return Finding(
         kind="bfloat16",
         severity="note",
-        sentence=f"bfloat16 would {would}: the gradients lie between {least} and {most}, {_below(below)} "
+        sentence=f"bfloat16 would {would}: the gradients are between {least} and {most}, {share} "
         f"its range. It keeps 8 significant bits, {snapshot.low_dtype} {_BITS[snapshot.low_dtype]}.",
         numbers={"flushed": below, "headroom": headroom},
     )
-
-
-def _below(share: float) -> str:
-    return f"and {percent(share)} are below" if share else "none below"
 
 
 _BITS: Final = {"float16": 11, "float8_e5m2": 3, "float8_e4m3fn": 4}

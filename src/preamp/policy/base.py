@@ -1,4 +1,4 @@
-"""The base class of all rules, the state that a rule remembers, and what it is told of a step."""
+"""The base class of all policies, their state, and the measurements of a step that they take."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def choose(condition: Scalar, yes: Scalar, no: Scalar) -> Scalar:
 
 
 def setting(default: T, help: str) -> T:
-    """Return a field of a rule. Its description ends up in the class's docstring and in `preamp --help`.
+    """Declare a setting of a policy, with its description for the class's docstring and `preamp --help`.
 
     Args:
-        default: the value without which the rule is made.
+        default: the default value.
         help: what the setting does. The command line shows the first sentence.
     """
     described: T = field(default=default, metadata={"help": help})
@@ -78,10 +78,10 @@ def changed_settings(settings: Any) -> str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Policy(ABC, Generic[S]):
-    """A rule for the loss scale. Settings live on the policy, what changes lives in its state.
+    """A rule for the loss scale. The policy holds the settings, its state what changes from step to step.
 
-    A new rule is one subclass: a frozen dataclass with `start` and `advance`. The docstring of a subclass is
-    completed by its settings.
+    A new policy is a subclass: a frozen dataclass with `start` and `advance`. Its settings are added to its
+    docstring.
 
     Attributes:
         needs: the fields of a `Reading` that the rule uses besides `finite`. Adapters measure only these.
@@ -113,7 +113,7 @@ class Policy(ABC, Generic[S]):
         return changed_settings(self)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the settings by name, as Keras wants of a class that is registered with it."""
+        """Return the settings by name, as Keras requires of a class that is registered with it."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Policy(ABC, Generic[S]):
         """Return the state after a step. Pure: works on whatever `where` works on.
 
         Args:
-            state: the state that was in force during the step, scalars of any one framework.
+            state: the state during the step, scalars of any one framework.
             reading: what was measured in that step's gradients.
             where: the framework's ``where(condition, yes, no)``.
         """
@@ -154,7 +154,7 @@ class Policy(ABC, Generic[S]):
         """`advance` on Python floats, for loops that run on the host.
 
         Raises:
-            ScaleExhausted: if the policy was told to give up and has reason to. `state` is still valid.
+            ScaleExhausted: if the policy gives up. `state` is still valid.
         """
         after = self.advance(state, reading)
         if self.exhausted(state, after, reading):
@@ -181,7 +181,7 @@ class Policy(ABC, Generic[S]):
             f"({overflows} overflow{'s' if overflows > 1 else ''} counted) and {self!r} gives up. "
             "The step was skipped; no parameter was changed. Look for NaN or inf in the data and the "
             "loss, and for the first layer to overflow; a learning rate that is too high does this too. "
-            f"To go on, write {self._remedy()}, or train in bfloat16, which needs no loss scale.",
+            f"To continue, write {self._remedy()}, or train in bfloat16, which needs no loss scale.",
             scale=scale,
             overflows=overflows,
         )
@@ -221,9 +221,9 @@ class Policy(ABC, Generic[S]):
 
 
 def _descriptions(kind: type) -> dict[str, str]:
-    """Return how the settings of a class are described, those that it inherits first.
+    """Return the descriptions of the settings of a class, inherited ones first.
 
-    Called before `dataclass` has seen the class: its own settings are in its namespace.
+    Called before `dataclass` has processed the class: its own settings are still in its namespace.
     """
     inherited = {one.name: one for one in fields(kind)} if is_dataclass(kind) else {}
     own = {name: value for name, value in vars(kind).items() if isinstance(value, Field)}

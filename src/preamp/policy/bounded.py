@@ -1,4 +1,4 @@
-"""What rules share that multiply the scale by factors, between a floor and a ceiling."""
+"""The base of policies that multiply the scale by factors, between a floor and a ceiling."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ S = TypeVar("S", bound=Any)
 class Bounded(Policy[S]):
     """A scale that grows by one factor and backs off by another, between a floor and a ceiling.
 
-    When it does either is up to the subclass. Numbers are rounded to float32 when the policy is made: a
-    `growth_factor` of 1.1 reads back as 1.10000002384.
+    The subclass decides when. Settings are rounded to float32: a factor of 1.1 becomes 1.10000002384.
     """
 
     init_scale: float = setting(2.0**16, "the scale of the first step.")
@@ -52,11 +51,11 @@ class Bounded(Policy[S]):
         return scale * self.backoff_factor
 
     def _ceiling(self, scale: Scalar, where: Where) -> Scalar:
-        """Return where a growth from `scale` ends. A scale set above the ceiling by hand stays there."""
+        """Return where a growth from `scale` ends. A scale that was set above the ceiling stays there."""
         return where(scale > self.max_scale, scale, self.max_scale)
 
     def _floor(self, scale: Scalar, where: Where) -> Scalar:
-        """Return where a backoff from `scale` ends. A scale set below the floor by hand stays there."""
+        """Return where a backoff from `scale` ends. A scale that was set below the floor stays there."""
         return where(scale < self.min_scale, scale, self.min_scale)
 
     def _clamped(self, scale: Scalar, where: Where) -> Scalar:
@@ -120,13 +119,13 @@ class Bounded(Policy[S]):
         low, high = self.min_scale or 0.0, self.max_scale or math.inf
         if low > high:
             raise PolicyError(
-                f"min_scale={low!r} is above max_scale={high!r}: no scale lies between them. "
+                f"min_scale={low!r} is above max_scale={high!r}: no scale is between them. "
                 f"Write min_scale={high!r}, max_scale={low!r}, or None for no limit."
             )
         if not (self._may_start_outside() or low <= self.init_scale <= high):
             limit = "min_scale" if self.init_scale < low else "max_scale"
             raise PolicyError(
-                f"init_scale={self.init_scale!r} lies outside min_scale={low!r} and "
+                f"init_scale={self.init_scale!r} is outside min_scale={low!r} and "
                 f"max_scale={high!r}. Write {limit}={self.init_scale!r} as well, or start inside."
             )
         if self.at_floor != "hold" and self.min_scale is None:
@@ -136,5 +135,5 @@ class Bounded(Policy[S]):
         return False
 
     def _inexact_if_no_power_of_two(self) -> tuple[str, ...]:
-        """Name the settings that end up in the scale."""
+        """Return the names of the settings that determine the scale."""
         return ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")

@@ -95,7 +95,7 @@ class Dynamic(Moving[State]):
         return where(reading.finite, False, stuck)
 
     def overflows_left(self, state: State) -> int:
-        """Return how many overflows it takes from here, none of them cleared, until the scale backs off."""
+        """Return how many more overflows, without a reset of their count, make the scale back off."""
         return int(max(self.hysteresis - state.bad, 1))
 
     def _remedy(self) -> str:

@@ -86,13 +86,14 @@ class FloorSchedule(Moving[FloorState]):
         Moving.__post_init__(self)
         rounded = ROUND[self.compat.scale_dtype]
         assign(self, floors=tuple((int(step), rounded(float(floor))) for step, floor in self.floors))
-        self._check_floors()  # again: in float32 two floors may be one
+        self._check_floors()  # again: two floors may be equal in float32
         self._check_range()
         for _, floor in self.floors:
             warn_if_inexact("floors", floor)
 
     def _check_floors(self) -> None:
-        if not (_are_pairs(self.floors) and all(_rises(values) for values in zip(*self.floors, strict=True))):
+        are_pairs = isinstance(self.floors, tuple) and self.floors and all(map(_is_pair, self.floors))
+        if not (are_pairs and all(map(_rises, zip(*self.floors, strict=True)))):
             raise PolicyError(
                 f"floors={self.floors!r} is not a tuple of pairs of a step below 2**24, to which a float32 "
                 "counts, and a floor above 0, where both rise from pair to pair. "
@@ -105,7 +106,7 @@ class FloorSchedule(Moving[FloorState]):
         if lowest < low or highest > high:
             limit = f"min_scale={lowest!r}" if lowest < low else f"max_scale={highest!r}"
             raise PolicyError(
-                f"floors={self.floors!r} lie outside min_scale={low!r} and max_scale={high!r}. "
+                f"floors={self.floors!r} are outside min_scale={low!r} and max_scale={high!r}. "
                 f"Write {limit} as well."
             )
         if first == 0 and self.init_scale < lowest:
@@ -115,22 +116,11 @@ class FloorSchedule(Moving[FloorState]):
             )
 
 
-def _are_pairs(floors: object) -> bool:
-    return isinstance(floors, tuple) and floors != () and all(map(_is_pair, floors))
-
-
 def _is_pair(pair: object) -> bool:
-    return (
-        isinstance(pair, tuple)
-        and len(pair) == 2
-        and _is_step(pair[0])
-        and is_number(pair[1])
-        and pair[1] > 0
-    )
-
-
-def _is_step(step: object) -> bool:
-    return isinstance(step, Integral) and is_number(step) and 0 <= int(step) < 2**24
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(map(is_number, pair))):
+        return False
+    step, floor = pair
+    return isinstance(step, Integral) and 0 <= int(step) < 2**24 and floor > 0
 
 
 def _rises(values: tuple[float, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""A rule that keeps the largest gradient a chosen distance below overflow: few skips, and no slow climb."""
+"""A policy that keeps the largest gradient a chosen distance below overflow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTLIER_DISTANCE = 2.0  # a peak this far beyond twice the spread is an outlier:
 MAX_GAP_FROM_ISOLATED_OVERFLOW = 8.0
 MAX_WIDENING_IN_A_ROW = 8.0  # what several overflows in a row may add to the gap
 MAX_DISTANCE = 24.0  # of gap, spread and margin: with more, the peak itself would be flushed
-FLUSHED_BELOW = 2.0**-40  # of `largest`, about float16's smallest number: a smaller peak counts as unseen
+FLUSHED_BELOW = 2.0**-40  # of `largest`, about float16's smallest number: a smaller peak counts as flushed
 MAX_PATIENCE = 2**20  # in steps: a float32 has to count several times as many
 
 
@@ -34,7 +34,7 @@ class HeadroomState(NamedTuple):
         seen: peaks that went into `level` since it last restarted.
         level: the running mean of the logarithm of the peak before scaling.
         spread: how far peaks have lately reached above the level.
-        gap: how far what overflows lies above the peaks.
+        gap: how far above the peaks the values are that overflow.
     """
 
     scale: Scalar
@@ -51,8 +51,8 @@ class HeadroomState(NamedTuple):
 class Headroom(Policy[HeadroomState]):
     """Jump to the largest power of two at which no overflow is expected.
 
-    The rule is ours. It tracks the `level` of the peaks, a running mean of their logarithm, and their
-    `spread`, how far they have lately reached above it:
+    The rule is our own. It tracks the `level` of the peaks, a running mean of their logarithm, and their
+    `spread`, how far they have recently reached above it:
 
     ```
     on a clean step:           scale = 2 ** (floor(log2(largest) - margin - level - spread) - gap)
@@ -112,10 +112,7 @@ class Headroom(Policy[HeadroomState]):
         return after._replace(scale=self._clamped(two_to(after.scale, where), where))
 
     def _after_peak(self, state: HeadroomState, peak: Scalar, where: Where) -> HeadroomState:
-        """Return the state after a clean step with a visible peak, with log2 of the scale for `scale`.
-
-        The peak says where the scale belongs, whatever it is now.
-        """
+        """Return the state after a clean step with a visible peak, with log2 of the scale for `scale`."""
         exponent = log2_near(state.scale, where)
         good = state.good + 1.0
         # If the scale had to search for a peak, the mean is from before the gradients shrank, and restarts.
@@ -131,7 +128,7 @@ class Headroom(Policy[HeadroomState]):
     ) -> HeadroomState:
         """Return the same after an overflow, or a clean step whose peak was flushed.
 
-        All that is known is the direction, so steps in a row get larger.
+        Only the direction is known, so the changes get larger with each such step in a row.
         """
         exponent, clean = log2_near(state.scale, where), reading.finite
         good, bad, lost = state.good + 1.0, state.bad + 1.0, state.lost + 1.0
@@ -190,7 +187,7 @@ class Headroom(Policy[HeadroomState]):
             warn_if_inexact(name, getattr(self, name))
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise PolicyError(
-                f"init_scale={self.init_scale!r} lies outside min_scale={self.min_scale!r} and "
+                f"init_scale={self.init_scale!r} is outside min_scale={self.min_scale!r} and "
                 f"max_scale={self.max_scale!r}. Start inside, or widen them."
             )
         if not (is_number(self.margin) and 0.0 <= self.margin <= MAX_DISTANCE):

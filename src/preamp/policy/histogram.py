@@ -1,4 +1,4 @@
-"""A rule that counts the gradient entries close to overflow."""
+"""A policy that counts the gradient entries close to overflow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Histogram(Bounded[State]):
     As published, more than `limit` of the entries beyond one edge, at an eighth of the largest number, lower
     the scale. The published rule raises it otherwise, on every step, and pays with overflows. Here it grows
     only if the peak stays below the edge even then, in `growth_interval` clean steps in a row, or at once if
-    the peak lies far below and is not 0. In between, the scale does not move. An overflow backs off.
+    the peak is far below it and not 0. In between, the scale does not move. An overflow backs off.
 
     `good` in the state counts clean steps with room for a growth, in a row.
     Source: automatic loss scaling of Graphcore's PopART (`lossscaleupdatex.cpp`).
@@ -43,7 +43,7 @@ class Histogram(Bounded[State]):
         65504.0,
         "the largest finite number of the low precision. 65504.0 for float16, 57344.0 for float8_e5m2.",
     )
-    location: float = setting(0.125, "where the edge lies, as a fraction of `largest`. Between 0 and 1.")
+    location: float = setting(0.125, "where the edge is, as a fraction of `largest`. Between 0 and 1.")
     limit: float = setting(1e-7, "the share of entries allowed beyond the edge.")
 
     _edge: ClassVar[float]  # as they are used, in float32

@@ -1,4 +1,4 @@
-"""A rule that fits a log-normal distribution to the peak of the gradients."""
+"""A policy that fits a log-normal distribution to the peak of the gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from preamp.policy.bounded import Bounded
 from preamp.policy.logarithm import GRID, log2_near, on_grid, power_below, two_to
 
 FIRST_VARIANCE = 1.0  # until two peaks are known: a factor of two either way
-MAX_OVERFLOW_DEVIATION = 4.0  # above the mean: overflows at every scale must not drag it along
+MAX_OVERFLOW_DEVIATION = 4.0  # above the mean: overflows at every scale must not pull it up
 MAX_MARGIN = 12.0  # with more, gradients would be flushed
-LONGEST_MEMORY = 4096  # beyond, what one peak adds is less than the grid resolves
+LONGEST_MEMORY = 4096  # with more, one peak would add less than the grid resolves
 COARSE_GRID, MAX_SQUARE = 2.0**-5, 256.0  # squares of its multiples are on the grid and exact in float32
-UNSETTLED = 2.0**-4  # of the aim: up to here the scale goes at once after an overflow
+UNSETTLED = 2.0**-4  # of the aim: the scale returns to this at once after an overflow
 
 
 class LogMaxState(NamedTuple):
@@ -28,7 +28,7 @@ class LogMaxState(NamedTuple):
         bad: overflows in a row.
         mean: of the logarithm of the peak.
         variance: of the same, around the mean.
-        seen: how many peaks went into the two. A float32 counts to 2**24 and stays there.
+        seen: how many peaks are in these averages. A float32 counts to 2**24 and stays there.
         unseen: clean steps with a peak of 0 since the last peak above 0.
     """
 
@@ -109,7 +109,7 @@ class LogMax(Bounded[LogMaxState]):
         mean, variance = self._averages(state, seen, latest, finite, where)
         aim = self._aim(mean, variance, latest, where)
 
-        # What made the last step overflow may last: wait before returning to the aim.
+        # The cause of the last overflow may persist: wait before returning to the aim.
         aimed = where(good >= self.settle_interval, aim, self._unsettled(state.scale, aim, where))
         searching = where(unseen >= self.search_interval, self._up(state.scale, where), state.scale)
         # Back off even where the averages do not ask for it, or one large outlier could overflow for ever.
@@ -149,7 +149,7 @@ class LogMax(Bounded[LogMaxState]):
         return self._clamped(two_to(where(power < highest, power, highest), where), where)
 
     def _unsettled(self, scale: Scalar, aim: Scalar, where: Where) -> Scalar:
-        """Return the scale soon after an overflow: well below the aim, or where it is if that is higher."""
+        """Return the scale soon after an overflow: well below the aim, or the present one if it is higher."""
         below = aim * UNSETTLED
         high = where(scale > below, scale, below)
         return where(high < aim, high, aim)

@@ -1,4 +1,4 @@
-"""Powers of two and logarithms, with Python's operators and an injected ``where`` alone.
+"""Powers of two and logarithms, using only Python's operators and an injected ``where``.
 
 Every framework gets the same bits: all factors and thresholds are powers of two, exact in float32, so that no
 compiler's choice of instructions matters. Python floats take a shortcut through `math`.
@@ -42,8 +42,8 @@ def log2_near(x: Scalar, where: Where) -> Scalar:
 def on_grid(x: Scalar) -> Scalar:
     """Round down to a multiple of 2**-14.
 
-    The quotient of two numbers of the grid below 2**10 is rounded as if it were exact: where it is not
-    a multiple, float32 does not make it one.
+    The quotient of two such multiples below 2**10 is rounded as if it were exact: float32 does not round a
+    quotient up to the next multiple.
     """
     return x // GRID * GRID
 

@@ -1,4 +1,4 @@
-"""What rules share that grow after enough clean steps, and how they imitate other systems."""
+"""The base of policies that grow after enough clean steps, and the settings that imitate other systems."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ S = TypeVar("S", bound=Any)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Compat:
-    """What other systems do differently. `preamp.dialects` needs these settings; a new training does not.
+    """Settings that imitate other systems. `preamp.dialects` uses them; a new training does not need them.
 
     Args:
         at_ceiling: "clamp" grows up to the ceiling; "refuse" does not grow beyond it at all.
         bounds: "strict" refuses an `init_scale` outside floor and ceiling, and a scale set outside
-            them by hand stays there until a move brings it back. In other systems it jumps: with
-            "moves" on the next backoff or growth, with "always" after every step.
-        backoff_divisor: divide by this instead of multiplying by `backoff_factor`: not the same
-            in the last bit unless it is a power of two.
+            them by the user stays there until a growth or backoff brings it back. In other systems it jumps:
+            with "moves" on the next backoff or growth, with "always" after every step.
+        backoff_divisor: divide by this instead of multiplying by `backoff_factor`: unless it is a power
+            of two, the last bit may differ.
         growth_delay: clean steps that are not counted, after the start and after every overflow.
         raise_on_arrival: with `at_floor="raise"`, raise as soon as an overflow leaves the scale at the floor.
         scale_dtype: the precision in which the scale is kept.
@@ -78,7 +78,7 @@ class Moving(Bounded[S]):
     """
 
     growth_interval: int = setting(2000, "clean steps in a row before the scale grows.")
-    compat: Compat = setting(Compat(), "what another system does differently.")
+    compat: Compat = setting(Compat(), "settings that imitate another system.")
 
     def advance(self, state: S, reading: Reading, where: Where = choose) -> S:
         if where is choose:  # Python numbers: only one of the two is needed
@@ -129,7 +129,7 @@ class Moving(Bounded[S]):
     def _is_stuck(self, backs_off: Scalar, scale: Scalar, after: Scalar) -> Scalar:
         if self.compat.raise_on_arrival:
             return after <= self.min_scale
-        # Outside bounds that are not strict the scale jumps up to the floor: there is still a scale to try.
+        # Below the floor, with bounds that are not strict, a backoff lifts the scale to it: one more to try.
         return backs_off & (
             scale <= self.min_scale if self.compat.bounds == "strict" else scale == self.min_scale
         )

@@ -1,4 +1,4 @@
-"""The list of our rules, and a policy as JSON and back, for a model's file."""
+"""The list of our policies, and their conversion to and from JSON, for a saved model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def from_json(saved: Mapping[str, Any], find: Callable[[str], object]) -> Policy
     """Return the policy that was saved.
 
     Raises:
-        PolicyError: for a class that is not known here, and for what `to_json` did not write.
+        PolicyError: for an unknown class, and for anything that `to_json` did not write.
     """
     name, settings = _parts(saved)
     kind = RULES.get(name) or find(name)

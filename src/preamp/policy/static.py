@@ -14,7 +14,7 @@ from preamp.policy.base import Policy, Reading, State, Where, choose, setting
 class Static(Policy[State]):
     """One scale throughout. Steps that overflow are still skipped.
 
-    A state with another scale, such as another policy has saved, has this policy's own after one step.
+    A state with another scale, such as one that another policy saved, has this policy's own after one step.
 
     >>> policy = Static(128)
     >>> policy.step(policy.start(), Reading(finite=False)).scale

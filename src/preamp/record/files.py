@@ -19,12 +19,7 @@ PACKED: Final = {
 
 
 def packed_as(path: str | Path, start: bytes) -> str:
-    """Return a message saying how a file is compressed and how to unpack it; "" if it is not compressed.
-
-    Args:
-        path: the file.
-        start: its first 8 bytes.
-    """
+    """Return how a file with these first bytes is compressed, and how to unpack it; "" if it is not."""
     for magic, (name, command) in PACKED.items():
         if start.startswith(magic):
             return f"{path} is compressed with {name}. Unpack it first: {command} {shlex.quote(str(path))}"

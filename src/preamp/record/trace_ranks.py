@@ -155,12 +155,7 @@ class Merger:
         self.differing: list[str] = []
 
     def add(self, name: str, other: StepColumns) -> None:
-        """Add a rank.
-
-        Args:
-            name: its name in messages.
-            other: its steps.
-        """
+        """Add a rank."""
         before, counts = self.columns, zip(*[iter(self._counts)] * 3, strict=True)
         self.columns, self._counts = StepColumns(), array("q")
         scales = skips = 0

@@ -29,19 +29,19 @@ MOST_NAMES_INSIDE = 5
 LONGEST_NAME = 40
 HUGE = 1e30  # beyond, an axis cannot be drawn
 MOST_MOVES = 2000
-# Told apart by people with any colour vision (Okabe and Ito 2008).
+# Distinguishable with any color vision (Okabe and Ito 2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 Style: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A trace and how it is drawn. Traces of one name share a colour.
+    """A trace and how it is drawn. Traces of the same name share a color.
 
     Attributes:
-        name: what the legend calls it.
+        name: its name in the legend.
         trace: the steps.
-        color: any colour of matplotlib's; None picks one.
+        color: any color that matplotlib accepts; None picks one.
         is_reference: True draws a broad line, which stays visible beneath other lines.
     """
 
@@ -54,8 +54,8 @@ class Curve:
 def loss_figure(curves: Sequence[Curve]) -> str:
     """Return the losses over the steps.
 
-    Of a long trace: means of neighbouring steps and, in a lighter colour, from the lowest to the highest of
-    them, cut off where that would squeeze the means together.
+    Of a long trace: means of neighboring steps and, in a lighter color, the range from the lowest to the
+    highest of them, cut off where it would flatten the means.
     """
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
@@ -67,7 +67,7 @@ def loss_figure(curves: Sequence[Curve]) -> str:
             axes.fill_between(
                 means.steps, means.lowest, means.highest, color=style["color"], alpha=0.25, linewidth=0
             )
-            axes.dataLim.set(limits)  # the axis is as high as the means need it
+            axes.dataLim.set(limits)  # the axis fits the means
 
     return _svg(curves, "loss", draw)
 
@@ -119,7 +119,7 @@ def _svg(curves: Sequence[Curve], title: str, draw: Callable[[Axes, Curve, Style
 
 
 def _styles(curves: Sequence[Curve]) -> dict[str, Style]:
-    """Return a label, a colour and dashes for every name."""
+    """Return a label, a color and dashes for every name."""
     others = ({"color": color, "linestyle": line} for line in cycle(("-", "--", ":")) for color in COLORS)
     colors = {curve.name: curve.color for curve in curves}
     styles = {name: {"color": color} if color else next(others) for name, color in colors.items()}
@@ -138,14 +138,14 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
 
 
 def _legible(name: str) -> str:
-    """Return a name for a legend: short, without mathematics, and with a first _ that does not hide it."""
+    """Return a name for a legend: short, without mathematics, and without a first _, which would hide it."""
     short = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
     plain = short.encode("utf-8", "replace").decode().replace("$", r"\$")
     return plain.replace("_", "\u2017", 1) if plain.startswith("_") else plain
 
 
 class _Means(NamedTuple):
-    """Means of neighbouring values, their middle steps, and the lowest and highest of each group."""
+    """Means of neighboring values, their middle steps, and the lowest and highest of each group."""
 
     steps: list[float]
     values: list[float]
@@ -192,7 +192,7 @@ def _marks(trace: Trace, most: int | None) -> list[tuple[float, float]]:
 def _moves(trace: Trace) -> tuple[list[float], list[float]]:
     """Return the steps at which the scale changes, and its powers of two, from the first step to the end.
 
-    Of very many changes, only the lowest and the highest of neighbouring ones are kept.
+    Of very many changes, only the lowest and the highest of neighboring ones are kept.
     """
     steps, powers = array("d"), array("d")  # a changing scale has as many as the trace has steps
     index = 0

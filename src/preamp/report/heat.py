@@ -25,10 +25,10 @@ MOST_COLUMNS: Final = 64
 LONGEST_NAME: Final = 22
 LONGEST_TITLE: Final = 52
 WHOLE: Final = "whole model"
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 5.2, 1.5, 0.58, 0.5, 0.8  # inches
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 5.2, 1.5, 0.64, 0.5, 0.8  # inches
 ROW: Final = 0.165  # inches
 BAR: Final = 1.5  # rows from one bar to the next
-FULL: Final = 0.25  # the share of a row's entries from which on a cell has its full colour
+FULL: Final = 0.25  # the share of a row's entries at which a cell has its full color
 FAINTEST: Final = 0.14
 
 LEGEND: Final[dict[str, Any]] = {
@@ -114,15 +114,15 @@ def _table_row(fit: Fit, row: SnapshotRow) -> dict[str, str]:
 def heat_figure(snapshot: Snapshot, what: Kind, name: str = "") -> str:
     """Return the heat map of one kind of values.
 
-    Columns are the powers of two of the values without the loss scale; activations never have one. The
-    colour of a cell shows what happens to its values in the low dtype at the scale of the step, and its
-    strength the share of the row's entries. The bars above show the range of the low dtype at that scale, and
-    at the best one.
+    Columns are the powers of two of the values without the loss scale; activations never have one. The color
+    of a cell shows what happens to its values in the low dtype at the scale of the step, and its strength the
+    share of the row's entries. The bars above show the range of the low dtype at that scale, and at the best
+    one.
 
     Args:
         snapshot: a snapshot with rows of this kind.
         what: "flow", "gradient" or "activation".
-        name: whose snapshot it is, for the title.
+        name: the name of the run, for the title.
     """
     plan = _Plan(snapshot, what)
     height = TOP + BOTTOM + ROW * plan.height
@@ -154,19 +154,17 @@ class _Plan:
         self.shift = exponent_of(self.scales[0])
         self.spans = [span_of(snapshot.band, scale) for scale in self.scales]
         self.low, self.high = _columns(self.rows, self.spans, self.shift)
-        self.side = max(
-            0.045 * (self.high - self.low), 1.0
-        )  # how broad the columns of zeros and infinities are
+        self.side = max(0.045 * (self.high - self.low), 1.0)  # the width of the columns "0" and "inf"
         self.left, self.right = self.low - 1.6 * self.side, self.high + 1.6 * self.side
         self.head = BAR * len(self.spans) + 0.9
 
     @property
     def height(self) -> float:
-        """The height of the map and of what is above it, in rows."""
+        """The height of the map and of the bars above it, in rows."""
         return len(self.rows) + self.head
 
     def shares(self) -> NDArray[np.float64]:
-        """Return the share of each row's entries: of zeros, of each power of two, of what is not finite."""
+        """Return the shares of each row's entries: zeros, each power of two, and non-finite values."""
         return np.array(
             [_shares(row.histogram.shifted(-self.shift), self.low, self.high) for row in self.rows]
         )
@@ -190,17 +188,11 @@ class _Plan:
         zero = sum(zero_share(fit) * histogram.total for fit, histogram in fits) / total
         digits = sum(fit.subnormal * histogram.nonzero for fit, histogram in fits) / total
         worst = f", the worst {len(self.rows)} of {len(rows)}" if len(rows) > len(self.rows) else ""
-        words = (
-            self._overflow() or f": {percent(zero)} is zero or rounds to it, {percent(digits)} loses digits"
-        )
-        return f"step {self.snapshot.index:,}{worst}{words}"
-
-    def _overflow(self) -> str:
-        first = next((row for row in self.snapshot.path if row.what == self.what), None)
-        if first is None:
-            return ""
-        name = f"module {_legible(first.name, LONGEST_NAME)}" if first.name else f"the {WHOLE}"
-        return f": inf or NaN, first in {name}"
+        words = f"{percent(zero)} is zero or rounds to it, {percent(digits)} loses digits"
+        for first in [row for row in self.snapshot.path if row.what == self.what][:1]:
+            name = f"module {_legible(first.name, LONGEST_NAME)}" if first.name else f"the {WHOLE}"
+            words = f"inf or NaN, first in {name}"
+        return f"step {self.snapshot.index:,}{worst}: {words}"
 
 
 def _scales(snapshot: Snapshot, what: Kind) -> list[float]:
@@ -270,7 +262,7 @@ def _draw_cells(axes: Axes, plan: _Plan) -> None:
 
 
 def _pixels(shares: NDArray[np.float64], fate: Fate) -> NDArray[np.float64]:
-    """Return colours: white for 0, the full colour from `FULL` on, by the square root in between."""
+    """Return colors: white for 0, the full color from `FULL` on, by the square root in between."""
     strength = FAINTEST + (1 - FAINTEST) * np.sqrt(np.minimum(shares / FULL, 1.0))
     strength = np.where(shares > 0, strength, 0.0)[:, None]
     return 1.0 - strength * (1.0 - np.array(to_rgb(COLORS[fate])))
@@ -311,11 +303,8 @@ def _write(axes: Axes, plan: _Plan) -> None:
     axes.set_yticks([n + 0.5 for n in range(len(names))], names, fontsize=8.5)
     axes.tick_params(axis="y", length=0, pad=2)
     step = 4 if plan.high - plan.low <= 32 else 8
-    marks = [
-        e
-        for e in range(plan.low, plan.high + 1)
-        if e % step == 0 and min(plan.high - e, e - plan.low) >= step / 4
-    ]
+    inner = range(plan.low + step // 4, plan.high - step // 4 + 1)
+    marks = [exponent for exponent in inner if exponent % step == 0]
     ticks = [plan.left + plan.side / 2, *marks, plan.right - plan.side / 2]
     axes.set_xticks(ticks, ["0", *(f"$2^{{{mark}}}$" for mark in marks), "inf"], fontsize=9)
     axes.set_xlabel(
@@ -324,7 +313,8 @@ def _write(axes: Axes, plan: _Plan) -> None:
     beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
     axes.annotate("zero", (plan.right, -0.45), (4, 0), color=COLORS["zero"], fontweight="bold", **beside)
     for n, row in enumerate(plan.rows):
-        axes.annotate(percent(zero_share(plan.snapshot.fit(row))), (plan.right, n + 0.5), (4, 0), **beside)
+        share = percent(zero_share(plan.snapshot.fit(row))).replace("below ", "<")  # or it would be cut off
+        axes.annotate(share, (plan.right, n + 0.5), (4, 0), **beside)
 
 
 def _shortened(names: Sequence[str]) -> list[str]:
@@ -339,6 +329,5 @@ def _legible(text: str, most: int) -> str:
     """Return a text without mathematics, and without its middle if it is long."""
     plain = text.encode("utf-8", "replace").decode()
     half = most // 2
-    return (plain if len(plain) <= most else f"{plain[: most - half - 1]}…{plain[-half:]}").replace(
-        "$", r"\$"
-    )
+    short = plain if len(plain) <= most else f"{plain[: most - half - 1]}…{plain[-half:]}"
+    return short.replace("$", r"\$")

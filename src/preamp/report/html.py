@@ -58,8 +58,8 @@ class Strip:
     """A row of small pictures with a name.
 
     Attributes:
-        name: what stands beside it.
-        pictures: grey levels from 0 (white) to 1 (black), of shape (pictures, height, width).
+        name: the text beside it.
+        pictures: gray levels from 0 (white) to 1 (black), of shape (pictures, height, width).
     """
 
     name: str
@@ -77,14 +77,14 @@ def write_report(
     strips_title: str = "",
     footer: str = "",
 ) -> None:
-    """Write the report. An existing one stays until the new one is complete.
+    """Write the report. An existing one is replaced when the new one is complete.
 
     Args:
         path: the file to write.
         title: its heading.
         lead: introductory paragraphs.
-        curves: the traces to draw. A figure that no trace has numbers for is left out. Of the first few
-            with snapshots, the latest snapshot is drawn.
+        curves: the traces to draw. A figure without numbers is left out. Of the first few traces with
+            snapshots, the latest snapshot is drawn.
         table: one row each, heading to cell; all rows have the same headings.
         strips: rows of pictures to compare.
         strips_title: the heading above them.
@@ -145,9 +145,9 @@ def _snapshots(curves: Sequence[Curve]) -> list[str]:
 
 
 LEGEND = (
-    "<p>Each row is a module or a parameter, each column a power of two. The bars say what the low precision "
-    "can hold of the values, at the loss scale of that step and at the best one; what is left of them "
-    "rounds to zero.</p>"
+    "<p>Each row is a module or a parameter, each column a power of two. The bars show which values the low "
+    "precision can hold, at the loss scale of that step and at the best one; values to the left of a bar "
+    "round to zero.</p>"
 )
 
 

@@ -1,6 +1,6 @@
-"""How large gradients are, step after step, before they are scaled: recorded, or drawn from a formula.
+"""Models of how large gradients are, step by step, before scaling: recorded, or drawn from a formula.
 
-How often a scale overflows and what it flushes follows from these. In all of them, log2 of the step's
+They determine how often a scale overflows and what it flushes. In all of them, log2 of the step's
 largest magnitude is
 
     level + trend(t) + excess
@@ -42,12 +42,12 @@ __all__ = [
     "has_peak",
 ]
 
-ENTRIES = 2**20  # the peak is one of so many
-STEPS_A_SKIP = 1000  # what the best scale may cost
-LEAST, MOST = -126, 127  # powers of two that a scale can be
-FARTHEST = 500.0  # powers of two from 1; products of two such numbers and a scale are float64
+ENTRIES = 2**20  # the number of gradient entries
+STEPS_A_SKIP = 1000  # the best scale may skip one step in so many
+LEAST, MOST = -126, 127  # exponents that a scale can have
+FARTHEST = 500.0  # powers of two from 1; products of two such numbers and a scale fit in float64
 HIGHEST = 1000.0
-GRID = 1.0 / 16.0  # of log2 of the typical peak, so that what is flushed is worked out once for many steps
+GRID = 1.0 / 16.0  # of log2 of the typical peak, so that the flushed share is computed once for many steps
 _NORMAL = NormalDist()
 
 
@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
 
     Attributes:
         peak: the largest magnitude on any rank; inf where they overflow at every scale.
-        typical: where the entries end on a usual rank and in a usual step.
+        typical: the peak of a usual step on a usual rank.
     """
 
     peak: float
@@ -64,7 +64,7 @@ class Gradients(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a policy made of a process.
+    """The result of a policy on a process.
 
     Attributes:
         steps: steps until the end, or until the policy gave up.
@@ -92,7 +92,7 @@ class Process(ABC):
 
     Args:
         dtype: the format that overflows and flushes: a name in `preamp.record.exponents.BANDS`.
-        depth: how many powers of two below the typical peak the middle of the entries lies.
+        depth: how many powers of two the middle of the entries is below the typical peak.
         spread: standard deviation of log2 of the entries' magnitudes, before they are cut off at the peak.
 
     With the defaults of `depth` and `spread`, float16 loses about 0.03 percent at the best scale, and 2
@@ -121,7 +121,7 @@ class Process(ABC):
 
     @property
     def band(self) -> Band:
-        """What the low precision can hold."""
+        """The range of the low precision."""
         return BANDS[self.dtype]
 
     @property
@@ -158,7 +158,7 @@ class Process(ABC):
 
     @cached_property
     def best_scale(self) -> float | None:
-        """The highest power of two at which at most one step in 1000 overflows, if it is held all the time.
+        """The highest power of two that, as a constant scale, overflows in at most one step in 1000.
 
         None if there is none between 2**-126 and 2**127.
         """
@@ -172,7 +172,7 @@ class Process(ABC):
         return 2.0**power if power >= LEAST else None
 
     def outcome(self, trace: Trace) -> Outcome:
-        """Say what a policy made of this process.
+        """Return the result of a policy on this process.
 
         Args:
             trace: what `simulate` returned for it.
@@ -193,7 +193,7 @@ class Process(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn(Process):
-    """What the formulas share.
+    """The base of processes that are drawn from a formula.
 
     Args:
         steps: how many steps there are.
@@ -232,16 +232,16 @@ class Drawn(Process):
         """Return how many powers of two the largest peak of all ranks is above the typical one."""
 
     def rarity(self, rng: Random) -> float:
-        """Draw the chance with which one rank exceeds what the largest of all ranks is in a step.
+        """Draw the chance with which one rank exceeds the largest excess of all ranks in a step.
 
-        Of N independent ranks none exceeds what each exceeds with chance q in (1 - q)**N of all steps.
+        In (1 - q)**N of all steps, none of N ranks exceeds a value that each exceeds with chance q.
         """
         return max(-math.expm1(math.log1p(-rng.random()) / self.ranks), 2.0**-60)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stationary(Drawn):
-    """The excess is normal: peaks are log-normal and stay where they are.
+    """The excess is normal: peaks are log-normal around a constant level.
 
     excess = jitter * N(0, 1); trend = 0.
 
@@ -267,7 +267,7 @@ class Stationary(Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class Drifting(Stationary):
-    """The typical peak moves, by as many powers of two in every step.
+    """The typical peak moves by the same number of powers of two in every step.
 
     excess = jitter * N(0, 1); trend = drift * t / steps.
 
@@ -337,11 +337,11 @@ class HeavyTailed(Drawn):
 
 @dataclass(frozen=True, eq=False)
 class Recorded(Process):
-    """The gradients of a recorded run, as far as its peaks tell.
+    """The gradients of a recorded run, as far as its peaks determine them.
 
-    A clean step's peak is the recorded one without its scale, and it is clean at that scale. A step that
-    overflowed has the smallest peak that overflows at its scale, or the last known one if that is larger.
-    Other steps without a peak have the last known one, or else the next.
+    The peak of a clean step is the recorded one divided by its scale, and does not overflow at that scale. A
+    step that overflowed has the smallest peak that overflows at its scale, or the last known one if that is
+    larger. Other steps without a peak have the last known one, or else the next.
 
     Args:
         trace: the steps; some of them with a peak.
@@ -381,11 +381,11 @@ class Recorded(Process):
 
 
 def has_peak(step: Step) -> bool:
-    """Return whether a step tells how large its gradients were without the scale."""
+    """Return whether the record of a step has the size of its unscaled gradients."""
     known = step.finite and step.peak is not None and math.isfinite(step.peak)
     return known and 0.0 < step.scale < math.inf
 
 
 def _below(deviations: float) -> float:
-    """Return the normal distribution's share below."""
+    """Return the share of a normal distribution below so many deviations."""
     return 0.5 * math.erfc(-deviations * math.sqrt(0.5))

@@ -1,4 +1,4 @@
-"""Runs a policy over recorded or synthetic gradients, on plain Python floats: no model, no framework."""
+"""Run a policy over recorded or synthetic gradients, in Python floats: no model, no framework."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from preamp.simulation.processes import Gradients, Process
 __all__ = ["simulate"]
 
 _CLEAN, _OVERFLOW = Reading(finite=True), Reading(finite=False)
-Seen: TypeAlias = tuple[
-    Reading, float | None, float | None
-]  # what the policy hears; peak and zeros of the step
-Look: TypeAlias = Callable[[Any, float], Seen]  # of a step, at a scale
+Measurement: TypeAlias = tuple[Reading, float | None, float | None]  # and peak and zeros of the step
+Measure: TypeAlias = Callable[[Any, float], Measurement]  # of a step, at a scale
 
 
 def simulate(policy: Policy[Any], overflows: Process | Iterable[bool | Reading | Step]) -> Trace:
@@ -26,10 +24,9 @@ def simulate(policy: Policy[Any], overflows: Process | Iterable[bool | Reading |
 
     Args:
         policy: any policy or dialect.
-        overflows: a process, such as those of `preamp.processes`: what overflows, and what a policy that
-            looks at gradients sees, follows from the policy's own scale. Or, the same at every scale, for
-            each step True if its gradients overflow, or a `Reading`, or a `Step` of a recorded run; a
-            `Trace` is a series of steps.
+        overflows: a process, such as those of `preamp.processes`: overflows and gradient statistics then
+            depend on the policy's own scale. Or, the same at every scale, for each step True if its gradients
+            overflow, or a `Reading`, or a `Step` of a recorded run; a `Trace` is a series of steps.
 
     Returns:
         One step each. If the policy gives up, the trace ends with that step and `trace.stopped`
@@ -46,22 +43,25 @@ def simulate(policy: Policy[Any], overflows: Process | Iterable[bool | Reading |
     if isinstance(overflows, (str, bytes)):
         raise TypeError(f"overflows={overflows!r} is text. Write [c == '1' for c in {overflows!r}].")
     trace = Trace(policy=repr(policy))
-    look = _recalling(policy)
     if isinstance(overflows, Process):
         trace.about["process"] = repr(overflows)
-        look = _looking(policy, overflows)
-    trace.extend(_played(policy, overflows, look, trace))
+        measure = _measure_process(policy, overflows)
+    else:
+        measure = _measure_given(policy)
+    trace.extend(_played(policy, overflows, measure, trace))
     return trace
 
 
-def _played(policy: Policy[Any], steps: Iterable[Any], look: Look, trace: Trace) -> Iterator[tuple[Any, ...]]:
+def _played(
+    policy: Policy[Any], steps: Iterable[Any], measure: Measure, trace: Trace
+) -> Iterator[tuple[Any, ...]]:
     advanced: Any = policy.step if policy.gives_up else policy.advance
-    if not policy.needs:  # a rule that hears one bit goes through few states, over and over
+    if not policy.needs:  # a policy that uses a single bit goes through few states, over and over
         advanced = lru_cache(maxsize=2**13)(advanced)
     state = policy.start()
     for index, item in enumerate(steps):
         scale = state.scale
-        reading, peak, zeros = look(item, scale)
+        reading, peak, zeros = measure(item, scale)
         finite = reading.finite
         try:
             after = advanced(state, reading)
@@ -73,33 +73,34 @@ def _played(policy: Policy[Any], steps: Iterable[Any], look: Look, trace: Trace)
         state = after
 
 
-def _looking(policy: Policy[Any], process: Process) -> Look:
-    """Return how a policy sees a process."""
+def _measure_process(policy: Policy[Any], process: Process) -> Measure:
+    """Return what measures, for a policy, the gradients of a process."""
     top, bottom, flushed = process.top, process.bottom, lru_cache(maxsize=2**13)(process.flushed)
-    blind, edge = not policy.needs, policy.edge if "share" in policy.needs else None
+    needs_nothing, edge = not policy.needs, policy.edge if "share" in policy.needs else None
 
-    def look(gradients: Gradients, scale: float) -> Seen:
+    def measure(gradients: Gradients, scale: float) -> Measurement:
         peak, typical = gradients[0] * scale, gradients[1] * scale
         if not peak < top:  # NaN as well
             return _OVERFLOW, None, None
         if not peak > bottom:
             peak = 0.0
         share = None if edge is None else process.share_from(edge, peak, typical)
-        return _CLEAN if blind else Reading(True, peak, share), peak, flushed(typical) if peak else 1.0
+        reading = _CLEAN if needs_nothing else Reading(True, peak, share)
+        return reading, peak, flushed(typical) if peak else 1.0
 
-    return look
+    return measure
 
 
-def _recalling(policy: Policy[Any]) -> Look:
-    """Return how a policy sees what is the same at every scale."""
-    blind = not policy.needs
+def _measure_given(policy: Policy[Any]) -> Measure:
+    """Return what measures, for a policy, steps that are the same at every scale."""
+    needs_nothing = not policy.needs
 
-    def look(item: object, _: float) -> Seen:
+    def measure(item: object, _: float) -> Measurement:
         reading = _reading(item)
         plain = _CLEAN if reading.finite else _OVERFLOW
-        return plain if blind else reading, reading.peak, None
+        return plain if needs_nothing else reading, reading.peak, None
 
-    return look
+    return measure
 
 
 def _reading(item: object) -> Reading:

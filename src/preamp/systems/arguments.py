@@ -28,14 +28,14 @@ UNUSED: dict[str, Any] = {
 
 
 def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) -> Policy[Any]:
-    """Return the policy that was given; a dialect's own.
+    """Return the policy that was given, or that of a dialect.
 
     Args:
         policy: what the user gave.
         instead: the arguments that describe a rule as well, each with its default.
 
     Raises:
-        PolicyError: for what is not a policy, or one together with such an argument.
+        PolicyError: for something that is not a policy, or a policy together with such an argument.
     """
     if not isinstance(policy, Policy):
         raise PolicyError(
@@ -50,12 +50,12 @@ def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) ->
 
 
 def as_whole(value: object) -> Any:
-    """Return a float without a fraction, such as 2.0, as an int; anything else as it is."""
+    """Return a float without a fraction, such as 2.0, as an int; anything else unchanged."""
     return int(value) if is_number(value) and value == int(value) else value
 
 
 def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
-    """Refuse a first scale and an interval that cannot work."""
+    """Refuse an invalid first scale or interval."""
     positive("initial_scale", initial_scale, "initial_scale=2.0**15")
     not_subnormal("initial_scale", initial_scale)
     if initial_scale > FLOAT32_MAX:
@@ -68,11 +68,6 @@ def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
 
 def check_resumed(policy: Policy[Any], saved: Mapping[str, Any], instead: str) -> Any:
     """Return the policy's state for saved numbers, checked; warn of a scale that is out of bounds.
-
-    Args:
-        policy: the rule in force.
-        saved: the state's fields by name.
-        instead: as for `warn_if_out_of_bounds`.
 
     Raises:
         PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
@@ -94,17 +89,17 @@ def check_counts(saved: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def is_out_of_bounds(policy: object, scale: float) -> bool:
-    """Return whether a scale lies outside the floor and the ceiling of a policy."""
+    """Return whether a scale is outside the floor and the ceiling of a policy."""
     return _bound_crossed(policy, scale) is not None
 
 
 def warn_if_out_of_bounds(policy: object, scale: float, instead: str, *, of: str = "checkpoint") -> None:
-    """Warn of a scale to resume from that lies outside the floor and the ceiling of the policy in force.
+    """Warn of a scale to resume from that is outside the floor and the ceiling of the policy.
 
     Args:
-        policy: the rule in force; one without bounds allows any scale.
+        policy: the rule; one without bounds allows any scale.
         scale: the one to resume from.
-        instead: what to write to start inside the bounds, with `{bound}` where the number belongs.
+        instead: what to write to start inside the bounds, with `{bound}` in place of the number.
         of: where the scale comes from.
     """
     crossed = _bound_crossed(policy, scale)
@@ -114,7 +109,7 @@ def warn_if_out_of_bounds(policy: object, scale: float, instead: str, *, of: str
     kind = type(policy).__name__
     warnings.warn(
         f"the {of}'s loss scale {scale!r} is {side} {name}={bound!r} of {kind}. Training resumes at that "
-        "scale, and the bound holds again once the policy has moved it back. "
+        "scale, and the bound applies again once the policy has moved it back. "
         f"Write policy={kind}({name}={scale!r}) to allow it, or {instead.format(bound=bound)} "
         "to start inside.",
         UserWarning,
@@ -123,9 +118,9 @@ def warn_if_out_of_bounds(policy: object, scale: float, instead: str, *, of: str
 
 
 def _bound_crossed(policy: object, scale: float) -> tuple[str, str, float] | None:
-    """Return on which side of which bound a scale lies, and the bound; None inside.
+    """Return the side, the name and the value of the bound that a scale crosses; None inside.
 
-    With `Compat(bounds="moves")` the first scale may lie outside; up to there a scale is the policy's own.
+    With `Compat(bounds="moves")` the first scale may be outside: scales up to that one are allowed.
     """
     floor, ceiling = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
     first = getattr(policy, "init_scale", scale)
@@ -137,11 +132,7 @@ def _bound_crossed(policy: object, scale: float) -> tuple[str, str, float] | Non
 
 
 def check_limits(**limits: float | None) -> None:
-    """Refuse limits, decays and factors that cannot work, and two ways to clip at once.
-
-    Args:
-        limits: by name: `weight_decay`, `loss_scale_factor`, `clipnorm`, `clipvalue`, `global_clipnorm`.
-    """
+    """Refuse invalid limits, decays and factors, and two ways to clip at once."""
     for name, value in limits.items():
         if value is None:
             continue
@@ -165,14 +156,7 @@ def check_averaging(
     *,
     fewest: int = 1,
 ) -> None:
-    """Refuse a momentum outside 0 to 1, and counts that are not whole numbers above 0.
-
-    Args:
-        ema_momentum: of the moving average.
-        ema_overwrite_frequency: updates between overwriting weights, or None.
-        gradient_accumulation_steps: micro-steps per update, or None.
-        fewest: micro-steps that the framework accepts at least.
-    """
+    """Refuse a momentum outside 0 to 1, and counts that are not whole numbers above 0."""
     if not (is_number(ema_momentum) and 0.0 <= ema_momentum <= 1.0):
         raise PolicyError(f"ema_momentum={ema_momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
     for name, value, least in (

@@ -1,6 +1,6 @@
-"""What a dialect is: a known system's rule, under its own argument names, and its saved state.
+"""The class of dialects: a known system's policy, with its own argument names, and its saved state.
 
-The systems' rules are in `dialects`, their checkpoints in `formats`.
+The systems' policies are in `dialects`, their checkpoint formats in `formats`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from preamp.systems.formats import Format, backoff_factor, compat_of, hysteresis
 
 __all__ = ["Dialect", "dialect", "unused_of"]
 
-SHARED = ("scale", "good", "bad", "steps")  # steps: how far a run has come, not part of a rule
+SHARED = ("scale", "good", "bad", "steps")  # steps: of the run, not part of a policy's state
 
 P = ParamSpec("P")
 
 
 class Dialect(Policy[Any], Generic[P]):
-    """A known system's rule: itself the policy with that system's defaults, and callable for others.
+    """A known system's policy, with that system's defaults; calling it takes the system's own arguments.
 
     Attributes:
         name: the name in `dialects`, such as "TORCH".
-        system: the system and the release the rule was taken from.
+        system: the system, and the release whose rule this is.
         odd: what is odd about it, in one line.
-        format: how the system saves its loss scale; None if that is not known here.
+        format: how the system saves its loss scale; None if that is not supported.
         policy: the policy with the system's defaults.
     """
 
@@ -82,12 +82,12 @@ class Dialect(Policy[Any], Generic[P]):
             The state, for the policy that `load_policy` returns for the same arguments.
 
         Raises:
-            CheckpointError: for what the system does not save, or could not resume from.
-            PolicyError: for saved settings that cannot work.
+            CheckpointError: for something that the system does not save, or could not resume from.
+            PolicyError: for invalid saved settings.
 
         Warns:
-            LossyConversion: of what our own adapter has saved beside the system's entries, such as the memory
-                of a `Headroom`, which no state of this dialect holds.
+            LossyConversion: of what preamp saved besides the system's entries and a state of this dialect
+                cannot hold, such as the memory of a `Headroom`.
         """
         state = self.load_quietly(saved, policy)
         unused = unused_of(self.known_format().remembered(self._entries(saved)))
@@ -115,7 +115,7 @@ class Dialect(Policy[Any], Generic[P]):
             return self.known_format().policy(self._entries(saved), self._or_own(policy))
 
     def dump(self, state: object, policy: Policy[Any] | None = None) -> dict[str, Any]:
-        """Return what makes the system resume from a state, as `load` takes it.
+        """Return the entries from which the system resumes at a state, as `load` takes them.
 
         Args:
             state: a state of `policy`: numbers, or scalars of any framework.
@@ -126,13 +126,13 @@ class Dialect(Policy[Any], Generic[P]):
             PolicyError: for a rule that the system does not have.
 
         Warns:
-            LossyConversion: of what the system does not save, or does otherwise.
+            LossyConversion: of what the system does not save, or does differently.
         """
         saved, lost = self.dump_and_tell(state, policy)
         if lost:
             warnings.warn(
                 f"what {self.system} saves has no place for {', '.join(lost)}. "
-                "Configure there what that system has a setting for.",
+                "If that system has settings for these, configure them there.",
                 LossyConversion,
                 stacklevel=level_of_caller(),
             )
@@ -157,12 +157,12 @@ class Dialect(Policy[Any], Generic[P]):
         lost += _lost({"scale": state.scale}, {"scale": there.scale})
         lost += _lost_settings(state, given, rule)
         before = _counts(given, kept)
-        if hysteresis(given) != hysteresis(rule):  # which is named, and says how many are left of each
+        if hysteresis(given) != hysteresis(rule):  # listed already, and it implies this one
             before.pop("overflows_left", None)
         return saved, lost + _lost(before, _counts(rule, there))
 
     def unsaved_arguments(self) -> dict[str, Any]:
-        """Return the arguments that change the rule and that the system does not save, with their defaults.
+        """Return the arguments that affect the rule but are not saved by the system, with their defaults.
 
         >>> from preamp.systems.dialects import APEX
         >>> APEX.unsaved_arguments()
@@ -178,7 +178,7 @@ class Dialect(Policy[Any], Generic[P]):
         return unsaved
 
     def _with_another(self, name: str, default: Any) -> Iterator[Policy[Any]]:
-        """Yield the rule with another value of one argument, if such a rule moves the scale otherwise."""
+        """Yield the rule with another value of one argument, if that makes a difference."""
         if isinstance(default, bool):
             values: list[Any] = [not default]
         else:
@@ -200,7 +200,7 @@ class Dialect(Policy[Any], Generic[P]):
         """
         if self.format is None:
             raise CheckpointError(
-                f"how {self.system} saves its loss scale is not known here. "
+                f"how {self.system} saves its loss scale is not known to preamp. "
                 "Write State(scale=..., good=0.0, bad=0.0) with the scale that it saved."
             )
         return self.format
@@ -240,7 +240,7 @@ def dialect(
 
 
 def _nearest_rule(policy: Policy[Any]) -> Policy[Any]:
-    """Return a rule as the `Dynamic` with its factors and bounds, if it has these and no system has it."""
+    """Return a `Bounded` rule that no other system has as the `Dynamic` with its factors and bounds."""
     if isinstance(policy, Moving) or not isinstance(policy, Bounded):
         return policy
     shared = {field.name: getattr(policy, field.name) for field in fields(Bounded)}
@@ -249,16 +249,16 @@ def _nearest_rule(policy: Policy[Any]) -> Policy[Any]:
 
 
 def _counted_as(own: Policy[Any], state: Any, given: Policy[Any]) -> Any:
-    """Return a state of `given` with as many clean steps left to a growth under `own`, if `own` can count so.
+    """Return a state of `given` with the same number of clean steps left to a growth under `own`.
 
-    One rule counts them from the first, another leaves some uncounted.
+    Rules differ in how many clean steps at the start they do not count.
     """
     theirs, ours = compat_of(given).growth_delay, compat_of(own).growth_delay
     return state if theirs == ours else state._replace(good=max(state.good - theirs + ours, 0.0))
 
 
 def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Name what is not the same after a conversion."""
+    """List what differs after a conversion."""
     return [
         f"{name}={_brief(value)} (there {_brief(after[name])}{_consequence(name, value, after[name])})"
         for name, value in before.items()
@@ -271,7 +271,7 @@ def _brief(value: object) -> str:
 
 
 def _consequence(name: str, here: Any, there: Any) -> str:
-    """Say what follows from a difference that its name does not explain."""
+    """Explain a difference whose name is not enough."""
     if name != "growth_delay":
         return ""
     steps = abs(there - here)
@@ -280,25 +280,25 @@ def _consequence(name: str, here: Any, there: Any) -> str:
 
 
 def unused_of(remembered: Mapping[str, Any]) -> list[str]:
-    """Name what was remembered for another policy; what nothing was counted in yet is not worth a name."""
+    """List what was remembered for another policy, except for numbers that are still 0."""
     return [f"{name}={value!r}" for name, value in remembered.items() if name not in SHARED and value]
 
 
 def _unknown_rule(policy: Policy[Any]) -> list[str]:
-    """Name a rule that no system has, of which only the common settings are carried."""
+    """List a rule that no other system has, of which only the common settings are converted."""
     known = isinstance(policy, Dynamic | Tolerant | Static)
     return [] if known else [f"policy={policy!r} (there Dynamic)"]
 
 
 def _unknown_memory(state: Any, policy: Policy[Any]) -> list[str]:
-    """Name what a state holds besides the numbers that every rule has."""
+    """List what a state holds besides the numbers that every rule has."""
     counted = ("age",) if isinstance(policy, Tolerant) else ()
     named = {name: value for name, value in state._asdict().items() if name not in counted}
     return unused_of({name: float(value) for name, value in named.items()})
 
 
 def _lost_settings(state: Any, given: Policy[Any], rule: Policy[Any]) -> list[str]:
-    """Name the settings of `given` that `rule` has otherwise, if the scale can then move otherwise."""
+    """List the settings of `given` that differ in `rule`, if the scale can then move differently."""
     before, after = _settings(given), _settings(rule)
     if isinstance(given, Moving) and isinstance(rule, Moving):
         is_exact = math.frexp(before["backoff_factor"])[0] == 0.5
@@ -308,7 +308,7 @@ def _lost_settings(state: Any, given: Policy[Any], rule: Policy[Any]) -> list[st
             after["backoff_divisor"] = rule.compat.backoff_divisor
         other_dtype = given.compat.scale_dtype != rule.compat.scale_dtype
         if other_dtype and {given.max_scale, rule.max_scale} == {FLOAT32_MAX, None}:
-            del before["max_scale"]  # each ends where its scale_dtype does, which is named
+            del before["max_scale"]  # it follows from scale_dtype, which is listed
         if not all(_is_inside(state.scale, policy) for policy in (given, rule)):
             before["bounds"], after["bounds"] = given.compat.bounds, rule.compat.bounds
     return _lost(before, after)
@@ -319,7 +319,7 @@ def _is_inside(scale: float, policy: Moving[Any]) -> bool:
 
 
 def _settings(policy: Policy[Any]) -> dict[str, Any]:
-    """Return what decides when and where to a scale moves, in the same terms for all rules."""
+    """Return the settings that determine how the scale moves, in the same terms for all rules."""
     if not isinstance(policy, Moving):
         return policy.get_config()
     settings = {
@@ -344,7 +344,7 @@ def _settings(policy: Policy[Any]) -> dict[str, Any]:
 
 
 def _counts(policy: Policy[Any], state: Any) -> dict[str, int]:
-    """Return what a state has counted that the next moves depend on."""
+    """Return the counts in a state that the next moves depend on."""
     if not isinstance(policy, Moving):
         return {}
     if isinstance(policy, Tolerant):

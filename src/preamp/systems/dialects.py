@@ -1,4 +1,4 @@
-"""How each known system moves its loss scale, as a policy. Oddities included.
+"""The loss scaling of each known system as a policy, oddities included.
 
 A dialect is a policy with that system's defaults; calling it takes that system's own arguments:
 
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def _but(policy: Any, **settings: Any) -> Policy[Any]:
-    """Return a system's policy where another system differs from it only in some settings."""
+    """Return another system's policy with some settings replaced."""
     return replace(policy, **settings)
 
 

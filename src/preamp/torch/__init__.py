@@ -1,8 +1,4 @@
-"""preamp for PyTorch: `from preamp.torch import GradScaler, autocast` is the only line to change.
-
-This room decides what an operator computes in, and whether an optimizer steps. It refuses to know when a
-scale moves: the policy does. docs/architecture.md says what each file decides.
-"""
+"""preamp for PyTorch: `from preamp.torch import GradScaler, autocast` is the only line to change."""
 
 from preamp.arrays.load_order import before_torch as _before_torch
 from preamp.errors import MissingExtra

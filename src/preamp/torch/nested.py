@@ -1,7 +1,4 @@
-"""Tensors in lists, tuples, dicts and what users nest of them.
-
-This room walks structures and compares shapes. It refuses to know what the tensors are for.
-"""
+"""Map functions over nested tensors, and check losses and shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], outputs: T) -> T:
     iterator, as in PyTorch.
 
     Raises:
-        ValueError: for what is neither a tensor nor an iterable of them.
+        ValueError: for something that is neither a tensor nor an iterable of tensors.
     """
     mapped: T = _mapped(function, outputs)
     return mapped
@@ -51,7 +48,7 @@ def require_tensor(loss: Any, line: str) -> None:
 
     Args:
         loss: what was given.
-        line: what to write for a loss that the model led to.
+        line: the call to write instead, for the error message.
 
     Raises:
         UsageError: naming the loss.
@@ -59,20 +56,21 @@ def require_tensor(loss: Any, line: str) -> None:
     if not isinstance(loss, Tensor):
         raise UsageError(
             f"the loss is {shown(loss)}, a {type(loss).__name__} and not a tensor, so it has no gradient. "
-            f"Write {line} with the tensor that the model's outputs led to, without .item() or float()."
+            f"Write {line} with the tensor that was computed from the model's outputs, without .item() or "
+            "float()."
         )
 
 
 def check_shapes(
     name: str, saved: Any, tensors: Sequence[Tensor], *, may_lack: bool = False, all_of_them: bool = False
 ) -> None:
-    """Refuse saved tensors that are not of the shapes of others, from the first of these on.
+    """Refuse saved tensors whose shapes differ from those of the first of some tensors.
 
     Args:
         name: what they are, for the message.
         saved: the value of a checkpoint.
-        tensors: what they are to fit.
-        may_lack: None may stand for a tensor.
+        tensors: the tensors that they have to fit.
+        may_lack: whether None may stand for a tensor.
         all_of_them: whether there must be as many.
 
     Raises:
@@ -86,5 +84,5 @@ def check_shapes(
     if not fit or len(theirs) > len(ours) or (all_of_them and len(theirs) < len(ours)):
         raise PolicyError(
             f"the checkpoint has {name} of shapes {shown(theirs)}, the optimizer of {shown(ours)}. "
-            "Make the optimizer as it was when the checkpoint was written."
+            "Make the same optimizer as when the checkpoint was written."
         )

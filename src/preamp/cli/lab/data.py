@@ -1,7 +1,4 @@
-"""Tables to train on: scikit-learn's handwritten digits, or a user's own CSV file.
-
-Errors in a file give the line.
-"""
+"""Tables to train on: scikit-learn's handwritten digits, or a user's own CSV file."""
 
 from __future__ import annotations
 
@@ -140,7 +137,7 @@ def _split(
     classes: int,
     picture: tuple[int, int] | None = None,
 ) -> Table:
-    """Split at random, always in the same way."""
+    """Split at random, with a fixed seed."""
     order = np.random.default_rng(0).permutation(len(features))
     rows, names = features[order].astype(np.float32), labels[order].astype(np.int64)
     test = math.ceil(len(rows) * TEST_SHARE)

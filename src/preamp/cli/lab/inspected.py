@@ -28,11 +28,11 @@ def inspect_function(
         emulate: whether to round instead of casting.
 
     Raises:
-        PreampError: for a target that is not there, that runs no operator, or that JAX cannot trace.
+        PreampError: for a target that does not exist, that runs no operator, or that JAX cannot trace.
         MissingExtra: without the framework.
     """
     if dtype and dtype.startswith("float8") and not emulate:
-        raise PreampError(f"--dtype {dtype} can only be rehearsed. Write --emulate as well.")
+        raise PreampError(f"--dtype {dtype} can only be emulated. Write --emulate as well.")
     if framework == "torch":
         return _run_in_torch(target, device or "cpu", dtype, emulate)
     if device:
@@ -90,7 +90,7 @@ def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
 
 
 def _nothing_ran(target: str, result: object) -> str:
-    """Say that a function ran no operator, and what to write where it returns one that was not called."""
+    """Say that a function ran no operator, and what to write if it returns another function."""
     name = target.rpartition(":")[2]
     if callable(result):
         return (
@@ -112,7 +112,7 @@ def find_function(target: str) -> Callable[[], Any]:
     """Return what "MODULE:FUNCTION" names; modules of the working directory are found too.
 
     Raises:
-        PreampError: when it is not there, or cannot be called.
+        PreampError: when it does not exist, or cannot be called.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
@@ -152,7 +152,7 @@ def _load(place: str) -> Any:
         raise PreampError(
             f"There is no file {place}. Write the path of a Python file, or the name of a module."
         )
-    if b"\0" in path.read_bytes():  # for which Python has had two kinds of errors
+    if b"\0" in path.read_bytes():  # Python's error for it differs between versions
         raise PreampError(f"{place}: this is not Python (it has null bytes).")
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -164,7 +164,7 @@ def _load(place: str) -> Any:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         if error.filename and os.path.realpath(error.filename) != os.path.realpath(path):
-            raise  # of what it imports, with its traceback
+            raise  # in a module that it imports: with its traceback
         where = f", line {error.lineno}" if error.lineno else ""
         raise PreampError(f"{place}{where}: this is not Python ({error.msg}).") from error
     return module
@@ -173,7 +173,7 @@ def _load(place: str) -> Any:
 def _is_missing(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is None
-    except (ImportError, ValueError, AttributeError):  # no name of a module, such as "a..b" or ".a"
+    except (ImportError, ValueError, AttributeError):  # not a module name, such as "a..b" or ".a"
         return True
 
 

@@ -1,14 +1,14 @@
 """The training loop in JAX: one compiled step, as a user of `preamp.jax` would write it.
 
-`autocast(emulate=True)` rehearses low precision. JAX's own float16 products are summed in float32 too, at
+`autocast(emulate=True)` emulates low precision. JAX's own float16 products are summed in float32 too, at
 float32's speed.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from preamp.cli.lab import ADAM_EPSILON, ZEROS_EVERY, Precision
-from preamp.cli.lab.lens import Lens
-from preamp.cli.lab.problem import Problem, share_of_zeros
+from preamp.cli.lab import ADAM_EPSILON, SNAPSHOT_EVERY, Precision
+from preamp.cli.lab.loop import Loop, Trained
+from preamp.cli.lab.problem import Problem
 from preamp.jax import (
     apply_gradients,
     autocast,
@@ -36,31 +36,40 @@ from preamp.policy import Policy
 from preamp.record.snapshots import Kind, Snapshot
 from preamp.scaling import Step
 
-# By the names of the layers: from the first to the last, or of a backward pass from the last to the first.
+# By the names of the layers, in the order of the forward or of the backward pass.
 Layers: TypeAlias = OrderedDict[str, dict[str, jax.Array]]
 ByLayer: TypeAlias = OrderedDict[str, Any]
 
 
-class JaxLoop:
-    """One training of one problem. The arguments are those of `preamp.cli.lab.runs.Loop`.
+@dataclass
+class Lens:
+    """Chooses the steps to inspect as `preamp.torch.Lens` does: one of `every`, and the one after a skip.
 
     Attributes:
-        lens: says at which steps to look.
+        every: steps from one snapshot to the next, beginning with the first.
+        on_snapshot: called with every `Snapshot`; None to take none.
     """
 
+    every: int = SNAPSHOT_EVERY
+    on_snapshot: Callable[[Snapshot], object] | None = None
+    _skipped_before: bool = field(default=False, init=False, repr=False)
+
+    def is_due(self, index: int, *, after_skip: bool) -> bool:
+        """Return whether to inspect a step; called once for each. Of skips in a row, the first counts."""
+        before, self._skipped_before = self._skipped_before, after_skip
+        return index % self.every == 0 or (after_skip and not before)
+
+
+class JaxLoop(Loop):
+    """One training of one problem. Its `lens` says which steps to inspect."""
+
     def __init__(
-        self,
-        problem: Problem,
-        precision: Precision,
-        policy: Policy[Any] | None,
-        seed: int,
-        *,
-        emulate: bool = True,
+        self, problem: Problem, precision: Precision, policy: Policy[Any] | None, seed: int, **settings: bool
     ) -> None:
-        self.problem, self.precision, self.policy, self.seed = problem, precision, policy, seed
+        super().__init__(problem, precision, policy, seed, **settings)
         self.products = _products
         if precision != "float32":
-            self.products = autocast(_products, precision, emulate=emulate)
+            self.products = autocast(_products, precision, emulate=self.emulate)
         self.optimizer = optax.adam(problem.learning_rate, eps=ADAM_EPSILON)
         if policy is not None:
             self.optimizer = loss_scaled(self.optimizer, policy)
@@ -74,34 +83,30 @@ class JaxLoop:
         self.train_step = jax.jit(self._train_step)
         self.values = jax.jit(self._values)
 
-    def steps(self) -> Iterator[Step]:
-        """Train, yielding one `Step` after each update."""
-        inputs, labels = self.problem.table.train, self.problem.table.train_labels
-        skipped = False
-        for index, rows in enumerate(self.problem.batches(self.seed)):
-            start = time.perf_counter()
-            if self.lens.is_due(index, after_skip=skipped):
-                self.lens.show(self._snapshots(index, inputs[rows], labels[rows]))
-            after = self.train_step(self.layers, self.state, inputs[rows], labels[rows])
-            loss, gradients, peak, self.layers, self.state = after
-            zeros = share_of_zeros(gradients) if index % ZEROS_EVERY == 0 else None
-            step = last_step(self.state) if self.policy else None
-            step = step or Step(index, 1.0, finite=True, skipped=False)
-            step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
-            yield step._replace(seconds=time.perf_counter() - start)
-            skipped = step.skipped
-            if self.policy and skipped:
-                check_exhausted(self.state, self.policy)
+    def train_on(self, rows: NDArray[np.int64], index: int) -> Trained:
+        inputs, labels = self.problem.table.train[rows], self.problem.table.train_labels[rows]
+        if self.lens.on_snapshot and self.lens.is_due(index, after_skip=self.skipped):
+            for one in self._snapshots(index, inputs, labels):
+                self.lens.on_snapshot(one)
+        after = self.train_step(self.layers, self.state, inputs, labels)
+        loss, gradients, peak, self.layers, self.state = after
+        return Trained(loss, gradients, peak)
+
+    def last_step(self) -> Step | None:
+        return last_step(self.state)
+
+    def check_exhausted(self) -> None:
+        if self.policy is not None:
+            check_exhausted(self.state, self.policy)
 
     def outputs(self) -> NDArray[np.float32]:
-        """Return what the network answers on the test rows, in the precision it was trained in."""
         answers, _ = self._outputs(self.layers, None, jnp.asarray(self.problem.table.test))
         return np.asarray(answers)
 
     def _train_step(
         self, layers: Layers, state: Any, inputs: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, list[jax.Array], jax.Array, Layers, Any]:
-        """Return the loss, the weights' gradients of the scaled loss, their peak, and what is next."""
+        """Return the loss, the weights' gradients of the scaled loss, their peak, and the next state."""
         if self.policy is None:
             (loss, _), gradients = jax.value_and_grad(self._loss, has_aux=True)(layers, None, inputs, labels)
             updates, state = self.optimizer.update(gradients, state, layers)
@@ -115,7 +120,7 @@ class JaxLoop:
         return loss, of_weights, _peak(of_weights), layers, state
 
     def _outputs(self, layers: Layers, slots: ByLayer | None, inputs: jax.Array) -> tuple[jax.Array, ByLayer]:
-        """Return what the network answers, in float32 from the last product on, and what layers put out."""
+        """Return the network's outputs, in float32 from the last product on, and those of each layer."""
         products, activations = self.products(layers, slots, inputs)
         answers = products.astype(jnp.float32)
         if self.problem.loss == "squared":
@@ -127,7 +132,7 @@ class JaxLoop:
     def _loss(
         self, layers: Layers, slots: ByLayer | None, inputs: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, ByLayer]:
-        """Return the loss, and what each layer puts out."""
+        """Return the loss, and the outputs of each layer."""
         answers, activations = self._outputs(layers, slots, inputs)
         if self.problem.loss == "squared":
             return jnp.mean(jnp.square(answers - inputs)), activations
@@ -137,7 +142,7 @@ class JaxLoop:
     def _snapshots(
         self, index: int, inputs: NDArray[np.float32], labels: NDArray[np.int64]
     ) -> Iterator[Snapshot]:
-        """Yield what there is to see of a step that is about to be made, a look for each kind of values."""
+        """Yield a snapshot of each kind of values of the step that is about to be made."""
         scale, values, counts = self.values(self.layers, self.state, inputs, labels)
         about: dict[str, Any] = {"index": index, "scale": float(scale), "low_dtype": self.precision}
         for what, like in values.items():
@@ -146,9 +151,9 @@ class JaxLoop:
     def _values(
         self, layers: Layers, state: Any, inputs: jax.Array, labels: jax.Array
     ) -> tuple[Any, dict[Kind, ByLayer], dict[Kind, ByLayer]]:
-        """Return the loss scale, what a step computes, and how many values of each size that has.
+        """Return the loss scale, the values that a step computes, and the histogram of each.
 
-        This is a function beside the step, so that a step is the same whether it is inspected or not.
+        It is apart from the step, so that a step is the same whether it is inspected or not.
         """
         slots = OrderedDict((name, flow_slot()) for name in layers)
         if self.policy is None:
@@ -163,7 +168,7 @@ class JaxLoop:
             "input": OrderedDict(zip(layers, [inputs, *activations.values()], strict=False)),
             "weight": layers,
             "activation": activations,
-            "flow": _last_first(activations),  # which has the flows' shapes and dtypes
+            "flow": _last_first(activations),  # with the flows' shapes and dtypes
             "gradient": _last_first(gradients),
         }
         counts: dict[Kind, ByLayer] = {what: exponent_histogram(tree) for what, tree in values.items()}
@@ -172,11 +177,11 @@ class JaxLoop:
 
 
 def _products(layers: Layers, slots: ByLayer | None, values: jax.Array) -> tuple[jax.Array, ByLayer]:
-    """Return what the last layer says, before any sigmoid of it, and what the others put out.
+    """Return the outputs of the last layer, before any sigmoid, and those of the others.
 
     Args:
         layers: weight, of shape (in, out), and bias of each.
-        slots: for each layer, where to count the gradient with respect to what it puts out; None not to.
+        slots: for each layer, where to count the gradient with respect to its outputs; None not to.
         values: the inputs.
     """
     *hidden, last = layers
@@ -192,7 +197,7 @@ def _watched(values: jax.Array, slots: ByLayer | None, name: str) -> jax.Array:
 
 
 def _last_first(tree: ByLayer) -> ByLayer:
-    """Return what there is of each layer in the order in which a backward pass comes to it."""
+    """Return a dict by layer in the order of the backward pass."""
     return OrderedDict(reversed(tree.items()))
 
 

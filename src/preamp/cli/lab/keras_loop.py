@@ -3,13 +3,12 @@
 The network, the loss and the optimizer are the same on all three. The step is what differs: JAX jits a pure
 function, PyTorch runs backward, TensorFlow records a tape in a graph. `KERAS_BACKEND` says which one runs.
 
-Casting down and up again rehearses low precision; the gradients are rounded at the same places. Natively,
+Casting down and up again emulates low precision; the gradients are rounded at the same places. Natively,
 Keras's own policies such as "mixed_float16" do the work.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from preamp.arrays.load_order import before_keras
-from preamp.cli.lab import ADAM_EPSILON, KERAS_BACKENDS, ZEROS_EVERY, Precision
-from preamp.cli.lab.problem import Problem, share_of_zeros
+from preamp.cli.lab import ADAM_EPSILON, KERAS_BACKENDS, Precision
+from preamp.cli.lab.loop import Loop, Trained
+from preamp.cli.lab.problem import Problem
 from preamp.errors import PreampError, ScaleExhausted
 from preamp.policy import Policy
 from preamp.scaling import Step
@@ -38,11 +38,8 @@ else:
 
 from preamp.keras import LossScaleOptimizer
 
-# Takes inputs and targets; returns the loss, the gradients, scaled or not, with kernels at even places, the
-# peak of these, scaled, and what there is to raise once the step is recorded.
-TrainStep: TypeAlias = Callable[
-    [NDArray[Any], NDArray[Any]], tuple[Any, list[Any], Any, ScaleExhausted | None]
-]
+# Takes inputs and targets. Of the gradients, those of kernels are at even places.
+TrainStep: TypeAlias = Callable[[NDArray[Any], NDArray[Any]], Trained]
 
 LOSSES: dict[str, Callable[[], Any]] = {
     "squared": keras.losses.MeanSquaredError,
@@ -51,13 +48,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 
 
 class LowPrecisionDense(keras.layers.Dense):  # type: ignore[misc]  # Keras has no types
-    """A dense layer that stores operands, products and their gradients in a low precision.
-
-    Args:
-        units: how many outputs it has.
-        stored: the precision, such as "float16".
-        **settings: those of `keras.layers.Dense`.
-    """
+    """A dense layer that stores operands, products and their gradients in a precision such as "float16"."""
 
     def __init__(self, units: int, stored: str, **settings: Any) -> None:
         super().__init__(units, **settings)
@@ -73,22 +64,15 @@ class LowPrecisionDense(keras.layers.Dense):  # type: ignore[misc]  # Keras has 
         return keras.ops.cast(keras.ops.cast(values, self.stored), "float32")
 
 
-class KerasLoop:
-    """One training of one problem. The arguments are those of `preamp.cli.lab.runs.Loop`."""
+class KerasLoop(Loop):
+    """One training of one problem."""
 
     def __init__(
-        self,
-        problem: Problem,
-        precision: Precision,
-        policy: Policy[Any] | None,
-        seed: int,
-        *,
-        emulate: bool = True,
+        self, problem: Problem, precision: Precision, policy: Policy[Any] | None, seed: int, **settings: bool
     ) -> None:
-        self.problem, self.seed = problem, seed
-        self.scaled = policy is not None
+        super().__init__(problem, precision, policy, seed, **settings)
         with keras.device("cpu"):
-            self.model = _network(problem, precision, emulate)
+            self.model = _network(problem, precision, self.emulate)
             self.model.set_weights(list(_first_weights(problem, seed)))
             self.optimizer = keras.optimizers.Adam(problem.learning_rate, epsilon=ADAM_EPSILON)
             if policy is not None:
@@ -96,26 +80,20 @@ class KerasLoop:
             self.optimizer.build(self.model.trainable_variables)
         self.train_step = STEPS[keras.backend.backend()](self.model, self.optimizer, LOSSES[problem.loss]())
 
-    def steps(self) -> Iterator[Step]:
-        """Train, yielding one `Step` after each update."""
-        inputs = self.problem.table.train
-        targets = inputs if self.problem.loss == "squared" else self.problem.table.train_labels
-        for index, rows in enumerate(self.problem.batches(self.seed)):
-            start = time.perf_counter()
-            with keras.device("cpu"):
-                loss, gradients, peak, gives_up = self.train_step(inputs[rows], targets[rows])
-                zeros = share_of_zeros(gradients[::2]) if index % ZEROS_EVERY == 0 else None
-            step = self.optimizer.last_step if self.scaled else None
-            step = step or Step(index, 1.0, finite=True, skipped=False)
-            step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
-            yield step._replace(seconds=time.perf_counter() - start)
-            if gives_up:
-                raise gives_up
-            if step.skipped:
-                self.optimizer.check_exhausted()
+    def train_on(self, rows: NDArray[np.int64], index: int) -> Trained:
+        table = self.problem.table
+        targets = table.train if self.problem.loss == "squared" else table.train_labels
+        with keras.device("cpu"):
+            step = self.train_step(table.train[rows], targets[rows])
+        return step._replace(gradients=step.gradients[::2])
+
+    def last_step(self) -> Step | None:
+        return self.optimizer.last_step  # type: ignore[no-any-return]
+
+    def check_exhausted(self) -> None:
+        self.optimizer.check_exhausted()
 
     def outputs(self) -> NDArray[np.float32]:
-        """Return what the network answers on the test rows, in the precision it was trained in."""
         with keras.device("cpu"):
             rows = self.problem.table.test
             answers = self.model.predict(rows, batch_size=len(rows), verbose=0)
@@ -123,11 +101,11 @@ class KerasLoop:
 
 
 def _network(problem: Problem, precision: Precision, emulate: bool) -> Any:
-    """Return the layers, all of whose arithmetic is in float32 or in the precision."""
+    """Return the layers, which compute in float32 or in the precision."""
     make = partial(keras.layers.Dense, dtype="float32" if precision == "float32" else f"mixed_{precision}")
     if emulate and precision != "float32":
         make = partial(LowPrecisionDense, stored=precision, dtype="float32")
-    make = partial(make, kernel_initializer="zeros")  # to be set: drawing them takes JAX seconds
+    make = partial(make, kernel_initializer="zeros")  # replaced below: drawing them takes JAX seconds
     *hidden, last = problem.sizes[1:]
     layers = [make(units, activation="sigmoid") for units in hidden]
     answer = make(last, activation="sigmoid" if problem.loss == "squared" else None)
@@ -163,25 +141,25 @@ def _jax_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
         (_, loss), gradients = differentiated(weights, rest, state, inputs, targets)
         return *optimizer.stateless_apply(state, gradients, weights), loss, gradients, _peak(gradients)
 
-    def step(inputs: Any, targets: Any) -> Any:
+    def step(inputs: Any, targets: Any) -> Trained:
         parts = model.trainable_variables, model.non_trainable_variables, optimizer.variables
         values = [[variable.value for variable in part] for part in parts]
         weights, state, loss, gradients, peak = update(*values, inputs, targets)
         for variable, value in zip([*parts[0], *parts[2]], [*weights, *state], strict=True):
             variable.assign(value)
-        return loss, gradients, peak, None
+        return Trained(loss, gradients, peak)
 
     return step
 
 
 def _torch_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
-    """Return a step that runs backward and applies what it left at the weights."""
+    """Return a step that runs backward and applies the gradients."""
     import torch
 
     torch.set_num_threads(1)  # layers this small are slower on two
     weights = model.trainable_variables
 
-    def step(inputs: Any, targets: Any) -> Any:
+    def step(inputs: Any, targets: Any) -> Trained:
         loss = loss_of(torch.from_numpy(targets), model(torch.from_numpy(inputs), training=True))
         model.zero_grad()
         optimizer.scale_loss(loss).backward()
@@ -189,9 +167,9 @@ def _torch_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
         peak = _peak(gradients)
         try:
             optimizer.apply(gradients, weights)
-        except ScaleExhausted as reason:
-            return loss.detach(), gradients, peak, reason
-        return loss.detach(), gradients, peak, None
+        except ScaleExhausted as error:
+            return Trained(loss.detach(), gradients, peak, error)
+        return Trained(loss.detach(), gradients, peak)
 
     return step
 
@@ -210,9 +188,9 @@ def _tensorflow_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
         optimizer.apply(gradients, weights)
         return loss, gradients, _peak(gradients)
 
-    # The last batch of an epoch is shorter. Nothing here is for AutoGraph, which takes seconds to see that.
+    # The last batch of an epoch is shorter. AutoGraph has nothing to rewrite and takes seconds to find out.
     graph = tf.function(step, reduce_retracing=True, autograph=False)
-    return lambda inputs, targets: (*graph(tf.constant(inputs), tf.constant(targets)), None)
+    return lambda inputs, targets: Trained(*graph(tf.constant(inputs), tf.constant(targets)))
 
 
 STEPS: dict[str, Callable[[Any, Any, Any], TrainStep]] = {

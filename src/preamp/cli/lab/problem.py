@@ -1,4 +1,4 @@
-"""What a problem is, for every framework's loop: arrays, layer sizes and a recipe."""
+"""What to train: rows, layer sizes and a recipe, the same in every framework's loop."""
 
 from __future__ import annotations
 
@@ -90,3 +90,38 @@ def share_of_zeros(gradients: Iterable[Any]) -> float:
     """Return the share of entries that are exactly zero, of arrays that NumPy can read."""
     arrays = list(map(np.asarray, gradients))
     return 1.0 - sum(int(np.count_nonzero(array)) for array in arrays) / sum(array.size for array in arrays)
+
+
+def autoencoder(table: Table, epochs: int | None = None) -> Problem:
+    """Return the default problem: redrawing the rows of a table from 16 numbers.
+
+    Every sigmoid multiplies the gradient by at most 1/4, and there are eight: the first layers get gradients
+    of about 1e-8, below float16's smallest number. Without scaling they get exactly zero and keep their
+    initial weights, and the network answers every digit with the same average blot.
+    """
+    columns = table.train.shape[1]
+    return Problem(
+        task="autoencoder",
+        table=table,
+        sizes=(columns, 128, 64, 32, 16, 32, 64, 128, columns),
+        gain=1.0,
+        loss="squared",
+        learning_rate=3e-3,
+        batch_size=128,
+        epochs=250 if epochs is None else epochs,
+    )
+
+
+def classify(table: Table, epochs: int | None = None) -> Problem:
+    """Return the problem of naming the label of each row of a table."""
+    return Problem(
+        task="classify",
+        table=table,
+        # Eight layers of sigmoids are what it takes for float16 to fail without scaling.
+        sizes=(table.train.shape[1], *(64,) * 7, table.classes),
+        gain=3**-0.5,  # the variance of PyTorch's own initial weights
+        loss="cross_entropy",
+        learning_rate=3e-3,
+        batch_size=100,
+        epochs=120 if epochs is None else epochs,
+    )

@@ -1,4 +1,4 @@
-"""Runs the trainings that a comparison consists of, and keeps their traces."""
+"""Run the trainings of a comparison and record their traces."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from preamp.cli.lab import KERAS_BACKENDS, Framework, Precision, Task
-from preamp.cli.lab.autoencoder import autoencoder
-from preamp.cli.lab.classify import classify
-from preamp.cli.lab.problem import Problem
+from preamp.cli.lab.loop import Loop
+from preamp.cli.lab.problem import Problem, autoencoder, classify
 from preamp.errors import MissingExtra, PreampError, ScaleExhausted
 from preamp.policy import Policy
 from preamp.record.files import replacing
@@ -31,8 +30,8 @@ from preamp.scaling import Step
 
 TASKS: dict[Task, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
 
-# What each loop imports, the framework first; in the order in which one is chosen. TensorFlow's loop needs no
-# KERAS_BACKEND, so it goes before Keras's.
+# What each loop imports, the framework first, in the order of preference. TensorFlow's loop needs no
+# KERAS_BACKEND, so it comes before Keras's.
 PACKAGES: dict[Framework, tuple[str, ...]] = {
     "torch": ("torch",),
     "jax": ("jax", "optax"),
@@ -42,28 +41,6 @@ PACKAGES: dict[Framework, tuple[str, ...]] = {
 TITLES: dict[str, str] = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "keras": "Keras"}
 
 CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::InitializeLog")
-
-
-class Loop(Protocol):
-    """What a framework's loop can do: that which `lab/NAME_loop.py` calls LOOP.
-
-    One that has a `lens` as well is looked through.
-
-    Args of its constructor:
-        problem: what to train.
-        precision: what values and gradients are stored in.
-        policy: the rule for the loss scale; None does not scale.
-        seed: of the first weights and of the order of the rows.
-        emulate: by keyword; round float32 to the precision; False computes in it.
-    """
-
-    def steps(self) -> Iterator[Step]:
-        """Train, yielding one `Step` after each update."""
-        ...
-
-    def outputs(self) -> NDArray[np.float32]:
-        """Return what the network answers on the test rows."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +67,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a plan.
+    """A plan that was carried out.
 
     Attributes:
         plan: what was run.
@@ -98,7 +75,7 @@ class Run:
         test_error: mean squared error, or the share of wrong labels.
         test_accuracy: the share of right labels, for tasks that have them.
         seconds: wall time of the training.
-        outputs: the answers on the test rows.
+        outputs: the network's outputs for the test rows.
         interrupted: True when Ctrl-C ended the training.
     """
 
@@ -123,30 +100,29 @@ def plans(precisions: list[Precision], policy: Policy[Any], seeds: int, first_se
 
 
 def choose_framework() -> Framework:
-    """Return the framework to train with where none is asked for: the first in `PACKAGES` that can be.
+    """Return the first framework in `PACKAGES` that can be trained with, without importing any.
 
-    Nothing is imported for that. Where none has all that it needs, it is the first that has some of it, for
-    which `find_loop` says what is missing.
+    If none has all that it needs, return the first that has some of it: `find_loop` says what is missing.
 
     Raises:
         MissingExtra: without any framework.
     """
-    there = [name for name, (framework, *_) in PACKAGES.items() if _is_installed(framework)]
-    if not there:
+    found = [name for name, (framework, *_) in PACKAGES.items() if _is_installed(framework)]
+    if not found:
         raise MissingExtra("No framework to train with is installed. Run: pip install 'preamp[jax]'")
-    ready = [name for name in there if all(map(_is_installed, PACKAGES[name]))]
-    return (ready or there)[0]
+    ready = [name for name in found if all(map(_is_installed, PACKAGES[name]))]
+    return (ready or found)[0]
 
 
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except (ImportError, ValueError):  # what finders and half a module may raise
+    except (ImportError, ValueError):  # from a finder, or for a module that failed to load
         return False
 
 
 def find_loop(framework: Framework) -> Callable[..., Loop]:
-    """Return what makes a framework's loop of (problem, precision, policy, seed).
+    """Return the `Loop` of a framework.
 
     Raises:
         PreampError: for a framework without a loop, or one that cannot work in this process.
@@ -157,9 +133,7 @@ def find_loop(framework: Framework) -> Callable[..., Loop]:
         raise PreampError(f"framework {framework!r} is unknown. Write one of {', '.join(known)}.")
     try:
         with _without_chatter():
-            module = import_module(f"preamp.cli.lab.{framework}_loop")
-            loop: Callable[..., Loop] = module.LOOP
-            return loop
+            return import_module(f"preamp.cli.lab.{framework}_loop").LOOP  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}") from error
 
@@ -173,13 +147,13 @@ def release_of(framework: Framework) -> str:
 
 
 def _remedy(package: str | None, framework: Framework) -> str:
-    """Say what to do about a package that is missing: to install it, or to have Keras run on another."""
+    """Say what to do about a missing package: install it, or let Keras run on another backend."""
     usable = {"keras": KERAS_BACKENDS, "tensorflow": ("tensorflow",)}.get(framework, ())
     others = " or ".join(name for name in usable if name != package)
-    there = [name for name in usable if name != package and _is_installed(name)]
-    if there and package in usable:
+    installed = [name for name in usable if name != package and _is_installed(name)]
+    if installed and package in usable:
         return (
-            f"Keras is to run on it. Set KERAS_BACKEND={there[0]}, which is installed, "
+            f"Keras is to run on it. Set KERAS_BACKEND={installed[0]}, which is installed, "
             f"or run: pip install {package}"
         )
     if others and package in usable:
@@ -191,25 +165,25 @@ def _remedy(package: str | None, framework: Framework) -> str:
 
 @contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Keep from stderr what TensorFlow's libraries say of themselves while they are loaded.
+    """Drop the messages of TensorFlow's libraries about themselves while they are loaded.
 
-    They write to the file itself, before anybody could tell them not to. Everything else is passed on.
+    They write to file descriptor 2 before they can be configured. Everything else is passed on.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # for what comes after
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # each run traces again: it warns of that
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # for later messages
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns that each run traces again
     if sys.stderr is None:  # closed
         yield
         return
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as aside, os.fdopen(os.dup(2), "wb") as stderr:
-        os.dup2(aside.fileno(), 2)
+    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as stderr:
+        os.dup2(held.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
             os.dup2(stderr.fileno(), 2)
-            aside.seek(0)
-            stderr.writelines(line for line in aside if not CHATTER.match(line))
+            held.seek(0)
+            stderr.writelines(line for line in held if not CHATTER.match(line))
 
 
 def train(
@@ -220,15 +194,7 @@ def train(
     trace: Trace,
     on_step: Callable[[Step], object],
 ) -> Run:
-    """Carry out a plan. Ctrl-C and a policy that gives up end it early; `trace.stopped` says so.
-
-    Args:
-        problem: what to train.
-        plan: in which precision, under which policy and seed.
-        make_loop: what `find_loop` returned.
-        trace: records the steps.
-        on_step: called with each step as well.
-    """
+    """Carry out a plan. Ctrl-C and a policy that gives up end it early; `trace.stopped` says so."""
     loop = make_loop(problem, plan.precision, plan.policy, plan.seed)
     interrupted = False
     if hasattr(loop, "lens"):
@@ -249,7 +215,7 @@ def train(
 
 
 def write_summary(path: Path, problem: Problem, framework: Framework, runs: list[Run]) -> None:
-    """Write what came of the runs as JSON."""
+    """Write the results as JSON."""
     summary = {
         "task": problem.task,
         "framework": framework,

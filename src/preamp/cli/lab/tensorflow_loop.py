@@ -1,21 +1,20 @@
 """The training loop in TensorFlow: a tape in a graph, as a user of `preamp.tensorflow` would write it.
 
-Low precision is rehearsed as in `keras_loop`. TensorFlow's own float16 products take forty times as long on
+Low precision is emulated as in `keras_loop`. TensorFlow's own float16 products take forty times as long on
 a CPU.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from preamp.arrays.load_order import before_keras
-from preamp.cli.lab import ADAM_EPSILON, ZEROS_EVERY, Precision
-from preamp.cli.lab.problem import Problem, share_of_zeros
+from preamp.cli.lab import ADAM_EPSILON, Precision
+from preamp.cli.lab.loop import Loop, Trained
+from preamp.cli.lab.problem import Problem
 from preamp.errors import PreampError
 from preamp.policy import Policy
 from preamp.scaling import Step
@@ -34,22 +33,15 @@ else:  # TensorFlow takes seconds to load
     )
 
 
-class TensorFlowLoop:
-    """One training of one problem. The arguments are those of `preamp.cli.lab.runs.Loop`."""
+class TensorFlowLoop(Loop):
+    """One training of one problem."""
 
     def __init__(
-        self,
-        problem: Problem,
-        precision: Precision,
-        policy: Policy[Any] | None,
-        seed: int,
-        *,
-        emulate: bool = True,
+        self, problem: Problem, precision: Precision, policy: Policy[Any] | None, seed: int, **settings: bool
     ) -> None:
-        self.problem, self.seed = problem, seed
+        super().__init__(problem, precision, policy, seed, **settings)
         self.stored = tf.as_dtype(precision)
-        self.computed = tf.float32 if emulate else self.stored
-        self.scaled = policy is not None
+        self.computed = tf.float32 if self.emulate else self.stored
         with tf.device("CPU"):
             self.weights = [tf.Variable(weight.T) for weight in problem.initial_weights(seed)]
             self.biases = [tf.Variable(tf.zeros(weight.shape[1])) for weight in self.weights]
@@ -59,26 +51,21 @@ class TensorFlowLoop:
             self.optimizer.build([*self.weights, *self.biases])
         rows = tf.TensorSpec([None, problem.sizes[0]], tf.float32)  # the last batch of an epoch is shorter
         labels = tf.TensorSpec([None], tf.int64)
-        # Nothing here is for AutoGraph, which takes seconds to see that.
+        # There is nothing for AutoGraph to rewrite, and it takes seconds to find that out.
         self.train_step = tf.function(self._train_step, input_signature=[rows, labels], autograph=False)
 
-    def steps(self) -> Iterator[Step]:
-        """Train, yielding one `Step` after each update."""
-        inputs, labels = self.problem.table.train, self.problem.table.train_labels
-        for index, rows in enumerate(self.problem.batches(self.seed)):
-            start = time.perf_counter()
-            with tf.device("CPU"):
-                loss, gradients, peak = self.train_step(inputs[rows], labels[rows])
-                zeros = share_of_zeros(gradients) if index % ZEROS_EVERY == 0 else None
-            step = self.optimizer.last_step if self.scaled else None
-            step = step or Step(index, 1.0, finite=True, skipped=False)
-            step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
-            yield step._replace(seconds=time.perf_counter() - start)
-            if step.skipped:
-                self.optimizer.check_exhausted()
+    def train_on(self, rows: NDArray[np.int64], index: int) -> Trained:
+        table = self.problem.table
+        with tf.device("CPU"):
+            return Trained(*self.train_step(table.train[rows], table.train_labels[rows]))
+
+    def last_step(self) -> Step | None:
+        return self.optimizer.last_step  # type: ignore[no-any-return]
+
+    def check_exhausted(self) -> None:
+        self.optimizer.check_exhausted()
 
     def outputs(self) -> NDArray[np.float32]:
-        """Return what the network answers on the test rows, in the precision it was trained in."""
         with tf.device("CPU"):
             return tf.cast(self._forward(self.problem.table.test), tf.float32).numpy()  # type: ignore[no-any-return]
 
@@ -89,9 +76,9 @@ class TensorFlowLoop:
         variables = [*self.weights, *self.biases]
         with tf.GradientTape() as tape:
             loss = self._loss(inputs, labels)
-            scaled_loss = self.optimizer.get_scaled_loss(loss) if self.scaled else loss
+            scaled_loss = self.optimizer.get_scaled_loss(loss) if self.policy is not None else loss
         scaled = gradients = tape.gradient(scaled_loss, variables)
-        if self.scaled:
+        if self.policy is not None:
             gradients = self.optimizer.get_unscaled_gradients(scaled)
         self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
         of_weights = scaled[: len(self.weights)]

@@ -5,7 +5,7 @@ scale grows is half as long as it should be. Without ZeRO it divides by a scale 
 loss with, and does not count hysteresis. Here a step ends before the scale moves, and the loss is scaled in
 all stages.
 
-This module has the order of a step; `hosts` has where DeepSpeed keeps what it needs.
+This module has the order of a step; `access` knows where DeepSpeed keeps the scale and the gradients.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from preamp.checks import callable_or_none
-from preamp.deepspeed.attaching.hosts import TESTED, Host, Stage0, require
+from preamp.deepspeed.attaching.access import (
+    TESTED,
+    DeepSpeedEngine,
+    EngineAccess,
+    Stage0,
+    access_to,
+    require,
+)
 from preamp.deepspeed.attaching.method_patches import MethodPatches
-from preamp.deepspeed.attaching.mirror import Mirror
-from preamp.deepspeed.attaching.supported import host_of
+from preamp.deepspeed.attaching.scaler_attributes import ScalerAttributes
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import ScaleExhausted, UsageError
 from preamp.policy import Policy
@@ -30,13 +36,15 @@ from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
 from preamp.torch.scaling.gradient_stats import GradientStats, Losses, UnreadLoss, combined
 
+Original: TypeAlias = Callable[..., Any]  # the method of DeepSpeed that was replaced
+
 
 def attach(
-    engine: Any, policy: Policy[Any] | None = None, *, on_step: Callable[[Step], object] | None = None
+    engine: object, policy: Policy[Any] | None = None, *, on_step: Callable[[Step], object] | None = None
 ) -> Attached:
     """Put a policy into a DeepSpeed engine that trains in float16, at any ZeRO stage.
 
-    The training loop stays as it is: `engine(...)`, `engine.backward(loss)`, `engine.step()`. Gradients are
+    The training loop does not change: `engine(...)`, `engine.backward(loss)`, `engine.step()`. Gradients are
     divided by the scale that was in their loss, hysteresis counts in every stage, and a skipped step is one
     record of the logger "preamp.deepspeed". Every rank has to attach, at the same step.
 
@@ -48,36 +56,36 @@ def attach(
         engine: the first of what `deepspeed.initialize` returns. One that has trained keeps its scale.
         policy: the rule. None: what the engine's configuration says under "fp16", at every stage with
             hysteresis and an error at the floor. For one that uses gradient statistics, each clean step takes
-            one more all-reduce of a number, and one of two numbers if it asks for the share.
+            one more all-reduce of a number, and one of two numbers if it needs the share.
         on_step: called with a `Step` after every update; a `Trace` is such a callable. The step's `loss` is
             this rank's: the sum over the micro-steps of what `engine.backward` or `engine.scale` was given,
             divided by `gradient_accumulation_steps` as DeepSpeed divides the gradients.
 
     Returns:
-        What is attached, with `detach()`.
+        A handle with the latest step and `detach()`.
 
     Raises:
-        UsageError: for an engine that a policy cannot be attached to. It is as it was.
+        UsageError: for an engine that a policy cannot be attached to. It is unchanged.
         PolicyError: for something that is not a policy, and for an `on_step` that cannot be called.
         ConfigError: for a section "fp16" that DeepSpeed takes and that cannot work.
     """
     callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
-    host = host_of(engine)
-    rule = _configured(engine) if policy is None else given_policy(policy, {})
-    if host.saved().get("cur_iter"):
+    access = access_to(engine)
+    rule = _configured(access.engine) if policy is None else given_policy(policy, {})
+    if access.saved().get("cur_iter"):
         warn_if_out_of_bounds(
-            rule, host.scale, "cur_scale={bound!r} into the engine's loss scaler", of="engine"
+            rule, access.scale, "cur_scale={bound!r} into the engine's loss scaler", of="engine"
         )
-    if rule.needs and host.hides_gradients():
+    if rule.needs and access.hides_gradients():
         raise UsageError(
             f"{rule!r} uses gradient statistics, and these gradients are offloaded to a disk. "
             'Write "offload_optimizer": {"device": "cpu"}, or policy=Dynamic(), which needs none.'
         )
-    return Attached(host, rule, on_step)
+    return Attached(access, rule, on_step)
 
 
 class _Decision(NamedTuple):
-    """What was decided while DeepSpeed's own step runs, to be written once it has ended.
+    """The policy's decision during DeepSpeed's own step, to be written after it.
 
     Attributes:
         state: after the step, without the norm, which DeepSpeed takes later.
@@ -91,60 +99,62 @@ class _Decision(NamedTuple):
 
 
 class Attached:
-    """A policy at work in an engine. Made by `attach`.
+    """A policy that is attached to an engine. Made by `attach`.
 
     Attributes:
         policy: the rule in force.
-        last_step: what the latest update came to. None before.
+        last_step: the record of the latest update. None before the first.
         on_step: called with every `Step`.
         overflow_log: called with every `Step`, too.
     """
 
-    def __init__(self, host: Host, policy: Policy[Any], on_step: Callable[[Step], object] | None) -> None:
+    def __init__(
+        self, access: EngineAccess, policy: Policy[Any], on_step: Callable[[Step], object] | None
+    ) -> None:
         self.policy: Policy[Any] = policy
         self.on_step: Callable[[Step], object] | None = on_step
         self.last_step: Step | None = None
         self.overflow_log: OverflowLog = OverflowLog()
-        self._host, self._mirror, self._patches = host, Mirror(policy), MethodPatches()
+        self._access, self._attributes, self._patches = access, ScalerAttributes(policy), MethodPatches()
         self._decision: _Decision | None = None
         self._norm: float | None = None
-        self._sight: GradientStats | None = None
+        self._stats: GradientStats | None = None
         self._seed_is_known = False
         self._losses = Losses()
         self._patch_methods()
-        if not host.saved().get("cur_iter"):
-            host.save(self._mirror.first())
+        if not access.saved().get("cur_iter"):
+            access.save(self._attributes.first())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r}, last_step={self.last_step!r})"
 
     def detach(self) -> None:
-        """Give the engine back to DeepSpeed's own rule, at the scale that was reached.
+        """Return the engine to DeepSpeed's own rule, at the present scale.
 
         Raises:
-            UsageError: if somebody has replaced a method of the engine or its optimizer since.
+            UsageError: if a method of the engine or its optimizer has been replaced since.
         """
         self._patches.remove()
 
     def _patch_methods(self) -> None:
-        host, place = self._host, self._patches.place
-        place(host.optimizer, "step", self._step)
-        place(host.optimizer, "_update_scale", self._decide)
-        place(host.optimizer, "unscale_and_clip_grads", self._note_norm)
-        place(host.optimizer, "override_loss_scale", self._refuse_override)
-        place(host.engine, "backward", self._backward)
-        if isinstance(host, Stage0):
-            place(host.optimizer, "state_dict", host.state_dict)
-            place(host.optimizer, "load_state_dict", host.load_state_dict)
+        access, place = self._access, self._patches.place
+        place(access.optimizer, "step", self._step)
+        place(access.optimizer, "_update_scale", self._decide)
+        place(access.optimizer, "unscale_and_clip_grads", self._note_norm)
+        place(access.optimizer, "override_loss_scale", self._refuse_override)
+        place(access.engine, "backward", self._backward)
+        if isinstance(access, Stage0):
+            place(access.optimizer, "state_dict", access.state_dict)
+            place(access.optimizer, "load_state_dict", access.load_state_dict)
         else:
-            place(host.engine, "scale", self._scale)
-            place(host.optimizer, "needs_scaler", self._needs_scaler)
+            place(access.engine, "scale", self._scale)
+            place(access.optimizer, "needs_scaler", self._needs_scaler)
 
-    def _backward(self, original: Any, loss: Any, *rest: Any, **named: Any) -> Any:
-        """Note the loss; scale its gradient, as DeepSpeed does not without ZeRO.
+    def _backward(self, original: Original, loss: object, *rest: Any, **named: Any) -> Any:
+        """Record the loss; scale its gradient, which DeepSpeed does not do without ZeRO.
 
-        DeepSpeed is given a view of the loss: it divides what the model returned by the accumulation steps,
-        unless the gradient of another tensor came first, as with ZeRO.
+        DeepSpeed gets a view of the loss: it divides the tensor that the model returned by the accumulation
+        steps, unless the gradient of another tensor came first, as with ZeRO.
         """
         seed = self._seed(*rest, **named)
         with self._scaled_gradient(loss, seed) as scaled:
@@ -154,12 +164,12 @@ class Attached:
         return result
 
     @contextmanager
-    def _scaled_gradient(self, loss: Any, seed: float) -> Iterator[Any]:
-        """Give a view of the loss, whose gradient is scaled at stage 0; elsewhere the loss."""
-        if not (isinstance(self._host, Stage0) and isinstance(loss, Tensor) and loss.grad_fn):
+    def _scaled_gradient(self, loss: object, seed: float) -> Iterator[object]:
+        """Yield a view of the loss whose gradient is scaled, at stage 0; at other stages the loss itself."""
+        if not (isinstance(self._access, Stage0) and isinstance(loss, Tensor) and loss.grad_fn):
             yield loss
             return
-        scale, view = self._host.scale, loss.view_as(loss)
+        scale, view = self._access.scale, loss.view_as(loss)
 
         def scaled(gradient: Tensor) -> Tensor:
             self._check_seed(gradient, seed)
@@ -171,8 +181,8 @@ class Attached:
         finally:
             hook.remove()
 
-    def _scale(self, original: Any, loss: Any) -> Any:
-        """Note the loss of `engine.scale(loss).backward()`, which DeepSpeed allows with ZeRO."""
+    def _scale(self, original: Original, loss: Tensor) -> Any:
+        """Record the loss of `engine.scale(loss).backward()`, which DeepSpeed allows with ZeRO."""
         scaled = original(loss)
         self._note_loss(loss, self._seed())
         return scaled
@@ -182,13 +192,13 @@ class Attached:
         number = loss.detach()
         self._losses.add(number if seed == 1.0 else number.float() * seed)
 
-    def _needs_scaler(self, original: Any) -> bool:
-        """Have DeepSpeed refuse `loss.backward()` under a static scale, as it does under a dynamic one."""
-        return bool(original() or self._host.scale != 1.0)
+    def _needs_scaler(self, original: Original) -> bool:
+        """Let DeepSpeed refuse `loss.backward()` with a static scale, as it does with a dynamic one."""
+        return bool(original() or self._access.scale != 1.0)
 
-    def _seed(self, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> float:
+    def _seed(self, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: object) -> float:
         """Return the gradient of the loss where nothing is scaled."""
-        return 1.0 / self._host.engine.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        return 1.0 / self._access.engine.gradient_accumulation_steps() if scale_wrt_gas else 1.0
 
     def _check_seed(self, gradient: Tensor, seed: float) -> None:
         """Check once that this release of DeepSpeed does not scale the loss itself."""
@@ -200,19 +210,19 @@ class Attached:
             )
         self._seed_is_known = True
 
-    def _step(self, original: Any, *arguments: Any, **named: Any) -> Any:
+    def _step(self, original: Original, *arguments: object, **named: object) -> Any:
         """Let DeepSpeed step with the scale that was in the loss; then move the scale."""
-        scale, index = self._host.scale, self._host.engine.global_steps
+        scale, index = self._access.scale, self._access.engine.global_steps
         if not 0.0 < scale < math.inf:
             self.policy.restore({"scale": scale})  # refuses it, and says why
         self._decision = self._norm = None
-        self._sight = self._look() if self._host.measures_first else None
+        self._stats = self._measure() if self._access.measures_first else None
         result = original(*arguments, **named)
         decision = self._decision
         if decision is None:
             raise UsageError(
-                "DeepSpeed has stepped without asking whether the scale is to move, so attach cannot tell "
-                f"what it divided by. Write pip install deepspeed=={TESTED}."
+                "DeepSpeed has stepped without calling _update_scale, so attach cannot tell what it divided "
+                f"by. Write pip install deepspeed=={TESTED}."
             )
         self._publish(decision)
         self._record(index, scale, decision)
@@ -220,37 +230,37 @@ class Attached:
             raise self._exhaustion(decision)
         return result
 
-    def _decide(self, original: Any, overflow: Any = False) -> None:
-        """Ask the policy, in place of DeepSpeed's rule. The scale stays until the step is done."""
-        finite, saved = not overflow, self._host.saved()
-        self._losses.read()  # the host has just waited for the gradients; later it would for the update
-        culprits = () if finite else self._host.culprits()
-        sight = (self._sight or self._look()) if finite else None
-        peak, share = (None, None) if sight is None else combined([sight])
-        measured = Measured(finite, self._host.scale, None, peak, share)
-        before = start(self.policy)._replace(policy_state=self._mirror.read(saved))
+    def _decide(self, original: Original, overflow: bool | Tensor = False) -> None:
+        """Apply the policy instead of DeepSpeed's rule. The scale does not change until the step is done."""
+        finite, saved = not overflow, self._access.saved()
+        self._losses.read()  # the CPU has just waited for the gradients; later it would for the update
+        culprits = () if finite else self._access.culprits()
+        stats = (self._stats or self._measure()) if finite else None
+        peak, share = (None, None) if stats is None else combined([stats])
+        measured = Measured(finite, self._access.scale, None, peak, share)
+        before = start(self.policy)._replace(policy_state=self._attributes.read(saved))
         after, gave_up = advance(self.policy, before, measured)
-        attributes = None if gave_up else self._mirror.written(saved, after.policy_state, finite)
+        attributes = None if gave_up else self._attributes.written(saved, after.policy_state, finite)
         self._decision = _Decision(after, attributes, culprits)
 
-    def _look(self) -> GradientStats | None:
-        """Return what all ranks see in the scaled gradients, for a policy that uses gradient statistics."""
+    def _measure(self) -> GradientStats | None:
+        """Return statistics of the scaled gradients of all ranks, for a policy that uses them."""
         if not self.policy.needs:
             return None
-        return self._host.look(self.policy.edge if "share" in self.policy.needs else None)
+        return self._access.gradient_stats(self.policy.edge if "share" in self.policy.needs else None)
 
-    def _note_norm(self, original: Any, *arguments: Any, **named: Any) -> Any:
-        """Remember the norm of the scaled gradients; read here, before the update is under way."""
-        if self._norm is None and len(arguments) > self._host.norm_at:
-            norm = arguments[self._host.norm_at]
-            self._norm = None if norm is None else float(norm) / self._host.scale
+    def _note_norm(self, original: Original, *arguments: Any, **named: object) -> Any:
+        """Record the norm of the scaled gradients, read here, before the update is launched."""
+        if self._norm is None and len(arguments) > self._access.norm_at:
+            norm = arguments[self._access.norm_at]
+            self._norm = None if norm is None else float(norm) / self._access.scale
         return original(*arguments, **named)
 
     def _publish(self, decision: _Decision) -> None:
         if decision.attributes is not None:
-            self._host.save(decision.attributes)
-        if isinstance(self._host, Stage0) and self._norm is not None:
-            self._host.optimizer._global_grad_norm = self._norm  # unfused: DeepSpeed leaves it scaled
+            self._access.save(decision.attributes)
+        if isinstance(self._access, Stage0) and self._norm is not None:
+            self._access.optimizer._global_grad_norm = self._norm  # unfused: DeepSpeed leaves it scaled
 
     def _record(self, index: int, scale: float, decision: _Decision) -> None:
         loss = self._losses.take()
@@ -259,7 +269,7 @@ class Attached:
         step = to_step(state, loss=number, culprits=decision.culprits)
         assert step is not None  # index + 1 steps were taken
         self.last_step = step
-        self.overflow_log(step, self._mirror.overflows_left(state.policy_state))
+        self.overflow_log(step, self._attributes.overflows_left(state.policy_state))
         if self.on_step is not None:
             self.on_step(step)
 
@@ -270,15 +280,15 @@ class Attached:
         message = f"{str(error).removesuffix('.')}{not_finite(decision.culprits)}."
         return ScaleExhausted(message, scale=error.scale, overflows=error.overflows)
 
-    def _refuse_override(self, original: Any, loss_scale: float) -> None:
+    def _refuse_override(self, original: Original, loss_scale: float) -> None:
         raise UsageError(
             f"override_loss_scale({loss_scale!r}) would override the policy. "
             f"Write attach(engine, policy=Static({loss_scale!r})) instead, after detach()."
         )
 
 
-def _configured(engine: Any) -> Policy[Any]:
-    """Return the rule that the engine's configuration says."""
+def _configured(engine: DeepSpeedEngine) -> Policy[Any]:
+    """Return the rule of the engine's configuration."""
     require(engine._config, ("float16_config",))
     policy = config.load({"fp16": engine._config.float16_config.model_dump()}).policy
     assert policy is not None  # fp16 is enabled, or the engine was refused

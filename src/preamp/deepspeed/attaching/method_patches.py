@@ -1,4 +1,4 @@
-"""Methods replaced on single objects, and put back. Classes stay as they are, for other engines' sake."""
+"""Replace methods of single objects, not of their classes, which other engines use; and put them back."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from preamp.errors import UsageError
 
 
 class Patch(partial[Any]):
-    """A method that knows what it took the place of: its first argument."""
+    """A replacement of a method, which gets the original as its first argument."""
 
 
 class MethodPatches:
-    """What was replaced, in order."""
+    """The methods that were replaced, in order."""
 
     def __init__(self) -> None:
-        self._placed: list[tuple[Any, str, Patch, dict[str, Any]]] = []
+        self._placed: list[tuple[object, str, Patch, dict[str, Any]]] = []
 
-    def place(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        """Have `instead(original, *arguments)` called in a method's place.
+    def place(self, owner: object, name: str, instead: Callable[..., Any]) -> None:
+        """Replace a method by `instead(original, *arguments)`.
 
         Raises:
-            UsageError: if that has been done. Nothing was replaced.
+            UsageError: if it has been replaced already. Nothing is changed.
         """
         before = {name: vars(owner)[name]} if name in vars(owner) else {}
         if isinstance(before.get(name), Patch):
@@ -36,10 +36,10 @@ class MethodPatches:
         self._placed.append((owner, name, hook, before))
 
     def remove(self) -> None:
-        """Put back what was there, all of it or, if somebody has wrapped a hook since, nothing.
+        """Put all originals back, or none if one of the replacements has been wrapped since.
 
         Raises:
-            UsageError: for a hook that is wrapped.
+            UsageError: for a replacement that is wrapped.
         """
         for owner, name, hook, _ in self._placed:
             if vars(owner).get(name) is not hook:

@@ -77,7 +77,7 @@ def read(path: Path) -> dict[str, Any]:
     """Return what a file holds, on the CPU, without executing any of it.
 
     Raises:
-        CheckpointError: for a file that is not there, is broken, or holds something else.
+        CheckpointError: for a file that is missing, is broken, or holds something else.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -116,10 +116,11 @@ def check_loadable(state: dict[str, Any]) -> None:
             ) from error
 
 
-def _without_tensors(part: Any) -> Any:
-    if type(part) in (dict, OrderedDict):
+def _without_tensors(part: object) -> object:
+    # Of these types alone: a subclass may not be loadable.
+    if isinstance(part, dict) and type(part) in (dict, OrderedDict):
         return {name: _without_tensors(value) for name, value in part.items()}
-    if type(part) in (list, tuple):
+    if isinstance(part, list | tuple) and type(part) in (list, tuple):
         return [_without_tensors(value) for value in part]
     return None if isinstance(part, Tensor) else part
 

@@ -33,7 +33,7 @@ COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
 class Trainer(Protocol):
-    """What of an `Engine` is saved and loaded; its class names the attributes."""
+    """What is saved and loaded of an `Engine`, which describes the attributes."""
 
     module: nn.Module
     optimizer: LossScaleOptimizer | None
@@ -55,24 +55,7 @@ def save(
     exclude_frozen: bool,
     unfinished: int,
 ) -> bool:
-    """Write a checkpoint; see `Engine.save_checkpoint`.
-
-    Args:
-        engine: whose state to save.
-        save_dir: a directory; made if it is not there.
-        tag: a name for this checkpoint and its folder. None: "global_step" and the number of updates.
-        client_state: to be returned by `load`.
-        save_latest: whether `load` without a tag takes this one.
-        exclude_frozen: leave out parameters that need no gradient.
-        unfinished: micro-steps since the latest update, whose gradients are not saved.
-
-    Returns:
-        True.
-
-    Raises:
-        CheckpointError: on every rank, if rank 0 could not write, and for a state that could not be loaded.
-        UsageError: for a tag that cannot name a folder.
-    """
+    """Write a checkpoint; see `Engine.save_checkpoint`."""
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     if name in ("", "..", LATEST) or name != Path(name.strip()).name:
         raise UsageError(
@@ -110,25 +93,7 @@ def load(
     scheduler: bool,
     module_only: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint; see `Engine.load_checkpoint`.
-
-    Args:
-        engine: to load into.
-        load_dir: the directory that `save` wrote to.
-        tag: which checkpoint; None takes the latest.
-        strict: whether the model must have exactly the saved parameters.
-        optimizer: False: keep the optimizer's state apart from the loss scale, which is loaded.
-        scheduler: whether to load the schedule.
-        module_only: load the model's weights and nothing else.
-
-    Returns:
-        The path of the file and the `client_state`; (None, None) where no tag is given and none is the
-        latest.
-
-    Raises:
-        CheckpointError: for a file that is missing, unreadable, does not fit, or differs from rank 0's.
-            Nothing was changed.
-    """
+    """Load a checkpoint; see `Engine.load_checkpoint`."""
     path, state = _agreed(engine, Path(load_dir), tag, strict)
     if state is None:
         LOGGER.warning("no checkpoint was loaded: there is no file %s", path)
@@ -224,7 +189,7 @@ def _check_counters(path: Path, state: dict[str, Any]) -> None:
             raise CheckpointError(f"{str(path)!r} has {name}: {state[name]!r}. Write tag= with another one.")
 
 
-def _check_schedule(path: Path, scheduler: Any, saved: Any) -> None:
+def _check_schedule(path: Path, scheduler: Any, saved: object) -> None:
     """Refuse the state of another kind of schedule: PyTorch would mix its attributes with this one's."""
     if scheduler is not None and (
         not isinstance(saved, dict) or saved.keys() != scheduler.state_dict().keys()

@@ -77,7 +77,7 @@ class Engine(nn.Module):
         self.last_step: Step | None = None
         self._train_batch, self._micro_batch, self._accumulation = batch
         self._calls = 0  # of step since the latest update
-        self._boundary: bool | None = None  # set by hand
+        self._boundary: bool | None = None  # set by the user
         self._scaled = self._inside_no_sync = self._step_applied = False
         self._norm: float | Tensor | None = None
         self._log = OverflowLog()

@@ -1,6 +1,6 @@
 """`deepspeed.initialize` on plain PyTorch: make an engine from a model and a configuration.
 
-What only DeepSpeed itself can do is refused, with the line that does it.
+What only DeepSpeed itself can do is refused, with the line to write instead.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def initialize(
-    args: Any = None,
+    args: object = None,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
+    training_data: object = None,
+    lr_scheduler: object = None,
     distributed_port: int = PORT,
-    mpu: Any = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | Settings | None = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
+    mesh_param: object = None,
+    config_params: str | os.PathLike[str] | Mapping[str, Any] | Settings | None = None,
     *,
     on_step: Callable[[Step], object] | None = None,
 ) -> tuple[Engine, LossScaleOptimizer | None, DataLoader[Any] | None, Any]:
@@ -294,13 +294,13 @@ def _wrapped(inner: torch.optim.Optimizer, settings: Settings, model: nn.Module)
     return scaled
 
 
-def _scheduler(given: Any, inner: torch.optim.Optimizer, settings: Settings) -> Any:
+def _scheduler(given: object, inner: torch.optim.Optimizer, settings: Settings) -> Any:
     if given is not None:
         return given(inner) if callable(given) else given
     return None if settings.scheduler is None else scheduler_of(settings.scheduler, inner)
 
 
-def _loader(dataset: Any, size: int, collate_fn: Any) -> DataLoader[Any]:
+def _loader(dataset: Any, size: int, collate_fn: Callable[[Any], Any] | None) -> DataLoader[Any]:
     """Return a loader of shuffled micro-batches, different on each rank."""
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, size, collate_fn=collate_fn)

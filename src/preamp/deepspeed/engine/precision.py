@@ -48,7 +48,7 @@ def dtype_named(name: object) -> torch.dtype:
     return dtype
 
 
-def to_precision(inputs: Any, dtype: torch.dtype) -> Any:
+def to_precision(inputs: object, dtype: torch.dtype) -> Any:
     """Return inputs with every floating-point tensor converted, and anything else unchanged."""
     if isinstance(inputs, Tensor):
         return inputs.to(dtype) if inputs.is_floating_point() else inputs

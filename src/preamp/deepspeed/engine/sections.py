@@ -79,7 +79,7 @@ def _adam(name: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), options
 
 
-def _found(name: str, module: Any, kind: type, section: str) -> Any:
+def _found(name: str, module: object, kind: type, section: str) -> Any:
     """Return a class of a module of PyTorch by its name."""
     found = getattr(module, name, None)
     if isinstance(found, type) and issubclass(found, kind) and found is not kind:
@@ -97,7 +97,7 @@ def _found(name: str, module: Any, kind: type, section: str) -> Any:
     raise ConfigError(f'{section}.type: "{name}" is unknown. Write "{near[0]}".')
 
 
-def _made(kind: Callable[..., Any], over: Any, options: dict[str, Any], section: str) -> Any:
+def _made(kind: Callable[..., Any], over: object, options: dict[str, Any], section: str) -> Any:
     try:
         return kind(over, **options)
     except ConfigError:

@@ -1,7 +1,4 @@
-"""Converts a saved loss scale from one system's checkpoint file to another's.
-
-Nothing in a file is ever executed: see `reading`.
-"""
+"""Convert a saved loss scale from one system's checkpoint file to another's, without executing any code."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ __all__ = ["Conversion", "convert"]
 
 
 class Conversion(NamedTuple):
-    """What came of a conversion.
+    """The result of a conversion.
 
     Attributes:
         where: the place in the file where the state was found.
-        state: the state that was carried over.
-        policy: the policy that was saved with it, the origin's defaults for what was not.
-        lost: what the target's format has no place for, as text.
+        state: the state that was converted.
+        policy: the policy that was saved with it, with the origin's defaults for what was not saved.
+        lost: what the target's format cannot hold, as text.
         equal: the other places in the file where an equal state was found.
         assumed: the settings that the origin's checkpoints do not hold, as "name=default".
     """
@@ -55,10 +52,10 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
 
     Args:
         source: a checkpoint file, or the folder of a DeepSpeed checkpoint, or the prefix of a TensorFlow one.
-            The state may lie anywhere in it.
+            The state may be anywhere in it.
         origin: the dialect that saved it.
         out: the file to write, `.pt`, `.json` or `.msgpack`, which must not exist.
-        target: the dialect that is to load it.
+        target: the dialect that will load it.
 
     Raises:
         CheckpointError: for a file that cannot be read, or holds no such state, or several.
@@ -83,7 +80,7 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
 
 
 def _uncounted(state: Any, policy: Any) -> list[str]:
-    """Name what our own adapters counted for a policy that is not in the checkpoint."""
+    """List what our own adapters counted for a policy that is not in the checkpoint."""
     counts_overflows = getattr(policy, "hysteresis", 1) > 1 or isinstance(policy, Tolerant)
     if counts_overflows or state.bad <= 0:
         return []
@@ -91,7 +88,7 @@ def _uncounted(state: Any, policy: Any) -> list[str]:
 
 
 def _unsaved_of_policy(origin: Dialect[...], policy: Any) -> tuple[str, ...]:
-    """Name what our own adapters take from a policy and the origin's checkpoints have no place for."""
+    """List what our own adapters take from a policy and the origin's checkpoints cannot hold."""
     form, start = origin.known_format(), policy.start()
     others = {"hysteresis": 2, "min_scale": 2.0**-20, "max_scale": 2.0**40}
     others = {name: other for name, other in others.items() if hasattr(policy, name)}
@@ -104,6 +101,6 @@ def _unsaved_of_policy(origin: Dialect[...], policy: Any) -> tuple[str, ...]:
 
 
 def _left_out(remembered: Mapping[str, Any]) -> list[str]:
-    """Name what our own adapter saved and the target has no place for."""
+    """List what our own adapter saved and the target cannot hold."""
     steps = [f"steps={remembered['steps']:g}"] if remembered.get("steps") else []
     return [f"{name} (saved by preamp)" for name in unused_of(remembered) + steps]

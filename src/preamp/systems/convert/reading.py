@@ -1,8 +1,8 @@
-"""Checkpoint files as trees of mappings, by what their first bytes say they are.
+"""Read checkpoint files as trees of mappings; their first bytes tell the kind.
 
-Nothing in a file is executed. What PyTorch pickled goes through its `weights_only` unpickler, which makes
-tensors and plain containers. Objects of the few libraries that put their own into checkpoints become empty
-shells that hold their attributes; any other name in a pickle is an error.
+Nothing in a file is executed. PyTorch's pickles go through its `weights_only` unpickler, which makes tensors
+and plain containers. Objects of the few libraries that put their own into checkpoints become empty shells
+that hold their attributes; any other name in a pickle is an error.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WEIGHTS, CONFIG = "model.weights.h5", "config.json"  # in a .keras archive
 
 
 def read(path: Path) -> Any:
-    """Return what a checkpoint holds.
+    """Return the content of a checkpoint.
 
     Args:
         path: a file, the folder of a DeepSpeed checkpoint, or the prefix of a TensorFlow checkpoint.
 
     Raises:
-        CheckpointError: for what cannot be read, or would execute code.
+        CheckpointError: for a file that cannot be read, or would execute code.
         MissingExtra: if the library that reads such files is absent.
         OSError: for a file that cannot be opened.
     """
@@ -107,7 +107,7 @@ def _torch(path: Path) -> Any:
     for name in names:
         if name.split(".")[0] not in SHELLS and name != OF_ENUMS:
             raise CheckpointError(
-                f"{path} wants {name} to be called, and is not loaded. "
+                f"{path} would call {name} when it is loaded, so it is not loaded. "
                 "Write the scaler's state to a file of its own: torch.save(scaler.state_dict(), 'scaler.pt')."
             )
     shells: list[Any] = [(type("Shell", (_Shell,), {}), name) for name in names]
@@ -116,7 +116,7 @@ def _torch(path: Path) -> Any:
 
 
 class _Shell:
-    """Stands for an object of a library, or for the function that makes one: attributes, and no code."""
+    """Stands in for an object of a library, or the function that makes one: attributes, and no code."""
 
     def __new__(cls, *_: object, **__: object) -> _Shell:
         return object.__new__(cls)
@@ -134,7 +134,7 @@ def _deepspeed_folder(path: Path) -> Any:
     folder = path / latest.read_text(encoding="utf-8").strip() if latest.exists() else path
     if not folder.is_dir():
         raise CheckpointError(
-            f"{latest} names a folder that is not there: {folder}. Write the path of a file."
+            f"{latest} names a folder that does not exist: {folder}. Write the path of a file."
         )
     for pattern in ("*zero_pp_rank_0_mp_rank_*_optim_states.pt", "mp_rank_*_model_states.pt"):
         for file in sorted(folder.glob(pattern))[:1]:
@@ -158,7 +158,7 @@ def _msgpack(path: Path) -> Any:
         return serialization.msgpack_restore(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is not a checkpoint of a kind that is read here, such as .pt or .json."
+            f"{path} is not a checkpoint of a supported kind, such as .pt or .json."
         ) from error
 
 
@@ -177,7 +177,7 @@ def _keras_variables(path: Path, file: object, config: dict[str, Any]) -> Any:
             raise CheckpointError(f"{path} is damaged: its optimizer/vars is not a group of variables.")
         for name, value in found.items():
             if not isinstance(value, h5py.Dataset):
-                raise CheckpointError(f"{path} is damaged: its variable optimizer/vars/{name} is not there.")
+                raise CheckpointError(f"{path} is damaged: its variable optimizer/vars/{name} is missing.")
         variables = {name: value[()] for name, value in found.items() if value.shape == ()}
     arguments = {}
     with suppress(KeyError, TypeError, ValueError):  # of a configuration of another shape
@@ -195,11 +195,11 @@ def _tensorflow(path: Path) -> Any:
     kinds = reader.get_variable_to_dtype_map()
     for name, shape in reader.get_variable_to_shape_map().items():
         if shape == [] and kinds[name] != tf.string:
-            *way, last = name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE").split("/")
+            *parts, last = name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE").split("/")
             node = tree
-            for part in way:
+            for part in parts:
                 node = node.setdefault(part, {})
                 if not isinstance(node, dict):
-                    raise CheckpointError(f"{path} is damaged: {name} lies in a variable.")
+                    raise CheckpointError(f"{path} is damaged: {name} is inside a variable.")
             node.setdefault(last, reader.get_tensor(name))
     return tree

@@ -1,4 +1,4 @@
-"""Where in a training checkpoint a system's loss scale lies."""
+"""Find a system's loss scale in a training checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from preamp.systems.formats import entries_of
 
 
 class Found(NamedTuple):
-    """A state in a checkpoint, the way to it, its policy, and what our own adapter saved beside it.
+    """A state in a checkpoint, the path to it, its policy, and what our own adapter saved with it.
 
-    `equal` has the ways to the other places where the same was found.
+    `equal` has the paths to the other places where the same was found.
     """
 
     where: str
@@ -27,22 +27,19 @@ class Found(NamedTuple):
 
 
 def find(tree: object, dialect: Dialect[...], source: Path) -> Found:
-    """Return the one state in a checkpoint that a dialect can load; of equal ones the first.
-
-    Args:
-        tree: mappings, sequences and objects, however deep.
-        dialect: what saved the state.
-        source: the file, for the messages.
+    """Return the only state in a checkpoint that a dialect can load; of equal ones the first.
 
     Raises:
-        CheckpointError: for none, and for several that differ.
-        PolicyError: for settings that cannot work.
+        CheckpointError: if there is none, or several that differ.
+        PolicyError: for invalid settings.
     """
     dialect.known_format()
     found, problems = _loadable(tree, dialect)
     if not found:
-        raise _at(source, problems[0]) if problems else _nothing(tree, dialect, source)
-    if any(_told(one) != _told(found[0]) for one in found):
+        if problems:
+            raise type(problems[0])(f"{source}: {problems[0]}")
+        raise _nothing(tree, dialect, source)
+    if any(_compared(one) != _compared(found[0]) for one in found):
         places = ", ".join(f"{one.where} ({one.state.scale:g})" for one in found)
         raise CheckpointError(
             f"{source} holds loss scales that differ, at {places}. Save the right one in a file of its own."
@@ -50,14 +47,9 @@ def find(tree: object, dialect: Dialect[...], source: Path) -> Found:
     return found[0]._replace(equal=tuple(one.where for one in found[1:]))
 
 
-def _told(found: Found) -> Any:
-    """Return what must be the same at all places: all but how many steps were counted."""
+def _compared(found: Found) -> object:
+    """Return what must be the same in all places: everything but the number of steps."""
     return found.state, found.policy, {**found.remembered, "steps": 0}
-
-
-def _at(source: Path, problem: Exception) -> Exception:
-    """Return an error of the same kind that names the file."""
-    return type(problem)(f"{source}: {problem}")
 
 
 def _nothing(tree: object, dialect: Dialect[...], source: Path) -> CheckpointError:
@@ -74,17 +66,17 @@ def _nothing(tree: object, dialect: Dialect[...], source: Path) -> CheckpointErr
 
 
 def _loadable(tree: object, dialect: Dialect[...]) -> tuple[list[Found], list[Exception]]:
-    """Return all states that can be loaded, and why others cannot."""
+    """Return all states that can be loaded, and the errors of others."""
     found: list[Found] = []
     problems: list[Exception] = []
-    seen: list[tuple[str, Mapping[str, Any]]] = []
+    visited: list[tuple[str, Mapping[str, Any]]] = []
     for where, node in _nodes(tree):
         try:
             entries = dialect.known_format().find(node)
             if entries is not None and not any(
-                entries is other and _is_within(where, outer) for outer, other in seen
+                entries is other and (not outer or where.startswith(f"{outer}.")) for outer, other in visited
             ):
-                seen.append((where, entries))
+                visited.append((where, entries))
                 state, policy = dialect.load_quietly(entries), dialect.load_policy(entries)
                 remembered = dialect.known_format().remembered(entries)
                 found.append(Found(where or "the top", state, policy, remembered))
@@ -93,19 +85,15 @@ def _loadable(tree: object, dialect: Dialect[...]) -> tuple[list[Found], list[Ex
     return found, problems
 
 
-def _is_within(where: str, outer: str) -> bool:
-    return not outer or where.startswith(f"{outer}.")
-
-
 def _nodes(tree: object) -> Iterator[tuple[str, Any]]:
-    """Yield everything in a tree that has parts, with each way to it from a part that is met first."""
-    todo, seen = [("", tree)], set()
+    """Yield every node of a tree that has parts, once for each path to it; its parts only the first time."""
+    todo, visited = [("", tree)], set()
     while todo:
         where, node = todo.pop()
         yield where, node
-        if id(node) in seen:
+        if id(node) in visited:
             continue
-        seen.add(id(node))
+        visited.add(id(node))
         parts = enumerate(node) if isinstance(node, list | tuple) else entries_of(node).items()
         inside = [(f"{where}.{name}".strip("."), part) for name, part in parts if _has_parts(part)]
         todo.extend(reversed(inside))

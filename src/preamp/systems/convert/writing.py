@@ -1,4 +1,4 @@
-"""A loss scale in a file of its own, as its system would load it."""
+"""Write a loss scale to a file of its own, as its system would load it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_name(path: Path) -> None:
     """Refuse a file that cannot be written, before anything is read.
 
     Raises:
-        UsageError: for a file that exists, lies in no folder, or has no suffix of `WRITERS`.
+        UsageError: for a file that exists, whose folder does not, or with a suffix that is not in `WRITERS`.
     """
     if path.suffix not in WRITERS:
         raise UsageError(
@@ -33,11 +33,6 @@ def check_name(path: Path) -> None:
 
 def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
     """Write entries, whole or not at all.
-
-    Args:
-        path: a file for which `check_name` passes.
-        entries: what the dialect's `dump` returned.
-        dialect: what is to load them.
 
     Raises:
         MissingExtra: if the library that writes such files is absent.
@@ -54,7 +49,7 @@ def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
 def _torch(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
     import torch
 
-    if dialect is MEGATRON:  # which moves it to a device as it loads it
+    if dialect is MEGATRON:  # it moves the scale to a device when it loads it
         entries = {**entries, "scale": torch.tensor([entries["scale"]])}
     file = io.BytesIO()
     torch.save(entries, file)
@@ -69,7 +64,7 @@ def _msgpack(entries: dict[str, Any], dialect: Dialect[...]) -> bytes:
     import numpy as np
     from flax import serialization
 
-    def array(value: object) -> Any:  # as a training's arrays: Python's numbers would be compiled again
+    def array(value: object) -> Any:  # as in training: with Python numbers, jit would compile again
         if type(value) is float:
             return np.float32(value) if to_float32(value) == value else np.float64(value)
         if type(value) is int:

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration: what it says about precision, loss scale and clipping, and the way back.
+"""Read precision, loss scale and clipping from a DeepSpeed configuration, and write them to one.
 
 Keys and defaults are those of DeepSpeed 0.19.8. The names of its loss scaler's arguments are accepted too.
 

@@ -17,10 +17,10 @@ def without_blanks(config: Mapping[str, Any], skip: bool) -> Mapping[str, Any]:
 
     Args:
         config: the top level, unchecked.
-        skip: take out the blanks that do not concern precision and loss scale.
+        skip: remove the blanks that do not concern precision and loss scale.
 
     Raises:
-        ConfigError: for the blanks that are left; names them all.
+        ConfigError: naming all blanks that are left.
     """
     names = by_name(TOP)
     places = list(_places(config, names))

@@ -1,6 +1,6 @@
-"""JSON as people write configurations: with comments, and a comma behind the last entry.
+"""Read JSON as people write configurations: with comments, and a comma after the last entry.
 
-Errors give line and column. A key that is given twice is one.
+Errors give line and column. A key that is given twice is an error.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 from preamp.errors import ConfigError
 
-# Text and comments may lack their ends: what matches at once is not searched again from every place inside.
+# A string or comment may lack its end: then it matches too, or the search would start again at every place.
 TEXT = r'("(?:\\.|[^"\\\n])*"?)'
 COMMENT = re.compile(TEXT + r"|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 LAST_COMMA = re.compile(TEXT + r"|(?<=[\"}\]\w])\s*,(?=\s*[}\]])")
 
 
 def read(path: Path) -> Any:
-    """Return what a file of JSON holds. Comments are `//`, `#` and `/* */`, as DeepSpeed allows them.
+    """Return the content of a JSON file. Comments are `//`, `#` and `/* */`, as DeepSpeed allows them.
 
     Raises:
         ConfigError: for a file that is not such JSON, with line and column, and for a key given twice.
@@ -45,7 +45,7 @@ def read(path: Path) -> Any:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Return text as it is and anything else as spaces, so that positions stay right."""
+    """Return strings unchanged and anything else as spaces, so that positions stay right."""
     endless = match[0].startswith("/*") and (len(match[0]) < len("/**/") or not match[0].endswith("*/"))
     return match[0] if match[1] or endless else re.sub(r"[^\n]", " ", match[0])
 

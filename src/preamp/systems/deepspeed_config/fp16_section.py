@@ -1,4 +1,4 @@
-"""The section `fp16` as a policy, and a policy as the section `fp16`."""
+"""Convert the section `fp16` to a policy and back."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ POWER, LARGEST_POWER = 16, 127
 
 
 def policy_of(fp16: Mapping[str, Any]) -> Policy[Any]:
-    """Return the rule that the values of `fp16` say.
-
-    Args:
-        fp16: what `read_section` returned.
+    """Return the policy of the section `fp16`.
 
     Raises:
         ConfigError: for values that contradict each other.
@@ -54,16 +51,16 @@ def _initial_scale(fp16: Mapping[str, Any]) -> float:
 
 
 def section_of(policy: Policy[Any] | None) -> dict[str, Any]:
-    """Return the keys of `fp16` that say a policy.
+    """Return the section `fp16` for a policy.
 
     Raises:
-        ConfigError: for a policy that DeepSpeed has no keys for; names the settings.
+        ConfigError: for a policy that DeepSpeed has no keys for, naming the settings.
     """
     if isinstance(policy, Static):
         return {"loss_scale": policy.scale}
     if not isinstance(policy, Dynamic):
         raise ConfigError(
-            f"DeepSpeed's configuration cannot say policy={policy!r} for float16. "
+            f"DeepSpeed's configuration cannot express policy={policy!r} for float16. "
             "Write policy=dialects.DEEPSPEED, or Static(1.0) not to scale."
         )
     section = _nearest(policy)
@@ -72,16 +69,16 @@ def section_of(policy: Policy[Any] | None) -> dict[str, Any]:
     if names:
         differing = ", ".join(f"{name}={getattr(policy, name)!r}" for name in names)
         raise ConfigError(
-            f"DeepSpeed's configuration cannot say {differing}. Write policy=dialects.DEEPSPEED("
+            f"DeepSpeed's configuration cannot express {differing}. Write policy=dialects.DEEPSPEED("
             f"init_scale={nearest.init_scale!r}, scale_window={nearest.growth_interval}, "
             f"min_scale={nearest.min_scale!r}, hysteresis={nearest.hysteresis}, "
-            f"consecutive_hysteresis={section['consecutive_hysteresis']}), which is nearest."
+            f"consecutive_hysteresis={section['consecutive_hysteresis']}), the nearest one."
         )
     return section
 
 
 def _nearest(policy: Dynamic) -> dict[str, Any]:
-    """Return the section that comes nearest: whole numbers, and the first scale a power of two."""
+    """Return the nearest section: whole numbers, and the first scale a power of two."""
     power = min(max(round(math.log2(policy.init_scale)), 0), LARGEST_POWER)
     return {
         "loss_scale": 0,

@@ -1,7 +1,7 @@
-"""The keys of DeepSpeed's configuration, and what each may hold.
+"""The keys of DeepSpeed's configuration, and their valid values.
 
 The keys and defaults are those of deepspeed 0.19.8 (`runtime/config.py`, `runtime/precision_config.py`), the
-other names those of `DynamicLossScaler`'s arguments.
+aliases those of `DynamicLossScaler`'s arguments.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from preamp.errors import ConfigError
 
 
 class Key(NamedTuple):
-    """What a key may hold.
+    """A key and its valid values.
 
     Attributes:
-        kind: returns a value as the settings have it; raises ValueError, saying what the value is not.
-        default: where the key is absent.
-        example: what to write instead of something impossible. None: the default.
+        kind: converts a value; raises ValueError saying what the value is not.
+        default: the value of an absent key.
+        example: what to write instead of an invalid value. None: the default.
         aliases: other names of the key.
-        ignored: what DeepSpeed does with it has no counterpart here.
+        ignored: whether it has no counterpart in preamp.
     """
 
     kind: Callable[[Any], Any]
@@ -34,26 +34,20 @@ class Key(NamedTuple):
 
 
 def by_name(keys: Mapping[str, Key]) -> dict[str, str]:
-    """Return the key for every name that keys go by."""
+    """Return the key for every name and alias."""
     return {name: key for key in keys for name in (key, *keys[key].aliases)}
 
 
 def line_for(name: str, key: Key) -> str:
-    """Return a line to write for a key, under the name that it was given."""
+    """Return a line to write for a key, with the name that was used for it."""
     return _line(name, key.default if key.example is None else key.example)
 
 
 def read_section(section: str, given: object, keys: Mapping[str, Key]) -> dict[str, Any]:
     """Return a value for each key of a section.
 
-    Args:
-        section: its name, "" for the top level.
-        given: what the configuration holds there.
-        keys: what it may hold.
-
     Raises:
-        ConfigError: for a key that is unknown, a value that cannot work, and two names of one key with
-            different values.
+        ConfigError: for an unknown key, an invalid value, and two names of one key with different values.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"{section or 'a configuration'} is {_json(given)}, not a section. Write {{ }}.")
@@ -62,12 +56,15 @@ def read_section(section: str, given: object, keys: Mapping[str, Key]) -> dict[s
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"{_unknown(prefix, name)}{_remedy(section, name, keys)}")
+            remedy = _remedy(section, name, keys)
+            raise ConfigError(f"{prefix}{name} is not a key of DeepSpeed 0.19.8. {remedy}")
         key = known[name]
         read = _read(prefix, name, value, keys[key])
         if key in values and values[key] != read:
             others = " and ".join(other for other in given if known.get(other) == key)
-            raise ConfigError(f"{prefix}{others} are one key and differ. Write {_line(key, read)} alone.")
+            raise ConfigError(
+                f"{prefix}{others} are the same key and differ. Write {_line(key, read)} alone."
+            )
         values[key] = read
     return {name: values.get(name, key.default) for name, key in keys.items()}
 
@@ -79,12 +76,8 @@ def _read(prefix: str, name: str, value: object, key: Key) -> Any:
         raise ConfigError(f"{prefix}{name}: {_json(value)} {error}. Write {line_for(name, key)}.") from None
 
 
-def _unknown(prefix: str, name: object) -> str:
-    return f"{prefix}{name} is no key of DeepSpeed 0.19.8. "
-
-
 def _remedy(section: str, name: object, keys: Mapping[str, Key]) -> str:
-    """Say where an unknown key belongs, or which it resembles."""
+    """Say in which section an unknown key should be, or which key it resembles."""
     if not section and name in REMOVED:
         return REMOVED[name]
     homes = [home for home, others in HOMES.items() if home != section and name in others]

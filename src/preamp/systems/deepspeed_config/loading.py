@@ -1,4 +1,4 @@
-"""From a configuration to settings."""
+"""Read settings from a configuration."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ def load(config: str | os.PathLike[str] | Mapping[str, Any], *, skip_blanks: boo
 
     `fp16` gives a policy of `dialects.DEEPSPEED`, or `Static` for a `loss_scale` other than 0. `bf16` skips
     steps that overflow unless `check_grad_overflow` is false. `torch_autocast` in float16 scales as
-    `torch.amp.GradScaler` does, unless `fp16` is enabled too and says how. Without `gradient_clipping` the
+    `torch.amp.GradScaler` does, or as `fp16` says if that is enabled too. Without `gradient_clipping` the
     norm is clipped to 1.0, as in DeepSpeed 0.19.8 (0.16.5 did not clip).
 
     Args:
-        config: a file of JSON, in which comments are allowed, or what it holds.
-        skip_blanks: whether "auto", which Hugging Face's Trainer fills in, counts as not given. Where it
-            concerns precision or loss scale it is refused all the same.
+        config: a JSON file, in which comments are allowed, or its content.
+        skip_blanks: whether "auto", which Hugging Face's Trainer fills in, counts as not given. For precision
+            and loss scale it is always refused.
 
     Raises:
-        ConfigError: for a key that is unknown or given twice, a value that cannot work, and a file
-            that is not JSON.
+        ConfigError: for a key that is unknown or given twice, an invalid value, and a file that is not JSON.
         OSError: for a file that cannot be read.
     """
     if isinstance(config, Mapping):
@@ -64,7 +63,7 @@ def _settings(config: Any, skip_blanks: bool) -> Settings:
 
 
 def _ignored(config: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known and means nothing here, by name."""
+    """Return the known keys that have no counterpart in preamp, by name."""
     sections = {"": (config, TOP)} | {f"{name}.": (top[name], keys) for name, keys in SECTIONS.items()}
     return {
         f"{prefix}{name}": value

@@ -1,4 +1,4 @@
-"""What a configuration asks for, and the configuration that asks DeepSpeed for it."""
+"""The settings in a configuration, and their conversion to a configuration for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AS_READ = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a configuration asks for.
+    """The settings in a configuration.
 
     Attributes:
         precision: of the computation; of the parameters too unless `autocast`.
@@ -43,7 +43,7 @@ class Settings:
         optimizer: the section of that name as read, with `type` and `params`.
         scheduler: the section of that name as read, with `type` and `params`.
         zero_optimization: the section of that name as read.
-        ignored: what DeepSpeed knows and means nothing here, as read, by name; in a section by
+        ignored: keys of DeepSpeed that have no counterpart in preamp, as read, by name; in a section by
             "section.name".
     """
 
@@ -79,13 +79,13 @@ class Settings:
         return int((self.zero_optimization or {}).get("stage", 0))
 
     def to_deepspeed(self) -> dict[str, Any]:
-        """Return a configuration that means the same to DeepSpeed 0.19.8.
+        """Return an equivalent configuration for DeepSpeed 0.19.8.
 
-        DeepSpeed asks for a batch size, which it holds only if these settings do. Sections that mean
-        nothing here are written as they were read.
+        DeepSpeed requires a batch size, which is included only if these settings have one. Ignored sections
+        are written as they were read.
 
         Raises:
-            ConfigError: for settings that DeepSpeed's configuration cannot say.
+            ConfigError: for settings that DeepSpeed's configuration cannot express.
         """
         given = {name: getattr(self, name) for name in AS_READ if getattr(self, name) is not None}
         config = {**given, "gradient_clipping": self.max_norm or 0.0, **self._precision_section()}
@@ -95,12 +95,12 @@ class Settings:
         return copy.deepcopy(config)
 
     def _precision_section(self) -> dict[str, Any]:
-        """Return the section that says in what is computed and how the loss is scaled."""
+        """Return the section of the precision and the loss scale."""
         if self.precision == "float16" and not self.autocast:
             return {"fp16": {"enabled": True, "auto_cast": self.cast_inputs, **section_of(self.policy)}}
         if self.cast_inputs:
             raise ConfigError(
-                "DeepSpeed's configuration cannot say cast_inputs=True except for parameters in "
+                "DeepSpeed's configuration cannot express cast_inputs=True except for parameters in "
                 "float16. Write cast_inputs=False and cast the inputs yourself."
             )
         if self.autocast:
@@ -116,6 +116,6 @@ class Settings:
         if self.policy not in possible:
             where = f"autocast in {self.precision}" if self.autocast else self.precision
             raise ConfigError(
-                f"DeepSpeed's configuration cannot say policy={self.policy!r} for {where}. "
+                f"DeepSpeed's configuration cannot express policy={self.policy!r} for {where}. "
                 f"Write policy={possible[0]!r}."
             )

@@ -1,6 +1,6 @@
-"""How each known system saves its loss scale: its entries by name, to a state and back.
+"""The formats in which known systems save their loss scale: entries by name, to a state and back.
 
-Files are read and written in `convert`; which system has which rule is in `dialects`.
+Files are read and written in `convert`; the systems' policies are in `dialects`.
 """
 
 from preamp.systems.formats.base import Format, backoff_factor, compat_of, entries_of, hysteresis

@@ -1,6 +1,6 @@
-"""What every format is, and numbers as they are found in checkpoints.
+"""The base classes of formats, and the conversion of numbers in checkpoints.
 
-A number is whatever `float` takes, so that no framework is needed.
+A number is anything that `float` takes, so that no framework is needed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class Format(ABC):
     """How one system saves its loss scale.
 
     Attributes:
-        entries: the names by which its saved state is known.
-        has_static: whether it saves scales that never move, too.
+        entries: the names that identify its saved state.
+        has_static: whether it also saves constant scales.
     """
 
     entries: ClassVar[tuple[str, ...]]
     has_static: ClassVar[bool] = False
 
     def find(self, saved: object) -> Mapping[str, Any] | None:
-        """Return the entries, from as deep as the system itself nests them; None if they are not there."""
+        """Return the entries, also where the system itself nests them; None if they are missing."""
         named = entries_of(saved)
         return named if all(name in named for name in self.entries) else None
 
     def policy(self, saved: Mapping[str, Any], rest: Policy[Any]) -> Policy[Any]:
-        """Return the policy that was saved; what the format does not carry is as in `rest`."""
+        """Return the policy that was saved; settings that the format does not hold are those of `rest`."""
         settings, compat = self.settings(saved), self.compat(saved)
         unknown = [name for name in settings if not hasattr(rest, name)]
         if unknown:
@@ -44,7 +44,7 @@ class Format(ABC):
         return replace(rest, **settings)
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a `Moving` policy that were saved, all but those of its `compat`."""
+        """Return the settings of a `Moving` policy that were saved, except those of its `compat`."""
         return {}
 
     def compat(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,19 +57,19 @@ class Format(ABC):
 
     @abstractmethod
     def save(self, state: object, policy: object) -> dict[str, Any]:
-        """Return the entries that make the system resume from a state of `policy`."""
+        """Return the entries from which the system resumes at a state of `policy`."""
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what our own adapter saves beside the system's entries: what other rules remember."""
+        """Return what preamp saves besides the system's entries: the memory of other rules."""
         return {}
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return entries with what `remembered` of this format returned; None if it cannot hold them."""
+        """Return entries together with what `remembered` returned; None if the format cannot hold both."""
         return None
 
 
 class Counting(Format):
-    """Systems that save the scale and how many clean steps in a row there were: their first two entries."""
+    """Systems whose first two entries are the scale and the number of clean steps in a row."""
 
     def state(self, saved: Mapping[str, Any], policy: object) -> State:
         scale, good = self.entries[:2]
@@ -85,20 +85,20 @@ class Counting(Format):
 
 
 def entries_of(saved: object) -> Mapping[str, Any]:
-    """Return what was saved by name, also if it is an object: then its attributes."""
+    """Return what was saved by name; for an object, its attributes."""
     named = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
     return named if isinstance(named, Mapping) else {}
 
 
 def number(saved: Mapping[str, Any], name: str) -> float:
-    """Return an entry as a float, whichever framework's scalar it is.
+    """Return an entry, which may be a scalar of any framework, as a float.
 
     Raises:
-        CheckpointError: if it is missing, or is none.
+        CheckpointError: if it is missing, or not a number.
     """
     value = _entry(saved, name)
     try:
-        if hasattr(value, "item"):  # arrays of one element, which not every framework lets be floats
+        if hasattr(value, "item"):  # an array of one element, which not every framework converts to a float
             value = value.item()
         if isinstance(value, bool | str | bytes):
             raise TypeError
@@ -110,7 +110,7 @@ def number(saved: Mapping[str, Any], name: str) -> float:
 
 
 def count(saved: Mapping[str, Any], name: str) -> int:
-    """Return an entry that counts.
+    """Return an entry that is a count.
 
     Raises:
         CheckpointError: if it is missing, or not a whole number.
@@ -145,19 +145,19 @@ def numbers(saved: object, *, without: str = "") -> dict[str, float]:
     """Return all entries as numbers, except for one.
 
     Raises:
-        CheckpointError: if one of them is none.
+        CheckpointError: if one of them is not a number.
     """
     named = entries_of(saved)
     return {name: number(named, name) for name in named if name != without}
 
 
 def compat_of(policy: Policy[Any]) -> Compat:
-    """Return how a rule imitates a system; the defaults for a rule that never does."""
+    """Return the `compat` of a policy, or the default for one without it."""
     return policy.compat if isinstance(policy, Moving) else Compat()
 
 
 def backoff_factor(policy: Any) -> float:
-    """Return what an overflow multiplies the scale by, also for a policy that divides."""
+    """Return the factor of a backoff, also for a policy that divides."""
     divisor = compat_of(policy).backoff_divisor
     return 1.0 / divisor if divisor else float(policy.backoff_factor)
 
@@ -168,7 +168,7 @@ def hysteresis(policy: object) -> int:
 
 
 def overflows_left(policy: Any, state: Any) -> int:
-    """Return how many of them are missing."""
+    """Return how many overflows are left until a backoff."""
     return policy.overflows_left(state) if isinstance(policy, Dynamic) else 1
 
 

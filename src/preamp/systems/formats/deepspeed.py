@@ -1,4 +1,4 @@
-"""What DeepSpeed saves: with ZeRO the loss scaler itself, at stage 0 its numbers."""
+"""The formats of DeepSpeed: with ZeRO the loss scaler object, at stage 0 its numbers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from preamp.systems.formats.base import (
     overflows_left,
 )
 
-OURS, BESIDE = "preamp_state", "beside"  # the state of a rule DeepSpeed lacks, and for which counts it holds
+OURS, BESIDE = "preamp_state", "beside"  # the state of a rule DeepSpeed lacks, and the counts it is valid for
 COUNTS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeed(Format):
-    """What DeepSpeed's loss scalers have in common: counters of all steps, and scales that never move."""
+    """The base of DeepSpeed's formats: counters of all steps, and constant scales."""
 
     has_static = True
-    dynamic: ClassVar[str]  # the name under which they say whether the scale moves
+    dynamic: ClassVar[str]  # the name of the entry that says whether the scale is dynamic
 
     def policy(self, saved: Mapping[str, Any], rest: Policy[Any]) -> Policy[Any]:
         if not flag(saved, self.dynamic):
@@ -123,7 +123,7 @@ class DeepSpeedZero(DeepSpeed):
 
 
 class DeepSpeedStage0(DeepSpeed):
-    """`state_dict()` of the fused and unfused FP16 optimizers, which lacks the floor; ours says more."""
+    """`state_dict()` of the fused and unfused FP16 optimizers, without the floor; preamp adds an entry."""
 
     entries = ("cur_scale", "cur_iter", "dynamic_loss_scale")
     dynamic = "dynamic_loss_scale"

@@ -1,4 +1,4 @@
-"""What flax and jmp save."""
+"""The formats of flax and jmp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Keras 3 and tf_keras save."""
+"""The formats of Keras 3 and tf_keras."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMORY = sorted({name for kind in STATES for name in kind._fields}.difference(St
 
 
 class TfKeras(Counting):
-    """The variables of tf_keras's LossScaleOptimizer, and the argument beside them."""
+    """The variables of tf_keras's LossScaleOptimizer, and its argument."""
 
     entries = ("current_loss_scale", "good_steps")
     INTERVAL = "dynamic_growth_steps"
@@ -31,7 +31,7 @@ class TfKeras(Counting):
 
 
 class Keras(TfKeras):
-    """The same of Keras 3, by name or by the numbers that its files have; ours says more."""
+    """The same of Keras 3, by name or by the numbers in its files; preamp adds a counter."""
 
     entries = ("dynamic_scale", "step_counter")
     NUMBERED = ("3", "2")  # after the iteration and the learning rate

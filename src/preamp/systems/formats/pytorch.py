@@ -1,4 +1,4 @@
-"""What PyTorch's scaler saves, and those of libraries on PyTorch."""
+"""The formats of PyTorch's scaler and of those of libraries on PyTorch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from preamp.systems.formats.base import (
     overflows_left,
 )
 
-OURS = "preamp_state"  # the entry in which `preamp.torch` says more
+OURS = "preamp_state"  # the entry that `preamp.torch` adds
 
 
 class Torch(Counting):
-    """`GradScaler.state_dict()`; that of `preamp.torch` says more, under "preamp_state"."""
+    """`GradScaler.state_dict()`; that of `preamp.torch` has one more entry, "preamp_state"."""
 
     entries: ClassVar[tuple[str, ...]] = (
         "scale",
@@ -60,7 +60,7 @@ class Torch(Counting):
 
 
 class Nemo(Torch):
-    """PyTorch's, and the overflows left. NeMo writes them under one name and reads them under another."""
+    """PyTorch's format plus the overflows left, which NeMo writes under one name and reads under another."""
 
     entries = (*Torch.entries, "_hysteresis_tracker")
 
@@ -77,7 +77,7 @@ class Nemo(Torch):
 
 
 class Megatron(Counting):
-    """`DynamicGradScaler.state_dict()`. All settings are the command line's."""
+    """`DynamicGradScaler.state_dict()`. The settings come from the command line and are not saved."""
 
     entries = ("scale", "growth_tracker", "hysteresis_tracker")
 
@@ -90,7 +90,7 @@ class Megatron(Counting):
 
 
 class Apex(Counting):
-    """`amp.state_dict()`, which has an entry for every loss."""
+    """`amp.state_dict()`, with an entry for every loss."""
 
     entries = ("loss_scale", "unskipped")
 
@@ -98,7 +98,7 @@ class Apex(Counting):
         scalers = [value for name, value in entries_of(saved).items() if str(name).startswith("loss_scaler")]
         if len({tuple(number(entries_of(one), name) for name in self.entries) for one in scalers}) > 1:
             raise CheckpointError(
-                f"{len(scalers)} losses have a scale of their own here. Write saved['loss_scaler0'] for one."
+                f"{len(scalers)} losses have scales that differ. Write saved['loss_scaler0'] for one."
             )
         return Format.find(self, scalers[0] if scalers else saved)
 
@@ -107,7 +107,7 @@ class Apex(Counting):
 
 
 class Fairseq(Format):
-    """`FP16Optimizer.state_dict()`, of which only the scale is the scaler's."""
+    """`FP16Optimizer.state_dict()`, in which only the scale comes from the scaler."""
 
     entries = ("loss_scale",)
 

@@ -55,7 +55,7 @@ class DeviceAutocast(autocast):
 
 
 def _warn(device_type: str) -> None:
-    """Say that the names of a device type are deprecated, as PyTorch says of its own."""
+    """Warn that the names of a device type are deprecated, as PyTorch does."""
     warnings.warn(
         f"`preamp.torch.{device_type}.amp.autocast(args...)` is deprecated, like PyTorch's "
         f"`torch.{device_type}.amp.autocast`. Write `preamp.torch.autocast({device_type!r}, args...)`.",

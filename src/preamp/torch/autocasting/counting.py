@@ -84,11 +84,7 @@ class _Source:
 
 
 class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run while it is entered, in the thread that entered it.
-
-    Args:
-        device_type: whose operators are listed.
-    """
+    """Counts the operators that run while it is entered, in the thread that entered it."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

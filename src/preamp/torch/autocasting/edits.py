@@ -1,6 +1,6 @@
-"""What a region with a table, emulation or a report changes: the kernels of its operators.
+"""The changes of a region with a table, emulation or a report to the kernels of operators.
 
-Compiled functions run eagerly while such a region is open, because compiled code does not know of the edits.
+Compiled functions run eagerly while such a region is open, because compiled code ignores the edits.
 """
 
 from __future__ import annotations
@@ -47,13 +47,7 @@ def validate(casting: object, dtype: torch.dtype | None, emulate: object) -> Non
 
 
 def change(device_type: str, edits: Edits, counters: tuple[Counter, ...]) -> Change:
-    """Return what operators do in a region.
-
-    Args:
-        device_type: whose operators are edited.
-        edits: what the region and those around it ask for.
-        counters: of the region and those around it, outermost first.
-    """
+    """Return what operators do in a region."""
     rules, names = _rules(device_type, edits)
     for counter in dict.fromkeys(counters):  # a region that is entered twice counts once
         rules = counter.counted(rules, edits)

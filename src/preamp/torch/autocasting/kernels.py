@@ -31,13 +31,7 @@ INSTEAD = {"binary_cross_entropy": "binary_cross_entropy_with_logits on what the
 
 
 def make(rule: Rule, name: str, device_type: str) -> Kernel:
-    """Return the kernel of an operator under a rule.
-
-    Args:
-        rule: of the operator.
-        name: the operator, such as "mm" or "softmax.int".
-        device_type: whose tensors are cast.
-    """
+    """Return the kernel of an operator under a rule."""
     if rule == "untouched":
         return operators.without_autocast(name, device_type)
     if rule == "refuse":
@@ -82,11 +76,6 @@ def emulate(name: str, device_type: str, dtype: torch.dtype | None) -> Kernel:
 
     Autograd records the casts down and up again, so gradients are rounded at the same places. It is what a
     tensor core does that accumulates in float32.
-
-    Args:
-        name: the operator.
-        device_type: whose tensors are rounded.
-        dtype: what they are rounded to; None for the low precision of the region.
     """
     operator, switch = operators.call(name), torch.set_autocast_enabled
 

@@ -158,7 +158,7 @@ def call(name: str) -> Any:
 
 
 def is_composite(name: str) -> bool:
-    """Return whether an operator is made of others, which pass through the dispatcher in turn."""
+    """Return whether an operator is composed of others, which pass through the dispatcher in turn."""
     return compat.has_kernel(f"aten::{name}", "CompositeImplicitAutograd")
 
 

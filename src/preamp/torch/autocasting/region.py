@@ -100,7 +100,7 @@ class autocast(TorchAutocast):  # PyTorch's name
         report: bool = False,
         emulate: bool = False,
     ) -> Self:
-        """Choose the class: `EditedRegion` for what it does, PyTorch's own where PyTorch traces."""
+        """Choose the class: `EditedRegion` for edits, PyTorch's own while PyTorch traces."""
         if cls is autocast:
             if casting is not None or report or emulate:
                 return object.__new__(EditedRegion)
@@ -213,7 +213,7 @@ class autocast(TorchAutocast):  # PyTorch's name
     def _prepare(
         self, device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None
     ) -> None:
-        """Call PyTorch's constructor, and have its warnings name the line that made the region."""
+        """Call PyTorch's constructor, and let its warnings name the line that made the region."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             TorchAutocast.__init__(self, device_type, dtype, enabled, cache_enabled)

@@ -34,7 +34,7 @@ class Edits(NamedTuple):
 
 
 class Counter(Protocol):
-    """What counts the calls of operators for a region's report: `counting.CastCounter`."""
+    """The interface of `counting.CastCounter`, which counts the calls of operators for a report."""
 
     def counted(self, rules: dict[str, Kernel], edits: Edits) -> dict[str, Kernel]:
         """Return kernels that do what the given ones do and count it."""
@@ -100,7 +100,7 @@ class Thread(threading.local):
         return next((frame.change for frame in frames if frame.change), None)
 
     def apply_changes(self) -> None:
-        """Have edited operators do what the innermost edited region of each device type says."""
+        """Apply the rules of the innermost edited region of each device type to edited operators."""
         changes = {frame.region.device: frame.change for frame in self.frames if frame.change}
         self.rules = {key: run for change in changes.values() for key, run in change.rules.items()}
 

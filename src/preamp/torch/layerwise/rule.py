@@ -60,11 +60,7 @@ class _Size(NamedTuple):
 
 
 class Statistics:
-    """Statistics of one backward pass, which stay on the device until `read`.
-
-    Args:
-        graph: the graph that is about to run.
-    """
+    """Statistics of one backward pass, which stay on the device until `read`."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -85,9 +81,6 @@ class Statistics:
         self, weights: dict[str, Tensor]
     ) -> tuple[dict[Mark, _Size], dict[str, _Size], dict[int, float]]:
         """Return all sizes, with one read to the host.
-
-        Args:
-            weights: the weights to measure as well.
 
         Returns:
             The size of the gradient at each mark that backward reached, above the mark; the sizes of the
@@ -155,10 +148,6 @@ class LayerRule:
     def learn(self, statistics: Statistics, potentials: dict[int, int]) -> bool:
         """Compute targets from the statistics of a backward pass.
 
-        Args:
-            statistics: of the pass.
-            potentials: those used in it.
-
         Returns:
             Whether everything was finite.
         """
@@ -178,15 +167,7 @@ class LayerRule:
     def _target(
         self, mark: Mark, incoming: _Size, weight: _Size, leaving: float, potentials: dict[int, int]
     ) -> _Target:
-        """Compute a target.
-
-        Args:
-            mark: the layer.
-            incoming: of the gradient of its output.
-            weight: of its weight.
-            leaving: the largest entry that left the part below it.
-            potentials: those used in the pass.
-        """
+        """Compute a target."""
         above, below = potentials[mark.above], potentials[mark.below]
         terms = _terms(self._layers[mark.name])
         outgoing = incoming.rms * weight.rms * math.sqrt(terms / 2.0)

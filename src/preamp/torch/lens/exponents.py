@@ -71,15 +71,7 @@ def add(one: Counts, other: Counts) -> Counts:
 
 
 def read(counts: Sequence[Counts], numbers: Sequence[Tensor] = ()) -> tuple[list[Measured], list[float]]:
-    """Read counts to the host, all in one transfer.
-
-    Args:
-        counts: of any number of tensors.
-        numbers: scalars to read in the same transfer.
-
-    Returns:
-        The counts of each tensor, and the numbers.
-    """
+    """Read counts and scalars to the host, all in one transfer."""
     device = counts[0].fields.device
     wide = widest(device)
     bits, _ = INFINITY[wide]

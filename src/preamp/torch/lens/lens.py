@@ -1,6 +1,6 @@
-"""`Lens`: how large the weights, activations and gradients of a model are, module by module, on some steps.
+"""`Lens` records how large the weights, activations and gradients of a model are, on some steps.
 
-This file decides when to record; `recorder` records one pass.
+This module decides when to record; `recorder` records one pass.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Lens:
     checkpoint are not recorded.
 
     Args:
-        model: the model that the training loop calls: as it is, wrapped by DDP, or by `torch.compile`.
+        model: the model that the training loop calls: bare, wrapped by DDP, or by `torch.compile`.
         every: passes from one sample to the next; the first one is sampled.
         scaler: what scales the loss: a `GradScaler`, PyTorch's own, or a `LossScaleOptimizer`. None if the
             loss is not scaled.

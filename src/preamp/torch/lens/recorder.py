@@ -36,7 +36,7 @@ class PassRecorder:
 
     Args:
         model: whose modules are recorded.
-        scaler: a `GradScaler` of ours or of PyTorch; None for a scale of 1.
+        scaler: a `GradScaler` of preamp or PyTorch; None for a scale of 1.
         index: the number of the step, for a scaler that does not count steps.
         activations: whether inputs, weights and outputs are counted too, besides gradients.
 
@@ -93,11 +93,7 @@ class PassRecorder:
         self._outputs.clear()
 
     def snapshot(self, low_dtype: str | None) -> Snapshot:
-        """Read all counts, in one transfer.
-
-        Args:
-            low_dtype: the low precision; None to take it from autocast or the tensors.
-        """
+        """Read all counts, in one transfer."""
         numbers = self._scale, self._index
         tensors = [number for number in numbers if isinstance(number, Tensor)]
         measured, on_host = exponents.read(list(self._counts.values()), tensors)
@@ -225,11 +221,11 @@ def _is_numeric(tensor: Tensor) -> bool:
 
 def _owned(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter that gets a gradient, once, with the name of the first module that owns it."""
-    seen = set()
+    found = set()
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad and parameter not in seen:
-                seen.add(parameter)
+            if parameter is not None and parameter.requires_grad and parameter not in found:
+                found.add(parameter)
                 yield name, parameter
 
 

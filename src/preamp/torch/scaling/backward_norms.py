@@ -88,7 +88,7 @@ def _refuse_what_comes_later(parameters: list[Tensor]) -> None:
     if any(hasattr(p, "device_mesh") for p in parameters):
         reason = "its parameters are DTensors"
     elif any(hasattr(p, "_is_flat_param") or hasattr(p, "_fsdp_flattened") for p in parameters):
-        reason = "its parameters belong to FSDP"
+        reason = "its parameters are managed by FSDP"
     elif number_of_ranks() > 1:
         reason = f"{number_of_ranks()} ranks train together"
     if reason:

@@ -15,7 +15,7 @@ from preamp.torch.scaling.optimizers import OptimizerLike
 def names(optimizer: OptimizerLike) -> dict[int, str]:
     """Return what to call each parameter, by its `id`.
 
-    An optimizer made with `model.named_parameters()` knows its parameters' names; of any other the name is
+    An optimizer made with `model.named_parameters()` has its parameters' names; for any other the name is
     the expression that leads to the parameter, such as `param_groups[0]['params'][3]`.
     """
     named: dict[int, str] = {}

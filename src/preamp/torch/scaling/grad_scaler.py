@@ -194,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
         on_step: called with a `Step` at the end of every `update` that ends a step. A `Trace` is such
             a callable. On an accelerator this costs one read a step.
         process_group: the ranks that hold different gradients of one model (tensor, pipeline or fully
-            sharded parallel), so that all of them skip together. DDP needs none, and DTensors know theirs.
+            sharded parallel), so that all of them skip together. DDP needs none, and DTensors have theirs.
         reduce: instead of a group, a function that sums a float64 tensor over ranks: of shape [2], for a
             policy that uses gradient statistics [282]. On a device without float64, such as MPS, it is
             float32.
@@ -216,7 +216,7 @@ class GradScaler(torch.amp.GradScaler):
             is evaluated several times, as LBFGS does, those of the last evaluation. None if one of them was
             not a single number, or was changed in place (`loss.mul_(2)`) before it was read. Of a disabled
             scaler `skipped` is False, and `finite` is True unless `max_norm` found a norm that is not finite;
-            `grad_norm` is that norm. They are read when you ask for `last_step`.
+            `grad_norm` is that norm. They are read when `last_step` is.
 
     Raises:
         AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.
@@ -268,7 +268,7 @@ class GradScaler(torch.amp.GradScaler):
         self._gives_up = rule.gives_up
         if capturable and (on_step is not None or self._gives_up):
             needed, instead = (
-                (f"on_step={on_step!r}", "leave out on_step: scaler.last_step is read when you ask for it")
+                (f"on_step={on_step!r}", "leave out on_step: scaler.last_step is computed when it is read")
                 if on_step is not None
                 else (
                     f"policy={policy!r}, which can end the training,",
@@ -472,7 +472,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Advance the policy by what the steps of this iteration found, or set a scale by hand.
+        """Advance the policy by the results of the steps of this iteration, or set a scale.
 
         Args:
             new_scale: the scale of the next step, as a number or a one-element tensor.
@@ -538,7 +538,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: for the empty state of a disabled scaler.
             KeyError: for a missing entry.
-            PolicyError: for a scale or setting that cannot work. The scaler is left as it was.
+            PolicyError: for an invalid scale or setting. The scaler is not changed.
             UserWarning: a warning, for a scale outside the policy's bounds, which is kept.
         """
         if self._enabled:
@@ -558,7 +558,7 @@ class GradScaler(torch.amp.GradScaler):
             self._loss_scale.steps = steps * 0 + numbers["steps"]  # stays a tensor if it is one
 
     def _known_scale(self) -> float | None:
-        """Return the scale, None where it would have to be read from a device."""
+        """Return the scale, or None if it would have to be read from a device."""
         return float(self._loss_scale.now.scale) if isinstance(self._loss_scale, HostScale) else None
 
     def _note_change(self, by: str, before: float | None) -> None:
@@ -854,7 +854,7 @@ class GradScaler(torch.amp.GradScaler):
     def _measure_in_one_launch(
         self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients, clip: Clip
     ) -> Tensor | None:
-        """Measure and clip scaled gradients of one rank; None where there is no kernel of Triton's for it."""
+        """Measure and clip scaled gradients of one rank; None where there is no Triton kernel for it."""
         scale, constant = self._require_scale("step"), state.preset()
         usual = clip.max_value is None and not isinstance(constant, Tensor)
         if not usual or self.policy.needs or self._meter.agreement.needed(gradients.meshes):
@@ -1085,7 +1085,7 @@ class GradScaler(torch.amp.GradScaler):
             self._already.mark(optimizer, state.measured if decides else None)
 
     def _note_flag(self, state: OptimizerState) -> None:
-        """Give a decision made on the host the form that PyTorch keeps it in."""
+        """Convert a decision made on the host to the form in which PyTorch keeps it."""
         where = self._require_scale("step").device
         flag = 0.0 if state.measured is not None and state.measured.finite else 1.0
         state.found_inf_per_device = {where: torch.full((), flag, dtype=torch.float32, device=where)}
@@ -1346,7 +1346,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _buffers_of(model: Any, restores: bool, capturable: bool) -> Buffers | None:
-    """Return the buffers to look after, or None without a model."""
+    """Return the buffers to check, or None without a model."""
     if restores and model is None:
         raise PolicyError(
             "restore_buffers=True needs the model whose buffers they are. Write model=model, too."
@@ -1425,7 +1425,7 @@ def _limit(name: str, value: Any) -> float | None:
     is_infinite = isinstance(limit, Real) and limit == math.inf
     if not is_infinite and not (is_number(limit) and limit > 0.0):
         raise PolicyError(
-            f"{name}={shown(value)} is no number above 0. Write {name}=1.0, or None not to clip."
+            f"{name}={shown(value)} is not a number above 0. Write {name}=1.0, or None not to clip."
         )
     return float(limit)
 

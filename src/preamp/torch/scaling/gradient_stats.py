@@ -40,7 +40,7 @@ class GradientStats(NamedTuple):
     Attributes:
         peak: the largest magnitude, 0 without gradients; None where other code checked the gradients, which
             tells no peak.
-        above: how many entries have the policy's `edge` as their magnitude or more; None if it does not ask.
+        above: how many entries have the policy's `edge` as their magnitude or more; None if not needed.
         entries: how many there are. Of sparse gradients the stored ones count, of complex ones both parts.
         each: the peak of every gradient on this rank: a list, or a tensor that is not read.
     """
@@ -161,7 +161,7 @@ class GradientMeter:
             stats: of this rank's gradients while they were scaled, if the policy uses them.
 
         Raises:
-            PolicyError: for a norm or a share over ranks that cannot be told.
+            PolicyError: for a norm or a share over ranks that cannot be determined.
         """
         agree = agree and (self.agreement.always or bool(gradients.meshes))
         if read:
@@ -276,13 +276,13 @@ class GradientMeter:
 def gradient_stats(
     gradients: Gradients, edge: float | None, device: torch.device, *, read: bool, each: Tensor | None = None
 ) -> GradientStats:
-    """Measure gradients as they are. Each is read once; twice where entries have to be counted.
+    """Measure gradients. Each is read once, or twice where entries have to be counted.
 
     Args:
         gradients: of one optimizer, scaled.
         edge: the magnitude from which entries count; None not to count. The peak is measured in any case: it
             tells whether all are finite, too.
-        device: where what is not read is to lie.
+        device: for the results that are not read.
         read: whether the host may read. Then only gradients that reach the edge are counted.
         each: the peaks, if they are known.
     """
@@ -331,7 +331,7 @@ def unpacked(total: Tensor, mine: GradientStats) -> GradientStats:
 
     Args:
         total: the sum of what they packed.
-        mine: what this rank has measured; what it does not know stays unknown.
+        mine: what this rank has measured; None where it has not.
     """
     powers = _powers(LOWEST, HIGHEST, total.device).to(total.dtype)
     most = min(2.0**HIGHEST, torch.finfo(total.dtype).max)
@@ -373,7 +373,7 @@ def step_of(
     loss: UnreadLoss | float | None = None,
     buffers: Callable[[], tuple[str, ...]] = tuple,
 ) -> Step:
-    """Return the `Step` of one or several optimizers. Reads what lies on a device.
+    """Return the `Step` of one or several optimizers, after reading it from the device.
 
     Args:
         steps: what the optimizers' steps found.
@@ -498,7 +498,7 @@ class Losses:
         self.sum = UnreadLoss(total, Stamp.of(total))
 
     def read(self) -> None:
-        """Read the sum now, such as beside a flag that the host waits for anyway."""
+        """Read the sum now, such as together with a flag that the host waits for anyway."""
         if isinstance(self.sum, UnreadLoss):
             self.sum = self.sum.read()
             self._is_known = self.sum is not None
@@ -533,7 +533,7 @@ def _wide(number: Any, device: torch.device) -> Tensor:
 
 
 def _powers(first: int, last: int, device: torch.device) -> Tensor:
-    """Return 2**first, ..., 2**last as float32, made of their bits: 0 below 2**-149, inf above 2**127."""
+    """Return 2**first, ..., 2**last as float32, from their bits: 0 below 2**-149, inf above 2**127."""
     exponents = torch.arange(first, last + 1, dtype=torch.int32, device=device)
     one = torch.ones_like(exponents)
     subnormal = one.bitwise_left_shift((exponents - LOWEST).clamp(0, 22)) * (exponents >= LOWEST)

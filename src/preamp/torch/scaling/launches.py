@@ -7,7 +7,7 @@ that `torch.compile` traces (which fuses operators itself), and where the first 
 without a C compiler or, on some XPU devices, without float64.
 
 A CUDA graph that is being captured gets no kernel that was not launched before: compiling and loading belong
-to the warm-up that PyTorch asks for before a capture.
+to the warm-up that PyTorch requires before a capture.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _failed: set[str] = set()  # device types
 
 
 class Prepared(NamedTuple):
-    """What an optimizer's step needs to know, and its record, as 0-dim tensors of their own.
+    """The inputs of an optimizer's step, and its record, as 0-dim tensors of their own.
 
     Attributes:
         scale: the scale that was in the loss.
-        divisor: what the gradients have to be divided by.
+        divisor: the divisor of the gradients.
         multiplier: the same with clipping, for `grad_scale`.
         found_inf: 1.0 if a gradient is not finite, else 0.0.
         finite: the opposite, as a boolean.
@@ -113,7 +113,7 @@ def _settings(policy: Dynamic) -> dict[str, float | bool]:
 
 
 def _is_covered(scale: Tensor) -> bool:
-    """Return whether there are kernels for what lies where this tensor does."""
+    """Return whether there are kernels for tensors on this tensor's device."""
     if torch.compiler.is_compiling() or scale.device.type not in DEVICE_TYPES:
         return False
     usual = type(scale) is Tensor and scale.dtype is torch.float32 and scale.dim() == 0

@@ -1,4 +1,4 @@
-"""Where the policy's state lives: on the host as floats, or on a device as tensors.
+"""The policy's state: on the host as floats, or on a device as tensors.
 
 On a CPU, and where a flag is read at every step anyway, the policy advances on Python floats (`HostScale`).
 Where nothing is read, its state is tensors and it advances there (`DeviceScale`). Both keep PyTorch's two
@@ -129,7 +129,7 @@ class HostScale:
         """Advance by one step; return the scale after it, and whether the policy gave up on the step.
 
         Raises:
-            PolicyError: if the policy uses what was not measured. The state is as it was.
+            PolicyError: if the policy uses what was not measured. The state is not changed.
         """
         self.adopt()
         before = self.state.policy_state
@@ -144,7 +144,7 @@ class HostScale:
         self.policy = policy
 
     def set(self, **numbers: float) -> None:
-        """Change fields of the policy's state by hand."""
+        """Set fields of the policy's state."""
         self.set_state(self.now._replace(**numbers))
 
     def set_state(self, policy_state: Any) -> None:
@@ -177,7 +177,7 @@ class HostScale:
         self._stamps = _stamps(self._stamps, self.tensor, self._tracker)
 
     def _may_be_written(self) -> bool:
-        """Return whether other code may have written to PyTorch's tensors. On a CPU nobody needs to know."""
+        """Return whether other code may have written to PyTorch's tensors; not needed on a CPU."""
         on_cpu = self.tensor is not None and self.tensor.is_cpu
         return on_cpu or not _fit(self._stamps, self.tensor, self._tracker)
 
@@ -262,14 +262,14 @@ class DeviceScale:
         """Advance by one step, in place; return a `snapshot` of the scale after it, and False.
 
         `scaling.advance` would do, at thirty kernel launches. Instead one of Triton's kernels is launched
-        where there is one, or PyTorch's own, which knows the usual settings.
+        where there is one, or PyTorch's own, which supports the usual settings.
 
         Args:
             measured: in the step.
             found_inf: the opposite of `measured.finite` as a float32 where the state is, if that is at hand.
 
         Raises:
-            PolicyError: if the policy uses what was not measured. The state is as it was.
+            PolicyError: if the policy uses what was not measured. The state is not changed.
         """
         self.adopt()
         reading = Reading(*[None if one is None else self._here(one) for one in measured.reading])
@@ -301,7 +301,7 @@ class DeviceScale:
         self.policy, self._by_kernel = policy, False
 
     def set(self, **numbers: float) -> None:
-        """Change fields of the policy's state by hand."""
+        """Set fields of the policy's state."""
         self._by_kernel = False
         for name, number in numbers.items():
             getattr(self.state, name).fill_(number)
@@ -374,7 +374,7 @@ def numbers_and_settings(state_dict: Any) -> tuple[dict[str, Any], dict[str, Any
         PolicyError: for what neither PyTorch nor this library has written.
     """
     if not isinstance(state_dict, Mapping):
-        raise PolicyError(f"{shown(state_dict)} is no state dict. Write scaler.state_dict() to get one.")
+        raise PolicyError(f"{shown(state_dict)} is not a state dict. Write scaler.state_dict() to get one.")
     if not state_dict:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved "
@@ -425,7 +425,7 @@ def setting_of(policy: Policy[Any], name: str) -> Any:
 
 
 def set_scale(loss_scale: HostScale | DeviceScale, scale: float) -> None:
-    """Set the scale by hand.
+    """Set the scale.
 
     Raises:
         PolicyError: for a scale that would turn gradients into 0, inf or NaN, and for one that the policy

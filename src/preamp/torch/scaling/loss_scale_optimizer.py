@@ -240,7 +240,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
                 `process_group` or `reduce` from this rank's first loss on: a pipeline's first stages have
                 none. Nothing was changed.
             AssertionError: as PyTorch, if no parameter has a gradient.
-            ScaleExhausted: if the policy was told to give up. The parameters are as they were.
+            ScaleExhausted: if the policy gives up. The parameters are not changed.
         """
         self._require_own_weights("step()")
         if closure is None:
@@ -631,7 +631,7 @@ def _scaler(inner: Any, scale: float, steps: int, policy: Policy[Any] | None, **
 def _check_inner(inner: Any, weight_decay: float | None, steps_apart: bool) -> None:
     if not isinstance(inner, torch.optim.Optimizer):
         raise PolicyError(
-            f"inner_optimizer={inner!r} is no torch.optim.Optimizer. "
+            f"inner_optimizer={inner!r} is not a torch.optim.Optimizer. "
             "Write LossScaleOptimizer(torch.optim.AdamW(model.parameters()))."
         )
     if isinstance(inner, LossScaleOptimizer):

@@ -1,4 +1,4 @@
-"""What a scaler has to know of an arbitrary optimizer."""
+"""Inspect arbitrary optimizers: their parameters, and how they step."""
 
 from __future__ import annotations
 

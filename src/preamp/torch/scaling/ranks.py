@@ -31,7 +31,7 @@ class Agreement:
         process_group: the ranks that hold different gradients of one model, such as those of a tensor,
             pipeline or fully sharded parallel group; `WORLD` for all. A `ProcessGroup`, or any object with
             its methods `rank()`, `size()` and `allreduce(tensors, options)`. None: gradients are the same on
-            all ranks, as with DDP, or they are DTensors, which know their mesh.
+            all ranks, as with DDP, or they are DTensors, which have their mesh.
         reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm of unscaled
             gradients); sums it over ranks in place, or returns the sum. For a policy that uses gradient
             statistics the shape is [282]: then come 278 bins, one for each binary exponent of float32 from
@@ -54,10 +54,10 @@ class Agreement:
             raise PolicyError("process_group= and reduce= are both given. Write only one of them.")
         self.process_group = process_group
         self.reduce = reduce
-        self.always = reduce is not None or process_group is not None  # whatever the gradients lie on
+        self.always = reduce is not None or process_group is not None  # whatever the gradients are on
 
     def needed(self, meshes: Sequence[Any]) -> bool:
-        """Return whether other ranks have to be asked, for gradients on these meshes."""
+        """Return whether other ranks are needed, for gradients on these meshes."""
         return self.always or bool(meshes)
 
     def __call__(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
@@ -74,7 +74,7 @@ class Agreement:
         return self.over_meshes(readings, meshes)
 
     def over_meshes(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
-        """Return the sum of a tensor over every dimension of the meshes that the DTensors lie on.
+        """Return the sum of a tensor over every dimension of the meshes of the DTensors.
 
         Of several meshes the flag and the peak are right, the norm and the share are not: see `refuse_norm`.
         """
@@ -85,7 +85,7 @@ class Agreement:
         return readings
 
     def refuse_norm(self, meshes: Sequence[Any]) -> None:
-        """Refuse to clip where it cannot be told which gradients are copies.
+        """Refuse to clip where it is unknown which gradients are copies.
 
         Raises:
             PolicyError: for gradients on several meshes.
@@ -93,14 +93,14 @@ class Agreement:
         _refuse_several(meshes, "max_norm needs one norm", "leave max_norm out")
 
     def refuse_share(self, meshes: Sequence[Any]) -> None:
-        """Refuse to count entries where it cannot be told which of them are copies.
+        """Refuse to count entries where it is unknown which of them are copies.
 
         Raises:
             PolicyError: for gradients on several meshes.
         """
         _refuse_several(
             meshes,
-            "the policy asks for a share of all entries",
+            "the policy needs a share of all entries",
             "take a policy that needs the peak alone",
         )
 
@@ -108,8 +108,8 @@ class Agreement:
 def _refuse_several(meshes: Sequence[Any], wanted: str, otherwise: str) -> None:
     if len(meshes) > 1:
         raise PolicyError(
-            f"{wanted}, but the gradients lie on {len(meshes)} meshes of which none has the ranks of all, so "
-            "which of them are copies cannot be told. Write distribute_tensor(parameter, mesh, placements) "
+            f"{wanted}, but the gradients are on {len(meshes)} meshes of which none has the ranks of all, so "
+            "which of them are copies is unknown. Write distribute_tensor(parameter, mesh, placements) "
             f"with one mesh for all, where Replicate() copies, or {otherwise}."
         )
 

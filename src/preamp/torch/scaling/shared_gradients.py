@@ -15,7 +15,7 @@ from preamp.torch.scaling.optimizers import OptimizerLike, parameters_of
 class AlreadyUnscaled:
     """Which gradients were unscaled in this iteration and not written to since.
 
-    A scaler that knows only one optimizer remembers nothing, to save time. One that joins later and shares
+    A scaler with only one optimizer remembers nothing, to save time. One that joins later and shares
     parameters takes its first step as in PyTorch.
 
     Attributes:

@@ -3,7 +3,7 @@
 Imported by `launches` alone, when a step is about to be taken on a device that Triton compiles for. Whatever
 is not covered there is done by PyTorch's operators (`grad_scaler`, `loss_scale`), with the same results.
 
-`prepare` is what lies between the norm of all gradients and a fused optimizer:
+`prepare` runs between the norm of all gradients and a fused optimizer:
 
     divisor = scale * constant
     finite = total / divisor < inf
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 
-# Triton compiles annotations too, and knows its own alone.
+# Triton compiles annotations too, and supports only its own.
 def _prepare(total_at, scale_at, numbers_at, finite_at, constant, max_norm):  # type: ignore[no-untyped-def]
     # numbers: the scale as it is now, divisor, multiplier, found_inf.
     total, scale = tl.load(total_at).to(tl.float64), tl.load(scale_at)

@@ -1,16 +1,15 @@
-"""What `attach` needs to know of DeepSpeed's optimizers, one class for each kind.
+"""Access to the loss scale and the scaled gradients of DeepSpeed's optimizers, one class for each kind.
 
-A class says where its optimizer keeps the scale, which argument is the norm, and where the gradients are
-while they are scaled. All names of DeepSpeed that are used are in `uses`, and checked before anything
-changes. Read from deepspeed 0.19.8 (runtime/zero, runtime/fp16).
+All names of DeepSpeed that are used are in `uses`, and checked before anything changes. Read from deepspeed
+0.19.8 (runtime/zero, runtime/fp16).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,20 +17,34 @@ from torch import Tensor
 from preamp.arrays.torch import Gradients
 from preamp.arrays.torch_devices import widest
 from preamp.deepspeed.scalers import DynamicLossScaler
-from preamp.errors import UsageError
+from preamp.errors import MissingExtra, UsageError
 from preamp.systems.formats.deepspeed import OURS as RECORD
 from preamp.torch.scaling.gradient_stats import GradientStats, gradient_stats
 
 TESTED = "0.19.8"
+COMPRESSED = "deepspeed.runtime.fp16.onebit"
 
 Combination: TypeAlias = Literal["MAX", "SUM"]
 
 
-def require(owner: Any, names: tuple[str, ...]) -> None:
+class DeepSpeedEngine(Protocol):
+    """What `attach` uses of DeepSpeed's engine, which has no types."""
+
+    optimizer: Any
+    global_steps: int
+    param_names: Mapping[Tensor, str]
+    _config: Any
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+    def fp16_enabled(self) -> bool: ...
+
+
+def require(owner: object, names: tuple[str, ...]) -> None:
     """Refuse a release of DeepSpeed that has renamed something.
 
     Raises:
-        UsageError: if an attribute is not there.
+        UsageError: if an attribute is missing.
     """
     for name in names:
         if not hasattr(owner, name):
@@ -41,11 +54,8 @@ def require(owner: Any, names: tuple[str, ...]) -> None:
             )
 
 
-class Host(ABC):
-    """The optimizer of an engine, which scales losses.
-
-    Args:
-        engine: DeepSpeed's engine.
+class EngineAccess(ABC):
+    """An engine and its optimizer: the attributes of the loss scaler, and the scaled gradients.
 
     Attributes:
         uses: the attributes of the optimizer that are read, called or replaced.
@@ -54,7 +64,7 @@ class Host(ABC):
         measures_first: whether statistics have to be taken before the step, which moves the gradients.
 
     Raises:
-        UsageError: if a name is not there. Nothing was changed.
+        UsageError: if a name is missing. Nothing was changed.
     """
 
     uses: ClassVar[tuple[str, ...]] = (
@@ -68,8 +78,8 @@ class Host(ABC):
     norm_at: ClassVar[int] = 1
     measures_first: ClassVar[bool] = False
 
-    def __init__(self, engine: Any) -> None:
-        self.engine: Any = engine
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine: DeepSpeedEngine = engine
         self.optimizer: Any = engine.optimizer
         require(engine, self.engine_uses)
         require(self.optimizer, self.uses)
@@ -99,12 +109,12 @@ class Host(ABC):
         """Return whether some gradients are offloaded and unreadable."""
         return False
 
-    def look(self, edge: float | None) -> GradientStats:
+    def gradient_stats(self, edge: float | None) -> GradientStats:
         """Return statistics of the scaled gradients of all ranks, as floats. Every rank has to call it.
 
         Args:
-            edge: the magnitude from which entries count; None not to count them. What ZeRO pads its parts
-                with counts as entries of 0.
+            edge: the magnitude from which entries count; None not to count them. Padding of ZeRO's parts
+                counts as entries of 0.
         """
         tensors = [gradient for _, gradient in self.gradients() if gradient is not None]
         device = _device()
@@ -133,11 +143,11 @@ class Host(ABC):
         return tuple(name for name, flag in zip(names.values(), flags.tolist(), strict=True) if flag)[::-1]
 
 
-class _Zero(Host):
+class _Zero(EngineAccess):
     """ZeRO keeps a scaler object, and saves it whole."""
 
     uses = (
-        *Host.uses,
+        *EngineAccess.uses,
         "loss_scaler",
         "dynamic_loss_scale",
         "dtype",
@@ -146,7 +156,7 @@ class _Zero(Host):
         "averaged_gradients",
         "needs_scaler",
     )
-    engine_uses = (*Host.engine_uses, "gradient_accumulation_steps", "scale")
+    engine_uses = (*EngineAccess.engine_uses, "gradient_accumulation_steps", "scale")
 
     def saved(self) -> dict[str, Any]:
         return dict(vars(self.optimizer.loss_scaler))
@@ -158,8 +168,7 @@ class _Zero(Host):
         self.optimizer.loss_scaler, self.optimizer.dynamic_loss_scale = scaler, scaler.dynamic
 
     def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
-        operation = getattr(_communication().ReduceOp, how)
-        _communication().all_reduce(numbers, op=operation, group=self.optimizer.dp_process_group)
+        operation = _all_reduce(numbers, how, self.optimizer.dp_process_group)
         self.optimizer._model_parallel_all_reduce(tensor=numbers, op=operation)
 
     def _scaler_that_is(self, dynamic: bool) -> Any:
@@ -232,7 +241,7 @@ class _Zero3Offloaded(_Zero):
                 yield parameter, None if on_disk else flat.narrow(0, start, length)
 
 
-class Stage0(Host):
+class Stage0(EngineAccess):
     """Without ZeRO the scale is in a configuration object, and there is no hysteresis.
 
     Attributes:
@@ -241,8 +250,8 @@ class Stage0(Host):
         entry: the entry that we add for them.
     """
 
-    uses = (*Host.uses, "loss_scale_config", "fp16_groups", "mpu", "state_dict", "load_state_dict")
-    engine_uses = (*Host.engine_uses, "gradient_accumulation_steps")
+    uses = (*EngineAccess.uses, "loss_scale_config", "fp16_groups", "mpu", "state_dict", "load_state_dict")
+    engine_uses = (*EngineAccess.engine_uses, "gradient_accumulation_steps")
     names: ClassVar[dict[str, str]] = {"dynamic": "dynamic_loss_scale", "min_scale": "min_loss_scale"}
     unsaved: ClassVar[tuple[str, ...]] = ("delayed_shift", "cur_hysteresis", RECORD)
     entry: ClassVar[str] = "preamp"
@@ -261,16 +270,16 @@ class Stage0(Host):
 
     def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
         if self.optimizer.mpu is not None:  # all other ranks have the same gradients
-            operation = getattr(_communication().ReduceOp, how)
-            group = self.optimizer.mpu.get_model_parallel_group()
-            _communication().all_reduce(numbers, op=operation, group=group)
+            _all_reduce(numbers, how, self.optimizer.mpu.get_model_parallel_group())
 
-    def state_dict(self, original: Any) -> dict[str, Any]:
+    def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the optimizer's state dict, with one more entry, which DeepSpeed ignores."""
         kept = self.saved()
         return {**original(), self.entry: {name: kept[name] for name in self.unsaved if name in kept}}
 
-    def load_state_dict(self, original: Any, state_dict: dict[str, Any], *rest: Any, **named: Any) -> None:
+    def load_state_dict(
+        self, original: Callable[..., object], state_dict: dict[str, Any], *rest: object, **named: object
+    ) -> None:
         """Load such a state dict, or one without our entry: then the hysteresis starts again."""
         original(state_dict, *rest, **named)
         kept = vars(self.optimizer.loss_scale_config)
@@ -283,14 +292,7 @@ class _Unfused(Stage0):
     norm_at = 0
 
 
-def kind_of(optimizer: Any) -> type[Host] | None:
-    """Return the class for a DeepSpeed optimizer; None for one that is not known, such as a subclass."""
-    kind = type(optimizer)
-    offloads = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
-    return KINDS.get((f"{kind.__module__}.{kind.__qualname__}", offloads))
-
-
-KINDS: dict[tuple[str, bool], type[Host]] = {
+KINDS: dict[tuple[str, bool], type[EngineAccess]] = {
     ("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", False): _Zero12,
     ("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", True): _Zero12Offloaded,
     ("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3", False): _Zero3,
@@ -300,9 +302,78 @@ KINDS: dict[tuple[str, bool], type[Host]] = {
 }
 
 
-def _communication() -> Any:
-    return import_module("deepspeed.comm")
+def _all_reduce(numbers: Tensor, how: Combination, group: object) -> Any:
+    """Combine numbers over a group of ranks; return DeepSpeed's name for the operation."""
+    communication = import_module("deepspeed.comm")
+    operation = getattr(communication.ReduceOp, how)
+    communication.all_reduce(numbers, op=operation, group=group)
+    return operation
 
 
 def _device() -> torch.device:
     return torch.device(import_module("deepspeed.accelerator").get_accelerator().current_device_name())
+
+
+def access_to(engine: Any) -> EngineAccess:
+    """Return the access to an engine.
+
+    Raises:
+        UsageError: for an engine that a policy cannot be attached to. The engine is unchanged.
+        MissingExtra: without DeepSpeed.
+    """
+    _check_engine(engine)
+    _check_precision(engine)
+    optimizer = engine.optimizer
+    own = type(optimizer)
+    offloads = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
+    kind = KINDS.get((f"{own.__module__}.{own.__qualname__}", offloads))
+    if kind is None:
+        raise UsageError(
+            f"{own.__name__} moves its scale in a way that attach does not support: it was tested "
+            f"with ZeRO 0 to 3 of deepspeed {TESTED}, offloading included. Write a configuration without "
+            "ZenFlow, SuperOffload, MiCS and the like, or do without attach."
+        )
+    inner = type(getattr(optimizer, "optimizer", None))
+    if inner.__module__.startswith(COMPRESSED):
+        raise UsageError(
+            f"{inner.__name__} exchanges gradients between ranks itself, which attach was not tested with. "
+            'Write "type": "Adam" or "Lamb" in the section "optimizer", or do without attach.'
+        )
+    if getattr(optimizer, "custom_loss_scaler", False):
+        raise UsageError(
+            f"override_loss_scale({optimizer.external_loss_scale!r}) has overridden the scale. "
+            f"Write attach(engine, policy=Static({optimizer.external_loss_scale!r})) in its place."
+        )
+    return kind(engine)
+
+
+def _check_engine(engine: object) -> None:
+    try:
+        engines = import_module("deepspeed.runtime.engine")
+        pipelines = import_module("deepspeed.runtime.pipe.engine")
+    except ImportError as error:
+        raise MissingExtra.of(error, "deepspeed") from error
+    if not isinstance(engine, engines.DeepSpeedEngine):
+        raise UsageError(
+            f"{type(engine).__name__} is not DeepSpeed's engine. "
+            "Write engine, *_ = deepspeed.initialize(...) and then attach(engine)."
+        )
+    if isinstance(engine, pipelines.PipelineEngine):
+        raise UsageError(
+            "a PipelineEngine scales the loss of its last stage alone, past engine.backward. "
+            "Write model=... without PipelineModule, or do without attach."
+        )
+
+
+def _check_precision(engine: DeepSpeedEngine) -> None:
+    scalers = ((engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler"))
+    if any(getattr(owner, name, None) is not None for owner, name in scalers):
+        raise UsageError(
+            'the section "torch_autocast" scales with a torch.amp.GradScaler of its own. '
+            'Write "fp16": {"enabled": true} instead, or "dtype": "bfloat16", which needs no loss scale.'
+        )
+    if not engine.fp16_enabled():
+        raise UsageError(
+            'this engine does not train in float16, and nothing else needs a loss scale. Write "fp16": '
+            '{"enabled": true} in the configuration, or do without attach.'
+        )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from preamp import Dynamic, Moving, Policy, Reading, ScaleExhausted, State, dialects
 from preamp.deepspeed.attaching.method_patches import MethodPatches
-from preamp.deepspeed.attaching.mirror import RECORD, Mirror
+from preamp.deepspeed.attaching.scaler_attributes import RECORD, ScalerAttributes
 from preamp.errors import UsageError
 from tests.strategies import policies, reading, scripts
 
@@ -35,37 +35,37 @@ def original(module: ModuleType, saved: dict[str, Any]) -> Any:
 
 @given(policies, scripts)
 def test_every_policy_goes_on_from_its_attributes(policy: Policy[Any], script: str) -> None:
-    mirror, state = Mirror(policy), policy.start()
-    saved = mirror.first()
+    attributes, state = ScalerAttributes(policy), policy.start()
+    saved = attributes.first()
     for mark in script:
         seen = reading(policy, state, mark)
         try:
             state = policy.step(state, seen)
         except ScaleExhausted:
             with pytest.raises(ScaleExhausted):
-                policy.step(mirror.read(saved), seen)
+                policy.step(attributes.read(saved), seen)
             return
-        saved = mirror.written(saved, policy.step(mirror.read(saved), seen), seen.finite)
+        saved = attributes.written(saved, policy.step(attributes.read(saved), seen), seen.finite)
         assert saved["cur_scale"] == state.scale
     if isinstance(policy, Moving):
-        assert mirror.read(saved).good == state.good
+        assert attributes.read(saved).good == state.good
 
 
 @given(deepspeeds, scripts)
 def test_deepspeeds_own_rule_leaves_what_deepspeed_leaves(peer: ModuleType, policy: Any, script: str) -> None:
     """Attribute by attribute, so that it goes on with them as if it had been there all along."""
-    mirror = Mirror(policy)
-    saved = mirror.first()
+    attributes = ScalerAttributes(policy)
+    saved = attributes.first()
     scaler = original(peer, saved)
     for mark in script:
         finite = mark == "0"
         try:
-            after = policy.step(mirror.read(saved), Reading(finite))
+            after = policy.step(attributes.read(saved), Reading(finite))
         except ScaleExhausted:
             with pytest.raises(Exception, match="already at minimum"):
                 scaler.update_scale(True)
             return
-        saved = mirror.written(saved, after, finite)
+        saved = attributes.written(saved, after, finite)
         scaler.update_scale(not finite)
         assert RECORD not in saved
         assert {name: getattr(scaler, name) for name in saved} == saved
@@ -76,23 +76,23 @@ def test_a_record_is_forgotten_when_deepspeed_goes_on_alone(
     peer: ModuleType, before: str, after: str
 ) -> None:
     policy = Dynamic(init_scale=2.0**20, growth_interval=3, hysteresis=3, max_consecutive_overflows=90)
-    mirror = Mirror(policy)
-    saved = mirror.first()
+    attributes = ScalerAttributes(policy)
+    saved = attributes.first()
     for mark in before:
         finite = mark == "0"
-        saved = mirror.written(saved, policy.step(mirror.read(saved), Reading(finite)), finite)
+        saved = attributes.written(saved, policy.step(attributes.read(saved), Reading(finite)), finite)
     scaler = original(peer, {**saved, "raise_error_at_min_scale": False})
     for mark in after:
         scaler.update_scale(mark == "1")
-    assert mirror.read(vars(scaler)).scale == scaler.cur_scale
+    assert attributes.read(vars(scaler)).scale == scaler.cur_scale
     clean = len(after) - after.rfind("1") - 1
     if "1" in after:
-        assert mirror.read(vars(scaler)).good == clean % 3
+        assert attributes.read(vars(scaler)).good == clean % 3
 
 
 def test_a_scale_without_counts_is_taken_over() -> None:
     """Such as that of DeepSpeed's static scaler."""
-    assert Mirror(Dynamic()).read({"cur_scale": 8, "dynamic": False}) == State(8.0, 0.0, 0.0)
+    assert ScalerAttributes(Dynamic()).read({"cur_scale": 8, "dynamic": False}) == State(8.0, 0.0, 0.0)
 
 
 class Owner:
