@@ -180,6 +180,15 @@ def test_updates_of_a_skip_are_negative_zeros_which_leave_the_sign_of_a_zero() -
     assert identical(optax.apply_updates(params, updates), params)
 
 
+def test_updates_of_a_skip_leave_the_signs_of_complex_zeros() -> None:
+    optimizer = loss_scaled(optax.sgd(1.0))
+    params = jnp.array([complex(-0.0, -0.0), complex(0.0, -0.0)], jnp.complex64)
+    updates, _ = optimizer.update(
+        ScaledGradients(jnp.full(2, jnp.inf, jnp.complex64), 1.0), optimizer.init(params), params
+    )
+    assert identical(optax.apply_updates(params, updates), params)
+
+
 def test_the_norm_is_that_before_clipping_of_true_gradients_in_float32() -> None:
     optimizer = loss_scaled(optax.sgd(1.0), Static(4.0), max_norm=1.0)
     state = optimizer.init(jnp.zeros(2))

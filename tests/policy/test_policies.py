@@ -341,3 +341,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
         assert Dynamic(init_scale=np.float32(8), growth_interval=np.int64(3)).start().scale == 8.0
     with pytest.raises(PolicyError, match="init_scale"):
         Dynamic(init_scale=10**400)
+
+
+def test_a_policy_that_may_give_up_for_two_reasons_names_what_helps_against_both() -> None:
+    policy = Dynamic(at_floor="raise", max_consecutive_overflows=3)
+    message = str(policy.exhaustion_from(policy.start()))
+    assert "at_floor='hold' or a lower min_scale and a higher max_consecutive_overflows" in message

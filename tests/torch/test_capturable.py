@@ -378,3 +378,15 @@ def test_the_first_step_is_not_to_be_compiled(dynamo):
     assert training.values() == before
     training.scaler.step(training.optimizer)
     assert training.values() != before
+
+
+def test_a_checkpoint_is_loaded_into_the_tensors_that_a_captured_graph_writes_to():
+    training = Training("SGD", GradScaler("cpu", capturable=True))
+    training.step(1.0)
+    tensors = {name: getattr(training.scaler._loss_scale, name) for name in ("steps", "tensor", "state")}
+    saved = training.scaler.state_dict()
+    training.step(2.0)
+    training.scaler.load_state_dict(saved)
+    for name, tensor in tensors.items():
+        assert getattr(training.scaler._loss_scale, name) is tensor
+    assert int(tensors["steps"]) == 1

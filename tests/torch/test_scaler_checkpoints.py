@@ -55,9 +55,17 @@ def test_a_checkpoint_keeps_what_the_policy_remembers():
     assert resumed.scaler.get_scale() == 8.0
 
 
+class GrowsAfterClean(Dynamic):
+    """A rule of a user's that gives a meaning to a count which `Dynamic` does not need."""
+
+    def _after_clean_step(self, state, where):
+        return super()._after_clean_step(state, where)._replace(bad=state.bad + 1.0, scale=8.0 + state.bad)
+
+
 @pytest.mark.parametrize(
     "policy",
     [
+        GrowsAfterClean(),
         FloorSchedule(floors=((0, 1.0), (5, 2.0**20))),
         *[kind() for kind in RULES.values() if kind not in (Dynamic, FloorSchedule)],
     ],

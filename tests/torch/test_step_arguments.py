@@ -108,3 +108,29 @@ def test_the_optimizer_that_scales_clips_whatever_the_one_inside_takes():
     optimizer.backward(3 * weight.sum())
     optimizer.step()
     assert weight.item() == pytest.approx(-1.0)
+
+
+class UnscalesItself(torch.optim.SGD):
+    """An optimizer of the kind that PyTorch deprecates: its `step` unscales and skips."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(grad_scaler.get_scale())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("limit", ["max_norm", "max_value"])
+def test_an_optimizer_that_unscales_itself_cannot_be_clipped_here(limit):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer, scaler = UnscalesItself([weight], lr=1.0), GradScaler("cpu")
+    scaler.scale(3 * weight.sum()).backward()
+    with pytest.raises(UsageError, match=rf"{limit}=1.0 .*UnscalesItself.step takes grad_scaler="):
+        scaler.step(optimizer, **{limit: 1.0})
+    assert weight.item() == 0.0
+    with pytest.warns(FutureWarning) as caught:
+        scaler.step(optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert weight.item() == -3.0

@@ -101,7 +101,8 @@ class Dynamic(Moving[State]):
     def _remedy(self) -> str:
         if self.max_consecutive_overflows is None:
             return Moving._remedy(self)
-        return "a higher max_consecutive_overflows"
+        higher = "a higher max_consecutive_overflows"
+        return f"{Moving._remedy(self)} and {higher}" if self.at_floor == "raise" else higher
 
     def __post_init__(self) -> None:
         if not isinstance(self.hysteresis_reset, tuple):

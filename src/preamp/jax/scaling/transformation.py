@@ -184,13 +184,13 @@ class Scaling:
         wide = trees.widen(gradients)
         structure: object = jax.tree.structure(wide)
         if params is None or structure == jax.tree.structure(params):
-            return trees.map_inexact(lambda leaf: jnp.full_like(leaf, -0.0), wide)
+            return trees.map_inexact(_negative_zeros, wide)
         # Updates need not be a tree like the gradients: those of optax.lookahead have fast and slow parts.
         offered = self._accepted({"grad": wide, **extra})
         updates = jax.eval_shape(
             lambda: self.inner.update(wide, state.inner_state, trees.widen(params), **offered)[0]
         )
-        return trees.map_inexact(lambda leaf: jnp.full(leaf.shape, -0.0, leaf.dtype), updates)
+        return trees.map_inexact(_negative_zeros, updates)
 
     def apply(
         self, backward: Backward, state: LossScaledState, params: Params, extra: dict[str, object]
@@ -355,6 +355,11 @@ def _recorded(loss: Array, finite: Array) -> Array:
     """Return a loss as the state keeps it: averaged over devices that take the same step."""
     apart = tuple(axes.varying(loss) - axes.varying(finite))
     return jax.lax.pmean(loss, apart) if apart else loss + 0.0
+
+
+def _negative_zeros(like: Array) -> Array:
+    zero = complex(-0.0, -0.0) if jnp.issubdtype(like.dtype, jnp.complexfloating) else -0.0
+    return jnp.full(like.shape, zero, like.dtype)
 
 
 def _without_float0(update: Array) -> Array | np.ndarray:

@@ -266,18 +266,14 @@ class GradScaler(torch.amp.GradScaler):
         self._meter = GradientMeter(Agreement(process_group, reduce))
         self._capturable = capturable
         self._gives_up = rule.gives_up
-        if capturable and (on_step is not None or self._gives_up):
-            needed, instead = (
-                (f"on_step={on_step!r}", "leave out on_step: scaler.last_step is computed when it is read")
-                if on_step is not None
-                else (
-                    f"policy={policy!r}, which can end the training,",
-                    "a policy with neither at_floor='raise' nor max_consecutive_overflows",
-                )
+        if capturable and on_step is not None:
+            raise _needs_reads(
+                f"on_step={on_step!r}", "leave out on_step: scaler.last_step is computed when it is read"
             )
-            raise PolicyError(
-                f"capturable=True reads nothing, but {needed} needs a read at every step. "
-                f"Write GradScaler(...) without capturable=True, or {instead}."
+        if capturable and self._gives_up:
+            raise _needs_reads(
+                f"policy={policy!r}, which can end the training,",
+                "a policy with neither at_floor='raise' nor max_consecutive_overflows",
             )
         # Not PyTorch's __init__: the scale and its counts live in `_loss_scale`.
         self._buffers = _buffers_of(model, restore_buffers, capturable)
@@ -448,7 +444,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._changed_by is not None:
             self._refuse_other_scale(optimizer, state)
         if state.fused and step_takes(type(optimizer), "grad_scaler"):
-            return self._step_passing_grad_scaler(optimizer, state, args, kwargs)
+            return self._step_passing_grad_scaler(optimizer, state, clip, args, kwargs)
 
         on_device = self._stays_on_device(optimizer, state)
         began = state.stage
@@ -503,7 +499,6 @@ class GradScaler(torch.amp.GradScaler):
             self._finish(steps, self._loss_scale.snapshot())
         else:
             self._advance(steps)
-        self._is_pending = False
 
     def get_scale(self) -> float:
         """Return the current scale, or 1.0 if scaling is disabled. Reads a device."""
@@ -554,8 +549,10 @@ class GradScaler(torch.amp.GradScaler):
             warn_if_out_of_bounds(
                 self.policy, float(policy_state.scale), 'state_dict["scale"] = {bound!r} before loading'
             )
-            steps = self._loss_scale.steps
-            self._loss_scale.steps = steps * 0 + numbers["steps"]  # stays a tensor if it is one
+            if isinstance(self._loss_scale.steps, Tensor):  # in place: a captured graph counts in it
+                self._loss_scale.steps.fill_(numbers["steps"])
+            else:
+                self._loss_scale.steps = numbers["steps"]
 
     def _known_scale(self) -> float | None:
         """Return the scale, or None if it would have to be read from a device."""
@@ -875,7 +872,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _scale_and_divisor(self, state: OptimizerState, *, ready: bool) -> tuple[Any, Any]:
         """Return the scale, and what is in the gradients: if they were unscaled, only a user's factor."""
-        constant: Any = state.preset() if state.fused else 1.0
+        constant = state.preset()
         if isinstance(self._loss_scale, HostScale):
             host: float = self._loss_scale.state.policy_state.scale
             return host, (host * self._loss_factor if ready else 1.0) * float(constant)
@@ -965,10 +962,8 @@ class GradScaler(torch.amp.GradScaler):
         def evaluate() -> Any:
             scalings = self._scalings
             self._losses = copy.copy(losses)  # the last evaluation counts
-            state.stage, state.found_inf_per_device = (
-                OptState.READY,
-                {},
-            )  # before the closure, which may call unscale_ itself
+            # Before the closure, which may call unscale_ itself.
+            state.stage, state.found_inf_per_device = OptState.READY, {}
             with torch.enable_grad():
                 loss = closure()
             if self._scalings == scalings:
@@ -1016,15 +1011,27 @@ class GradScaler(torch.amp.GradScaler):
         return finite, norm
 
     def _step_passing_grad_scaler(
-        self, optimizer: OptimizerLike, state: OptimizerState, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        optimizer: OptimizerLike,
+        state: OptimizerState,
+        clip: Clip,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Step an optimizer whose `step` takes the scaler and does all of this itself."""
+        """Step an optimizer whose `step` takes the scaler, and unscales and skips itself."""
+        if clip != NO_CLIP:
+            name = "max_norm" if clip.max_norm is not None else "max_value"
+            kind = type(optimizer).__name__
+            raise UsageError(
+                f"{name}={getattr(clip, name)} cannot clip: {kind}.step takes grad_scaler= and unscales the "
+                f"gradients itself. Clip in {kind}.step, and write scaler.step(optimizer) without {name}."
+            )
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument to the passed "
             "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
             "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=level_of_caller(),
         )
         self._loss_scale.adopt()
         result = optimizer.step(*args, **kwargs, grad_scaler=self)
@@ -1098,7 +1105,7 @@ class GradScaler(torch.amp.GradScaler):
             raise UsageError(
                 f"{self._changed_by} changed the scale after the loss was scaled, so the gradients would be "
                 f"divided by another number than they were multiplied by. Write {self._changed_by} after "
-                "scaler.step(optimizer), or scale the loss again: scaler.scale(loss).backward()."
+                "scaler.step(optimizer), or zero the gradients and scale the loss again."
             )
 
     def _unscale(self, optimizer: OptimizerLike, state: OptimizerState, *, agree: bool = True) -> None:
@@ -1311,6 +1318,7 @@ class GradScaler(torch.amp.GradScaler):
             state: after the policy has advanced, on the host.
         """
         self._per_optimizer_states.clear()
+        self._is_pending = False
         if self._already.unscaled:
             self._already.forget()
         loss = self._losses.take()
@@ -1345,6 +1353,14 @@ class GradScaler(torch.amp.GradScaler):
         return lambda: names
 
 
+def _needs_reads(setting: str, instead: str) -> PolicyError:
+    """Return the error for a setting that `capturable` excludes."""
+    return PolicyError(
+        f"capturable=True reads nothing, but {setting} needs a read at every step. "
+        f"Write GradScaler(...) without capturable=True, or {instead}."
+    )
+
+
 def _buffers_of(model: Any, restores: bool, capturable: bool) -> Buffers | None:
     """Return the buffers to check, or None without a model."""
     if restores and model is None:
@@ -1363,7 +1379,8 @@ def _is_there(device: Any) -> bool:
     """Warn as PyTorch does of a CUDA that is not there."""
     if device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
         warnings.warn(
-            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=3
+            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
+            stacklevel=level_of_caller(),
         )
         return False
     return True
@@ -1385,7 +1402,7 @@ def _for_optimizer(
             return kwargs
         for name, limit in limits.items():
             if limit is not None and step_takes(type(optimizer), name):
-                kind, value = type(optimizer).__name__, shown(limits[name])
+                kind, value = type(optimizer).__name__, shown(limit)
                 raise UsageError(
                     f"{name}={value} clips in scaler.step, and {kind}.step has an argument {name} too. "
                     f'Write optimizer_kwargs={{"{name}": {value}}} to give it to the optimizer, or '

@@ -443,7 +443,7 @@ def set_scale(loss_scale: HostScale | DeviceScale, scale: float) -> None:
 
 def five_numbers_suffice(policy: Policy[Any]) -> bool:
     """Return whether PyTorch's checkpoint holds all that the policy's state remembers."""
-    if not isinstance(policy, Dynamic):
+    if type(policy) is not Dynamic:  # a subclass may remember more
         return False
     return policy.hysteresis == 1 and policy.max_consecutive_overflows is None
 
@@ -478,6 +478,7 @@ def _kernel_agrees(policy: Policy[Any], state: Any) -> bool:
     if type(policy) is not Dynamic or policy.hysteresis != 1 or policy.compat.growth_delay or policy.gives_up:
         return False
     clamps = policy.compat.at_ceiling == "clamp" or policy.max_scale == FLOAT32_MAX
+    # Without a ceiling the two differ as well: the kernel stops growing before inf.
     inside = (policy.min_scale or 0.0) <= state.scale <= (policy.max_scale or 0.0)
     counts = state.good < policy.growth_interval  # the kernel compares with ==
     return clamps and inside and counts and policy.compat.backoff_divisor is None
