@@ -17,13 +17,12 @@ What other systems do differently is in `Compat`; their rules are in `preamp.dia
 """
 
 from preamp.policy.base import Policy, Reading, State, Where, choose, setting
-from preamp.policy.bounded import Bounded
+from preamp.policy.bounded import Bounded, Compat, Moving
 from preamp.policy.dynamic import Dynamic
 from preamp.policy.floor_schedule import FloorSchedule, FloorState
 from preamp.policy.headroom import Headroom, HeadroomState
 from preamp.policy.histogram import Histogram
 from preamp.policy.log_max import LogMax, LogMaxState
-from preamp.policy.moving import Compat, Moving
 from preamp.policy.static import Static
 from preamp.policy.tolerant import Tolerant, TolerantState
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 from preamp.checks import one_of, whole
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy.base import Reading, Scalar, State, Where, choose, setting
-from preamp.policy.moving import Compat, Moving
+from preamp.policy.bounded import Compat, Moving
 
 Event: TypeAlias = Literal["clean", "growth", "backoff"]
 
@@ -100,9 +100,9 @@ class Dynamic(Moving[State]):
 
     def _remedy(self) -> str:
         if self.max_consecutive_overflows is None:
-            return Moving._remedy(self)
+            return super()._remedy()
         higher = "a higher max_consecutive_overflows"
-        return f"{Moving._remedy(self)} and {higher}" if self.at_floor == "raise" else higher
+        return f"{super()._remedy()} and {higher}" if self.at_floor == "raise" else higher
 
     def __post_init__(self) -> None:
         if not isinstance(self.hysteresis_reset, tuple):
@@ -125,4 +125,4 @@ class Dynamic(Moving[State]):
                     f"max_consecutive_overflows needs overflows to be counted in a row, but "
                     f"hysteresis_reset={self.hysteresis_reset!r}. Write hysteresis_reset=('clean',)."
                 )
-        Moving.__post_init__(self)
+        super().__post_init__()

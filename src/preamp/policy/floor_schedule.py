@@ -11,7 +11,7 @@ from typing import NamedTuple
 from preamp.checks import ROUND, assign, is_number, warn_if_inexact, whole
 from preamp.errors import PolicyError
 from preamp.policy.base import Reading, Scalar, Where, choose, setting
-from preamp.policy.moving import Moving
+from preamp.policy.bounded import Moving
 
 
 class FloorState(NamedTuple):
@@ -55,7 +55,7 @@ class FloorSchedule(Moving[FloorState]):
         return FloorState(self.init_scale, 0.0, 0.0, 0.0)
 
     def advance(self, state: FloorState, reading: Reading, where: Where = choose) -> FloorState:
-        after = Moving.advance(self, state, reading, where)
+        after = super().advance(state, reading, where)
         return after._replace(scale=self._lifted(after.scale, after.age, where))
 
     def _after_clean_step(self, state: FloorState, where: Where) -> FloorState:
@@ -83,7 +83,7 @@ class FloorSchedule(Moving[FloorState]):
     def __post_init__(self) -> None:
         whole("patience", self.patience, least=1, instead="patience=16")
         self._check_floors()
-        Moving.__post_init__(self)
+        super().__post_init__()
         rounded = ROUND[self.compat.scale_dtype]
         assign(self, floors=tuple((int(step), rounded(float(floor))) for step, floor in self.floors))
         self._check_floors()  # again: two floors may be equal in float32

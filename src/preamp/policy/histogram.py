@@ -79,4 +79,4 @@ class Histogram(Bounded[State]):
         between("limit", self.limit, 0.0, 1.0, instead="limit=1e-7")
         assign(self, _edge=to_float32(self.largest * self.location), _limit=to_float32(float(self.limit)))
         whole("growth_interval", self.growth_interval, least=1, instead="growth_interval=8")
-        Bounded.__post_init__(self)
+        super().__post_init__()

@@ -164,7 +164,7 @@ class LogMax(Bounded[LogMaxState]):
         whole("settle_interval", self.settle_interval, least=1, instead="settle_interval=16")
         whole("search_interval", self.search_interval, least=1, instead="search_interval=16")
         assign(self, _log_max=on_grid(float(self.log_max)), _deviations=to_float32(float(self.deviations)))
-        Bounded.__post_init__(self)
+        super().__post_init__()
 
 
 def _nearest(x: Scalar) -> Scalar:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from preamp.checks import is_number
 from preamp.errors import PolicyError
 from preamp.policy.base import Reading, Scalar, Where, choose, setting
-from preamp.policy.moving import Moving
+from preamp.policy.bounded import Moving
 
 
 class TolerantState(NamedTuple):
@@ -66,4 +66,4 @@ class Tolerant(Moving[TolerantState]):
                 f"tolerance={self.tolerance!r} is not a share of steps between 0 and 1. "
                 "Write tolerance=0.05 to accept one overflow in twenty steps."
             )
-        Moving.__post_init__(self)
+        super().__post_init__()
