@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import keras
 import numpy as np
 
+from preamp.arrays import Arrays
 from preamp.checks import (
     ScaledLosses,
     check_store,
@@ -32,8 +33,7 @@ from preamp.keras.inner import (
     hand_over,
     is_hyperparameter,
 )
-from preamp.keras.scaler_variables import ScalerVariables, saved_state
-from preamp.keras.step import Backend, ScaledStep
+from preamp.keras.scaler import Backend, ScaledStep, ScalerVariables, saved_state
 from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.registry import from_json, to_json
 from preamp.scaling import Step, raise_if_exhausted, to_step
@@ -44,14 +44,17 @@ if TYPE_CHECKING:
     import tensorflow as tf
     import torch
 
+    from preamp.arrays.jax import Gradient as JaxGradient
+    from preamp.arrays.tensorflow import Gradient as TensorFlowGradient
     from preamp.keras import on_jax, on_tensorflow, on_torch
 
     # Each provides what is declared.
-    _on_jax: Backend[on_jax.Gradient, jax.Array] = on_jax
-    _on_tensorflow: Backend[on_tensorflow.Gradient, tf.Tensor] = on_tensorflow
+    _on_jax: Backend[JaxGradient, jax.Array] = on_jax
+    _on_tensorflow: Backend[TensorFlowGradient | None, tf.Tensor] = on_tensorflow
     _on_torch: Backend[torch.Tensor, torch.Tensor] = on_torch
 
 backend: Backend[Any, Any] = import_module(f"preamp.keras.on_{keras.backend.backend()}")
+arrays: Arrays[Any, Any] = import_module(f"preamp.arrays.{keras.backend.backend()}")
 
 
 class CountError(UsageError, ValueError):
@@ -214,12 +217,12 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by. Reads it to the host."""
-        return float(backend.read([self.dynamic_scale.value])[0])
+        return float(arrays.read([self.dynamic_scale.value])[0])
 
     @property
     def skipped_steps(self) -> int:
         """Steps that were skipped so far. Reads the number to the host."""
-        return int(backend.read([self._scaler.state.skipped_steps.value])[0])
+        return int(arrays.read([self._scaler.state.skipped_steps.value])[0])
 
     @property
     def last_step(self) -> Step | None:
@@ -542,7 +545,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     def _numbers(self, *more: Any) -> list[float]:
         """Read all of the scaler's variables to the host, and further scalars, all at once."""
-        return list(backend.read([*[variable.value for variable in self._scaler.variables], *more]))
+        return list(arrays.read([*[variable.value for variable in self._scaler.variables], *more]))
 
     def _counted(self, values: Sequence[Any]) -> Sequence[Any]:
         values = _listed_values("values", values, "[variable.value for variable in optimizer.variables]")
@@ -565,7 +568,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     @backend.untraced
     def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
         """Take a step with scaled gradients, or with unscaled ones and a scale of None."""
-        step = ScaledStep(backend, self.inner_optimizer, self._scaler, gradients, variables, scale)
+        step = ScaledStep(backend, arrays, self.inner_optimizer, self._scaler, gradients, variables, scale)
         if backend.take_traced(step):
             return
         try:

@@ -15,7 +15,7 @@ from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.keras.batch_losses import Losses
 from preamp.keras.buffers import Buffers, state_values
 from preamp.keras.inner import BaseLossScaleOptimizer
-from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, backend
+from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, arrays
 from preamp.record.trace import Trace
 from preamp.scaling import Step, raise_if_exhausted, to_step
 
@@ -106,7 +106,7 @@ class TraceCallback(keras.callbacks.Callback):
             self.trace = self._open_trace("append")
         self._buffers = Buffers(self.model)
         self._losses = Losses(self.model)
-        self._steps, self._skipped = map(int, backend.read(self._values()[-2:]))
+        self._steps, self._skipped = map(int, arrays.read(self._values()[-2:]))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Keep what the forward pass may spoil, and the sum of the losses before this batch."""
@@ -119,7 +119,7 @@ class TraceCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         values = self._values()
         scalars = self._losses.end_batch(optimizer._loss_of_step)
-        numbers = backend.read([*scalars, *values])
+        numbers = arrays.read([*scalars, *values])
         of_losses, numbers = numbers[: len(scalars)], numbers[len(scalars) :]
         state = optimizer._scaler.state_of(numbers)
         step = to_step(state)
@@ -178,11 +178,11 @@ class TraceCallback(keras.callbacks.Callback):
 
     def _not_finite_buffers(self) -> tuple[str, ...]:
         """Return the paths of buffers that are not finite; put them back if asked to, warn of what stays."""
-        not_finite = self._buffers.not_finite(backend.read)
+        not_finite = self._buffers.not_finite(arrays.read)
         remaining = not_finite
         if not_finite and self.restore_buffers:
             self._buffers.restore(not_finite)
-            remaining = self._buffers.not_finite(backend.read)
+            remaining = self._buffers.not_finite(arrays.read)
         if remaining and not self._has_warned:
             self._has_warned = True
             instead = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeV
 
 import tensorflow as tf
 
-from preamp.arrays.tensorflow import Gradient, scaled, unconverted, unscale
+from preamp.arrays.tensorflow import Gradient, divide, scaled, unconverted
 from preamp.checks import (
     ScaledLosses,
     level_of_caller,
@@ -278,7 +278,7 @@ class LossScaleOptimizer:
         """
         grads = listed_gradients("grads", grads, "get_unscaled_gradients(tape.gradient(loss, variables))")
         self._gradients_have_been_unscaled = True
-        return unscale(grads, self.loss_scale)
+        return divide(grads, self.loss_scale)
 
     def get_gradients(self, loss: Loss, params: Variables) -> list[Any]:
         """Return unscaled gradients of a loss in a graph. In `minimize` and with a tape it is not needed.
