@@ -19,8 +19,7 @@ from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossSca
 from preamp.policy import Policy
 from preamp.policy.registry import to_json
 from preamp.tensorflow.arguments import rule
-from preamp.tensorflow.hyperparameters import is_hyperparameter
-from preamp.tensorflow.optimizer import Loss, Pair, Variables, check_tape, flat_variables
+from preamp.tensorflow.optimizer import Loss, Pair, Variables, check_tape, flat_variables, is_hyperparameter
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
 
 

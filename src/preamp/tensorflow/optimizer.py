@@ -25,8 +25,9 @@ from preamp.checks import (
     shown,
 )
 from preamp.errors import PolicyError, UsageError
-from preamp.policy import Moving, Policy, Static
+from preamp.policy import Policy, Static
 from preamp.scaling import Step
+from preamp.systems.arguments import UNUSED
 from preamp.tensorflow.arguments import ArgumentTypeError
 
 Kind: TypeAlias = Literal["legacy", "tf_keras", "keras"]
@@ -143,7 +144,7 @@ class LossScaleOptimizer:
     _loss_has_been_scaled = False
     _gradients_have_been_unscaled = False
     _scaled_losses: ScaledLosses
-    _class_for: ClassVar[Callable[[Kind], type[LossScaleOptimizer]]]  # which `kinds` sets
+    _class_for: ClassVar[Callable[[Kind], type[LossScaleOptimizer]]]  # which `preamp.tensorflow` sets
 
     __signature__: ClassVar[_SignatureOfInit] = _SignatureOfInit()
 
@@ -238,7 +239,7 @@ class LossScaleOptimizer:
     @property
     def dynamic_growth_steps(self) -> int | None:
         """Steps with finite gradients in a row after which the scale grows. None if it never does."""
-        return self.policy.growth_interval if isinstance(self.policy, Moving) else None
+        return getattr(self.policy, "growth_interval", None)
 
     @unconverted
     def get_scaled_loss(self, loss: Loss) -> Any:
@@ -319,6 +320,22 @@ class LossScaleOptimizer:
                 UserWarning,
                 stacklevel=level_of_caller("tensorflow", "tf_keras", "keras"),
             )
+
+
+def is_hyperparameter(inner: object, name: str) -> bool:
+    """Return whether an attribute of an inner optimizer can be read and set on the wrapper.
+
+    Legacy optimizers tell hyperparameters, such as `beta_1`, from what is set once, such as `epsilon`. Newer
+    ones do not: the same line is drawn for them here.
+
+    It is one if it is a public number, or what every newer optimizer has: None or a bool where not used.
+    Not one is what legacy optimizers keep to themselves: an `epsilon`, and what slots start from.
+    """
+    value = vars(inner).get(name, "")
+    if name in UNUSED:
+        return name in vars(inner)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and not name.startswith(("_", "epsilon", "initial_"))
 
 
 def check_tape(loss: Loss, tape: tf.GradientTape | None) -> None:
