@@ -1,4 +1,4 @@
-"""What has to be loaded before TensorFlow, loaded before it.
+"""Load triton before TensorFlow.
 
 PyTorch for CUDA comes with triton, and triton with a copy of LLVM. TensorFlow has another one. Loading
 triton after TensorFlow 2.21 ends the process with a segmentation fault; the other way round both work.

@@ -30,7 +30,7 @@ class HasDtype(Protocol):
 
 
 def unconverted(function: F) -> F:
-    """Keep AutoGraph from converting a function, which takes seconds and finds nothing to convert."""
+    """Keep AutoGraph from converting a function: that takes seconds, and changes nothing."""
     kept: F = tf.autograph.experimental.do_not_convert(function)
     return kept
 
@@ -67,7 +67,7 @@ def divide(gradients: Sequence[Gradient | None], scale: tf.Tensor | None) -> lis
 
 
 def as_stored(gradient: Gradient | None, variable: HasDtype) -> Gradient | None:
-    """Return a gradient in its variable's dtype, which optimizers ask for."""
+    """Return a gradient in its variable's dtype, which optimizers require."""
     dtype = tf.as_dtype(variable.dtype)  # Keras has names for dtypes
     if gradient is None or gradient.dtype == dtype:
         return gradient
@@ -86,7 +86,7 @@ def sum_is_finite(gradients: Sequence[Gradient | None], *, times: float = 1.0) -
 
     Args:
         gradients: at least one; None is left out.
-        times: by what the sum may be multiplied and stay finite.
+        times: a factor up to which the sum has to stay finite.
     """
     total = _sum([tf.reduce_sum(_wide(values)) for values in _values(gradients)])
     return tf.math.is_finite(total if times == 1.0 else total * tf.cast(times, total.dtype))
@@ -127,7 +127,7 @@ def gradient_stats(
     Args:
         needs: "peak", "share", both or neither.
         edge: the magnitude from which entries count.
-        gradients: in a cross-replica context what each replica has; elsewhere one replica's own.
+        gradients: in a cross-replica context those of each replica; elsewhere one replica's own.
     """
 
     def measured(gradients: Sequence[Gradient | None]) -> tf.Tensor:
@@ -156,12 +156,21 @@ def read(scalars: Sequence[tf.Tensor]) -> list[float]:
     Raises:
         UsageError: in a graph.
     """
+    check_eager()
+    return [float(x) for x in tf.stack([tf.cast(scalar, tf.float64) for scalar in scalars]).numpy()]
+
+
+def check_eager() -> None:
+    """Check that values can be read.
+
+    Raises:
+        UsageError: in a graph.
+    """
     if not tf.executing_eagerly():
         raise UsageError(
             "the result of a step has no value yet in a graph that is being traced. "
             "Ask for it outside tf.function, after the step."
         )
-    return [float(x) for x in tf.stack([tf.cast(scalar, tf.float64) for scalar in scalars]).numpy()]
 
 
 def _largest(values: tf.Tensor) -> tf.Tensor:

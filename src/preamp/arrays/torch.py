@@ -186,7 +186,7 @@ class Gradients:
 
         Args:
             edge: the least magnitude that counts.
-            among: the positions of the gradients to look at; one at least.
+            among: the positions of the gradients to count in; one at least.
         """
         tensors, device = [self.tensors[i] for i in among], self.tensors[0].device
         counts = [(t.abs() >= _next_in(t.dtype, edge)).sum().to(device) for t in tensors]
@@ -230,7 +230,7 @@ class Gradients:
 
 
 class HasParameters(Protocol):
-    """An optimizer, or what is like one."""
+    """An optimizer, or an object like one."""
 
     param_groups: list[dict[str, Any]]
 
@@ -316,7 +316,7 @@ def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
-    """Multiply by `inv_scale` in place and check what was there: PyTorch's own kernel, where it has one.
+    """Multiply by `inv_scale` in place and check for inf and NaN, with PyTorch's own kernel where it has one.
 
     Returns:
         For each device a 0-dim float32 tensor, above 0 if a gradient there was not finite.
@@ -340,7 +340,7 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
 class Stamp(NamedTuple):
     """A tensor as it was at one moment: which object, not kept alive, and how often it was written to.
 
-    What is written through `.data` or NumPy, or by a collective, is not counted by PyTorch.
+    PyTorch does not count writes through `.data` or NumPy, or by a collective.
 
     Attributes:
         tensor: a weak reference.
@@ -362,7 +362,7 @@ class Stamp(NamedTuple):
 
 
 def note_writing(tensors: Sequence[Tensor]) -> None:
-    """Let autograd, and all who compare versions, know what PyTorch's kernels wrote without saying so."""
+    """Count writes of PyTorch's kernels that do not count themselves, for autograd and for `Stamp`."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
 
@@ -437,7 +437,7 @@ def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _once(gradients: Gradients) -> Gradients:
-    """Drop the tensors that lie in the memory of an earlier one."""
+    """Drop tensors that share the memory of an earlier one."""
     tensors = gradients.tensors
     if torch.compiler.is_compiling() or len(set(map(Tensor.data_ptr, tensors))) == len(tensors):
         return gradients

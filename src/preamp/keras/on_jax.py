@@ -25,7 +25,7 @@ def untraced(function: F) -> F:
 
 
 def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
-    """Update in one branch of a `cond`, nothing in the other; XLA fuses unscaling with what comes after.
+    """Update in one branch of a `cond` and not in the other. Unscaling is in the branch, for XLA to fuse it.
 
     Raises:
         UsageError: under `jit` outside a `StatelessScope`, where variables would be left with tracers.
@@ -73,7 +73,7 @@ def update(
 
 
 def _mutable(inner: keras.Optimizer) -> list[keras.Variable]:
-    """Return what an update may change."""
+    """Return the variables that an update may change."""
     return [*inner._trainable_variables, *inner.variables]
 
 
@@ -130,7 +130,7 @@ def stateless_inputs(tensors: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _is_compiled() -> bool:
-    """Return whether what is computed now becomes part of a compiled program.
+    """Return whether this code is being compiled.
 
     Under `jit` even a sum of constants is traced; under `grad` and `vmap` alone it is computed.
     """

@@ -21,7 +21,7 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
     """Update the variables or skip, on all replicas alike.
 
     Raises:
-        ValueError: outside a replica context, where there are no gradients of one replica.
+        ValueError: outside a replica context, where the gradients are not one replica's.
     """
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
@@ -56,9 +56,9 @@ def _in_cross_replica_context(
         strategy: that of the replicas.
         inner: the optimizer that updates.
         scaler: the state of the loss scale.
-        measured: what the replicas have agreed on.
+        measured: on each replica the same.
         gradients: unscaled, of all of them.
-        variables: what to update.
+        variables: to be updated.
     """
     local = {name: strategy.experimental_local_results(value)[0] for name, value in measured.items()}
 

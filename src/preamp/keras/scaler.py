@@ -23,10 +23,10 @@ from preamp.policy import Policy, Where
 from preamp.scaling import Measured, ScalerState, advance, start
 from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
 
-# What to write to start inside the policy's bounds.
+# The advice for a scale outside the policy's bounds.
 REMEDY = "optimizer.dynamic_scale.assign({bound!r}) after loading"
 
-# The names of the variables, in files as well: those of Keras for what a policy's state has.
+# The names of the variables, also in files. Those of a policy's state are Keras's own where it has one.
 POLICY_NAMES = {
     "scale": "dynamic_scale",
     "good": "step_counter",
@@ -94,7 +94,7 @@ class ScalerVariables(Generic[S]):
         """
         # Of the record of the last step a policy needs to know whether it gave up, if it does that.
         first, last = len(self.state.policy_state), len(self.floats) - (2 if self.policy.gives_up else 0)
-        # The sum is a copy: what TensorFlow reads is the variable's memory, which is about to be written.
+        # The sum is a copy: TensorFlow may read the variable's own memory, which is about to be written.
         before = [
             variable.value + 0.0 if place < first or place >= last else None
             for place, variable in enumerate(self.floats)
@@ -119,7 +119,7 @@ class ScalerVariables(Generic[S]):
         """Advance the state where its numbers have been read.
 
         Args:
-            numbers: what `floats` hold.
+            numbers: the values of `floats`.
             finite: as in `advance`, like the next two.
             grad_norm: a number.
             stats: numbers.
@@ -142,7 +142,7 @@ class ScalerVariables(Generic[S]):
         """Check a state that was restored past `load`, as `tf.train.Checkpoint` and `Variable.assign` do.
 
         Args:
-            numbers: what `floats` or `variables` hold.
+            numbers: the values of `floats` or of `variables`.
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
@@ -159,7 +159,7 @@ class ScalerVariables(Generic[S]):
         self._checked = values
 
     def checked_state(self, saved: Mapping[str, float]) -> S:
-        """Return the policy's state for numbers by the names of the variables; what is missing starts again.
+        """Return the policy's state for numbers by variable name. Numbers that are missing start again.
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
@@ -225,14 +225,14 @@ class ScalerVariables(Generic[S]):
         )
 
     def _count(self, after: ScalerState[S, T]) -> None:
-        """Count a step: `_state_of` has counts of 0, so that those after a step are what it adds."""
+        """Count a step. `_state_of` starts the counts at 0, so that a step's counts are its increments."""
         self.state.steps.assign_add(after.steps)
         if not (isinstance(after.skipped_steps, int) and after.skipped_steps == 0):
             self.state.skipped_steps.assign_add(after.skipped_steps)
 
 
 def _floats(state: ScalerState[S, T]) -> list[Any]:
-    """Return what `ScalerVariables.floats` are to hold."""
+    """Return the values for `ScalerVariables.floats`."""
     peaks = [] if state.peak is None else [state.peak]
     return [
         *state.policy_state,
@@ -246,7 +246,7 @@ def _floats(state: ScalerState[S, T]) -> list[Any]:
 
 
 def saved_state(store: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the state of a loss scale in a file, by the names of `ScalerVariables`; None without one.
+    """Return the saved state of a loss scale, by the names of `ScalerVariables`; None if there is none.
 
     Args:
         store: the optimizer's own variables in a file: names or numbers to arrays.
@@ -273,7 +273,7 @@ class Backend(Protocol[G, T]):
         """Take a step inside the program that is being compiled; return False where there is none.
 
         Raises:
-            UsageError: where that cannot work.
+            UsageError: where the scale or the variables would become constants of the program.
         """
 
     def update(
@@ -301,7 +301,7 @@ class Backend(Protocol[G, T]):
 
 @dataclass(slots=True)
 class ScaledStep(Generic[G, T]):
-    """The scaled gradients of one step, and what they are to update.
+    """The scaled gradients of one step, and the variables to update.
 
     Attributes:
         backend: the module for Keras's backend.
@@ -309,8 +309,8 @@ class ScaledStep(Generic[G, T]):
         inner: the optimizer that updates.
         scaler: the state of the loss scale.
         gradients: one for each variable; None for one without.
-        variables: what to update.
-        scale: what the gradients are to be divided by; None if they have been divided.
+        variables: to be updated.
+        scale: the divisor of the gradients; None if they have been divided.
     """
 
     backend: Backend[G, T]
@@ -363,7 +363,7 @@ class ScaledStep(Generic[G, T]):
         return Unscaled(result, finite, unscaled.norm)
 
     def gradient_stats(self) -> Mapping[str, T]:
-        """Return what the policy needs to know of the scaled gradients, by the fields of `Reading`."""
+        """Return the statistics of the scaled gradients that the policy needs, by the fields of `Reading`."""
         policy = self.scaler.policy
         if not policy.needs:
             return {}
@@ -374,7 +374,7 @@ class ScaledStep(Generic[G, T]):
         ]
         if self.scale is not None:
             return self.arrays.gradient_stats(policy.needs, policy.edge, gradients)
-        # What has been divided is measured as it was. Only on TensorFlow, where an edge may be a tensor.
+        # The policy needs those from before the division. Only on TensorFlow, where an edge can be a tensor.
         scale = self.scaler.state.policy_state.scale.value
         stats = self.arrays.gradient_stats(policy.needs, policy.edge / scale, gradients)
         return {name: value * scale if name == "peak" else value for name, value in stats.items()}

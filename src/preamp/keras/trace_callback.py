@@ -1,7 +1,7 @@
 """A Keras callback that records what loss scaling did, step by step.
 
-Around every batch it also keeps what Keras does not tell: the loss of the batch, of which Keras logs the mean
-over the epoch so far, and the model's buffers, which an overflow in the forward pass leaves inf or NaN.
+It also keeps track of two things around every batch: the loss, of which Keras logs only the mean over the
+epoch so far, and the model's buffers, in which an overflow in the forward pass leaves inf or NaN.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TraceCallback(keras.callbacks.Callback):
             stays open; or None to keep the trace in memory.
         mode: for a file that is there: "new" refuses, "append" continues it, "replace" overwrites it.
         on_step: called with each `Step` once it is recorded.
-        restore_buffers: whether to put back what an overflow in the forward pass leaves in variables that
-            layers keep beside their weights, such as BatchNorm's moving statistics: those that are not finite
+        restore_buffers: whether to restore variables that layers keep beside their weights, such as
+            BatchNorm's moving statistics, after an overflow in the forward pass: those that are not finite
             after a skipped step get the values from before it. Costs a copy of them on their device before
             every batch. False: a warning names them, once.
         on_error: what happens if the file cannot be written, as for a `Trace`.
@@ -52,7 +52,7 @@ class TraceCallback(keras.callbacks.Callback):
     Attributes:
         trace: the record. A step's `loss` is that of its own batch, and not the mean over the epoch, which
             Keras logs. Where the step is compiled, as on JAX and TensorFlow, it is what the batch added to
-            Keras's float32 sum of the epoch. It is None where that sum does not tell: with
+            Keras's float32 sum of the epoch. It is None where that sum is not enough: with
             `steps_per_execution` above 1, for the rest of an epoch in which a loss was inf or NaN, where the
             sum's rounding is more than 1% of the loss, and in a `train_step` of your own that updates no
             `keras.metrics.Mean` named "loss".
@@ -60,9 +60,9 @@ class TraceCallback(keras.callbacks.Callback):
     Raises:
         PolicyError: for an `on_step` that cannot be called, and a `restore_buffers` that is not a bool.
         TraceError: for a file that cannot be continued.
-        UsageError: for settings of a file beside a `Trace`; from `fit`, for a model whose optimizer is no
-            `preamp.keras.LossScaleOptimizer`.
-        ScaleExhausted: from `fit`, if the policy was told to give up and has.
+        UsageError: for settings of a file together with a `Trace`; from `fit`, if the model's optimizer is
+            not a `preamp.keras.LossScaleOptimizer`.
+        ScaleExhausted: from `fit`, if the policy gives up.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TraceCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer):
             because = (
-                "compile wraps what it is given under the policy mixed_float16, unless it is wrapped. "
+                "Under the policy mixed_float16 compile wraps an optimizer that is not wrapped yet. "
                 if isinstance(optimizer, BaseLossScaleOptimizer)
                 else ""
             )
@@ -116,13 +116,13 @@ class TraceCallback(keras.callbacks.Callback):
         self._steps, self._skipped = map(int, arrays.read(self._values()[-2:]))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keep what the forward pass may spoil, and the sum of the losses before this batch."""
+        """Copy the buffers, and the sum of the losses before this batch."""
         if self.restore_buffers:
             self._buffers.keep()
         self._losses.begin_batch(self._values()[-2])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Record the step, and say what the scale is now."""
+        """Record the step, and log the scale."""
         optimizer = self.model.optimizer
         values = self._values()
         scalars = self._losses.end_batch(optimizer._loss_of_step)
@@ -151,7 +151,7 @@ class TraceCallback(keras.callbacks.Callback):
             raise
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Say what the scale is now, for the history and for what shows logs."""
+        """Log the scale, for the history and for callbacks that show logs."""
         if logs is not None:
             logs["loss_scale"] = self.model.optimizer.loss_scale
             logs["skipped_steps"] = self.model.optimizer.skipped_steps
@@ -184,7 +184,7 @@ class TraceCallback(keras.callbacks.Callback):
             )
 
     def _not_finite_buffers(self) -> tuple[str, ...]:
-        """Return the paths of buffers that are not finite; put them back if asked to, warn of what stays."""
+        """Return the paths of buffers that are not finite. Restore them if asked to, or warn."""
         not_finite = self._buffers.not_finite(arrays.read)
         remaining = not_finite
         if not_finite and self.restore_buffers:
@@ -193,9 +193,9 @@ class TraceCallback(keras.callbacks.Callback):
         if remaining and not self._has_warned:
             self._has_warned = True
             instead = (
-                "They were so before this step. Load weights from earlier."
+                "They already were before this step. Load earlier weights."
                 if self.restore_buffers
-                else "Write TraceCallback(restore_buffers=True), which puts back what they were before it."
+                else "Write TraceCallback(restore_buffers=True), which restores them."
             )
             warnings.warn(
                 f"a step was skipped, and its forward pass left {_listed(remaining)} not finite: predictions "
@@ -221,7 +221,7 @@ class Losses:
         self._is_known = False
 
     def begin_batch(self, steps: object) -> None:
-        """Copy the sum and the count on their device: a batch may write to the memory of what was read.
+        """Copy the sum and the count on their device, because a batch may write to their memory.
 
         Args:
             steps: how many steps the optimizer has counted, a scalar of the backend.
@@ -243,7 +243,7 @@ class Losses:
         """Return the loss of the batch; None if it cannot be known.
 
         Args:
-            numbers: what `end_batch` returned, read.
+            numbers: the scalars of `end_batch`, read.
             steps: how many steps the optimizer has counted now.
             mean: the mean loss that Keras has logged for this batch. If it is not that of the sums, another
                 callback has called `evaluate` since.
@@ -288,7 +288,7 @@ class Buffers:
         """Copy the values, on their device, for `restore`."""
         variables = self._variables()
         values = _state_values(self._model, variables, self._model.non_trainable_variables, "non_trainable")
-        # A product is a copy on every backend. An assignment may write to the memory of what was read.
+        # A product is a copy on every backend. An assignment may write to the memory of a value read before.
         self._kept = {id(v): value * 1 for v, value in zip(variables, values, strict=True)}
 
     def not_finite(self, read: Callable[[Sequence[Any]], list[float]]) -> list[Any]:
@@ -305,12 +305,12 @@ class Buffers:
     def restore(self, variables: Sequence[Any]) -> None:
         """Set variables to the values that were kept last."""
         if hasattr(self._model, "jax_state_sync"):
-            self._model.jax_state_sync()  # `fit` on JAX has the values elsewhere, and comes back for them
+            self._model.jax_state_sync()  # on JAX `fit` keeps the values itself, and reads them again
         for variable in variables:
             variable.assign(self._kept[id(variable)])
 
     def _variables(self) -> list[Any]:
-        """Return the variables. Keras has no public name for what a layer made as not trainable."""
+        """Return the variables. Keras has no public name for those that a layer made as not trainable."""
         found: dict[int, Any] = {}
         for layer in self._model._flatten_layers():
             for variable in getattr(layer, "_non_trainable_variables", ()):
@@ -321,7 +321,7 @@ class Buffers:
 
 
 def _state_values(model: keras.Model, variables: Sequence[Any], among: Sequence[Any], kind: str) -> list[Any]:
-    """Return the values of variables; during `fit` on JAX the trainer has them.
+    """Return the values of variables, which the trainer has during `fit` on JAX.
 
     Args:
         model: the model that is trained.
@@ -338,7 +338,7 @@ def _state_values(model: keras.Model, variables: Sequence[Any], among: Sequence[
 
 
 def _added(before: float, after: float) -> float | None:
-    """Return what was added to a float32 sum; None if its rounding hides that."""
+    """Return the number that was added to a float32 sum; None if rounding hides it."""
     if not math.isfinite(before):
         return None
     added = after - before

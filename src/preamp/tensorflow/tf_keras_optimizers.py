@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class OverTfKeras(BaseLossScaleOptimizer):
-    """Stands before one of tf_keras's LossScaleOptimizers among the bases of a class."""
+    """A mixin, to be put before one of tf_keras's LossScaleOptimizers among the bases of a class."""
 
     _loss_scale: LossScaleState
     _optimizer: tf_keras.optimizers.Optimizer
@@ -119,9 +119,9 @@ class OverTfKeras(BaseLossScaleOptimizer):
         return self._theirs().apply_gradients(pairs, *args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what describes this optimizer, in plain JSON, and where its scale stands.
+        """Return the configuration and the state of the scale, in plain JSON.
 
-        tf_keras's older file formats have no other place for the state of a scale.
+        tf_keras's older file formats have no other place for that state.
         """
         config: dict[str, Any] = self._theirs().get_config()
         if self._given_policy is not None:
@@ -135,8 +135,8 @@ class OverTfKeras(BaseLossScaleOptimizer):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
-        """Return the optimizer that a configuration describes; one of tf_keras's own will do."""
-        kind_of_config(config)  # which refuses what is none
+        """Create an optimizer from a configuration, this class's or that of tf_keras's own wrapper."""
+        kind_of_config(config)  # raises if it is not one
         settings = {name: _copied(value) for name, value in config.items()}
         state = settings.pop("state", None)
         if "policy" in settings:
@@ -154,7 +154,7 @@ class OverTfKeras(BaseLossScaleOptimizer):
 
 @tf_keras.saving.register_keras_serializable("preamp")
 class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
-    """What `preamp.tensorflow.LossScaleOptimizer` makes of an optimizer of tf_keras.
+    """`preamp.tensorflow.LossScaleOptimizer` over an optimizer of tf_keras.
 
     It adds what tf_keras's class lacks: hyperparameters, methods that act on the inner optimizer, and
     `.keras` files that hold its state once.
@@ -201,7 +201,7 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
             var_list: the variables. None: those it was built with.
 
         Raises:
-            UsageError: without variables, before it was built, and for what is not a list of variables.
+            UsageError: without variables before it is built, and if it is not given a list of variables.
         """
         if var_list is None:
             var_list = vars(self).get("_trained")
@@ -253,9 +253,9 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
         self._optimizer.set_weights(weights)
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Write the state of the scale; into a dict the inner optimizer's variables as well.
+        """Save the state of the scale, and into a dict the inner optimizer's variables as well.
 
-        A file has those beside it, once, where tf_keras writes them.
+        In a file tf_keras saves those itself, beside this.
         """
         check_store(store)
         if isinstance(store, dict):
@@ -264,7 +264,7 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
             store[name] = np.asarray(value)
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Read what `save_own_variables` wrote, here or of tf_keras's own wrapper."""
+        """Load what `save_own_variables` of this class or of tf_keras's own wrapper saved."""
         check_store(store)
         saved = {name: store[name] for name in store.keys()}  # noqa: SIM118  # a file is not a mapping
         inner = {name: value for name, value in saved.items() if name.isdecimal()}
@@ -278,7 +278,7 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
         inner = vars(self).get("_optimizer")
         if inner is not None and is_hyperparameter(inner, name):
             return getattr(inner, name)
-        if hasattr(type(self), name):  # a property that raised AttributeError: say what it said
+        if hasattr(type(self), name):  # a property raised AttributeError: raise that again
             return object.__getattribute__(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -292,7 +292,7 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
 
 @tf_keras.saving.register_keras_serializable("preamp", "LegacyLossScaleOptimizer")
 class LegacyLossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizer):
-    """What `preamp.tensorflow.LossScaleOptimizer` makes of a legacy optimizer."""
+    """`preamp.tensorflow.LossScaleOptimizer` over a legacy optimizer of tf_keras."""
 
     KIND = "legacy"
 
