@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from preamp import UsageError
-from preamp.arrays.jax import all_finite, count_from, global_norm, peak, read, unscale
+from preamp.arrays.jax import all_finite, count_from, global_norm, multiply_by_inverse, peak, read
 
 from .trainings import enable_x64
 
@@ -22,14 +22,14 @@ ENTRIES = np.concatenate([np.asarray(array, np.complex128).ravel() for array in 
 
 
 def test_unscaled_arrays_are_float32_or_longer() -> None:
-    unscaled = unscale(ARRAYS, jnp.float32(8.0))
+    unscaled = multiply_by_inverse(ARRAYS, jnp.float32(8.0))
     assert [array.dtype.name for array in unscaled] == ["float32", "float32", "complex64", "float32"]
     assert np.array_equal(np.concatenate([array.ravel() for array in unscaled]), ENTRIES / 8.0)
 
 
 def test_float64_is_unscaled_in_float64() -> None:
     with enable_x64(True):
-        (unscaled,) = unscale([jnp.array([1.0], jnp.float64)], jnp.float32(3.0))
+        (unscaled,) = multiply_by_inverse([jnp.array([1.0], jnp.float64)], jnp.float32(3.0))
         assert float(unscaled[0]) == 1.0 / 3.0
 
 
@@ -55,7 +55,7 @@ def test_the_peak_is_the_largest_part_of_any_entry() -> None:
 
 @pytest.mark.parametrize(("edge", "count"), [(1e-3, 3.0), (2.0, 2.0), (2.1, 1.0), (3.1, 0.0)])
 def test_entries_from_an_edge_are_counted_with_the_edge(edge: float, count: float) -> None:
-    assert float(count_from(edge, jnp.array([1.0, -2.0, 3.0, 0.0]))) == count
+    assert float(count_from(edge, [jnp.array([1.0, -2.0]), jnp.array([3.0, 0.0])])) == count
 
 
 def test_scalars_are_read_together_and_not_while_they_are_traced() -> None:

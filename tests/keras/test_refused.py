@@ -125,7 +125,7 @@ def test_a_fixed_scale_is_decided_at_the_start() -> None:
         with pytest.raises(PolicyError, match=r"loss_scale_factor=77\.0"):
             optimizer.loss_scale_factor = 77.0
     fixed.loss_scale_factor = 8.0  # as it is
-    with pytest.raises(PolicyError, match="never grows"):
+    with pytest.raises(PolicyError, match="has no growth_interval"):
         fixed.dynamic_growth_steps = 5
     with pytest.raises(PolicyError, match="dynamic_growth_steps=0"):
         moves.dynamic_growth_steps = 0

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from preamp import Dynamic, PolicyError, UsageError
+from preamp import Dynamic, Histogram, LogMax, PolicyError, UsageError
 from preamp.tensorflow import LossScaleOptimizer
 
 from .kinds import KINDS, Peer, each_kind, inner, numbers, of_tf_keras, play, step, wrapped
@@ -59,6 +59,12 @@ def test_the_defaults(kind: str) -> None:
     assert optimizer.initial_scale == float(optimizer.loss_scale) == 2.0**15
     assert optimizer.dynamic_growth_steps == 2000
     assert int(optimizer.dynamic_counter) == 0
+
+
+@each_kind
+def test_the_growth_steps_of_any_policy_are_its_growth_interval(kind: str) -> None:
+    assert wrapped(kind, policy=Histogram(growth_interval=3)).dynamic_growth_steps == 3
+    assert wrapped(kind, policy=LogMax()).dynamic_growth_steps is None
 
 
 @each_kind

@@ -1,11 +1,9 @@
-"""What has to be loaded before TensorFlow, loaded before it.
+"""Load triton before TensorFlow.
 
 PyTorch for CUDA comes with triton, and triton with a copy of LLVM. TensorFlow has another one. Loading
 triton after TensorFlow 2.21 ends the process with a segmentation fault; the other way round both work.
 PyTorch loads triton late, with its compiler: on `torch.compile`, and when the first optimizer is made.
 Importing PyTorch before TensorFlow is therefore not enough.
-
-This room decides when triton is loaded. It refuses to know what it is for.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def before_keras() -> None:
 
 
 def before_torch() -> None:
-    """Warn where PyTorch would load triton after TensorFlow. To be called when PyTorch's room is imported."""
+    """Warn where PyTorch would load triton after TensorFlow. To be called when `preamp.torch` is imported."""
     if "tensorflow" in sys.modules and _is_yet_to_load("triton"):
         warnings.warn(
             "TensorFlow was imported before triton, which PyTorch loads when the first optimizer is made. "

@@ -1,6 +1,7 @@
-"""The arithmetic on many gradients at once: collect, check, measure, multiply, each in one pass.
+"""Arithmetic on PyTorch tensors: the functions of `Arrays`, and what PyTorch's own scaler needs besides.
 
-Also `Stamp`, which tells whether a tensor was written to since.
+That is `Gradients`, an optimizer's gradients as they lie in memory, arithmetic in place, and `Stamp`, which
+tells whether a tensor was written to since.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from preamp.arrays import Unscaled
 from preamp.arrays.torch_compat import amp_unscale_, foreach_mul_, foreach_norm, group_tensors
 from preamp.arrays.torch_devices import widest
 from preamp.checks import FLOAT32_MAX
@@ -24,7 +26,91 @@ from preamp.checks import FLOAT32_MAX
 DOT_FROM = 2**15
 DOT_DTYPES = (torch.float32, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+LONG_DTYPES = (torch.int32, torch.int64)  # integers of these can be too large for a float32
 KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)  # bfloat16 only on a CPU
+
+
+# ---- The functions of `Arrays` -----------------------------------------------------------------------------
+
+
+def unscale(
+    arrays: Sequence[Tensor], scale: Tensor, overwritten: Collection[int] = ()
+) -> Unscaled[Tensor, Tensor]:
+    """Unscale and check with the kernel of PyTorch's own scaler.
+
+    Args:
+        arrays: dense or sparse.
+        scale: a float32 scalar.
+        overwritten: the positions of tensors to unscale in place. No two of them may share memory.
+    """
+    unscaled, values = [], []
+    for place, tensor in enumerate(arrays):
+        if tensor.dtype in HALF_DTYPES:
+            tensor = tensor.float()
+        elif place not in overwritten:
+            tensor = tensor.detach().clone()
+        unscaled.append(tensor)
+        values.append(tensor if tensor.layout is torch.strided else stored(tensor))
+    found = torch.zeros((), dtype=torch.float32, device=scale.device)
+    flags = unscale_(values, scale.reciprocal(), found)
+    note_writing(values)
+    if len(flags) > 1:
+        found = torch.stack([flag.to(scale.device) for flag in flags.values()]).sum()
+    else:
+        found = next(iter(flags.values()), found)
+    return Unscaled(unscaled, found == 0.0, global_norm(values))
+
+
+def all_finite(arrays: Sequence[Tensor]) -> Tensor:
+    return torch.stack([stored(tensor).isfinite().all() for tensor in arrays]).all()
+
+
+def global_norm(arrays: Sequence[Tensor]) -> Tensor:
+    values = [tensor if tensor.layout is torch.strided else stored(tensor) for tensor in arrays]
+    wide = [tensor.float() if tensor.dtype in HALF_DTYPES else tensor for tensor in values]
+    norm: Tensor = torch.nn.utils.get_total_norm(wide)
+    return norm
+
+
+def peak(arrays: Sequence[Tensor]) -> Tensor:
+    if not arrays:
+        return torch.zeros(())
+    return _gradients_of(arrays).largest().amax().clamp(max=FLOAT32_MAX)
+
+
+def count_from(edge: float, arrays: Sequence[Tensor]) -> Tensor:
+    return _gradients_of(arrays).count(edge, range(len(arrays)))
+
+
+def gradient_stats(needs: Collection[str], edge: float, arrays: Sequence[Tensor]) -> dict[str, Tensor]:
+    stats = {"peak": peak(arrays)} if "peak" in needs else {}
+    if "share" in needs:
+        count = count_from(edge, arrays) if arrays else torch.zeros(())
+        stats["share"] = count / max(_gradients_of(arrays).entries(), 1.0)
+    return stats
+
+
+def read(scalars: Sequence[Tensor]) -> list[float]:
+    device, dtype = scalars[-1].device, torch.float32
+    for scalar in scalars:
+        if scalar.dtype in LONG_DTYPES:
+            dtype = widest(device)
+    return torch.stack([scalar.to(device, dtype) for scalar in scalars]).tolist()
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """Return a tensor's entries, in its own memory: those that a sparse one stores, or the tensor."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
+def _gradients_of(arrays: Sequence[Tensor]) -> Gradients:
+    values = [stored(tensor) for tensor in arrays]
+    return Gradients(values, values)
+
+
+# ---- The gradients of an optimizer -------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -100,7 +186,7 @@ class Gradients:
 
         Args:
             edge: the least magnitude that counts.
-            among: the positions of the gradients to look at; one at least.
+            among: the positions of the gradients to count in; one at least.
         """
         tensors, device = [self.tensors[i] for i in among], self.tensors[0].device
         counts = [(t.abs() >= _next_in(t.dtype, edge)).sum().to(device) for t in tensors]
@@ -144,7 +230,7 @@ class Gradients:
 
 
 class HasParameters(Protocol):
-    """An optimizer, or what is like one."""
+    """An optimizer, or an object like one."""
 
     param_groups: list[dict[str, Any]]
 
@@ -230,7 +316,7 @@ def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
-    """Multiply by `inv_scale` in place and check what was there: PyTorch's own kernel, where it has one.
+    """Multiply by `inv_scale` in place and check for inf and NaN, with PyTorch's own kernel where it has one.
 
     Returns:
         For each device a 0-dim float32 tensor, above 0 if a gradient there was not finite.
@@ -254,7 +340,7 @@ def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
 class Stamp(NamedTuple):
     """A tensor as it was at one moment: which object, not kept alive, and how often it was written to.
 
-    What is written through `.data` or NumPy, or by a collective, is not counted by PyTorch.
+    PyTorch does not count writes through `.data` or NumPy, or by a collective.
 
     Attributes:
         tensor: a weak reference.
@@ -276,7 +362,7 @@ class Stamp(NamedTuple):
 
 
 def note_writing(tensors: Sequence[Tensor]) -> None:
-    """Let autograd, and all who compare versions, know what PyTorch's kernels wrote without saying so."""
+    """Count writes of PyTorch's kernels that do not count themselves, for autograd and for `Stamp`."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
 
@@ -351,7 +437,7 @@ def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _once(gradients: Gradients) -> Gradients:
-    """Drop the tensors that lie in the memory of an earlier one."""
+    """Drop tensors that share the memory of an earlier one."""
     tensors = gradients.tensors
     if torch.compiler.is_compiling() or len(set(map(Tensor.data_ptr, tensors))) == len(tensors):
         return gradients

@@ -72,7 +72,7 @@ def map_inexact(function: Callable[[Array], Array], tree: Tree) -> Tree:
 def unscale(tree: Tree, scale: Array) -> Tree:
     """Return a tree of gradients divided by the loss scale: float32 where they were shorter."""
     leaves, rebuild = split(tree)
-    return rebuild(arrays.unscale(leaves, scale))
+    return rebuild(arrays.multiply_by_inverse(leaves, scale))
 
 
 def multiply(tree: Tree, factor: Array | float) -> Tree:
@@ -107,7 +107,7 @@ def all_finite(tree: object) -> Array:
     >>> bool(all_finite({"w": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))
     False
     """
-    return arrays.all_finite(split(tree)[0])
+    return jnp.isfinite(arrays.global_norm(split(tree)[0]))
 
 
 def kind_of(value: object) -> str:

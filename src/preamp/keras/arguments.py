@@ -27,15 +27,15 @@ def rule(
     """Return the policy that the arguments describe.
 
     Args:
-        inner: the optimizer to wrap. Its own `loss_scale_factor` counts where no argument says otherwise;
-            where one does, a warning says that it does not.
+        inner: the optimizer to wrap. Its own `loss_scale_factor` is used unless an argument contradicts it,
+            which a warning reports.
         initial_scale: the scale of the first step; None is the default.
         steps: finite steps before the scale grows; None is the default.
-        policy: a rule instead of all others.
+        policy: a rule in place of all of these.
         factor: a fixed scale, or None.
 
     Raises:
-        PolicyError: for arguments that cannot work, alone or together.
+        PolicyError: for invalid arguments, and for arguments that contradict each other.
     """
     scale = INITIAL_SCALE if initial_scale is None else initial_scale
     steps = INTERVAL if steps is None else as_whole(steps)
@@ -77,10 +77,10 @@ def _fixed(factor: float, moving: Mapping[str, Any]) -> Policy[Any]:
 
     Args:
         factor: the scale.
-        moving: what was given that is for a scale that moves.
+        moving: the arguments given that only apply to a scale that moves.
 
     Raises:
-        PolicyError: for a factor that cannot work, or one beside such an argument.
+        PolicyError: for an invalid factor, or one together with such an argument.
     """
     positive("loss_scale_factor", factor, "loss_scale_factor=2.0**15, or None for a scale that moves")
     not_subnormal("loss_scale_factor", factor)
@@ -93,10 +93,10 @@ def _fixed(factor: float, moving: Mapping[str, Any]) -> Policy[Any]:
 
 
 def check_rule(scale: float, steps: float) -> None:
-    """Refuse a first scale and an interval that cannot work.
+    """Check a first scale and an interval.
 
     Raises:
-        PolicyError: for either.
+        PolicyError: if either is invalid.
     """
     check_scale(scale, steps)
     if steps > LONGEST:
@@ -107,14 +107,14 @@ def check_rule(scale: float, steps: float) -> None:
 
 
 def check_config(config: object, kind: type) -> None:
-    """Refuse a configuration that no LossScaleOptimizer has returned.
+    """Check a configuration: `get_config` of a LossScaleOptimizer returns one.
 
     Args:
-        config: what was read.
-        kind: the class that is to be made of it.
+        config: the configuration.
+        kind: the class to create from it.
 
     Raises:
-        PolicyError: for what is not a mapping, lacks the inner optimizer, or has an unknown entry.
+        PolicyError: if it is not a mapping, lacks the inner optimizer, or has an unknown entry.
     """
     entries = config if isinstance(config, Mapping) else {}
     if not entries.get("inner_optimizer") or set(entries) - _arguments(kind):

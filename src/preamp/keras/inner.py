@@ -1,6 +1,6 @@
-"""What a wrapper hands to the optimizer inside, and what it may not.
+"""The settings that a wrapper forwards to the optimizer inside, and their validation.
 
-Accumulating, clipping, decaying and averaging is the inner optimizer's work.
+The inner optimizer accumulates, clips, decays and averages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _wrappers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDic
 
 
 class Handed:
-    """An attribute of the wrapper that is the inner optimizer's."""
+    """An attribute of the wrapper that is forwarded to the inner optimizer."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class Handed:
 
     def __set__(self, wrapper: keras.Optimizer, value: object) -> None:
         inner = wrapper.__dict__.get("inner_optimizer")
-        if inner is None:  # Keras's constructor sets defaults before there is anybody to hand them to
+        if inner is None:  # Keras's constructor sets defaults before there is an inner optimizer
             return
         if self.name in UNUSED:
             _check(inner, {self.name: value})
@@ -42,10 +42,10 @@ class Handed:
 
 
 def check_inner(inner: keras.Optimizer) -> None:
-    """Refuse what cannot be wrapped.
+    """Check that an optimizer can be wrapped.
 
     Raises:
-        PolicyError: for what is not an optimizer of Keras, scales the loss already, or is wrapped already.
+        PolicyError: if it is not a Keras optimizer, scales the loss already, or is wrapped already.
     """
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise PolicyError(
@@ -74,13 +74,13 @@ def hand_over(inner: keras.Optimizer, given: dict[str, Any]) -> None:
     """Set what the wrapper was given on the inner optimizer.
 
     Args:
-        inner: the optimizer. What it has by default, as AdamW has a weight decay, gives way.
+        inner: the optimizer. Its class's own defaults, such as AdamW's weight decay, are overridden.
         given: values by name, as in `UNUSED`; defaults are not handed over.
 
     Raises:
         PolicyError: for values that cannot work, or that the inner optimizer has set otherwise. Nothing was
             set.
-        UsageError: for what needs variables that an optimizer in use did not make.
+        UsageError: for settings that need variables, once the optimizer has been built without them.
     """
     new = {name: value for name, value in given.items() if value != UNUSED[name]}
     for name, value in new.items():
@@ -111,7 +111,7 @@ def _default(kind: type, name: str) -> Any:
 
 
 def _check(inner: keras.Optimizer, new: dict[str, Any]) -> None:
-    """Refuse what cannot work beside what the optimizer has."""
+    """Check new settings together with those that the optimizer has."""
     several = getattr(keras.optimizers, "MultiOptimizer", ())
     unused = [name for name in new if new[name] != UNUSED[name] and isinstance(inner, several)]
     if unused:

@@ -1,4 +1,4 @@
-"""Keras 3's LossScaleOptimizer with every documented argument at work, on JAX, PyTorch and TensorFlow."""
+"""Keras 3's LossScaleOptimizer with every documented argument, on JAX, PyTorch and TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import keras
 import numpy as np
 
+from preamp.arrays import Arrays
 from preamp.checks import (
     ScaledLosses,
     check_store,
@@ -32,8 +33,7 @@ from preamp.keras.inner import (
     hand_over,
     is_hyperparameter,
 )
-from preamp.keras.scaler_variables import ScalerVariables, saved_state
-from preamp.keras.step import Backend, ScaledStep
+from preamp.keras.scaler import Backend, ScaledStep, ScalerVariables, saved_state
 from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.registry import from_json, to_json
 from preamp.scaling import Step, raise_if_exhausted, to_step
@@ -44,18 +44,21 @@ if TYPE_CHECKING:
     import tensorflow as tf
     import torch
 
+    from preamp.arrays.jax import Gradient as JaxGradient
+    from preamp.arrays.tensorflow import Gradient as TensorFlowGradient
     from preamp.keras import on_jax, on_tensorflow, on_torch
 
-    # Each provides what is declared.
-    _on_jax: Backend[on_jax.Gradient, jax.Array] = on_jax
-    _on_tensorflow: Backend[on_tensorflow.Gradient, tf.Tensor] = on_tensorflow
+    # mypy checks that each module provides what is declared.
+    _on_jax: Backend[JaxGradient, jax.Array] = on_jax
+    _on_tensorflow: Backend[TensorFlowGradient | None, tf.Tensor] = on_tensorflow
     _on_torch: Backend[torch.Tensor, torch.Tensor] = on_torch
 
 backend: Backend[Any, Any] = import_module(f"preamp.keras.on_{keras.backend.backend()}")
+arrays: Arrays[Any, Any] = import_module(f"preamp.arrays.{keras.backend.backend()}")
 
 
 class CountError(UsageError, ValueError):
-    """Other numbers of values than variables, for which Keras raises `ValueError`."""
+    """As many values as variables were expected. Keras raises `ValueError` here."""
 
 
 @keras.saving.register_keras_serializable(package="preamp")
@@ -63,14 +66,14 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     """An optimizer that scales the loss, skips the steps that overflow and moves the scale.
 
     It is a `keras.optimizers.LossScaleOptimizer`, so `Model.compile` takes it as it is. The arguments are
-    those of the document of Keras 3.6, and all of them work, on unscaled gradients: the inner optimizer
+    those that Keras 3.6 documents, and all of them apply to unscaled gradients: the inner optimizer
     accumulates, clips, decays, updates, averages and constrains, in this order.
 
     Args:
         inner_optimizer: the `keras.optimizers.Optimizer` to wrap.
         initial_scale: the scale of the first step.
         dynamic_growth_steps: finite steps in a row after which the scale is doubled.
-        name: what to call it, and its variables.
+        name: the name of the optimizer and the prefix of its variables.
         policy: any preamp policy or dialect instead of these two. The rule without it is Keras's, between a
             floor of 2**-14 and a ceiling of 2**32.
         weight_decay: decoupled: before an update every weight loses this share, times the learning rate.
@@ -89,12 +92,13 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     Attributes:
         inner_optimizer: the wrapped optimizer. Its hyperparameters can be read and set on the wrapper.
         policy: the rule in force.
-        dynamic_scale: a float32 variable: what the next loss is multiplied by.
+        dynamic_scale: a float32 variable, by which the next loss is multiplied.
         step_counter: a float32 variable: finite steps since the scale moved.
 
     Raises:
-        PolicyError: for arguments that cannot work, alone or together; it is a `ValueError`.
-        UsageError: for arguments that an inner optimizer in use cannot take any more.
+        PolicyError: for invalid arguments, and for arguments that contradict each other; it is a
+            `ValueError`.
+        UsageError: for arguments that can no longer be set on an inner optimizer that has been built.
         InexactScale: a warning, for a scale that is not a power of two.
 
     >>> import keras
@@ -162,7 +166,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         self.dynamic_scale, self.step_counter = policy_state.scale, policy_state.good
         self._was_scaled = False
         self._scaled_losses = ScaledLosses()
-        self._scaled_loss: Any = None  # what the loss was that was scaled last
+        self._scaled_loss: Any = None  # the loss that was scaled last
         self._loss_of_step: tuple[Any, Any] | None = None  # a step's loss, and how many steps there were then
         self.inner_optimizer = inner_optimizer
         adopt(self, inner_optimizer)
@@ -179,16 +183,19 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row after which the scale grows; None if it never does.
+        """The policy's `growth_interval`: clean steps before the scale grows. None if it has none.
 
-        What JAX and TensorFlow have compiled before it is set keeps the old number.
+        Programs that JAX and TensorFlow compiled before it is set keep the old number.
         """
         return getattr(self.policy, "growth_interval", None)
 
     @dynamic_growth_steps.setter
     def dynamic_growth_steps(self, value: float) -> None:
         if self.dynamic_growth_steps is None:
-            raise PolicyError(f"dynamic_growth_steps={value!r}, but {self.policy!r} never grows.")
+            raise PolicyError(
+                f"dynamic_growth_steps={value!r} cannot be set: {self.policy!r} has no growth_interval. "
+                f"Write LossScaleOptimizer(..., policy=Dynamic(growth_interval={value!r}))."
+            )
         value = as_whole(value)
         check_rule(self.initial_scale, value)
         self._scaler.policy = replace(cast(Any, self.policy), growth_interval=value)
@@ -203,7 +210,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         if "inner_optimizer" in self.__dict__ and value != self.loss_scale_factor:
             raise PolicyError(
                 f"loss_scale_factor={value!r} comes too late: whether the scale moves is decided when the "
-                f"optimizer is made. Write LossScaleOptimizer(..., loss_scale_factor={value!r})."
+                f"optimizer is created. Write LossScaleOptimizer(..., loss_scale_factor={value!r})."
             )
 
     @property
@@ -213,19 +220,19 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by. Reads it to the host."""
-        return float(backend.read([self.dynamic_scale.value])[0])
+        """The scale by which the next loss is multiplied, copied to the host."""
+        return float(arrays.read([self.dynamic_scale.value])[0])
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped so far. Reads the number to the host."""
-        return int(backend.read([self._scaler.state.skipped_steps.value])[0])
+        """How many steps have been skipped, copied to the host."""
+        return int(arrays.read([self._scaler.state.skipped_steps.value])[0])
 
     @property
     def last_step(self) -> Step | None:
-        """What the last step came to. Reads it to the host; None before the first.
+        """The record of the last step, copied to the host; None before the first.
 
-        It has the loss if `scale_loss` got it outside of a compiled program.
+        It includes the loss if `scale_loss` was called outside of a compiled program.
         """
         if self._loss_of_step is None:
             return to_step(self._scaler.state_of(self._numbers()))
@@ -235,10 +242,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         return to_step(state, loss=loss if state.steps == at else None)
 
     def check_exhausted(self) -> None:
-        """Raise what a compiled step could not, until a state is loaded.
+        """Raise if the policy gave up in a compiled step, which cannot raise, until a state is loaded.
 
         Raises:
-            ScaleExhausted: if the policy was told to give up and has. It names the first time.
+            ScaleExhausted: naming the scale at which it gave up first.
         """
         raise_if_exhausted(self.policy, self._scaler.state_of(self._numbers()))
 
@@ -246,14 +253,14 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Make the inner optimizer's variables.
 
         Raises:
-            UsageError: for what is not a list of variables.
+            UsageError: if it is not given a list of variables.
         """
         var_list = listed_variables("var_list", var_list, "build(model.trainable_variables)")
         halves = [variable for variable in var_list if _dtype(variable) == "float16"]
         if halves and not self.built:
             warnings.warn(
                 f"{getattr(halves[0], 'path', halves[0].name)} is a float16 variable: Keras's optimizers "
-                "round an unscaled gradient to it, and what the scale saved below 6e-8 is lost. "
+                "round unscaled gradients to float16, which has nothing below 6e-8. "
                 'Write dtype="mixed_float16", which keeps variables in float32.',
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
@@ -264,15 +271,15 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Return the loss times the scale, in float32 or wider.
 
         Raises:
-            UsageError: for what is not a tensor; on JAX under `jit`, where the scale of this moment would be
-                compiled in; for a loss that has been scaled already.
+            UsageError: if the loss is not a tensor, or has been scaled already; on JAX under `jit`, where the
+                current scale would be compiled in.
         """
         loss_or_refused(loss)
         self._scaled_losses.check(loss, "scale_loss(loss) once; Keras's own train_step does it in fit")
         self._was_scaled = True
         if not isinstance(self.policy, Static) and backend.becomes_constant(self.dynamic_scale.value):
             raise UsageError(
-                "scale_loss inside jit would compile the scale of this moment in, and never follow it. Write "
+                "scale_loss inside jit would compile in the current scale, and never follow it. Write "
                 "optimizer.stateless_scale_loss(optimizer_variables, loss), with optimizer_variables an "
                 "argument of the function that is compiled."
             )
@@ -295,14 +302,14 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
         Args:
             grads: scaled gradients, one for each variable; None for one without. Sparse ones stay sparse:
-                `tf.IndexedSlices`, JAX's `BCOO`, PyTorch's sparse tensors. NumPy arrays will do.
+                `tf.IndexedSlices`, JAX's `BCOO`, PyTorch's sparse tensors. NumPy arrays are accepted.
             trainable_variables: the variables. None: those it was built with.
 
         Raises:
             ValueError: as Keras, without variables, for unknown ones and if all gradients are None.
             CountError: for gradients and variables that do not match in number.
-            UsageError: for what are not tensors or variables; on JAX under `jit`.
-            ScaleExhausted: if the policy was told to give up. The variables are as they were.
+            UsageError: for values that are not tensors or variables; on JAX under `jit`.
+            ScaleExhausted: if the policy gives up on this step. The variables stay as they were.
         """
         instead = "apply(gradients, model.trainable_variables)"
         gradients = listed("grads", grads, instead)
@@ -329,10 +336,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         self._take_step(gradients, variables, self.dynamic_scale.value)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
-        """Do what `apply` does with pairs of gradients and variables; return `iterations`.
+        """Apply pairs of gradients and variables, as `apply` does, and return `iterations`.
 
         Raises:
-            UsageError: for what are not pairs, besides what `apply` raises.
+            UsageError: for values that are not pairs. Also all that `apply` raises.
         """
         pairs = paired(grads_and_vars)
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
@@ -351,7 +358,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         Raises:
             ValueError: as Keras, before `build`, for variables of another number, and on TensorFlow.
             CountError: for gradients of another number.
-            UsageError: for what is not a list of values.
+            UsageError: for arguments that are not lists of values.
         """
         instead = "stateless_apply(optimizer_variables, grads, trainable_variables), three lists of values"
         grads = listed("grads", grads, instead)
@@ -372,7 +379,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             var_list: the variables. None: those it was built with.
 
         Raises:
-            UsageError: without variables, before it was built, and for what is not a list of variables.
+            UsageError: without variables before it is built, and if it is not given a list of variables.
         """
         instead = "finalize_variable_values(model.trainable_variables)"
         if var_list is None and not self.built:
@@ -394,7 +401,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
         Raises:
             ValueError: as Keras, once it is built.
-            UsageError: for what are not lists. A word would exclude every name with one of its letters.
+            UsageError: for arguments that are not lists. A string would exclude every name with one of its
+                letters.
         """
         if var_list is not None:
             var_list = listed_variables("var_list", var_list, "exclude_from_weight_decay([layer.bias])")
@@ -411,7 +419,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         Raises:
             CountError: for another number of values, or before `build`.
             PolicyError: for a scale or count that training cannot resume from.
-            UsageError: for what is not a list, or a value of another shape. Nothing was set.
+            UsageError: if it is not a list, or for a value of another shape. Nothing is set.
             UserWarning: a warning, for a scale outside the policy's bounds.
         """
         if not self.built:
@@ -431,9 +439,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             variable.assign(values[id(variable)])
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Write what is the wrapper's; into a dict the inner optimizer's variables as well.
+        """Save the wrapper's variables, and into a dict the inner optimizer's as well.
 
-        A file has those beside it, once, where Keras writes them.
+        In a file Keras saves those itself, beside the wrapper's.
         """
         check_store(store)
         if isinstance(store, dict):
@@ -442,11 +450,11 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Read what this wrapper wrote, Keras's own, or an optimizer without one.
+        """Load variables that this wrapper, Keras's own wrapper, or an optimizer without one saved.
 
-        A scale that is fixed here stays; one that training cannot resume from, such as NaN, starts again. A
-        warning says so, and of a scale outside the policy's bounds, which is kept. Another one says if the
-        inner optimizer was not built, so that Keras loads nothing into it.
+        A fixed scale stays as it is. A scale that training cannot resume from, such as NaN, starts again, and
+        one outside the policy's bounds is kept: a warning is given in both cases, and if the inner optimizer
+        was not built, so that Keras loads nothing into it.
         """
         check_store(store)
         inner, saved = self.inner_optimizer, saved_state(store)
@@ -472,7 +480,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             )
 
     def get_config(self) -> dict[str, Any]:
-        """Return what describes this optimizer, in plain JSON."""
+        """Return the configuration, in plain JSON."""
         described: dict[str, Any]
         if isinstance(self.policy, Static):
             described = {"loss_scale_factor": self.policy.scale}
@@ -491,10 +499,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
-        """Return the optimizer that a configuration describes; one of Keras's own will do.
+        """Create an optimizer from a configuration, this class's or that of Keras's own wrapper.
 
         Raises:
-            PolicyError: for what describes none.
+            PolicyError: if it is not a configuration of either.
         """
         check_config(config, cls)
         settings = dict(config)
@@ -509,7 +517,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         inner = self.__dict__.get("inner_optimizer")
         if inner is not None and self._hands_over(inner, name):
             return getattr(inner, name)
-        if hasattr(type(self), name):  # a property that raised AttributeError: say what it said
+        if hasattr(type(self), name):  # a property raised AttributeError: raise that again
             return object.__getattribute__(self, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -542,7 +550,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     def _numbers(self, *more: Any) -> list[float]:
         """Read all of the scaler's variables to the host, and further scalars, all at once."""
-        return list(backend.read([*[variable.value for variable in self._scaler.variables], *more]))
+        return list(arrays.read([*[variable.value for variable in self._scaler.variables], *more]))
 
     def _counted(self, values: Sequence[Any]) -> Sequence[Any]:
         values = _listed_values("values", values, "[variable.value for variable in optimizer.variables]")
@@ -564,13 +572,13 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     @backend.untraced
     def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
-        """Take a step with scaled gradients, or with unscaled ones and a scale of None."""
-        step = ScaledStep(backend, self.inner_optimizer, self._scaler, gradients, variables, scale)
+        """Take one step. With a scale of None the gradients have been unscaled already."""
+        step = ScaledStep(backend, arrays, self.inner_optimizer, self._scaler, gradients, variables, scale)
         if backend.take_traced(step):
             return
         try:
             step.take_on_host()
-        finally:  # the policy may give up
+        finally:  # the policy may give up, which raises
             if self._scaled_loss is not None or self._loss_of_step is not None:
                 # The loss of the step, unread, with the number of steps: a sum is a copy of the variable.
                 loss, self._scaled_loss = self._scaled_loss, None
@@ -578,10 +586,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
 
 def _tensor(gradient: object) -> Any:
-    """Return as a tensor what Keras accepts as a gradient as well, such as a NumPy array."""
+    """Convert a gradient that is not a tensor, such as a NumPy array, as Keras does."""
     try:
-        if isinstance(gradient, str | bytes):  # TensorFlow has tensors of words
-            raise TypeError("a word")
+        if isinstance(gradient, str | bytes):  # TensorFlow has tensors of strings
+            raise TypeError("a string")
         return keras.ops.convert_to_tensor(gradient)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
@@ -590,7 +598,7 @@ def _tensor(gradient: object) -> Any:
 
 
 def _listed_values(name: str, values: object, instead: str) -> list[Any]:
-    """Return the values of variables as a list, none of which may lack. A variable is taken for its value."""
+    """Return the values of variables as a list without None. A variable stands for its value."""
     found = [v.value if isinstance(v, keras.Variable) else v for v in listed(name, values, instead)]
     if any(value is None for value in found):
         raise UsageError(f"{name}={shown(found)} has no value for a variable. Write {instead}.")
@@ -602,8 +610,8 @@ def _dtype(variable: keras.Variable) -> str:
 
 
 def _miscounted(gradients: int, variables: int) -> str:
-    """Say that there are not as many gradients as variables."""
-    if variables == 0:  # what Keras leaves after it has loaded an .h5 file
+    """Return the error message for another number of gradients than of variables."""
+    if variables == 0:  # as after Keras has loaded an .h5 file
         return (
             f"{gradients} gradients came for an optimizer without variables. A model that was loaded from an "
             ".h5 file has lost its optimizer's: save it as .keras, or compile it with a new optimizer."

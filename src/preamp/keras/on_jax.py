@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import keras
-from jax.experimental.sparse import BCOO, JAXSparse
+from jax.experimental.sparse import JAXSparse
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # Keras exports the scope alone
 
-from preamp.arrays.jax import count_from, largest, to_host
+from preamp.arrays import Unscaled
+from preamp.arrays import jax as arrays
+from preamp.arrays.jax import Gradient
 from preamp.errors import UsageError
-from preamp.keras.step import ScaledStep, Unscaled
+from preamp.keras.scaler import ScaledStep
 
 F = TypeVar("F", bound=Callable[..., object])
-Gradient: TypeAlias = jax.Array | JAXSparse
 
 
 def untraced(function: F) -> F:
@@ -24,13 +25,13 @@ def untraced(function: F) -> F:
 
 
 def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
-    """Update in one branch of a `cond`, nothing in the other; XLA fuses unscaling with what comes after.
+    """Update in one branch of a `cond` and not in the other. Unscaling is in the branch, for XLA to fuse it.
 
     Raises:
         UsageError: under `jit` outside a `StatelessScope`, where variables would be left with tracers.
     """
-    arrays = jax.tree_util.tree_leaves([step.scale, *step.gradients])  # a sparse gradient is several
-    is_mapped = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    leaves = jax.tree_util.tree_leaves([step.scale, *step.gradients])  # a sparse gradient is several
+    is_mapped = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if not is_mapped and not _is_compiled():
         return False
     if step.scale is None or becomes_constant(step.scale) or not in_stateless_scope():
@@ -54,7 +55,7 @@ def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
 
 
 def _where(condition: jax.Array, yes: jax.Array | float, no: jax.Array | float) -> jax.Array:
-    """Choose. Of two Python numbers no weakly typed one: for it the next step would be compiled again."""
+    """Choose, and never return a weakly typed scalar: for one the next step would be compiled again."""
     chosen = jnp.where(condition, yes, no)
     return chosen.astype(chosen.dtype)
 
@@ -72,7 +73,7 @@ def update(
 
 
 def _mutable(inner: keras.Optimizer) -> list[keras.Variable]:
-    """Return what an update may change."""
+    """Return the variables that an update may change."""
     return [*inner._trainable_variables, *inner.variables]
 
 
@@ -105,82 +106,8 @@ def _updated(
 def unscale(
     gradients: Sequence[Gradient], variables: Sequence[keras.Variable], scale: jax.Array | None
 ) -> Unscaled[Gradient, jax.Array]:
-    """Unscale gradients.
-
-    Raises:
-        UsageError: for a sparse format that Keras's optimizers cannot apply.
-    """
-    assert scale is not None  # only `preamp.tensorflow` unscales beforehand
-    values = [_wide(_values_of(gradient)) for gradient in gradients]
-    unscaled = [
-        _with_values(gradient, value / scale) for gradient, value in zip(gradients, values, strict=True)
-    ]
-    inverse = 1.0 / scale
-    finite = jnp.isfinite(_sum([_total(value, inverse) for value in values]))
-    norm = jnp.sqrt(_sum([jnp.sum(value * value) for value in values])) * inverse
-    return Unscaled(unscaled, finite, norm)
-
-
-def _values_of(gradient: Gradient) -> jax.Array:
-    """Return a gradient's entries: those that a sparse one stores, or the array."""
-    return gradient.data if isinstance(gradient, JAXSparse) else gradient
-
-
-def _with_values(gradient: Gradient, values: jax.Array) -> Gradient:
-    """Return a gradient with other entries in the same places."""
-    if not isinstance(gradient, JAXSparse):
-        return values
-    if not isinstance(gradient, BCOO):
-        raise UsageError(
-            f"a gradient is a {type(gradient).__name__}, which Keras's optimizers cannot apply: of JAX's "
-            "sparse arrays they take BCOO. Write gradient.to_bcoo(), or gradient.todense()."
-        )
-    return BCOO(
-        (values, gradient.indices),
-        shape=gradient.shape,
-        indices_sorted=gradient.indices_sorted,
-        unique_indices=gradient.unique_indices,
-    )
-
-
-def _wide(values: jax.Array) -> jax.Array:
-    return values.astype(jnp.promote_types(values.dtype, jnp.float32))
-
-
-def all_finite(gradients: Sequence[Gradient]) -> jax.Array:
-    """Return whether all arrays are finite, and so are their sums: a sum keeps what is not."""
-    return jnp.isfinite(_sum([_total(_values_of(gradient), 1.0) for gradient in gradients]))
-
-
-def _total(tensor: jax.Array, factor: jax.Array | float) -> jax.Array:
-    """Return the sum of an array's entries times a factor.
-
-    As a product with a vector, which on a CPU XLA computes four times as fast as a sum.
-    """
-    if not tensor.size:
-        return jnp.zeros(())
-    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1).astype(jnp.float32)
-    return jnp.dot(rows, jnp.full(rows.shape[1], factor, jnp.float32)).sum()
-
-
-def _sum(scalars: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.zeros(()), *scalars]).sum(dtype=jnp.float32)
-
-
-def gradient_stats(
-    needs: Collection[str], edge: float | jax.Array, gradients: Sequence[Gradient]
-) -> dict[str, jax.Array]:
-    wide, stats = [_wide(_values_of(gradient)) for gradient in gradients], {}
-    if "peak" in needs:
-        stats["peak"] = jnp.stack([jnp.zeros(()), *map(largest, wide)]).max()
-    if "share" in needs:
-        count = _sum([count_from(float(edge), gradient) for gradient in wide])
-        stats["share"] = count / max(sum(gradient.size for gradient in wide), 1)
-    return stats
-
-
-def read(scalars: Sequence[jax.Array]) -> list[float]:
-    return [float(value) for value in to_host(scalars)]
+    assert scale is not None  # only `preamp.tensorflow` divides beforehand
+    return arrays.unscale(gradients, scale)
 
 
 def write(values: Sequence[tuple[keras.Variable, float]]) -> None:
@@ -203,7 +130,7 @@ def stateless_inputs(tensors: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _is_compiled() -> bool:
-    """Return whether what is computed now becomes part of a compiled program.
+    """Return whether this code is being compiled.
 
     Under `jit` even a sum of constants is traced; under `grad` and `vmap` alone it is computed.
     """

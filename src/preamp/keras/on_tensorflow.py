@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from preamp.arrays import Unscaled
 from preamp.arrays import tensorflow as arrays
-from preamp.arrays.tensorflow import all_finite as all_finite
-from preamp.arrays.tensorflow import read as read
-from preamp.arrays.tensorflow import sum_is_finite, unconverted
-from preamp.keras.scaler_variables import ScalerVariables
-from preamp.keras.step import ScaledStep, Unscaled
-
-Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"
+from preamp.arrays.tensorflow import Gradient, unconverted
+from preamp.keras.scaler import ScaledStep, ScalerVariables
 
 untraced = unconverted
 
@@ -25,7 +21,7 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
     """Update the variables or skip, on all replicas alike.
 
     Raises:
-        ValueError: outside a replica context, where there are no gradients of one replica.
+        ValueError: outside a replica context, where the gradients are not one replica's.
     """
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
@@ -60,9 +56,9 @@ def _in_cross_replica_context(
         strategy: that of the replicas.
         inner: the optimizer that updates.
         scaler: the state of the loss scale.
-        measured: what the replicas have agreed on.
+        measured: on each replica the same.
         gradients: unscaled, of all of them.
-        variables: what to update.
+        variables: to be updated.
     """
     local = {name: strategy.experimental_local_results(value)[0] for name, value in measured.items()}
 
@@ -75,7 +71,7 @@ def _in_cross_replica_context(
 def _update_or_skip(
     scaler: ScalerVariables[Any], measured: dict[str, tf.Tensor], update: Callable[[], None]
 ) -> None:
-    """Do what a step of either kind does in a branch of its own: half of the policy then is known before."""
+    """Advance in each branch, not after both: there `finite` is constant, and half of the rule drops out."""
     stats = dict(measured)
     finite, norm = stats.pop("finite"), stats.pop("norm")
 
@@ -108,22 +104,16 @@ def unscale(
 ) -> Unscaled[Gradient, tf.Tensor]:
     """Unscale gradients; with several replicas they are finite if their sum over replicas is as well.
 
-    The norm of that sum is not known then: the inner optimizer takes the sum.
+    The norm of that sum is not known then: the inner optimizer computes the sum.
     """
-    unscaled = arrays.unscale(gradients, None if scale is None else tf.convert_to_tensor(scale))
+    divisor = None if scale is None else tf.convert_to_tensor(scale)
     replica = tf.distribute.get_replica_context()
     if replica.num_replicas_in_sync == 1:
-        return Unscaled(unscaled, sum_is_finite(unscaled), arrays.global_norm(unscaled))
-    mine = sum_is_finite(unscaled, times=float(replica.num_replicas_in_sync))
+        return arrays.unscale(gradients, divisor)
+    unscaled = arrays.divide(gradients, divisor)
+    mine = arrays.sum_is_finite(unscaled, times=float(replica.num_replicas_in_sync))
     overflows = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(mine), tf.float32))
     return Unscaled(unscaled, tf.equal(overflows, 0.0), tf.constant(math.nan))
-
-
-def gradient_stats(
-    needs: Collection[str], edge: float | tf.Tensor, gradients: Sequence[Gradient]
-) -> dict[str, tf.Tensor]:
-    """Return the statistics of all replicas' gradients."""
-    return arrays.gradient_stats(needs, edge, gradients)
 
 
 def write(values: Sequence[tuple[keras.Variable, float]]) -> None:

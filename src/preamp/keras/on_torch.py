@@ -1,18 +1,17 @@
-"""Keras on PyTorch: unscale and check in one pass, read once, decide on the host."""
+"""Keras on PyTorch: every step is decided on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
 import torch
 from torch import Tensor
 
-from preamp.arrays.torch import HALF_DTYPES, Gradients, note_writing, unscale_
-from preamp.arrays.torch_devices import widest
-from preamp.checks import FLOAT32_MAX
-from preamp.keras.step import ScaledStep, Unscaled
+from preamp.arrays import Unscaled
+from preamp.arrays import torch as arrays
+from preamp.keras.scaler import ScaledStep
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,8 +23,6 @@ TAKE_SPARSE = (
     keras.optimizers.Lion,
 )
 
-COUNTS = (torch.int32, torch.int64)  # float32 would round large ones
-
 
 def untraced(function: F) -> F:
     kept: F = torch.compiler.disable(torch.no_grad()(function))  # type: ignore[no-untyped-call]
@@ -33,7 +30,7 @@ def untraced(function: F) -> F:
 
 
 def take_traced(step: ScaledStep[Tensor, Tensor]) -> bool:
-    return False  # `untraced` has the compiler run every step eagerly
+    return False  # the compiler runs every step eagerly, because of `untraced`
 
 
 def update(
@@ -48,7 +45,7 @@ def update(
 
 
 def _takes_sparse(inner: keras.Optimizer) -> bool:
-    """Return whether an optimizer applies sparse gradients; one that is not Keras's own has to know."""
+    """Return whether an optimizer applies sparse gradients. A user's own is given them as they are."""
     if inner.clipvalue or inner.gradient_accumulation_steps:
         return False
     return isinstance(inner, TAKE_SPARSE) or not type(inner).__module__.startswith("keras.")
@@ -59,58 +56,17 @@ def unscale(
 ) -> Unscaled[Tensor, Tensor]:
     """Unscale a gradient that is its parameter's `.grad` in place, as PyTorch's GradScaler does.
 
-    What else was given stays as it was.
+    Other tensors stay as they were given.
     """
-    assert scale is not None  # only `preamp.tensorflow` unscales beforehand
-    tensors, values, places = [], [], set()
-    for gradient, variable in zip(gradients, variables, strict=True):
-        is_dense = gradient.layout is torch.strided
-        place = (gradient if is_dense else _values(gradient)).data_ptr()
-        owned = getattr(variable, "value", variable).grad is gradient and place not in places
-        places.add(place)  # no two in the same memory: it would be unscaled twice
-        if gradient.dtype in HALF_DTYPES:
-            tensor = gradient.float()
-        else:
-            tensor = gradient if owned else gradient.detach().clone()
-        tensors.append(tensor)
-        values.append(tensor if is_dense else _values(tensor))
-    found = torch.zeros((), dtype=torch.float32, device=scale.device)
-    flags = unscale_(values, scale.reciprocal(), found)
-    note_writing(values)
-    if len(flags) > 1:
-        found = torch.stack([flag.to(scale.device) for flag in flags.values()]).sum()
-    else:
-        found = next(iter(flags.values()), found)
-    norm = torch.nn.utils.get_total_norm(values)
-    return Unscaled(tensors, found == 0.0, norm)
-
-
-def all_finite(gradients: Sequence[Tensor]) -> Tensor:
-    return torch.stack([_values(gradient).isfinite().all() for gradient in gradients]).all()
-
-
-def gradient_stats(
-    needs: Collection[str], edge: float | Tensor, gradients: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    if not gradients:
-        return dict.fromkeys(needs, torch.zeros(()))
-    values = [_values(gradient) for gradient in gradients]
-    measured, stats = Gradients(values, values), {}
-    if "peak" in needs:
-        stats["peak"] = measured.largest().amax().clamp(max=FLOAT32_MAX)
-    if "share" in needs:
-        count = measured.count(float(edge), range(len(gradients)))
-        stats["share"] = count / max(measured.entries(), 1.0)
-    return stats
-
-
-def read(scalars: Sequence[Tensor]) -> list[float]:
-    device = scalars[-1].device
-    dtype = torch.float32
-    for scalar in scalars:
-        if scalar.dtype in COUNTS:
-            dtype = widest(device)
-    return torch.stack([scalar.to(device, dtype) for scalar in scalars]).tolist()
+    assert scale is not None  # only `preamp.tensorflow` divides beforehand
+    own: set[int] = set()
+    addresses: set[int] = set()
+    for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+        address = (gradient if gradient.layout is torch.strided else arrays.stored(gradient)).data_ptr()
+        if getattr(variable, "value", variable).grad is gradient and address not in addresses:
+            own.add(place)
+        addresses.add(address)  # gradients that share memory would be divided twice in place
+    return arrays.unscale(gradients, scale, own)
 
 
 def write(values: Sequence[tuple[keras.Variable, float]]) -> None:
@@ -134,10 +90,3 @@ def becomes_constant(value: Tensor) -> bool:
 def stateless_inputs(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies: Keras's optimizers for PyTorch write in place."""
     return [torch.as_tensor(tensor).detach().clone() for tensor in tensors]
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """Return a gradient's entries, in its own memory: those that a sparse one stores, or the tensor."""
-    if gradient.layout is torch.strided:
-        return gradient
-    return gradient._values() if gradient.layout is torch.sparse_coo else gradient.values()

@@ -1,23 +1,30 @@
-"""A Keras callback that records what loss scaling did, step by step."""
+"""A Keras callback that records what loss scaling did, step by step.
+
+It also keeps track of two things around every batch: the loss, of which Keras logs only the mean over the
+epoch so far, and the model's buffers, in which an overflow in the forward pass leaves inf or NaN.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import keras
+import numpy as np
 
 from preamp.checks import callable_or_none, level_of_caller
 from preamp.errors import PolicyError, ScaleExhausted, UsageError
-from preamp.keras.batch_losses import Losses
-from preamp.keras.buffers import Buffers, state_values
 from preamp.keras.inner import BaseLossScaleOptimizer
-from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, backend
+from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, arrays
 from preamp.record.trace import Trace
 from preamp.scaling import Step, raise_if_exhausted, to_step
+
+EPSILON = 2.0**-23  # of float32, which the sums are kept in
+TOLERANCE = 0.01  # how much of a loss may be the rounding of the sum
 
 
 class TraceCallback(keras.callbacks.Callback):
@@ -34,8 +41,8 @@ class TraceCallback(keras.callbacks.Callback):
             stays open; or None to keep the trace in memory.
         mode: for a file that is there: "new" refuses, "append" continues it, "replace" overwrites it.
         on_step: called with each `Step` once it is recorded.
-        restore_buffers: whether to put back what an overflow in the forward pass leaves in variables that
-            layers keep beside their weights, such as BatchNorm's moving statistics: those that are not finite
+        restore_buffers: whether to restore variables that layers keep beside their weights, such as
+            BatchNorm's moving statistics, after an overflow in the forward pass: those that are not finite
             after a skipped step get the values from before it. Costs a copy of them on their device before
             every batch. False: a warning names them, once.
         on_error: what happens if the file cannot be written, as for a `Trace`.
@@ -45,7 +52,7 @@ class TraceCallback(keras.callbacks.Callback):
     Attributes:
         trace: the record. A step's `loss` is that of its own batch, and not the mean over the epoch, which
             Keras logs. Where the step is compiled, as on JAX and TensorFlow, it is what the batch added to
-            Keras's float32 sum of the epoch. It is None where that sum does not tell: with
+            Keras's float32 sum of the epoch. It is None where that sum is not enough: with
             `steps_per_execution` above 1, for the rest of an epoch in which a loss was inf or NaN, where the
             sum's rounding is more than 1% of the loss, and in a `train_step` of your own that updates no
             `keras.metrics.Mean` named "loss".
@@ -53,9 +60,9 @@ class TraceCallback(keras.callbacks.Callback):
     Raises:
         PolicyError: for an `on_step` that cannot be called, and a `restore_buffers` that is not a bool.
         TraceError: for a file that cannot be continued.
-        UsageError: for settings of a file beside a `Trace`; from `fit`, for a model whose optimizer is no
-            `preamp.keras.LossScaleOptimizer`.
-        ScaleExhausted: from `fit`, if the policy was told to give up and has.
+        UsageError: for settings of a file together with a `Trace`; from `fit`, if the model's optimizer is
+            not a `preamp.keras.LossScaleOptimizer`.
+        ScaleExhausted: from `fit`, if the policy gives up.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class TraceCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer):
             because = (
-                "compile wraps what it is given under the policy mixed_float16, unless it is wrapped. "
+                "Under the policy mixed_float16 compile wraps an optimizer that is not wrapped yet. "
                 if isinstance(optimizer, BaseLossScaleOptimizer)
                 else ""
             )
@@ -106,20 +113,20 @@ class TraceCallback(keras.callbacks.Callback):
             self.trace = self._open_trace("append")
         self._buffers = Buffers(self.model)
         self._losses = Losses(self.model)
-        self._steps, self._skipped = map(int, backend.read(self._values()[-2:]))
+        self._steps, self._skipped = map(int, arrays.read(self._values()[-2:]))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keep what the forward pass may spoil, and the sum of the losses before this batch."""
+        """Copy the buffers, and the sum of the losses before this batch."""
         if self.restore_buffers:
             self._buffers.keep()
         self._losses.begin_batch(self._values()[-2])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Record the step, and say what the scale is now."""
+        """Record the step, and log the scale."""
         optimizer = self.model.optimizer
         values = self._values()
         scalars = self._losses.end_batch(optimizer._loss_of_step)
-        numbers = backend.read([*scalars, *values])
+        numbers = arrays.read([*scalars, *values])
         of_losses, numbers = numbers[: len(scalars)], numbers[len(scalars) :]
         state = optimizer._scaler.state_of(numbers)
         step = to_step(state)
@@ -144,7 +151,7 @@ class TraceCallback(keras.callbacks.Callback):
             raise
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Say what the scale is now, for the history and for what shows logs."""
+        """Log the scale, for the history and for callbacks that show logs."""
         if logs is not None:
             logs["loss_scale"] = self.model.optimizer.loss_scale
             logs["skipped_steps"] = self.model.optimizer.skipped_steps
@@ -163,7 +170,7 @@ class TraceCallback(keras.callbacks.Callback):
     def _values(self) -> list[Any]:
         """Return the values of the variables of the scale."""
         optimizer = self.model.optimizer
-        return state_values(self.model, optimizer._scaler.variables, optimizer.variables, "optimizer")
+        return _state_values(self.model, optimizer._scaler.variables, optimizer.variables, "optimizer")
 
     def _warn_if_unrecorded(self, between: int, skipped: int) -> None:
         """Warn, once, of skipped steps that no callback was called after."""
@@ -177,18 +184,18 @@ class TraceCallback(keras.callbacks.Callback):
             )
 
     def _not_finite_buffers(self) -> tuple[str, ...]:
-        """Return the paths of buffers that are not finite; put them back if asked to, warn of what stays."""
-        not_finite = self._buffers.not_finite(backend.read)
+        """Return the paths of buffers that are not finite. Restore them if asked to, or warn."""
+        not_finite = self._buffers.not_finite(arrays.read)
         remaining = not_finite
         if not_finite and self.restore_buffers:
             self._buffers.restore(not_finite)
-            remaining = self._buffers.not_finite(backend.read)
+            remaining = self._buffers.not_finite(arrays.read)
         if remaining and not self._has_warned:
             self._has_warned = True
             instead = (
-                "They were so before this step. Load weights from earlier."
+                "They already were before this step. Load earlier weights."
                 if self.restore_buffers
-                else "Write TraceCallback(restore_buffers=True), which puts back what they were before it."
+                else "Write TraceCallback(restore_buffers=True), which restores them."
             )
             warnings.warn(
                 f"a step was skipped, and its forward pass left {_listed(remaining)} not finite: predictions "
@@ -196,6 +203,148 @@ class TraceCallback(keras.callbacks.Callback):
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
         return tuple(variable.path for variable in not_finite)
+
+
+class Losses:
+    """The losses of the batches of one `fit`.
+
+    Where a step is not compiled, the optimizer knows the loss of the step. Elsewhere the loss is what the
+    batch has added to the sum that Keras computes its mean from.
+
+    Args:
+        model: the model that is trained. A `train_step` of its own may have another mean named "loss".
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._before: list[Any] = []
+        self._is_known = False
+
+    def begin_batch(self, steps: object) -> None:
+        """Copy the sum and the count on their device, because a batch may write to their memory.
+
+        Args:
+            steps: how many steps the optimizer has counted, a scalar of the backend.
+        """
+        sums = self._sums()
+        self._before = [value + 0 for value in [*sums, steps]] if sums else []
+
+    def end_batch(self, known: tuple[Any, Any] | None) -> list[Any]:
+        """Return the scalars to read for `loss`.
+
+        Args:
+            known: the loss of a step that the optimizer knows, and how many steps there were after it.
+        """
+        sums = self._sums() if self._before else []
+        self._is_known = known is not None
+        return [*(known or ()), *(self._before if sums else ()), *sums]
+
+    def loss(self, numbers: Sequence[float], steps: float, mean: float | None) -> float | None:
+        """Return the loss of the batch; None if it cannot be known.
+
+        Args:
+            numbers: the scalars of `end_batch`, read.
+            steps: how many steps the optimizer has counted now.
+            mean: the mean loss that Keras has logged for this batch. If it is not that of the sums, another
+                callback has called `evaluate` since.
+        """
+        if self._is_known:
+            loss, at, *numbers = numbers
+            if at == steps:
+                return loss
+        if not numbers:
+            return None
+        total_before, count_before, steps_before, total, count = numbers
+        rows, added = _added(count_before, count), _added(total_before, total)
+        if steps - steps_before != 1 or added is None or not rows or rows < 0.0:
+            return None
+        is_moved = mean is not None and not np.isclose(mean, total / count, rtol=1e-4, equal_nan=True)
+        return None if is_moved else added / rows
+
+    def _sums(self) -> list[Any]:
+        """Return the epoch's sum of losses, each times the rows of its batch, and its rows."""
+        among = self._model.metrics_variables
+        for metric in self._model.metrics:
+            if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
+                return _state_values(self._model, [metric.total, metric.count], among, "metrics")
+        return []
+
+
+class Buffers:
+    """The float variables that a model's layers made as not trainable, such as BatchNorm's moving statistics.
+
+    A forward pass writes them, so a step whose gradients are skipped has changed them already. The weights
+    of frozen layers, which no forward pass writes, are not among them.
+
+    Args:
+        model: the model that is trained.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._kept: dict[int, Any] = {}
+
+    def keep(self) -> None:
+        """Copy the values, on their device, for `restore`."""
+        variables = self._variables()
+        values = _state_values(self._model, variables, self._model.non_trainable_variables, "non_trainable")
+        # A product is a copy on every backend. An assignment may write to the memory of a value read before.
+        self._kept = {id(v): value * 1 for v, value in zip(variables, values, strict=True)}
+
+    def not_finite(self, read: Callable[[Sequence[Any]], list[float]]) -> list[Any]:
+        """Return the variables that hold an inf or NaN: one read to the host.
+
+        Args:
+            read: reads scalars of the backend to the host.
+        """
+        variables = self._variables()
+        values = _state_values(self._model, variables, self._model.non_trainable_variables, "non_trainable")
+        flags = read([keras.ops.all(keras.ops.isfinite(value)) for value in values]) if values else []
+        return [variable for variable, finite in zip(variables, flags, strict=True) if not finite]
+
+    def restore(self, variables: Sequence[Any]) -> None:
+        """Set variables to the values that were kept last."""
+        if hasattr(self._model, "jax_state_sync"):
+            self._model.jax_state_sync()  # on JAX `fit` keeps the values itself, and reads them again
+        for variable in variables:
+            variable.assign(self._kept[id(variable)])
+
+    def _variables(self) -> list[Any]:
+        """Return the variables. Keras has no public name for those that a layer made as not trainable."""
+        found: dict[int, Any] = {}
+        for layer in self._model._flatten_layers():
+            for variable in getattr(layer, "_non_trainable_variables", ()):
+                if keras.backend.is_float_dtype(variable.dtype):
+                    found.setdefault(id(variable), variable)
+        known = {id(variable) for variable in self._model.non_trainable_variables}
+        return [variable for key, variable in found.items() if key in known]
+
+
+def _state_values(model: keras.Model, variables: Sequence[Any], among: Sequence[Any], kind: str) -> list[Any]:
+    """Return the values of variables, which the trainer has during `fit` on JAX.
+
+    Args:
+        model: the model that is trained.
+        variables: whose values.
+        among: all variables of their kind, in Keras's order.
+        kind: "optimizer", "non_trainable" or "metrics".
+    """
+    state = getattr(model, "_jax_state", None)
+    if state and not model._jax_state_synced:
+        by_variable = zip(among, state[f"{kind}_variables"], strict=True)
+        values = {id(variable): value for variable, value in by_variable}
+        return [values[id(variable)] for variable in variables]
+    return [variable.value for variable in variables]
+
+
+def _added(before: float, after: float) -> float | None:
+    """Return the number that was added to a float32 sum; None if rounding hides it."""
+    if not math.isfinite(before):
+        return None
+    added = after - before
+    if before and math.isfinite(added) and abs(added) * TOLERANCE < EPSILON * max(abs(before), abs(after)):
+        return None
+    return added
 
 
 def _listed(variables: list[Any]) -> str:

@@ -13,7 +13,7 @@ from preamp.systems.dialects import TF_KERAS
 
 
 class ArgumentTypeError(PolicyError, TypeError):
-    """An argument of a type that cannot work: tf_keras raises TypeError, its document says ValueError."""
+    """An argument of a wrong type. tf_keras raises TypeError, and documents ValueError."""
 
 
 def rule(
@@ -27,7 +27,7 @@ def rule(
     Its floor of 1 becomes the first scale where that is below 1, so that no overflow raises it.
 
     Raises:
-        PolicyError: for arguments that cannot work, alone or together.
+        PolicyError: for invalid arguments, and for arguments that contradict each other.
     """
     if not isinstance(dynamic, bool):
         raise ArgumentTypeError(
@@ -51,10 +51,10 @@ def rule(
 
 
 def check_buffers(model: object, restore_buffers: object) -> None:
-    """Refuse buffers to be restored of no model, and a `restore_buffers` that is not a bool.
+    """Check `restore_buffers`.
 
     Raises:
-        PolicyError: naming what was given.
+        PolicyError: if it is not a bool, or True without a model.
     """
     if not isinstance(restore_buffers, bool):
         raise PolicyError(

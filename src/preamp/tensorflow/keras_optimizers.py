@@ -19,14 +19,13 @@ from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossSca
 from preamp.policy import Policy
 from preamp.policy.registry import to_json
 from preamp.tensorflow.arguments import rule
-from preamp.tensorflow.hyperparameters import is_hyperparameter
-from preamp.tensorflow.optimizer import Loss, Pair, Variables, check_tape, flat_variables
+from preamp.tensorflow.optimizer import Loss, Pair, Variables, check_tape, flat_variables, is_hyperparameter
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
 
 
 @keras.saving.register_keras_serializable("preamp.tensorflow")
 class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):  # type: ignore[override]  # read-only in tf.keras
-    """What `preamp.tensorflow.LossScaleOptimizer` makes of an optimizer of Keras 3.
+    """`preamp.tensorflow.LossScaleOptimizer` over an optimizer of Keras 3.
 
     `scale_loss` and `apply`, which are Keras's own, do what they do in Keras. `Model.fit` calls `scale_loss`
     and `apply_gradients`, which therefore remembers how the loss was last scaled.
@@ -90,7 +89,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             tape: as in `minimize`.
 
         Raises:
-            UsageError: for a loss that is not callable, without a tape, and for what are not variables.
+            UsageError: for a loss that is not callable without a tape, and for values that are not variables.
         """
         check_tape(loss, tape)
         variables = None if callable(var_list) else flat_variables("var_list", var_list)
@@ -162,7 +161,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             name: ignored, as in tf_keras's newer optimizers.
 
         Raises:
-            UsageError: for what are not pairs; on several replicas, for gradients that are not to be summed.
+            UsageError: for values that are not pairs; on several replicas, if gradients are not to be summed.
         """
         _check_summed(skip_gradients_aggregation or not experimental_aggregate_gradients)
         pairs = paired(grads_and_vars)
@@ -178,7 +177,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         self._take_step(gradients, variables, None)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what describes this optimizer, in plain JSON."""
+        """Return the configuration, in plain JSON."""
         config = {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
@@ -191,7 +190,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
-        """Return the optimizer that a configuration describes; one of Keras's own will do."""
+        """Create an optimizer from a configuration, this class's or that of Keras's own wrapper."""
         made: Self = super(TensorFlowLossScaleOptimizer, cls).from_config(config, custom_objects)
         return made
 
@@ -200,7 +199,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
 
 
 def _check_summed(refused: bool) -> None:
-    """Refuse what Keras cannot do. With one replica there is nothing to sum."""
+    """Check that gradients may be summed, as Keras does. With one replica it makes no difference."""
     if refused and tf.distribute.get_strategy().num_replicas_in_sync > 1:
         raise UsageError(
             "skip_gradients_aggregation=True, but Keras's optimizers sum the gradients of all replicas. "

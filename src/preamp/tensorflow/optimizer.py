@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeV
 
 import tensorflow as tf
 
-from preamp.arrays.tensorflow import Gradient, scaled, unconverted, unscale
+from preamp.arrays.tensorflow import Gradient, divide, scaled, unconverted
 from preamp.checks import (
     ScaledLosses,
     level_of_caller,
@@ -25,17 +25,18 @@ from preamp.checks import (
     shown,
 )
 from preamp.errors import PolicyError, UsageError
-from preamp.policy import Moving, Policy, Static
+from preamp.policy import Policy, Static
 from preamp.scaling import Step
+from preamp.systems.arguments import UNUSED
 from preamp.tensorflow.arguments import ArgumentTypeError
 
 Kind: TypeAlias = Literal["legacy", "tf_keras", "keras"]
 Loss: TypeAlias = "tf.Tensor | float | Callable[[], tf.Tensor]"
-# A variable, several in lists and dicts, or what returns them.
+# A variable, several in lists and dicts, or a callable that returns them.
 Variables: TypeAlias = "tf.Variable | Iterable[tf.Variable] | Callable[[], Iterable[tf.Variable]]"
 Pair: TypeAlias = "tuple[Gradient | None, tf.Variable]"
 
-# What a user's subclass became, by the kind of inner optimizer.
+# The class made for a user's subclass and a kind of inner optimizer.
 _MADE: dict[tuple[type[LossScaleOptimizer], Kind], type[LossScaleOptimizer]] = {}
 
 
@@ -43,7 +44,7 @@ L = TypeVar("L", bound="LossScaleOptimizer")
 
 
 class _SignatureOfInit:
-    """What `inspect.signature`, help and editors show of a class: its `__init__`, and not `__new__`."""
+    """Shows the signature of `__init__`, not of `__new__`, to `inspect.signature`, help and editors."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         whole = inspect.signature(owner.__init__)  # type: ignore[misc]  # of the class that is asked
@@ -53,9 +54,9 @@ class _SignatureOfInit:
 class LossScaleOptimizer:
     """An optimizer that scales the loss, skips the steps that overflow and moves the scale.
 
-    It takes the place of `tf.keras.mixed_precision.LossScaleOptimizer`: arguments, attributes, errors and
-    checkpoints are its. What is made is an optimizer of the library that the inner one is of, so that
-    `Model.compile` takes it as it is. A subclass becomes one in the same way.
+    It takes the place of `tf.keras.mixed_precision.LossScaleOptimizer`, with the same arguments, attributes,
+    errors and checkpoints. The object is an optimizer of the inner optimizer's library, so that
+    `Model.compile` accepts it. The same holds for a subclass.
 
     Args:
         inner_optimizer: the optimizer to wrap: of tf_keras, legacy or not, or of Keras 3 on TensorFlow.
@@ -76,20 +77,21 @@ class LossScaleOptimizer:
     Attributes:
         dynamic: whether the scale moves.
         dynamic_counter: an int64 scalar, finite steps since the scale moved. None for a fixed scale.
-        dynamic_growth_steps: steps that it takes to grow. None for a fixed scale.
+        dynamic_growth_steps: the policy's `growth_interval`: clean steps before the scale grows. None if it
+            has none.
         initial_scale: the scale of the first step, a float.
         inner_optimizer: the wrapped optimizer. Its hyperparameters can be read and set on the wrapper.
         learning_rate: the inner optimizer's, as is `lr`.
         loss_scale: the scale of the next step, a float32 scalar tensor.
         policy: the rule in force.
-        last_step: what the last step came to, a `Step`; None before the first. Reads it from its device. Its
+        last_step: the record of the last step, a `Step`, copied to the host; None before the first. Its
             `loss` is the sum of those that were scaled since the step before, on all replicas.
-        skipped_steps: how many steps were skipped. Reads it from its device.
+        skipped_steps: how many steps have been skipped, copied to the host.
 
     Raises:
-        PolicyError: for arguments that cannot work, alone or together; it is a `ValueError`. Where tf_keras
-            raises `TypeError`, for a `dynamic` that is not a bool and what is not an optimizer, it is one as
-            well.
+        PolicyError: for invalid arguments, and for arguments that contradict each other; it is a
+            `ValueError`. Where tf_keras raises `TypeError`, for a `dynamic` that is not a bool and for
+            something that is not an optimizer, it is a `TypeError` as well.
         InexactScale: a warning, for a scale that is not a power of two.
 
     `minimize` scales the loss, unscales the gradients and moves the scale:
@@ -127,7 +129,7 @@ class LossScaleOptimizer:
     >>> opt.inner_optimizer.beta_1
     0.7
 
-    What legacy optimizers set once, such as `epsilon`, is none, whichever library the optimizer is of:
+    Settings that legacy optimizers fix when they are created, such as `epsilon`, are not, in any library:
 
     >>> opt.inner_optimizer.epsilon
     1e-05
@@ -143,7 +145,7 @@ class LossScaleOptimizer:
     _loss_has_been_scaled = False
     _gradients_have_been_unscaled = False
     _scaled_losses: ScaledLosses
-    _class_for: ClassVar[Callable[[Kind], type[LossScaleOptimizer]]]  # which `kinds` sets
+    _class_for: ClassVar[Callable[[Kind], type[LossScaleOptimizer]]]  # which `preamp.tensorflow` sets
 
     __signature__: ClassVar[_SignatureOfInit] = _SignatureOfInit()
 
@@ -166,7 +168,7 @@ class LossScaleOptimizer:
     ) -> None:
         raise NotImplementedError  # each kind has its own
 
-    if TYPE_CHECKING:  # what each kind has in a way of its own
+    if TYPE_CHECKING:  # each kind implements these itself
 
         @property
         def policy(self) -> Policy[Any]: ...
@@ -196,14 +198,14 @@ class LossScaleOptimizer:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
-        """Return the optimizer that a configuration describes; one of tf.keras's own wrapper will do.
+        """Create an optimizer from a configuration, this class's or that of tf.keras's own wrapper.
 
         Args:
-            config: what `get_config` has returned. It stays as it is.
+            config: as `get_config` returns it. It is not changed.
             custom_objects: classes by name, such as those of an inner optimizer of your own.
 
         Raises:
-            PolicyError: for what describes none.
+            PolicyError: if it is not a configuration of either.
         """
         return _over(cls, kind_of_config(config)).from_config(config, custom_objects)
 
@@ -237,8 +239,8 @@ class LossScaleOptimizer:
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """Steps with finite gradients in a row after which the scale grows. None if it never does."""
-        return self.policy.growth_interval if isinstance(self.policy, Moving) else None
+        """The policy's `growth_interval`: clean steps before the scale grows. None if it has none."""
+        return getattr(self.policy, "growth_interval", None)
 
     @unconverted
     def get_scaled_loss(self, loss: Loss) -> Any:
@@ -249,7 +251,7 @@ class LossScaleOptimizer:
                 becomes float32: 2**17 is inf in float16.
 
         Raises:
-            UsageError: for what is not a tensor, and for a loss that has been scaled already.
+            UsageError: if the loss is not a tensor, or has been scaled already.
         """
         if callable(loss):
             self._loss_has_been_scaled = True
@@ -259,7 +261,7 @@ class LossScaleOptimizer:
         return self._scaled_losses.note(scaled(loss, self.loss_scale))
 
     def _check_loss(self, loss: Loss) -> None:
-        """Refuse what is not a loss, and one that has been scaled already."""
+        """Check that a loss is a tensor or number, and has not been scaled already."""
         loss_or_refused(loss)
         # Past `__setattr__` of tf_keras, which tracks attributes.
         scaled_losses = self.__dict__.setdefault("_scaled_losses", ScaledLosses())
@@ -274,11 +276,11 @@ class LossScaleOptimizer:
                 1 / 2**25 is 0 in float16.
 
         Raises:
-            UsageError: for what is not a list of tensors.
+            UsageError: if it is not a list of tensors.
         """
         grads = listed_gradients("grads", grads, "get_unscaled_gradients(tape.gradient(loss, variables))")
         self._gradients_have_been_unscaled = True
-        return unscale(grads, self.loss_scale)
+        return divide(grads, self.loss_scale)
 
     def get_gradients(self, loss: Loss, params: Variables) -> list[Any]:
         """Return unscaled gradients of a loss in a graph. In `minimize` and with a tape it is not needed.
@@ -319,6 +321,20 @@ class LossScaleOptimizer:
                 UserWarning,
                 stacklevel=level_of_caller("tensorflow", "tf_keras", "keras"),
             )
+
+
+def is_hyperparameter(inner: object, name: str) -> bool:
+    """Return whether an attribute of an inner optimizer can be read and set on the wrapper.
+
+    Legacy optimizers distinguish hyperparameters, such as `beta_1`, from constants, such as `epsilon` and the
+    initial values of slots. Newer ones do not: the same distinction is made for them here. A hyperparameter
+    is a public number, or a setting that every newer optimizer has, which is None or a bool where not used.
+    """
+    value = vars(inner).get(name, "")
+    if name in UNUSED:
+        return name in vars(inner)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and not name.startswith(("_", "epsilon", "initial_"))
 
 
 def check_tape(loss: Loss, tape: tf.GradientTape | None) -> None:
@@ -366,7 +382,7 @@ def _over(cls: type[L], kind: Kind) -> type[L]:
 def _register_as(made: type, cls: type, kind: Kind) -> None:
     """Give a class the name under which the user has registered the one it was made of, if they have.
 
-    Files then hold that name, and loading finds the user's class: it makes what the file is of.
+    Files then hold that name, and loading finds the user's class, which creates the right kind.
     """
     library = importlib.import_module("keras" if kind == "keras" else "tf_keras")
     name = library.saving.get_registered_name(cls)
@@ -377,10 +393,10 @@ def _register_as(made: type, cls: type, kind: Kind) -> None:
 
 
 def kind_of_config(config: object) -> Kind:
-    """Return the kind of the inner optimizer in a configuration, by what the three libraries write of one.
+    """Return the kind of the inner optimizer in a configuration of any of the three libraries.
 
     Raises:
-        PolicyError: for what is not a configuration.
+        PolicyError: if it is not a configuration.
     """
     inner = config.get("inner_optimizer") if isinstance(config, Mapping) else None
     if inner is not None and not isinstance(inner, Mapping):
@@ -402,7 +418,7 @@ def _kind(inner: object) -> Kind:
     """Return the kind of an inner optimizer. A library that it was not made with is not imported.
 
     Raises:
-        ArgumentTypeError: for what is not an optimizer, or scales its loss itself.
+        ArgumentTypeError: if it is not an optimizer, or scales its loss itself.
     """
     if isinstance(inner, LossScaleOptimizer):
         raise _nested(inner)

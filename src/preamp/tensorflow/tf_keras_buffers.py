@@ -1,4 +1,4 @@
-"""What a tf_keras model's layers keep beside their weights, such as BatchNorm's moving statistics.
+"""Variables that a tf_keras model's layers keep beside their weights, such as BatchNorm's moving statistics.
 
 The forward pass writes them, so an overflow there leaves inf or NaN in them before the step can be skipped.
 """
@@ -13,19 +13,19 @@ from preamp.errors import PolicyError
 
 
 class Buffers:
-    """The float variables of a model that its layers made as not trainable: which a skipped step has ruined.
+    """The float variables that a model's layers made as not trainable, checked after a skipped step.
 
-    Nothing is computed while steps are taken, unless copies are kept.
+    Steps that are taken cost nothing, unless copies are kept.
 
     Args:
         model: the model that is trained, a `tf_keras` model or layer.
-        restores: whether to keep copies of them on their device, to be put back.
+        restores: whether to keep copies of them on their device, to restore them from.
 
     Attributes:
         copies: the copies, one for each variable and replica.
 
     Raises:
-        PolicyError: for what is not a model of tf_keras.
+        PolicyError: if it is not a tf_keras model.
     """
 
     def __init__(self, model: tf_keras.layers.Layer, *, restores: bool) -> None:
@@ -52,12 +52,12 @@ class Buffers:
         self.keep_finite()
 
     def keep_finite(self) -> None:
-        """Copy what is finite now, such as after a checkpoint was loaded into the model."""
+        """Copy those that are finite now, such as after a checkpoint was loaded into the model."""
         for variable, copy in zip(self._variables, self.copies, strict=False):
             copy.assign(tf.where(_is_finite(variable), variable, copy))
 
     def end_step(self, finite: bool | tf.Tensor) -> None:
-        """Copy the variables after a step that was taken; after another find the ruined and put them back.
+        """Copy the variables after a step that was taken. After a skipped step restore those not finite.
 
         Args:
             finite: a bool, or a boolean tensor in a graph.
@@ -102,7 +102,7 @@ class Buffers:
         return tf.constant(True)
 
     def _restore(self) -> tf.Tensor:
-        assert self._ruined is not None  # for there are variables
+        assert self._ruined is not None  # there are variables
         ruined = [tf.logical_not(_is_finite(variable)) for variable in self._variables]
         self._ruined.assign(tf.stack(ruined))
         for variable, copy, is_ruined in zip(self._variables, self.copies, ruined, strict=False):
@@ -115,7 +115,7 @@ def _is_finite(variable: tf.Variable) -> tf.Tensor:
 
 
 def _variables_of(model: tf_keras.layers.Layer) -> list[tuple[str, tf.Variable]]:
-    """Return variables by name. tf_keras has no public name for what a layer made as not trainable."""
+    """Return variables by name. tf_keras has no public name for those that a layer made as not trainable."""
     found: dict[int, tuple[str, tf.Variable]] = {}
     for layer in model._flatten_layers():
         for variable in layer._non_trainable_weights:

@@ -1,30 +1,164 @@
-"""LossScaleOptimizer over `tf_keras.optimizers`.
+"""LossScaleOptimizer over tf_keras's optimizers, legacy and newer.
 
-It is tf_keras's class for them with a preamp policy, and with what that class leaves undone:
-hyperparameters, methods that act on the inner optimizer, and `.keras` files that hold its state once.
+tf_keras's own classes get the state of `tf_keras_state`. They stay in charge of slots, tracking and replicas,
+so that `Model.compile` and checkpoints find the classes that they know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs
 
-from preamp.arrays.tensorflow import Gradient, unconverted
+from preamp.arrays.tensorflow import Gradient, as_stored, unconverted
 from preamp.checks import check_store, listed_variables, paired
 from preamp.errors import UsageError
-from preamp.tensorflow.hyperparameters import Hyperparameters
-from preamp.tensorflow.optimizer import Loss, Pair, Variables, check_tape, flat_variables
-from preamp.tensorflow.tf_keras_shared import OverTfKeras
+from preamp.policy import Policy
+from preamp.policy.registry import from_json, to_json
+from preamp.scaling import Step
+from preamp.tensorflow.arguments import check_buffers, rule
+from preamp.tensorflow.optimizer import (
+    Loss,
+    Pair,
+    Variables,
+    check_graph,
+    check_tape,
+    flat_variables,
+    is_hyperparameter,
+    kind_of_config,
+)
+from preamp.tensorflow.optimizer import LossScaleOptimizer as BaseLossScaleOptimizer
+from preamp.tensorflow.tf_keras_buffers import Buffers
+from preamp.tensorflow.tf_keras_state import LossScaleState
+
+T = TypeVar("T")
+
+
+class OverTfKeras(BaseLossScaleOptimizer):
+    """A mixin, to be put before one of tf_keras's LossScaleOptimizers among the bases of a class."""
+
+    _loss_scale: LossScaleState
+    _optimizer: tf_keras.optimizers.Optimizer
+    _given_policy: Policy[Any] | None
+
+    def __init__(
+        self,
+        inner_optimizer: tf.keras.optimizers.Optimizer,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: float | None = None,
+        *,
+        policy: Policy[Any] | None = None,
+        model: Any = None,
+        restore_buffers: bool = False,
+    ) -> None:
+        check_buffers(model, restore_buffers)
+        buffers = None if model is None else Buffers(model, restores=restore_buffers)
+        made = rule(dynamic, initial_scale, dynamic_growth_steps, policy)
+        # With a fixed scale tf_keras checks the optimizer and makes no state of its own.
+        self._theirs().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)
+        own = vars(self)  # past `__setattr__`, which would track the state under this name as well
+        own["_loss_scale"] = LossScaleState(made, buffers)
+        own["_given_policy"] = None if policy is None else made
+        self._theirs()._track_trackable(self._loss_scale, "loss_scale")
+
+    @property
+    def policy(self) -> Policy[Any]:
+        return self._loss_scale.policy
+
+    @property
+    def inner_optimizer(self) -> tf.keras.optimizers.Optimizer:
+        return self._optimizer
+
+    @property
+    def loss_scale(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self._loss_scale.current_loss_scale)
+
+    @property
+    def dynamic_counter(self) -> tf.Tensor | None:
+        return self._loss_scale.counter if self.dynamic else None
+
+    @property
+    def last_step(self) -> Step | None:
+        return self._loss_scale.step()
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._loss_scale.skipped()
+
+    def check_exhausted(self) -> None:
+        self._loss_scale.check_exhausted()
+
+    @unconverted
+    def get_scaled_loss(self, loss: Loss) -> Any:
+        if callable(loss):
+            return self._after_noting(loss)
+        self._check_loss(loss)
+        loss = tf.convert_to_tensor(loss)
+        self._loss_scale.losses.add(loss)
+        return super().get_scaled_loss(loss)
+
+    def _after_noting(self, loss: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
+        """Return a callable for the scaled loss; the loss is noted when it is computed."""
+        self._loss_has_been_scaled = True
+        return lambda: self.get_scaled_loss(loss())
+
+    @unconverted
+    def apply_gradients(self, grads_and_vars: Iterable[Pair], *args: object, **kwargs: object) -> Any:
+        given = paired(grads_and_vars)
+        self._warn_if_forgotten()
+        self._loss_scale.begin()
+        # In the variables' dtype before they are checked: 1e6 becomes inf in float16.
+        pairs = [(as_stored(gradient, variable), variable) for gradient, variable in given]
+        return self._theirs().apply_gradients(pairs, *args, **kwargs)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration and the state of the scale, in plain JSON.
+
+        tf_keras's older file formats have no other place for that state.
+        """
+        config: dict[str, Any] = self._theirs().get_config()
+        if self._given_policy is not None:
+            saving = tf_keras.saving
+            saved = to_json(self._given_policy, saving.get_registered_name, saving.get_registered_object)
+            config = {"inner_optimizer": config["inner_optimizer"], "policy": saved}
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                config["state"] = self._loss_scale.numbers()
+        return config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: dict[str, Any] | None = None) -> Self:
+        """Create an optimizer from a configuration, this class's or that of tf_keras's own wrapper."""
+        kind_of_config(config)  # raises if it is not one
+        settings = {name: _copied(value) for name, value in config.items()}
+        state = settings.pop("state", None)
+        if "policy" in settings:
+            find = partial(tf_keras.saving.get_registered_object, custom_objects=custom_objects)
+            settings["policy"] = from_json(settings["policy"], find)
+        made: Self = super(BaseLossScaleOptimizer, cls).from_config(settings, custom_objects)  # type: ignore[misc]
+        if state is not None:
+            made._loss_scale.restore(state)
+        return made
+
+    def _theirs(self) -> Any:
+        """Return this optimizer as tf_keras's own class."""
+        return super(BaseLossScaleOptimizer, self)
 
 
 @tf_keras.saving.register_keras_serializable("preamp")
-class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizerV3):
-    """What `preamp.tensorflow.LossScaleOptimizer` makes of an optimizer of tf_keras."""
+class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
+    """`preamp.tensorflow.LossScaleOptimizer` over an optimizer of tf_keras.
+
+    It adds what tf_keras's class lacks: hyperparameters, methods that act on the inner optimizer, and
+    `.keras` files that hold its state once.
+    """
 
     KIND = "tf_keras"
 
@@ -67,7 +201,7 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
             var_list: the variables. None: those it was built with.
 
         Raises:
-            UsageError: without variables, before it was built, and for what is not a list of variables.
+            UsageError: without variables before it is built, and if it is not given a list of variables.
         """
         if var_list is None:
             var_list = vars(self).get("_trained")
@@ -119,9 +253,9 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
         self._optimizer.set_weights(weights)
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Write the state of the scale; into a dict the inner optimizer's variables as well.
+        """Save the state of the scale, and into a dict the inner optimizer's variables as well.
 
-        A file has those beside it, once, where tf_keras writes them.
+        In a file tf_keras saves those itself, beside this.
         """
         check_store(store)
         if isinstance(store, dict):
@@ -130,7 +264,7 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
             store[name] = np.asarray(value)
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Read what `save_own_variables` wrote, here or of tf_keras's own wrapper."""
+        """Load what `save_own_variables` of this class or of tf_keras's own wrapper saved."""
         check_store(store)
         saved = {name: store[name] for name in store.keys()}  # noqa: SIM118  # a file is not a mapping
         inner = {name: value for name, value in saved.items() if name.isdecimal()}
@@ -139,3 +273,50 @@ class LossScaleOptimizer(Hyperparameters, OverTfKeras, theirs.LossScaleOptimizer
         state = {name: np.asarray(value).item() for name, value in saved.items() if name not in inner}
         if state:
             self._loss_scale.restore(state)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = vars(self).get("_optimizer")
+        if inner is not None and is_hyperparameter(inner, name):
+            return getattr(inner, name)
+        if hasattr(type(self), name):  # a property raised AttributeError: raise that again
+            return object.__getattribute__(self, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        inner = vars(self).get("_optimizer")
+        if inner is not None and name not in vars(self) and is_hyperparameter(inner, name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+@tf_keras.saving.register_keras_serializable("preamp", "LegacyLossScaleOptimizer")
+class LegacyLossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizer):
+    """`preamp.tensorflow.LossScaleOptimizer` over a legacy optimizer of tf_keras."""
+
+    KIND = "legacy"
+
+    def _compute_gradients(
+        self,
+        loss: Loss,
+        var_list: Variables,
+        grad_loss: tf.Tensor | None = None,
+        tape: tf.GradientTape | None = None,
+    ) -> list[Pair]:
+        check_tape(loss, tape)
+        if not callable(var_list):
+            flat_variables("var_list", var_list)
+        pairs: list[Pair] = self._theirs()._compute_gradients(loss, var_list, grad_loss, tape)
+        return pairs
+
+    def get_gradients(self, loss: Loss, params: Variables) -> list[Any]:
+        """Return unscaled gradients of a loss in a graph, as tf_keras's legacy optimizers compute them."""
+        check_graph()
+        flat_variables("params", params)
+        gradients: list[Any] = self._theirs().get_gradients(loss, params)
+        return gradients
+
+
+def _copied(value: T) -> T:
+    """Return a copy of a dict, which tf_keras will write to, and anything else as it is."""
+    return deepcopy(value) if isinstance(value, dict) else value

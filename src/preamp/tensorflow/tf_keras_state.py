@@ -1,4 +1,4 @@
-"""The state of a loss scale where tf_keras looks for one.
+"""The state of a loss scale in the place where tf_keras expects its own.
 
 tf_keras's LossScaleOptimizer asks an object of its own for the scale, and has it check the gradients before
 it decides whether to apply them: here that object follows a policy.
@@ -13,21 +13,31 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_keras exports only a facade
 
-from preamp.arrays.tensorflow import Gradient, all_finite, global_norm, gradient_stats
-from preamp.errors import UsageError
+from preamp.arrays.tensorflow import (
+    Gradient,
+    all_finite,
+    check_eager,
+    global_norm,
+    gradient_stats,
+    unconverted,
+)
 from preamp.policy import Policy, Static
 from preamp.scaling import Measured, ScalerState, Step, advance, raise_if_exhausted, start, to_step
 from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
 from preamp.tensorflow.tf_keras_buffers import Buffers
-from preamp.tensorflow.tf_keras_losses import Losses
 
-# What to write to start inside the policy's bounds: tf_keras has no way to set a scale.
+# The advice for a scale outside the policy's bounds: tf_keras has no way to set one.
 REMEDY = "load the model without its optimizer"
 
-# The names of the variables in checkpoints: those of tf_keras for what a policy's state has.
+# The names of the variables in checkpoints. Those of a policy's state are tf_keras's own where it has one.
 POLICY_NAMES = {"scale": "current_loss_scale", "good": "good_steps"}
 NAMES = {"finite": "last_finite", "grad_norm": "last_grad_norm", "peak": "last_peak"}
 DTYPES = {"good": tf.int64, "steps": tf.int64, "skipped_steps": tf.int64, "finite": tf.bool}
+
+# A sum of no losses: a loss of 0.0 is added to it as 0.0, so that the two can be told apart.
+NONE = -0.0
+# Added for a loss that is not a single real number: no loss is -inf.
+UNKNOWN = -math.inf
 
 Number: TypeAlias = "float | tf.Tensor"
 T = TypeVar("T")
@@ -79,7 +89,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         return {**children, **{f"loss_{name}": one for name, one in self.losses.variables.items()}, **buffers}
 
     def begin(self) -> None:
-        """Make what needs the model's variables, before the first step is applied."""
+        """Make the copies of the model's buffers, before the first step is applied."""
         if self._buffers is not None:
             with tf.init_scope():
                 self._buffers.begin()
@@ -95,7 +105,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         """Advance the policy by one step.
 
         Args:
-            grads: unscaled gradients, maybe nested; in a cross-replica context what each replica has.
+            grads: unscaled gradients, maybe nested; in a cross-replica context those of each replica.
 
         Returns:
             The op that does it, and whether the gradients are finite.
@@ -103,11 +113,12 @@ class LossScaleState(theirs._DynamicLossScaleState):
         Raises:
             ScaleExhausted: eagerly, if the policy gives up on this step.
         """
-        measured = self._measured(tf.nest.flatten(grads))
+        scale = tf.convert_to_tensor(self.current_loss_scale)  # once, before it is written
+        measured = self._measured(tf.nest.flatten(grads), scale)
         if tf.executing_eagerly():  # tf_keras reads it next, to decide: the rest is for Python to compute
             on_host = Measured(*[None if value is None else value.numpy().item() for value in measured])
             return self._update_on_host(on_host)
-        after, _ = advance(self.policy, self._tensors(), measured, tf.where)
+        after, _ = advance(self.policy, self._tensors(scale), measured, tf.where)
         return tf.group(*self._write(after)), measured.finite
 
     def _update_on_host(self, measured: Measured[float]) -> tuple[tf.Operation, bool]:
@@ -121,27 +132,27 @@ class LossScaleState(theirs._DynamicLossScaleState):
         return tf.group(*written), measured.finite
 
     def check_exhausted(self) -> None:
-        """Raise what a graph could not, until a state is loaded.
+        """Raise if the policy gave up in a graph, which cannot raise, until a state is loaded.
 
         Raises:
-            ScaleExhausted: if the policy has given up. It names the first time.
+            ScaleExhausted: naming the scale at which it gave up first.
         """
         if self.policy.gives_up:
             raise_if_exhausted(self.policy, self._numbers())
 
     def numbers(self) -> dict[str, float]:
-        """Return what the variables hold, read from their device, for `restore`.
+        """Return the values of the variables, copied to the host, for `restore`.
 
-        That the policy gave up is left out: a training that resumes may do better.
+        That the policy gave up is left out: training that resumes may recover.
         """
-        _check_eager()
+        check_eager()
         named = {NAMES.get(name, name): variable for name, variable in self._record.items()}
         values = _values({**self._policy_variables, **named})
-        # Of a norm that is inf, after an overflow, a configuration in JSON could not tell.
+        # JSON has no inf and NaN, which a norm is after an overflow.
         return {n: x for n, x in values.items() if not n.startswith("exhausted") and math.isfinite(x)}
 
     def restore(self, saved: Mapping[str, float]) -> None:
-        """Set the variables to what `numbers` returned, maybe of another policy's.
+        """Set the variables to the result of `numbers`, perhaps of another policy.
 
         Raises:
             PolicyError: for numbers that training cannot resume from. Nothing was changed.
@@ -158,7 +169,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
             self._buffers.keep_finite()
 
     def step(self) -> Step | None:
-        """Return what the last step came to, read from its device; None before the first."""
+        """Return the record of the last step, copied to the host; None before the first."""
         state = self._numbers()
         self._check(state.policy_state)
         if not state.steps:
@@ -167,7 +178,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         return to_step(state, loss=self.losses.read(int(state.steps)), buffers=buffers)
 
     def skipped(self) -> int:
-        """Return how many steps were skipped, read from their device."""
+        """Return how many steps have been skipped, copied to the host."""
         return int(self._numbers().skipped_steps)
 
     def _check(self, state: NamedTuple) -> None:
@@ -185,19 +196,18 @@ class LossScaleState(theirs._DynamicLossScaleState):
             warn_if_out_of_bounds(self.policy, restored.scale, REMEDY, of="optimizer")
         self._checked = state
 
-    def _measured(self, grads: Sequence[Gradient | None]) -> Measured[tf.Tensor]:
-        """Return what was measured in unscaled gradients; a policy is told how large they were before."""
-        # A copy: what TensorFlow reads is the variable's memory, which is about to be written.
-        scale, needs = self.current_loss_scale + 0.0, self.policy.needs
+    def _measured(self, grads: Sequence[Gradient | None], scale: tf.Tensor) -> Measured[tf.Tensor]:
+        """Measure unscaled gradients. The statistics for the policy are those from before unscaling."""
+        needs = self.policy.needs
         stats = gradient_stats(needs, self.policy.edge / scale, grads) if needs else {}
         if "peak" in stats:
             stats["peak"] *= scale
         finite, norm = _finite_and_norm(grads)
         return Measured(finite, scale, norm, **stats)
 
-    def _tensors(self) -> ScalerState[Any, tf.Tensor]:
-        """Return copies of the variables, for a graph."""
-        policy_variables = {**self._policy_variables, "scale": self.current_loss_scale}
+    def _tensors(self, scale: tf.Tensor) -> ScalerState[Any, tf.Tensor]:
+        """Return the state in a graph, for a scale that has been read."""
+        policy_variables = {**self._policy_variables, "scale": scale}
         return self._state(
             {name: tf.cast(tf.convert_to_tensor(v), tf.float32) for name, v in policy_variables.items()},
             # Of the record of the last step a policy needs to know whether it gave up, if it does that.
@@ -205,11 +215,11 @@ class LossScaleState(theirs._DynamicLossScaleState):
                 name: tf.convert_to_tensor(v) if name.startswith("exhausted") and self.policy.gives_up else v
                 for name, v in self._record.items()
             },
-        )._replace(steps=0, skipped_steps=0)  # so that those after a step are what it adds
+        )._replace(steps=0, skipped_steps=0)  # so that the counts after a step are its increments
 
     def _numbers(self) -> ScalerState[Any, float]:
         """Return the state, read from its device."""
-        _check_eager()
+        check_eager()
         policy_variables = {**self._policy_variables, "scale": self.current_loss_scale}
         numbers = {name: float(value) for name, value in _values(policy_variables).items()}
         return self._state(numbers, _values(self._record))
@@ -220,7 +230,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         return ScalerState(policy_state=policy_state, **missing, **record)  # type: ignore[arg-type]
 
     def _write(self, after: ScalerState[Any, Number]) -> list[tf.Operation]:
-        """Write a state whose counts are what a step adds."""
+        """Write a state whose counts are the increments of a step."""
         written = self._write_policy(after.policy_state)
         for name, variable in self._record.items():
             value = getattr(after, name)
@@ -236,6 +246,81 @@ class LossScaleState(theirs._DynamicLossScaleState):
     def _write_policy(self, state: NamedTuple) -> list[tf.Operation]:
         values = state._asdict()
         return [v.assign(_cast(values[name], v.dtype)) for name, v in self._policy_variables.items()]
+
+
+class Losses:
+    """The sum of the losses that were scaled since the last update, not scaled themselves.
+
+    That is the loss whose gradients the update applies, where each is scaled once; with several replicas
+    it is the sum over them, as that of the gradients is. It is not known if one of the losses is not a
+    single real number, and in graphs of TensorFlow 1, which run no assignment that nothing depends on.
+
+    Attributes:
+        variables: by name, scalars. A checkpoint does not need them, an exported function does.
+    """
+
+    def __init__(self) -> None:
+        self.variables: dict[str, tf.Variable] = {}
+        if tf.executing_eagerly():
+            self.variables = {name: _summed_over_replicas(name) for name in ("losses", "losses_of_step")}
+            # Which step that was: a checkpoint restores the number of steps, and not the loss of the last.
+            self.variables["steps"] = tf.Variable(0, name="steps_of_loss", dtype=tf.int64, trainable=False)
+
+    @unconverted
+    def add(self, loss: tf.Tensor) -> None:
+        """Add a loss that is about to be scaled. Nothing is read."""
+        if not self._can_write() or tf.distribute.in_cross_replica_context():
+            return  # in a cross-replica context no gradients can be applied either
+        if loss.shape.num_elements() != 1 or not loss.dtype.is_floating:
+            loss = tf.constant(UNKNOWN)
+        number = tf.cast(loss, tf.float32)
+        if number.shape.rank:
+            number = tf.reshape(number, ())
+        self.variables["losses"].assign_add(number, read_value=False)
+
+    def end_step(self, steps: tf.Variable) -> None:
+        """Keep the sum as that of the step which ends now, and begin with the next.
+
+        Args:
+            steps: how many there have been.
+        """
+        if self._can_write():
+            losses = self.variables["losses"]
+            self.variables["losses_of_step"].assign(tf.convert_to_tensor(losses), read_value=False)
+            self.variables["steps"].assign(tf.convert_to_tensor(steps), read_value=False)
+            losses.assign(NONE, read_value=False)
+
+    def forget(self) -> None:
+        """Forget all losses, because another training begins."""
+        for name, variable in self.variables.items():
+            variable.assign(0 if name == "steps" else NONE)
+
+    def read(self, steps: int) -> float | None:
+        """Return the loss of the last step; None if it is not known.
+
+        Args:
+            steps: how many there have been.
+        """
+        if not self.variables or int(tf.convert_to_tensor(self.variables["steps"])) != steps:
+            return None
+        loss = float(tf.convert_to_tensor(self.variables["losses_of_step"]))
+        is_none = loss == 0.0 and math.copysign(1.0, loss) < 0.0
+        return None if is_none or loss == UNKNOWN else loss
+
+    def _can_write(self) -> bool:
+        return bool(self.variables) and (tf.executing_eagerly() or tf.inside_function())
+
+
+def _summed_over_replicas(name: str) -> tf.Variable:
+    """Return a variable that each replica adds to, and that is read as the sum."""
+    return tf.Variable(
+        NONE,
+        name=name,
+        dtype=tf.float32,
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )
 
 
 def _finite_and_norm(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -259,14 +344,6 @@ def _finite_and_norm(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Te
         return all_finite(grads), global_norm(grads)
     overflows, norm = measured(grads)
     return tf.equal(replica.all_reduce(total, overflows), 0.0), norm
-
-
-def _check_eager() -> None:
-    if not tf.executing_eagerly():
-        raise UsageError(
-            "what a step came to is read from its device, which no graph can do while it is traced. "
-            "Ask for it outside tf.function, after the step."
-        )
 
 
 def _cast(value: Number | bool, dtype: tf.DType) -> Number:

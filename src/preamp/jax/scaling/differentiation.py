@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from preamp.arrays.jax import unscale, widen
+from preamp.arrays.jax import multiply_by_inverse, widen
 from preamp.errors import UsageError
 from preamp.jax import axes, trees
 from preamp.jax.scaling.loss_scale import LossScale
@@ -64,7 +64,7 @@ def value_and_grad(
         policy = loss_scale.policy if isinstance(loss_scale, LossScale) else None  # a state has none
         leaves, rebuild = trees.split(scaled)
         measured = measure(policy, leaves, scale)
-        return value, rebuild(unscale(leaves, scale)), measured.reading
+        return value, rebuild(multiply_by_inverse(leaves, scale)), measured.reading
 
     return call
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from preamp.arrays.jax import count_from, global_norm, peak, real_parts
+from preamp.arrays.jax import global_norm, gradient_stats
 from preamp.jax import axes
 from preamp.policy import Policy
 from preamp.scaling import Measured
@@ -33,21 +33,10 @@ def measure(
     Returns:
         The norm is a float64 if any gradient is, else a float32.
     """
-    norm = global_norm(gradients, partial(axes.sum_over, names))
+    add, maximum = partial(axes.sum_over, names), partial(axes.max_over, names)
+    norm = global_norm(gradients, add)
     norm = norm * (1.0 / scale.astype(norm.dtype))
-    needs = policy.needs if policy else frozenset()
-    return Measured(
-        jnp.isfinite(norm),
-        scale,
-        norm,
-        peak(gradients, partial(axes.max_over, names)) if "peak" in needs else None,
-        _share(gradients, policy.edge, names) if policy and "share" in needs else None,
+    stats = (
+        gradient_stats(policy.needs, policy.edge, gradients, add, maximum) if policy and policy.needs else {}
     )
-
-
-def _share(gradients: list[Array], edge: float, names: tuple[Hashable, ...]) -> Array:
-    """Return the part of all entries whose magnitude is the edge or more."""
-    counts = [jnp.stack([count_from(edge, part), jnp.float32(part.size)]) for part in real_parts(gradients)]
-    count, size = axes.sum_over(names, [jnp.zeros(2), *counts])
-    share: Array = count / jnp.maximum(size, 1.0)
-    return share
+    return Measured(jnp.isfinite(norm), scale, norm, **stats)

@@ -1,25 +1,32 @@
-"""The Keras variables that hold a `ScalerState`: saved, traced and distributed like any other."""
+"""The variables of a loss scale, and one step with it.
+
+A step unscales the gradients, checks them, updates or skips, and advances the scale. How that is done inside
+a compiled program differs between Keras's backends: `Backend` is what `on_jax`, `on_tensorflow` and
+`on_torch` provide. Arithmetic on gradients is that of `preamp.arrays`.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import keras
 import numpy as np
 
+from preamp.arrays import Arrays, Unscaled
 from preamp.checks import level_of_caller
-from preamp.errors import PolicyError
+from preamp.errors import PolicyError, UsageError
 from preamp.policy import Policy, Where
 from preamp.scaling import Measured, ScalerState, advance, start
 from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
 
-# What to write to start inside the policy's bounds.
+# The advice for a scale outside the policy's bounds.
 REMEDY = "optimizer.dynamic_scale.assign({bound!r}) after loading"
 
-# The names of the variables, in files as well: those of Keras for what a policy's state has.
+# The names of the variables, also in files. Those of a policy's state are Keras's own where it has one.
 POLICY_NAMES = {
     "scale": "dynamic_scale",
     "good": "step_counter",
@@ -29,12 +36,16 @@ POLICY_NAMES = {
 NAMES = {"finite": "last_finite", "grad_norm": "last_grad_norm", "peak": "last_peak"}
 COUNTS = ("steps", "skipped_steps")
 
+OVERWRITTEN = "overwrite_with_gradient"  # true of variables that are overwritten with their "gradients"
+
 S = TypeVar("S", bound=Any)  # the policy's own state, a NamedTuple
+G = TypeVar("G")  # a gradient: a tensor, or a sparse one of the backend
 T = TypeVar("T")  # a scalar of the backend, or a number
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ScalerVariables(Generic[S]):
-    """The variables of one loss scale.
+    """The Keras variables that hold a `ScalerState`: saved, traced and distributed like any other.
 
     Args:
         policy: the rule in force.
@@ -83,7 +94,7 @@ class ScalerVariables(Generic[S]):
         """
         # Of the record of the last step a policy needs to know whether it gave up, if it does that.
         first, last = len(self.state.policy_state), len(self.floats) - (2 if self.policy.gives_up else 0)
-        # The sum is a copy: what TensorFlow reads is the variable's memory, which is about to be written.
+        # The sum is a copy: TensorFlow may read the variable's own memory, which is about to be written.
         before = [
             variable.value + 0.0 if place < first or place >= last else None
             for place, variable in enumerate(self.floats)
@@ -108,7 +119,7 @@ class ScalerVariables(Generic[S]):
         """Advance the state where its numbers have been read.
 
         Args:
-            numbers: what `floats` hold.
+            numbers: the values of `floats`.
             finite: as in `advance`, like the next two.
             grad_norm: a number.
             stats: numbers.
@@ -131,7 +142,7 @@ class ScalerVariables(Generic[S]):
         """Check a state that was restored past `load`, as `tf.train.Checkpoint` and `Variable.assign` do.
 
         Args:
-            numbers: what `floats` or `variables` hold.
+            numbers: the values of `floats` or of `variables`.
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
@@ -148,7 +159,7 @@ class ScalerVariables(Generic[S]):
         self._checked = values
 
     def checked_state(self, saved: Mapping[str, float]) -> S:
-        """Return the policy's state for numbers by the names of the variables; what is missing starts again.
+        """Return the policy's state for numbers by variable name. Numbers that are missing start again.
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
@@ -214,14 +225,14 @@ class ScalerVariables(Generic[S]):
         )
 
     def _count(self, after: ScalerState[S, T]) -> None:
-        """Count a step: `_state_of` has counts of 0, so that those after a step are what it adds."""
+        """Count a step. `_state_of` starts the counts at 0, so that a step's counts are its increments."""
         self.state.steps.assign_add(after.steps)
         if not (isinstance(after.skipped_steps, int) and after.skipped_steps == 0):
             self.state.skipped_steps.assign_add(after.skipped_steps)
 
 
 def _floats(state: ScalerState[S, T]) -> list[Any]:
-    """Return what `ScalerVariables.floats` are to hold."""
+    """Return the values for `ScalerVariables.floats`."""
     peaks = [] if state.peak is None else [state.peak]
     return [
         *state.policy_state,
@@ -235,7 +246,7 @@ def _floats(state: ScalerState[S, T]) -> list[Any]:
 
 
 def saved_state(store: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return what a file says of a loss scale, by the names of `ScalerVariables`; None if nothing.
+    """Return the saved state of a loss scale, by the names of `ScalerVariables`; None if there is none.
 
     Args:
         store: the optimizer's own variables in a file: names or numbers to arrays.
@@ -250,3 +261,142 @@ def saved_state(store: Mapping[str, Any]) -> dict[str, float] | None:
     if counter.shape or scale.shape or counter.dtype.kind not in "iu":
         return None
     return {"step_counter": float(counter), "dynamic_scale": float(scale)}
+
+
+class Backend(Protocol[G, T]):
+    """What a module for one of Keras's backends provides."""
+
+    def untraced(self, function: F, /) -> F:
+        """Return a function that the backend's compiler calls, and does not convert itself."""
+
+    def take_traced(self, step: ScaledStep[G, T], /) -> bool:
+        """Take a step inside the program that is being compiled; return False where there is none.
+
+        Raises:
+            UsageError: where the scale or the variables would become constants of the program.
+        """
+
+    def update(
+        self, inner: keras.Optimizer, gradients: Sequence[G | None], variables: Sequence[keras.Variable], /
+    ) -> None:
+        """Have the inner optimizer update the variables. Sparse gradients it cannot apply become dense."""
+
+    def unscale(
+        self, gradients: Sequence[G], variables: Sequence[keras.Variable], scale: T | None, /
+    ) -> Unscaled[G, T]:
+        """Unscale as `Arrays` does. With a scale of None the gradients have been divided already."""
+
+    def write(self, values: Sequence[tuple[keras.Variable, float]], /) -> None:
+        """Set scalar variables to numbers."""
+
+    def known_scalar(self, value: object, /) -> T | None:
+        """Return a scalar that can be read later; None for one that is being traced, and anything else."""
+
+    def becomes_constant(self, value: T, /) -> bool:
+        """Return whether a value that is read now would be a constant of the program being compiled."""
+
+    def stateless_inputs(self, tensors: Sequence[T], /) -> list[T]:
+        """Return tensors that Keras may write to, with the values of the given ones."""
+
+
+@dataclass(slots=True)
+class ScaledStep(Generic[G, T]):
+    """The scaled gradients of one step, and the variables to update.
+
+    Attributes:
+        backend: the module for Keras's backend.
+        arrays: the arithmetic on its tensors.
+        inner: the optimizer that updates.
+        scaler: the state of the loss scale.
+        gradients: one for each variable; None for one without.
+        variables: to be updated.
+        scale: the divisor of the gradients; None if they have been divided.
+    """
+
+    backend: Backend[G, T]
+    arrays: Arrays[G, T]
+    inner: keras.Optimizer
+    scaler: ScalerVariables[Any]
+    gradients: Sequence[G | None]
+    variables: Sequence[keras.Variable]
+    scale: T | None
+
+    def unscaled(self) -> Unscaled[G | None, T]:
+        """Return unscaled gradients.
+
+        A variable that Keras overwrites with its gradient, as float8 statistics are, gets it as it is.
+
+        Raises:
+            UsageError: if the inner optimizer would divide them again.
+            ValueError: as Keras, if all gradients are None.
+        """
+        twice = self.inner.loss_scale_factor
+        if twice is not None:
+            raise UsageError(
+                f"inner_optimizer.loss_scale_factor={twice!r} was set after it was wrapped: gradients would "
+                "be divided twice. Write inner_optimizer.loss_scale_factor = None."
+            )
+        places: list[int] = []
+        given: list[G] = []
+        variables: list[keras.Variable] = []
+        overwriting: list[G] = []
+        for place, gradient in enumerate(self.gradients):
+            if gradient is None:
+                continue
+            variable = self.variables[place]
+            if getattr(variable, OVERWRITTEN, False):
+                overwriting.append(gradient)
+            else:
+                places.append(place)
+                given.append(gradient)
+                variables.append(variable)
+        if not given and not overwriting:
+            raise ValueError(
+                "all gradients are None. Compute the loss from these variables, where gradients are recorded."
+            )
+        unscaled = self.backend.unscale(given, variables, self.scale)
+        result, finite = list(self.gradients), unscaled.finite
+        for place, quotient in zip(places, unscaled.gradients, strict=True):
+            result[place] = quotient
+        if overwriting:
+            finite = finite & self.arrays.all_finite(overwriting)  # type: ignore[operator]
+        return Unscaled(result, finite, unscaled.norm)
+
+    def gradient_stats(self) -> Mapping[str, T]:
+        """Return the statistics of the scaled gradients that the policy needs, by the fields of `Reading`."""
+        policy = self.scaler.policy
+        if not policy.needs:
+            return {}
+        gradients = [
+            gradient
+            for gradient, variable in zip(self.gradients, self.variables, strict=True)
+            if gradient is not None and not getattr(variable, OVERWRITTEN, False)
+        ]
+        if self.scale is not None:
+            return self.arrays.gradient_stats(policy.needs, policy.edge, gradients)
+        # The policy needs those from before the division. Only on TensorFlow, where an edge can be a tensor.
+        scale = self.scaler.state.policy_state.scale.value
+        stats = self.arrays.gradient_stats(policy.needs, policy.edge / scale, gradients)
+        return {name: value * scale if name == "peak" else value for name, value in stats.items()}
+
+    def take_on_host(self) -> None:
+        """Take the step where numbers can be read: one read, then Python decides.
+
+        Raises:
+            ScaleExhausted: if the policy gives up on this step.
+        """
+        scaler = self.scaler
+        stats = self.gradient_stats()  # before they are unscaled in place
+        unscaled = self.unscaled()
+        state_values = [variable.value for variable in scaler.floats]
+        numbers = self.arrays.read([unscaled.finite, unscaled.norm, *stats.values(), *state_values])
+        finite, norm = bool(numbers[0]), numbers[1]
+        state = numbers[2 + len(stats) :]
+        scaler.check(state)
+        if finite and self.scale is not None and state[0] < 1.0:  # dividing by it can overflow
+            present = [gradient for gradient in unscaled.gradients if gradient is not None]
+            finite = bool(self.arrays.read([self.arrays.all_finite(present)])[0])
+        if finite:
+            self.backend.update(self.inner, unscaled.gradients, self.variables)
+        measured = dict(zip(stats, numbers[2:], strict=False)) if stats else {}
+        scaler.advance_on_host(state, finite, norm, measured, self.backend.write)

@@ -1,0 +1,144 @@
+"""The functions of `preamp.arrays.Arrays` on the backend of this process, against NumPy in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from preamp import UsageError
+from preamp.keras.loss_scale_optimizer import arrays
+
+from .conftest import BACKEND
+
+GIVEN = {
+    "float16": np.array([1.5, -3.0]),
+    "bfloat16": np.array([[2.0, -6.0]]),
+    "float32": np.array([[[0.25], [1e19]]]),
+}
+ENTRIES = np.concatenate([values.ravel() for values in GIVEN.values()])
+EMPTY = np.zeros((0, 2))
+
+
+def tensors(**given: np.ndarray) -> list[Any]:
+    return [keras.ops.convert_to_tensor(values, dtype) for dtype, values in (given or GIVEN).items()]
+
+
+def number(scalar: Any) -> float:
+    (read,) = arrays.read([scalar])
+    return read
+
+
+def sparse(values: list[float], rows: list[int]) -> Any:
+    """Return a sparse tensor of 8 rows in the backend's own format."""
+    entries = np.array(values, np.float32)[:, None]
+    if BACKEND == "jax":
+        import jax.numpy as jnp
+        from jax.experimental.sparse import BCOO
+
+        return BCOO((jnp.asarray(entries), jnp.asarray(rows)[:, None]), shape=(8, 1))
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.IndexedSlices(tf.constant(entries), tf.constant(rows), tf.constant([8, 1]))
+    import torch
+
+    return torch.sparse_coo_tensor(torch.tensor([rows]), torch.tensor(entries), (8, 1)).coalesce()
+
+
+def dense(tensor: Any) -> np.ndarray:
+    for method in ("todense", "to_dense"):
+        tensor = getattr(tensor, method, lambda same=tensor: same)()
+    return np.asarray(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(tensor)))
+
+
+def test_unscaling_divides_in_float32_and_measures() -> None:
+    given = tensors()
+    unscaled, finite, norm = arrays.unscale(given, keras.ops.convert_to_tensor(8.0))
+    assert [keras.backend.standardize_dtype(tensor.dtype) for tensor in unscaled] == ["float32"] * 3
+    found = np.concatenate([dense(tensor).ravel() for tensor in unscaled])
+    np.testing.assert_array_equal(found, (ENTRIES / 8.0).astype(np.float32))
+    assert number(finite) == 1.0
+    assert number(norm) == pytest.approx(np.linalg.norm(ENTRIES / 8.0), rel=1e-6)
+    for tensor, values in zip(given, GIVEN.values(), strict=True):  # nothing was written to
+        np.testing.assert_array_equal(dense(keras.ops.cast(tensor, "float32")), values.astype(np.float32))
+
+
+def test_what_underflows_in_a_half_type_is_kept() -> None:
+    (unscaled,), _, _ = arrays.unscale(tensors(float16=np.ones(1)), keras.ops.convert_to_tensor(2.0**25))
+    assert dense(unscaled) == [2.0**-25]
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", GIVEN)
+def test_one_entry_that_is_not_finite_is_found(bad: float, dtype: str) -> None:
+    values = GIVEN[dtype].copy()
+    values.flat[-1] = bad
+    given = tensors(**{**GIVEN, dtype: values})
+    assert number(arrays.all_finite(tensors())) == 1.0
+    assert number(arrays.all_finite(given)) == 0.0
+    assert number(arrays.unscale(given, keras.ops.convert_to_tensor(8.0)).finite) == 0.0
+
+
+def test_finite_entries_with_infinite_squares_are_finite() -> None:
+    given = tensors(float32=np.array([1e30, 1.0]))
+    assert number(arrays.all_finite(given)) == 1.0
+    unscaled = arrays.unscale(given, keras.ops.convert_to_tensor(8.0))
+    assert (number(unscaled.finite), number(unscaled.norm)) == (1.0, np.inf)
+
+
+def test_the_norm_and_the_peak_are_those_of_all_entries() -> None:
+    small = {"float16": GIVEN["float16"], "bfloat16": GIVEN["bfloat16"], "float32": EMPTY}
+    assert number(arrays.global_norm(tensors(**small))) == pytest.approx(np.sqrt(2.25 + 9 + 4 + 36), rel=1e-6)
+    assert number(arrays.peak(tensors(**small))) == 6.0
+    assert number(arrays.peak(tensors(float32=EMPTY))) == number(arrays.peak([])) == 0.0
+    assert number(arrays.peak(tensors(float32=np.array([3e38, -np.inf])))) == np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize(("edge", "count"), [(1e-3, 6.0), (2.0, 4.0), (2.1, 3.0), (7.0, 1.0), (1e20, 0.0)])
+def test_entries_from_an_edge_are_counted_with_the_edge(edge: float, count: float) -> None:
+    assert number(arrays.count_from(edge, tensors())) == count
+
+
+def test_statistics_are_those_that_are_needed() -> None:
+    assert arrays.gradient_stats(frozenset(), 2.0, tensors()) == {}
+    stats = arrays.gradient_stats({"peak", "share"}, 2.0, tensors())
+    assert {name: number(value) for name, value in stats.items()} == {
+        "peak": np.float32(1e19),
+        "share": pytest.approx(4 / 6),
+    }
+    assert number(arrays.gradient_stats({"share"}, 2.0, tensors(float32=EMPTY))["share"]) == 0.0
+
+
+def test_of_a_sparse_gradient_the_stored_entries_count() -> None:
+    given = [sparse([3.0, -4.0], [1, 5])]
+    (unscaled,), finite, norm = arrays.unscale(given, keras.ops.convert_to_tensor(2.0))
+    assert (dense(unscaled).ravel() == [0.0, 1.5, 0.0, 0.0, 0.0, -2.0, 0.0, 0.0]).all()
+    assert (number(finite), number(norm), number(arrays.peak(given))) == (1.0, 2.5, 4.0)
+    assert number(arrays.count_from(3.5, given)) == 1.0
+    assert number(arrays.gradient_stats({"share"}, 3.5, given)["share"]) == 0.5
+    assert number(arrays.all_finite([sparse([3.0, np.nan], [1, 5])])) == 0.0
+
+
+def test_scalars_of_any_dtype_are_read_together() -> None:
+    scalars = [keras.ops.convert_to_tensor(1.5), keras.ops.convert_to_tensor(2**24 + 1, "int32")]
+    assert arrays.read([*scalars, keras.ops.convert_to_tensor(1.0) > 0.0]) == [1.5, 2.0**24 + 1, 1.0]
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="its compiler runs the read eagerly")
+def test_nothing_is_read_while_it_is_traced() -> None:
+    def traced(x: Any) -> Any:
+        return arrays.read([x])
+
+    if BACKEND == "jax":
+        import jax
+
+        compiled: Any = jax.jit(traced)
+    else:
+        import tensorflow as tf
+
+        compiled = tf.function(traced, autograph=False)
+    with pytest.raises(UsageError, match="after the step"):
+        compiled(keras.ops.convert_to_tensor(1.0))
