@@ -131,13 +131,14 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
     if not any(row.what == "gradient" for snapshot in snapshots for row in snapshot.rows):
         return None
     here = bool(record.culprits_from(end.start)) or _is_carried(record, end)
+    carried = f" They still contain a scale that has since been lowered, down to {power(end.lowest)}."
     return Finding(
         kind="gradients not cleared" if here else "another rank",
         severity="problem",
         sentence=f"Steps are skipped {Extent.of_failure(record, end).words}, but the gradients of a single "
         "pass are finite: "
         + (
-            f"an inf from an earlier step was never cleared.{first_parameter(record) or _carried_words(end)}"
+            f"an inf from an earlier step was never cleared.{first_parameter(record) or carried}"
             if here
             else "the gradients of another rank, or of an earlier step, are not."
             if not record.culprits
@@ -163,10 +164,6 @@ def _is_carried(record: Record, end: Failure) -> bool:
     pairs = [(new[place - 1], scales[place]) for place in range(end.start + 1, len(record))]
     lowered = [scale for new_scale, scale in pairs if new_scale is not None and new_scale < scale]
     return len(lowered) >= FEWEST and len(lowered) >= MOSTLY * len(pairs)
-
-
-def _carried_words(end: Failure) -> str:
-    return f" They still contain a scale that has since been lowered, down to {power(end.lowest)}."
 
 
 def _where_in_backward(record: Record, source: Origin | None) -> str:
