@@ -27,12 +27,7 @@ class Found(NamedTuple):
 
 
 def find(tree: object, dialect: Dialect[...], source: Path) -> Found:
-    """Return the only state in a checkpoint that a dialect can load; of equal ones the first.
-
-    Raises:
-        CheckpointError: if there is none, or several that differ.
-        PolicyError: for invalid settings.
-    """
+    """Return the only state in a checkpoint that a dialect can load; of equal ones the first."""
     dialect.known_format()
     found, problems = _loadable(tree, dialect)
     if not found:

@@ -104,12 +104,7 @@ def _policy(read: Mapping[str, Mapping[str, Any]], precision: Precision) -> Poli
 
 
 def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Comments are `//`, `#` and `/* */`, as DeepSpeed allows them.
-
-    Raises:
-        ConfigError: for a file that is not such JSON, with line and column, and for a key given twice.
-        OSError: for a file that cannot be read.
-    """
+    """Return the content of a JSON file. Comments are `//`, `#` and `/* */`, as DeepSpeed allows them."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         for pattern in (COMMENT, LAST_COMMA):
@@ -144,14 +139,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _without_blanks(config: Mapping[str, Any], skip: bool) -> Mapping[str, Any]:
-    """Return a configuration in which nothing that is read is "auto".
+    """Return a configuration in which nothing that is read is "auto"; refuse blanks that are left.
 
     Args:
         config: the top level, unchecked.
         skip: remove the blanks that do not concern precision and loss scale.
-
-    Raises:
-        ConfigError: naming all blanks that are left.
     """
     names = by_name(TOP)
     places = list(_places(config, names))

@@ -120,11 +120,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         return {key: self._counted(key.split()[1], run) for key, run in {**unedited, **rules}.items()}
 
     def check_thread(self) -> None:
-        """Check that no other thread is being counted.
-
-        Raises:
-            UsageError: when one is.
-        """
+        """Refuse to count while another thread is being counted."""
         self._modules.check_thread()
 
     def report(self) -> CastReport:
