@@ -85,10 +85,6 @@ def policy_of(name: str | None, given: Given | None, short: bool = False) -> Pol
         name: one of our policies or a dialect; None for the first of our policies that has the settings.
         given: the settings.
         short: whether the default growth interval is to suit runs of a few thousand steps.
-
-    Raises:
-        PreampError: for an unknown name, for settings that the policy does not have, and for a dialect with
-            settings.
     """
     settings: dict[str, Any] = {**(given or {})}
     kind = RULES[_rule_with(settings)] if name is None else find_policy(name)
@@ -120,11 +116,7 @@ def _rule_with(settings: Collection[str]) -> str:
 
 
 def find_policy(name: str) -> type[Policy[Any]] | Dialect[...]:
-    """Return one of our policies, or a dialect, by its name in any spelling.
-
-    Raises:
-        PreampError: for an unknown name, with all names.
-    """
+    """Return one of our policies, or a dialect, by its name in any spelling; refuse an unknown one."""
     known: dict[str, type[Policy[Any]] | Dialect[...]] = {
         **{_key(dialect): value for dialect, value in ALL.items()},
         **{_key(kind): value for kind, value in RULES.items()},
@@ -135,11 +127,7 @@ def find_policy(name: str) -> type[Policy[Any]] | Dialect[...]:
 
 
 def find_dialect(flag: str, name: str) -> Dialect[...]:
-    """Return the dialect that a flag names, in any spelling.
-
-    Raises:
-        PreampError: for an unknown name, with all names.
-    """
+    """Return the dialect that a flag names, in any spelling."""
     known = {_key(dialect): value for dialect, value in ALL.items()}
     if _key(name) not in known:
         raise _unknown(flag, name, map(str.lower, ALL))

@@ -11,7 +11,7 @@ from typing import Final
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding
 from preamp.doctor.first_nonfinite import Origin, origin_of
-from preamp.doctor.history import SHORT, Extent, Failure, counts, number
+from preamp.doctor.history import SHORT, Extent, Failure, number
 from preamp.doctor.snapshots import is_in_order, module_name, needs_no_scale
 from preamp.policy import Static
 from preamp.record.exponents import exponent_of
@@ -43,13 +43,11 @@ def in_backward(record: Record, end: Failure, source: Origin | None) -> Finding 
     loss = (
         "The loss is finite and the gradients are not" if end.is_backward else "The gradients are not finite"
     )
-    return Finding(
-        kind="NaN in backward",
-        severity="problem",
-        sentence=f"{loss}{scales} {Extent.of_failure(record, end).words}: this is not an overflow, the "
+    return Extent.of_failure(record, end).finding(
+        "NaN in backward",
+        f"{loss}{scales} {Extent.of_failure(record, end).words}: this is not an overflow, the "
         f"derivative of an operation is inf or NaN.{_where_in_backward(record, source)}",
-        advice=DERIVATIVES + _otherwise(record, end, source),
-        numbers=counts(end),
+        DERIVATIVES + _otherwise(record, end, source),
     )
 
 
@@ -78,13 +76,11 @@ def _is_huge(record: Record, end: Failure) -> bool:
 
 
 def _overflows_at_any(record: Record, end: Failure, source: Origin | None) -> Finding:
-    return Finding(
-        kind="gradient overflow",
-        severity="problem",
-        sentence=f"The loss is finite, and in backward the gradients overflow {record.band.name} even at a "
+    return Extent.of_failure(record, end).finding(
+        "gradient overflow",
+        f"The loss is finite, and in backward the gradients overflow {record.band.name} even at a "
         f"scale of {power(end.lowest)}.{_where_in_backward(record, source)}",
-        advice=SMALLER_LOSS,
-        numbers=counts(end),
+        SMALLER_LOSS,
     )
 
 
@@ -131,20 +127,20 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
     if not any(row.what == "gradient" for snapshot in snapshots for row in snapshot.rows):
         return None
     here = bool(record.culprits_from(end.start)) or _is_carried(record, end)
-    return Finding(
-        kind="gradients not cleared" if here else "another rank",
-        severity="problem",
-        sentence=f"Steps are skipped {Extent.of_failure(record, end).words}, but the gradients of a single "
+    carried = f" They still contain a scale that has since been lowered, down to {power(end.lowest)}."
+    return Extent.of_failure(record, end).finding(
+        "gradients not cleared" if here else "another rank",
+        f"Steps are skipped {Extent.of_failure(record, end).words}, but the gradients of a single "
         "pass are finite: "
         + (
-            f"an inf from an earlier step was never cleared.{first_parameter(record) or _carried_words(end)}"
+            f"an inf from an earlier step was never cleared.{first_parameter(record) or carried}"
             if here
             else "the gradients of another rank, or of an earlier step, are not."
             if not record.culprits
             else "no parameter of this rank is named in these steps, so another rank most likely has the "
             "inf or NaN."
         ),
-        advice="Call optimizer.zero_grad() after every step, skipped or not"
+        "Call optimizer.zero_grad() after every step, skipped or not"
         + (
             ", also where gradients are accumulated. With several ranks, inf may also come from another one "
             "through the all-reduce: look at their records. "
@@ -153,7 +149,6 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
         )
         + "If your loop accumulates gradients itself, initialize them with zeros: multiplying inf by 0 gives "
         "NaN.",
-        numbers=counts(end),
     )
 
 
@@ -163,10 +158,6 @@ def _is_carried(record: Record, end: Failure) -> bool:
     pairs = [(new[place - 1], scales[place]) for place in range(end.start + 1, len(record))]
     lowered = [scale for new_scale, scale in pairs if new_scale is not None and new_scale < scale]
     return len(lowered) >= FEWEST and len(lowered) >= MOSTLY * len(pairs)
-
-
-def _carried_words(end: Failure) -> str:
-    return f" They still contain a scale that has since been lowered, down to {power(end.lowest)}."
 
 
 def _where_in_backward(record: Record, source: Origin | None) -> str:

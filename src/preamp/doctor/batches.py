@@ -19,60 +19,54 @@ CHECK: Final = "Check the batches before the model: `x.isfinite().all()`."
 def bad_inputs(extent: Extent, given: SnapshotRow) -> Finding:
     """Return the finding that the input of the first module holds inf or NaN."""
     held = "NaN" if given.nans == given.histogram.nonfinite else "inf or NaN"
-    return Finding(
-        kind="bad data",
-        severity=extent.severity,
-        sentence=f"The loss is inf or NaN {extent.words}: the input of {module_name(given.name)}, the "
+    return extent.finding(
+        "bad data",
+        f"The loss is inf or NaN {extent.words}: the input of {module_name(given.name)}, the "
         f"first module, holds {held} in {given.histogram.nonfinite:,} of {given.histogram.total:,} entries, "
         "and all weights are finite. So the input data hold it, or the preprocessing makes it. No "
         f"loss scale helps.{_again(extent)}",
-        advice=f"{CHECK} Fix or drop such rows.",
-        numbers={**extent.numbers, "nonfinite": given.histogram.nonfinite},
+        f"{CHECK} Fix or drop such rows.",
+        nonfinite=given.histogram.nonfinite,
     )
 
 
 def large_inputs(extent: Extent, given: SnapshotRow, low: str) -> Finding:
     """Return the finding that the input of the first module is far larger than in other steps."""
     peak = given.histogram.peak_exponent or 0
-    return Finding(
-        kind="bad data",
-        severity=extent.severity,
-        sentence=f"The input of {module_name(given.name)}, the first module, reaches {two_to(peak)} "
+    return extent.finding(
+        "bad data",
+        f"The input of {module_name(given.name)}, the first module, reaches {two_to(peak)} "
         f"{extent.words}, far more than in other steps or more than {low} can hold, and what follows "
         f"overflows. No loss scale helps.{_again(extent)}",
-        advice="Check how large the batches are before the model: `x.abs().max()`. Normalize them, and "
+        "Check how large the batches are before the model: `x.abs().max()`. Normalize them, and "
         "fix or drop such rows.",
-        numbers={**extent.numbers, "powers": peak},
+        powers=peak,
     )
 
 
 def bad_first_module(extent: Extent, source: Origin) -> Finding:
     """Return the finding that the output of the first module is NaN, where its input was not recorded."""
     name = module_name(source.row.name) if source.row else "the first module"
-    return Finding(
-        kind="bad data",
-        severity=extent.severity,
-        sentence=f"The output of {name}, the first module, holds inf or NaN {extent.words}, and its other "
+    return extent.finding(
+        "bad data",
+        f"The output of {name}, the first module, holds inf or NaN {extent.words}, and its other "
         "values are far from overflowing: the input data hold inf or NaN. No loss scale helps.",
-        advice=f"{CHECK} Fix or drop such rows. If the inputs are finite, check the initial weights and "
+        f"{CHECK} Fix or drop such rows. If the inputs are finite, check the initial weights and "
         "the first module itself.",
-        numbers=extent.numbers,
     )
 
 
 def bad_targets(extent: Extent) -> Finding:
     """Return the finding that all losses are inf or NaN at once, with inputs and outputs as before."""
-    return Finding(
-        kind="bad data",
-        severity=extent.severity,
-        sentence=f"The loss is inf or NaN {extent.words}, for every batch at once, but all outputs of "
+    return extent.finding(
+        "bad data",
+        f"The loss is inf or NaN {extent.words}, for every batch at once, but all outputs of "
         "modules are finite and no larger than before: the targets hold inf, NaN or extreme values. No loss "
         "scale helps.",
-        advice="Check the targets of these batches: `y.isfinite().all()`, and how large they are. A "
+        "Check the targets of these batches: `y.isfinite().all()`, and how large they are. A "
         "placeholder for missing values, such as 1e30 or -1, can do this too. If the targets are right, the "
         "cause is the loss function: compute it in float32, and keep the arguments of logarithms "
         "away from 0.",
-        numbers=extent.numbers,
     )
 
 

@@ -217,16 +217,14 @@ def _is_one_term(record: Record, end: Failure) -> bool:
 
 def _unknown_nan(extent: Extent) -> Finding:
     """Return the finding that the loss is NaN and never inf, for an unknown reason."""
-    return Finding(
-        kind="forward NaN",
-        severity=extent.severity,
-        sentence=f"The loss is NaN {extent.words}, and was never inf: the forward pass makes NaN or "
+    return extent.finding(
+        "forward NaN",
+        f"The loss is NaN {extent.words}, and was never inf: the forward pass makes NaN or "
         "overflows, or the input data hold NaN. No loss scale helps, because the loss is scaled "
         "after the forward pass.",
-        advice="Check the batches first: `x.isfinite().all()`. If they are finite, find the first layer "
+        "Check the batches first: `x.isfinite().all()`. If they are finite, find the first layer "
         "whose output is not (a preamp.torch.Lens names it), and run it in float32, in "
         "autocast(enabled=False).",
-        numbers=extent.numbers,
     )
 
 

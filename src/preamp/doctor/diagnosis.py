@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from preamp.doctor.advice import as_code, as_flags, changed
 from preamp.doctor.backward import exploding, too_large
@@ -143,20 +143,13 @@ def _consistent(found: Iterable[Finding]) -> Iterator[Finding]:
     """
     advised: dict[str, Any] = {}
     for finding in found:
-        own = {FIRST_SCALE if name == "scale" else name: value for name, value in finding.settings.items()}
-        kept = {name: value for name, value in finding.settings.items() if _agrees(name, value, advised)}
-        if finding.settings and not kept:
-            continue
-        advised = {**own, **advised}
-        yield finding if len(kept) == len(finding.settings) else replace(finding, settings=kept)
-
-
-FIRST_SCALE: Final = "init_scale"
-
-
-def _agrees(name: str, value: object, advised: Mapping[str, Any]) -> bool:
-    """Return whether no other value of a setting was advised; a constant scale is a first scale as well."""
-    return bool(advised.get(FIRST_SCALE if name == "scale" else name, value) == value)
+        kept = {}
+        for name, value in finding.settings.items():
+            setting = "init_scale" if name == "scale" else name  # a constant scale is a first scale as well
+            if advised.setdefault(setting, value) == value:
+                kept[name] = value
+        if kept or not finding.settings:
+            yield finding if len(kept) == len(finding.settings) else replace(finding, settings=kept)
 
 
 def _findings(record: Record) -> list[Finding]:

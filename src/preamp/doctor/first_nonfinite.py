@@ -71,7 +71,8 @@ def origin_of(record: Record, snapshot: Snapshot) -> Origin:
     """Return the place of the first inf or NaN of a step."""
     before = bisect_left(record.sound, snapshot.index, key=lambda one: one.index)
     known = record.sound[before - 1] if before else None
-    bad = [row for row in _forward(snapshot) if _lost(row) and not _is_on_purpose(row, record.infinite)]
+    forward = [row for row in _all(snapshot) if row.direction == "forward"]
+    bad = [row for row in forward if _lost(row) and not _is_on_purpose(row, record.infinite)]
     if weights := [row for row in bad if row.what == "weight"]:
         return Origin("weights", snapshot, weights[0])
     given = snapshot.inputs[0] if snapshot.inputs else None
@@ -168,10 +169,6 @@ def updates_grew(record: Record, until: Snapshot | None = None) -> bool | None:
 
 def _all(snapshot: Snapshot) -> Sequence[SnapshotRow]:
     return (*snapshot.inputs, *snapshot.weights, *snapshot.rows)
-
-
-def _forward(snapshot: Snapshot) -> list[SnapshotRow]:
-    return [row for row in _all(snapshot) if row.direction == "forward"]
 
 
 def _lost(row: SnapshotRow) -> int:

@@ -21,13 +21,11 @@ FLOAT32: Final = "Compute the loss in float32: loss_fn(output.float(), target)."
 def forward_overflow(extent: Extent, source: Origin, row: SnapshotRow) -> Finding:
     """Return the finding that the output of a module is too large for the low dtype."""
     low, before = source.snapshot.low_dtype, _too_large_before(source, row)
-    return Finding(
-        kind="forward overflow",
-        severity=extent.severity,
-        sentence=f"{_place(source, row)} overflows in forward {extent.words}: {low} ends at "
+    return extent.finding(
+        "forward overflow",
+        f"{_place(source, row)} overflows in forward {extent.words}: {low} ends at "
         f"{source.snapshot.band.largest:,.0f}{before and f', and {before}'}. {NO_SCALE}",
-        advice=f"{run_in_float32(row.name)} {AFTER_IT}",
-        numbers=extent.numbers,
+        f"{run_in_float32(row.name)} {AFTER_IT}",
     )
 
 
@@ -73,15 +71,13 @@ def unknown_forward(record: Record, extent: Extent) -> Finding:
         find = "A snapshot of such a step would name the module."
     else:
         find = "Find the first layer whose output is inf: a preamp.torch.Lens names it."
-    return Finding(
-        kind="forward overflow",
-        severity=extent.severity,
-        sentence=f"The loss itself is inf or NaN {extent.words}: something overflows in forward, or the loss "
+    return extent.finding(
+        "forward overflow",
+        f"The loss itself is inf or NaN {extent.words}: something overflows in forward, or the loss "
         f"function makes it, such as by a logarithm of 0. {NO_SCALE}",
-        advice=f"{find} Run it in float32, in autocast(enabled=False), or with "
+        f"{find} Run it in float32, in autocast(enabled=False), or with "
         'casting=casting.DEFAULT.float32("exp") for an operator. If all outputs are finite, the cause is the '
         "loss function: compute it in float32, and keep the arguments of logarithms away from 0.",
-        numbers=extent.numbers,
     )
 
 
@@ -91,16 +87,14 @@ def forward_nan(extent: Extent, source: Origin, row: SnapshotRow) -> Finding:
     others = "" if peak is None else f" while its other values are at most {two_to(peak + 1)}"
     where = "before it" if source.stage == "between" else "in it"
     given = "all outputs before it" if source.stage == "between" else "its inputs"
-    return Finding(
-        kind="forward NaN",
-        severity=extent.severity,
-        sentence=f"{_place(source, row)} holds inf or NaN in forward {extent.words},{others}, and {given} "
+    return extent.finding(
+        "forward NaN",
+        f"{_place(source, row)} holds inf or NaN in forward {extent.words},{others}, and {given} "
         f"are finite: an operation {where} makes them. {NO_SCALE}",
-        advice="Look there for a division by zero, or by a norm, a deviation or a count that can be zero, "
+        "Look there for a division by zero, or by a norm, a deviation or a count that can be zero, "
         "the logarithm or root of a value that may be zero or negative, and a softmax over a row that is "
         f"completely masked: add an epsilon, or clamp. {run_in_float32(row.name)} That fixes an exponential, "
         "a sum, a difference of squares or a mask of -1e9 that is too large for float16.",
-        numbers=extent.numbers,
     )
 
 
@@ -119,13 +113,11 @@ def close_to_overflow(record: Record) -> tuple[Snapshot, SnapshotRow] | None:
 def nearly_overflows(extent: Extent, close: tuple[Snapshot, SnapshotRow]) -> Finding:
     """Return the finding that a module overflows in some steps, because it comes close in others."""
     snapshot, row = close
-    return Finding(
-        kind="forward overflow",
-        severity=extent.severity,
-        sentence=f"The loss is inf or NaN {extent.words}, and the output of {module_name(row.name)} comes "
+    return extent.finding(
+        "forward overflow",
+        f"The loss is inf or NaN {extent.words}, and the output of {module_name(row.name)} comes "
         f"close to the largest number of {snapshot.low_dtype} in others: it overflows in forward. {NO_SCALE}",
-        advice=run_in_float32(row.name),
-        numbers=extent.numbers,
+        run_in_float32(row.name),
     )
 
 
@@ -136,41 +128,35 @@ def in_loss(extent: Extent, *, is_inf: bool) -> Finding:
         if is_inf
         else "a logarithm of 0 times 0, a division by zero, or targets that hold NaN"
     )
-    return Finding(
-        kind="loss function",
-        severity=extent.severity,
-        sentence=f"The loss is {'inf or NaN' if is_inf else 'NaN'} {extent.words}, but all outputs of "
+    return extent.finding(
+        "loss function",
+        f"The loss is {'inf or NaN' if is_inf else 'NaN'} {extent.words}, but all outputs of "
         "modules are finite, so the loss function makes it. No loss scale helps.",
-        advice=f"Look there for {cause}. {FLOAT32}",
-        numbers=extent.numbers,
+        f"Look there for {cause}. {FLOAT32}",
     )
 
 
 def in_a_term(extent: Extent) -> Finding:
     """Return the finding that a negative loss became inf, and never NaN, where no snapshot shows why."""
-    return Finding(
-        kind="loss function",
-        severity=extent.severity,
-        sentence=f"The loss is inf {extent.words}, never NaN, and it was negative before, so it is a "
+    return extent.finding(
+        "loss function",
+        f"The loss is inf {extent.words}, never NaN, and it was negative before, so it is a "
         "difference of terms, of which one is inf. An inf in the outputs would most likely be in both and "
         "give NaN. So a term of the loss function overflows, or else an output in forward. No loss scale "
         "helps.",
-        advice=f"Look there for an exponential, a power or a sum that overflows float16. {FLOAT32} If that "
+        f"Look there for an exponential, a power or a sum that overflows float16. {FLOAT32} If that "
         "does not help, find the first layer whose output is inf and run it in float32.",
-        numbers=extent.numbers,
     )
 
 
 def seems_in_loss(extent: Extent, *, is_inf: bool) -> Finding:
     """Return the finding that the loss is inf or NaN more and more often, where no snapshot shows why."""
-    return Finding(
-        kind="loss function",
-        severity=extent.severity,
-        sentence=f"The loss is {'inf' if is_inf else 'NaN'} {extent.words}, more and more often, and it fell "
+    return extent.finding(
+        "loss function",
+        f"The loss is {'inf' if is_inf else 'NaN'} {extent.words}, more and more often, and it fell "
         "before: as predictions become confident, the loss function takes the logarithm of 0. Or an output "
         "overflows in forward. No loss scale helps.",
-        advice=f"{FLOAT32} Keep the arguments of logarithms away from 0: use log_softmax, cross_entropy or "
+        f"{FLOAT32} Keep the arguments of logarithms away from 0: use log_softmax, cross_entropy or "
         "binary_cross_entropy_with_logits on the outputs themselves. If that does not help, find the first "
         "layer whose output is inf (a preamp.torch.Lens names it) and run it in float32.",
-        numbers=extent.numbers,
     )

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from preamp.doctor.evidence import Record
-from preamp.doctor.finding import FEWEST, Severity
+from preamp.doctor.finding import FEWEST, Finding, Severity
 
 MOSTLY: Final = 0.9
 """A run has failed from the step on after which this share of steps is bad."""
@@ -150,11 +150,6 @@ def period_of(places: Sequence[int]) -> int:
     return common if common >= 2 * FEWEST else 0
 
 
-def counts(end: Failure) -> dict[str, float]:
-    """Return the numbers of a failure, by name."""
-    return {"start": end.start, "skipped": end.skips, "lowest_scale": end.lowest}
-
-
 class Extent(NamedTuple):
     """The steps of a run that are lost to one cause.
 
@@ -172,7 +167,8 @@ class Extent(NamedTuple):
     def of_failure(cls, record: Record, end: Failure) -> Extent:
         """Return the extent of a failure that lasts to the end of the run."""
         words = "in every step" if end.start == 0 else f"from step {record.index[end.start]:,} on"
-        return cls(words, "problem", counts(end))
+        numbers = {"start": end.start, "skipped": end.skips, "lowest_scale": end.lowest}
+        return cls(words, "problem", numbers)
 
     @classmethod
     def of_steps(cls, record: Record, places: Sequence[int]) -> Extent:
@@ -182,6 +178,16 @@ class Extent(NamedTuple):
         steps = "1 step" if len(places) == 1 else f"{len(places):,} steps"
         period = period_of(places)
         return cls(f"in {steps} ({some}{more})", "warning", {"steps": len(places), "period": period})
+
+    def finding(self, kind: str, sentence: str, advice: str, **numbers: float) -> Finding:
+        """Return a finding about these steps."""
+        return Finding(
+            kind=kind,
+            severity=self.severity,
+            sentence=sentence,
+            advice=advice,
+            numbers={**self.numbers, **numbers},
+        )
 
 
 def number(value: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from preamp.doctor.backward import first_parameter
 from preamp.doctor.evidence import Record, Skips
-from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
+from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding
 from preamp.policy import Dynamic, Static, Tolerant
 from preamp.record.exponents import exponent_of
 from preamp.record.formatting import of_steps, percent, power, powers
@@ -32,7 +32,8 @@ def skips_nearly_all(record: Record) -> Finding | None:
     """Find a run that skips nearly every step at its end."""
     last = (record.settled or range(len(record)))[-RECENT:]
     skipped = [place for place in last if record.skipped[place]]
-    if len(skipped) < max(LEAST_STEPS, NEARLY_ALL * len(last)) or _waits(record):
+    waits = record.summary.longest_streak < _hysteresis(record)  # never had enough overflows to back off
+    if len(skipped) < max(LEAST_STEPS, NEARLY_ALL * len(last)) or waits:
         return None
     lowest = min(record.scales[place] for place in skipped)
     advice, settings = _remedy(record, skipped)
@@ -45,11 +46,6 @@ def skips_nearly_all(record: Record) -> Finding | None:
         numbers={"skipped": len(skipped), "steps": len(last), "lowest_scale": lowest},
         settings=settings,
     )
-
-
-def _waits(record: Record) -> bool:
-    """Return whether the policy has never had as many overflows in a row as it waits for."""
-    return record.summary.longest_streak < _hysteresis(record)
 
 
 def _hysteresis(record: Record) -> int:
@@ -90,17 +86,13 @@ def wrong_start(record: Record) -> Finding | None:
     first, found = record.scales[0], record.scales[record.opening]
     return Finding(
         kind="wrong start",
-        severity=_severity(record.opening / len(record)),
+        severity="warning" if record.opening / len(record) >= OFTEN else "note",
         sentence=f"The first {record.opening:,} steps were skipped, while the scale fell from "
         f"{power(first)} to {power(found)}.",
         advice="Start there.",
         numbers={"skipped": record.opening, "first_scale": first, "found_scale": found},
         settings={"init_scale": found},
     )
-
-
-def _severity(share: float) -> Severity:
-    return "warning" if share >= OFTEN else "note"
 
 
 def oscillating(record: Record) -> Finding | None:

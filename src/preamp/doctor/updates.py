@@ -17,9 +17,9 @@ from preamp.doctor.history import (
     SHORT,
     TENFOLD,
     TWOFOLD,
+    Extent,
     Failure,
     Rise,
-    counts,
     number,
     rise,
     update_count,
@@ -186,28 +186,24 @@ def broken_update(record: Record, end: Failure, source: Origin | None) -> Findin
             "makes NaN, or overflows, and may have to run in float32. If all outputs are finite, the loss "
             "function takes the logarithm of 0."
         )
-    return Finding(
-        kind="broken update",
-        severity="problem",
-        sentence=sentence,
-        advice="Go back to a checkpoint before it, and check the optimizer: eps=0, or an eps that is 0 in "
+    return Extent.of_failure(record, end).finding(
+        "broken update",
+        sentence,
+        "Go back to a checkpoint before it, and check the optimizer: eps=0, or an eps that is 0 in "
         "float16 (1e-8 is), divides zero by zero where a gradient is zero; so does code of your own that "
         f"divides by a norm.{rest}",
-        numbers=counts(end),
     )
 
 
 def not_skipped(record: Record, end: Failure) -> Finding:
     """Return the finding that a step with inf or NaN in its gradients was taken."""
     step = record.index[end.start]
-    return Finding(
-        kind="broken update",
-        severity="problem",
-        sentence=f"The loss is inf or NaN from step {step:,} on, and no step was skipped: an update used a "
+    return Extent.of_failure(record, end).finding(
+        "broken update",
+        f"The loss is inf or NaN from step {step:,} on, and no step was skipped: an update used a "
         "gradient that was not finite, and every step after it is lost.",
-        advice="Go back to a checkpoint before that step. Use a scaler that skips such steps: "
+        "Go back to a checkpoint before that step. Use a scaler that skips such steps: "
         "GradScaler(policy=Static(1.0)) does so without scaling.",
-        numbers=counts(end),
     )
 
 

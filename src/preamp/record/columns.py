@@ -107,11 +107,7 @@ class StepColumns:
             )
 
     def values(self, name: str) -> Iterator[Any]:
-        """Return one field of all rows, first to last.
-
-        Raises:
-            KeyError: for an unknown field.
-        """
+        """Return one field of all rows, first to last."""
         if name in OPTIONAL:
             place = OPTIONAL.index(name)
             known = KNOWN[place]

@@ -225,11 +225,7 @@ def _close_all() -> None:
 
 
 def refuse_written(path: str | Path) -> None:
-    """Refuse to replace a file that a trace is writing, whose further lines would be lost.
-
-    Raises:
-        TraceError: if there is such a trace.
-    """
+    """Refuse to replace a file that a trace is writing, whose further lines would be lost."""
     if fcntl is None or not Path(path).is_file():
         return
     with Path(path).open("rb") as file:

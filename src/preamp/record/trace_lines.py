@@ -39,11 +39,7 @@ def line_of(entry: dict[str, Any]) -> str:
 
 
 def head_line(about: dict[str, Any]) -> str:
-    """Return the first line of a file.
-
-    Raises:
-        TraceError: for what could not be read back.
-    """
+    """Return the first line of a file."""
     if "preamp_trace" in about:
         raise TraceError("a trace's first line begins with preamp_trace. Write another name.")
     for name, value in about.items():
@@ -142,10 +138,6 @@ def entries(
     Args:
         path: the file.
         progress: called with the bytes read so far and the size of the file, after every mebibyte and last.
-
-    Raises:
-        TraceError: for a line that is not text.
-        OSError: for a file that cannot be read.
     """
     number = done = reported = 0
     blank = 0  # the first of the blank lines that may be at the end
@@ -186,11 +178,7 @@ def is_whole(line: str) -> bool:
 
 
 def parse(path: str | Path, number: int, line: str) -> dict[str, Any]:
-    """Return the JSON object of a line.
-
-    Raises:
-        TraceError: for anything else.
-    """
+    """Return the JSON object of a line."""
     try:
         text = line.strip()
         entry, end = _decode(text)
@@ -214,11 +202,7 @@ _decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
 
 
 def about_of(path: str | Path, line: str) -> dict[str, Any]:
-    """Return the description of the run in the first line of a file.
-
-    Raises:
-        TraceError: for a line that does not begin a trace of this release.
-    """
+    """Return the description of the run in the first line of a file."""
     with suppress(TraceError):
         about = parse(path, 1, line)
         if about.pop("preamp_trace", None) == FORMAT:
@@ -230,11 +214,7 @@ def about_of(path: str | Path, line: str) -> dict[str, Any]:
 
 
 def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
-    """Return the row of a step's line.
-
-    Raises:
-        TraceError: naming the line and what is wrong with it.
-    """
+    """Return the row of a step's line."""
     values = tuple(map(entry.get, FIELDS))
     index, scale, finite, skipped, *rest = values
     if not (  # what nearly every line holds needs no further check
@@ -282,11 +262,7 @@ def _problem(entry: dict[str, Any]) -> str:
 
 
 def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
-    """Return a snapshot as an object of JSON, without the fields that are None.
-
-    Raises:
-        TraceError: for a snapshot that could not be read back.
-    """
+    """Return a snapshot as an object of JSON, without the fields that are None."""
     entry = {
         "index": int(snapshot.index),
         "scale": to_json(float(snapshot.scale)),
@@ -304,11 +280,7 @@ def _row_to_json(row: SnapshotRow) -> dict[str, Any]:
 
 
 def snapshot_from_json(entry: Any) -> Snapshot:
-    """Return the snapshot of which `snapshot_to_json` made an object.
-
-    Raises:
-        TraceError: for anything else, saying what is wrong with it.
-    """
+    """Return the snapshot of which `snapshot_to_json` made an object."""
     types = {"index": int, "scale": (int, float, str), "low_dtype": str, "rows": list}
     values = _fields(entry, "a snapshot", types, dict.fromkeys(GIVEN, list))
     if not (is_number(values["index"]) and is_number(values["scale"])):

@@ -34,9 +34,6 @@ def rank() -> int:
 
     It comes from torch.distributed or jax.distributed if they are initialized, else from the environment, as
     torchrun, Open MPI or Slurm set it.
-
-    Raises:
-        TraceError: for an environment variable that is not the number of a process.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -80,11 +77,7 @@ def _count_from(name: str) -> int:
 
 
 def of_rank(path: str | Path) -> Path:
-    """Return a path with this process's rank for "{rank}".
-
-    Raises:
-        TraceError: for other words in braces, and if the environment has an impossible rank.
-    """
+    """Return a path with this process's rank for "{rank}"."""
     text = os.fspath(path)
     _refuse_other_braces(text)
     return Path(text.replace(RANK, str(rank())) if RANK in text else text)

@@ -33,9 +33,6 @@ def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) ->
     Args:
         policy: what the user gave.
         instead: the arguments that describe a rule as well, each with its default.
-
-    Raises:
-        PolicyError: for something that is not a policy, or a policy together with such an argument.
     """
     if not isinstance(policy, Policy):
         raise PolicyError(
@@ -67,22 +64,14 @@ def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
 
 
 def check_resumed(policy: Policy[Any], saved: Mapping[str, Any], instead: str) -> Any:
-    """Return the policy's state for saved numbers, checked; warn of a scale that is out of bounds.
-
-    Raises:
-        PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
-    """
+    """Return the policy's state for saved numbers, checked; warn of a scale that is out of bounds."""
     state = policy.restore(saved)
     warn_if_out_of_bounds(policy, state.scale, instead)
     return state
 
 
 def check_counts(saved: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuse saved counts of steps that are not whole numbers from 0.
-
-    Raises:
-        PolicyError: naming the first of them.
-    """
+    """Refuse saved counts of steps that are not whole numbers of at least 0."""
     for name in names:
         if name in saved:
             whole(name, as_whole(saved[name]), least=0, instead=f"{name}=0")

@@ -309,13 +309,10 @@ def _lost_settings(state: Any, given: Policy[Any], rule: Policy[Any]) -> list[st
         other_dtype = given.compat.scale_dtype != rule.compat.scale_dtype
         if other_dtype and {given.max_scale, rule.max_scale} == {FLOAT32_MAX, None}:
             del before["max_scale"]  # it follows from scale_dtype, which is listed
-        if not all(_is_inside(state.scale, policy) for policy in (given, rule)):
+        bounds = ((policy.min_scale or 0.0, policy.max_scale or math.inf) for policy in (given, rule))
+        if not all(low <= state.scale <= high for low, high in bounds):
             before["bounds"], after["bounds"] = given.compat.bounds, rule.compat.bounds
     return _lost(before, after)
-
-
-def _is_inside(scale: float, policy: Moving[Any]) -> bool:
-    return (policy.min_scale or 0.0) <= scale <= (policy.max_scale or math.inf)
 
 
 def _settings(policy: Policy[Any]) -> dict[str, Any]:

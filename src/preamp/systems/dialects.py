@@ -47,6 +47,21 @@ __all__ = [
 ]
 
 
+def _rule(init: float, growth: float, backoff: float, interval: int, **settings: Any) -> Dynamic:
+    """Return a `Dynamic` from its first scale, its two factors and its interval, in this order."""
+    return Dynamic(
+        init_scale=init, growth_factor=growth, backoff_factor=backoff, growth_interval=interval, **settings
+    )
+
+
+# What PyTorch's scaler and those that follow it share.
+AS_TORCH: dict[str, Any] = {
+    "min_scale": None,
+    "max_scale": FLOAT32_MAX,
+    "compat": Compat(at_ceiling="refuse", bounds="moves", factor_dtype="float64"),
+}
+
+
 def _but(policy: Any, **settings: Any) -> Policy[Any]:
     """Return another system's policy with some settings replaced."""
     return replace(policy, **settings)
@@ -64,15 +79,8 @@ def TORCH(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        min_scale=None,
-        max_scale=FLOAT32_MAX,
-        compat=Compat(at_ceiling="refuse", bounds="moves", factor_dtype="float64"),
-    )
+    settings = init_scale, growth_factor, backoff_factor, growth_interval
+    return _rule(*settings, **AS_TORCH)
 
 
 @dialect(
@@ -193,11 +201,8 @@ def MEGATRON(
     growth_interval: int = 1000,
     hysteresis: int = 2,
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=initial_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
+    return _rule(
+        *(initial_scale, growth_factor, backoff_factor, growth_interval),
         hysteresis=hysteresis,
         hysteresis_reset=("growth",),
         min_scale=min_scale,
@@ -238,13 +243,8 @@ def NEMO(
     growth_interval: int = 2000,
     hysteresis: int = 1,
 ) -> Policy[Any]:
-    rule = TORCH(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-    )
-    return _but(rule, hysteresis=hysteresis)
+    settings = init_scale, growth_factor, backoff_factor, growth_interval
+    return _rule(*settings, hysteresis=hysteresis, **AS_TORCH)
 
 
 @dialect(
@@ -294,14 +294,13 @@ def COLOSSALAI(
     max_scale: float | None = None,
     hysteresis: int = 2,
 ) -> Policy[Any]:
-    rule = MEGATRON(
-        initial_scale=initial_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
+    return _rule(
+        *(initial_scale, growth_factor, backoff_factor, growth_interval),
         hysteresis=hysteresis,
+        hysteresis_reset=("growth",),
+        min_scale=min_scale or None,
+        max_scale=max_scale or None,
     )
-    return _but(rule, compat=Compat(), min_scale=min_scale or None, max_scale=max_scale or None)
 
 
 @dialect(
@@ -317,15 +316,8 @@ def FLAX(
     growth_interval: int = 2000,
     minimum_scale: float | None = FLOAT32_TINY,
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval + 1,
-        min_scale=minimum_scale,
-        max_scale=FLOAT32_MAX,
-        compat=Compat(bounds="moves"),
-    )
+    settings = scale, growth_factor, backoff_factor, growth_interval + 1
+    return _rule(*settings, min_scale=minimum_scale, max_scale=FLOAT32_MAX, compat=Compat(bounds="moves"))
 
 
 @dialect(
@@ -367,11 +359,8 @@ def PADDLE(
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=init_loss_scaling,
-        growth_factor=incr_ratio,
-        backoff_factor=decr_ratio,
-        growth_interval=incr_every_n_steps,
+    return _rule(
+        *(init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps),
         hysteresis=decr_every_n_nan_or_inf,
         hysteresis_reset=("clean", "backoff"),
         min_scale=None,
@@ -391,15 +380,14 @@ def PADDLE_STATIC(
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
 ) -> Policy[Any]:
-    rule = PADDLE(
-        init_loss_scaling=init_loss_scaling,
-        incr_ratio=incr_ratio,
-        decr_ratio=decr_ratio,
-        incr_every_n_steps=incr_every_n_steps,
-        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
+    return _rule(
+        *(init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps),
+        hysteresis=decr_every_n_nan_or_inf,
+        hysteresis_reset=("clean", "backoff"),
+        min_scale=1.0,
+        max_scale=FLOAT32_MAX,
+        compat=Compat(at_ceiling="refuse", bounds="moves"),
     )
-    compat = Compat(at_ceiling="refuse", bounds="moves")
-    return _but(rule, min_scale=1.0, max_scale=FLOAT32_MAX, compat=compat)
 
 
 @dialect(
@@ -408,11 +396,8 @@ def PADDLE_STATIC(
 def MINDSPORE(
     *, init_loss_scale: float = 2.0**24, scale_factor: int = 2, scale_window: int = 2000
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=init_loss_scale,
-        growth_factor=scale_factor,
-        backoff_factor=1.0 / scale_factor,
-        growth_interval=scale_window,
+    return _rule(
+        *(init_loss_scale, scale_factor, 1.0 / scale_factor, scale_window),
         min_scale=1.0,
         max_scale=None,
         max_consecutive_overflows=1000,
@@ -435,13 +420,9 @@ def ONEFLOW(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
 ) -> Policy[Any]:
-    rule = TORCH(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-    )
-    return _but(rule, min_scale=1.0, compat=Compat(bounds="moves", factor_dtype="float64"))
+    settings = init_scale, growth_factor, backoff_factor, growth_interval
+    compat = Compat(bounds="moves", factor_dtype="float64")
+    return _rule(*settings, min_scale=1.0, max_scale=FLOAT32_MAX, compat=compat)
 
 
 @dialect(
@@ -456,11 +437,8 @@ def TF1(
     incr_ratio: float = 2.0,
     decr_ratio: float = 0.8,
 ) -> Policy[Any]:
-    return Dynamic(
-        init_scale=init_loss_scale,
-        growth_factor=incr_ratio,
-        backoff_factor=decr_ratio,
-        growth_interval=incr_every_n_steps,
+    return _rule(
+        *(init_loss_scale, incr_ratio, decr_ratio, incr_every_n_steps),
         hysteresis=decr_every_n_nan_or_inf,
         hysteresis_reset=("growth", "backoff"),
         min_scale=1.0,

@@ -109,11 +109,7 @@ def _nothing_ran(target: str, result: object) -> str:
 
 
 def find_function(target: str) -> Callable[[], Any]:
-    """Return what "MODULE:FUNCTION" names; modules of the working directory are found too.
-
-    Raises:
-        PreampError: when it does not exist, or cannot be called.
-    """
+    """Return what "MODULE:FUNCTION" names; modules of the working directory are found too."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise PreampError(

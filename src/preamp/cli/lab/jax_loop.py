@@ -104,7 +104,7 @@ class JaxLoop(Loop):
         return np.asarray(answers)
 
     def _train_step(
-        self, layers: Layers, state: Any, inputs: jax.Array, labels: jax.Array
+        self, layers: Layers, state: optax.OptState, inputs: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, list[jax.Array], jax.Array, Layers, Any]:
         """Return the loss, the weights' gradients of the scaled loss, their peak, and the next state."""
         if self.policy is None:
@@ -149,7 +149,7 @@ class JaxLoop(Loop):
             yield snapshot(counts[what], what=what, like=like, **about)
 
     def _values(
-        self, layers: Layers, state: Any, inputs: jax.Array, labels: jax.Array
+        self, layers: Layers, state: optax.OptState, inputs: jax.Array, labels: jax.Array
     ) -> tuple[Any, dict[Kind, ByLayer], dict[Kind, ByLayer]]:
         """Return the loss scale, the values that a step computes, and the histogram of each.
 

@@ -128,7 +128,11 @@ def _jax_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
     """Return a step that is a pure function of all variables, compiled."""
     import jax
 
-    def scaled_loss(weights: Any, rest: Any, state: Any, inputs: Any, targets: Any) -> Any:
+    Arrays: TypeAlias = list[jax.Array]
+
+    def scaled_loss(
+        weights: Arrays, rest: Arrays, state: Arrays, inputs: jax.Array, targets: jax.Array
+    ) -> Any:
         answers, _ = model.stateless_call(weights, rest, inputs, training=True)
         loss = loss_of(targets, answers)
         if isinstance(optimizer, LossScaleOptimizer):
@@ -136,12 +140,12 @@ def _jax_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
         return loss, loss
 
     @jax.jit
-    def update(weights: Any, rest: Any, state: Any, inputs: Any, targets: Any) -> Any:
+    def update(weights: Arrays, rest: Arrays, state: Arrays, inputs: jax.Array, targets: jax.Array) -> Any:
         differentiated = jax.value_and_grad(scaled_loss, has_aux=True)
         (_, loss), gradients = differentiated(weights, rest, state, inputs, targets)
         return *optimizer.stateless_apply(state, gradients, weights), loss, gradients, _peak(gradients)
 
-    def step(inputs: Any, targets: Any) -> Trained:
+    def step(inputs: NDArray[Any], targets: NDArray[Any]) -> Trained:
         parts = model.trainable_variables, model.non_trainable_variables, optimizer.variables
         values = [[variable.value for variable in part] for part in parts]
         weights, state, loss, gradients, peak = update(*values, inputs, targets)
@@ -159,7 +163,7 @@ def _torch_step(model: Any, optimizer: Any, loss_of: Any) -> TrainStep:
     torch.set_num_threads(1)  # layers this small are slower on two
     weights = model.trainable_variables
 
-    def step(inputs: Any, targets: Any) -> Trained:
+    def step(inputs: NDArray[Any], targets: NDArray[Any]) -> Trained:
         loss = loss_of(torch.from_numpy(targets), model(torch.from_numpy(inputs), training=True))
         model.zero_grad()
         optimizer.scale_loss(loss).backward()

@@ -103,9 +103,6 @@ def choose_framework() -> Framework:
     """Return the first framework in `PACKAGES` that can be trained with, without importing any.
 
     If none has all that it needs, return the first that has some of it: `find_loop` says what is missing.
-
-    Raises:
-        MissingExtra: without any framework.
     """
     found = [name for name, (framework, *_) in PACKAGES.items() if _is_installed(framework)]
     if not found:

@@ -41,11 +41,7 @@ class DeepSpeedEngine(Protocol):
 
 
 def require(owner: object, names: tuple[str, ...]) -> None:
-    """Refuse a release of DeepSpeed that has renamed something.
-
-    Raises:
-        UsageError: if an attribute is missing.
-    """
+    """Refuse a release of DeepSpeed that has renamed something."""
     for name in names:
         if not hasattr(owner, name):
             raise UsageError(
@@ -62,9 +58,6 @@ class EngineAccess(ABC):
         engine_uses: those of the engine.
         norm_at: which argument of `unscale_and_clip_grads` is the norm of the scaled gradients.
         measures_first: whether statistics have to be taken before the step, which moves the gradients.
-
-    Raises:
-        UsageError: if a name is missing. Nothing was changed.
     """
 
     uses: ClassVar[tuple[str, ...]] = (

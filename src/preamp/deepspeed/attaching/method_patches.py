@@ -36,11 +36,7 @@ class MethodPatches:
         self._placed.append((owner, name, hook, before))
 
     def remove(self) -> None:
-        """Put all originals back, or none if one of the replacements has been wrapped since.
-
-        Raises:
-            UsageError: for a replacement that is wrapped.
-        """
+        """Put all originals back, or none if one of the replacements has been wrapped since."""
         for owner, name, hook, _ in self._placed:
             if vars(owner).get(name) is not hook:
                 raise UsageError(

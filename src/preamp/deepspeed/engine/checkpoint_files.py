@@ -59,11 +59,7 @@ def _sync(folder: Path) -> None:
 
 
 def latest(load_dir: Path) -> str | None:
-    """Return the tag of the latest checkpoint, or None if there is none.
-
-    Raises:
-        CheckpointError: for a file that cannot be read.
-    """
+    """Return the tag of the latest checkpoint, or None if there is none."""
     path = load_dir / LATEST
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -74,11 +70,7 @@ def latest(load_dir: Path) -> str | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what a file holds, on the CPU, without executing any of it.
-
-    Raises:
-        CheckpointError: for a file that is missing, is broken, or holds something else.
-    """
+    """Return what a file holds, on the CPU, without executing any of it."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -98,11 +90,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_loadable(state: dict[str, Any]) -> None:
-    """Refuse values that could be saved but not loaded again without executing code. Tensors are fine.
-
-    Raises:
-        CheckpointError: naming the part.
-    """
+    """Refuse values that could be saved but not loaded again without executing code. Tensors are fine."""
     for name, part in state.items():
         file = io.BytesIO()
         try:

@@ -37,11 +37,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None
 
 
 def dtype_named(name: object) -> torch.dtype:
-    """Return the dtype for one of DeepSpeed's names.
-
-    Raises:
-        ConfigError: for another name.
-    """
+    """Return the dtype for one of DeepSpeed's names."""
     dtype = NAMES.get(str(name).removeprefix("torch."))
     if dtype is None:
         raise ConfigError(f'data_types.buffer_dtype: {name!r} is unknown. Write "buffer_dtype": "fp32".')

@@ -57,9 +57,6 @@ class WarmupLR(_Warmup):
         warmup_max_lr: likewise; None takes each group's own learning rate.
         warmup_num_steps: updates of the warm-up.
         warmup_type: "log" or "linear".
-
-    Raises:
-        ConfigError: for invalid arguments.
     """
 
     def __init__(
@@ -91,9 +88,6 @@ class WarmupDecayLR(WarmupLR):
         warmup_max_lr: as for `WarmupLR`, but 0.001 if it is not given.
         warmup_num_steps: as for `WarmupLR`.
         warmup_type: as for `WarmupLR`.
-
-    Raises:
-        ConfigError: for invalid arguments.
     """
 
     def __init__(
@@ -124,9 +118,6 @@ class WarmupCosineLR(_Warmup):
         warmup_num_steps: updates of the warm-up.
         cos_min_ratio: the share of the learning rate at the end.
         warmup_type: "log" or "linear".
-
-    Raises:
-        ConfigError: for invalid arguments.
     """
 
     def __init__(

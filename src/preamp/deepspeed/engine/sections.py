@@ -32,9 +32,6 @@ def optimizer_of(section: Mapping[str, Any], parameters: Iterable[Any]) -> torch
     Args:
         section: the keys `type` and `params`.
         parameters: tensors, pairs of name and tensor, or parameter groups.
-
-    Raises:
-        ConfigError: for an optimizer that PyTorch does not have, or parameters that it does not take.
     """
     name, options = _read(section)
     if "max_grad_norm" in options:
@@ -50,11 +47,7 @@ def optimizer_of(section: Mapping[str, Any], parameters: Iterable[Any]) -> torch
 
 
 def scheduler_of(section: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    """Return the scheduler that the section `scheduler` names: DeepSpeed's warm-ups, or one of PyTorch's.
-
-    Raises:
-        ConfigError: for a scheduler that is neither, or parameters that it does not take.
-    """
+    """Return the scheduler that the section `scheduler` names: DeepSpeed's warm-ups, or one of PyTorch's."""
     name, options = _read(section)
     where = torch.optim.lr_scheduler
     kind = SCHEDULES.get(name) or _found(name, where, where.LRScheduler, "scheduler")

@@ -27,12 +27,7 @@ class Found(NamedTuple):
 
 
 def find(tree: object, dialect: Dialect[...], source: Path) -> Found:
-    """Return the only state in a checkpoint that a dialect can load; of equal ones the first.
-
-    Raises:
-        CheckpointError: if there is none, or several that differ.
-        PolicyError: for invalid settings.
-    """
+    """Return the only state in a checkpoint that a dialect can load; of equal ones the first."""
     dialect.known_format()
     found, problems = _loadable(tree, dialect)
     if not found:
@@ -95,9 +90,9 @@ def _nodes(tree: object) -> Iterator[tuple[str, Any]]:
             continue
         visited.add(id(node))
         parts = enumerate(node) if isinstance(node, list | tuple) else entries_of(node).items()
-        inside = [(f"{where}.{name}".strip("."), part) for name, part in parts if _has_parts(part)]
+        inside = [
+            (f"{where}.{name}".strip("."), part)
+            for name, part in parts
+            if isinstance(part, Mapping | list | tuple) or entries_of(part)
+        ]
         todo.extend(reversed(inside))
-
-
-def _has_parts(value: object) -> bool:
-    return isinstance(value, Mapping | list | tuple) or bool(entries_of(value))

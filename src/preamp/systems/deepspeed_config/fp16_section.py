@@ -16,11 +16,7 @@ POWER, LARGEST_POWER = 16, 127
 
 
 def policy_of(fp16: Mapping[str, Any]) -> Policy[Any]:
-    """Return the policy of the section `fp16`.
-
-    Raises:
-        ConfigError: for values that contradict each other.
-    """
+    """Return the policy of the section `fp16`."""
     if fp16["loss_scale"]:
         return Static(fp16["loss_scale"])
     initial, least = _initial_scale(fp16), fp16["min_loss_scale"]
@@ -51,11 +47,7 @@ def _initial_scale(fp16: Mapping[str, Any]) -> float:
 
 
 def section_of(policy: Policy[Any] | None) -> dict[str, Any]:
-    """Return the section `fp16` for a policy.
-
-    Raises:
-        ConfigError: for a policy that DeepSpeed has no keys for, naming the settings.
-    """
+    """Return the section `fp16` for a policy."""
     if isinstance(policy, Static):
         return {"loss_scale": policy.scale}
     if not isinstance(policy, Dynamic):

@@ -44,11 +44,7 @@ def line_for(name: str, key: Key) -> str:
 
 
 def read_section(section: str, given: object, keys: Mapping[str, Key]) -> dict[str, Any]:
-    """Return a value for each key of a section.
-
-    Raises:
-        ConfigError: for an unknown key, an invalid value, and two names of one key with different values.
-    """
+    """Return a value for each key of a section."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"{section or 'a configuration'} is {_json(given)}, not a section. Write {{ }}.")
     prefix = section and f"{section}."

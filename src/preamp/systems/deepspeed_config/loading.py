@@ -1,21 +1,31 @@
-"""Read settings from a configuration."""
+"""Read settings from a configuration: JSON as people write it, with comments and "auto" values.
+
+Errors in a file give line and column. A key that is given twice is an error.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from preamp.errors import ConfigError
 from preamp.policy import Policy
-from preamp.systems.deepspeed_config import commented_json
-from preamp.systems.deepspeed_config.auto_values import without_blanks
 from preamp.systems.deepspeed_config.fp16_section import policy_of
-from preamp.systems.deepspeed_config.keys import SECTIONS, TOP, read_section
+from preamp.systems.deepspeed_config.keys import SECTIONS, TOP, by_name, line_for, read_section
 from preamp.systems.deepspeed_config.settings import AS_READ, SKIP_ONLY, Precision, Settings
 from preamp.systems.dialects import TORCH
+
+Place: TypeAlias = tuple[str, ...]
+# A string or comment may lack its end: then it matches too, or the search would start again at every place.
+TEXT = r'("(?:\\.|[^"\\\n])*"?)'
+COMMENT = re.compile(TEXT + r"|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+LAST_COMMA = re.compile(TEXT + r"|(?<=[\"}\]\w])\s*,(?=\s*[}\]])")
 
 
 def load(config: str | os.PathLike[str] | Mapping[str, Any], *, skip_blanks: bool = False) -> Settings:
@@ -40,14 +50,14 @@ def load(config: str | os.PathLike[str] | Mapping[str, Any], *, skip_blanks: boo
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config={config!r} is neither a file nor a mapping. Write load('ds_config.json').")
     try:
-        return _settings(commented_json.read(Path(config)), skip_blanks)
+        return _settings(_read_json(Path(config)), skip_blanks)
     except ConfigError as error:
         raise ConfigError(f"{os.fspath(config)}: {error}") from None
 
 
 def _settings(config: Any, skip_blanks: bool) -> Settings:
     if isinstance(config, Mapping):
-        config = without_blanks(config, skip_blanks)
+        config = _without_blanks(config, skip_blanks)
     top = read_section("", config, TOP)
     read = {name: read_section(name, top[name], keys) for name, keys in SECTIONS.items()}
     precision = _precision(read)
@@ -91,3 +101,97 @@ def _policy(read: Mapping[str, Mapping[str, Any]], precision: Precision) -> Poli
     if read["bf16"]["enabled"]:
         return SKIP_ONLY if read["bf16"]["check_grad_overflow"] else None
     return TORCH() if precision == "float16" else None
+
+
+def _read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Comments are `//`, `#` and `/* */`, as DeepSpeed allows them."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        for pattern in (COMMENT, LAST_COMMA):
+            text = pattern.sub(_blank, text)
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{place}: {error.msg}. Write JSON, with comments if you like.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"byte {error.start} is not UTF-8 text. Write the file in UTF-8.") from None
+    except RecursionError:
+        raise ConfigError("sections are nested too deep to be a configuration. Write fewer levels.") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"a number cannot be read: {error}. Write a shorter one.") from None
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Return strings unchanged and anything else as spaces, so that positions stay right."""
+    endless = match[0].startswith("/*") and (len(match[0]) < len("/**/") or not match[0].endswith("*/"))
+    return match[0] if match[1] or endless else re.sub(r"[^\n]", " ", match[0])
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    section = dict(pairs)
+    if len(section) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        values = ", then ".join(json.dumps(value) for name, value in pairs if name == twice)
+        raise ConfigError(f'"{twice}" is given twice: {values}. Write it once.')
+    return section
+
+
+def _without_blanks(config: Mapping[str, Any], skip: bool) -> Mapping[str, Any]:
+    """Return a configuration in which nothing that is read is "auto"; refuse blanks that are left.
+
+    Args:
+        config: the top level, unchecked.
+        skip: remove the blanks that do not concern precision and loss scale.
+    """
+    names = by_name(TOP)
+    places = list(_places(config, names))
+    left = [place for place in places if not (skip and names[place[0]] not in SECTIONS)]
+    if left:
+        listed = ", ".join(".".join(map(str, place)) for place in left)
+        more = " and so on" if left[1:] else ""
+        raise ConfigError(
+            f'{listed}: "auto" is a blank for Hugging Face\'s Trainer to fill in. '
+            f"Write {_line(left[0], names)}{more}."
+        )
+    return _without(config, places) if places else config
+
+
+def _places(config: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[Place]:
+    for name, value in config.items():
+        if name not in names or TOP[names[name]].ignored:
+            continue
+        if _is_blank(value):
+            yield (name,)
+        elif isinstance(value, Mapping):
+            yield from ((name, *place) for place in _places_in(names[name], value))
+
+
+def _places_in(section: str, given: Mapping[str, Any]) -> Iterator[Place]:
+    if section in SECTIONS:
+        known = by_name(SECTIONS[section])
+        yield from ((name,) for name, value in given.items() if name in known and _is_blank(value))
+    elif section in ("optimizer", "scheduler") and isinstance(given.get("params"), Mapping):
+        yield from (("params", name) for name, value in given["params"].items() if _is_blank(value))
+
+
+def _is_blank(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _line(place: Place, names: Mapping[str, str]) -> str:
+    section = SECTIONS.get(names[place[0]])
+    if section is None or len(place) == 1:
+        return line_for(place[0], TOP[names[place[0]]])
+    return line_for(place[1], section[by_name(section)[place[1]]])
+
+
+def _without(config: Mapping[str, Any], places: list[Place]) -> Mapping[str, Any]:
+    changed = copy.deepcopy(dict(config))
+    for *outer, name in places:
+        section = changed
+        for one in outer:
+            section = section[one]
+        del section[name]
+    return changed

@@ -91,11 +91,7 @@ def entries_of(saved: object) -> Mapping[str, Any]:
 
 
 def number(saved: Mapping[str, Any], name: str) -> float:
-    """Return an entry, which may be a scalar of any framework, as a float.
-
-    Raises:
-        CheckpointError: if it is missing, or not a number.
-    """
+    """Return an entry, which may be a scalar of any framework, as a float."""
     value = _entry(saved, name)
     try:
         if hasattr(value, "item"):  # an array of one element, which not every framework converts to a float
@@ -110,11 +106,7 @@ def number(saved: Mapping[str, Any], name: str) -> float:
 
 
 def count(saved: Mapping[str, Any], name: str) -> int:
-    """Return an entry that is a count.
-
-    Raises:
-        CheckpointError: if it is missing, or not a whole number.
-    """
+    """Return an entry that is a count."""
     value = number(saved, name)
     if not value.is_integer():  # nor is inf or NaN
         raise CheckpointError(
@@ -124,11 +116,7 @@ def count(saved: Mapping[str, Any], name: str) -> int:
 
 
 def flag(saved: Mapping[str, Any], name: str) -> bool:
-    """Return an entry that is True or False.
-
-    Raises:
-        CheckpointError: if it is missing, or neither.
-    """
+    """Return an entry that is True or False."""
     value = _entry(saved, name)
     try:
         known = value in (True, False)
@@ -142,11 +130,7 @@ def flag(saved: Mapping[str, Any], name: str) -> bool:
 
 
 def numbers(saved: object, *, without: str = "") -> dict[str, float]:
-    """Return all entries as numbers, except for one.
-
-    Raises:
-        CheckpointError: if one of them is not a number.
-    """
+    """Return all entries as numbers, except for one."""
     named = entries_of(saved)
     return {name: number(named, name) for name in named if name != without}
 

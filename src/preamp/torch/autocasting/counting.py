@@ -120,11 +120,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         return {key: self._counted(key.split()[1], run) for key, run in {**unedited, **rules}.items()}
 
     def check_thread(self) -> None:
-        """Check that no other thread is being counted.
-
-        Raises:
-            UsageError: when one is.
-        """
+        """Refuse to count while another thread is being counted."""
         self._modules.check_thread()
 
     def report(self) -> CastReport:
@@ -330,7 +326,8 @@ def _why(source: Tensor) -> str:
 
 def _overflows(call: _Call, values: object, results: list[Tensor]) -> bool:
     """Return whether results are infinite because they exceed the range of their dtype."""
-    if call.operator in INFINITE_BY_DEFINITION or any(_is_infinite(leaf) for leaf in tree_leaves(values)):
+    given = [leaf for leaf in tree_leaves(values) if isinstance(leaf, float)]
+    if call.operator in INFINITE_BY_DEFINITION or not all(map(math.isfinite, given)):
         return False
     _checking.now = True
     try:
@@ -339,10 +336,6 @@ def _overflows(call: _Call, values: object, results: list[Tensor]) -> bool:
         return False
     finally:
         _checking.now = False
-
-
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _finite(tensor: Tensor) -> bool:

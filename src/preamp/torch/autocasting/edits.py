@@ -74,11 +74,7 @@ _lock = threading.Lock()
 
 
 def suspend_compiled_code() -> None:
-    """Make compiled functions run eagerly until each call has been matched by `resume_compiled_code`.
-
-    Raises:
-        UsageError: inside compiled code.
-    """
+    """Make compiled functions run eagerly until each call has been matched by `resume_compiled_code`."""
     global _open_regions, _stance
     with _lock:
         if _stance is None:

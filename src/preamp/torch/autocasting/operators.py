@@ -183,9 +183,6 @@ def overloads(name: str) -> tuple[str, ...]:
     """Return the operators that a name stands for, apart from those that autocast never casts.
 
     It never casts in-place variants, those with `out=` and those with a dtype among their arguments.
-
-    Raises:
-        CastingError: for a name that stands for none, with the nearest names.
     """
     known, name = _names(), name.removeprefix("aten::").removeprefix("aten.").removeprefix("torch.")
     if name in USER_NAMES:
@@ -245,9 +242,6 @@ def missing(table: Casting) -> tuple[str, ...]:
 
     >>> missing(casting.DEFAULT.lower("softmax"))
     ()
-
-    Raises:
-        CastingError: for another name that stands for no operator.
     """
     return _resolved(table, table.optional)[1]
 

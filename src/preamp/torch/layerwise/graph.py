@@ -66,9 +66,6 @@ class Graph:
     Attributes:
         marks: the marked nodes, in the order of backward.
         edges: the edges on which a potential may change.
-
-    Raises:
-        UsageError: for a graph that is not complete before backward.
     """
 
     def __init__(self, root: Node, key: object) -> None:

@@ -112,9 +112,6 @@ class LayerRule:
     its standard deviation is rms(gradient) rms(weight) sqrt(n / 2), where the paper's 2 is for an activation
     that passes half of it. It is large enough when a share `flushed` of a normal distribution of this width
     is below the low precision's smallest number.
-
-    Raises:
-        PolicyError: for an invalid setting.
     """
 
     def __init__(

@@ -126,7 +126,9 @@ class PassRecorder:
             return
         modules.add(name)
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in parameters and _can_be_counted(parameter):
+            if parameter is None or id(parameter) in parameters or not _is_numeric(parameter):
+                continue
+            if not (parameter.is_meta or is_lazy(parameter)):
                 parameters.add(id(parameter))
                 self._add(name, "weight", parameter)
 
@@ -209,10 +211,6 @@ def _computes(module: torch.nn.Module) -> bool:
 def _version(tensor: Tensor) -> int | None:
     """Return how often a tensor was written to; None for tensors of inference mode, which have no counter."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _can_be_counted(parameter: Tensor) -> bool:
-    return _is_numeric(parameter) and not (parameter.is_meta or is_lazy(parameter))
 
 
 def _is_numeric(tensor: Tensor) -> bool:
