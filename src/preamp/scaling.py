@@ -3,8 +3,9 @@
 ```
 measured = Measured(finite, scale, grad_norm, peak, share)    # by the adapter, in its gradients
 state, gave_up = advance(policy, state, measured, where)
+if gave_up: raise policy.exhaustion_from(before)              # where the program can raise
 last_step = to_step(state, loss=loss)
-raise_if_exhausted(policy, state)
+raise_if_exhausted(policy, state)                             # after a compiled program, which cannot
 ```
 
 `advance` is pure: like a policy, it is Python operators and an injected ``where(condition, yes, no)``.
@@ -30,7 +31,7 @@ class Step(NamedTuple):
         index: 0 for the first step.
         scale: the loss scale that was in this step's loss; 0 or inf where a policy has no floor or ceiling.
         finite: True when every gradient was finite.
-        skipped: True when the update was not applied; with several optimizers, that of any of them.
+        skipped: True when the update was not applied; with several optimizers, if any of them skipped.
         new_scale: the scale of the next step; None until the policy has advanced.
         loss: the loss, not scaled.
         grad_norm: global L2 norm of the unscaled gradients.
@@ -125,8 +126,8 @@ def advance(
 ) -> tuple[ScalerState[S, Any], Any]:
     """Return the state after a step, and whether the policy gave up on this step.
 
-    A policy that gives up stays as it is, so that a compiled program, which cannot raise, skips step after
-    step. A program that can raise does: `raise_if_exhausted` where the second value is true.
+    A policy that gives up keeps its state. A compiled program cannot raise, so it continues at the same scale
+    and skips every step that overflows; `raise_if_exhausted` raises afterwards.
 
     Args:
         policy: the rule.

@@ -35,9 +35,11 @@ def is_inexact(value: object) -> bool:
 
 def widen(value: T) -> T | Array:
     """Return a float array shorter than float32 as float32; integers, keys and other values as they are."""
-    if not is_inexact(value):
-        return value
-    array = jnp.asarray(value)
+    return _wide(cast(Array, value)) if is_inexact(value) else value
+
+
+def _wide(array: Array) -> Array:
+    array = jnp.asarray(array)  # a Python number, perhaps
     short = jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 32
     return array.astype(jnp.float32) if short else array
 
@@ -45,7 +47,7 @@ def widen(value: T) -> T | Array:
 def multiply(arrays: Iterable[Array], factor: Array | float) -> list[Array]:
     """Return floating and complex arrays times a real scalar, float32 where they were shorter."""
     products, factor = [], jnp.asarray(factor)
-    for array in map(widen, arrays):
+    for array in map(_wide, arrays):
         real = factor.astype(jnp.finfo(array.dtype).dtype)
         is_complex = jnp.iscomplexobj(array)
         products.append(lax.complex(array.real * real, array.imag * real) if is_complex else array * real)
@@ -57,7 +59,7 @@ def multiply_by_inverse(arrays: Iterable[Array], scale: Array) -> list[Array]:
 
     A step that is one program is faster than with `unscale`: what reads the products computes them.
     """
-    arrays = list(map(widen, arrays))
+    arrays = list(map(_wide, arrays))
     dtype = np.result_type(np.float32, *[jnp.finfo(array.dtype).dtype for array in arrays])
     return multiply(arrays, 1.0 / scale.astype(dtype))
 
@@ -68,7 +70,7 @@ def unscale(arrays: Sequence[Gradient], scale: Array) -> Unscaled[Gradient, Arra
     Raises:
         UsageError: for a sparse array that is not a BCOO.
     """
-    wide = list(map(widen, _stored(arrays)))
+    wide = list(map(_wide, _stored(arrays)))
     unscaled = [_replaced(array, values / scale) for array, values in zip(arrays, wide, strict=True)]
     inverse = 1.0 / scale
     return Unscaled(unscaled, _is_sum_finite(wide, inverse), global_norm(wide) * inverse)
@@ -76,7 +78,7 @@ def unscale(arrays: Sequence[Gradient], scale: Array) -> Unscaled[Gradient, Arra
 
 def all_finite(arrays: Sequence[Gradient]) -> Array:
     """Return whether the sum of all entries is finite: it is not where an entry is not."""
-    return _is_sum_finite(map(widen, _stored(arrays)), 1.0)
+    return _is_sum_finite(map(_wide, _stored(arrays)), 1.0)
 
 
 def global_norm(arrays: Iterable[Gradient], add: Callable[[list[Array]], Array | int] = sum) -> Array:
@@ -86,7 +88,7 @@ def global_norm(arrays: Iterable[Gradient], add: Callable[[list[Array]], Array |
         arrays: complex ones as well.
         add: adds up the sums of squares of the arrays, perhaps with those of other devices.
     """
-    totals = [_sum_of_squares(widen(array)) for array in _stored(arrays)]
+    totals = [_sum_of_squares(_wide(array)) for array in _stored(arrays)]
     dtype = np.result_type(np.float32, *[total.dtype for total in totals])
     return jnp.sqrt(add([jnp.zeros((), dtype), *[total.astype(dtype) for total in totals]]))
 
@@ -194,7 +196,7 @@ def _real_parts(arrays: Iterable[Gradient]) -> list[Array]:
     """Return arrays as float32 or longer, with the real and the imaginary part in place of a complex one."""
     parts: list[Array] = []
     for array in _stored(arrays):
-        wide = widen(array)
+        wide = _wide(array)
         parts += [wide.real, wide.imag] if jnp.iscomplexobj(wide) else [wide]
     return parts
 

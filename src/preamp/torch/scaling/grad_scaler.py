@@ -704,8 +704,20 @@ class GradScaler(torch.amp.GradScaler):
         state.found_inf_per_device = {scale.device: found.finite.logical_not().float()} if present else {}
         return state.found_inf_per_device
 
-    # How a step is taken. On the host a flag is read, which decides. On a device nothing is read: the flag
-    # goes to a fused optimizer and to the policy there.
+    # How a step is taken. Every way measures the gradients, divides and clips them, and steps or skips:
+    #
+    #   way               where                                        divides    decides
+    #   disabled          enabled=False                                -          -
+    #   closure           the optimizer evaluates the loss             scaler     host, at each evaluation
+    #   grad_scaler=      the optimizer's `step` takes the scaler      optimizer  optimizer
+    #   PyTorch's kernel  host; not fused, no limit, no norm wanted    kernel     host
+    #   host              host, otherwise                              scaler*    host
+    #   one launch        device; a fused optimizer, one rank, Triton  optimizer  optimizer
+    #   device            device; a fused optimizer                    optimizer  optimizer
+    #   undone            device; capturable, not fused                scaler     torch.where, afterwards
+    #
+    # * A fused optimizer divides itself. On the host a flag is read, which decides. On a device nothing is
+    # read: the flag goes to the optimizer and to the policy there. `_stays_on_device` chooses.
 
     @torch.no_grad()
     def _measure_and_clip(
@@ -743,32 +755,32 @@ class GradScaler(torch.amp.GradScaler):
                     self.unscale_(optimizer)  # type: ignore[arg-type]
                 return self._measured_by_kernel(optimizer, state)
 
-        # Gradients that are ready still have the scale in them.
         gradients = gather(optimizer)
-        ready = self._is_ready(optimizer, state, gradients, clip)
-        if on_device and ready:
+        scaled = self._unscale_if_early(optimizer, state, gradients, clip)
+        self._require_checked(optimizer, state, gradients)
+        if on_device and scaled:
             multiplier = self._measure_in_one_launch(optimizer, state, gradients, clip)
             if multiplier is not None:
                 return gradients, multiplier
 
         # Measure, and agree with other ranks. Where nothing is read, one pass always measures: gradients
         # that were unscaled may have been changed since, and their flags are not known here.
-        scale, divisor = self._scale_and_divisor(state, ready=ready)
+        scale, divisor = self._scale_and_divisor(state, scaled=scaled)
         device = divisor.device if on_device else self._loss_scale.tensor.device  # type: ignore[union-attr]
         measure = partial(self._meter.measure, gradients, divisor, device, read=not on_device)
         alone = not (self._meter.agreement.always or gradients.meshes)
-        agreed = not ready and clip.max_norm is None and not alone  # when they were unscaled
+        agreed = not scaled and clip.max_norm is None and not alone  # when they were unscaled
         stats = self._policy_stats(optimizer, state, gradients, read=not on_device)
         if on_device:
             found = measure(norm=wants_norm, agree=not agreed, watched=watched, stats=stats)
             finite = found.finite
-            if not ready:
+            if not scaled:
                 clear = no_flag(state, device)
                 finite = clear if agreed else finite & clear
         else:
-            finite = ready or _flags_are_clear(state)
+            finite = scaled or _flags_are_clear(state)
             found = Found(finite, None, stats)
-            if ready or clip.max_norm is not None:
+            if scaled or clip.max_norm is not None:
                 found = measure(norm=wants_norm, finite=finite, watched=watched, stats=stats)
                 finite = found.finite
         recorded_norm = found.norm
@@ -806,7 +818,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _measured_by_kernel(self, optimizer: OptimizerLike, state: OptimizerState) -> tuple[Gradients, float]:
         """Note what PyTorch's kernel has found while it unscaled; nothing is left to divide by."""
-        self._is_ready(optimizer, state, Gradients([], []), NO_CLIP)
+        self._require_checked(optimizer, state, Gradients([], []))
         scale, stats = self._loss_scale.snapshot(), self._policy_stats_before(state)
         finite = _flags_are_clear(state)
         gradients = Gradients([], []) if finite else gather(optimizer)
@@ -870,15 +882,15 @@ class GradScaler(torch.amp.GradScaler):
         self._keep_measured(optimizer, state, measured)
         return made.multiplier
 
-    def _scale_and_divisor(self, state: OptimizerState, *, ready: bool) -> tuple[Any, Any]:
+    def _scale_and_divisor(self, state: OptimizerState, *, scaled: bool) -> tuple[Any, Any]:
         """Return the scale, and what is in the gradients: if they were unscaled, only a user's factor."""
         constant = state.preset()
         if isinstance(self._loss_scale, HostScale):
             host: float = self._loss_scale.state.policy_state.scale
-            return host, (host * self._loss_factor if ready else 1.0) * float(constant)
+            return host, (host * self._loss_factor if scaled else 1.0) * float(constant)
         scale = self._loss_scale.snapshot()
-        constant = constant * (self._loss_factor if ready else 1.0)
-        divisor = scale if ready else torch.ones_like(scale)
+        constant = constant * (self._loss_factor if scaled else 1.0)
+        divisor = scale if scaled else torch.ones_like(scale)
         if isinstance(constant, Tensor) or constant != 1.0:
             divisor = divisor * constant
         return scale, divisor
@@ -1173,10 +1185,10 @@ class GradScaler(torch.amp.GradScaler):
             return False
         return not (_reads_are_free(self._require_scale("step").device) or begins_with_garbage(optimizer))
 
-    def _is_ready(
+    def _unscale_if_early(
         self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients, clip: Clip
     ) -> bool:
-        """Return whether the gradients are still to be unscaled; those that need it beforehand are, here.
+        """Unscale gradients that have to be before they are measured; return whether they are still scaled.
 
         Other ranks may not need it: all agree on a flag and a norm together, if there will be a norm.
         """
@@ -1189,11 +1201,13 @@ class GradScaler(torch.amp.GradScaler):
                 early = early or any([t.dtype is torch.float16 for t in gradients.tensors])
             if early:
                 self._unscale(optimizer, state, agree=clip.max_norm is None)
-        ready = state.stage is OptState.READY
-        present = gradients.tensors if ready else state.found_inf_per_device
+        return state.stage is OptState.READY
+
+    def _require_checked(self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients) -> None:
+        """Raise, as PyTorch, if there is nothing to check, and other ranks have nothing either."""
+        present = gradients.tensors if state.stage is OptState.READY else state.found_inf_per_device
         if not present and not self._meter.agreement.always:
             raise AssertionError(_no_gradients(optimizer))
-        return ready
 
     def _culprits(
         self, optimizer: OptimizerLike, parameters: list[Tensor], sizes: list[float] | Tensor
