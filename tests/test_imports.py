@@ -57,7 +57,8 @@ def test_keras_without_its_backend_says_which_to_write() -> None:
     environment = os.environ | {"KERAS_BACKEND": "tensorflow"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stderr.endswith(
-        "MissingExtra: Keras is to compute with tensorflow, which is missing. Run: pip install tensorflow, "
+        "MissingExtra: Keras is set to compute with tensorflow, which is not installed. "
+        "Run: pip install tensorflow, "
         "or write before Keras is imported: os.environ['KERAS_BACKEND'] = 'jax'\n"
     )
 

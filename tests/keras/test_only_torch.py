@@ -237,7 +237,7 @@ def test_inputs_of_other_lengths_are_refused() -> None:
     ours, _ = built(LossScaleOptimizer, np.ones(1), np.ones(1))
     state = [v.value.detach().clone() for v in ours.variables]
     for arguments, names in [
-        ((state, gradients[:1], weights_), "1 gradients came for 2 variables"),
+        ((state, gradients[:1], weights_), "1 gradients were given for 2 variables"),
         ((state, [*gradients, torch.ones(1)], weights_), "3 gradients came"),
         ((state[:-1], gradients, weights_), "optimizer_variables"),
         ((state, gradients, weights_[:1]), "trainable_variables"),

@@ -147,7 +147,7 @@ def test_gradients_that_do_not_match_the_variables() -> None:
     run.optimizer.scale_loss(tensor(1.0))
     before = run.everything()
     for gradients in ([tensor([1.0, 1.0])], [tensor([1.0, 1.0])] * 3):
-        with pytest.raises(ValueError, match=f"{len(gradients)} gradients came for 2 variables"):
+        with pytest.raises(ValueError, match=f"{len(gradients)} gradients were given for 2 variables"):
             run.optimizer.apply(gradients, run.variables)
     with pytest.raises(ValueError, match="all gradients are None"):
         run.optimizer.apply([None, None], run.variables)
@@ -268,7 +268,7 @@ def test_methods_refuse_what_is_no_list_tensor_or_variable(call: Any, bad: Any) 
 
 def test_a_refused_call_builds_nothing() -> None:
     optimizer, variable = LossScaleOptimizer(sgd()), keras.Variable([1.0])
-    with pytest.raises(UsageError, match="2 gradients came for 1 variables"):
+    with pytest.raises(UsageError, match="2 gradients were given for 1 variables"):
         optimizer.apply([tensor([1.0]), tensor([1.0])], [variable])
     assert not optimizer.built
 

@@ -8,11 +8,11 @@ try:
     import keras
 except ImportError as error:
     backend = str(error.name).partition(".")[0]
-    if backend in ("jax", "tensorflow", "torch"):  # Keras is there, and this is to compute
+    if backend in ("jax", "tensorflow", "torch"):  # Keras is installed, its backend is not
         other = "torch" if backend == "jax" else "jax"
         raise MissingExtra(
-            f"Keras is to compute with {backend}, which is missing. Run: pip install {backend}, or write "
-            f"before Keras is imported: os.environ['KERAS_BACKEND'] = {other!r}"
+            f"Keras is set to compute with {backend}, which is not installed. Run: pip install {backend}, or "
+            f"write before Keras is imported: os.environ['KERAS_BACKEND'] = {other!r}"
         ) from error
     if backend != "openvino":
         raise MissingExtra.of(error, "preamp[keras]") from error

@@ -101,7 +101,7 @@ def check_rule(scale: float, steps: float) -> None:
     check_scale(scale, steps)
     if steps > LONGEST:
         raise PolicyError(
-            f"dynamic_growth_steps={steps!r} is more than 2**24, as far as the counter counts. "
+            f"dynamic_growth_steps={steps!r} is more than 2**24, the most that the counter can hold. "
             f"Write loss_scale_factor={scale!r} for a scale that does not move."
         )
 

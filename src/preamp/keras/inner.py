@@ -66,20 +66,20 @@ def check_inner(inner: keras.Optimizer) -> None:
 
 
 def adopt(wrapper: keras.Optimizer, inner: keras.Optimizer) -> None:
-    """Note who wraps an optimizer, for as long as it does."""
+    """Remember the wrapper of an optimizer, for as long as the wrapper exists."""
     _wrappers[inner] = weakref.ref(wrapper)
 
 
 def hand_over(inner: keras.Optimizer, given: dict[str, Any]) -> None:
-    """Set what the wrapper was given on the inner optimizer.
+    """Set the wrapper's arguments on the inner optimizer.
 
     Args:
         inner: the optimizer. Its class's own defaults, such as AdamW's weight decay, are overridden.
-        given: values by name, as in `UNUSED`; defaults are not handed over.
+        given: values by name, as in `UNUSED`; defaults are not forwarded.
 
     Raises:
-        PolicyError: for values that cannot work, or that the inner optimizer has set otherwise. Nothing was
-            set.
+        PolicyError: for invalid values, and for values that contradict those of the inner optimizer. Nothing
+            is set.
         UsageError: for settings that need variables, once the optimizer has been built without them.
     """
     new = {name: value for name, value in given.items() if value != UNUSED[name]}

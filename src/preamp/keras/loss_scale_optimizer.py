@@ -323,8 +323,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             raise UsageError("the optimizer has no variables yet. Write apply(grads, trainable_variables).")
         if len(gradients) != len(variables):
             raise CountError(
-                f"{len(gradients)} gradients came for {len(variables)} variables. Write None for a variable "
-                "without a gradient."
+                f"{len(gradients)} gradients were given for {len(variables)} variables. Write None for "
+                "a variable without a gradient."
             )
         if not self.built:
             self.build(variables)
@@ -535,11 +535,11 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             super().__setattr__(name, value)
 
     def _hands_over(self, inner: keras.Optimizer, name: str) -> bool:
-        """Return whether an attribute that the wrapper lacks is the inner optimizer's to have."""
+        """Return whether an attribute that the wrapper lacks is forwarded to the inner optimizer."""
         return is_hyperparameter(inner, name)
 
     def _scalar(self, name: str, value: float, dtype: str) -> Any:
-        """Return a new variable of the optimizer; replicas have the same values in it."""
+        """Create a scalar variable of the optimizer, with the same value on all replicas."""
         return self.add_variable(
             shape=(),
             initializer=keras.initializers.Constant(value),
@@ -549,23 +549,23 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         )
 
     def _numbers(self, *more: Any) -> list[float]:
-        """Read all of the scaler's variables to the host, and further scalars, all at once."""
+        """Copy the scaler's variables and further scalars to the host, all at once."""
         return list(arrays.read([*[variable.value for variable in self._scaler.variables], *more]))
 
     def _counted(self, values: Sequence[Any]) -> Sequence[Any]:
         values = _listed_values("values", values, "[variable.value for variable in optimizer.variables]")
         if len(values) != len(self.variables):
             raise CountError(
-                f"{len(values)} values came for the optimizer's {len(self.variables)} variables. "
+                f"{len(values)} values were given for the optimizer's {len(self.variables)} variables. "
                 "Write one for each of optimizer.variables."
             )
         return values
 
     def _warn_never_scaled(self) -> None:
-        """Warn, once, of gradients without a scaled loss."""
+        """Warn once that gradients were given and no loss was scaled."""
         self._was_scaled = True
         warnings.warn(
-            f"gradients come to {self.name!r}, which divides them by the loss scale, but no loss was "
+            f"{self.name!r} was given gradients, which it divides by the loss scale, but no loss was "
             "scaled. Write optimizer.scale_loss(loss) before the gradients are computed.",
             stacklevel=level_of_caller("keras", "tensorflow"),
         )
@@ -613,9 +613,10 @@ def _miscounted(gradients: int, variables: int) -> str:
     """Return the error message for another number of gradients than of variables."""
     if variables == 0:  # as after Keras has loaded an .h5 file
         return (
-            f"{gradients} gradients came for an optimizer without variables. A model that was loaded from an "
-            ".h5 file has lost its optimizer's: save it as .keras, or compile it with a new optimizer."
+            f"{gradients} gradients were given for an optimizer without variables. A model that was loaded "
+            "from an .h5 file has lost its optimizer's: save it as .keras, or compile it again."
         )
     return (
-        f"{gradients} gradients came for {variables} variables. Write None for a variable without a gradient."
+        f"{gradients} gradients were given for {variables} variables. "
+        "Write None for a variable without a gradient."
     )

@@ -92,7 +92,7 @@ class ScalerVariables(Generic[S]):
             stats: the `peak` and `share` of the scaled ones, as far as the policy needs them.
             where: the backend's ``where(condition, yes, no)``.
         """
-        # Of the record of the last step a policy needs to know whether it gave up, if it does that.
+        # Of the record of the last step `advance` only uses whether the policy gave up, if it ever does.
         first, last = len(self.state.policy_state), len(self.floats) - (2 if self.policy.gives_up else 0)
         # The sum is a copy: TensorFlow may read the variable's own memory, which is about to be written.
         before = [
@@ -120,9 +120,9 @@ class ScalerVariables(Generic[S]):
 
         Args:
             numbers: the values of `floats`.
-            finite: as in `advance`, like the next two.
-            grad_norm: a number.
-            stats: numbers.
+            finite: as in `advance`.
+            grad_norm: as in `advance`, a number.
+            stats: as in `advance`, numbers.
             write: sets variables to numbers.
 
         Raises:

@@ -17,15 +17,15 @@ else:
 from preamp.tensorflow.optimizer import Kind, LossScaleOptimizer
 
 if "tf_keras" in sys.modules:  # its older file formats find a class only when it is registered
-    import preamp.tensorflow.tf_keras_optimizers  # noqa: F401
+    import preamp.tensorflow.tf_keras_legacy  # noqa: F401  # which imports that of newer optimizers
 
 
 def _class_for(kind: Kind) -> type[LossScaleOptimizer]:
     """Return the class for inner optimizers of one kind. Libraries that are not used are not imported."""
     if kind == "legacy":
-        from preamp.tensorflow import tf_keras_optimizers
+        from preamp.tensorflow import tf_keras_legacy
 
-        return tf_keras_optimizers.LegacyLossScaleOptimizer
+        return tf_keras_legacy.LossScaleOptimizer
     if kind == "tf_keras":
         from preamp.tensorflow import tf_keras_optimizers
 

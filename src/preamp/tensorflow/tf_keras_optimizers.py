@@ -1,4 +1,4 @@
-"""LossScaleOptimizer over tf_keras's optimizers, legacy and newer.
+"""LossScaleOptimizer over `tf_keras.optimizers`, and the base that `tf_keras_legacy` has in common with it.
 
 tf_keras's own classes get the state of `tf_keras_state`. They stay in charge of slots, tracking and replicas,
 so that `Model.compile` and checkpoints find the classes that they know.
@@ -27,7 +27,6 @@ from preamp.tensorflow.optimizer import (
     Loss,
     Pair,
     Variables,
-    check_graph,
     check_tape,
     flat_variables,
     is_hyperparameter,
@@ -288,33 +287,6 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
-
-
-@tf_keras.saving.register_keras_serializable("preamp", "LegacyLossScaleOptimizer")
-class LegacyLossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizer):
-    """`preamp.tensorflow.LossScaleOptimizer` over a legacy optimizer of tf_keras."""
-
-    KIND = "legacy"
-
-    def _compute_gradients(
-        self,
-        loss: Loss,
-        var_list: Variables,
-        grad_loss: tf.Tensor | None = None,
-        tape: tf.GradientTape | None = None,
-    ) -> list[Pair]:
-        check_tape(loss, tape)
-        if not callable(var_list):
-            flat_variables("var_list", var_list)
-        pairs: list[Pair] = self._theirs()._compute_gradients(loss, var_list, grad_loss, tape)
-        return pairs
-
-    def get_gradients(self, loss: Loss, params: Variables) -> list[Any]:
-        """Return unscaled gradients of a loss in a graph, as tf_keras's legacy optimizers compute them."""
-        check_graph()
-        flat_variables("params", params)
-        gradients: list[Any] = self._theirs().get_gradients(loss, params)
-        return gradients
 
 
 def _copied(value: T) -> T:

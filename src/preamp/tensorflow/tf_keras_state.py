@@ -210,7 +210,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         policy_variables = {**self._policy_variables, "scale": scale}
         return self._state(
             {name: tf.cast(tf.convert_to_tensor(v), tf.float32) for name, v in policy_variables.items()},
-            # Of the record of the last step a policy needs to know whether it gave up, if it does that.
+            # Of the record of the last step `advance` only uses whether the policy gave up, if it ever does.
             {
                 name: tf.convert_to_tensor(v) if name.startswith("exhausted") and self.policy.gives_up else v
                 for name, v in self._record.items()
@@ -279,7 +279,7 @@ class Losses:
         self.variables["losses"].assign_add(number, read_value=False)
 
     def end_step(self, steps: tf.Variable) -> None:
-        """Keep the sum as that of the step which ends now, and begin with the next.
+        """Keep the sum as the loss of the step that ends, and start a new one.
 
         Args:
             steps: how many there have been.
