@@ -42,7 +42,7 @@ def assign(settings: object, **values: object) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it: on one line, and cut short.
+    """Return the `repr` of a value for a message: on one line, and shortened.
 
     >>> shown([2.0, None]), shown(list(range(1000))), shown(10**5000)
     ('[2.0, None]', '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...]', 'a very large int')
@@ -64,13 +64,13 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def positive(name: str, value: object, instead: str) -> None:
-    """Refuse what is not a finite number above 0."""
+    """Refuse anything but a finite number above 0."""
     if not (is_number(value) and value > 0.0):
         raise PolicyError(f"{name}={shown(value)} is not a finite number above 0. Write {instead}.")
 
 
 def not_subnormal(name: str, value: float | None) -> None:
-    """Refuse a scale that has no finite inverse in float32, and that compilers flush to 0."""
+    """Refuse a scale that is subnormal in float32: its inverse is inf, and compilers flush it to 0."""
     if value is not None and value < FLOAT32_TINY:
         raise PolicyError(
             f"{name}={value!r} is below float32's smallest normal number: dividing by it overflows. "
@@ -79,7 +79,7 @@ def not_subnormal(name: str, value: float | None) -> None:
 
 
 def between(name: str, value: object, low: float, high: float, *, instead: str) -> None:
-    """Refuse what is not a number strictly between two bounds."""
+    """Refuse anything but a number strictly between two bounds."""
     if not (is_number(value) and low < value < high):
         bounds = f"above {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}, both excluded"
         raise PolicyError(f"{name}={shown(value)} must be a number {bounds}. Write {instead}.")
@@ -92,7 +92,7 @@ def one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def whole(name: str, value: object, *, least: int, instead: str) -> None:
-    """Refuse what is not a whole number, or below `least`."""
+    """Refuse anything but a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise PolicyError(
             f"{name}={shown(value)} must be a whole number of at least {least}. Write {instead}."
@@ -100,7 +100,7 @@ def whole(name: str, value: object, *, least: int, instead: str) -> None:
 
 
 def callable_or_none(name: str, value: object, instead: str) -> None:
-    """Refuse what is neither None nor callable."""
+    """Refuse anything but None and callables."""
     if value is not None and not callable(value):
         raise PolicyError(f"{name}={shown(value)} cannot be called. Write {instead}.")
 
@@ -113,7 +113,7 @@ def listed(name: str, values: object, instead: str) -> list[Any]:
 
 
 def listed_variables(name: str, values: object, instead: str) -> list[Any]:
-    """Return variables as a list. Refuse other things, or a list that holds any."""
+    """Return variables as a list. Refuse anything else, and a list with anything else in it."""
     found = listed(name, values, instead)
     for value in found:
         if not (hasattr(value, "dtype") and hasattr(value, "assign")):
@@ -142,15 +142,7 @@ class ScaledLosses:
         return ScaledLosses, ()
 
     def check(self, loss: object, instead: str) -> None:
-        """Refuse to scale a loss that has been scaled already: gradients are divided by the scale only once.
-
-        Args:
-            loss: what is about to be scaled.
-            instead: what to write.
-
-        Raises:
-            UsageError: for what `note` was told last.
-        """
+        """Refuse to scale the loss that `note` returned last: gradients are unscaled only once."""
         if loss is not None and loss is self._last():
             raise UsageError(
                 "this loss has been scaled already: its gradients would be too large by a factor of the loss "
@@ -190,20 +182,20 @@ def paired(grads_and_vars: object) -> list[tuple[Any, Any]]:
 
 
 def check_store(store: object) -> None:
-    """Refuse what does not map names to arrays, as a dict and Keras's files do."""
+    """Refuse anything but a mapping of names to arrays, such as a dict or one of Keras's files."""
     if not (hasattr(store, "keys") and hasattr(store, "__getitem__")):
         raise UsageError(f"store={shown(store)} is not a dict. Write store = {{}}.")
 
 
 def power_of_two(name: str, value: int, *, most: int, instead: str) -> None:
-    """Refuse what is not 1, 2, 4, 8 ... `most`."""
+    """Refuse anything but a power of two from 1 to `most`."""
     whole(name, value, least=1, instead=instead)
     if value & (value - 1) or value > most:
         raise PolicyError(f"{name}={shown(value)} is not a power of two up to {most}. Write {instead}.")
 
 
 def warn_if_inexact(name: str, value: float | None) -> None:
-    """Warn of a number that is not a power of two, at the user's line that wrote it."""
+    """Warn of a number that is not a power of two, at the user's line."""
     if value is not None and math.frexp(value)[0] != 0.5 and value != FLOAT32_MAX:
         nearest = min(round(math.log2(value)) or (1 if value > 1.0 else -1), 127)
         warnings.warn(

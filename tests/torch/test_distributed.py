@@ -466,7 +466,7 @@ def test_the_optimizer_accumulates_and_clips_shards_as_one_process_does(two, how
     [
         ("plain", "2 ranks train together"),
         ("FSDP2", "its parameters are DTensors"),
-        ("FSDP1", "its parameters belong to FSDP"),
+        ("FSDP1", "its parameters are managed by FSDP"),
     ],
 )
 def test_gradients_that_are_final_only_after_communication_cannot_be_watched(two, kind, reason):

@@ -271,7 +271,6 @@ def report(
     _refuse_to_overwrite(traces, out_file)
     named = _named(traces, list(map(read_trace, traces)))
     rows = [scale_row(name, one) for name, one in named.items()]
-    out_file.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         out_file,
         title="What loss scaling did",
@@ -328,7 +327,6 @@ def inspect(
     from preamp.report import write_report
 
     found = inspect_function(target, framework, device, dtype, emulate=emulate)
-    out_file.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         out_file,
         title=f"What autocast did in {target}",

@@ -79,7 +79,6 @@ def compare(rules: Mapping[str, Policy[Any]], played: Played, path: Path) -> Non
     said = [*_best(steps), *stops(traces.items())]
     print_table([row | trend for row, trend in zip(rows, trends, strict=True)])
     print_lines(said)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_report(
         path,
         title=f"The same {'gradients' if isinstance(steps, Process) else 'overflows'}, different policies",

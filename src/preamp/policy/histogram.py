@@ -21,7 +21,7 @@ class Histogram(Bounded[State]):
     only if the peak stays below the edge even then, in `growth_interval` clean steps in a row, or at once if
     the peak is far below it and not 0. In between, the scale does not move. An overflow backs off.
 
-    `good` in the state counts clean steps with room for a growth, in a row.
+    `good` in the state counts clean steps in a row whose peak would stay below the edge after a growth.
     Source: automatic loss scaling of Graphcore's PopART (`lossscaleupdatex.cpp`).
 
     >>> policy = Histogram(init_scale=8)
@@ -37,7 +37,7 @@ class Histogram(Bounded[State]):
     needs: ClassVar[frozenset[str]] = frozenset({"peak", "share"})
 
     growth_interval: int = setting(
-        8, "clean steps in a row before the scale grows. Only those with room for a growth count."
+        8, "clean steps in a row before the scale grows. Only those count whose peak allows a growth."
     )
     largest: float = setting(
         65504.0,

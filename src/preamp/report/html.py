@@ -14,7 +14,7 @@ from matplotlib.image import imsave
 from numpy.typing import NDArray
 
 from preamp.doctor import lost_words
-from preamp.record.files import replacing
+from preamp.record.files import naming, replacing
 from preamp.record.snapshots import Snapshot, merge_snapshots
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import TITLES, heat_figure, heat_table
@@ -80,7 +80,7 @@ def write_report(
     """Write the report. An existing one is replaced when the new one is complete.
 
     Args:
-        path: the file to write.
+        path: the file to write. Missing folders are made.
         title: its heading.
         lead: introductory paragraphs.
         curves: the traces to draw. A figure without numbers is left out. Of the first few traces with
@@ -115,6 +115,8 @@ def write_report(
 </body>
 </html>
 """
+    with naming(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(page.encode("utf-8", errors="replace"))
 

@@ -74,7 +74,7 @@ def _played(
 
 
 def _measure_process(policy: Policy[Any], process: Process) -> Measure:
-    """Return what measures, for a policy, the gradients of a process."""
+    """Return a function that measures the gradients of a process, as far as a policy needs it."""
     top, bottom, flushed = process.top, process.bottom, lru_cache(maxsize=2**13)(process.flushed)
     needs_nothing, edge = not policy.needs, policy.edge if "share" in policy.needs else None
 
@@ -92,7 +92,7 @@ def _measure_process(policy: Policy[Any], process: Process) -> Measure:
 
 
 def _measure_given(policy: Policy[Any]) -> Measure:
-    """Return what measures, for a policy, steps that are the same at every scale."""
+    """Return the same for steps that are given, and equal at every scale."""
     needs_nothing = not policy.needs
 
     def measure(item: object, _: float) -> Measurement:

@@ -5,7 +5,7 @@ scale grows is half as long as it should be. Without ZeRO it divides by a scale 
 loss with, and does not count hysteresis. Here a step ends before the scale moves, and the loss is scaled in
 all stages.
 
-This module has the order of a step; `access` knows where DeepSpeed keeps the scale and the gradients.
+This module defines the order of a step; `access` reads and writes DeepSpeed's scale and gradients.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Lens:
 
     A pass is one call of the model with gradients enabled; with gradient accumulation, a micro-batch.
     Evaluation under `torch.no_grad()` does not count. The counts of a pass are read when the next one begins,
-    or earlier when `last` or `close()` asks for them. After a skipped step that the scaler knows of without
-    reading the device, the next pass is sampled too, once for several skips in a row.
+    or earlier by `last` or `close()`. After a skipped step, if that is known without reading the device, the
+    next pass is sampled too, once for several skips in a row.
 
     Gradients are those of this rank, before they are averaged or accumulated.
 
