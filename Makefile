@@ -15,6 +15,10 @@ OF_KERAS := tests/keras src/preamp/keras docs/keras.md docs/recipes/keras_fit.md
 # Beside JAX, what ARGS="--framework NAME" asks for.
 FRAMEWORK := $(filter torch keras tensorflow,$(subst =, ,$(ARGS)))
 
+# Images of containers set this. The tests start a hundred processes, and each would compile all of TensorFlow or PyTorch
+# to bytecode again: importing them takes twice as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-r docs fresh matrix constraints bench format clean
 
 train: .venv/train.stamp $(FRAMEWORK:%=.venv/with-%.stamp)
