@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -59,11 +60,21 @@ def close(found: list[Any], expected: list[float]) -> bool:
     return bool(np.allclose(np.array(found, float), expected, rtol=1e-5, atol=0.0, equal_nan=True))
 
 
-@jit
-@pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weighted"])
-def test_a_loss_is_that_of_its_batch(jit_compile: bool, run_eagerly: bool, weights: Any) -> None:
-    jit_compile = jit_compile and not run_eagerly
+HOW = {"compiled": (True, False), "jit_compile=False": (False, False), "run_eagerly": (False, True)}
+if BACKEND == "torch":
+    del HOW["compiled"]
+QUICK = {("compiled", True), ("jit_compile=False", False), ("run_eagerly", True)}
+
+
+@pytest.mark.parametrize(
+    ("how", "is_weighted"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in QUICK))
+        for pair in itertools.product(HOW, (False, True))
+    ],
+)
+def test_a_loss_is_that_of_its_batch(how: str, is_weighted: bool) -> None:
+    (jit_compile, run_eagerly), weights = HOW[how], WEIGHTS if is_weighted else None
     model = model_of(jit_compile, run_eagerly=run_eagerly)
     of = None if weights is None else [weights, weights]
     trace = trace_of(model, X, [Y, Y], epochs=2, sample_weight=of)
@@ -74,8 +85,10 @@ def test_a_loss_is_that_of_its_batch(jit_compile: bool, run_eagerly: bool, weigh
         assert trace[-1].loss == model.optimizer.last_step.loss
 
 
-@jit
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("jit_compile", "bad"),
+    [(False, math.nan), (True, math.inf) if BACKEND != "torch" else (False, math.inf)],
+)
 def test_a_loss_that_is_not_finite_is_recorded(jit_compile: bool, bad: float) -> None:
     """The sum of the epoch does not recover from it. The next epoch has a new one."""
     model, y = model_of(jit_compile), Y.copy()

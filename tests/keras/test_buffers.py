@@ -138,6 +138,7 @@ def test_a_skip_is_noticed_among_several_steps_of_one_execution(steps: int) -> N
 
 
 @pytest.mark.parametrize("value", ["no", 1, None])
+@pytest.mark.any_backend
 def test_whether_to_restore_is_a_bool(value: Any) -> None:
     with pytest.raises(PolicyError, match=r"restore_buffers=.* Write restore_buffers=True"):
         TraceCallback(restore_buffers=value)

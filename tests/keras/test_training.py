@@ -146,6 +146,7 @@ def test_fit_with_arguments_on_the_wrapper(arguments: dict[str, Any], jit_compil
     assert close(weights(ours), weights(plain))
 
 
+@pytest.mark.any_backend
 def test_learning_rate_scheduler_sets_the_rate_of_the_inner_optimizer() -> None:
     ours, plain = (model_of(each) for each in (LossScaleOptimizer(adam()), adam()))
     histories = [
@@ -162,6 +163,7 @@ def test_learning_rate_scheduler_sets_the_rate_of_the_inner_optimizer() -> None:
     assert close(weights(ours), weights(plain))
 
 
+@pytest.mark.any_backend
 def test_reduce_on_plateau_reaches_the_inner_optimizer() -> None:
     model = model_of(LossScaleOptimizer(keras.optimizers.SGD(0.5)))
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=1e9)
@@ -187,6 +189,7 @@ def test_averages_are_swapped_in_to_evaluate() -> None:
     assert close(weights(ours), weights(plain))
 
 
+@pytest.mark.any_backend
 def test_a_checkpoint_of_each_epoch_goes_on_from_there(tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam(), dynamic_growth_steps=4))
     fit(model, 2, callbacks=[keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))])
@@ -196,6 +199,7 @@ def test_a_checkpoint_of_each_epoch_goes_on_from_there(tmp_path: Path) -> None:
     assert same(*([array(v) for v in [*m.variables, *m.optimizer.variables]] for m in (model, again)))
 
 
+@pytest.mark.any_backend
 def test_backup_and_restore_goes_on(tmp_path: Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -214,6 +218,7 @@ def test_backup_and_restore_goes_on(tmp_path: Path) -> None:
     assert resumed.optimizer.skipped_steps == 2
 
 
+@pytest.mark.any_backend
 def test_two_models_with_optimizers_of_their_own() -> None:
     one, two = (model_of(LossScaleOptimizer(adam(), initial_scale=scale)) for scale in (8.0, 64.0))
     one.train_on_batch(*data())
@@ -243,6 +248,7 @@ def test_steps_per_execution(steps: int) -> None:
     assert several.optimizer.skipped_steps == 2
 
 
+@pytest.mark.any_backend
 def test_a_string_of_an_optimizer_under_mixed_float16_is_still_keras_own() -> None:
     with dtype_policy("mixed_float16"):
         assert type(model_of("sgd").optimizer) is keras.optimizers.LossScaleOptimizer
