@@ -13,7 +13,7 @@ import pytest
 from preamp.keras import LossScaleOptimizer, TraceCallback
 
 from .driving import BACKEND, record_shardings
-from .test_training import jit
+from .test_training import usual_first
 
 ROWS, BATCH = 22, 4  # the last batch has two rows
 draw = np.random.default_rng(0)
@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_finite_is_recorded(jit_compile: bool, bad: float) ->
             assert close(losses[3:], expected[3:])
 
 
-@jit
+@usual_first
 def test_what_else_moves_the_sum_is_not_taken_for_the_batch(jit_compile: bool) -> None:
     class Evaluates(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -134,7 +134,7 @@ def test_a_loss_between_others_is_not_known() -> None:
     assert [step.loss for step in trace] == [None, None]
 
 
-@jit
+@usual_first
 def test_a_small_loss_after_a_large_one_is_right_or_not_known(jit_compile: bool) -> None:
     model, y = model_of(jit_compile), Y.copy()
     y[:BATCH] = 1e6

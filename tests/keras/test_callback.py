@@ -18,7 +18,7 @@ from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.seeing import Remembering
 
 from .driving import BACKEND, dtype_policy
-from .test_training import BATCH, OVERFLOWING, ROWS, adam, data, fit, jit, model_of
+from .test_training import BATCH, OVERFLOWING, ROWS, adam, data, fit, jit, model_of, usual_first
 
 STEPS = ROWS // BATCH
 POLICY = Dynamic(init_scale=64.0, growth_interval=2)
@@ -139,7 +139,7 @@ def test_tensorboard_shows_the_scale(tmp_path: Path) -> None:
 GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise", growth_interval=100)
 
 
-@jit
+@usual_first
 def test_a_policy_that_gives_up_ends_fit(jit_compile: bool, tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam(), policy=GIVES_UP), jit_compile=jit_compile)
     callback = TraceCallback(tmp_path / "run.jsonl")

@@ -52,6 +52,14 @@ def weights(model: Any) -> list[np.ndarray]:
 # Without `jit_compile` a step is eager on JAX and on torch, and a `tf.function` on TensorFlow.
 jit = pytest.mark.parametrize("jit_compile", [False] if BACKEND == "torch" else [False, True])
 usual = pytest.mark.parametrize("jit_compile", [BACKEND == "jax"])
+# Both, of which the one that compiles for longer waits for `make test-slow`.
+usual_first = pytest.mark.parametrize(
+    "jit_compile",
+    [
+        BACKEND == "jax",
+        *([] if BACKEND == "torch" else [pytest.param(BACKEND != "jax", marks=pytest.mark.slow)]),
+    ],
+)
 
 
 @jit
@@ -131,7 +139,7 @@ def test_evaluating_moves_nothing() -> None:
     "arguments",
     [
         {"gradient_accumulation_steps": 2},
-        {"use_ema": True, "ema_momentum": 0.5},
+        pytest.param({"use_ema": True, "ema_momentum": 0.5}, marks=pytest.mark.slow),  # of the next one
         {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
         {"global_clipnorm": 0.5},
     ],
