@@ -15,6 +15,10 @@ OF_KERAS := tests/keras src/preamp/keras docs/keras.md docs/recipes/keras_fit.md
 # Beside JAX, what ARGS="--framework NAME" asks for.
 FRAMEWORK := $(filter torch keras tensorflow,$(subst =, ,$(ARGS)))
 
+# Images of containers set this. The tests start a hundred processes, and each would compile all of TensorFlow or PyTorch
+# to bytecode again: importing them takes twice as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-r docs fresh matrix constraints bench format clean
 
 train: .venv/train.stamp $(FRAMEWORK:%=.venv/with-%.stamp)
@@ -24,9 +28,8 @@ train: .venv/train.stamp $(FRAMEWORK:%=.venv/with-%.stamp)
 BESIDE := --no-print-directory --jobs 2 --output-sync
 
 test: .venv/test.stamp
-	$(MAKE) $(BESIDE) check-code docs
+	$(MAKE) $(BESIDE) check-code pytest-keras docs
 	$(MAKE) --no-print-directory pytest
-	$(MAKE) $(BESIDE) pytest-keras
 
 check-code: lint typecheck imports
 
@@ -43,11 +46,11 @@ imports: .venv/test.stamp
 pytest: .venv/test.stamp
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
-# Keras has one backend a process. pytest above has run with TensorFlow.
+# Keras has one backend a process. pytest above runs with TensorFlow, and there alone what is the same on every backend.
 pytest-keras: keras-jax keras-torch
 
 keras-jax keras-torch: keras-%: .venv/test.stamp
-	KERAS_BACKEND=$* $(BIN)/pytest --quiet $(OF_KERAS)
+	KERAS_BACKEND=$* $(BIN)/pytest --quiet -m 'not slow and not any_backend' $(OF_KERAS)
 
 test-slow: .venv/test.stamp
 	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)

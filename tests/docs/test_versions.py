@@ -76,11 +76,11 @@ def test_breaks(broken): pass
 def reported(tool, tmp_path):
     """Return what runs files of tests and counts them."""
 
-    def run(**files):
+    def run(workers, **files):
         for name, content in files.items():
             (tmp_path / f"{name}.py").write_text(content)
         report = tmp_path / "report.xml"
-        words = [sys.executable, "-m", "pytest", "-n", "2", f"--junitxml={report}", "-c", "/dev/null"]
+        words = [sys.executable, "-m", "pytest", "-n", workers, f"--junitxml={report}", "-c", "/dev/null"]
         words += ["--continue-on-collection-errors", *(f"{tmp_path}/{name}.py" for name in files)]
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, check=False)
         return tool.matrix.outcome_of(report, done.returncode)
@@ -89,21 +89,21 @@ def reported(tool, tmp_path):
 
 
 def test_what_fails_is_counted_and_named(reported):
-    outcome = reported(test_some=TESTS, test_gone="import not_there")
+    outcome = reported("0", test_some=TESTS, test_gone="import not_there")
     assert outcome.passed == 1
     assert {name.rpartition("::")[2] for name in outcome.failed} == {"test_fails", "test_breaks", "test_gone"}
     assert json.loads(json.dumps(outcome.skipped)) == {"not today": 1}
 
 
 def test_a_process_that_crashes_has_failed(reported):
-    outcome = reported(test_crash="import os\ndef test_crash(): os._exit(3)\ndef test_other(): pass\n")
+    outcome = reported("1", test_crash="import os\ndef test_crash(): os._exit(3)\ndef test_other(): pass\n")
     assert [name.rpartition("::")[2] for name in outcome.failed] == ["test_crash"]
     assert outcome.passed == 1
 
 
 def test_no_report_and_no_tests_are_failures(tool, tmp_path, reported):
     assert tool.matrix.outcome_of(tmp_path / "none.xml", 139).failed == ("pytest ended with status 139",)
-    assert reported(test_none="").failed == ("pytest ended with status 5",)
+    assert reported("0", test_none="").failed == ("pytest ended with status 5",)
 
 
 def test_rows_are_found_by_their_names(tool, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from preamp.keras import LossScaleOptimizer, TraceCallback
 
 from .driving import BACKEND, record_shardings
-from .test_training import jit
+from .test_training import usual_first
 
 ROWS, BATCH = 22, 4  # the last batch has two rows
 draw = np.random.default_rng(0)
@@ -59,11 +60,21 @@ def close(found: list[Any], expected: list[float]) -> bool:
     return bool(np.allclose(np.array(found, float), expected, rtol=1e-5, atol=0.0, equal_nan=True))
 
 
-@jit
-@pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weighted"])
-def test_a_loss_is_that_of_its_batch(jit_compile: bool, run_eagerly: bool, weights: Any) -> None:
-    jit_compile = jit_compile and not run_eagerly
+HOW = {"compiled": (True, False), "jit_compile=False": (False, False), "run_eagerly": (False, True)}
+if BACKEND == "torch":
+    del HOW["compiled"]
+QUICK = {("compiled", True), ("jit_compile=False", False), ("run_eagerly", True)}
+
+
+@pytest.mark.parametrize(
+    ("how", "is_weighted"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in QUICK))
+        for pair in itertools.product(HOW, (False, True))
+    ],
+)
+def test_a_loss_is_that_of_its_batch(how: str, is_weighted: bool) -> None:
+    (jit_compile, run_eagerly), weights = HOW[how], WEIGHTS if is_weighted else None
     model = model_of(jit_compile, run_eagerly=run_eagerly)
     of = None if weights is None else [weights, weights]
     trace = trace_of(model, X, [Y, Y], epochs=2, sample_weight=of)
@@ -74,8 +85,10 @@ def test_a_loss_is_that_of_its_batch(jit_compile: bool, run_eagerly: bool, weigh
         assert trace[-1].loss == model.optimizer.last_step.loss
 
 
-@jit
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("jit_compile", "bad"),
+    [(False, math.nan), (True, math.inf) if BACKEND != "torch" else (False, math.inf)],
+)
 def test_a_loss_that_is_not_finite_is_recorded(jit_compile: bool, bad: float) -> None:
     """The sum of the epoch does not recover from it. The next epoch has a new one."""
     model, y = model_of(jit_compile), Y.copy()
@@ -92,7 +105,7 @@ def test_a_loss_that_is_not_finite_is_recorded(jit_compile: bool, bad: float) ->
             assert close(losses[3:], expected[3:])
 
 
-@jit
+@usual_first
 def test_what_else_moves_the_sum_is_not_taken_for_the_batch(jit_compile: bool) -> None:
     class Evaluates(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -121,7 +134,7 @@ def test_a_loss_between_others_is_not_known() -> None:
     assert [step.loss for step in trace] == [None, None]
 
 
-@jit
+@usual_first
 def test_a_small_loss_after_a_large_one_is_right_or_not_known(jit_compile: bool) -> None:
     model, y = model_of(jit_compile), Y.copy()
     y[:BATCH] = 1e6

@@ -14,7 +14,7 @@ from preamp import PolicyError, Trace
 from preamp.keras import LossScaleOptimizer, TraceCallback
 
 from .driving import BACKEND, INF, array, close, same
-from .test_training import adam, jit
+from .test_training import adam, jit, usual_first
 
 ROWS, BATCH, BAD = 16, 4, 2
 PATHS = ("norm/moving_mean", "norm/moving_variance")
@@ -47,7 +47,7 @@ def statistics(model: Any) -> list[np.ndarray]:
     return [array(norm.moving_mean), array(norm.moving_variance)]
 
 
-@jit
+@usual_first
 def test_what_a_forward_pass_has_spoiled_is_named(jit_compile: bool, tmp_path: Path) -> None:
     model, path = model_of(jit_compile=jit_compile), tmp_path / "trace.jsonl"
     with pytest.warns(
@@ -138,6 +138,7 @@ def test_a_skip_is_noticed_among_several_steps_of_one_execution(steps: int) -> N
 
 
 @pytest.mark.parametrize("value", ["no", 1, None])
+@pytest.mark.any_backend
 def test_whether_to_restore_is_a_bool(value: Any) -> None:
     with pytest.raises(PolicyError, match=r"restore_buffers=.* Write restore_buffers=True"):
         TraceCallback(restore_buffers=value)

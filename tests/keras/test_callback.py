@@ -18,7 +18,7 @@ from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.seeing import Remembering
 
 from .driving import BACKEND, dtype_policy
-from .test_training import BATCH, OVERFLOWING, ROWS, adam, data, fit, jit, model_of
+from .test_training import BATCH, OVERFLOWING, ROWS, adam, data, fit, jit, model_of, usual_first
 
 STEPS = ROWS // BATCH
 POLICY = Dynamic(init_scale=64.0, growth_interval=2)
@@ -66,6 +66,7 @@ def test_batch_logs_have_the_scale_and_the_skipped_steps() -> None:
     assert seen == [(step.new_scale, sum(s.skipped for s in steps[: step.index + 1])) for step in steps]
 
 
+@pytest.mark.any_backend
 def test_a_file_is_written_line_by_line(tmp_path: Path) -> None:
     path, lengths = tmp_path / "run.jsonl", []
 
@@ -80,6 +81,7 @@ def test_a_file_is_written_line_by_line(tmp_path: Path) -> None:
     assert Trace.read(path).about == {"model": "small"}
 
 
+@pytest.mark.any_backend
 def test_a_file_that_is_there_is_refused_appended_to_or_replaced(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     model = model_of(LossScaleOptimizer(adam()))
@@ -93,6 +95,7 @@ def test_a_file_that_is_there_is_refused_appended_to_or_replaced(tmp_path: Path)
     assert [step.index for step in Trace.read(path)] == list(range(2 * STEPS, 3 * STEPS))
 
 
+@pytest.mark.any_backend
 def test_a_trace_that_is_given_is_recorded_in() -> None:
     trace = Trace(run=7)
     callback = TraceCallback(trace)
@@ -101,6 +104,7 @@ def test_a_trace_that_is_given_is_recorded_in() -> None:
     assert len(trace) == STEPS
 
 
+@pytest.mark.any_backend
 def test_a_file_that_is_given_open_stays_open(tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam()))
     with Trace(path=tmp_path / "run.jsonl") as trace:
@@ -109,6 +113,7 @@ def test_a_file_that_is_given_open_stays_open(tmp_path: Path) -> None:
     assert [step.index for step in Trace.read(tmp_path / "run.jsonl")] == list(range(2 * STEPS))
 
 
+@pytest.mark.any_backend
 def test_one_callback_records_two_fits(tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam(), policy=POLICY))
     callback = TraceCallback(tmp_path / "run.jsonl")
@@ -118,6 +123,7 @@ def test_one_callback_records_two_fits(tmp_path: Path) -> None:
     assert Trace.read(tmp_path / "run.jsonl") == callback.trace
 
 
+@pytest.mark.any_backend
 def test_tensorboard_shows_the_scale(tmp_path: Path) -> None:
     for needed in ("tensorflow", "tensorboard"):
         pytest.importorskip(needed, reason=f"Keras's TensorBoard callback needs {needed}")
@@ -133,7 +139,7 @@ def test_tensorboard_shows_the_scale(tmp_path: Path) -> None:
 GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise", growth_interval=100)
 
 
-@jit
+@usual_first
 def test_a_policy_that_gives_up_ends_fit(jit_compile: bool, tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam(), policy=GIVES_UP), jit_compile=jit_compile)
     callback = TraceCallback(tmp_path / "run.jsonl")
@@ -148,6 +154,7 @@ def test_a_policy_that_gives_up_ends_fit(jit_compile: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.any_backend
 def test_a_fit_that_is_interrupted_leaves_a_file_that_is_closed(error: type, tmp_path: Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -164,11 +171,13 @@ def test_a_fit_that_is_interrupted_leaves_a_file_that_is_closed(error: type, tmp
     gc.collect()  # a file that nobody closed would warn here, and warnings are errors
 
 
+@pytest.mark.any_backend
 def test_other_optimizers_are_refused() -> None:
     with pytest.raises(UsageError, match=r"preamp\.keras\.LossScaleOptimizer"):
         fit(model_of(adam()), 1, callbacks=[TraceCallback()])
 
 
+@pytest.mark.any_backend
 def test_a_static_scale_is_traced_too() -> None:
     callback = TraceCallback()
     fit(model_of(LossScaleOptimizer(adam(), policy=Static(8.0))), 1, callbacks=[callback])
@@ -190,6 +199,7 @@ def test_peaks_are_recorded_where_the_policy_sees_them() -> None:
     assert optimizer.last_step.peak == peaks[-1] > 0.0
 
 
+@pytest.mark.any_backend
 def test_a_second_fit_goes_on_with_the_settings_of_the_file(tmp_path: Path) -> None:
     """The file is closed after a fit and opened again in the next."""
     model = model_of(LossScaleOptimizer(adam()))
@@ -251,6 +261,7 @@ def test_nothing_is_missing_between_fits(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", keras.optimizers.Adam(0.1)], ids=["name", "optimizer"])
+@pytest.mark.any_backend
 def test_keras_own_wrapper_is_told_from_this_one(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`compile` does not look up the name that others replace."""
     monkeypatch.setattr(keras.optimizers, "LossScaleOptimizer", LossScaleOptimizer)

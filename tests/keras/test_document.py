@@ -62,6 +62,7 @@ def ours(inner: str, *, way: str = "eager", inside: dict[str, Any] | None = None
     return Run(LossScaleOptimizer(INNERS[inner](**(inside or {})), **arguments), *STARTS, way=way)
 
 
+@pytest.mark.any_backend
 def test_the_signature_is_the_documented_one() -> None:
     taken = inspect.signature(LossScaleOptimizer).parameters
     assert {name: taken[name].default for name in DEFAULTS} == DEFAULTS
@@ -69,8 +70,18 @@ def test_the_signature_is_the_documented_one() -> None:
     assert list(taken)[: len(stock)] == stock
 
 
-@pytest.mark.parametrize(("inner", "way"), [("momentum", "eager"), ("adam", "compiled")])
-@each_argument
+@pytest.mark.parametrize(
+    ("inner", "way", "arguments"),
+    [
+        *[pytest.param("momentum", "eager", one, id="-".join(one)) for one in ARGUMENTS],
+        *[
+            pytest.param("adam", "compiled", one, id="compiled-" + "-".join(one), marks=marks)
+            for one, marks in zip(
+                ARGUMENTS, [*[pytest.mark.any_backend] * (len(ARGUMENTS) - 1), ()], strict=True
+            )
+        ],
+    ],
+)
 def test_each_argument_is_the_inner_optimizers(inner: str, way: str, arguments: dict[str, Any]) -> None:
     run, plain, without = ours(inner, way=way, **arguments), bare(inner, **arguments), bare(inner)
     walk_abreast(run, plain, SCRIPT)
@@ -81,6 +92,7 @@ def test_each_argument_is_the_inner_optimizers(inner: str, way: str, arguments: 
 
 
 @each_argument
+@pytest.mark.any_backend
 def test_an_argument_of_the_inner_optimizer_stays(arguments: dict[str, Any]) -> None:
     run, plain = ours("momentum", inside=arguments), bare("momentum", **arguments)
     walk_abreast(run, plain, SCRIPT)
@@ -88,6 +100,7 @@ def test_an_argument_of_the_inner_optimizer_stays(arguments: dict[str, Any]) -> 
 
 
 @each_argument
+@pytest.mark.any_backend
 def test_equal_values_in_both_places_are_one(arguments: dict[str, Any]) -> None:
     run, plain = ours("sgd", inside=arguments, **arguments), bare("sgd", **arguments)
     walk_abreast(run, plain, SCRIPT)
@@ -105,6 +118,7 @@ def test_equal_values_in_both_places_are_one(arguments: dict[str, Any]) -> None:
         ("gradient_accumulation_steps", 2, 3),
     ],
 )
+@pytest.mark.any_backend
 def test_conflicting_values_are_refused(argument: str, outer: Any, inner: Any) -> None:
     ema = {"use_ema": True} if argument.startswith("ema") else {}
     optimizer = keras.optimizers.SGD(0.25, **{**ema, argument: inner})
@@ -128,6 +142,7 @@ def test_conflicting_values_are_refused(argument: str, outer: Any, inner: Any) -
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*is not a power of two:preamp.InexactScale")
+@pytest.mark.any_backend
 def test_what_the_wrapper_is_told_counts_more_than_a_factor_inside(
     arguments: dict[str, Any], scale: float
 ) -> None:
@@ -147,6 +162,7 @@ def test_what_the_wrapper_is_told_counts_more_than_a_factor_inside(
     assert array(stock.scale_loss(1.0)) == 10.0
 
 
+@pytest.mark.any_backend
 def test_the_same_factor_in_both_places_is_no_reason_to_warn() -> None:
     with warnings.catch_warnings(action="error"):
         optimizer = LossScaleOptimizer(several(loss_scale_factor=8.0), loss_scale_factor=8.0)
@@ -155,6 +171,7 @@ def test_the_same_factor_in_both_places_is_no_reason_to_warn() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("inner", ["AdamW", "subclass"])
+@pytest.mark.any_backend
 def test_an_argument_counts_more_than_what_the_inner_optimizer_has_by_default(inner: str, way: str) -> None:
     class Mine(keras.optimizers.AdamW):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -170,6 +187,7 @@ def test_an_argument_counts_more_than_what_the_inner_optimizer_has_by_default(in
 
 
 @pytest.mark.parametrize("steps", [2.0, np.float32(2.0), np.int64(2)], ids=repr)
+@pytest.mark.any_backend
 def test_a_whole_number_of_steps_may_be_a_float(steps: Any) -> None:
     run = ours("sgd", initial_scale=8.0, dynamic_growth_steps=steps)
     assert [run.scale for _ in run.steps("0000")] == [8.0, 16.0, 16.0, 32.0]
@@ -197,11 +215,13 @@ def test_the_growth_steps_of_any_policy_are_its_growth_interval() -> None:
 
 @pytest.mark.parametrize("inside", [{"clipnorm": 1.0}, {"clipvalue": 1.0}, {"global_clipnorm": 1.0}])
 @pytest.mark.parametrize("outside", [{"clipnorm": 2.0}, {"clipvalue": 2.0}, {"global_clipnorm": 2.0}])
+@pytest.mark.any_backend
 def test_only_one_way_to_clip(inside: dict[str, float], outside: dict[str, float]) -> None:
     with pytest.raises(PolicyError, match=next(iter(outside))):
         LossScaleOptimizer(keras.optimizers.SGD(0.25, **inside), **outside)
 
 
+@pytest.mark.any_backend
 def test_none_is_every_arguments_default() -> None:
     run = ours("adam", **dict.fromkeys(DEFAULTS))
     assert run.scale == 2.0**15
@@ -298,6 +318,7 @@ def test_a_static_policy_and_a_factor_are_the_same() -> None:
     assert same(*(run.walk("00100").everything() for run in runs))
 
 
+@pytest.mark.any_backend
 def test_a_name_names_the_optimizer_and_its_variables() -> None:
     named = LossScaleOptimizer(keras.optimizers.SGD(0.25), name="scaled")
     assert named.name == "scaled"
@@ -319,6 +340,7 @@ HYPERPARAMETERS = [
 
 
 @pytest.mark.parametrize(("inner", "hyperparameter", "value"), HYPERPARAMETERS)
+@pytest.mark.any_backend
 def test_what_is_set_on_the_wrapper_reaches_the_inner_optimizer(
     inner: str, hyperparameter: str, value: Any
 ) -> None:
@@ -334,6 +356,7 @@ def test_what_is_set_on_the_wrapper_reaches_the_inner_optimizer(
 
 
 @pytest.mark.parametrize(("inner", "hyperparameter", "value"), HYPERPARAMETERS)
+@pytest.mark.any_backend
 def test_what_is_set_on_the_inner_optimizer_shows_on_the_wrapper(
     inner: str, hyperparameter: str, value: Any
 ) -> None:
@@ -342,11 +365,13 @@ def test_what_is_set_on_the_inner_optimizer_shows_on_the_wrapper(
     assert getattr(run.optimizer, hyperparameter) == value
 
 
+@pytest.mark.any_backend
 def test_what_neither_has_is_missing() -> None:
     with pytest.raises(AttributeError, match="beta_1"):
         _ = LossScaleOptimizer(keras.optimizers.SGD(0.25)).beta_1
 
 
+@pytest.mark.any_backend
 def test_excluding_from_weight_decay_reaches_the_inner_optimizer() -> None:
     runs = [ours("sgd", weight_decay=0.5), bare("sgd", weight_decay=0.5)]
     for run in runs:

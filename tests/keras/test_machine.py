@@ -100,11 +100,13 @@ def check(policy: Policy[Any], script: str, way: str = "eager") -> None:
 
 @few
 @given(policy=dynamics(**EXACT) | tolerants(**EXACT), script=scripts)
+@pytest.mark.any_backend
 def test_any_policy_moves_as_on_floats(policy: Policy[Any], script: str) -> None:
     check(policy, script)
 
 
 @pytest.mark.parametrize("name", dialects.ALL)
+@pytest.mark.any_backend
 def test_every_dialect_moves_as_on_floats(name: str) -> None:
     policy = dialects.ALL[name]
     assert len(set(scales_of(policy, "0110101111")[0])) > 1
@@ -122,6 +124,7 @@ def test_every_dialect_moves_as_on_floats(name: str) -> None:
     ],
     ids=repr,
 )
+@pytest.mark.any_backend
 def test_policies_move_in_compiled_steps_as_on_floats(policy: Policy[Any]) -> None:
     check(policy, "000010110001000011", way="compiled")
 
@@ -158,6 +161,7 @@ def test_the_scale_never_leaves_its_ceiling(way: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**-20, 2.0**40])
+@pytest.mark.any_backend
 def test_the_bounds_hold_the_initial_scale(scale: float) -> None:
     run = Run(LossScaleOptimizer(momentum(), scale, 1), np.ones(2))
     scales = [scale, *(run.scale for _ in run.steps("110000"))]
@@ -165,6 +169,7 @@ def test_the_bounds_hold_the_initial_scale(scale: float) -> None:
     assert max(scales) == (scale if scale > 1 else scale * 16)
 
 
+@pytest.mark.any_backend
 def test_a_scale_that_is_no_power_of_two_warns_and_works() -> None:
     with pytest.warns(InexactScale, match="1000"):
         optimizer = LossScaleOptimizer(momentum(), 1000.0)

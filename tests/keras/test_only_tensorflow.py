@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from preamp import Dynamic, ScaleExhausted, UsageError
 from preamp.keras import LossScaleOptimizer, TraceCallback
+from tests.combinations import combinations
 from tests.seeing import Remembering
 
 from .driving import INF, Run, Stock, array, close, same
@@ -291,8 +292,7 @@ def test_apply_wants_the_context_of_a_replica(strategy: Any) -> None:
             ours.apply([tf.constant([1.0])], [variable])
 
 
-@pytest.mark.parametrize("row", [0, BATCH - 1], ids=["first", "second"])
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@combinations([(0, True), (BATCH - 1, False)], row=[0, BATCH - 1], run_eagerly=[False, True])
 def test_fit_skips_an_overflow_of_either_replica(strategy: Any, row: int, run_eagerly: bool) -> None:
     x, y = data(overflow=False)
     spoiled = y.copy()

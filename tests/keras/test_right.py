@@ -85,12 +85,14 @@ def test_an_interval_that_is_lowered_on_the_way_still_grows() -> None:
 
 
 @pytest.mark.parametrize("legacy", [(False, 1024.0), (True,), (True, 1024.0)])
+@pytest.mark.any_backend
 def test_the_arguments_of_tf_keras_by_position_are_refused(legacy: tuple[Any, ...]) -> None:
     with pytest.raises(PolicyError, match="initial_scale"):
         LossScaleOptimizer(sgd(), *legacy)
     Stock(sgd(), *legacy)
 
 
+@pytest.mark.any_backend
 def test_nested_optimizers_are_refused() -> None:
     Stock(Stock(sgd()))
     for make in (Stock, LossScaleOptimizer):
@@ -99,6 +101,7 @@ def test_nested_optimizers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.any_backend
 def test_it_may_take_the_name_of_keras_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (keras.optimizers, keras.mixed_precision):
         monkeypatch.setattr(module, "LossScaleOptimizer", LossScaleOptimizer)
@@ -110,6 +113,7 @@ def test_it_may_take_the_name_of_keras_own(way: str, monkeypatch: pytest.MonkeyP
             keras.optimizers.LossScaleOptimizer(make(sgd()))
 
 
+@pytest.mark.any_backend
 def test_a_model_trains_when_it_has_the_name_of_keras_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keras.optimizers, "LossScaleOptimizer", LossScaleOptimizer)
     with dtype_policy("mixed_float16"):
@@ -120,6 +124,7 @@ def test_a_model_trains_when_it_has_the_name_of_keras_own(monkeypatch: pytest.Mo
     assert model.optimizer.last_step.index == 1
 
 
+@pytest.mark.any_backend
 def test_a_factor_that_is_set_inside_afterwards_would_divide_twice() -> None:
     inner = sgd()
     run = Run(LossScaleOptimizer(inner), np.ones(2)).walk("0")
@@ -130,6 +135,7 @@ def test_a_factor_that_is_set_inside_afterwards_would_divide_twice() -> None:
     assert same(run.everything(), before)
 
 
+@pytest.mark.any_backend
 def test_an_inner_optimizer_has_one_wrapper() -> None:
     inner = sgd()
     Stock(inner), Stock(inner)
@@ -184,6 +190,7 @@ def reloaded(model: Any, path: Path) -> Any:
     return keras.models.load_model(path)
 
 
+@pytest.mark.any_backend
 def test_auto_scale_loss_survives_saving(tmp_path: Path) -> None:
     with dtype_policy("mixed_float16"):
         stock, ours = small(), small()
@@ -245,6 +252,7 @@ def both_with_momentum() -> list[Run]:
     ]
 
 
+@pytest.mark.any_backend
 def test_from_config_leaves_its_argument_alone() -> None:
     for make, alone in ((Stock, False), (LossScaleOptimizer, True)):
         config = make(sgd()).get_config()

@@ -112,6 +112,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids="-".join)
+@pytest.mark.any_backend
 def test_every_argument_comes_back(arguments: dict[str, Any], tmp_path: Path) -> None:
     model = train(model_of(adam(**arguments)), "0010")
     again = saved(model, tmp_path)
@@ -123,6 +124,7 @@ def test_every_argument_comes_back(arguments: dict[str, Any], tmp_path: Path) ->
     assert same(everything(model), everything(again))
 
 
+@pytest.mark.any_backend
 def test_what_was_set_later_comes_back(tmp_path: Path) -> None:
     model = train(model_of(adam()), "0")
     model.optimizer.learning_rate = 0.5
@@ -147,6 +149,7 @@ def sizes_in_file(model: Any, path: Path) -> list[int]:
     return sorted(sizes)
 
 
+@pytest.mark.any_backend
 def test_the_state_is_in_the_file_once(tmp_path: Path) -> None:
     """Stock Keras writes what the inner optimizer remembers twice."""
     ours, stock = (train(model_of(each), "01") for each in (adam(), Stock(keras.optimizers.Adam(0.125))))
@@ -159,6 +162,7 @@ def test_the_state_is_in_the_file_once(tmp_path: Path) -> None:
     assert len(kept) == len(own) - len(unused)
 
 
+@pytest.mark.any_backend
 def test_own_state_is_saved_by_name() -> None:
     optimizer = train(model_of(adam()), "01").optimizer
     store: dict[str, Any] = {}
@@ -167,6 +171,7 @@ def test_own_state_is_saved_by_name() -> None:
     assert store["step_counter"] == 0
 
 
+@pytest.mark.any_backend
 def test_a_dict_holds_what_the_inner_optimizer_learned_as_well() -> None:
     """A file has that beside the wrapper's own state; a dict is all that its caller gets."""
     ours, other = (train(model_of(adam()), "0") for _ in range(2))
@@ -177,6 +182,7 @@ def test_a_dict_holds_what_the_inner_optimizer_learned_as_well() -> None:
     assert same(*([array(v) for v in model.optimizer.variables] for model in (ours, other)))
 
 
+@pytest.mark.any_backend
 def test_auto_scale_loss_false_is_no_obstacle(tmp_path: Path) -> None:
     with dtype_policy("mixed_float16"):
         model = train(model_of(adam(), auto_scale_loss=False), "0010")
@@ -187,6 +193,7 @@ def test_auto_scale_loss_false_is_no_obstacle(tmp_path: Path) -> None:
     assert again.optimizer.loss_scale == 2.0**13
 
 
+@pytest.mark.any_backend
 def test_a_file_can_be_loaded_twice(tmp_path: Path) -> None:
     model = train(model_of(adam(policy=POLICIES[0])), "0010")
     first, second = saved(model, tmp_path), keras.models.load_model(tmp_path / "model.keras")
@@ -194,6 +201,7 @@ def test_a_file_can_be_loaded_twice(tmp_path: Path) -> None:
     assert same(everything(second), everything(model))
 
 
+@pytest.mark.any_backend
 def test_a_second_round_trip_changes_nothing(tmp_path: Path) -> None:
     model = train(model_of(adam()), "0010")
     again = saved(saved(model, tmp_path), tmp_path)
@@ -236,6 +244,7 @@ def remade(optimizer: Any, way: str) -> Any:
 
 @pytest.mark.parametrize("way", ["from_config", "registered", "json", "deepcopy"])
 @pytest.mark.parametrize("policy", ALL, ids=repr)
+@pytest.mark.any_backend
 def test_configs_hold_the_policy(policy: Policy[Any], way: str) -> None:
     optimizer = adam(policy=policy, clipnorm=0.5)
     again = remade(optimizer, way)
@@ -248,6 +257,7 @@ def test_configs_hold_the_policy(policy: Policy[Any], way: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids="-".join)
+@pytest.mark.any_backend
 def test_configs_hold_every_argument(arguments: dict[str, Any]) -> None:
     optimizer = adam(**arguments)
     config = optimizer.get_config()
@@ -260,6 +270,7 @@ def test_configs_hold_every_argument(arguments: dict[str, Any]) -> None:
         assert getattr(again, name) == value
 
 
+@pytest.mark.any_backend
 def test_a_config_of_stock_keras_makes_ours() -> None:
     stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.5), 8.0, 7, name="scaled")
     ours = LossScaleOptimizer.from_config(stock.get_config())
@@ -271,6 +282,7 @@ def test_a_config_of_stock_keras_makes_ours() -> None:
     assert [Run(ours, np.ones(1)).walk("0000000").scale] == [16.0]
 
 
+@pytest.mark.any_backend
 def test_custom_inner_optimizers_are_found() -> None:
     class Mine(keras.optimizers.SGD):
         pass
@@ -303,6 +315,7 @@ def test_variables_are_own_and_inner_ones_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"loss_scale_factor": 8.0}, {"policy": POLICIES[1]}], ids="-".join)
+@pytest.mark.any_backend
 def test_weights_of_another_rule_bring_what_they_have(arguments: dict[str, Any], tmp_path: Path) -> None:
     """A fixed scale stays what was asked for; a rule that counts more keeps its own count."""
     train(model_of(adam()), "0010").save(tmp_path / "model.keras")
@@ -328,6 +341,7 @@ def test_a_scale_that_died_starts_again_with_a_warning(scale: float, tmp_path: P
     assert again.optimizer.loss_scale == 64.0
 
 
+@pytest.mark.any_backend
 def test_weights_saved_without_a_wrapper_load_with_the_optimizers_state(tmp_path: Path) -> None:
     model = model_of(keras.optimizers.SGD(0.01, momentum=0.9))
     train(model, "0")
@@ -346,6 +360,7 @@ class Cautious(Dynamic):
     """A policy of one's own."""
 
 
+@pytest.mark.any_backend
 def test_a_registered_policy_of_ones_own_comes_back(tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=Cautious(init_scale=4.0)))
     train(model, "0")
@@ -403,6 +418,7 @@ class Noted(LossScaleOptimizer):
         return {**super().get_config(), "note": self.note}
 
 
+@pytest.mark.any_backend
 def test_a_subclass_with_an_argument_of_its_own_is_saved_and_loaded(tmp_path: Path) -> None:
     model = model_of(Noted(keras.optimizers.Adam(0.125), note="here", initial_scale=8.0))
     train(model, "01")
@@ -414,6 +430,7 @@ def test_a_subclass_with_an_argument_of_its_own_is_saved_and_loaded(tmp_path: Pa
 
 
 @pytest.mark.parametrize("wrap", [LossScaleOptimizer, Stock])
+@pytest.mark.any_backend
 def test_weights_loaded_before_build_are_told_of(wrap: Any, tmp_path: Path) -> None:
     """Keras loads nothing into an optimizer without variables. Its own warning names no line to write."""
     path = tmp_path / "model.weights.h5"

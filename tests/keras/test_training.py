@@ -52,6 +52,14 @@ def weights(model: Any) -> list[np.ndarray]:
 # Without `jit_compile` a step is eager on JAX and on torch, and a `tf.function` on TensorFlow.
 jit = pytest.mark.parametrize("jit_compile", [False] if BACKEND == "torch" else [False, True])
 usual = pytest.mark.parametrize("jit_compile", [BACKEND == "jax"])
+# Both, of which the one that compiles for longer waits for `make test-slow`.
+usual_first = pytest.mark.parametrize(
+    "jit_compile",
+    [
+        BACKEND == "jax",
+        *([] if BACKEND == "torch" else [pytest.param(BACKEND != "jax", marks=pytest.mark.slow)]),
+    ],
+)
 
 
 @jit
@@ -131,7 +139,7 @@ def test_evaluating_moves_nothing() -> None:
     "arguments",
     [
         {"gradient_accumulation_steps": 2},
-        {"use_ema": True, "ema_momentum": 0.5},
+        pytest.param({"use_ema": True, "ema_momentum": 0.5}, marks=pytest.mark.slow),  # of the next one
         {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
         {"global_clipnorm": 0.5},
     ],
@@ -146,6 +154,7 @@ def test_fit_with_arguments_on_the_wrapper(arguments: dict[str, Any], jit_compil
     assert close(weights(ours), weights(plain))
 
 
+@pytest.mark.any_backend
 def test_learning_rate_scheduler_sets_the_rate_of_the_inner_optimizer() -> None:
     ours, plain = (model_of(each) for each in (LossScaleOptimizer(adam()), adam()))
     histories = [
@@ -162,6 +171,7 @@ def test_learning_rate_scheduler_sets_the_rate_of_the_inner_optimizer() -> None:
     assert close(weights(ours), weights(plain))
 
 
+@pytest.mark.any_backend
 def test_reduce_on_plateau_reaches_the_inner_optimizer() -> None:
     model = model_of(LossScaleOptimizer(keras.optimizers.SGD(0.5)))
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=1e9)
@@ -187,6 +197,7 @@ def test_averages_are_swapped_in_to_evaluate() -> None:
     assert close(weights(ours), weights(plain))
 
 
+@pytest.mark.any_backend
 def test_a_checkpoint_of_each_epoch_goes_on_from_there(tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam(), dynamic_growth_steps=4))
     fit(model, 2, callbacks=[keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))])
@@ -196,6 +207,7 @@ def test_a_checkpoint_of_each_epoch_goes_on_from_there(tmp_path: Path) -> None:
     assert same(*([array(v) for v in [*m.variables, *m.optimizer.variables]] for m in (model, again)))
 
 
+@pytest.mark.any_backend
 def test_backup_and_restore_goes_on(tmp_path: Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -214,6 +226,7 @@ def test_backup_and_restore_goes_on(tmp_path: Path) -> None:
     assert resumed.optimizer.skipped_steps == 2
 
 
+@pytest.mark.any_backend
 def test_two_models_with_optimizers_of_their_own() -> None:
     one, two = (model_of(LossScaleOptimizer(adam(), initial_scale=scale)) for scale in (8.0, 64.0))
     one.train_on_batch(*data())
@@ -243,6 +256,7 @@ def test_steps_per_execution(steps: int) -> None:
     assert several.optimizer.skipped_steps == 2
 
 
+@pytest.mark.any_backend
 def test_a_string_of_an_optimizer_under_mixed_float16_is_still_keras_own() -> None:
     with dtype_policy("mixed_float16"):
         assert type(model_of("sgd").optimizer) is keras.optimizers.LossScaleOptimizer

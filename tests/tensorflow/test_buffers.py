@@ -13,6 +13,7 @@ import tf_keras
 
 from preamp import PolicyError
 from preamp.tensorflow import LossScaleOptimizer
+from tests.combinations import combinations
 
 from .kinds import inner, of_tf_keras_trained
 from .test_distributed import strategy
@@ -21,7 +22,8 @@ __all__ = ["strategy"]
 
 BATCH, BAD, STEPS = 4, 2, 5
 NAMES = ("norm/moving_mean", "norm/moving_variance")
-ways = pytest.mark.parametrize("way", ["fit", "fit eagerly", "loop", "loop eagerly"])
+WAYS = ["fit", "fit eagerly", "loop", "loop eagerly"]
+KINDS = ["legacy", "tf_keras"]
 
 
 def model_of() -> Any:
@@ -78,8 +80,7 @@ def wrapped(kind: str, **arguments: Any) -> LossScaleOptimizer:
     return LossScaleOptimizer(inner(kind, "SGD", 0.01), initial_scale=16.0, **arguments)
 
 
-@of_tf_keras_trained
-@ways
+@combinations([("tf_keras", "fit"), ("tf_keras", "loop eagerly")], kind=KINDS, way=WAYS)
 def test_a_skipped_step_names_what_its_forward_pass_has_ruined(kind: str, way: str) -> None:
     model = model_of()
     seen = train(model, wrapped(kind, model=model), way)
@@ -88,8 +89,7 @@ def test_a_skipped_step_names_what_its_forward_pass_has_ruined(kind: str, way: s
     assert not np.isfinite(seen[-1][1]).all()
 
 
-@of_tf_keras_trained
-@ways
+@combinations([("tf_keras", way) for way in WAYS], kind=KINDS, way=WAYS)
 def test_what_was_ruined_is_put_back(kind: str, way: str) -> None:
     """Training is as if the batch had not been there."""
     model = model_of()
@@ -101,8 +101,7 @@ def test_what_was_ruined_is_put_back(kind: str, way: str) -> None:
     assert np.isfinite(model.predict(batches()[0][0], verbose=0)).all()
 
 
-@of_tf_keras_trained
-@ways
+@combinations([("tf_keras", "fit eagerly"), ("tf_keras", "loop")], kind=KINDS, way=WAYS)
 def test_without_an_overflow_nothing_differs(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.tensorflow.test_buffers.BAD", slice(0, 0))
     records = []

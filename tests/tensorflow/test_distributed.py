@@ -12,6 +12,7 @@ import tf_keras
 
 from preamp import Dynamic, ScaleExhausted, UsageError
 from preamp.tensorflow import LossScaleOptimizer
+from tests.combinations import combinations
 
 from .kinds import KINDS, Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, rules
 
@@ -141,8 +142,7 @@ def model_of(kind: str, strategy: Any, optimizer: Any) -> Any:
     return model
 
 
-@each_kind_trained
-@pytest.mark.parametrize("row", [0, 3], ids=["first", "second"])
+@combinations([("tf_keras", 0), ("keras", 3)], kind=KINDS, row=[0, 3])
 def test_fit_skips_an_overflow_of_either_replica(kind: str, row: int, strategy: Any) -> None:
     model = model_of(kind, strategy, lambda: LossScaleOptimizer(inner(kind), **ARGUMENTS))
     x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")

@@ -6,18 +6,20 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
+import warnings
 
+import keras
 import pytest
 import tf_keras
 
+from preamp import UsageError
 from preamp.tensorflow import LossScaleOptimizer
 
 
-def python(code: str, **environment: str) -> str:
+def python(code: str, *arguments: str, **environment: str) -> str:
     """Run code in a process of its own; return what it prints, errors last."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
         env={**os.environ, "KERAS_BACKEND": "tensorflow", **environment},
         capture_output=True,
         text=True,
@@ -38,23 +40,63 @@ print("tf_keras" in sys.modules)
     assert python(code).split() == ["False", "False", "False"]
 
 
-@pytest.mark.parametrize(
-    "legacy", [pytest.param("0", id="Keras 3", marks=pytest.mark.slow), pytest.param("1", id="tf_keras")]
-)
-def test_the_examples_of_the_document_print_the_same_with_either_keras(legacy: str) -> None:
+# One process for both: importing TensorFlow and tf_keras takes seconds.
+WITH_TF_KERAS = """
+import sys, tf_keras, preamp.tensorflow
+print(float(tf_keras.models.load_model(sys.argv[1]).optimizer.loss_scale))
+
+import doctest, tensorflow as tf
+from preamp.tensorflow import optimizer
+print(tf.keras.optimizers.Adam.__module__.split(".")[0], *doctest.testmod(optimizer))
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the lines that a process prints in which `tf.keras` is tf_keras."""
+    file = tmp_path_factory.mktemp("saved") / "model.h5"
+    model = tf_keras.Sequential([tf_keras.layers.Input((3,)), tf_keras.layers.Dense(2)])
+    model.compile(LossScaleOptimizer(tf_keras.optimizers.SGD(), initial_scale=8.0), "mse")
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of the format's age
+        model.save(file)
+    return python(WITH_TF_KERAS, str(file), TF_USE_LEGACY_KERAS="1").splitlines()
+
+
+def test_a_file_of_an_older_format_is_read_where_nothing_was_wrapped_yet(printed: list[str]) -> None:
+    assert printed[0] == "8.0"
+
+
+def examples() -> str:
+    found = (LossScaleOptimizer.__doc__ or "").count(">>>")
+    assert found > 20
+    return str(found)
+
+
+def test_the_examples_of_the_document_print_the_same_with_tf_keras(printed: list[str]) -> None:
+    assert printed[1:] == [f"tf_keras 0 {examples()}"]
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_document_print_the_same_with_keras() -> None:
     code = """
 import doctest, tensorflow as tf
 from preamp.tensorflow import optimizer
 print(tf.keras.optimizers.Adam.__module__.split(".")[0], *doctest.testmod(optimizer))
 """
-    library = "tf_keras" if legacy == "1" else "keras"
-    examples = (LossScaleOptimizer.__doc__ or "").count(">>>")
-    assert examples > 20
-    assert python(code, TF_USE_LEGACY_KERAS=legacy).split() == [library, "0", str(examples)]
+    assert python(code, TF_USE_LEGACY_KERAS="0").split() == ["keras", "0", examples()]
 
 
-@pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=pytest.mark.slow)])
-def test_keras_has_to_compute_with_tensorflow(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_keras_has_to_compute_with_tensorflow(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: backend)
+    with pytest.raises(UsageError, match=f"Keras computes with {backend} here") as refused:
+        LossScaleOptimizer(keras.optimizers.SGD())
+    assert "from preamp.keras import LossScaleOptimizer" in str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_keras_that_computes_with_another_backend_is_refused(backend: str) -> None:
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed, so that Keras cannot compute with it")
     code = "import keras, preamp.tensorflow as p; p.LossScaleOptimizer(keras.optimizers.SGD())"
@@ -65,17 +107,6 @@ def test_keras_has_to_compute_with_tensorflow(backend: str) -> None:
 
 def test_the_line_that_installs_what_is_missing() -> None:
     code = "import sys; sys.modules['tensorflow'] = None; import preamp.tensorflow"
-    assert "MissingExtra" in python(code)
-    assert "pip install 'preamp[tensorflow]'" in python(code)
-
-
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_a_file_of_an_older_format_is_read_where_nothing_was_wrapped_yet(tmp_path: Path) -> None:
-    model = tf_keras.Sequential([tf_keras.layers.Input((3,)), tf_keras.layers.Dense(2)])
-    model.compile(LossScaleOptimizer(tf_keras.optimizers.SGD(), initial_scale=8.0), "mse")
-    model.save(tmp_path / "model.h5")
-    code = f"""
-import tf_keras, preamp.tensorflow
-print(float(tf_keras.models.load_model("{tmp_path}/model.h5").optimizer.loss_scale))
-"""
-    assert python(code).split() == ["8.0"]
+    said = python(code)
+    assert "MissingExtra" in said
+    assert "pip install 'preamp[tensorflow]'" in said

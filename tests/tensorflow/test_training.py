@@ -16,8 +16,9 @@ import tf_keras
 from preamp import Dynamic, ScaleExhausted, Static
 from preamp.keras import TraceCallback
 from preamp.tensorflow import LossScaleOptimizer
+from tests.combinations import combinations
 
-from .kinds import Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, wrapped
+from .kinds import KINDS, Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, wrapped
 
 LIBRARIES = {"legacy": tf_keras, "tf_keras": tf_keras, "keras": keras}
 INF = float("inf")
@@ -58,8 +59,11 @@ def fit(model: Any, **arguments: Any) -> Any:
     return model.fit(x, y, batch_size=4, verbose=0, shuffle=False, **arguments).history["loss"]
 
 
-@each_kind_trained
-@pytest.mark.parametrize("arguments", [{}, {"run_eagerly": True}, {"jit_compile": True}], ids=str)
+@combinations(
+    [("tf_keras", {}), ("tf_keras", {"run_eagerly": True}), ("keras", {"jit_compile": True})],
+    kind=KINDS,
+    arguments=[{}, {"run_eagerly": True}, {"jit_compile": True}],
+)
 def test_fit_takes_the_steps_of_the_bare_optimizer(kind: str, arguments: Any) -> None:
     """To the last bit: scaling by a power of two rounds nothing."""
     bare = model_of(kind, inner(kind, "SGD", 0.125, momentum=0.5), **arguments)
@@ -151,8 +155,7 @@ def test_a_fixed_scale_in_fit(kind: str) -> None:
     assert model.optimizer.policy == Static(128.0)
 
 
-@each_kind_trained
-@pytest.mark.parametrize("compiled", [False, True])
+@combinations([("tf_keras", True), ("keras", False)], kind=KINDS, compiled=[False, True])
 def test_a_loop_with_a_tape_takes_the_steps_of_fit(kind: str, compiled: bool) -> None:
     fitted, looped = (model_of(kind, wrapped(kind)) for _ in range(2))
     optimizer, x, y = looped.optimizer, *data()

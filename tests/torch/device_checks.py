@@ -17,6 +17,7 @@ from preamp import Headroom, Histogram
 from preamp.arrays.torch import Gradients
 from preamp.arrays.torch_devices import widest
 from preamp.torch import GradScaler, LayerwiseScale, Lens, LossScaleOptimizer
+from tests.combinations import combinations
 
 from .stand_in_device import install
 
@@ -50,7 +51,6 @@ CLIPS: dict[str, dict[str, float]] = {
     "both": {"max_norm": 0.5, "max_value": 0.1},
 }
 policies = pytest.mark.parametrize("policy", list(POLICIES))
-clips = pytest.mark.parametrize("clip", list(CLIPS))
 
 
 def model_on(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -106,9 +106,15 @@ def trained(device: str, kind: str, options: dict[str, Any], clip: dict[str, flo
     return weights(model), steps, scaler
 
 
-@clips
-@policies
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+# Each optimizer under each policy, and either with each way to clip.
+PAIRS = [
+    (kind, policy, list(CLIPS)[(row + column) % len(CLIPS)])
+    for row, kind in enumerate(OPTIMIZERS)
+    for column, policy in enumerate(POLICIES)
+]
+
+
+@combinations(PAIRS, kind=OPTIMIZERS, policy=POLICIES, clip=CLIPS)
 def test_a_training_goes_as_on_the_cpu(kind, policy, clip):
     here, there = (trained(where, kind, POLICIES[policy](), CLIPS[clip]) for where in (DEVICE, "cpu"))
     same(here[0], there[0])

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from preamp import casting
 from preamp.torch import autocast, custom_bwd, custom_fwd
+from tests.combinations import inside
 
 from .regions import BASE, BRAIN, FULL, HALF, all_same, in_thread, numbers, state
 
@@ -40,9 +41,7 @@ def derivatives(compute, leaves):
     return [result, *first, *second]
 
 
-@pytest.mark.parametrize("backward", ["inside", "outside"])
-@pytest.mark.parametrize("dtypes", LEAVES.values(), ids=list(LEAVES))
-@pytest.mark.parametrize("rule", ["lower", "float32", "widest"])
+@inside(backward=["inside", "outside"], dtypes=LEAVES.values(), rule=["lower", "float32", "widest"])
 @pytest.mark.parametrize(("name", "call"), DIFFERENTIABLE, ids=[name for name, _ in DIFFERENTIABLE])
 def test_derivatives_are_those_of_casts_by_hand(name, call, rule, dtypes, backward):
     to = {"lower": HALF, "float32": FULL, "widest": dtypes[0]}[rule]

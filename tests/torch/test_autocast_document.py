@@ -30,6 +30,7 @@ import preamp.torch
 from preamp import casting
 from preamp.errors import UsageError
 from preamp.torch import autocast, custom_bwd, custom_fwd
+from tests.combinations import inside
 
 HALF, BRAIN, FULL, DOUBLE, LONG = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
 no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
@@ -439,8 +440,10 @@ def used(region: Any, fwd: Any, bwd: Any, cast_inputs: Any, options: Any, place:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("cast_inputs", [None, FULL, HALF, BRAIN])
-@pytest.mark.parametrize("options", [{"enabled": False}, {"dtype": BRAIN}, {"dtype": HALF}, {}])
+@inside(
+    cast_inputs=[None, FULL, HALF, BRAIN],
+    options=[{"enabled": False}, {"dtype": BRAIN}, {"dtype": HALF}, {}],
+)
 def test_custom_functions_run_in_the_documented_state(options, cast_inputs, place):
     log, values = used(autocast, custom_fwd, custom_bwd, cast_inputs, options, place)
     original = used(torch.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd, cast_inputs, options, place)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preamp import Dynamic, Headroom, Histogram, LogMax, PolicyError, Static, Tolerant, Trace, dialects
 from preamp.errors import UsageError
 from preamp.torch import GradScaler
+from preamp.torch.scaling import launches
 
 from .pairs import INF, NAN, contents, give, make, ours, state_of, weights
 
@@ -48,6 +49,8 @@ POLICIES = {
     "log max": {"policy": LogMax(init_scale=2.0**10, settle_interval=2, search_interval=2)},
 }
 kinds = pytest.mark.parametrize("kind", list(OPTIMIZERS))
+# In Triton's interpreter, where `test_launches.py` runs this file too, a step takes several times as long.
+EXAMPLES = 40 if "cpu" in launches.DEVICE_TYPES else 150
 scripts = st.lists(st.sampled_from([1.0, 1.0, 1.0, INF, NAN]), min_size=1, max_size=10)
 
 
@@ -73,7 +76,7 @@ class Training:
         return contents([self.matrix.detach(), self.late.detach()])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     script=scripts,
     kind=st.sampled_from(list(OPTIMIZERS)),
@@ -117,7 +120,7 @@ CHANGES = {
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint:UserWarning")  # which the scale by hand is beyond
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     script=st.lists(
         st.tuples(st.sampled_from([1.0, 1.0, INF]), st.sampled_from(list(CHANGES))), min_size=1, max_size=12

@@ -21,15 +21,31 @@ RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @pytest.mark.skipif(RELEASE < (2, 10), reason="PyTorch has backends in Python since 2.10")
-@pytest.mark.parametrize("device", ["stand-in", "stand-in without float64"])
-def test_all_that_trains_on_the_cpu_trains_on_another_device(device):
+@pytest.mark.parametrize(
+    ("device", "which"),
+    [("stand-in", "not keras"), ("stand-in without float64", "")],  # Keras, which is slow to import, once
+    ids=["stand-in", "stand-in without float64"],
+)
+def test_all_that_trains_on_the_cpu_trains_on_another_device(device, which):
     told = {**os.environ, "PREAMP_TEST_DEVICE": device, "KERAS_BACKEND": "torch"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CHECKS)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(CHECKS),
+        "-k",
+        which,
+    ]
     done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=900, check=False)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert passed is not None
-    assert int(passed[1]) >= 70
+    assert int(passed[1]) >= 50
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ What the kernels compute is tested in `triton_interpreted.py`, in Triton's inter
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -95,8 +96,7 @@ def python(*words, **environment):
 
 
 @with_triton
-@pytest.mark.parametrize("file", ["triton_interpreted.py", "test_capturable.py"])
-def test_the_kernels_do_what_operators_do(file):
+def test_the_kernels_do_what_operators_do():
     """The second file has a training for every optimizer, policy and change by hand."""
     code = (
         "import sys, pytest; from preamp.torch.scaling import launches; launches.DEVICE_TYPES = ('cpu',); "
@@ -104,16 +104,14 @@ def test_the_kernels_do_what_operators_do(file):
         "assert launches._launched and not launches._failed; sys.exit(code)"
     )
     options = ["-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]  # NumPy's, of inf and NaN
-    done = python("-c", code, *options, f"tests/torch/{file}", TRITON_INTERPRET="1")
+    options += ["-k", "not compile"]  # what `torch.compile` traces launches none of them
+    files = [f"tests/torch/{name}.py" for name in ("triton_interpreted", "test_capturable")]
+    done = python("-c", code, *options, *files, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# What runs without the interpreter, one after the other in one process: a name of each, and its code.
 STEPS = """
-from unittest.mock import patch
-import torch
-from preamp.torch import GradScaler
-from preamp.torch.scaling import grad_scaler, launches
-
 launches.DEVICE_TYPES = {kinds}
 weight = torch.nn.Parameter(torch.ones(3))
 optimizer = torch.optim.AdamW([weight], lr=0.5, fused=True)
@@ -126,41 +124,6 @@ with patch.object(grad_scaler, "_reads_are_free", lambda device: False):
         scaler.update()
 assert (scaler.get_scale(), scaler.last_step.skipped, scaler._get_growth_tracker()) == (8.0, False, 1)
 """
-
-
-@with_triton
-def test_on_a_cpu_the_kernels_are_not_imported():
-    code = (
-        STEPS.format(kinds=("cuda", "xpu"))
-        + "import sys; assert 'preamp.torch.scaling.triton_kernels' not in sys.modules"
-    )
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-
-
-@with_triton
-@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
-def test_after_tensorflow_the_kernels_are_not_imported():
-    """Importing Triton would crash the process, as some of PyTorch's own modules do when they import it."""
-    code = """
-import sys, tensorflow, torch
-from preamp.torch.scaling import launches
-launches.DEVICE_TYPES = ("cpu",)
-assert not launches.can_prepare(torch.ones(()))
-assert "triton" not in sys.modules
-"""
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-
-
-@with_triton
-def test_where_a_kernel_cannot_be_compiled_operators_do_its_work():
-    """Outside of its interpreter Triton has nothing to compile for on a CPU."""
-    code = STEPS.format(kinds=("cpu",)) + "assert launches._failed == {'cpu'}"
-    done = python("-c", code, TRITON_INTERPRET="0")
-    assert done.returncode == 0, done.stderr
-
-
 COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
@@ -186,8 +149,67 @@ for target in (GPUTarget("cuda", 75, 32), GPUTarget("cuda", 90, 32)):
 """
 
 
-@with_triton
-def test_the_kernels_compile_for_devices_that_are_not_here(tmp_path):
-    """The interpreter takes what the compiler does not."""
-    done = python("-c", COMPILE, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+ONE_BY_ONE = """
+import json, sys, traceback
+said = {}
+for name, code in json.loads(sys.argv[1]).items():
+    try:
+        exec(code)
+        said[name] = ""
+    except Exception:
+        said[name] = traceback.format_exc()
+print(json.dumps(said))
+"""
+IMPORTS = """
+from unittest.mock import patch
+import torch
+from preamp.torch import GradScaler
+from preamp.torch.scaling import grad_scaler, launches
+"""
+AFTER_TENSORFLOW = """
+sys.modules["tensorflow"] = sys
+launches.DEVICE_TYPES = ("cpu",)
+assert not launches.can_prepare(torch.ones(()))
+assert "triton" not in sys.modules
+del sys.modules["tensorflow"]
+"""
+NOT_IMPORTED = "assert 'preamp.torch.scaling.triton_kernels' not in sys.modules"
+SCRIPTS = {
+    "imports": IMPORTS,
+    "after TensorFlow": AFTER_TENSORFLOW,
+    "on a CPU": STEPS.format(kinds=("cuda", "xpu")) + NOT_IMPORTED,
+    "cannot be compiled": STEPS.format(kinds=("cpu",)) + "assert launches._failed == {'cpu'}",
+    "for devices that are not here": COMPILE,
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Return what went wrong in each of the scripts, which run without Triton's interpreter."""
+    cache = str(tmp_path_factory.mktemp("triton"))
+    done = python("-c", ONE_BY_ONE, json.dumps(SCRIPTS), TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@with_triton
+def test_on_a_cpu_the_kernels_are_not_imported(said):
+    assert not said["on a CPU"]
+
+
+@with_triton
+def test_after_tensorflow_the_kernels_are_not_imported(said):
+    """Importing Triton would crash the process, as some of PyTorch's own modules do when they import it."""
+    assert not said["after TensorFlow"]
+
+
+@with_triton
+def test_where_a_kernel_cannot_be_compiled_operators_do_its_work(said):
+    """Outside of its interpreter Triton has nothing to compile for on a CPU."""
+    assert not said["cannot be compiled"]
+
+
+@with_triton
+def test_the_kernels_compile_for_devices_that_are_not_here(said):
+    """The interpreter takes what the compiler does not."""
+    assert not said["for devices that are not here"]

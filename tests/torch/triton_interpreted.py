@@ -75,7 +75,7 @@ def advanced(policy, state, finite):
     return numbers
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     policy=policies(),
     start=st.one_of(st.none(), positive),
@@ -111,7 +111,7 @@ def test_a_state_that_is_float64_on_the_host_moves_as_by_operators(policy, scrip
         assert bits(*advanced(policy, here, finite)) == bits(*(one.item() for one in by_operators))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     total=st.one_of(positive, st.sampled_from([0.0, INF, NAN])),
     scale=positive,
