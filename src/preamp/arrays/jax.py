@@ -34,7 +34,7 @@ def is_inexact(value: object) -> bool:
 
 
 def widen(value: T) -> T | Array:
-    """Return a float array shorter than float32 as float32; integers, keys and other values as they are."""
+    """Return a float array narrower than float32 as float32; integers, keys and other values as they are."""
     return _wide(cast(Array, value)) if is_inexact(value) else value
 
 
@@ -45,7 +45,7 @@ def _wide(array: Array) -> Array:
 
 
 def multiply(arrays: Iterable[Array], factor: Array | float) -> list[Array]:
-    """Return floating and complex arrays times a real scalar, float32 where they were shorter."""
+    """Return floating and complex arrays times a real scalar, float32 where they were narrower."""
     products, factor = [], jnp.asarray(factor)
     for array in map(_wide, arrays):
         real = factor.astype(jnp.finfo(array.dtype).dtype)
@@ -55,7 +55,7 @@ def multiply(arrays: Iterable[Array], factor: Array | float) -> list[Array]:
 
 
 def multiply_by_inverse(arrays: Iterable[Array], scale: Array) -> list[Array]:
-    """Return floating and complex arrays times 1 / scale, float32 where they were shorter.
+    """Return floating and complex arrays times 1 / scale, float32 where they were narrower.
 
     A step that is one program is faster than with `unscale`: what reads the products computes them.
     """
@@ -193,7 +193,7 @@ def _counts(edge: float, parts: Iterable[Array]) -> list[Array]:
 
 
 def _real_parts(arrays: Iterable[Gradient]) -> list[Array]:
-    """Return arrays as float32 or longer, with the real and the imaginary part in place of a complex one."""
+    """Return arrays as float32 or wider, with the real and the imaginary part in place of a complex one."""
     parts: list[Array] = []
     for array in _stored(arrays):
         wide = _wide(array)

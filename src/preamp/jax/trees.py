@@ -70,7 +70,7 @@ def map_inexact(function: Callable[[Array], Array], tree: Tree) -> Tree:
 
 
 def unscale(tree: Tree, scale: Array) -> Tree:
-    """Return a tree of gradients divided by the loss scale: float32 where they were shorter."""
+    """Return a tree of gradients divided by the loss scale: float32 where they were narrower."""
     leaves, rebuild = split(tree)
     return rebuild(arrays.multiply_by_inverse(leaves, scale))
 
@@ -82,7 +82,7 @@ def multiply(tree: Tree, factor: Array | float) -> Tree:
 
 
 def widen(tree: Tree) -> Tree:
-    """Return a tree whose float16, bfloat16 and shorter leaves are float32."""
+    """Return a tree whose float16, bfloat16 and narrower leaves are float32."""
     return cast(Tree, jax.tree.map(arrays.widen, tree))
 
 
@@ -100,7 +100,7 @@ def _cast_like(leaf: object, reference: object) -> Array:
 def all_finite(tree: object) -> Array:
     """Return whether all entries are finite: a boolean scalar.
 
-    Entries whose squares add up to more than their dtype holds (float32 for shorter ones, so that they are
+    Entries whose squares add up to more than their dtype holds (float32 for narrower ones, so that they are
     beyond 1e19) count as infinite.
 
     >>> import jax.numpy as jnp

@@ -1,8 +1,8 @@
-"""Defer trailing casts into the cond: the casts to a longer dtype in which gradients end.
+"""Defer trailing casts into the cond: the casts to a wider dtype in which gradients end.
 
 The gradient of a weight that was cast ends in the cast back. XLA writes out what a conditional is given: a
 float32 matrix, before anything has read it. Inside the conditional the cast fuses with what reads it, and
-what is written out is the shorter array.
+what is written out is the narrower array.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def defer_casts(
 
     Returns:
         The result. The gradients without their trailing casts and the transpositions around them: a tree of
-        the same structure, whose leaves have the same entries in another order or a shorter dtype, and so
+        the same structure, whose leaves have the same entries in another order or a narrower dtype, and so
         the same norm. And a function that turns these leaves into those of the gradients.
     """
     call = jaxprs.traced(function)
@@ -71,7 +71,7 @@ def _trailing_casts(atom: jaxprs.Atom, makers: dict[jaxprs.Atom, jaxprs.Equation
 
 
 def _is_upcast(equation: jaxprs.Equation) -> bool:
-    """Return whether a cast makes a float longer, which changes no entry."""
+    """Return whether a cast makes a float wider, which changes no entry."""
     old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     is_float = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
     return bool(is_float) and old.itemsize < new.itemsize

@@ -38,7 +38,7 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Return a function like that of `jax.value_and_grad`, which takes a loss scale before all arguments.
 
-    It returns the value, or (value, aux); the gradients, unscaled, float32 where they were shorter; and a
+    It returns the value, or (value, aux); the gradients, unscaled, float32 where they were narrower; and a
     `Reading`, for `LossScale.advance`, with the measurements that the scale's policy needs.
 
     Args:

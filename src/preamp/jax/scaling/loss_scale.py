@@ -167,12 +167,12 @@ def read(scalars: Sequence[Array]) -> list[float]:
 
 
 def check_dtype(name: str, value: object, expected: DTypeLike, instead: str) -> None:
-    """Raise for a scalar of another kind of dtype than expected, or of a shorter one.
+    """Raise for a scalar of another kind of dtype than expected, or of a narrower one.
 
     Args:
         name: what the message calls it.
         value: an array, or what stands for one: without a dtype it is not checked.
-        expected: float32 or int32; a longer one of the same kind will do.
+        expected: float32 or int32; a wider one of the same kind will do.
         instead: what to write.
     """
     dtype = jnp.dtype(getattr(value, "dtype", expected))

@@ -84,7 +84,7 @@ def keep_on_skip(
     State is a node with names that has all entries of one argument, or of a part of one, by path and shape.
     Lists and tuples, dictionaries and flax's variables are interchangeable. Entries of the node that
     the argument does not have are passed on. A bare array, list or tuple is not taken for state: logits and
-    labels may well have the same shape. State has the longer of both dtypes.
+    labels may well have the same shape. State has the wider of both dtypes.
 
     Args:
         aux: any tree.
@@ -266,7 +266,7 @@ def _names_below(forest: Forest, root: int, path: Path) -> set[Path]:
 
 
 def _chosen(finite: Array, new: ArrayLike, old: ArrayLike) -> Array:
-    """Return the new entry or the old one, in the longer of their dtypes."""
+    """Return the new entry or the old one, in the wider of their dtypes."""
     new, old = jnp.asarray(new), jnp.asarray(old)
     if new.dtype != old.dtype:
         inexact = jnp.issubdtype(new.dtype, jnp.inexact)

@@ -124,11 +124,11 @@ class ScaledGradients(metaclass=ExplainedType):
         return _new(trees.map_inexact(function, self.gradients), numbers)
 
     def unscale(self) -> Any:
-        """Return the gradients divided by the scale: float32 where they were shorter."""
+        """Return the gradients divided by the scale: float32 where they were narrower."""
         return trees.unscale(self.gradients, single(self).scale)
 
     def __add__(self, other: object) -> ScaledGradients:
-        """Return the sum, in float32 where the gradients are shorter, scaled as the first of the two."""
+        """Return the sum, in float32 where the gradients are narrower, scaled as the first of the two."""
         if not isinstance(other, ScaledGradients):
             raise UsageError(
                 f"ScaledGradients + {type(other).__name__}: only ScaledGradients can be added, because plain "

@@ -42,7 +42,7 @@ def loss_scaled(
 
     On a skipped step the inner state keeps every bit, and the updates are negative zeros, which change no
     bit of a parameter. The inner transformation is given gradients and parameters in float32 where they are
-    shorter; float64 and complex stay.
+    narrower; float64 and complex stay.
 
     The loss to differentiate is scaled by `policy_state.scale`: `step` and `scaled_value_and_grad` do that.
     `update` takes what `scaled_value_and_grad` returns, and unscales it with the scale that it carries. Plain
@@ -53,8 +53,8 @@ def loss_scaled(
     `loss_scaled` has to be the outermost transformation: all else belongs inside, as in
     ``loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))``. In a chain, a
     transformation before `loss_scaled` would be given scaled gradients, and one after it would run on skipped
-    steps.
-    `step`, `apply_gradients`, `scaled_value_and_grad` and `last_step` refuse the state of such a chain.
+    steps. `step`, `apply_gradients`, `scaled_value_and_grad` and `last_step` refuse the state of such a
+    chain.
 
     Args:
         inner: any optax transformation or optimizer.
@@ -123,7 +123,7 @@ class Backward(NamedTuple):
 
     Attributes:
         gradients: a tree of scaled gradients; where there is a `finish`, the same entries in another order or
-            a shorter dtype.
+            a narrower dtype.
         scale: the scale that was in the loss.
         loss: not scaled.
         finish: turns the leaves into those of the gradients; called where the step is not skipped.
@@ -416,7 +416,7 @@ def _check_inner_state(
     Args:
         error: what the inner optimizer raised.
         init: of the inner optimizer.
-        params: float32 where they were shorter.
+        params: float32 where they were narrower.
         state: the inner optimizer's.
 
     Raises:

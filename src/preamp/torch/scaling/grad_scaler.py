@@ -72,11 +72,11 @@ from preamp.torch.scaling.shared_gradients import AlreadyUnscaled
 from preamp.torch.scaling.undo import Snapshot, init_optimizer_state, step_where
 
 T = TypeVar("T")
-LARGE = 2.0**100  # the reciprocal of a larger number loses digits in float32, or is 0
+MAX_DIVISOR = 2.0**100  # well below 2**126, above which a float32 reciprocal is subnormal, and flushed to 0
 
 
 class Clip(NamedTuple):
-    """How `step` clips; None does not."""
+    """Limits for clipping. None: no limit."""
 
     max_norm: float | None = None
     max_value: float | None = None
@@ -86,7 +86,7 @@ NO_CLIP = Clip()
 
 
 class FailedStep(NamedTuple):
-    """What was measured for a step that raised, for when it is tried again: gradients may be clipped by then.
+    """Measurements of a step that raised, reused if it is tried again: the gradients may be clipped by then.
 
     Attributes:
         gradients: as they were left.
@@ -110,14 +110,16 @@ class FailedStep(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OptimizerState:
-    """One optimizer in one iteration. PyTorch keeps a dict; its keys, and those of others, work here too.
+    """One optimizer in one iteration, from its first use to `update`.
+
+    PyTorch keeps a dict. Its keys, and keys that other code adds, work here too.
 
     Attributes:
         stage: whether it was unscaled or has stepped.
         found_inf_per_device: PyTorch's flags.
-        optimizer: which lives until `update`, so that no other has its id.
-        fused: whether its `step` divides by `grad_scale` and skips by `found_inf`. What only wraps such an
-            optimizer does not count: it would keep these attributes to itself.
+        optimizer: kept until `update`, so that its id cannot be reused.
+        fused: whether its `step` divides by `grad_scale` and skips by `found_inf`. False for a wrapper around
+            such an optimizer: attributes that are set on the wrapper do not reach it.
         measured: what its step found.
         stats: the policy's statistics over all ranks, measured when the gradients were unscaled.
         stats_here: the same of this rank alone.
@@ -180,8 +182,8 @@ class GradScaler(torch.amp.GradScaler):
     """Scale the loss, unscale the gradients, skip the steps that overflowed, move the scale.
 
     A drop-in for `torch.amp.GradScaler`: same arguments, methods, call order, `state_dict` and errors.
-    The default rule is PyTorch's, with a floor and a ceiling, and it grows even where its interval was
-    lowered below the steps already counted; `policy=dialects.TORCH` has no bounds.
+    The default rule is PyTorch's with a floor and a ceiling, and the scale still grows if `growth_interval`
+    is lowered below the clean steps already counted; `policy=dialects.TORCH` has no bounds.
 
     Args:
         device: the device type the scaler works on, such as "cuda" or "cpu".
@@ -191,20 +193,21 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method a no-op and `step` a plain `optimizer.step`, clipped if asked.
         policy: any preamp policy or dialect, instead of the four settings above.
-        on_step: called with a `Step` at the end of every `update` that ends a step. A `Trace` is such
-            a callable. On an accelerator this costs one read a step.
+        on_step: called with a `Step` at the end of every `update` that ends a step, unless the scaler is
+            disabled. A `Trace` is such a callable. On an accelerator this costs one read a step.
         process_group: the ranks that hold different gradients of one model (tensor, pipeline or fully
             sharded parallel), so that all of them skip together. DDP needs none, and DTensors have theirs.
         reduce: instead of a group, a function that sums a float64 tensor over ranks: of shape [2], for a
             policy that uses gradient statistics [282]. On a device without float64, such as MPS, it is
             float32.
-        capturable: read nothing, ever: for `torch.compile(fullgraph=True)` and CUDA graphs. The state
-            stays on the device, `last_step` is read when it is asked for, and a step that must not happen
-            is taken back by a `where`, unless the optimizer is fused. Take a step before you capture a graph:
-            of Triton's kernels only those are captured that were launched before.
-        model: whose buffers to check after a skipped step: an overflow in forward is in BatchNorm's running
-            statistics before the step can be skipped. `last_step.buffers` names those that are not finite.
-            Costs nothing while steps are taken.
+        capturable: never synchronize with the device: for `torch.compile(fullgraph=True)` and CUDA graphs.
+            The state stays on the device, and `last_step` is copied from there when it is read. A step that
+            must not happen is undone with `torch.where`, unless the optimizer is fused. Take one step before
+            capturing a graph: only Triton kernels that have run can be captured.
+        model: the model whose buffers are checked after a skipped step: an overflow in forward is in
+            BatchNorm's running statistics before the step can be skipped. `last_step.buffers` names those
+            that are not finite; on an accelerator without `on_step`, at the time when it is read. Costs
+            nothing while steps are taken.
         restore_buffers: give such a buffer the value that it had after the last step that was taken, or when
             the scaler was made or loaded, if that was later. Costs a copy of all floating-point buffers of
             `model` a step, on their device, and on an accelerator one read.
@@ -212,11 +215,11 @@ class GradScaler(torch.amp.GradScaler):
     Attributes:
         policy: the rule in force.
         last_step: the latest `Step`: available after `step`, complete after `update`. None before. Its `loss`
-            is the sum of all losses that were scaled since the update before, on this rank; of a closure that
-            is evaluated several times, as LBFGS does, those of the last evaluation. None if one of them was
-            not a single number, or was changed in place (`loss.mul_(2)`) before it was read. Of a disabled
-            scaler `skipped` is False, and `finite` is True unless `max_norm` found a norm that is not finite;
-            `grad_norm` is that norm. They are read when `last_step` is.
+            is the sum of the losses that were scaled on this rank since the previous update; if a closure is
+            evaluated several times, as by LBFGS, those of the last evaluation. It is None if one of them was
+            not a single number, or was changed in place (`loss.mul_(2)`) before it was read. With
+            `enabled=False`, `skipped` is False, and `finite` is True unless `max_norm` found a norm that is
+            not finite; `grad_norm` is that norm.
 
     Raises:
         AssertionError: as PyTorch, for a growth factor <= 1 or a backoff factor >= 1.
@@ -265,12 +268,11 @@ class GradScaler(torch.amp.GradScaler):
         self._set_policy(rule)
         self._meter = GradientMeter(Agreement(process_group, reduce))
         self._capturable = capturable
-        self._gives_up = rule.gives_up
         if capturable and on_step is not None:
             raise _needs_reads(
                 f"on_step={on_step!r}", "leave out on_step: scaler.last_step is computed when it is read"
             )
-        if capturable and self._gives_up:
+        if capturable and rule.gives_up:
             raise _needs_reads(
                 f"policy={policy!r}, which can end the training,",
                 "a policy with neither at_floor='raise' nor max_consecutive_overflows",
@@ -281,15 +283,15 @@ class GradScaler(torch.amp.GradScaler):
         # Any: an OptimizerState, where PyTorch has dicts.
         self._per_optimizer_states: defaultdict[int, Any] = defaultdict(_new_state)
         self._last: partial[Step] | partial[Step | None] | Step | None = None  # a partial reads it
-        self._last_of: dict[int, Callable[[], Step]] = {}
+        self._last_of: dict[int, Callable[[], Step]] = {}  # by the ids of optimizers, since the last update
         self._losses = Losses()
-        self._already = AlreadyUnscaled()
-        self._inspected: set[int] = set()  # ids of optimizers
+        self._already = AlreadyUnscaled()  # gradients of parameters that several optimizers share
+        self._inspected: set[int] = set()  # ids of the optimizers that were checked for likely mistakes
         self._order: dict[int, int] | None = None  # in which backward reaches parameters, by their id
-        self._scalings = 0
+        self._scalings = 0  # counts `scale`, so that a closure that never calls it is noticed
         self._is_pending = False  # whether a loss was scaled since the last update
         self._changed_by: str | None = None  # what changed the scale after a loss was scaled with another
-        # Set by `LossScaleOptimizer`.
+        # Set by `LossScaleOptimizer`, which is a GradScaler and an optimizer in one.
         self._loss_factor = 1.0  # a constant in every loss, besides the scale
         self._always_reads = False
         self._warns_of_small_eps = True
@@ -302,7 +304,10 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def policy_state(self) -> Any:
-        """The policy's state in floats. If it is on a device, it is read."""
+        """The policy's state in floats. If it is on a device, it is read.
+
+        On a device without Triton, a `bad` that the rule does not use stays as it is.
+        """
         return self._loss_scale.floats()
 
     @property
@@ -586,7 +591,7 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def _inspect(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn, the first time an optimizer comes, of what would train wrongly."""
+        """Warn of likely mistakes the first time that an optimizer is used."""
         self._inspected.add(id(optimizer))
         if not self._meter.agreement.always:
             _warn_of_shards(optimizer)
@@ -678,7 +683,7 @@ class GradScaler(torch.amp.GradScaler):
         arithmetic.note_writing(gradients.tensors)
         scale = self._known_scale()
         if done or (scale is not None and scale * self._loss_factor < 1.0):
-            # The kernel has not checked what was unscaled before, nor what dividing by less than 1 came to.
+            # The kernel has not checked what was unscaled before, nor the results of dividing by less than 1.
             overflow = ~gradients.norms().isfinite().all() if scale is None else not gradients.fits(1.0)
             found_inf.add_(overflow)
             found.setdefault(found_inf.device, found_inf)
@@ -810,10 +815,10 @@ class GradScaler(torch.amp.GradScaler):
                 divisor = clipping if skips_itself else torch.where(finite, clipping, divisor)
             else:
                 divisor = max(divisor, norm / clip.max_norm)
-        if not on_device and divisor > LARGE:  # divide in two steps
-            arithmetic.multiply_(gradients.tensors, 1.0 / LARGE)
-            state.divided.append(LARGE)
-            divisor /= LARGE
+        if not on_device and divisor > MAX_DIVISOR:  # divide in two steps
+            arithmetic.multiply_(gradients.tensors, 1.0 / MAX_DIVISOR)
+            state.divided.append(MAX_DIVISOR)
+            divisor /= MAX_DIVISOR
         return gradients, divisor
 
     def _measured_by_kernel(self, optimizer: OptimizerLike, state: OptimizerState) -> tuple[Gradients, float]:
@@ -854,7 +859,7 @@ class GradScaler(torch.amp.GradScaler):
     def _keep_measured(
         self, optimizer: OptimizerLike, state: OptimizerState, measured: MeasuredGradients
     ) -> None:
-        """Keep what a step found; of one that was tried before, with its norm from before clipping."""
+        """Keep what a step found; for a step that is tried again, the norm from before the first clipping."""
         state.measured = measured
         before = self._failed_before(optimizer, state) if state.failed else None
         if before is not None and before.norm is not None and measured.finite is not False:
@@ -904,7 +909,7 @@ class GradScaler(torch.amp.GradScaler):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Callable[[], Any]:
-        """Divide the gradients, or have a fused optimizer do it; return its step, or what leaves it out."""
+        """Divide the gradients, or let a fused optimizer do it; return a callable that steps, or skips."""
         if self.on_step is not None or self._always_reads:
             self._losses.read()  # beside the flag: later the host would wait for the optimizer
         finite = state.measured is not None and bool(state.measured.finite)
@@ -927,7 +932,7 @@ class GradScaler(torch.amp.GradScaler):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Callable[[], Any]:
-        """Do the same unread: a fused optimizer is given the flag, of another the step is taken back."""
+        """As `_prepare_on_host`, without a read: a fused optimizer gets the flag; other steps are undone."""
         assert state.measured is not None  # by _measure_and_clip
         finite, found_inf = state.measured.finite, state.measured.found_inf
         state.found_inf_per_device = {divisor.device: found_inf}  # type: ignore[dict-item]
@@ -964,7 +969,7 @@ class GradScaler(torch.amp.GradScaler):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Let the optimizer evaluate the loss as often as it likes; take all back if one overflows."""
+        """Let the optimizer evaluate the loss as often as it likes; undo everything if one overflows."""
         if self._capturable:
             raise UsageError("a closure is evaluated on the host. Write GradScaler(...) without capturable.")
         closure = args[0] if args else kwargs.pop("closure")
@@ -1229,6 +1234,7 @@ class GradScaler(torch.amp.GradScaler):
         """Put a policy in force."""
         self._loss_scale.set_policy(policy)
         # Computed outside of torch.compile, where a policy may do what it likes.
+        self._gives_up = policy.gives_up
         self._edge: float | None = policy.edge if "share" in policy.needs else None
 
     def _set(self, name: str, value: Any) -> None:
@@ -1353,7 +1359,7 @@ class GradScaler(torch.amp.GradScaler):
     def _buffers_after(
         self, buffers: Buffers, steps: dict[int, MeasuredGradients]
     ) -> Callable[[], tuple[str, ...]]:
-        """Return what names the buffers that a skipped step has ruined; restore or keep them if asked to."""
+        """Return a callable that names the buffers that are not finite; restore or keep them if asked to."""
         finite = [step.finite for step in steps.values()]
         if any(isinstance(one, Tensor) for one in finite):
             return buffers.non_finite  # when it is asked for
@@ -1412,7 +1418,7 @@ def _for_optimizer(
         limits: the arguments that are the scaler's, which `step` of this optimizer may have as well.
     """
     if given is None:
-        if torch.compiler.is_compiling():  # signatures cannot be looked up there; a step before has done that
+        if torch.compiler.is_compiling():  # signatures cannot be read there; an earlier step has done it
             return kwargs
         for name, limit in limits.items():
             if limit is not None and step_takes(type(optimizer), name):
@@ -1475,7 +1481,7 @@ def _reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _new_state() -> OptimizerState:  # the compiler takes no class for the factory of a defaultdict
+def _new_state() -> OptimizerState:  # torch.compile does not accept a class as default_factory
     return OptimizerState()
 
 

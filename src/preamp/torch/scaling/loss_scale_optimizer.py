@@ -79,7 +79,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         scaler: the `GradScaler` at work.
         iterations: updates made.
         skipped_steps: calls of `step` whose gradients overflowed.
-        last_step: what the latest call of `step` came to. None before.
+        last_step: the record of the latest `step`. None before.
 
     Raises:
         PolicyError: for arguments that cannot work, alone or together.
