@@ -43,14 +43,14 @@ def chance_of_step(p: float, ranks: int) -> float:
     return -math.expm1(ranks * math.log1p(-p))
 
 
-def head_room(tail: str, ranks: int, rate: float = RATE) -> float:
+def distance_needed(tail: str, ranks: int, rate: float = RATE) -> float:
     """Return how many powers of two below overflow the typical peak has to stay so that `rate` is skipped."""
     p = -math.expm1(math.log1p(-rate) / ranks)
     return -JITTER * NormalDist().inv_cdf(p) if tail == "normal" else -math.log2(p) / TAIL
 
 
 def flushed(powers: float, dtype: str) -> float:
-    """Return the share of entries that are lost with so much room above the typical peak."""
+    """Return the share of entries that are lost with so much distance above the typical peak."""
     process = processes.Stationary(dtype=dtype)
     return process.flushed(process.top * 2.0**-powers)
 
@@ -61,15 +61,18 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def room_table() -> Iterator[str]:
-    """Return the head room that ranks need so that one step in 1000 is skipped, and what it flushes."""
+def distance_table() -> Iterator[str]:
+    """Return the distance from overflow at which ranks skip one step in 1000, and what is flushed there."""
     dtypes = ("float16", "float8_e5m2")
-    heads = ["ranks", *(f"{tail}: {what}" for tail in ("normal", "power law") for what in ("room", *dtypes))]
+    heads = [
+        "ranks",
+        *(f"{tail}: {what}" for tail in ("normal", "power law") for what in ("distance", *dtypes)),
+    ]
 
     def row(ranks: int) -> list[str]:
-        rooms = [head_room(tail, ranks) for tail in ("normal", "power law")]
-        lost = [[percent(flushed(room, dtype)) for dtype in dtypes] for room in rooms]
-        return [f"{ranks:,}", f"{rooms[0]:.1f}", *lost[0], f"{rooms[1]:.1f}", *lost[1]]
+        distances = [distance_needed(tail, ranks) for tail in ("normal", "power law")]
+        lost = [[percent(flushed(distance, dtype)) for dtype in dtypes] for distance in distances]
+        return [f"{ranks:,}", f"{distances[0]:.1f}", *lost[0], f"{distances[1]:.1f}", *lost[1]]
 
     return table(heads, [row(ranks) for ranks in RANKS])
 
@@ -192,7 +195,7 @@ def main() -> None:
             measure(world)
         return
     tables = {
-        "Head room": room_table(),
+        "Distance from overflow": distance_table(),
         "Skipped at one rank's scale": skip_table(),
         "Probing": probing_table(given.steps_per_second, given.ranks),
         "Agreement": agreement_table(given.hop, given.steps_per_second),

@@ -29,7 +29,7 @@ def load_benchmark(name: str):
 
 def test_the_page_on_many_gpus_has_the_tables_that_are_computed():
     page, computed = (DOCS / "at_scale.md").read_text(), load_benchmark("at_scale")
-    tables = computed.room_table(), computed.skip_table(), computed.probing_table(0.5, 10_000)
+    tables = computed.distance_table(), computed.skip_table(), computed.probing_table(0.5, 10_000)
     for lines in (*tables, computed.agreement_table(1e-5, 0.5)):
         assert "\n".join(lines) in page
 

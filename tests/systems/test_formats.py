@@ -352,9 +352,7 @@ def test_apex_has_a_scale_for_every_loss() -> None:
     assert dialects.APEX.load(OrderedDict(loss_scaler0=one)) == State(1024.0, 7.0, 0.0)
     assert dialects.APEX.load({"loss_scaler0": one, "loss_scaler1": dict(one)}) == State(1024.0, 7.0, 0.0)
     assert dialects.APEX.load(other) == State(2.0, 1.0, 0.0)
-    with pytest.raises(
-        CheckpointError, match=r"2 losses have scales that differ.* saved\['loss_scaler0'\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"2 losses have scales that differ.* saved\['loss_scaler0'\]"):
         dialects.APEX.load({"loss_scaler0": one, "loss_scaler1": other})
 
 

@@ -445,7 +445,7 @@ def test_averages_that_would_be_lost_or_do_not_fit_are_refused():
 
 def test_inner_optimizers_that_cannot_work_are_refused():
     parameters = [torch.nn.Parameter(torch.ones(1))]
-    with pytest.raises(PolicyError, match=r"no torch\.optim\.Optimizer"):
+    with pytest.raises(PolicyError, match=r"not a torch\.optim\.Optimizer"):
         LossScaleOptimizer(parameters)
     with pytest.raises(PolicyError, match="already"):
         LossScaleOptimizer(LossScaleOptimizer(torch.optim.SGD(parameters)))
