@@ -23,7 +23,7 @@ def combinations(quick: Collection[tuple[Any, ...]], **values: Iterable[Any]) ->
     return pytest.mark.parametrize(tuple(values), rows)
 
 
-def inside(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def in_one_test(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Have one test try all combinations of `values`; its failure names the one that it was.
 
     A test of its own for each costs more than most of them do.

@@ -108,7 +108,7 @@ def test_an_overflow_in_the_gradients_alone_spoils_nothing() -> None:
 def test_what_was_spoiled_before_is_not_hidden() -> None:
     model = model_of()
     fit(model)
-    with pytest.warns(UserWarning, match=r"They were so before this step\. Load weights from earlier"):
+    with pytest.warns(UserWarning, match=r"They already were before this step\. Load earlier weights"):
         fit(model, callbacks=[TraceCallback(restore_buffers=True)])
 
 

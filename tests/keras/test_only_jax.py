@@ -242,7 +242,7 @@ def test_inputs_of_other_lengths_are_refused() -> None:
     ours.scale_loss(1.0)
     for arguments, names in [
         ((state, gradients[:1], weights), "1 gradients were given for 2 variables"),
-        ((state, [*gradients, jnp.ones(1)], weights), "3 gradients came"),
+        ((state, [*gradients, jnp.ones(1)], weights), "3 gradients were given"),
         ((state[:-1], gradients, weights), "optimizer_variables"),
         ((state, gradients, weights[:1]), "trainable_variables"),
     ]:

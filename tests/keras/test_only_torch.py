@@ -238,7 +238,7 @@ def test_inputs_of_other_lengths_are_refused() -> None:
     state = [v.value.detach().clone() for v in ours.variables]
     for arguments, names in [
         ((state, gradients[:1], weights_), "1 gradients were given for 2 variables"),
-        ((state, [*gradients, torch.ones(1)], weights_), "3 gradients came"),
+        ((state, [*gradients, torch.ones(1)], weights_), "3 gradients were given"),
         ((state[:-1], gradients, weights_), "optimizer_variables"),
         ((state, gradients, weights_[:1]), "trainable_variables"),
     ]:

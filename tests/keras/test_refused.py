@@ -180,9 +180,9 @@ def test_values_for_other_variables() -> None:
     run = Run(LossScaleOptimizer(sgd()), np.ones(2)).walk("0")
     values, before = [v.value for v in run.optimizer.variables], run.everything()
     for wrong in (values[:-1], [*values, values[0]]):
-        with pytest.raises(ValueError, match=f"{len(wrong)} values came"):
+        with pytest.raises(ValueError, match=f"{len(wrong)} values were given"):
             run.optimizer.set_weights(wrong)
-        with pytest.raises(ValueError, match=f"{len(wrong)} values came"):
+        with pytest.raises(ValueError, match=f"{len(wrong)} values were given"):
             run.optimizer.stateless_scale_loss(wrong, tensor(1.0))
     assert same(run.everything(), before)
 

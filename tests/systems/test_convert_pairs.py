@@ -32,6 +32,7 @@ from preamp.systems.convert import convert
 from preamp.systems.dialects import ALL
 from preamp.systems.formats import backoff_factor
 from preamp.torch import GradScaler
+from tests.combinations import in_one_test
 from tests.strategies import COMPAT, replace_quietly
 
 FORMATS = {name: dialect for name, dialect in ALL.items() if dialect.format is not None}
@@ -222,8 +223,8 @@ def test_where_nothing_is_named_both_rules_move_the_scale_alike(origin: str) -> 
     assert differed or policy.growth_interval > 5  # else this compared nothing
 
 
-@pytest.mark.parametrize("target", FORMATS)
 @pytest.mark.parametrize("origin", FORMATS)
+@in_one_test(target=FORMATS)
 def test_a_first_clean_step_that_only_one_rule_counts_is_always_named(origin: str, target: str) -> None:
     policy = FORMATS[origin].policy
     delays = [FORMATS[name].policy.compat.growth_delay for name in (origin, target)]

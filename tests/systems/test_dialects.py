@@ -158,12 +158,12 @@ def recall(recording: dict[str, Any]) -> tuple[Arguments, str, Scales]:
     return arguments, script, (scales, raised)
 
 
-@pytest.mark.parametrize(
-    "recording", RECORDINGS, ids=lambda recording: "{dialect}-{script}".format(**recording)
-)
-def test_every_scale_is_the_recorded_one(recording: dict[str, Any]) -> None:
-    arguments, script, theirs = recall(recording)
-    assert walked(dialects.ALL[recording["dialect"]](**arguments), script) == theirs
+@pytest.mark.parametrize("dialect", sorted({recording["dialect"] for recording in RECORDINGS}))
+def test_every_scale_is_the_recorded_one(dialect: str) -> None:
+    for recording in RECORDINGS:
+        if recording["dialect"] == dialect:
+            arguments, script, theirs = recall(recording)
+            assert walked(dialects.ALL[dialect](**arguments), script) == theirs, recording
 
 
 # The comparisons notice

@@ -15,6 +15,7 @@ from hypothesis import given
 from preamp import Dynamic, Policy, State, Static, TolerantState, dialects
 from preamp.errors import CheckpointError, LossyConversion, PolicyError
 from tests import originals
+from tests.combinations import in_one_test
 from tests.recorded.drivers import Arguments
 from tests.strategies import dynamics, play, scripts, walked
 
@@ -219,8 +220,8 @@ def test_numbers_may_be_scalars_of_any_framework() -> None:
 
 
 @each_format
-@pytest.mark.parametrize(
-    "value", [np.inf, -np.inf, np.nan, 0.0, -1.0, None, "65536", b"1", True, [], {}, [1, 2], 10**400, 1j]
+@in_one_test(
+    value=[np.inf, -np.inf, np.nan, 0.0, -1.0, None, "65536", b"1", True, [], {}, [1, 2], 10**400, 1j]
 )
 def test_a_scale_that_is_none_is_refused(name: str, value: Any) -> None:
     dialect = dialects.ALL[name]

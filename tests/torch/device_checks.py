@@ -271,10 +271,11 @@ def test_keras_reads_and_unscales_there():
     keras = pytest.importorskip("keras")
     if keras.backend.backend() != "torch":
         pytest.skip("Keras has another backend in this process")
+    from preamp.arrays import torch as arrays
     from preamp.keras import on_torch
 
     counted = [torch.tensor(7, dtype=torch.int64), torch.tensor(3, dtype=torch.int32), torch.tensor(0.5)]
-    assert on_torch.read([one.to(DEVICE) for one in counted]) == [7.0, 3.0, 0.5]
+    assert arrays.read([one.to(DEVICE) for one in counted]) == [7.0, 3.0, 0.5]
     for numbers, finite in (([2.0, -8.0], True), ([1.0, INF], False)):
         weight = nn.Parameter(torch.zeros(2).to(DEVICE))
         weight.grad = torch.tensor(numbers).to(DEVICE)
@@ -282,6 +283,6 @@ def test_keras_reads_and_unscales_there():
         assert gradients[0].tolist() == [number / 4.0 for number in numbers]
         assert bool(told.item()) == finite
         assert not finite or norm.item() == pytest.approx(0.25 * 68.0**0.5)
-        found = on_torch.gradient_stats({"peak", "share"}, 1.0, gradients)
+        found = arrays.gradient_stats({"peak", "share"}, 1.0, gradients)
         peak = 2.0 if finite else torch.finfo(torch.float32).max
-        assert on_torch.read([found["peak"], found["share"]]) == [peak, 0.5]
+        assert arrays.read([found["peak"], found["share"]]) == [peak, 0.5]

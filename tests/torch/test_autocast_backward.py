@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from preamp import casting
 from preamp.torch import autocast, custom_bwd, custom_fwd
-from tests.combinations import inside
+from tests.combinations import in_one_test
 
 from .regions import BASE, BRAIN, FULL, HALF, all_same, in_thread, numbers, state
 
@@ -41,7 +41,7 @@ def derivatives(compute, leaves):
     return [result, *first, *second]
 
 
-@inside(backward=["inside", "outside"], dtypes=LEAVES.values(), rule=["lower", "float32", "widest"])
+@in_one_test(backward=["inside", "outside"], dtypes=LEAVES.values(), rule=["lower", "float32", "widest"])
 @pytest.mark.parametrize(("name", "call"), DIFFERENTIABLE, ids=[name for name, _ in DIFFERENTIABLE])
 def test_derivatives_are_those_of_casts_by_hand(name, call, rule, dtypes, backward):
     to = {"lower": HALF, "float32": FULL, "widest": dtypes[0]}[rule]

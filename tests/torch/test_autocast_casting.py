@@ -15,6 +15,7 @@ from preamp.autocasting.tables import RULES, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.torch import autocast
 from preamp.torch.autocasting import edits, operators
+from tests.combinations import in_one_test
 
 from .regions import (
     BRAIN,
@@ -149,8 +150,8 @@ def cast(*dtypes):
     return run
 
 
-@lows
 @pytest.mark.parametrize(("name", "call"), CALLS, ids=[f"{n}-{name}" for n, (name, _) in enumerate(CALLS)])
+@in_one_test(low=[HALF, BRAIN])
 def test_a_name_covers_all_that_it_stands_for_under_every_rule(name, call, low):
     """Beside calls outside of any region, with their inputs cast by hand."""
 
@@ -251,9 +252,8 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize("rule", ["lower", "float32"])
-@pytest.mark.parametrize("dtype", [FULL, HALF, BRAIN, DOUBLE])
 @pytest.mark.parametrize(("name", "call"), TOLD)
+@in_one_test(rule=["lower", "float32"], dtype=[FULL, HALF, BRAIN, DOUBLE])
 def test_an_operator_that_is_told_its_dtype_is_not_cast(rule, dtype, name, call):
     expected = [call(x, dtype) for x in (A, A.half())]
     with autocast("cpu", casting=getattr(EDIT, rule)(name)):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from preamp import casting
 from preamp.errors import UsageError
 from preamp.torch import autocast
+from tests.combinations import in_one_test
 
 from .regions import BASE, BRAIN, FULL, HALF, all_same, flat, in_step, in_thread, numbers, same, state, weight
 
@@ -511,7 +512,7 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("write", IN_PLACE.values(), ids=list(IN_PLACE))
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=list(TRANSFORMS))
+@in_one_test(transform=TRANSFORMS.values())
 def test_transforms_of_what_works_in_place(transform, write):
     function = transform(lambda x: write(x.clone(), x) * x)
     expected = flat(function(X))

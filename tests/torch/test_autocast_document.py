@@ -30,7 +30,7 @@ import preamp.torch
 from preamp import casting
 from preamp.errors import UsageError
 from preamp.torch import autocast, custom_bwd, custom_fwd
-from tests.combinations import inside
+from tests.combinations import in_one_test
 
 HALF, BRAIN, FULL, DOUBLE, LONG = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
 no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
@@ -440,7 +440,7 @@ def used(region: Any, fwd: Any, bwd: Any, cast_inputs: Any, options: Any, place:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@inside(
+@in_one_test(
     cast_inputs=[None, FULL, HALF, BRAIN],
     options=[{"enabled": False}, {"dtype": BRAIN}, {"dtype": HALF}, {}],
 )

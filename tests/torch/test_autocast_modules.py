@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from preamp import casting
 from preamp.torch import GradScaler, autocast
-from tests.combinations import inside
+from tests.combinations import in_one_test
 
 from .operators import CALLS, Call, Input, ints, p, sign, x
 from .regions import all_same, attempt, without_onednn
@@ -196,7 +196,7 @@ def distance(a: list[Tensor], b: list[Tensor], dtype: torch.dtype) -> float:
 
 @cases
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # of RMSNorm
-@inside(dtype=HALVES, low_inputs=[False, True])
+@in_one_test(dtype=HALVES, low_inputs=[False, True])
 def test_a_module_is_what_it_is_in_the_original_bit_by_bit(case, dtype, low_inputs):
     given_in = dtype if low_inputs else FULL
     mine = attempt(used, case, autocast("cpu", dtype=dtype), given_in)
@@ -236,7 +236,7 @@ def test_inference_is_what_it_is_in_the_original(kind, dtype):
 
 
 @cases
-@inside(dtype=DTYPES)
+@in_one_test(dtype=DTYPES)
 def test_an_emulated_module_stays_in_float32_and_rounds_where_operators_are_lower(case, dtype):
     mine = used(case, autocast("cpu", dtype=dtype, emulate=True))
     assert all(one.dtype == FULL and bool(one.isfinite().all()) for part in mine for one in part)
@@ -285,7 +285,7 @@ def integers(shape: Any, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("call", LOWER, ids=repr)
-@inside(dtype=DTYPES)
+@in_one_test(dtype=DTYPES)
 def test_an_emulated_operator_rounds_its_inputs_and_result_and_their_gradients_and_nothing_else(call, dtype):
     mine = called(call, autocast("cpu", dtype=dtype, emulate=True), numbers)
     by_hand = called(call, nullcontext(), numbers, dtype)
@@ -294,7 +294,7 @@ def test_an_emulated_operator_rounds_its_inputs_and_result_and_their_gradients_a
 
 
 @pytest.mark.parametrize("call", [call for call in LOWER if call.name not in INEXACT], ids=repr)
-@inside(dtype=HALVES)
+@in_one_test(dtype=HALVES)
 def test_where_nothing_is_rounded_an_emulated_operator_is_the_real_one(call, dtype):
     mine = called(call, autocast("cpu", dtype=dtype, emulate=True), integers)
     results, gradients = called(call, torch.autocast("cpu", dtype=dtype), integers)
@@ -306,7 +306,7 @@ def normal(seed: int) -> Callable[[Any, int], Tensor]:
 
 
 @pytest.mark.parametrize("call", LOWER, ids=repr)
-@inside(dtype=DTYPES)
+@in_one_test(dtype=DTYPES)
 def test_an_emulated_operator_is_the_exact_one_rounded_once(call, dtype):
     """Half a unit in the last place from float64, results and gradients: the nearest number there is."""
     for seed in range(5):
@@ -332,7 +332,7 @@ def rounds_inside(call: Call, dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("call", LOWER, ids=repr)
-@inside(dtype=HALVES)
+@in_one_test(dtype=HALVES)
 def test_an_emulated_operator_is_one_unit_in_the_last_place_from_the_real_one_at_most(call, dtype):
     """Where that rounds in between as well, it is five of the largest number's."""
     for seed in range(5):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preamp import PolicyError, Static
 from preamp.torch import GradScaler
 from preamp.torch.scaling import grad_scaler
-from tests.combinations import inside
+from tests.combinations import in_one_test
 from tests.seeing import Remembering
 
 from .pairs import INF, NAN, give, make, ours, theirs, weights
@@ -122,7 +122,7 @@ def test_scales_parameters_and_gradients_are_those_of_the_three_calls(
 
 
 @pytest.mark.parametrize("kind", ["SGD", "SGD fused", "AdamW fused"])
-@inside(
+@in_one_test(
     dtype=[torch.float16, torch.bfloat16],
     shares=[{"max_norm": 0.3}, {"max_value": 0.3}, {"max_norm": 0.2, "max_value": 0.5}],
     scale=[2.0**-3, 1.0, 2.0**16, 2.0**28],
@@ -150,7 +150,7 @@ def test_half_gradients_are_clipped_to_the_last_digit(dtype, kind, shares, scale
     [[1e20] * 4, [1e30, 1e-10, 3.0, 0.0], [3e38] * 3, [1e38] * LARGE],
     ids=["equal", "some", "sum", "many"],
 )
-@inside(scale=[1.0, 2.0**16], max_norm=[1.0, 1e-3], watched=[False, True])
+@in_one_test(scale=[1.0, 2.0**16], max_norm=[1.0, 1e-3], watched=[False, True])
 def test_a_norm_whose_squares_overflow_is_taken_again_exactly(kind, entries, scale, max_norm, watched):
     (weight,) = weights(size=len(entries))
     scaler, optimizer = ours(init_scale=scale), optimizer_of(kind, [weight], lr=1.0)

@@ -10,6 +10,7 @@ import torch
 from preamp import PolicyError
 from preamp.torch import GradScaler
 from preamp.torch.scaling import grad_scaler
+from tests.combinations import in_one_test
 
 from .pairs import INF, NAN, make, ours, state_of, theirs, weights
 from .pairs import give as give_gradient
@@ -26,9 +27,11 @@ def on_device(monkeypatch):
 
 
 @kinds
-@pytest.mark.parametrize("scale", [0.0, 1e-40, INF, NAN])
-@pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_value": 1.0}])
-@pytest.mark.parametrize("gradient", [0.0, 1e-45, 1.0])
+@in_one_test(
+    scale=[0.0, 1e-40, INF, NAN],
+    limits=[{}, {"max_norm": 1.0}, {"max_value": 1.0}],
+    gradient=[0.0, 1e-45, 1.0],
+)
 def test_a_scale_that_ruins_gradients_reaches_no_parameter(kind, scale, limits, gradient):
     (weight,) = weights()
     scaler = ours()
@@ -256,7 +259,7 @@ UNFUSED = list(itertools.product(["SGD"], DTYPES, ["dense", "coalesced", "uncoal
 
 
 @pytest.mark.parametrize(("kind", "dtype", "layout"), FUSED + UNFUSED)
-@pytest.mark.parametrize("way", ["step", "unscale_", "max_norm", "capturable"])
+@in_one_test(way=["step", "unscale_", "max_norm", "capturable"])
 def test_gradients_of_every_dtype_and_layout_unscale_exactly(dtype, layout, way, kind):
     (weight,) = weights(dtype=dtype)
     numbers = torch.tensor([1.0, 0.0, -3.0], dtype=dtype) * (1 + 2j if dtype.is_complex else 1)

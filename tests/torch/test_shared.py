@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from preamp.torch.scaling import grad_scaler
-from tests.combinations import inside
+from tests.combinations import in_one_test
 
 from .pairs import INF, make, ours, theirs, weights
 from .pairs import give as give_gradient
@@ -83,7 +83,7 @@ mixes = pytest.mark.parametrize("mix", list(itertools.product(SGDS, SGDS)))
 
 
 @mixes
-@inside(unscaled=ORDERS, limits=[{}, {"max_norm": 1e6}], reads=[True, False, None])
+@in_one_test(unscaled=ORDERS, limits=[{}, {"max_norm": 1e6}], reads=[True, False, None])
 def test_a_parameter_of_two_optimizers_is_unscaled_once(monkeypatch, mix, unscaled, limits, reads):
     monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: bool(reads))
     pair = Shared(ours(capturable=reads is None), mix)
@@ -109,7 +109,7 @@ def test_the_original_unscales_it_once_for_each():
 
 
 @mixes
-@inside(unscaled=ORDERS, reads=[True, False, None], where=["common", "a", "b"])
+@in_one_test(unscaled=ORDERS, reads=[True, False, None], where=["common", "a", "b"])
 def test_an_overflow_stops_those_that_own_it(monkeypatch, mix, unscaled, reads, where):
     """The other optimizer steps, on gradients that are unscaled whoever should have done it."""
     monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: bool(reads))

@@ -9,6 +9,7 @@ from torch import nn
 
 from preamp import Headroom
 from preamp.torch import GradScaler, LossScaleOptimizer
+from tests.combinations import in_one_test
 
 
 class Run:
@@ -51,9 +52,7 @@ modes = pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=str)
 @limits
 @ways
 @modes
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("times", [1, 2])
+@in_one_test(unscales=[False, True], watched=[False, True], times=[1, 2])
 def test_a_step_that_is_tried_again_is_told_of_as_if_it_had_not_failed(
     limits, kind, options, unscales, watched, times
 ):

@@ -145,7 +145,7 @@ class LossScaleOptimizer:
     _loss_has_been_scaled = False
     _gradients_have_been_unscaled = False
     _scaled_losses: ScaledLosses
-    _class_for: ClassVar[Callable[[Kind], type[LossScaleOptimizer]]]  # which `preamp.tensorflow` sets
+    _class_for: ClassVar[Callable[[Kind], type[LossScaleOptimizer]]]  # set by `preamp.tensorflow.kinds`
 
     __signature__: ClassVar[_SignatureOfInit] = _SignatureOfInit()
 
