@@ -72,7 +72,10 @@ def targets(node: ast.AST) -> list[str]:
     """Return the names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
-    return [name.id for name in assigned(node) if isinstance(name, ast.Name)]
+    # `owner.attribute = value` has a name too, which it only loads.
+    return [
+        name.id for name in assigned(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    ]
 
 
 def definitions(module: str) -> dict[str, Definition]:
