@@ -222,6 +222,16 @@ def test_a_variable_that_its_gradient_overwrites_gets_it_as_it_is(way: str) -> N
 
 
 @each_way
+def test_one_of_several_such_values_skips_the_step(way: str) -> None:
+    run = Run(LossScaleOptimizer(momentum()), np.ones(2), np.ones(()), np.ones(()), way=way)
+    for variable in run.variables[1:]:
+        variable.overwrite_with_gradient = True
+    run.apply(run.optimizer.scale_loss(tensor([4.0, 0.0])), 5.0, INF)
+    assert [w.tolist() for w in run.weights()] == [[1.0, 1.0], 1.0, 1.0]
+    assert run.scale == 2.0**14
+
+
+@each_way
 def test_finite_gradients_near_the_largest_number_are_taken(way: str) -> None:
     run = Run(LossScaleOptimizer(keras.optimizers.SGD(2.0**-100)), np.zeros(4), np.zeros(()), way=way)
     run.optimizer.scale_loss(tensor(1.0))
