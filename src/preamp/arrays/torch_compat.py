@@ -12,10 +12,11 @@ Private attributes of objects are read where they are needed. These have been th
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, _guards
@@ -185,7 +186,20 @@ def outside_of_graphs(function: F) -> F:
     graphs would lose what the function does.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return untraced(function)
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "_FrameExecStrategy"):
+        return untraced(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # In 2.6 what the function calls would be compiled, and `set_stance` raises where that is so.
+        callback = frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            frames.set_eval_frame(callback)
+
+    return cast(F, untraced(run))
 
 
 class _NotCompiled:

@@ -788,19 +788,17 @@ class GradScaler(torch.amp.GradScaler):
             if scaled or clip.max_norm is not None:
                 found = measure(norm=wants_norm, finite=finite, watched=watched, stats=stats)
                 finite = found.finite
-        recorded_norm = found.norm
+        norm = found.norm
         if on_device and not alone and clip.max_norm is None:
-            recorded_norm = None  # it is this rank's alone
-        self._note_measured(
-            optimizer, state, gradients, scale, finite, divisor, found._replace(norm=recorded_norm)
-        )
+            norm = None  # it is this rank's alone
+        found = Found(finite, norm, found.stats, found.sizes)
+        self._note_measured(optimizer, state, gradients, scale, divisor, found)
         if not on_device and not finite:
             if clip.max_value is not None and clip.max_norm is not None and not alone:
                 measure(norm=True)  # as the ranks do that clip on a device
             return gradients, divisor
 
         # Clip. Entries come first, as their limit changes the norm.
-        norm = found.norm
         if clip.max_value is not None:
             limit = divisor * clip.max_value
             if on_device:  # a skipped step clips nothing
@@ -827,7 +825,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, stats = self._loss_scale.snapshot(), self._policy_stats_before(state)
         finite = _flags_are_clear(state)
         gradients = Gradients([], []) if finite else gather(optimizer)
-        self._note_measured(optimizer, state, gradients, scale, finite, 1.0, Found(finite, None, stats))
+        self._note_measured(optimizer, state, gradients, scale, 1.0, Found(finite, None, stats))
         return Gradients([], []), 1.0
 
     def _note_measured(
@@ -836,12 +834,11 @@ class GradScaler(torch.amp.GradScaler):
         state: OptimizerState,
         gradients: Gradients,
         scale: Number,
-        finite: bool | Tensor,
         divisor: Number,
         found: Found,
     ) -> None:
         """Keep what was measured for `update` and for the record, without keeping gradients alive."""
-        parameters, stats = gradients.parameters, found.stats
+        parameters, finite, stats = gradients.parameters, found.finite, found.stats
         if isinstance(finite, Tensor):
             found_inf = finite.logical_not().to(torch.float32)
             names = partial(self._culprits, optimizer, parameters, found.sizes)  # keeps no gradient alive
