@@ -56,7 +56,8 @@ class FloorSchedule(Moving[FloorState]):
 
     def advance(self, state: FloorState, reading: Reading, where: Where = choose) -> FloorState:
         after = super().advance(state, reading, where)
-        return after._replace(scale=self._lifted(after.scale, after.age, where))
+        scale, *others = after
+        return FloorState(self._lifted(scale, after.age, where), *others)
 
     def _after_clean_step(self, state: FloorState, where: Where) -> FloorState:
         _, scale, good = self._grown_if_due(state.scale, state.good + 1.0, where)

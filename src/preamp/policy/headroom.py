@@ -109,7 +109,9 @@ class Headroom(Policy[HeadroomState]):
         else:
             cases = self._after_peak(state, peak, where), self._after_other(state, reading, peak, where)
             after = HeadroomState(*[where(visible, a, b) for a, b in zip(*cases, strict=True)])
-        return after._replace(scale=self._clamped(two_to(after.scale, where), where))
+        # Not `_replace` or a slice, here and below: the compiler of PyTorch 2.6 knows neither of a NamedTuple.
+        scale, *others = after
+        return HeadroomState(self._clamped(two_to(scale, where), where), *others)
 
     def _after_peak(self, state: HeadroomState, peak: Scalar, where: Where) -> HeadroomState:
         """Return the state after a clean step with a visible peak, with log2 of the scale for `scale`."""
@@ -133,11 +135,15 @@ class Headroom(Policy[HeadroomState]):
         exponent, clean = log2_near(state.scale, where), reading.finite
         good, bad, lost = state.good + 1.0, state.bad + 1.0, state.lost + 1.0
         higher = where(lost > 0.0, exponent + lost, exponent)
-        return state._replace(
-            scale=where(clean, higher, exponent - bad),
-            good=where(clean, good, 0.0),
-            bad=where(clean, 0.0, bad),
-            lost=where(clean & (peak < self._smallest_peak), lost, -float(self.memory)),
+        return HeadroomState(
+            where(clean, higher, exponent - bad),
+            where(clean, good, 0.0),
+            where(clean, 0.0, bad),
+            where(clean & (peak < self._smallest_peak), lost, -float(self.memory)),
+            state.seen,
+            state.level,
+            state.spread,
+            state.gap,
         )
 
     def _with_peak(

@@ -272,7 +272,9 @@ class DeviceScale:
             PolicyError: if the policy uses what was not measured. The state is not changed.
         """
         self.adopt()
-        reading = Reading(*[None if one is None else self._here(one) for one in measured.reading])
+        # Not `measured.reading`: the compiler of PyTorch 2.6 knows no properties of a NamedTuple.
+        fields = (measured.finite, measured.peak, measured.share)
+        reading = Reading(*[None if one is None else self._here(one) for one in fields])
         new_scale = self._advance(reading, found_inf)
         self.steps += 1
         return new_scale, False
