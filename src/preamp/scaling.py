@@ -8,12 +8,13 @@ last_step = to_step(state, loss=loss)
 raise_if_exhausted(policy, state)                             # after a compiled program, which cannot
 ```
 
-`advance` is pure: like a policy, it is Python operators and an injected ``where(condition, yes, no)``.
+`advance` is pure: like a policy, it uses Python operators and an injected ``where(condition, yes, no)``.
 PyTorch keeps the state as Python floats or as tensors, JAX as a pytree, Keras and tf_keras as variables.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from preamp.policy import Policy, Reading, Where, choose
@@ -88,8 +89,8 @@ class ScalerState(NamedTuple, Generic[S, T]):
         policy_state: the policy's state; `policy_state.scale` is what the next loss is multiplied by.
         last_scale: the scale that was in the last loss.
         finite: whether the last gradients were finite.
-        grad_norm: global L2 norm of the last unscaled gradients; None where no step takes it. Undefined,
-            possibly NaN, after an overflow.
+        grad_norm: global L2 norm of the last unscaled gradients; None where no step takes it. NaN if it is
+            not known, and undefined, possibly NaN, after an overflow.
         peak: the largest magnitude among the last scaled gradients; None where the policy does not need it.
             Undefined, possibly NaN, after an overflow.
         exhausted_scale: the scale at which the policy gave up first, 0 if it has not.
@@ -187,13 +188,14 @@ def to_step(
 
     Args:
         state: after the step, in Python numbers.
-        loss: as in `Step`, like the others.
-        culprits: names of parameters.
-        buffers: names of module buffers.
+        loss: as in `Step`.
+        culprits: as in `Step`.
+        buffers: as in `Step`.
     """
     if not state.steps:
         return None
     finite = bool(state.finite)
+    norm_is_known = finite and state.grad_norm is not None and not math.isnan(state.grad_norm)
     return Step(
         index=int(state.steps) - 1,
         scale=state.last_scale,
@@ -201,7 +203,7 @@ def to_step(
         skipped=not finite,
         new_scale=state.policy_state.scale,
         loss=loss,
-        grad_norm=state.grad_norm if finite else None,
+        grad_norm=state.grad_norm if norm_is_known else None,
         peak=state.peak if finite else None,
         culprits=culprits,
         buffers=buffers,

@@ -142,3 +142,8 @@ def test_nothing_is_read_while_it_is_traced() -> None:
         compiled = tf.function(traced, autograph=False)
     with pytest.raises(UsageError, match="after the step"):
         compiled(keras.ops.convert_to_tensor(1.0))
+
+
+def test_the_peak_of_float64_is_a_finite_float32() -> None:
+    wide = "float32" if BACKEND == "jax" else "float64"  # JAX has no float64 by default
+    assert number(arrays.peak(tensors(**{wide: np.array([-1e300])}))) == np.finfo(np.float32).max

@@ -39,6 +39,15 @@ def test_a_step_whose_loss_is_not_known_has_none() -> None:
     assert (run.optimizer.last_step.index, run.optimizer.last_step.loss) == (2, None)
 
 
+def test_a_call_that_raises_leaves_the_record_as_it_was() -> None:
+    run = run_of()
+    step(run, 3.0)
+    run.optimizer.scale_loss(tensor(5.0))
+    with pytest.raises(ValueError, match="all gradients are None"):
+        run.optimizer.apply([None], run.variables)
+    assert (run.optimizer.last_step.index, run.optimizer.last_step.loss) == (0, 3.0)
+
+
 def test_a_compiled_step_has_no_loss_of_an_earlier_one() -> None:
     compiled, eager = run_of("compiled"), run_of()
     compiled.optimizer.scale_loss(tensor(1.0))

@@ -217,3 +217,14 @@ def test_a_state_that_is_none_is_refused(kind: str, name: str, value: float) -> 
     config["state"][name] = value
     with pytest.raises(ValueError, match=f"{name}={value!r} is not a valid state"):
         type(adam(kind)).from_config(config)
+
+
+@of_tf_keras_trained
+def test_a_norm_that_was_not_finite_is_unknown_after_loading(kind: str) -> None:
+    """Squares of finite gradients overflow; JSON has no inf."""
+    was, variable = adam(kind, dynamic=False, initial_scale=1.0), tf.Variable([1.0])
+    (gradient,) = was.get_unscaled_gradients([tf.constant([1e30])])
+    was.apply_gradients([(gradient, variable)])
+    assert was.last_step.grad_norm == INF
+    again = type(was).from_config(was.get_config())
+    assert (again.last_step.index, again.last_step.finite, again.last_step.grad_norm) == (0, True, None)

@@ -1,9 +1,9 @@
 """Arithmetic on JAX arrays: the functions of `Arrays`, and what the optax adapter needs besides.
 
-What it avoids costs a pass over memory in XLA on a CPU: a division is not fused into what reads its result,
-`isfinite` of every entry is stored before it is reduced, and so is the square of a product. Each measure is
-one pass: XLA makes one of several reductions only where they are written as one, and is then slower. What
-compares entries or counts integers would take three.
+On a CPU, XLA spends another pass over memory on a division (it is not fused into what reads the result), on
+`isfinite` of every entry, and on the square of a product. These functions avoid all three, but for `unscale`,
+which divides as Keras does. Each statistic takes one pass; several reductions in one are slower, and
+comparing entries or counting integers would take three.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _is_sum_finite(arrays: Iterable[Array], factor: Array | float) -> Array:
 def _total(array: Array, factor: Array | float) -> Array:
     """Return the sum of an array's entries times a factor.
 
-    As a product with a vector, which on a CPU XLA computes four times as fast as a sum.
+    It is a product with a vector, which XLA on a CPU computes four times as fast as a sum.
     """
     if not array.size:
         return jnp.zeros(())

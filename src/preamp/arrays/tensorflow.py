@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from preamp.arrays import Unscaled
 from preamp.arrays.load_order import before_tensorflow
+from preamp.checks import FLOAT32_MAX
 from preamp.errors import UsageError
 
 before_tensorflow()
@@ -176,7 +177,8 @@ def check_eager() -> None:
 def _largest(values: tf.Tensor) -> tf.Tensor:
     """Return the largest magnitude without making a tensor of magnitudes; of nothing, not above 0."""
     largest = tf.maximum(tf.reduce_max(values), -tf.reduce_min(values))
-    return tf.cast(tf.minimum(largest, tf.cast(largest.dtype.max, largest.dtype)), tf.float32)
+    limit = min(float(largest.dtype.max), FLOAT32_MAX)
+    return tf.cast(tf.minimum(largest, tf.cast(limit, largest.dtype)), tf.float32)
 
 
 def _sum(scalars: list[tf.Tensor]) -> tf.Tensor:

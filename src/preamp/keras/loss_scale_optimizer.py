@@ -23,7 +23,7 @@ from preamp.checks import (
     paired,
     shown,
 )
-from preamp.errors import PolicyError, UsageError
+from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.keras.arguments import check_config, check_rule, rule
 from preamp.keras.inner import (
     BaseLossScaleOptimizer,
@@ -232,7 +232,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     def last_step(self) -> Step | None:
         """The record of the last step, copied to the host; None before the first.
 
-        It includes the loss if `scale_loss` was called outside of a compiled program.
+        It includes the loss if its value was known when it was scaled, which it is not in a compiled program
+        or inside `jax.grad`.
         """
         if self._loss_of_step is None:
             return to_step(self._scaler.state_of(self._numbers()))
@@ -578,11 +579,17 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             return
         try:
             step.take_on_host()
-        finally:  # the policy may give up, which raises
-            if self._scaled_loss is not None or self._loss_of_step is not None:
-                # The loss of the step, unread, with the number of steps: a sum is a copy of the variable.
-                loss, self._scaled_loss = self._scaled_loss, None
-                self._loss_of_step = None if loss is None else (loss, self._scaler.state.steps.value + 0)
+        except ScaleExhausted:  # a step as well; after any other error there was none
+            self._keep_loss()
+            raise
+        self._keep_loss()
+
+    def _keep_loss(self) -> None:
+        """Keep the loss of a step, unread, with the number of steps."""
+        if self._scaled_loss is not None or self._loss_of_step is not None:
+            loss, self._scaled_loss = self._scaled_loss, None
+            # The sum is a copy of the variable.
+            self._loss_of_step = None if loss is None else (loss, self._scaler.state.steps.value + 0)
 
 
 def _tensor(gradient: object) -> Any:

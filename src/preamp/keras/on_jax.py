@@ -25,16 +25,20 @@ def untraced(function: F) -> F:
 
 
 def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
-    """Update in one branch of a `cond` and not in the other. Unscaling is in the branch, for XLA to fuse it.
+    """Update in one branch of a `cond` and not in the other.
+
+    The gradients are unscaled in the branch, where XLA fuses the division with the update. Outside it only
+    the check and the norm of `unscaled` are used, and XLA drops the rest.
 
     Raises:
         UsageError: under `jit` outside a `StatelessScope`, where variables would be left with tracers.
     """
     leaves = jax.tree_util.tree_leaves([step.scale, *step.gradients])  # a sparse gradient is several
-    is_mapped = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    if not is_mapped and not _is_compiled():
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if not is_traced and not _is_compiled():
         return False
-    if step.scale is None or becomes_constant(step.scale) or not in_stateless_scope():
+    assert step.scale is not None  # only `preamp.tensorflow` divides beforehand
+    if becomes_constant(step.scale) or not in_stateless_scope():
         raise UsageError(
             "apply inside jit or vmap would leave tracers in the optimizer's variables, and its scale would "
             "be a constant. Write stateless_apply(optimizer_variables, grads, trainable_variables), with "

@@ -7,7 +7,6 @@ a compiled program differs between Keras's backends: `Backend` is what `on_jax`,
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ class ScalerVariables(Generic[S]):
             stats: the `peak` and `share` of the scaled ones, as far as the policy needs them.
             where: the backend's ``where(condition, yes, no)``.
         """
-        # Of the record of the last step `advance` only uses whether the policy gave up, if it ever does.
+        # `advance` uses nothing of the last step's record but `exhausted_*`, if the policy can give up.
         first, last = len(self.state.policy_state), len(self.floats) - (2 if self.policy.gives_up else 0)
         # The sum is a copy: TensorFlow may read the variable's own memory, which is about to be written.
         before = [
@@ -203,9 +202,7 @@ class ScalerVariables(Generic[S]):
         self.check(numbers)
         *floats, steps, skipped_steps = numbers
         state = self._state_of(floats)
-        is_unknown = state.grad_norm is not None and math.isnan(state.grad_norm)
-        grad_norm = None if is_unknown else state.grad_norm
-        return state._replace(grad_norm=grad_norm, steps=int(steps), skipped_steps=int(skipped_steps))
+        return state._replace(steps=int(steps), skipped_steps=int(skipped_steps))
 
     def _state_of(self, values: Sequence[T]) -> ScalerState[S, T]:
         """Return the state for the values of `floats`. Its counts are 0."""
@@ -374,7 +371,7 @@ class ScaledStep(Generic[G, T]):
         ]
         if self.scale is not None:
             return self.arrays.gradient_stats(policy.needs, policy.edge, gradients)
-        # The policy needs those from before the division. Only on TensorFlow, where an edge can be a tensor.
+        # The gradients are already divided, so the edge is too. Only on TensorFlow, where it can be a tensor.
         scale = self.scaler.state.policy_state.scale.value
         stats = self.arrays.gradient_stats(policy.needs, policy.edge / scale, gradients)
         return {name: value * scale if name == "peak" else value for name, value in stats.items()}

@@ -81,8 +81,7 @@ class Policy(ABC, Generic[S]):
     """A rule for the loss scale. The policy holds the settings, its state what changes from step to step.
 
     A new policy is a subclass: a frozen dataclass with `start` and `advance`. Its settings are added to its
-    docstring. Its state is a NamedTuple of floats that has a `scale` and, if the policy may give up, a count
-    of overflows `bad`.
+    docstring. Its state is a NamedTuple of floats that has the fields of `State`, perhaps among others.
 
     Attributes:
         needs: the fields of a `Reading` that the rule uses besides `finite`. Adapters measure only these.

@@ -109,7 +109,7 @@ class Headroom(Policy[HeadroomState]):
         else:
             cases = self._after_peak(state, peak, where), self._after_other(state, reading, peak, where)
             after = HeadroomState(*[where(visible, a, b) for a, b in zip(*cases, strict=True)])
-        # Not `_replace` or a slice, here and below: the compiler of PyTorch 2.6 knows neither of a NamedTuple.
+        # Not `_replace` or a slice, here and below: the compiler of PyTorch 2.6 supports neither.
         scale, *others = after
         return HeadroomState(self._clamped(two_to(scale, where), where), *others)
 

@@ -129,7 +129,8 @@ class LossScaleOptimizer:
     >>> opt.inner_optimizer.beta_1
     0.7
 
-    Settings that legacy optimizers fix when they are created, such as `epsilon`, are not, in any library:
+    Constants of legacy optimizers, such as `epsilon`, are never forwarded, whatever library the inner
+    optimizer belongs to:
 
     >>> opt.inner_optimizer.epsilon
     1e-05

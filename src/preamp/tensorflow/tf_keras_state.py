@@ -34,10 +34,10 @@ POLICY_NAMES = {"scale": "current_loss_scale", "good": "good_steps"}
 NAMES = {"finite": "last_finite", "grad_norm": "last_grad_norm", "peak": "last_peak"}
 DTYPES = {"good": tf.int64, "steps": tf.int64, "skipped_steps": tf.int64, "finite": tf.bool}
 
-# A sum of no losses: a loss of 0.0 is added to it as 0.0, so that the two can be told apart.
+# A sum of no losses. Adding 0.0 makes it 0.0, so that a loss of 0.0 is not taken for none; one of -0.0 is.
 NONE = -0.0
-# Added for a loss that is not a single real number: no loss is -inf.
-UNKNOWN = -math.inf
+# Added for a loss that is not a single real number. Sums with it stay below half of it, and finite.
+UNKNOWN = -(2.0**100)
 
 Number: TypeAlias = "float | tf.Tensor"
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         check_eager()
         named = {NAMES.get(name, name): variable for name, variable in self._record.items()}
         values = _values({**self._policy_variables, **named})
-        # JSON has no inf and NaN, which a norm is after an overflow.
+        # JSON has no inf and NaN, which a norm can be.
         return {n: x for n, x in values.items() if not n.startswith("exhausted") and math.isfinite(x)}
 
     def restore(self, saved: Mapping[str, float]) -> None:
@@ -163,7 +163,8 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self._checked, self._is_outside = state, is_out_of_bounds(self.policy, state.scale)
         self._write_policy(state)
         for name, variable in self._record.items():
-            variable.assign(variable.dtype.as_numpy_dtype(saved.get(NAMES.get(name, name), 0)))
+            missing = math.nan if name == "grad_norm" else 0
+            variable.assign(variable.dtype.as_numpy_dtype(saved.get(NAMES.get(name, name), missing)))
         self.losses.forget()
         if self._buffers is not None:
             self._buffers.keep_finite()
@@ -210,7 +211,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         policy_variables = {**self._policy_variables, "scale": scale}
         return self._state(
             {name: tf.cast(tf.convert_to_tensor(v), tf.float32) for name, v in policy_variables.items()},
-            # Of the record of the last step `advance` only uses whether the policy gave up, if it ever does.
+            # `advance` uses nothing of the last step's record but `exhausted_*`, if the policy can give up.
             {
                 name: tf.convert_to_tensor(v) if name.startswith("exhausted") and self.policy.gives_up else v
                 for name, v in self._record.items()
@@ -305,7 +306,7 @@ class Losses:
             return None
         loss = float(tf.convert_to_tensor(self.variables["losses_of_step"]))
         is_none = loss == 0.0 and math.copysign(1.0, loss) < 0.0
-        return None if is_none or loss == UNKNOWN else loss
+        return None if is_none or -math.inf < loss < UNKNOWN / 2 else loss
 
     def _can_write(self) -> bool:
         return bool(self.variables) and (tf.executing_eagerly() or tf.inside_function())

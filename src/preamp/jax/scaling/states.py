@@ -156,7 +156,7 @@ def check(state: object) -> LossScaledState:
 def check_dtypes(state: LossScaledState) -> None:
     """Raise for scalars of another dtype than `init` makes, such as a cast of the whole state leaves behind.
 
-    In float16 or as an integer the scale overflows or stops to move, and every step may be skipped.
+    In float16 or as an integer the scale overflows or stops moving, and every step may be skipped.
 
     Raises:
         UsageError: with the first of them.
