@@ -12,6 +12,7 @@ import tf_keras
 
 from preamp import Dynamic, ScaleExhausted, UsageError
 from preamp.tensorflow import LossScaleOptimizer
+from preamp.tensorflow.tf_keras_state import _finite_and_norm
 from tests.combinations import combinations
 
 from .kinds import KINDS, Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, rules
@@ -102,6 +103,14 @@ def test_gradients_that_are_not_summed_are_agreed_on_all_the_same(
     assert np.isfinite(seen[-1][1]).all()
     theirs = run(strategy, lambda: Peer(inner(kind), **ARGUMENTS), SCRIPT[:2], **argument)
     assert not np.isfinite(theirs[-1][1]).all()  # it looks at the first replica alone
+
+
+def test_replicas_that_decide_separately_agree(strategy: Any) -> None:
+    """tf_keras lets them on TPUs, and on GPUs with XLA."""
+    decide = tf.function(lambda value: strategy.run(lambda v: _finite_and_norm([v])[0], args=(value,)))
+    for values, finite in (([1.0, 2.0], True), ([1.0, INF], False), ([INF, 1.0], False)):
+        flags = strategy.experimental_local_results(decide(per_replica(strategy, values)))
+        assert [bool(flag) for flag in flags] == [finite] * 2
 
 
 @each_kind_trained
