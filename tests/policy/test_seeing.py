@@ -64,7 +64,7 @@ def test_a_peak_of_0_is_left_out_of_the_averages_of_log_max() -> None:
     state = policy.step(policy.start(), Reading(True, peak=2.0))
     for _ in range(policy.search_interval - 1):
         after = policy.step(state, Reading(True, peak=0.0))
-        assert after == state._replace(good=state.good + 1.0, unseen=state.unseen + 1.0)
+        assert after == state._replace(good=state.good + 1.0, zeros=state.zeros + 1.0)
         state = after
     assert policy.step(state, Reading(True, peak=0.0)).scale == state.scale * policy.growth_factor
 

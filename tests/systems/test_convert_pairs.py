@@ -39,7 +39,7 @@ FORMATS = {name: dialect for name, dialect in ALL.items() if dialect.format is n
 REMEMBERED = {
     "bad": 0.0,
     "lost": -3.0,
-    "seen": 7.0,
+    "peaks": 7.0,
     "level": -11.25,
     "spread": 0.5,
     "gap": 0.0,

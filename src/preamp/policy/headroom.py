@@ -31,7 +31,7 @@ class HeadroomState(NamedTuple):
         bad: overflows in a row.
         lost: clean steps in a row whose peak was flushed. It counts from 0 at the start, and from
             below 0 after an overflow or a peak, because some gradients are truly zero.
-        seen: peaks that went into `level` since it last restarted.
+        peaks: how many peaks are in `level`, since it last restarted.
         level: the running mean of the logarithm of the peak before scaling.
         spread: how far peaks have lately reached above the level.
         gap: how far above the peaks the values are that overflow.
@@ -41,7 +41,7 @@ class HeadroomState(NamedTuple):
     good: Scalar
     bad: Scalar
     lost: Scalar
-    seen: Scalar
+    peaks: Scalar
     level: Scalar
     spread: Scalar
     gap: Scalar
@@ -118,12 +118,12 @@ class Headroom(Policy[HeadroomState]):
         exponent = log2_near(state.scale, where)
         good = state.good + 1.0
         # If the scale had to search for a peak, the mean is from before the gradients shrank, and restarts.
-        known = where(state.lost > 0.0, 0.0, state.seen)
+        known = where(state.lost > 0.0, 0.0, state.peaks)
         logarithm = log2_near(peak, where) - exponent
-        seen, level, spread = self._with_peak(known, state.level, state.spread, logarithm, where)
+        peaks, level, spread = self._with_peak(known, state.level, state.spread, logarithm, where)
         aim = (self._log_limit - level - spread) // 1.0
         gap = self._gap_after(state, good, aim - exponent, where)
-        return HeadroomState(aim - gap, good, 0.0, -float(self.memory), seen, level, spread, gap)
+        return HeadroomState(aim - gap, good, 0.0, -float(self.memory), peaks, level, spread, gap)
 
     def _after_other(
         self, state: HeadroomState, reading: Reading, peak: Scalar, where: Where
@@ -140,24 +140,24 @@ class Headroom(Policy[HeadroomState]):
             where(clean, good, 0.0),
             where(clean, 0.0, bad),
             where(clean & (peak < self._smallest_peak), lost, -float(self.memory)),
-            state.seen,
+            state.peaks,
             state.level,
             state.spread,
             state.gap,
         )
 
     def _with_peak(
-        self, seen: Scalar, level: Scalar, spread: Scalar, peak: Scalar, where: Where
+        self, peaks: Scalar, level: Scalar, spread: Scalar, peak: Scalar, where: Where
     ) -> tuple[Scalar, Scalar, Scalar]:
-        """Return `seen`, `level` and `spread` after one more peak, given as its logarithm before scaling."""
+        """Return `peaks`, `level` and `spread` after one more peak, given as its logarithm before scaling."""
         above = peak - level
-        restarts = (seen < 1.0) | (above > spread + spread + OUTLIER_DISTANCE)
-        count = where(restarts, 1.0, seen + 1.0)
+        restarts = (peaks < 1.0) | (above > spread + spread + OUTLIER_DISTANCE)
+        count = where(restarts, 1.0, peaks + 1.0)
         level = where(restarts, peak, level + on_grid(above / _min(count, float(self.memory), where)))
         # The spread grows at once and shrinks slowly: a peak just as high may come again.
         faded = spread - on_grid(spread / _min(count, float(self.patience), where))
         wide = _min(where(above > faded, above, faded), MAX_DISTANCE, where)
-        return count, level, where(restarts, where(seen < 1.0, FIRST_SPREAD, spread), wide)
+        return count, level, where(restarts, where(peaks < 1.0, FIRST_SPREAD, spread), wide)
 
     def _gap_after(self, state: HeadroomState, good: Scalar, rise: Scalar, where: Where) -> Scalar:
         """Return the gap after a clean step, where the peaks alone would multiply the scale by 2**`rise`."""

@@ -28,8 +28,8 @@ class LogMaxState(NamedTuple):
         bad: overflows in a row.
         mean: of the logarithm of the peak.
         variance: of the same, around the mean.
-        seen: how many peaks are in these averages. A float32 counts to 2**24 and stays there.
-        unseen: clean steps with a peak of 0 since the last peak above 0.
+        peaks: how many peaks are in these averages. A float32 counts to 2**24 and stays there.
+        zeros: clean steps with a peak of 0 since the last peak above 0.
     """
 
     scale: Scalar
@@ -37,8 +37,8 @@ class LogMaxState(NamedTuple):
     bad: Scalar
     mean: Scalar
     variance: Scalar
-    seen: Scalar
-    unseen: Scalar
+    peaks: Scalar
+    zeros: Scalar
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -98,20 +98,20 @@ class LogMax(Bounded[LogMaxState]):
     def advance(self, state: LogMaxState, reading: Reading, where: Where = choose) -> LogMaxState:
         finite, peak, good = reading.finite, self.measured("peak", reading), state.good + 1.0
         # The scale has grown because peaks were 0: the averages are from before that, and restart.
-        seen = where(state.unseen >= self.search_interval, 0.0, state.seen)
+        peaks = where(state.zeros >= self.search_interval, 0.0, state.peaks)
         # An overflow counts as a peak only when there is a mean, above which it is clipped.
-        counts = where(finite, peak >= FLOAT32_TINY, seen >= 1.0)
-        unseen = where(counts, 0.0, state.unseen + 1.0)
+        counts = where(finite, peak >= FLOAT32_TINY, peaks >= 1.0)
+        zeros = where(counts, 0.0, state.zeros + 1.0)
 
         # The peak of an overflow is undefined. All that is known is that it reached log_max.
         scaled_peak = where(finite, peak, 2.0**self._log_max)
         latest = log2_near(self._stored(scaled_peak / state.scale), where)
-        mean, variance = self._averages(state, seen, latest, finite, where)
+        mean, variance = self._averages(state, peaks, latest, finite, where)
         aim = self._aim(mean, variance, latest, where)
 
         # The cause of the last overflow may persist: wait before returning to the aim.
         aimed = where(good >= self.settle_interval, aim, self._unsettled(state.scale, aim, where))
-        searching = where(unseen >= self.search_interval, self._up(state.scale, where), state.scale)
+        searching = where(zeros >= self.search_interval, self._up(state.scale, where), state.scale)
         # Back off even where the averages do not ask for it, or one large outlier could overflow for ever.
         lowered = self._down(state.scale, where)
         lowered = where(counts, where(aim < lowered, aim, lowered), lowered)
@@ -121,23 +121,23 @@ class LogMax(Bounded[LogMaxState]):
             where(finite, 0.0, state.bad + 1.0),
             where(counts, mean, state.mean),
             where(counts, variance, state.variance),
-            where(counts, seen + 1.0, state.seen),
-            where(finite, unseen, state.unseen),
+            where(counts, peaks + 1.0, state.peaks),
+            where(finite, zeros, state.zeros),
         )
 
     def _averages(
-        self, state: LogMaxState, seen: Scalar, latest: Scalar, finite: Scalar, where: Where
+        self, state: LogMaxState, peaks: Scalar, latest: Scalar, finite: Scalar, where: Where
     ) -> tuple[Scalar, Scalar]:
         """Return mean and variance with one more peak. Its weight is a power of two, so nothing rounds."""
         most = state.mean + MAX_OVERFLOW_DEVIATION
         deviation = where(finite, latest, where(latest < most, latest, most)) - state.mean
         # Plain averages at first, exponential ones once there are more peaks than the memory holds.
-        plain = 1.0 / power_below(seen + 1.0, where)
+        plain = 1.0 / power_below(peaks + 1.0, where)
         of_mean, of_variance = 1.0 / self.mean_steps, 1.0 / self.variance_steps
         mean = state.mean + _nearest(deviation * where(plain > of_mean, plain, of_mean))
 
         coarse = deviation // COARSE_GRID * COARSE_GRID
-        square = where(seen < 1.0, FIRST_VARIANCE, coarse * coarse)
+        square = where(peaks < 1.0, FIRST_VARIANCE, coarse * coarse)
         change = where(square < MAX_SQUARE, square, MAX_SQUARE) - state.variance
         return mean, state.variance + _nearest(change * where(plain > of_variance, plain, of_variance))
 
