@@ -283,14 +283,14 @@ def optimized() -> Iterator[None]:
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("inner", "width"), [("SGD", 64), ("Adam", 256)])
-def test_a_training_step_has_one_conditional_and_reads_gradients_once_more_than_stocks(
+def test_a_training_step_reads_gradients_once_more_than_stocks_at_most(
     inner: str, width: int
 ) -> None:
-    """That is for their norm, which stock Keras does not record."""
+    """XLA counts both branches: a second pass is taken only where the norm is not finite."""
     (ours, accessed, gradients), (stock, before, _) = (
         cost(make, inner, width) for make in (LossScaleOptimizer, Stock)
     )
-    assert (ours, stock) == (1, 2)
+    assert (ours, stock) == (2, 2)
     assert accessed <= before + gradients
 
 

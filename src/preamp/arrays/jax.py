@@ -73,7 +73,13 @@ def unscale(arrays: Sequence[Gradient], scale: Array) -> Unscaled[Gradient, Arra
     wide = list(map(_wide, _stored(arrays)))
     unscaled = [_replaced(array, values / scale) for array, values in zip(arrays, wide, strict=True)]
     inverse = 1.0 / scale
-    return Unscaled(unscaled, _is_sum_finite(wide, inverse), global_norm(wide) * inverse)
+    norm = global_norm(wide) * inverse
+    if isinstance(norm, jax.core.Tracer):
+        # One pass: a norm that is finite shows that all entries are. One that is not may have overflowed.
+        finite = lax.cond(jnp.isfinite(norm), lambda: jnp.bool_(True), lambda: _is_sum_finite(wide, inverse))
+    else:
+        finite = _is_sum_finite(wide, inverse)
+    return Unscaled(unscaled, finite, norm)
 
 
 def all_finite(arrays: Sequence[Gradient]) -> Array:

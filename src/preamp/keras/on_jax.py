@@ -1,4 +1,4 @@
-"""Keras on JAX: under `jit` one conditional around the update, elsewhere a decision on the host."""
+"""Keras on JAX: under `jit` a conditional around the update, elsewhere a decision on the host."""
 
 from __future__ import annotations
 
