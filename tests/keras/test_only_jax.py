@@ -283,9 +283,7 @@ def optimized() -> Iterator[None]:
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("inner", "width"), [("SGD", 64), ("Adam", 256)])
-def test_a_training_step_reads_gradients_once_more_than_stocks_at_most(
-    inner: str, width: int
-) -> None:
+def test_a_training_step_reads_gradients_once_more_than_stocks_at_most(inner: str, width: int) -> None:
     """XLA counts both branches: a second pass is taken only where the norm is not finite."""
     (ours, accessed, gradients), (stock, before, _) = (
         cost(make, inner, width) for make in (LossScaleOptimizer, Stock)
