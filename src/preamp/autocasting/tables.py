@@ -1,41 +1,78 @@
 """Autocast's operator tables, which set the precision of each operator, and methods to edit them.
 
-A table has names only: each framework's autocast finds the operators that a name stands for and casts.
+A table has names only: each framework's autocast finds the operators and modules that a name stands for, and
+casts.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
 
 from preamp.errors import CastingError
 
-__all__ = ["CPU", "CUDA", "DEFAULT", "JAX", "RULES", "Casting", "Rule"]
+__all__ = ["CPU", "CUDA", "DEFAULT", "JAX", "MODULE_RULES", "RULES", "Casting", "ModuleRule", "Rule"]
 
 Rule = Literal["lower", "float32", "widest", "untouched", "refuse"]
 RULES: tuple[Rule, ...] = get_args(Rule)
+ModuleRule = Literal["float32", "bfloat16", "float16", "untouched", "default"]
+MODULE_RULES: tuple[ModuleRule, ...] = get_args(ModuleRule)
 _IN_OUR_TABLES: set[str] = set()
+_BASES: dict[str, tuple[Edit, ...]] = {}
+
+
+class Edit(NamedTuple):
+    """One edit of a table: the rule of an operator, or of a module.
+
+    Attributes:
+        of: what `name` is the name of.
+        name: an operator's name, or a pattern of module paths.
+        rule: one of `RULES` for an operator, of `MODULE_RULES` for a module.
+    """
+
+    of: Literal["operators", "modules"]
+    name: str
+    rule: Any
+
+
+class Scope(NamedTuple):
+    """What a table says of operators that run inside a module.
+
+    The rules of operators are those of `before`, then `rule` changes them, then come those of `after`.
+
+    Attributes:
+        before: the edits of operators that came before the module's.
+        rule: the rule of the module.
+        after: the edits of operators that came after it, which hold in the module too.
+    """
+
+    before: Casting
+    rule: ModuleRule
+    after: Casting
 
 
 class Casting:
     """An operator table: what autocast does to the inputs of the operators it names.
 
     A table is immutable: each method returns a new one in which the named operators have another rule.
-    Operators that a table does not name keep the framework's rule for the device. Where two names stand for
-    the same operator, the later edit counts.
+    Operators that a table does not name keep the framework's rule for the device. Where two edits are about
+    the same operator, the later one counts, also if one of them names the module it runs in.
 
-    >>> table = DEFAULT.lower("softmax").float32("bmm", "matmul").untouched("layer_norm")
+    >>> table = DEFAULT.lower("softmax").float32("bmm", "matmul").module("lm_head", "float32")
     >>> table
-    casting.DEFAULT.lower('softmax').float32('bmm', 'matmul').untouched('layer_norm')
+    casting.DEFAULT.lower('softmax').float32('bmm', 'matmul').module('lm_head', 'float32')
     >>> table["bmm"]
     'float32'
 
-    Names are the framework's operator names. A name without an overload stands for all overloads; a name that
-    users write (`norm`, `cross_entropy`, `LSTMCell`) stands for all operators it calls. Names are looked up
-    where the table is used, because only the framework knows its operators.
+    Names are the framework's operator names. A name that users write (`norm`, `cross_entropy`, `LSTMCell`)
+    stands for all operators it calls. Names are looked up where the table is used, because only the framework
+    knows its operators.
 
     Attributes:
+        edits: the edits, in order.
         optional: the names that are skipped where the installed release has no such operator: those that come
             from the tables of this module. A name that a method edits has to exist.
     """
@@ -43,14 +80,13 @@ class Casting:
     def __init__(self, rules: Mapping[str, Rule] | None = None) -> None:
         if rules is not None and not isinstance(rules, Mapping):
             raise CastingError(f"{rules!r} is not a table. Write casting.DEFAULT.float32('softmax').")
-        self._rules: dict[str, Rule] = dict(rules or {})
-        self.optional: frozenset[str] = frozenset(_IN_OUR_TABLES & self._rules.keys())
-        for name, rule in self._rules.items():
+        self.edits: tuple[Edit, ...] = ()
+        for name, rule in (rules or {}).items():
             _check_name(name)
-            if rule not in RULES:
-                raise CastingError(
-                    f"{rule!r} is not a rule, for {name!r}. Write one of {', '.join(map(repr, RULES))}."
-                )
+            _check_rule(rule, RULES, name)
+            self.edits += (Edit("operators", name, rule),)
+        self._base = "DEFAULT"  # the table of this module that the edits begin with
+        self.optional: frozenset[str] = frozenset(_IN_OUR_TABLES & self.rules.keys())
 
     def lower(self, *names: str) -> Casting:
         """Run these operators in the region's low precision: float inputs except float64 are cast down."""
@@ -72,35 +108,177 @@ class Casting:
         """Make these operators an error inside the region."""
         return self._edited("refuse", names)
 
+    def module(self, pattern: str, rule: ModuleRule) -> Casting:
+        """Set how a module runs, and everything inside it.
+
+        >>> table = DEFAULT.module("layers.*.mlp", "float32").module("layers.0", "default")
+        >>> table.scope("model.layers.3.mlp.up_proj").rule, table.scope("model.layers.0.mlp").rule
+        ('float32', 'default')
+
+        Args:
+            pattern: a path of names with dots between them, such as "lm_head" or "layers.*.mlp.down_proj".
+                `*`, `?` and `[...]` stand for characters of one name, `**` for any number of names. The
+                path may begin anywhere in that of the module: "lm_head" is "model.lm_head" too.
+            rule: "float32" runs every operator in float32; "bfloat16" or "float16" runs the module in a
+                region of that precision; "untouched" casts nothing; "default" takes back earlier edits of
+                modules.
+
+        Raises:
+            CastingError: for a pattern that is not a string or has empty names, and for another rule.
+        """
+        _check_pattern(pattern)
+        _check_rule(rule, MODULE_RULES, pattern)
+        return self._with([Edit("modules", pattern, rule)])
+
     @property
     def rules(self) -> dict[str, Rule]:
-        """A copy of the table: name to rule."""
-        return dict(self._rules)
+        """A copy of the operators' rules: name to rule."""
+        rules: dict[str, Rule] = {}
+        for edit in self.edits:
+            if edit.of == "operators":
+                rules.pop(edit.name, None)  # the order is that of the edits that count
+                rules[edit.name] = edit.rule
+        return rules
+
+    @property
+    def modules(self) -> dict[str, ModuleRule]:
+        """A copy of the modules' rules: pattern to rule."""
+        return {edit.name: edit.rule for edit in self.edits if edit.of == "modules"}
+
+    def scope(self, path: str) -> Scope | None:
+        """Return what holds inside a module, given its path; None if no pattern names it.
+
+        Of several patterns that name the module or one that it is in, the last one counts.
+        """
+        for place in reversed(range(len(self.edits))):
+            edit = self.edits[place]
+            if edit.of == "modules" and _is_inside(path, edit.name):
+                before, after = self.edits[:place], self.edits[place:]
+                return Scope(self._operators(before), edit.rule, self._operators(after))
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as a dictionary of strings and lists, for JSON, YAML or TOML.
+
+        >>> DEFAULT.lower("softmax").module("lm_head", "float32").to_dict()["edits"]
+        [{'operators': ['softmax'], 'rule': 'lower'}, {'modules': ['lm_head'], 'rule': 'float32'}]
+        """
+        alike = itertools.groupby(self._own_edits(), key=lambda edit: (edit.of, edit.rule))
+        edits = [{of: [edit.name for edit in same], "rule": rule} for (of, rule), same in alike]
+        return {"table": self._base, "edits": edits}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Casting:
+        """Return the table that `to_dict` wrote, or a configuration file has.
+
+        >>> Casting.from_dict({"edits": [{"modules": ["lm_head"], "rule": "float32"}]})
+        casting.DEFAULT.module('lm_head', 'float32')
+
+        Args:
+            values: "table", the name of a table in this module, "DEFAULT" if it is left out; and "edits", a
+                list in which each entry has "operators" or "modules", one name or a list of names, and their
+                "rule".
+
+        Raises:
+            CastingError: for anything else.
+        """
+        _check_keys(values, {"table", "edits"}, "a table")
+        name, edits = values.get("table", "DEFAULT"), values.get("edits", ())
+        if not isinstance(name, str) or name not in _BASES:
+            raise CastingError(f"{name!r} is not a table. Write table: {' or '.join(_BASES)}.")
+        if isinstance(edits, (str, Mapping)) or not isinstance(edits, Sequence):
+            raise CastingError(f"edits={edits!r} is not a list. Write edits: [{_EXAMPLE}].")
+        table = Casting({edit.name: edit.rule for edit in _BASES[name]})
+        table._base = name
+        for edit in edits:
+            _check_keys(edit, {"operators", "modules", "rule"}, "an edit")
+            if len(edit) != 2 or "rule" not in edit:
+                raise CastingError(
+                    f"{dict(edit)!r} has to name operators or modules, and a rule. Write {_EXAMPLE}."
+                )
+            of, names = next((key, value) for key, value in edit.items() if key != "rule")
+            names = [names] if isinstance(names, str) else names
+            if not isinstance(names, Sequence):
+                raise CastingError(f"{of}: {names!r} is not a list of names. Write {_EXAMPLE}.")
+            if of == "operators":
+                _check_rule(edit["rule"], RULES, ", ".join(map(str, names)))
+                table = table._edited(edit["rule"], tuple(names))
+            else:
+                for pattern in names:
+                    table = table.module(pattern, edit["rule"])
+        return table
 
     def __getitem__(self, name: str) -> Rule:
-        return self._rules[name]
+        return self.rules[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rules
+        return name in self.rules
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Casting) and list(self._rules.items()) == list(other._rules.items())
+        return isinstance(other, Casting) and self.edits == other.edits
 
     def __hash__(self) -> int:
-        return hash(tuple(self._rules.items()))
+        return hash(self.edits)
 
     def __repr__(self) -> str:
-        edits = itertools.groupby(self._rules.items(), key=lambda item: item[1])
-        calls = (f".{rule}({', '.join(repr(name) for name, _ in items)})" for rule, items in edits)
-        return "casting.DEFAULT" + "".join(calls)
+        calls: list[str] = []
+        for (of, rule), same in itertools.groupby(self._own_edits(), key=lambda edit: (edit.of, edit.rule)):
+            names = [repr(edit.name) for edit in same]
+            if of == "operators":
+                calls.append(f".{rule}({', '.join(names)})")
+            else:
+                calls.extend(f".module({name}, {rule!r})" for name in names)
+        return f"casting.{self._base}" + "".join(calls)
 
-    def _edited(self, rule: Rule, names: tuple[str, ...]) -> Casting:
+    def _edited(self, rule: Rule, names: Sequence[str]) -> Casting:
         for name in names:
             _check_name(name)
-        kept = {name: has for name, has in self._rules.items() if name not in names}
-        table = Casting({**kept, **dict.fromkeys(names, rule)})
+        table = self._with([Edit("operators", name, rule) for name in dict.fromkeys(names)])
         table.optional = self.optional.difference(names)
         return table
+
+    def _with(self, edits: Sequence[Edit]) -> Casting:
+        """Return a table with more edits, which take the place of earlier ones of the same names."""
+        changed = {edit[:2] for edit in edits}
+        return self._copy([*(edit for edit in self._own_edits() if edit[:2] not in changed), *edits])
+
+    def _operators(self, edits: Sequence[Edit]) -> Casting:
+        """Return a table with those of some edits that are about operators."""
+        table = Casting()
+        table.edits = tuple(edit for edit in edits if edit.of == "operators")
+        table.optional = self.optional
+        return table
+
+    def _copy(self, own_edits: Sequence[Edit]) -> Casting:
+        table = Casting()
+        table.edits, table.optional, table._base = (
+            (*_BASES[self._base], *own_edits),
+            self.optional,
+            self._base,
+        )
+        return table
+
+    def _own_edits(self) -> tuple[Edit, ...]:
+        """Return the edits that follow those of the table of this module that this one began as."""
+        return self.edits[len(_BASES[self._base]) :]
+
+
+_EXAMPLE = "{modules: [lm_head], rule: float32} or {operators: [softmax], rule: lower}"
+
+
+@cache
+def _is_inside(path: str, pattern: str) -> bool:
+    """Return whether a pattern names a module or one that it is in."""
+    names, wanted = path.split("."), pattern.split(".")
+    return any(_begins_with(names[start:], wanted) for start in range(len(names)))
+
+
+def _begins_with(names: Sequence[str], wanted: Sequence[str]) -> bool:
+    if not wanted:
+        return True
+    if wanted[0] == "**":
+        return any(_begins_with(names[skipped:], wanted[1:]) for skipped in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], wanted[0]) and _begins_with(names[1:], wanted[1:])
 
 
 def _check_name(name: object) -> None:
@@ -108,19 +286,46 @@ def _check_name(name: object) -> None:
         raise CastingError(f"{name!r} is not the name of an operator. Write a string, such as 'softmax'.")
 
 
-def _table(**rules: str) -> Casting:
+def _check_pattern(pattern: object) -> None:
+    if not isinstance(pattern, str) or not all(pattern.split(".")):
+        raise CastingError(
+            f"{pattern!r} is not a pattern of module paths. Write names with dots between them, such as "
+            "'lm_head' or 'layers.*.mlp'."
+        )
+
+
+def _check_rule(rule: object, rules: Sequence[str], name: str) -> None:
+    if rule not in rules:
+        raise CastingError(
+            f"{rule!r} is not a rule, for {name!r}. Write one of {', '.join(map(repr, rules))}."
+        )
+
+
+def _check_keys(values: object, known: set[str], what: str) -> None:
+    if not isinstance(values, Mapping):
+        raise CastingError(f"{values!r} is not {what}. Write {{edits: [{_EXAMPLE}]}}.")
+    for key in values:
+        if key not in known:
+            raise CastingError(f"{key!r} is not part of {what}. Write {' or '.join(sorted(known))}.")
+
+
+def _table(base: str = "DEFAULT", **rules: str) -> Casting:
+    """Return a table of this module, and have tables that begin with it refer to it by its name."""
     for names in rules.values():
         _IN_OUR_TABLES.update(names.split())
-    return Casting({name: rule for rule, names in rules.items() for name in names.split()})  # type: ignore[misc]
+    table = Casting({name: rule for rule, names in rules.items() for name in names.split()})  # type: ignore[misc]
+    table._base, _BASES[base] = base, table.edits
+    return table
 
 
-DEFAULT = Casting()
+DEFAULT = _table()
 """No edits: every operator keeps the rule that the framework has for the device."""
 
 EXPLICIT_PRECISION = "explicit_precision"
 """The name in `JAX` of all products and convolutions that ask for a precision themselves."""
 
 CPU = _table(
+    "CPU",
     lower="""
     _addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm baddbmm bmm conv1d
     conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear matmul
@@ -146,6 +351,7 @@ CPU = _table(
 """PyTorch 2.13's table for CPU tensors, with what 2.14 and 2.15 added."""
 
 CUDA = _table(
+    "CUDA",
     lower="""
     _convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm
     addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
@@ -172,6 +378,7 @@ CUDA = _table(
 """PyTorch 2.13's table for CUDA tensors, with what 2.14 and 2.15 added."""
 
 JAX = _table(
+    "JAX",
     lower="conv_general_dilated dot_general ragged_dot ragged_dot_general",
     float32="""
     acos acosh asin asinh atan2 atanh cbrt cosh cumlogsumexp cumprod cumsum digamma erf_inv erfc exp exp2
