@@ -16,6 +16,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +29,15 @@ from torch.utils import _foreach_utils, _python_dispatch, _pytree
 from preamp.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def mark_constant(function: Any) -> None:
+    """Have the compiler run a function while it traces, and leave it out of what it compiles.
+
+    It is what `torch.compiler.assume_constant_result` does, which loads the compiler: that takes seconds.
+    Since before 2.6. Without, the function would be traced.
+    """
+    function._dynamo_marked_constant = True
 
 
 # ---- Scaling -----------------------------------------------------------------------------------------------
@@ -98,15 +108,6 @@ def is_exporting() -> bool:
     return exporting is not None and exporting()
 
 
-def mark_constant(function: Any) -> None:
-    """Have the compiler run a function while it traces, and leave it out of what it compiles.
-
-    It is what `torch.compiler.assume_constant_result` does, which loads the compiler: that takes seconds.
-    Since before 2.6. Without, the function would be traced.
-    """
-    function._dynamo_marked_constant = True
-
-
 def is_compiler_off() -> bool:
     """Return whether nothing that is compiled runs compiled, so that this need not be asked for.
 
@@ -127,39 +128,72 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 keys_after = torch._C._dispatch_keyset_full_after
 name_of_private_device = torch._C._get_privateuse1_backend_name
 
-# Whether PyTorch gives numbers to an operator as tensors. Since before 2.6; without, each call had to ask.
-takes_numbers_as_tensors = torch._C._should_allow_numbers_as_tensors
+
+# What a function mode may ask to be run without asking for modes again.
+CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def kernel_at(name: str, key: str) -> Callable[..., Any] | None:
-    """Return the kernel that an operator has at a dispatch key, called with the set of keys first.
+@functools.cache
+def unchecked(function: Any) -> Any:
+    """Return a function of PyTorch's that does not ask for function modes at its beginning.
 
-    Since 2.9. Without, None: nothing else calls a kernel that another has replaced.
+    PyTorch's functions in Python, such as `multi_head_attention_forward`, hand themselves over to a mode and
+    run without it afterwards. A mode that is to see what they call needs this. Since before 2.6; without, the
+    functions themselves have to do.
     """
-    get_kernel = getattr(torch.library, "get_kernel", None)
-    kernel: Callable[..., Any] | None = get_kernel and get_kernel(name, key).call_boxed
-    return kernel
+    function = getattr(function, "__wrapped__", function)  # methods have the question in a decorator
+    if not isinstance(function, FunctionType) or not set(CHECKS) & set(function.__code__.co_names):
+        return function
+    names = {**function.__globals__, **dict.fromkeys(CHECKS, _never)}
+    copy = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
-def put_kernel(library: Any, name: str, kernel: Callable[..., Any], key: str) -> None:
-    """Put a kernel in the dispatcher, in front of any other.
+class _Unchecked:
+    """Holds the results of `unchecked` for the compiler, which reads attributes and no dictionaries."""
 
-    `allow_override` is there since 2.8. Without, `Library` refuses the second kernel at a key, and its
-    binding in C++, which `Library` calls, takes it.
+
+_unchecked = _Unchecked()
+
+
+def unchecked_in_graph(function: Any) -> Any:
+    """Return what `unchecked` returns, in code that is traced."""
+    return getattr(_unchecked, _keep_unchecked(function))
+
+
+def _keep_unchecked(function: Any) -> str:
+    name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
+    setattr(_unchecked, name, unchecked(function))
+    return name
+
+
+mark_constant(_keep_unchecked)
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def decomposition(name: str) -> Callable[..., Any]:
+    """Return one of PyTorch's operators in Python.
+
+    Since before 2.6. Without, recurrent networks are emulated as a whole.
     """
-    if "allow_override" in torch.library.Library.impl.__code__.co_varnames:
-        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
-    else:
-        library.m.impl(name, key, kernel, True)
+    from torch._decomp import decompositions  # which loads the compiler
+
+    function: Callable[..., Any] = getattr(decompositions, name)
+    return function
 
 
-def remover(library: Any) -> Callable[[], None]:
-    """Return what takes a library's kernels out of the dispatcher, in one call into C++.
-
-    Since before 2.6. Without, another thread could enter a kernel while it is removed.
-    """
-    remove: Callable[[], None] = library.m.reset
-    return remove
+# The modes that see the calls of PyTorch's functions in this thread, innermost last. Since before 2.6; no
+# table could be edited without.
+count_modes: Callable[[], int] = torch._C._len_torch_function_stack
+mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 
 def untraced(function: F) -> F:

@@ -208,6 +208,13 @@ class Casting:
                     table = table.module(pattern, edit["rule"])
         return table
 
+    @classmethod
+    def of(cls, edits: Sequence[Edit], optional: frozenset[str]) -> Casting:
+        """Return a table with these edits."""
+        table = cls()
+        table.edits, table.optional = tuple(edits), optional
+        return table
+
     def __getitem__(self, name: str) -> Rule:
         return self.rules[name]
 
@@ -244,10 +251,7 @@ class Casting:
 
     def _operators(self, edits: Sequence[Edit]) -> Casting:
         """Return a table with those of some edits that are about operators."""
-        table = Casting()
-        table.edits = tuple(edit for edit in edits if edit.of == "operators")
-        table.optional = self.optional
-        return table
+        return Casting.of([edit for edit in edits if edit.of == "operators"], self.optional)
 
     def _copy(self, own_edits: Sequence[Edit]) -> Casting:
         table = Casting()

@@ -1,7 +1,7 @@
 """Count what is cast, where, and what it costs, for `autocast(report=True)`.
 
-Kernels in front of the listed operators record what was asked for, and a dispatch mode records what then
-runs, casts included. Both make a region many times slower. Backward passes are not counted.
+The region's mode records what was asked for, and a dispatch mode records what then runs, casts included. Both
+make a region many times slower. Backward passes are not counted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,17 +23,14 @@ from preamp.arrays.torch_compat import (
     DispatchMode,
     OpOverload,
     is_in_backward,
-    kernel_at,
     pop_mode,
     push_mode,
     tree_leaves,
 )
 from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
-from preamp.autocasting.tables import Rule
 from preamp.errors import UsageError
-from preamp.torch.autocasting import dispatcher, kernels, operators
-from preamp.torch.autocasting.kernels import ELIGIBLE
-from preamp.torch.autocasting.thread_state import Edits, Kernel, thread
+from preamp.torch.autocasting.modes import ELIGIBLE
+from preamp.torch.autocasting.thread_state import thread
 
 aten = torch.ops.aten
 CASTS = (aten._to_copy, aten.to)  # under inference_mode only the second is dispatched
@@ -63,6 +60,7 @@ class _Call:
     module: str
     tensors: list[Tensor]
     inputs: str
+    emulated: torch.dtype | None = None
     runs: str = ""
     bytes_cast: int = 0
     bytes_moved: int = 0
@@ -89,8 +87,6 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
-        self._rules: dict[str, Rule] = {}
-        self._emulated: torch.dtype | bool = False
         self._tallies: dict[tuple[str, ...], Tally] = {}
         self._repeats: dict[str, _Source] = {}
         self._sources: dict[tuple[int, torch.dtype], _Source] = {}
@@ -101,23 +97,14 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         if self._modules.follow():
             self._keep_repeats()
             self._sources.clear()
+        suspend_compiled_code()
         push_mode(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         pop_mode()
+        resume_compiled_code()
         self._modules.leave()
-
-    def counted(self, rules: dict[str, Kernel], edits: Edits) -> dict[str, Kernel]:
-        """Return the kernels of edited and of listed operators, each counted by this counter."""
-        listed = operators.listed(self._device_type)
-        self._rules = {**listed, **operators.resolve(edits.table)}
-        self._emulated = edits.emulate and (edits.dtype or True)
-        unedited = {
-            dispatcher.rule_key(self._device_type, name): kernels.before(self._device_type, name)
-            for name in listed
-        }
-        return {key: self._counted(key.split()[1], run) for key, run in {**unedited, **rules}.items()}
 
     def check_thread(self) -> None:
         """Refuse to count while another thread is being counted."""
@@ -129,21 +116,29 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         return CastReport(rows, [*_overflowed(rows), *self._repeated(), *stayed(rows)])
 
-    def _counted(self, name: str, run: Kernel) -> Kernel:
-        def counted(keyset: torch.DispatchKeySet, *args: object, **kwargs: object) -> object:
-            # Only the outermost listed operator is counted: what it calls is part of it.
-            if self._current is not None or is_in_backward():
-                return run(keyset, *args, **kwargs)
-            rule = str(self._rules.get(name, "unlisted"))
-            self._current = call = self._call(name.partition(".")[0], rule, (args, kwargs))
-            try:
-                result = run(keyset, *args, **kwargs)
-            finally:
-                self._current = None
-            self._finish(call, (args, kwargs), result)
-            return result
+    def count(
+        self,
+        name: str,
+        rule: str,
+        emulated: torch.dtype | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+    ) -> Any:
+        """Return what the call of an operator returns, and count it.
 
-        return counted
+        Only the outermost operator is counted: what it calls is part of it.
+        """
+        if self._current is not None or is_in_backward():
+            return run()
+        self._current = call = self._call(name, rule, (args, kwargs))
+        call.emulated = emulated
+        try:
+            result = run()
+        finally:
+            self._current = None
+        self._finish(call, (args, kwargs), result)
+        return result
 
     def __torch_dispatch__(
         self,
@@ -179,7 +174,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
             call = self._call("to", self._unlisted(), [source])
             call.bytes_cast = _bytes(source)
             self._finish(call, [source], result)
-        elif self._emulated:
+        elif call.emulated:
             return
         else:
             call.bytes_cast += _bytes(source)
@@ -217,9 +212,8 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         )
         call.runs = _name(dtype) if dtype else "-"
         call.inputs = call.inputs or call.runs
-        if self._emulated and call.rule == "lower":
-            low = torch.get_autocast_dtype(self._device_type)
-            call.runs = _name(low if self._emulated is True else self._emulated) + " emulated"
+        if call.emulated:
+            call.runs = _name(call.emulated) + " emulated"
         call.overflowed = _overflows(call, values, results)
         names = (call.operator, call.module, call.rule, call.inputs, call.runs)
         self._tallies.setdefault(names, Tally()).add(
@@ -298,6 +292,33 @@ class _Modules:
             self._running.pop()
 
 
+_counting = 0
+_stance: Any = None  # a context manager whose class PyTorch keeps private
+_lock = threading.Lock()
+
+
+def suspend_compiled_code() -> None:
+    """Make compiled functions run eagerly until each call has been matched by `resume_compiled_code`.
+
+    Compiled code does not tell which operators run.
+    """
+    global _counting, _stance
+    with _lock:
+        if _stance is None:
+            _stance = torch.compiler.set_stance("force_eager")
+        _counting += 1
+
+
+def resume_compiled_code() -> None:
+    """Let compiled functions run compiled again, once nothing is counted."""
+    global _counting, _stance
+    with _lock:
+        _counting -= 1
+        if _stance is not None and not _counting:
+            _stance.__exit__(None, None, None)
+            _stance = None
+
+
 def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
     for row in rows:
         if row.overflows:
@@ -319,8 +340,6 @@ def _why(source: Tensor) -> str:
         return "it does not require gradients, and only casts of weights that do are kept"
     if not source.is_leaf or source._is_view():
         return "it is not a leaf, and only casts of leaves are kept"
-    if kernel_at("aten::mm", operators.dispatch_key("cpu")) is None:
-        return "a report keeps no casts before PyTorch 2.9"
     return "the cache was emptied in between"
 
 

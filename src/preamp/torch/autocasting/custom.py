@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from preamp.errors import UsageError
-from preamp.torch.autocasting.kernels import is_eligible
+from preamp.torch.autocasting.modes import current, in_force, is_eligible
 from preamp.torch.autocasting.region import autocast
-from preamp.torch.autocasting.thread_state import thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,7 +59,8 @@ def custom_fwd(
         inside = torch.is_autocast_enabled(device_type)
         ctx._dtype = torch.get_autocast_dtype(device_type)
         ctx._fwd_used_autocast = inside and cast_inputs is None
-        ctx._edited_region = _edited_region(device_type)
+        mode = current(device_type)
+        ctx._edits = mode and mode.key
         if not inside or cast_inputs is None:
             return fwd(ctx, *args, **kwargs)
         with autocast(device_type, enabled=False):
@@ -99,8 +99,9 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
                 "custom_bwd does not know the autocast state of forward. "
                 f"Put @custom_fwd(device_type={device_type!r}) on forward."
             )
+        edits = getattr(ctx, "_edits", None)
         inner = autocast(device_type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast)
-        with getattr(ctx, "_edited_region", None) or nullcontext(), inner:
+        with in_force(device_type, edits) if edits else nullcontext(), inner:
             return bwd(ctx, *args, **kwargs)
 
     return backward
@@ -109,14 +110,6 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
 def _check(device_type: object) -> None:
     if not isinstance(device_type, str):
         raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
-
-
-def _edited_region(device_type: str) -> torch.autocast | None:
-    """Return the region whose edits apply, if any."""
-    if not thread.rules:
-        return None
-    edited = (f.region for f in reversed(thread.frames) if f.change and f.region.device == device_type)
-    return next(edited, None)
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:

@@ -1,15 +1,14 @@
-"""Find operators of PyTorch's dispatcher: by the names that users write, and by the rule that they have."""
+"""Find PyTorch's operators: by the names that users write, by their rules, and by the functions of theirs."""
 
 from __future__ import annotations
 
 import difflib
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from preamp.arrays import torch_compat as compat
 from preamp.autocasting import tables as casting
@@ -41,14 +40,69 @@ USER_NAMES: dict[str, str] = {
     "log_softmax": "log_softmax _log_softmax",
     "multi_dot": "linalg_multi_dot",
     "nll_loss": "nll_loss nll_loss2d nll_loss_nd",
-    "norm": "norm linalg_vector_norm linalg_matrix_norm frobenius_norm nuclear_norm",
+    "norm": "norm linalg_norm linalg_vector_norm linalg_matrix_norm frobenius_norm nuclear_norm",
     "normalize": "linalg_vector_norm",
     "rms_norm": "rms_norm _fused_rms_norm",
     "softmax": "softmax _softmax",
     "softmin": "softmax _softmax",
     "upsample": "interpolate",
 }
-TORCH_FUNC = "FuncTorchDynamicLayerFrontMode"  # the dispatch key of torch.func
+
+# Operators that are composed of others in C++, where a mode sees nothing, and that autocast does not list:
+# they follow the rule of the first operator here that has one of its own.
+COMPOSED: dict[str, str] = {
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "linear"),
+    **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), "linear"),
+    **dict.fromkeys(("column_stack", "dstack", "hstack", "row_stack", "vstack", "_chunk_cat"), "cat"),
+    **dict.fromkeys(("concat", "concatenate", "repeat", "roll", "tile"), "cat"),
+    **dict.fromkeys(("corrcoef", "cov"), "mm"),
+    **dict.fromkeys(("cumulative_trapezoid", "trapezoid", "trapz"), "sum"),
+    **dict.fromkeys(("float_power", "ldexp", "square"), "pow"),
+    **dict.fromkeys(("linalg_matrix_power", "linalg_pinv", "matrix_power", "pinverse"), "matmul"),
+    **dict.fromkeys(("nanmean", "sum_to_size"), "sum"),
+    "absolute": "abs",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "chain_matmul": "linalg_multi_dot mm",
+    "clip": "clamp",
+    "cross_entropy_loss": "log_softmax nll_loss_nd nll_loss",
+    "det": "linalg_det",
+    "divide": "div",
+    "einsum": "bmm",
+    "inner": "tensordot mm",
+    "instance_norm": "batch_norm",
+    "inverse": "linalg_inv",
+    "linalg_matmul": "matmul",
+    "linalg_multi_dot": "mm",
+    "linalg_norm": "linalg_vector_norm linalg_matrix_norm",
+    "matrix_exp": "matmul",
+    "multiply": "mul",
+    "negative": "neg",
+    "nll_loss_nd": "nll_loss nll_loss2d",
+    "norm": "linalg_vector_norm",
+    "orgqr": "linalg_householder_product",
+    "pairwise_distance": "norm",
+    "subtract": "sub",
+    "tensordot": "mm",
+    "true_divide": "div",
+}
+# Operators that are composed of `linear` in C++, and PyTorch's functions in Python that do the same.
+RECURRENT = {
+    "lstm": ("lstm_impl", "lstm_data_impl"),
+    "gru": ("gru_impl", "gru_impl_data"),
+    "rnn_tanh": ("rnn_tanh_input", "rnn_tanh_data"),
+    "rnn_relu": ("rnn_relu_input", "rnn_relu_data"),
+}
+# Pointwise to PyTorch, but nothing is computed.
+MOVES = frozenset(["_to_copy", "alias", "clone", "copy", "detach", "to", "type_as"])
+REDUCTIONS = frozenset(["logsumexp", "mean", "std", "std_mean", "sum", "var", "var_mean"])
+# The methods behind Python's operators.
+DUNDER = {"truediv": "div", "rdiv": "reciprocal", "rtruediv": "reciprocal", "mod": "remainder"}
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
 NEAREST = 3
 
@@ -65,12 +119,6 @@ def has_autocast(device_type: str) -> bool:
 
 
 @cache
-def keys_below(device_type: str) -> torch.DispatchKeySet:
-    """Return the set of dispatch keys that come after a device type's autocast."""
-    return compat.keys_after(getattr(compat.DispatchKey, dispatch_key(device_type)))
-
-
-@cache
 def _names() -> dict[str, list[str]]:
     """Return the overloads of each of aten's operators."""
     names: dict[str, list[str]] = {}
@@ -81,57 +129,129 @@ def _names() -> dict[str, list[str]]:
     return names
 
 
-def empty_library() -> torch.library.Library:
-    """Return a library, with which kernels are registered and removed."""
-    return torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+@cache
+def functions() -> dict[Callable[..., Any], str]:
+    """Return the name of the operator that each function and method of PyTorch's calls."""
+    namespaces = (
+        torch,
+        torch.Tensor,
+        torch.nn.functional,
+        torch._C._nn,
+        torch.special,
+        torch.linalg,
+        torch.fft,
+    )
+    named: dict[Callable[..., Any], str] = {}
+    for namespace in namespaces:
+        for value in (getattr(namespace, name, None) for name in dir(namespace)):
+            if callable(value) and not isinstance(value, type) and hasattr(value, "__name__"):
+                named.setdefault(value, _operator_of(value.__name__))
+    return named
 
 
-def put(library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]) -> None:
-    """Register a kernel of an operator at a dispatch key.
+def _operator_of(name: str) -> str:
+    name = name.removeprefix("special_")
+    if name.startswith("__") and name.endswith("__"):
+        inner = name.strip("_")
+        return DUNDER.get(inner) or (inner if inner in _names() else inner.removeprefix("r"))
+    return name
 
-    `torch.func` wraps numbers in tensors of its own, which cannot be passed to a kernel in Python: where
-    there is an overload for numbers, that is called instead.
+
+@cache
+def checked_functions() -> dict[FunctionType, frozenset[str]]:
+    """Return PyTorch's functions in Python that no mode sees into, each with the names that it uses.
+
+    They ask at their beginning whether a mode is in force, and hand themselves over to it.
     """
-    _trigger_override_warning()
-    compat.put_kernel(library, name, kernel, key)
-    if with_number(name) and (by_type := _by_type_of_second(name, TORCH_FUNC)):
-        compat.put_kernel(library, name, by_type, TORCH_FUNC)
+    functions_in_python = (function for function in functions() if isinstance(function, FunctionType))
+    return {
+        function: _names_in(compat.unchecked(function))
+        for function in functions_in_python
+        if any("has_torch_function" in name for name in function.__code__.co_names)
+    }
+
+
+def calls(function: Callable[..., Any], names: frozenset[str]) -> bool:
+    """Return whether a function in Python calls one of some operators, itself or through others."""
+    seen: set[str] = set()
+    new = set(checked_functions().get(function, ()))  # type: ignore[call-overload]
+    by_name = _by_name()
+    while new:
+        if any(_operator_of(name) in names for name in new):
+            return True
+        seen |= new
+        new = {inner for name in new for inner in by_name.get(name, ())} - seen
+    return False
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of the operator that a function calls."""
+    return functions().get(function) or str(function).split(".")[1]  # of `torch.ops.aten`: "aten.mm.default"
+
+
+def step_by_step(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function in Python for a recurrent network, given its arguments."""
+    packed = isinstance(args[1 if function.__name__ == "lstm" else 2], torch.Tensor)
+    return compat.decomposition(RECURRENT[function.__name__][packed])
 
 
 @cache
-def with_number(name: str) -> Any:
-    """Return the overload for numbers of an operator to which Python passes numbers as tensors; else None."""
-    base, _, overload = name.partition(".")
-    packet, sibling = getattr(torch.ops.aten, base), overload.replace("Tensor", "Scalar")
-    if not overload.startswith("Tensor") or sibling not in packet.overloads():
-        return None
-    types = [str(argument.type) for argument in getattr(packet, sibling)._schema.arguments[:2]]
-    return getattr(packet, sibling) if types == ["Tensor", "number"] else None
+def _by_name() -> dict[str, frozenset[str]]:
+    """Return the names that PyTorch's functions in Python use, by their own names."""
+    found: dict[str, frozenset[str]] = {}
+    for namespace in (torch.nn.functional, torch.functional, torch.Tensor):
+        for name, value in vars(namespace).items():
+            if isinstance(value, FunctionType):
+                found[name] = found.get(name, frozenset()) | _names_in(compat.unchecked(value))
+    return found
+
+
+def _names_in(function: Any) -> frozenset[str]:
+    names = function.__code__.co_names if isinstance(function, FunctionType) else (function.__name__,)
+    return frozenset(names)
 
 
 @cache
-def _by_type_of_second(name: str, key: str) -> Callable[..., Any] | None:
-    as_number, as_tensor = with_number(name), compat.kernel_at(f"aten::{name}", key)
-    if as_tensor is None:
-        return None
-
-    @compat.untraced
-    def kernel(keyset: torch.DispatchKeySet, *args: object, **kwargs: object) -> object:
-        if isinstance(args[1], Tensor):
-            return as_tensor(keyset, *args, **kwargs)
-        return as_number(*args, **kwargs)
-
-    return kernel
+def arithmetic() -> frozenset[str]:
+    """Return the operators that compute something, whether a device type's autocast lists them or not."""
+    pointwise = {
+        base
+        for base, names in _names().items()
+        if base not in MOVES and any(torch.Tag.pointwise in find(name).tags for name in names)
+    }
+    tables = {name.partition(".")[0] for table in TABLES.values() for name in table.rules}
+    return frozenset(
+        base for base in pointwise | tables | REDUCTIONS if base in _names() and _is_eligible(base)
+    )
 
 
 @cache
-def _trigger_override_warning() -> None:
-    """Trigger, with warnings ignored, PyTorch's once-only warning of a kernel that replaces another."""
-    library = torch.library.Library("preamp", "DEF")  # type: ignore[no-untyped-call]
-    library.define("hush() -> ()")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings(action="ignore"):
-        for _ in range(2):
-            compat.put_kernel(library, "hush", lambda _: None, "CPU")
+def overloads(name: str) -> tuple[str, ...]:
+    """Return the operators that a name stands for.
+
+    Raises:
+        CastingError: for a name that stands for none, and for one of an operator that autocast never casts:
+            one that works in place, or takes a dtype or no tensors.
+    """
+    known, name = _names(), name.removeprefix("aten::").removeprefix("aten.").removeprefix("torch.")
+    if name in USER_NAMES:
+        bases = [base for base in USER_NAMES[name].split() if base in known or base in USER_NAMES]
+        return tuple(
+            dict.fromkeys(full for base in bases for full in ((base,) if base in known else overloads(base)))
+        )
+    if name not in known or not _is_eligible(name):
+        raise CastingError(_unknown(name))
+    return (name,)
+
+
+def _is_eligible(base: str) -> bool:
+    return any(_takes_tensors(find(name)._schema) for name in _names()[base])
+
+
+def _takes_tensors(schema: torch.FunctionSchema) -> bool:
+    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    takes_dtype = any(str(a.type) == "int" and a.name.endswith("dtype") for a in schema.arguments)
+    return takes_tensors and not schema.is_mutable and not takes_dtype
 
 
 @cache
@@ -141,79 +261,10 @@ def find(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
-@cache
-def call(name: str) -> Any:
-    """Return a function that calls an operator; `find`'s object takes half as long again."""
-    operator, sibling = find(name)._op, with_number(name)
-    if sibling is None or compat.takes_numbers_as_tensors(name.partition(".")[0]):
-        return operator
-    of_number = sibling._op
-
-    @compat.untraced
-    def either(first: Tensor, second: Tensor | float, *args: object, **kwargs: object) -> object:
-        run = operator if isinstance(second, Tensor) else of_number
-        return run(first, second, *args, **kwargs)
-
-    return either
-
-
-def is_composite(name: str) -> bool:
-    """Return whether an operator is composed of others, which pass through the dispatcher in turn."""
-    return compat.has_kernel(f"aten::{name}", "CompositeImplicitAutograd")
-
-
-@cache
-def without_autocast(name: str, device_type: str) -> Callable[..., Any]:
-    """Return a kernel that runs an operator, and all that it calls, as if autocast were off."""
-    function, switch = call(name), torch.set_autocast_enabled
-
-    @compat.untraced
-    def run(_: object, /, *args: object, **kwargs: object) -> object:
-        switch(device_type, False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            switch(device_type, True)
-
-    return run
-
-
-@cache
-def overloads(name: str) -> tuple[str, ...]:
-    """Return the operators that a name stands for, apart from those that autocast never casts.
-
-    It never casts in-place variants, those with `out=` and those with a dtype among their arguments.
-    """
-    known, name = _names(), name.removeprefix("aten::").removeprefix("aten.").removeprefix("torch.")
-    if name in USER_NAMES:
-        bases = [base for base in USER_NAMES[name].split() if base in known or base in USER_NAMES]
-        return tuple(
-            dict.fromkeys(
-                full for base in bases for full in (_eligible(base) if base in known else overloads(base))
-            )
-        )
-    base = name.partition(".")[0]
-    eligible = [full for full in _eligible(base) if name in (base, full)] if base in known else []
-    if not eligible:
-        raise CastingError(_unknown(name))
-    return tuple(eligible)
-
-
-def _eligible(base: str) -> list[str]:
-    return [name for name in _names()[base] if _is_eligible(find(name)._schema)]
-
-
-def _is_eligible(schema: torch.FunctionSchema) -> bool:
-    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    takes_dtype = any(str(a.type) == "int" and a.name.endswith("dtype") for a in schema.arguments)
-    return takes_tensors and not schema.is_mutable and not takes_dtype
-
-
 def _unknown(name: str) -> str:
     base, _, overload = name.partition(".")
-    if overload and base in _names() and name not in _names()[base]:
-        others = " or ".join(map(repr, _eligible(base)[:NEAREST])) or repr(base)
-        return f"{base!r} has no overload {overload!r} in PyTorch {torch.__version__}. Write {others}."
+    if overload and base in _names():
+        return f"{name!r} is one overload of an operator, and tables are about all of them. Write {base!r}."
     if base in _names():
         return (
             f"{name!r} never goes through autocast: it works in place, takes a dtype or takes no tensors. "
@@ -226,7 +277,7 @@ def _unknown(name: str) -> str:
 
 
 def resolve(table: Casting) -> dict[str, Rule]:
-    """Return the rule of each overload that a table names.
+    """Return the rule of each operator that a table names.
 
     Names that `missing` returns are left out.
 
@@ -252,7 +303,9 @@ def _resolved(table: Casting, optional: frozenset[str]) -> tuple[dict[str, Rule]
     absent: list[str] = []
     for name, rule in table.rules.items():
         try:
-            resolved |= dict.fromkeys(overloads(name), rule)
+            # Our tables name the overload of one operator, of which PyTorch casts no other.
+            known = name.partition(".")[0] if name in optional else name
+            resolved |= dict.fromkeys(overloads(known), rule)
         except CastingError:
             if name not in optional:
                 raise
@@ -262,20 +315,19 @@ def _resolved(table: Casting, optional: frozenset[str]) -> tuple[dict[str, Rule]
 
 @cache
 def registered(device_type: str) -> frozenset[str]:
-    """Return the operators that the installed release casts, whether our tables name them or not."""
+    """Return the overloads that the installed release casts, whether our tables name them or not."""
     names = compat.operators_with_kernel(dispatch_key(device_type))
     return frozenset(name.removeprefix("aten::") for name in names)
 
 
 @cache
 def listed(device_type: str) -> dict[str, Rule]:
-    """Return the rule by which the installed release casts each overload.
+    """Return the rule by which the installed release casts each operator.
 
     The rules are those of the tables in `preamp.casting`; device types without one have CUDA's.
     """
-    rules = TABLES.get(device_type, casting.CUDA).rules
-    return {
-        name: rules.get(name) or rules[name.partition(".")[0]]
-        for name in sorted(registered(device_type))
-        if name in rules or name.partition(".")[0] in rules
+    rules = {
+        name.partition(".")[0]: rule for name, rule in TABLES.get(device_type, casting.CUDA).rules.items()
     }
+    bases = {name.partition(".")[0] for name in registered(device_type)}
+    return {name: rule for name, rule in rules.items() if name in bases}

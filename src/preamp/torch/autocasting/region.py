@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 import torch
@@ -26,13 +26,15 @@ from torch import (
 )
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from preamp.arrays import torch_compat as compat
 from preamp.arrays.torch_compat import UnmanagedAutocast, outside_of_graphs, traced_autocast, untraced
 from preamp.autocasting.tables import Casting
 from preamp.checks import level_of_caller
 from preamp.errors import UsageError
-from preamp.torch.autocasting import dispatcher, edits, operators
+from preamp.torch.autocasting import modes, operators, rules
 from preamp.torch.autocasting.generators import is_stepwise, wrap
-from preamp.torch.autocasting.thread_state import Change, Edits, Frame, thread
+from preamp.torch.autocasting.modes import EditMode
+from preamp.torch.autocasting.thread_state import Frame, thread
 
 if TYPE_CHECKING:
     from preamp.autocasting.report import CastReport
@@ -103,6 +105,8 @@ class autocast(TorchAutocast):  # PyTorch's name
         """Choose the class: `EditedRegion` for edits, PyTorch's own while PyTorch traces."""
         if cls is autocast:
             if casting is not None or report or emulate:
+                if is_dynamo_compiling():
+                    return _in_graph(device_type, dtype, enabled, cache_enabled, casting, report, emulate)  # type: ignore[return-value]
                 return object.__new__(EditedRegion)
             # The compiler and torch.export recognize PyTorch's own class and know how to write it down.
             if is_dynamo_compiling():
@@ -162,8 +166,6 @@ class autocast(TorchAutocast):  # PyTorch's name
             set_autocast_enabled(device, before.enabled)
             set_autocast_dtype(device, before.dtype)
             set_autocast_cache_enabled(before.cache)
-            if before.change is not None:
-                thread.apply_changes()
         else:
             before = self._leave_early(frames)
         autocast_decrement_nesting()
@@ -171,8 +173,6 @@ class autocast(TorchAutocast):  # PyTorch's name
         if not frames:
             if claim.held:
                 claim.release()
-            if dispatcher.unneeded:
-                dispatcher.remove_unneeded()
         elif claim.held and before.dtype is not self.fast_dtype:
             clear_autocast_cache()
         return False
@@ -224,10 +224,13 @@ class autocast(TorchAutocast):  # PyTorch's name
 
     def _enter_traced(self) -> autocast:
         """Enter PyTorch's region, which `torch.export` records."""
-        region = TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        region = self._region_in_trace()
         thread.traced.append((self, region))
-        region.__enter__()  # type: ignore[no-untyped-call]
+        region.__enter__()
         return self
+
+    def _region_in_trace(self) -> AbstractContextManager[object]:
+        return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
     def _leave_early(self, frames: list[Frame]) -> Frame:
         """Remove an entry that is not the innermost: those inside it will restore what it would have."""
@@ -245,8 +248,6 @@ class autocast(TorchAutocast):  # PyTorch's name
             set_autocast_enabled(self.device, frame.enabled)
             set_autocast_dtype(self.device, frame.dtype)
         inner[0].cache = frame.cache
-        if frame.change is not None:
-            thread.apply_changes()
         return frame
 
 
@@ -254,10 +255,9 @@ class autocast(TorchAutocast):  # PyTorch's name
 class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which has no type
     """A region with a table, emulation or a report: what `autocast` returns when asked for one of them.
 
-    Its kernels are in the dispatcher while it is open. The compiler leaves it alone.
+    A mode is in force while it is open. In compiled code `_in_graph` takes its place.
     """
 
-    @outside_of_graphs
     def __init__(
         self,
         device_type: str,
@@ -269,10 +269,10 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         report: bool = False,
         emulate: bool = False,
     ) -> None:
-        edits.validate(casting, dtype, emulate)
+        rules.validate(casting, dtype, emulate)
         self._arguments = (device_type, dtype, enabled, cache_enabled, casting, report, emulate)
         # PyTorch has no regions of float8 and warns of them: float16 stands for it.
-        self._float8 = dtype if emulate and dtype in edits.FLOAT8 else None
+        self._float8 = dtype if emulate and dtype in rules.FLOAT8 else None
         super().__init__(device_type, torch.float16 if self._float8 else dtype, enabled, cache_enabled)
         self.device = device_type.partition(":")[0]
         if not operators.has_autocast(self.device):
@@ -283,6 +283,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             )
         self._casting, self._emulate = casting, emulate
         self._counter: CastCounter | None = None
+        self._keys: dict[tuple[str, bool], str] = {}
         if report:
             from preamp.torch.autocasting.counting import CastCounter  # imports the flop counter
 
@@ -291,15 +292,17 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
     @outside_of_graphs
     def __enter__(self) -> autocast:
         if is_compiling():
-            raise UsageError(edits.NOT_COMPILED)
+            return self._enter_traced()
         if self._counter:
             self._counter.check_thread()
-        change = self._change(thread.current_change(self.device))
-        edits.suspend_compiled_code()
-        dispatcher.hold(self.device, change.names)
+        outer = modes.current(self.device)
+        mode = self._mode(outer)
         super().__enter__()
-        thread.frames[-1].change = change
-        thread.apply_changes()
+        frame = thread.frames[-1]
+        frame.mode, frame.outer = mode, (outer, outer.key) if outer else None
+        if outer:
+            outer.become(modes.NONE)
+        compat.push_function_mode(mode)
         if self._counter:
             self._counter.__enter__()
         return self
@@ -310,20 +313,28 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         if frame and self._counter:
             self._counter.__exit__(*error)
         super().__exit__(*error)
-        edits.resume_compiled_code()
-        if frame and frame.change:
-            dispatcher.let_go(self.device, frame.change.names)
+        if frame and frame.mode:
+            modes.remove(frame.mode)
+            inside = (other for other in thread.frames if other.outer and other.outer[0] is frame.mode)
+            if inner := next(inside, None):
+                inner.outer = frame.outer
+            elif frame.outer:
+                outer, key = frame.outer
+                outer.become(key)
         return False
 
     def __call__(self, function: F) -> F:
         inside = super().__call__(function)
         if is_stepwise(function):
             return inside
-        eager = torch.compiler.disable(inside)  # type: ignore[no-untyped-call]
+        arguments = self._arguments
 
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:  # `disable` alone is undone by `torch.compile(result)`
-            return eager(*args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                with _in_graph(*arguments):
+                    return function(*args, **kwargs)
+            return inside(*args, **kwargs)
 
         return cast(F, run)
 
@@ -342,13 +353,47 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
     def report(self) -> CastReport:
         return self._counter.report() if self._counter else super().report()
 
-    def _change(self, outer: Change | None) -> Change:
-        """Return what an entry changes: this region's edits, and those of the edited region around it."""
-        around = outer.edits if outer else Edits()
-        merged = Edits(
-            around.table if self._casting is None else self._casting,
-            around.emulate or self._emulate,
-            self._float8 or (None if self._emulate else around.dtype),
-        )
-        counters = outer.counters if outer else ()
-        return edits.change(self.device, merged, (*counters, self._counter) if self._counter else counters)
+    def _mode(self, outer: EditMode | None) -> EditMode:
+        """Return a mode with this region's edits and those of the edited region around it."""
+        around, counters = (outer.key, outer.counters) if outer else (modes.NONE, ())
+        if self._counter and self._counter not in counters:  # a region that is entered twice counts once
+            counters = (*counters, self._counter)
+        if (around, bool(counters)) not in self._keys:
+            table = (self._casting.edits, self._casting.optional) if self._casting else None
+            key = modes.key_inside(around, self.device, table, self._emulate, self._float8, bool(counters))
+            self._keys[around, bool(counters)] = key
+        return modes.mode_of(self.device, self._keys[around, bool(counters)], counters)
+
+    def _region_in_trace(self) -> AbstractContextManager[object]:
+        return _in_graph(*self._arguments)
+
+
+@contextmanager
+def _in_graph(
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    casting: Casting | None,
+    report: bool,
+    emulate: bool,
+) -> Iterator[None]:
+    """Enter a region with edits in code that is traced."""
+    if report:
+        _refuse_report()
+    device = device_type.partition(":")[0]
+    outer = modes.current(device)
+    around = modes.NONE if outer is None else outer.key
+    table = None if casting is None else (casting.edits, casting.optional)
+    float8 = dtype if emulate and dtype in rules.FLOAT8 else None
+    key = modes.key_inside(around, device, table, emulate, float8, False)
+    low = torch.float16 if float8 else dtype
+    with TorchAutocast(device_type, low, enabled, cache_enabled), modes.in_force(device, key):
+        yield
+
+
+@outside_of_graphs
+def _refuse_report() -> None:
+    raise UsageError(
+        "A region with a report cannot be entered in compiled code. Enter it around the compiled function."
+    )

@@ -1,0 +1,338 @@
+"""The mode that is in force in regions with a table, emulation or rules of modules.
+
+PyTorch hands every call of its functions over to it, in one thread, and its compiler traces it, so that the
+casts are part of what is compiled. Nothing is registered in the process. Calls that the mode does not see,
+those that PyTorch's operators in C++ make among themselves, follow the operator that makes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.overrides import TorchFunctionMode
+
+from preamp.arrays import torch_compat as compat
+from preamp.autocasting.tables import Casting, Edit
+from preamp.errors import UsageError
+from preamp.torch.autocasting import operators, rules
+from preamp.torch.autocasting.rules import LOW, Action, Edits
+
+if TYPE_CHECKING:
+    from preamp.torch.autocasting.counting import CastCounter
+
+TorchAutocast = torch.autocast  # read once: users may replace torch.autocast by ours
+ELIGIBLE = {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+ELIGIBLE |= {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+# These take little more than half the time of Tensor.to, which parses its arguments.
+CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float32: Tensor.float,
+}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+INSTEAD = {"binary_cross_entropy": "binary_cross_entropy_with_logits on what the sigmoid was applied to"}
+
+NONE = ""
+"""The key of no edits."""
+
+
+class EditMode(TorchFunctionMode):
+    """Runs each function by the rule that its operator has.
+
+    Attributes:
+        device_type: whose tensors are cast.
+        key: identifies the edits that hold, for `edits_of`; `NONE` while a region inside has its own.
+        outside: the keys that held outside of the modules that are running, outermost first.
+        counters: what counts the calls, outermost first.
+    """
+
+    counters: tuple[CastCounter, ...] = ()
+
+    def __init__(self, device_type: str, key: str) -> None:
+        super().__init__()
+        self.device_type, self.key = device_type, key
+        self.outside: tuple[str, ...] = ()
+        if not is_compiling():
+            self._actions = rules.actions(edits_of(key))
+
+    def become(self, key: str) -> None:
+        """Replace the edits that hold."""
+        self.key = key
+        if not is_compiling():
+            self._actions = rules.actions(edits_of(key))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        action = action_in_graph(self.key, func) if is_compiling() else self._actions.get(func)
+        if action is None:
+            return func(*args, **(kwargs or {}))
+        if action == "inside":
+            with self:
+                return _unchecked(func)(*args, **(kwargs or {}))
+        return self._run(action, func, args, kwargs or {})
+
+    def _run(
+        self, action: Action, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        device_type = self.device_type
+        if action == "backward":
+            with self, TorchAutocast(device_type, enabled=False):
+                return _unchecked(func)(*args, **kwargs)
+        if action == "listed" or not torch.is_autocast_enabled(device_type):
+            return func(*args, **kwargs)
+        if action == "refuse":
+            raise UsageError(_refusal(func))
+        if action == "recurrent":
+            with self:
+                return operators.step_by_step(func, args)(*args, **kwargs)
+        low = torch.get_autocast_dtype(device_type)
+        if is_compiling():  # graphs record regions, and not what `set_autocast_enabled` does
+            with TorchAutocast(device_type, enabled=False):
+                return _run(action, device_type, low, self.key, func, args, kwargs)
+        torch.set_autocast_enabled(device_type, False)
+        try:
+            return _run(action, device_type, low, self.key, func, args, kwargs)
+        finally:
+            torch.set_autocast_enabled(device_type, True)
+
+
+def _unchecked(func: Callable[..., Any]) -> Callable[..., Any]:
+    return compat.unchecked_in_graph(func) if is_compiling() else compat.unchecked(func)
+
+
+def _run(
+    action: Action,
+    device_type: str,
+    low: torch.dtype,
+    key: str,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a function with its inputs cast, while autocast is off."""
+    if action == "untouched" or kwargs.get("out") is not None:
+        return func(*args, **kwargs)
+    values = [*args, *kwargs.values()] if kwargs else args
+    if action == "emulate":
+        low = rounded_to(key, low)
+        values = _rounded(values, low, device_type)
+        result = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+        return _rounded([result], low, device_type)[0]
+    if action == "widest":
+        dtype = _widest(values, device_type)
+    elif torch.dtype in map(type, values):  # given by the user
+        return func(*args, **kwargs)
+    elif action == "lower":
+        dtype = low
+    else:
+        dtype = DTYPES[action]
+    values = cast(values, dtype, device_type)
+    if not kwargs:
+        return func(*values)
+    return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+
+def cast(values: Iterable[object], dtype: torch.dtype, device_type: str) -> list[Any]:
+    """Return values with every eligible tensor cast, those in lists too."""
+    to, result = CASTS[dtype], []
+    for value in values:
+        if isinstance(value, Tensor):
+            has = value.dtype
+            if has is not dtype and has in ELIGIBLE and value.device.type == device_type:
+                value = to(value)
+        elif isinstance(value, (list, tuple)):
+            value = cast(value, dtype, device_type)
+        result.append(value)
+    return result
+
+
+def is_eligible(value: object, device_type: str) -> TypeGuard[Tensor]:
+    """Return whether autocast casts a value: a floating-point tensor of the device type, float64 excepted."""
+    return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type
+
+
+def _rounded(values: Iterable[object], dtype: torch.dtype, device_type: str) -> list[Any]:
+    """Return values with every eligible tensor rounded to a low precision, in float32.
+
+    Autograd records the casts down and up again, so gradients are rounded at the same places. It is what a
+    tensor core does that accumulates in float32.
+    """
+    result: list[Any] = []
+    for value in values:
+        if is_eligible(value, device_type):
+            result.append(value.to(dtype).float())
+        elif isinstance(value, (list, tuple)):
+            result.append(type(value)(_rounded(value, dtype, device_type)))
+        else:
+            result.append(value)
+    return result
+
+
+def _widest(values: Iterable[object], device_type: str) -> torch.dtype:
+    dtypes = set(_dtypes(values, device_type))
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _dtypes(values: Iterable[object], device_type: str) -> list[torch.dtype]:
+    found: list[torch.dtype] = []
+    for value in values:
+        if is_eligible(value, device_type):
+            found.append(value.dtype)
+        elif isinstance(value, (list, tuple)):
+            found += _dtypes(value, device_type)
+    return found
+
+
+def _refusal(func: Callable[..., Any]) -> str:
+    name = func.__name__
+    instead = INSTEAD.get(
+        name, f"`with autocast(device_type, enabled=False)` around {name} of float32 tensors"
+    )
+    return f"{name} is refused in this autocast region. Write {instead}."
+
+
+class CountingMode(EditMode):
+    """The mode of a region with a report."""
+
+    def __init__(self, device_type: str, key: str, counters: tuple[CastCounter, ...]) -> None:
+        super().__init__(device_type, key)
+        self.counters = counters
+
+    def _run(
+        self, action: Action, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        def run() -> Any:
+            return EditMode._run(self, action, func, args, kwargs)
+
+        if action == "backward":
+            return run()
+        name = operators.name_of(func)
+        rule = rules.rules_of(edits_of(self.key)).get(name, "unlisted")
+        emulated = None
+        if action in ("emulate", "recurrent"):
+            emulated = rounded_to(self.key, torch.get_autocast_dtype(self.device_type))
+        for counter in reversed(self.counters):
+            run = functools.partial(counter.count, name, rule, emulated, args, kwargs, run)
+        return run()
+
+
+def mode_of(device_type: str, key: str, counters: tuple[CastCounter, ...]) -> EditMode:
+    """Return a mode to put in force."""
+    return CountingMode(device_type, key, counters) if counters else EditMode(device_type, key)
+
+
+def remove(mode: EditMode) -> None:
+    """Take a mode away that is in force in this thread, innermost or not."""
+    inner: list[Any] = []
+    while (top := compat.pop_function_mode()) is not mode:
+        inner.append(top)
+    for other in reversed(inner):
+        compat.push_function_mode(other)
+
+
+def current(device_type: str) -> EditMode | None:
+    """Return the mode that is in force for a device type in this thread."""
+    for place in range(compat.count_modes() - 1, -1, -1):
+        mode = compat.mode_at(place)
+        if isinstance(mode, EditMode) and mode.device_type == device_type and mode.key:
+            return mode
+    return None
+
+
+# Edits are identified by strings, because the compiler takes those for constants.
+_edits: dict[str, Edits] = {NONE: Edits("cpu")}
+_keys: dict[Edits, str] = {}
+_lock = threading.Lock()
+
+
+def edits_of(key: str) -> Edits:
+    """Return the edits that a key identifies."""
+    return _edits[key]
+
+
+def key_of(edits: Edits) -> str:
+    """Return the key of edits."""
+    with _lock:
+        key = _keys.setdefault(edits, str(1 + len(_keys)))
+        _edits[key] = edits
+    return key
+
+
+def action_in_graph(key: str, func: Callable[..., Any]) -> Action | None:
+    """Return what is done with a function."""
+    return rules.actions(_edits[key]).get(func)
+
+
+def rounded_to(key: str, low: torch.dtype) -> torch.dtype:
+    """Return what emulation rounds to in a region of a low precision."""
+    edits = _edits[key]
+    if edits.scope and edits.scope.rule in LOW:
+        return DTYPES[edits.scope.rule]
+    # float16 stands for float8, of which PyTorch has no regions.
+    return edits.dtype if edits.dtype and low is torch.float16 else low
+
+
+def key_inside(
+    around: str,
+    device_type: str,
+    table: tuple[tuple[Edit, ...], frozenset[str]] | None,
+    emulate: bool,
+    float8: torch.dtype | None,
+    counted: bool,
+) -> str:
+    """Return the key of a region's edits.
+
+    Args:
+        around: the key of the edits that hold where the region is entered.
+        device_type: whose tensors are cast.
+        table: the edits and optional names of the region's table; None takes the table around it.
+        emulate: whether the region emulates; it does inside of one that does.
+        float8: what it emulates, if that is a float8.
+        counted: whether calls are counted.
+    """
+    outer = edits_of(around)
+    edits = outer._replace(
+        device_type=device_type,
+        emulate=outer.emulate or emulate,
+        dtype=float8 or (None if emulate else outer.dtype),
+        counted=counted,
+    )
+    if table is not None:
+        made = Casting.of(*table)
+        rules.validate(made, float8, emulate)
+        edits = edits._replace(table=made, optional=made.optional, scope=None)
+    return key_of(edits)
+
+
+compat.mark_constant(key_inside)
+compat.mark_constant(action_in_graph)
+compat.mark_constant(rounded_to)
+
+
+@contextmanager
+def in_force(device_type: str, key: str) -> Iterator[None]:
+    """Put edits in force for a while, in place of those that are."""
+    outer = current(device_type)
+    if outer is None:
+        with EditMode(device_type, key):
+            yield
+        return
+    before = outer.key
+    outer.become(NONE)
+    try:
+        with EditMode(device_type, key):
+            yield
+    finally:
+        outer.become(before)

@@ -1,0 +1,141 @@
+"""What a region with a table, emulation or rules of modules does with each function of PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from preamp.autocasting.tables import DEFAULT, Casting, Rule, Scope
+from preamp.errors import CastingError
+from preamp.torch.autocasting import operators
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+EMULATED = (torch.float16, torch.bfloat16, *FLOAT8)
+
+Action: TypeAlias = Literal[
+    Rule, "float16", "bfloat16", "emulate", "recurrent", "inside", "backward", "listed"
+]
+"""What is done with a call: a rule of the table, or
+
+- "float16", "bfloat16": run it in that precision, whatever the region's is;
+- "emulate": round the inputs and the result;
+- "recurrent": run a recurrent network step by step, so that its products are seen;
+- "inside": run a function in Python so that what it calls is seen;
+- "backward": the same with autocast off, as backward passes should run;
+- "listed": call it, which is what PyTorch's autocast casts, and count it.
+"""
+LOW = ("float16", "bfloat16")
+BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+class Edits(NamedTuple):
+    """What functions on a device type do differently from PyTorch.
+
+    Attributes:
+        device_type: whose tensors are cast.
+        table: the rules that replace PyTorch's.
+        optional: `table.optional`, which is not part of the table's equality.
+        emulate: whether operators of the rule "lower" round instead of being cast.
+        dtype: what they round to; None for the low precision of the region they run in.
+        scope: what the table says of the module that is running; None outside of modules that it names.
+        counted: whether calls are counted that PyTorch's autocast casts without us.
+    """
+
+    device_type: str
+    table: Casting = DEFAULT
+    optional: frozenset[str] = frozenset()
+    emulate: bool = False
+    dtype: torch.dtype | None = None
+    scope: Scope | None = None
+    counted: bool = False
+
+
+def validate(casting: object, dtype: torch.dtype | None, emulate: object) -> None:
+    """Check the arguments of a region that edits.
+
+    Raises:
+        CastingError: for an argument of the wrong type, a table that names an operator that does not exist,
+            or a dtype that cannot be emulated.
+    """
+    if not isinstance(emulate, bool):
+        raise CastingError(
+            f"emulate={emulate!r} is not True or False. Write dtype=torch.float16, emulate=True."
+        )
+    if casting is not None and not isinstance(casting, Casting):
+        raise CastingError(
+            f"casting={casting!r} is not a table. Write casting=casting.DEFAULT.float32('softmax') "
+            "after `from preamp import casting`."
+        )
+    operators.resolve(casting or DEFAULT)
+    if emulate and dtype not in (None, *EMULATED):
+        names = ", ".join(map(str, EMULATED))
+        raise CastingError(f"dtype={dtype!r} cannot be emulated. Write one of {names}.")
+
+
+@cache
+def actions(edits: Edits) -> Mapping[Callable[..., Any], Action]:
+    """Return what is done with each function that does something other than what PyTorch does."""
+    named = _actions_of_operators(edits)
+    acting: dict[Callable[..., Any], Action] = {}
+    if not named:
+        return acting
+    for function, name in operators.functions().items():
+        if name in named:
+            acting[function] = named[name]
+    for function in operators.checked_functions():
+        # A function that may work in place calls one of two operators.
+        if function not in acting or "inplace" in function.__code__.co_varnames:
+            acting.pop(function, None)
+            if operators.calls(function, frozenset(named)):
+                acting[function] = "inside"
+    for name, action in named.items():
+        packet = getattr(torch.ops.aten, name)
+        acting |= dict.fromkeys([packet, *(getattr(packet, one) for one in packet.overloads())], action)
+    return acting | dict.fromkeys(BACKWARD, "backward")
+
+
+@cache
+def rules_of(edits: Edits) -> dict[str, Rule]:
+    """Return the rule of every operator that autocast or the table names, and of those composed of them."""
+    rules = _rules(edits)
+    composed = {
+        name: next((rules[inner] for inner in inners.split() if inner in rules), None)
+        for name, inners in operators.COMPOSED.items()
+    }
+    return {**{name: rule for name, rule in composed.items() if rule}, **rules}
+
+
+@cache
+def _rules(edits: Edits) -> dict[str, Rule]:
+    """Return the rule of every operator that autocast or the table names."""
+    rules, scope = dict(operators.listed(edits.device_type)), edits.scope
+    rules |= operators.resolve(edits.table if scope is None else scope.before)
+    if scope and scope.rule == "untouched":
+        rules = dict.fromkeys(rules, "untouched")
+    if scope and scope.rule == "float32":
+        rules = dict.fromkeys({*rules, *operators.arithmetic()}, "float32")
+    return rules | (operators.resolve(scope.after) if scope else {})
+
+
+def _actions_of_operators(edits: Edits) -> dict[str, Action]:
+    """Return what is done with operators, where it is something other than what PyTorch does."""
+    listed, scope = operators.listed(edits.device_type), edits.scope
+    changed: dict[str, Action] = {}
+    for name, rule in _rules(edits).items():
+        if rule == "lower" and edits.emulate:
+            changed[name] = "emulate"
+        elif rule == "lower" and scope and (scope.rule == "float16" or scope.rule == "bfloat16"):
+            changed[name] = scope.rule
+        elif rule != listed.get(name):
+            changed[name] = rule
+        elif edits.counted:
+            changed[name] = "listed"
+    for name, inners in operators.COMPOSED.items():
+        inner = next((inner for inner in inners.split() if inner in changed), None)
+        if inner and name not in _rules(edits):
+            steps = changed[inner] == "emulate" and name in operators.RECURRENT
+            changed[name] = "recurrent" if steps else changed[inner]
+    return {name: action for name, action in changed.items() if hasattr(torch.ops.aten, name)}
