@@ -9,20 +9,11 @@ from preamp import casting
 from preamp.autocasting.tables import RULES
 from preamp.errors import UsageError
 from preamp.torch import autocast
-from preamp.torch.autocasting import dispatcher
 
 from .regions import BRAIN, FULL, HALF, all_same, behaviour, in_step, kernels, numbers, same
 
 EDIT = casting.DEFAULT
 A = numbers(4, 4)
-
-
-@pytest.fixture
-def alone():
-    """Begin without kernels that a region of an earlier test left because another thread was running."""
-    with autocast("cpu"):
-        pass
-    assert not dispatcher.unneeded
 
 
 def test_regions_inherit_a_table_replace_it_or_go_back_to_the_builtin():
@@ -139,52 +130,73 @@ def test_edits_are_those_of_one_thread():
     assert in_step(*[work(*one) for one in regions]) == [True] * len(regions)
 
 
+def modes():
+    return torch.overrides._get_current_function_mode_stack()
+
+
 @pytest.mark.parametrize("rule", RULES)
-def test_after_the_last_region_the_dispatcher_is_as_it_was(alone, rule):
+def test_no_mode_is_left_after_the_last_region_and_no_kernel_is_ever_registered(rule):
     before = kernels()
     names = ("mm", "softmax", "matmul", "exp", "cat")
     one, other = (autocast("cpu", casting=getattr(EDIT, rule)(*some)) for some in (names[:3], names))
     with one:
-        assert kernels() != before
+        assert len(modes()) == 1
         with pytest.raises(KeyError), other:
             raise KeyError
-    assert kernels() == before
+    assert not modes()
     with ExitStack() as first, ExitStack() as second:
         first.enter_context(one)
         second.enter_context(other)
         first.close()
-        assert kernels() != before
-    assert kernels() == before
+        assert len(modes()) == 1
+    assert (modes(), kernels()) == ([], before)
     assert behaviour() == (FULL, FULL, FULL)
     with torch.autocast("cpu", HALF):
         assert behaviour() == (HALF, FULL, HALF)
 
 
-def test_a_refused_operator_leaves_nothing_behind(alone):
-    before = kernels()
+def test_regions_left_in_any_order_leave_the_modes_of_others_in_place():
+    class Theirs(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen, theirs, later = [], Theirs(), Theirs()
+    one, other = autocast("cpu", casting=EDIT.float32("mm")), autocast("cpu", casting=EDIT.lower("softmax"))
+    with theirs:
+        one.__enter__()
+        with later:
+            other.__enter__()
+            assert torch.mm(A, A).dtype == torch.bfloat16
+            one.__exit__(None, None, None)
+            assert torch.mm(A, A).dtype == torch.bfloat16
+            other.__exit__(None, None, None)
+            seen.clear()
+            assert torch.mm(A, A).dtype == FULL
+            assert seen.count(torch.mm) == 2
+            assert modes() == [theirs, later]
+
+
+def test_a_refused_operator_leaves_nothing_behind():
     for _ in range(2):
         with autocast("cpu", HALF, casting=EDIT.refuse("mm")), pytest.raises(UsageError):
             torch.mm(A, A)
-    assert kernels() == before
+    assert not modes()
     assert torch.mm(A, A).dtype == FULL
 
 
-def test_an_instance_that_is_entered_again_leaves_no_kernels_in_between(alone):
-    before, region = kernels(), autocast("cpu", HALF, casting=EDIT.float32("mm"))
-    with region:
-        inside = kernels()
+def test_an_instance_that_is_entered_again_leaves_no_mode_in_between():
+    region = autocast("cpu", HALF, casting=EDIT.float32("mm"))
     for _ in range(3):
-        assert kernels() == before != inside
+        assert not modes()
         with region:
-            assert (kernels(), behaviour()) == (inside, (FULL, FULL, HALF))
+            assert behaviour() == (FULL, FULL, HALF)
         assert behaviour() == (FULL, FULL, FULL)
         with torch.autocast("cpu", BRAIN):
             assert behaviour() == (BRAIN, FULL, BRAIN)
 
 
-def test_regions_that_overlap_in_threads_leave_the_dispatcher_as_it_was(alone):
-    before = kernels()
-
+def test_regions_that_overlap_in_threads_do_not_disturb_each_other():
     def work(others):
         for _ in range(20):
             with autocast("cpu", HALF, casting=EDIT.float32("mm").lower("softmax")):
@@ -194,4 +206,3 @@ def test_regions_that_overlap_in_threads_leave_the_dispatcher_as_it_was(alone):
         others()
 
     in_step(*[work] * 4)
-    assert kernels() == before

@@ -132,21 +132,12 @@ def _names() -> dict[str, list[str]]:
 @cache
 def functions() -> dict[Callable[..., Any], str]:
     """Return the name of the operator that each function and method of PyTorch's calls."""
-    namespaces = (
-        torch,
-        torch.Tensor,
-        torch.nn.functional,
-        torch._C._nn,
-        torch.special,
-        torch.linalg,
-        torch.fft,
-    )
-    named: dict[Callable[..., Any], str] = {}
-    for namespace in namespaces:
-        for value in (getattr(namespace, name, None) for name in dir(namespace)):
-            if callable(value) and not isinstance(value, type) and hasattr(value, "__name__"):
-                named.setdefault(value, _operator_of(value.__name__))
-    return named
+    places = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.special, torch.linalg, torch.fft)
+    values = (getattr(place, name, None) for place in places for name in dir(place))
+    called = [value for value in values if callable(value) and not isinstance(value, type)]
+    named = [(value, _operator_of(value.__name__)) for value in called if hasattr(value, "__name__")]
+    # Some functions equal others: `torch.dsmm == torch.mm`. The name of an operator comes last, and counts.
+    return dict(sorted(named, key=lambda pair: pair[1] in _names()))
 
 
 def _operator_of(name: str) -> str:
@@ -184,6 +175,16 @@ def calls(function: Callable[..., Any], names: frozenset[str]) -> bool:
     return False
 
 
+def called_by_name(name: str) -> list[Callable[..., Any]]:
+    """Return the functions of `torch.ops.aten` for an operator."""
+    base, _, overload = name.partition(".")
+    if base not in _names():
+        return []
+    packet = getattr(torch.ops.aten, base)
+    overloads = [overload] if overload else packet.overloads()
+    return [*([] if overload else [packet]), *(getattr(packet, name) for name in overloads)]
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """Return the name of the operator that a function calls."""
     return functions().get(function) or str(function).split(".")[1]  # of `torch.ops.aten`: "aten.mm.default"
@@ -217,9 +218,9 @@ def arithmetic() -> frozenset[str]:
     pointwise = {
         base
         for base, names in _names().items()
-        if base not in MOVES and any(torch.Tag.pointwise in find(name).tags for name in names)
+        if base not in MOVES and any(torch.Tag.pointwise in _overload(name).tags for name in names)
     }
-    tables = {name.partition(".")[0] for table in TABLES.values() for name in table.rules}
+    tables = {name for table in TABLES.values() for name in table.rules}
     return frozenset(
         base for base in pointwise | tables | REDUCTIONS if base in _names() and _is_eligible(base)
     )
@@ -245,7 +246,7 @@ def overloads(name: str) -> tuple[str, ...]:
 
 
 def _is_eligible(base: str) -> bool:
-    return any(_takes_tensors(find(name)._schema) for name in _names()[base])
+    return any(_takes_tensors(_overload(name)._schema) for name in _names()[base])
 
 
 def _takes_tensors(schema: torch.FunctionSchema) -> bool:
@@ -254,9 +255,7 @@ def _takes_tensors(schema: torch.FunctionSchema) -> bool:
     return takes_tensors and not schema.is_mutable and not takes_dtype
 
 
-@cache
-def find(name: str) -> Any:
-    """Return the operator of a name such as "mm" or "softmax.int"."""
+def _overload(name: str) -> Any:
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
@@ -302,10 +301,11 @@ def _resolved(table: Casting, optional: frozenset[str]) -> tuple[dict[str, Rule]
     resolved: dict[str, Rule] = {}
     absent: list[str] = []
     for name, rule in table.rules.items():
+        if name in optional and name in _names().get(name.partition(".")[0], ()):
+            resolved[name] = rule  # ours may be one overload of an operator
+            continue
         try:
-            # Our tables name the overload of one operator, of which PyTorch casts no other.
-            known = name.partition(".")[0] if name in optional else name
-            resolved |= dict.fromkeys(overloads(known), rule)
+            resolved |= dict.fromkeys(overloads(name), rule)
         except CastingError:
             if name not in optional:
                 raise
@@ -326,8 +326,6 @@ def listed(device_type: str) -> dict[str, Rule]:
 
     The rules are those of the tables in `preamp.casting`; device types without one have CUDA's.
     """
-    rules = {
-        name.partition(".")[0]: rule for name, rule in TABLES.get(device_type, casting.CUDA).rules.items()
-    }
-    bases = {name.partition(".")[0] for name in registered(device_type)}
-    return {name: rule for name, rule in rules.items() if name in bases}
+    rules = TABLES.get(device_type, casting.CUDA).rules
+    names = {*registered(device_type), *(name.partition(".")[0] for name in registered(device_type))}
+    return {name: rule for name, rule in rules.items() if name in names}

@@ -92,8 +92,7 @@ def actions(edits: Edits) -> Mapping[Callable[..., Any], Action]:
             if operators.calls(function, frozenset(named)):
                 acting[function] = "inside"
     for name, action in named.items():
-        packet = getattr(torch.ops.aten, name)
-        acting |= dict.fromkeys([packet, *(getattr(packet, one) for one in packet.overloads())], action)
+        acting |= dict.fromkeys(operators.called_by_name(name), action)
     return acting | dict.fromkeys(BACKWARD, "backward")
 
 
@@ -138,4 +137,4 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
         if inner and name not in _rules(edits):
             steps = changed[inner] == "emulate" and name in operators.RECURRENT
             changed[name] = "recurrent" if steps else changed[inner]
-    return {name: action for name, action in changed.items() if hasattr(torch.ops.aten, name)}
+    return changed
