@@ -11,11 +11,10 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from preamp import casting
-from preamp.errors import UsageError
 from preamp.torch import autocast
 from tests.combinations import in_one_test
 
-from .regions import BASE, BRAIN, FULL, HALF, all_same, flat, in_step, in_thread, numbers, same, state, weight
+from .regions import BASE, BRAIN, FULL, HALF, all_same, flat, in_step, numbers, same, state, weight
 
 EDITS = {
     "table": {"casting": casting.DEFAULT.float32("mm", "matmul", "bmm", "linear").lower("softmax")},
@@ -263,88 +262,6 @@ def test_a_compiled_step_empties_the_cache_each_time(compiled):
             assert same(F.linear(X, w), F.linear(X.bfloat16(), w.bfloat16()))
 
 
-# Edited regions are not compiled
-
-
-@edits
-def test_compiled_functions_run_eagerly_in_an_edited_region_and_as_before_after_it(edit):
-    compiled, counter = counted(program)
-    region = autocast("cpu", HALF, **edit)
-    with region:
-        expected = program(X)
-        assert same(compiled(X), expected)  # never compiled before
-    assert counter.frame_count == 0
-    plain = compiled(X)
-    with torch.autocast("cpu", HALF):
-        cast = compiled(X)
-    assert counter.frame_count == 2
-    assert not same(plain, expected)
-    assert not same(cast, expected)
-    for _ in range(2):
-        with region:
-            assert same(compiled(X), expected)
-            with autocast("cpu", enabled=False):
-                assert torch.equal(compiled(X), program(X))
-        assert same(compiled(X), plain)
-        with torch.autocast("cpu", HALF):
-            assert same(compiled(X), cast)
-    assert counter.frame_count == 2
-
-
-@edits
-def test_overlapping_edited_regions_keep_compiled_code_waiting_until_the_last(edit):
-    compiled, counter = counted(program)
-    one, other = autocast("cpu", HALF, **edit), autocast("cpu", HALF, **edit)
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
-    compiled(X)
-    assert counter.frame_count == 0
-    other.__exit__(None, None, None)
-    compiled(X)
-    assert counter.frame_count == 1
-
-
-@edits
-@pytest.mark.parametrize("made", ["before", "inside"])
-def test_a_compiled_function_leaves_the_graph_for_an_edited_region(edit, made):
-    before = autocast("cpu", HALF, **edit)
-
-    def run(x):
-        with before if made == "before" else autocast("cpu", HALF, **edit):
-            return program(x)
-
-    def outer(x):
-        return run(x) + 1
-
-    expected = run(X)
-    for function, result in ((run, expected), (outer, expected + 1)):
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            torch.compile(function, backend="aot_eager", fullgraph=True)(X)
-        torch._dynamo.reset()
-        for _ in range(2):
-            assert same(torch.compile(function, backend="aot_eager")(X), result)
-            assert state() == BASE
-
-
-@edits
-def test_a_function_decorated_with_an_edited_region_runs_eagerly_when_it_is_compiled(edit):
-    run = autocast("cpu", HALF, **edit)(program)
-    expected = learned(run)
-    assert all_same(learned(torch.compile(run, backend="aot_eager")), expected)
-    assert all_same(learned(torch.compile(lambda x: run(x) * 1, backend="aot_eager")), expected)
-
-
-@edits
-def test_other_threads_compile_again_once_the_region_is_left(edit):
-    compiled, counter = counted(program)
-    with autocast("cpu", HALF, **edit):
-        eager = in_thread(lambda: compiled(X))
-        assert (counter.frame_count, eager.dtype) == (0, FULL)
-    assert same(in_thread(lambda: compiled(X)), eager)
-    assert counter.frame_count == 1
-
-
 def test_after_reports_in_overlapping_threads_functions_are_compiled():
     """The flags that PyTorch's dispatch modes keep for the process would stay set."""
 
@@ -399,22 +316,6 @@ def test_a_module_with_a_region_is_exported_with_it(make, low, strict, surrounde
             code = code.replace(place, parameter.replace(".", "_"))  # places are named after closures
         results.append(code)
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("made", ["before", "inside"])
-@edits
-def test_an_edited_region_cannot_be_exported(edit, made, strict):
-    class Edited(nn.Linear):
-        def forward(self, x):
-            with before if made == "before" else autocast("cpu", HALF, **edit):
-                return super().forward(x)
-
-    before, net = autocast("cpu", HALF, **edit), Edited(4, 4)
-    with pytest.raises((UsageError, torch._dynamo.exc.Unsupported)):
-        torch.export.export(net, (X,), strict=strict)
-    assert state() == BASE
-    assert net(X).dtype == FULL
 
 
 def test_a_region_is_left_while_an_export_in_another_thread_goes_on():
@@ -533,10 +434,6 @@ def test_what_works_in_place_is_compiled_as_in_pytorchs_region(write):
     assert all(same(one, results[0]) for one in results)
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 9),
-    reason="PyTorch before 2.9 does not give out the kernel that keeps numbers apart",
-)
 @pytest.mark.parametrize("rule", ["lower", "float32", "widest"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=list(TRANSFORMS))
 def test_transforms_of_operators_with_numbers(transform, rule):

@@ -240,7 +240,9 @@ def test_inference_is_what_it_is_in_the_original(kind, dtype):
 def test_an_emulated_module_stays_in_float32_and_rounds_where_operators_are_lower(case, dtype):
     mine = used(case, autocast("cpu", dtype=dtype, emulate=True))
     assert all(one.dtype == FULL and bool(one.isfinite().all()) for part in mine for one in part)
-    assert [one.equal(one.to(dtype).float()) for one in mine[0]] == [r == "lower" for r in case.results]
+    in_one = case.name != "LSTM"  # the CPU's is one operator; emulated, its products are what is rounded
+    rounded = [in_one and result == "lower" for result in case.results]
+    assert [one.equal(one.to(dtype).float()) for one in mine[0]] == rounded
     exact, low = used(case, nullcontext()), real(used, case, dtype) if dtype in HALVES else mine
     assert case.results[0] not in ("lower", "low") or not all_same(mine[0], exact[0])
     for ours, theirs, unrounded in zip(mine, low, exact, strict=True):

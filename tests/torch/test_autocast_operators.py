@@ -340,8 +340,8 @@ def its_rule_tells_what_an_operator_does_and_no_other_rule_does(device, call):
 @each(lambda device, call: rule_of(device, call.name) == "untouched" and call.name not in NOT_ON[device])
 def an_operator_that_reaches_no_listed_one_runs_in_what_it_is_given(device, call):
     need_no_gpu(device, call)
-    for rules in fitting(device, call).values():
-        assert "untouched" in rules <= {"untouched", "widest"} or reached(device)[call] & registered(device)
+    for found in fitting(device, call).values():
+        assert "untouched" in found <= {"untouched", "widest"} or reached(device)[call] & registered(device)
 
 
 # What the document says.

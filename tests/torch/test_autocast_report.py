@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -15,12 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from preamp import UsageError, casting
-from preamp.arrays import torch_compat as compat
 from preamp.autocasting.report import CastReport, CastRow, format_bytes, format_flops
 from preamp.torch import autocast
 
 LOWS = [torch.float16, torch.bfloat16]
-KEPT = compat.kernel_at("aten::mm", "AutocastCPU") is not None  # casts of weights, while they are counted
 
 
 class Net(torch.nn.Module):
@@ -58,7 +55,7 @@ def test_rows_tell_operator_module_count_dtypes_and_bytes(dtype):
     # the first call casts activation, weight and bias; their casts are kept for the second
     inner = [row for (module, _), row in by_module.items() if module == "Net.inner.0"]
     assert sum(row.calls for row in inner) == 2
-    assert sum(row.bytes_cast for row in inner) == activation * 4 + (weight + bias) * (1 if KEPT else 2)
+    assert sum(row.bytes_cast for row in inner) == activation * 4 + weight + bias
     frozen = [row for (module, _), row in by_module.items() if module == "Net.frozen"]
     assert sum(row.bytes_cast for row in frozen) == 2 * weight  # normalisation keeps bfloat16 on a CPU
     assert {row.runs for row in [*inner, *frozen]} == {low}
@@ -80,8 +77,7 @@ def test_what_runs_is_what_runs_without_a_report():
     gradients = [p.grad.clone() for p in net.parameters() if p.requires_grad]
     net.zero_grad()
     seen.backward()
-    close = torch.equal if KEPT else partial(torch.allclose, rtol=1e-2, atol=1e-2)
-    assert all(map(close, gradients, [p.grad for p in net.parameters() if p.requires_grad]))
+    assert all(map(torch.equal, gradients, [p.grad for p in net.parameters() if p.requires_grad]))
 
 
 def test_nothing_is_left_behind_and_nothing_is_counted_afterwards():
@@ -184,9 +180,7 @@ def test_a_region_counts_one_thread():
 def test_a_kept_cast_is_no_warning():
     x = torch.randn(8, 8).bfloat16()
     said = [text for text in counted(lambda: [x @ WEIGHT for _ in range(3)]).warnings if "times" in text]
-    assert [text.rpartition(": ")[2] for text in said] == (
-        [] if KEPT else ["a report keeps no casts before PyTorch 2.9."]
-    )
+    assert [text.rpartition(": ")[2] for text in said] == ([])
 
 
 def test_what_stayed_in_float32_is_reported_costliest_first():

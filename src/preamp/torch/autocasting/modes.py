@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import Casting, Edit
 from preamp.errors import UsageError
-from preamp.torch.autocasting import operators, rules
+from preamp.torch.autocasting import operators, recurrent, rules
 from preamp.torch.autocasting.rules import LOW, Action, Edits
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class EditMode(TorchFunctionMode):
             raise UsageError(_refusal(func))
         if action == "recurrent":
             with self:
-                return operators.step_by_step(func, args)(*args, **kwargs)
+                return recurrent.step_by_step(operators.name_of(func), *args, **kwargs)
         low = torch.get_autocast_dtype(device_type)
         if is_compiling():  # graphs record regions, and not what `set_autocast_enabled` does
             with TorchAutocast(device_type, enabled=False):
@@ -109,7 +109,8 @@ class EditMode(TorchFunctionMode):
 
 
 def _unchecked(func: Callable[..., Any]) -> Callable[..., Any]:
-    return compat.unchecked_in_graph(func) if is_compiling() else compat.unchecked(func)
+    run: Callable[..., Any] = compat.unchecked_in_graph(func) if is_compiling() else compat.unchecked(func)
+    return run
 
 
 def _run(
@@ -219,9 +220,10 @@ class CountingMode(EditMode):
         if action == "backward":
             return run()
         name = operators.name_of(func)
-        rule = rules.rules_of(edits_of(self.key)).get(name, "unlisted")
+        is_on = torch.is_autocast_enabled(self.device_type)
+        rule = rules.rules_of(edits_of(self.key)).get(name, "unlisted") if is_on else "off"
         emulated = None
-        if action in ("emulate", "recurrent"):
+        if is_on and action in ("emulate", "recurrent"):
             emulated = rounded_to(self.key, torch.get_autocast_dtype(self.device_type))
         for counter in reversed(self.counters):
             run = functools.partial(counter.count, name, rule, emulated, args, kwargs, run)

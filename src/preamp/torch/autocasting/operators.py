@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -90,13 +90,6 @@ COMPOSED: dict[str, str] = {
     "subtract": "sub",
     "tensordot": "mm",
     "true_divide": "div",
-}
-# Operators that are composed of `linear` in C++, and PyTorch's functions in Python that do the same.
-RECURRENT = {
-    "lstm": ("lstm_impl", "lstm_data_impl"),
-    "gru": ("gru_impl", "gru_impl_data"),
-    "rnn_tanh": ("rnn_tanh_input", "rnn_tanh_data"),
-    "rnn_relu": ("rnn_relu_input", "rnn_relu_data"),
 }
 # Pointwise to PyTorch, but nothing is computed.
 MOVES = frozenset(["_to_copy", "alias", "clone", "copy", "detach", "to", "type_as"])
@@ -188,12 +181,6 @@ def called_by_name(name: str) -> list[Callable[..., Any]]:
 def name_of(function: Callable[..., Any]) -> str:
     """Return the name of the operator that a function calls."""
     return functions().get(function) or str(function).split(".")[1]  # of `torch.ops.aten`: "aten.mm.default"
-
-
-def step_by_step(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function in Python for a recurrent network, given its arguments."""
-    packed = isinstance(args[1 if function.__name__ == "lstm" else 2], torch.Tensor)
-    return compat.decomposition(RECURRENT[function.__name__][packed])
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 
 from preamp.autocasting.tables import DEFAULT, Casting, Rule, Scope
 from preamp.errors import CastingError
-from preamp.torch.autocasting import operators
+from preamp.torch.autocasting import operators, recurrent
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EMULATED = (torch.float16, torch.bfloat16, *FLOAT8)
@@ -135,6 +135,6 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
     for name, inners in operators.COMPOSED.items():
         inner = next((inner for inner in inners.split() if inner in changed), None)
         if inner and name not in _rules(edits):
-            steps = changed[inner] == "emulate" and name in operators.RECURRENT
+            steps = changed[inner] == "emulate" and name in recurrent.NAMES
             changed[name] = "recurrent" if steps else changed[inner]
     return changed

@@ -1,0 +1,47 @@
+"""Edited tables and emulation in torch.compile and torch.export, beside eager code and casts by hand."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from preamp import casting
+from preamp.torch import autocast
+
+from .regions import BASE, HALF, state
+from .test_autocast_compiled import around, decorated, decorated_inside, inside, learned, method, nested
+
+TABLE = casting.DEFAULT.float32("mm", "matmul", "bmm", "linear").lower("softmax").widest("add")
+EDITS = {
+    "table": {"casting": TABLE},
+    "CUDA's table": {"casting": casting.CUDA},
+    "emulated": {"emulate": True},
+    "both": {"casting": TABLE, "emulate": True},
+}
+edits = pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+PLACES = [around, inside, nested, decorated, decorated_inside, method]
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert not torch.overrides._get_current_function_mode_stack()
+    torch._dynamo.reset()
+
+
+@edits
+@pytest.mark.parametrize("place", PLACES)
+def test_an_edited_region_compiles_without_breaks_and_once(place, edit):
+    run, counter = place(partial(autocast, **edit), HALF)
+    compiled = [learned(run) for _ in range(20)]
+    assert (counter.frame_count, dict(counters["graph_break"]), state()) == (1, {}, BASE)
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("force_eager"):
+        eager = learned(place(partial(autocast, **edit), HALF)[0])
+    for one in compiled:
+        assert [result.dtype for result in one] == [result.dtype for result in eager]
+        assert all(map(torch.allclose, one, eager, [2e-2] * 3, [2e-2] * 3))
