@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, _guards
 from torch._ops import OpOverload as OpOverload
 from torch.amp import autocast_mode
+from torch.nn.modules import module as all_modules
 from torch.optim import optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
 
@@ -186,6 +187,49 @@ def decomposition(name: str) -> Callable[..., Any]:
 
     function: Callable[..., Any] = getattr(decompositions, name)
     return function
+
+
+class ModuleHooks:
+    """A hook before and one after each call of a module, the second also after an error.
+
+    PyTorch's own functions number hooks, and the compiler, which looks at the numbers, would compile again
+    whenever hooks are registered again. `_forward_pre_hooks`, `_forward_hooks` and
+    `_forward_hooks_always_called` have been the same since before 2.6.
+    """
+
+    def __init__(self, module: Any, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._module = module
+        key = 0
+        while f"preamp {key}" in module._forward_pre_hooks:
+            key += 1
+        self._key = f"preamp {key}"
+        module._forward_pre_hooks[self._key] = before
+        module._forward_pre_hooks.move_to_end(self._key, last=False)  # what users hook runs inside
+        module._forward_hooks[self._key] = after
+        module._forward_hooks_always_called[self._key] = True
+
+    def remove(self) -> None:
+        """Remove both."""
+        module = self._module
+        del module._forward_pre_hooks[self._key], module._forward_hooks[self._key]
+        del module._forward_hooks_always_called[self._key]
+
+
+@contextmanager
+def hooks_in_graph(before: Callable[..., None], after: Callable[..., None]) -> Iterator[None]:
+    """Have hooks run before and after each call of any module, in code that the compiler traces.
+
+    It does not trace what adds a hook to one module. `_global_forward_pre_hooks` and `_global_forward_hooks`
+    have been the same since before 2.6.
+    """
+    first: Any
+    last: Any
+    first, last = all_modules._global_forward_pre_hooks, all_modules._global_forward_hooks
+    first["preamp"], last["preamp"] = before, after
+    try:
+        yield
+    finally:
+        del first["preamp"], last["preamp"]
 
 
 # The modes that see the calls of PyTorch's functions in this thread, innermost last. Since before 2.6; no

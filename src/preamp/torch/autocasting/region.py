@@ -31,7 +31,7 @@ from preamp.arrays.torch_compat import UnmanagedAutocast, outside_of_graphs, tra
 from preamp.autocasting.tables import Casting
 from preamp.checks import level_of_caller
 from preamp.errors import UsageError
-from preamp.torch.autocasting import modes, operators, rules
+from preamp.torch.autocasting import modes, modules, operators, rules
 from preamp.torch.autocasting.generators import is_stepwise, wrap
 from preamp.torch.autocasting.modes import EditMode
 from preamp.torch.autocasting.thread_state import Frame, thread
@@ -80,15 +80,17 @@ class autocast(TorchAutocast):  # PyTorch's name
             surrounding region's choice, else True.
         casting: an edited table of operators. None takes the surrounding region's, else the framework's;
             `casting.DEFAULT` goes back to the framework's.
+        model: whose modules the table has rules for. Their paths are those of `model.named_modules()`.
         report: whether to count what is cast. It makes the region many times slower.
         emulate: whether to round instead of casting.
 
     Raises:
         ValueError: when `device_type` is not a string.
         RuntimeError: for a device type without autocast.
-        CastingError: when a table names an operator that does not exist, with the nearest names, or a dtype
-            cannot be emulated.
-        UsageError: when a subclass is given `casting`, `report` or `emulate`.
+        CastingError: when a table names an operator or a module that does not exist, with the nearest names,
+            or a dtype cannot be emulated.
+        UsageError: when a table with rules for modules is given without a model, and when a subclass is given
+            `casting`, `report` or `emulate`.
     """
 
     def __new__(
@@ -99,6 +101,7 @@ class autocast(TorchAutocast):  # PyTorch's name
         cache_enabled: bool | None = None,
         *,
         casting: Casting | None = None,
+        model: torch.nn.Module | None = None,
         report: bool = False,
         emulate: bool = False,
     ) -> Self:
@@ -106,7 +109,8 @@ class autocast(TorchAutocast):  # PyTorch's name
         if cls is autocast:
             if casting is not None or report or emulate:
                 if is_dynamo_compiling():
-                    return _in_graph(device_type, dtype, enabled, cache_enabled, casting, report, emulate)  # type: ignore[return-value]
+                    arguments = device_type, dtype, enabled, cache_enabled, casting, model, report, emulate
+                    return _in_graph(*arguments)  # type: ignore[return-value]
                 return object.__new__(EditedRegion)
             # The compiler and torch.export recognize PyTorch's own class and know how to write it down.
             if is_dynamo_compiling():
@@ -123,6 +127,7 @@ class autocast(TorchAutocast):  # PyTorch's name
         cache_enabled: bool | None = None,
         *,
         casting: Casting | None = None,
+        model: torch.nn.Module | None = None,
         report: bool = False,
         emulate: bool = False,
     ) -> None:
@@ -266,11 +271,14 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         cache_enabled: bool | None = None,
         *,
         casting: Casting | None = None,
+        model: torch.nn.Module | None = None,
         report: bool = False,
         emulate: bool = False,
     ) -> None:
         rules.validate(casting, dtype, emulate)
-        self._arguments = (device_type, dtype, enabled, cache_enabled, casting, report, emulate)
+        self._arguments = (device_type, dtype, enabled, cache_enabled, casting, model, report, emulate)
+        known = _model_of(casting, model)
+        self._modules = modules.find(known, casting) if known is not None and casting else None
         # PyTorch has no regions of float8 and warns of them: float16 stands for it.
         self._float8 = dtype if emulate and dtype in rules.FLOAT8 else None
         super().__init__(device_type, torch.float16 if self._float8 else dtype, enabled, cache_enabled)
@@ -303,6 +311,9 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         if outer:
             outer.become(modes.NONE)
         compat.push_function_mode(mode)
+        if self._modules:
+            frame.followed = modules.followed(self._modules, self.device)
+            frame.followed.__enter__()
         if self._counter:
             self._counter.__enter__()
         return self
@@ -313,6 +324,8 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         if frame and self._counter:
             self._counter.__exit__(*error)
         super().__exit__(*error)
+        if frame and frame.followed:
+            frame.followed.__exit__(None, None, None)
         if frame and frame.mode:
             modes.remove(frame.mode)
             inside = (other for other in thread.frames if other.outer and other.outer[0] is frame.mode)
@@ -338,16 +351,31 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
 
         return cast(F, run)
 
+    def context_fn(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        mode = modes.current(self.device)
+        return nullcontext(), self._entered_in(mode.key) if mode else self
+
+    @contextmanager
+    def _entered_in(self, key: str) -> Iterator[None]:
+        """Enter the region with the edits that hold in a module."""
+        with self, modes.in_force(self.device, key):
+            yield
+
     def __repr__(self) -> str:
-        names = ("dtype", "enabled", "cache_enabled", "casting", "report", "emulate")
-        defaults = (None, True, None, None, False, False)
+        names = ("dtype", "enabled", "cache_enabled", "casting", "model", "report", "emulate")
+        defaults = (None, True, None, None, None, False, False)
         given = zip(names, self._arguments[1:], defaults, strict=True)
-        shown = [f"{name}={value!r}" for name, value, default in given if value is not default]
+        shown = [
+            f"{name}={type(value).__name__ if name == 'model' else repr(value)}"
+            for name, value, default in given
+            if value is not default
+        ]
         return f"autocast({', '.join([repr(self.device), *shown])})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        *positional, casting, report, emulate = self._arguments
-        with_edits = functools.partial(autocast, casting=casting, report=report, emulate=emulate)
+        *positional, casting, model, report, emulate = self._arguments
+        named: dict[str, Any] = {"casting": casting, "model": model, "report": report, "emulate": emulate}
+        with_edits = functools.partial(autocast, **named)
         return with_edits, tuple(positional)
 
     def report(self) -> CastReport:
@@ -375,6 +403,7 @@ def _in_graph(
     enabled: bool,
     cache_enabled: bool | None,
     casting: Casting | None,
+    model: torch.nn.Module | None,
     report: bool,
     emulate: bool,
 ) -> Iterator[None]:
@@ -388,8 +417,25 @@ def _in_graph(
     float8 = dtype if emulate and dtype in rules.FLOAT8 else None
     key = modes.key_inside(around, device, table, emulate, float8, False)
     low = torch.float16 if float8 else dtype
+    model = _model_of(casting, model)
     with TorchAutocast(device_type, low, enabled, cache_enabled), modes.in_force(device, key):
-        yield
+        if model is None:
+            yield
+        else:
+            with modules.followed_in_graph(model, device, key):
+                yield
+
+
+def _model_of(casting: Casting | None, model: torch.nn.Module | None) -> torch.nn.Module | None:
+    """Return the model whose modules a table has rules for, if it has any."""
+    if casting is None or not casting.modules:
+        return None
+    if model is None:
+        raise UsageError(
+            "The table has rules for modules, and the region does not know whose. Write "
+            "autocast(..., casting=table, model=model)."
+        )
+    return model
 
 
 @outside_of_graphs

@@ -27,14 +27,16 @@ class Frame:
         cache: whether casts of weights were cached.
         mode: the mode of an edited region; None for any other.
         outer: the mode of the edited region around it, and the key of the edits that held there.
+        followed: what has the mode follow the modules of a model.
     """
 
-    __slots__ = ("cache", "dtype", "enabled", "mode", "outer", "region")
+    __slots__ = ("cache", "dtype", "enabled", "followed", "mode", "outer", "region")
 
     def __init__(self, region: torch.autocast, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
         self.region, self.enabled, self.dtype, self.cache = region, enabled, dtype, cache
         self.mode: EditMode | None = None
         self.outer: tuple[EditMode, str] | None = None
+        self.followed: AbstractContextManager[object] | None = None
 
 
 class Thread(threading.local):

@@ -1,0 +1,116 @@
+"""Rules of modules: hooks that tell a region's mode which modules are running."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from preamp.arrays.torch_compat import ModuleHooks, hooks_in_graph, mark_constant
+from preamp.autocasting.tables import Casting
+from preamp.errors import CastingError
+from preamp.torch.autocasting import modes
+
+NEAREST = 3
+
+
+def find(model: nn.Module, table: Casting) -> list[tuple[nn.Module, str]]:
+    """Return the modules of a model that a table has rules for, each with a path.
+
+    Raises:
+        CastingError: for a pattern that names no module, with the nearest paths, and for a module that has
+            two paths with different rules.
+    """
+    named = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+    names = tuple((path, id(module)) for path, module in named.items())
+    return [(named[path], path) for path, _ in _with_rules(type(model).__name__, names, table)]
+
+
+def _with_rules(kind: str, names: tuple[tuple[str, int], ...], table: Casting) -> list[tuple[str, int]]:
+    for pattern in table.modules:
+        alone = Casting().module(pattern, "default")
+        if not any(alone.scope(path) for path, _ in names):
+            near = difflib.get_close_matches(pattern, [path for path, _ in names], n=NEAREST, cutoff=0.3)
+            instead = " or ".join(map(repr, near)) or "a path that model.named_modules() yields"
+            raise CastingError(f"{pattern!r} names no module of this {kind}. Write {instead}.")
+    known: dict[int, tuple[str, Any]] = {}
+    for path, module in names:
+        scope = table.scope(path)
+        other, its_scope = known.setdefault(module, (path, scope))
+        if scope != its_scope:
+            raise CastingError(
+                f"{other!r} and {path!r} are one module with two rules. Write one rule for both."
+            )
+    return [(path, module) for module, (path, scope) in known.items() if scope]
+
+
+@contextmanager
+def followed(found: Iterable[tuple[nn.Module, str]], device_type: str) -> Iterator[None]:
+    """Have the mode of a device type follow the modules that `find` returned."""
+    leave = partial(_leave, device_type)
+    hooks = [ModuleHooks(module, partial(_enter, device_type, path), leave) for module, path in found]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def followed_in_graph(model: nn.Module, device_type: str, key: str) -> Iterator[None]:
+    """Have the mode follow modules in code that is traced.
+
+    Args:
+        model: whose paths the patterns of the table are about.
+        device_type: of the mode.
+        key: of the edits with the table.
+    """
+    names = [(path, id(module)) for path, module in model.named_modules(remove_duplicate=False) if path]
+    paths = dict(with_rules_in_graph(key, type(model).__name__, tuple(names)))
+
+    def before(module: nn.Module, args: object) -> None:
+        if id(module) in paths:
+            _enter(device_type, paths[id(module)], module, args)
+
+    def after(module: nn.Module, args: object, result: object) -> None:
+        if id(module) in paths:
+            _leave(device_type, module, args, result)
+
+    with hooks_in_graph(before, after):
+        yield
+
+
+def _enter(device_type: str, path: str, module: nn.Module, args: object) -> None:
+    mode = modes.current(device_type)
+    if mode is not None:
+        mode.outside = (*mode.outside, mode.key)
+        mode.become(key_in_module(mode.key, path))
+
+
+def _leave(device_type: str, module: nn.Module, args: object, result: object) -> None:
+    mode = modes.current(device_type)
+    if mode is not None and mode.outside:
+        mode.become(mode.outside[-1])
+        mode.outside = mode.outside[:-1]
+
+
+def with_rules_in_graph(
+    key: str, kind: str, names: tuple[tuple[str, int], ...]
+) -> tuple[tuple[int, str], ...]:
+    """Return the identities and paths of the modules that edits have rules for, as `find` does."""
+    table = modes.edits_of(key).table
+    return tuple((module, path) for path, module in _with_rules(kind, names, table))
+
+
+def key_in_module(key: str, path: str) -> str:
+    """Return the key of the edits that hold in a module, given those of the region."""
+    edits = modes.edits_of(key)
+    return modes.key_of(edits._replace(scope=edits.table.scope(path)))
+
+
+mark_constant(with_rules_in_graph)
+mark_constant(key_in_module)
