@@ -107,7 +107,7 @@ def machine(device: str) -> Iterator[None]:
             amp, log = torch.cuda.amp.common, logging.getLogger("torch._subclasses.fake_tensor")
             stack.enter_context(patch.object(amp, "amp_definitely_not_available", lambda: False))
             stack.enter_context(patch.object(torch.cuda, "is_bf16_supported", lambda: True))
-            stack.enter_context(patch("preamp.torch.autocasting.region._working", {"cpu"}))
+            stack.enter_context(patch("preamp.torch.autocasting.region._working", set()))
             stack.enter_context(patch.object(log, "disabled", True))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(FakeTensorMode())

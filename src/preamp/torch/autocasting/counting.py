@@ -30,7 +30,6 @@ from preamp.arrays.torch_compat import (
 from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.errors import UsageError
 from preamp.torch.autocasting.modes import ELIGIBLE
-from preamp.torch.autocasting.thread_state import thread
 
 aten = torch.ops.aten
 CASTS = (aten._to_copy, aten.to)  # under inference_mode only the second is dispatched
@@ -194,10 +193,8 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         known.modules[module] = None
 
     def _unlisted(self) -> str:
-        """Return the rule of an operator that has no kernel of ours."""
-        regions = (frame.region for frame in reversed(thread.frames))
-        innermost = next((region for region in regions if region.device == self._device_type), None)
-        return "unlisted" if innermost is None or innermost._enabled else "off"
+        """Return the rule of an operator that no table names."""
+        return "unlisted" if torch.is_autocast_enabled(self._device_type) else "off"
 
     def _call(self, operator: str, rule: str, values: object) -> _Call:
         tensors = _floats(values)

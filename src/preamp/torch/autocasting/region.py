@@ -7,10 +7,11 @@ dispatcher and costs what PyTorch's region costs.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, cast
 
 import torch
 from torch import (
@@ -34,7 +35,7 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting import modes, modules, operators, rules
 from preamp.torch.autocasting.generators import is_stepwise, wrap
 from preamp.torch.autocasting.modes import EditMode
-from preamp.torch.autocasting.thread_state import Frame, thread
+from preamp.torch.autocasting.weight_cache import Claim
 
 if TYPE_CHECKING:
     from preamp.autocasting.report import CastReport
@@ -45,7 +46,32 @@ F = TypeVar("F", bound=Callable[..., Any])
 TorchAutocast = torch.autocast  # read once: users may replace torch.autocast by ours
 CASTABLE = (torch.float16, torch.bfloat16)
 
-_working = {"cpu"}  # device types for which PyTorch's constructor raised and warned of nothing
+# Device types and dtypes for which PyTorch's constructor raises and warns of nothing.
+_working: set[tuple[str, torch.dtype]] = {("cpu", dtype) for dtype in CASTABLE}
+
+# An entry into a region, and what was before: whether autocast was on for the region's device type, in which
+# precision, and whether casts of weights were cached. A plain tuple is the fastest.
+Entry: TypeAlias = "tuple[torch.autocast, bool, torch.dtype, bool]"
+
+
+class _Thread(threading.local):
+    """The state of one thread.
+
+    Attributes:
+        entries: entries into regions that have not been left yet, outermost first.
+        edited: the same for regions with edits.
+        claim: whether this thread may use PyTorch's weight cache.
+        traced: pairs of a region and what stands for it while a program is traced.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.edited: list[_Edited] = []
+        self.claim = Claim()
+        self.traced: list[tuple[torch.autocast, AbstractContextManager[object]]] = []
+
+
+_thread = _Thread()
 
 
 class autocast(TorchAutocast):  # PyTorch's name
@@ -106,17 +132,15 @@ class autocast(TorchAutocast):  # PyTorch's name
         emulate: bool = False,
     ) -> Self:
         """Choose the class: `EditedRegion` for edits, PyTorch's own while PyTorch traces."""
-        if cls is autocast:
-            if casting is not None or report or emulate:
-                if is_dynamo_compiling():
-                    arguments = device_type, dtype, enabled, cache_enabled, casting, model, report, emulate
-                    return _in_graph(*arguments)  # type: ignore[return-value]
-                return object.__new__(EditedRegion)
-            # The compiler and torch.export recognize PyTorch's own class and know how to write it down.
+        if is_compiling() and cls is autocast:
+            given = device_type, dtype, enabled, cache_enabled
+            if casting is None and not report and not emulate:
+                # The compiler and torch.export recognize PyTorch's own class and know how to write it down.
+                return (traced_autocast if is_dynamo_compiling() else TorchAutocast)(*given)  # type: ignore[return-value]
             if is_dynamo_compiling():
-                return traced_autocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[no-any-return]
-            if is_compiling():
-                return TorchAutocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[return-value]
+                return _in_graph(*given, casting, model, report, emulate)  # type: ignore[return-value]
+        if cls is autocast and (casting is not None or report or emulate):
+            return object.__new__(EditedRegion)
         return object.__new__(cls)
 
     def __init__(
@@ -136,8 +160,11 @@ class autocast(TorchAutocast):  # PyTorch's name
                 f"{type(self).__name__} is a subclass of autocast and takes no casting, report or emulate. "
                 "Write autocast(...)."
             )
-        if device_type in _working and (dtype is None or dtype in CASTABLE):
-            TorchAutocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+        low = get_autocast_dtype(device_type) if dtype is None and type(device_type) is str else dtype
+        if low is not None and (device_type, low) in _working:
+            # What PyTorch's constructor does, without its checks, which take longer than all the rest.
+            self.device, self.fast_dtype, self._enabled = device_type, low, enabled
+            self._cache_enabled = is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
         else:
             self._prepare(device_type, dtype, enabled, cache_enabled)
 
@@ -148,38 +175,39 @@ class autocast(TorchAutocast):  # PyTorch's name
     def __enter__(self) -> autocast:
         if is_compiling():
             return self._enter_traced()
-        device, dtype, claim = self.device, get_autocast_dtype(self.device), thread.claim
-        cached = is_autocast_cache_enabled()
-        thread.frames.append(Frame(self, is_autocast_enabled(device), dtype, cached))
+        device, low, thread = self.device, self.fast_dtype, _thread
+        before, cached, claim = get_autocast_dtype(device), is_autocast_cache_enabled(), thread.claim
+        thread.entries.append((self, is_autocast_enabled(device), before, cached))
         autocast_increment_nesting()
         set_autocast_enabled(device, self._enabled)
         set_autocast_cache_enabled(self._cache_enabled and (claim.held or claim.take()))
-        if dtype is not self.fast_dtype:
-            set_autocast_dtype(device, self.fast_dtype)
+        if before is not low:
+            set_autocast_dtype(device, low)
             if claim.held:
                 clear_autocast_cache()
         return self
 
     @untraced
     def __exit__(self, *error: object) -> Literal[False]:
+        thread = _thread
         if thread.traced and thread.traced[-1][0] is self:
             thread.traced.pop()[1].__exit__(None, None, None)
             return False
-        frames, device = thread.frames, self.device
-        if frames and frames[-1].region is self:
-            before = frames.pop()
-            set_autocast_enabled(device, before.enabled)
-            set_autocast_dtype(device, before.dtype)
-            set_autocast_cache_enabled(before.cache)
+        entries, device, claim = thread.entries, self.device, thread.claim
+        if entries and entries[-1][0] is self:
+            _, enabled, before, cached = entries.pop()
+            set_autocast_enabled(device, enabled)
+            if before is not self.fast_dtype:
+                set_autocast_dtype(device, before)
+            set_autocast_cache_enabled(cached)
         else:
-            before = self._leave_early(frames)
+            before = self._leave_early(entries)
         autocast_decrement_nesting()
-        claim = thread.claim
-        if not frames:
-            if claim.held:
+        if claim.held:
+            if not entries:
                 claim.release()
-        elif claim.held and before.dtype is not self.fast_dtype:
-            clear_autocast_cache()
+            elif before is not self.fast_dtype:
+                clear_autocast_cache()
         return False
 
     def __call__(self, function: F) -> F:
@@ -225,35 +253,52 @@ class autocast(TorchAutocast):  # PyTorch's name
         for warning in caught:
             warnings.warn(warning.message, warning.category, stacklevel=level_of_caller("torch"))
         if self._enabled and not caught:
-            _working.add(device_type)
+            _working.add((device_type, self.fast_dtype))
 
     def _enter_traced(self) -> autocast:
         """Enter PyTorch's region, which `torch.export` records."""
         region = self._region_in_trace()
-        thread.traced.append((self, region))
+        _thread.traced.append((self, region))
         region.__enter__()
         return self
 
     def _region_in_trace(self) -> AbstractContextManager[object]:
         return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
-    def _leave_early(self, frames: list[Frame]) -> Frame:
+    def _leave_early(self, entries: list[Entry]) -> torch.dtype:
         """Remove an entry that is not the innermost: those inside it will restore what it would have."""
-        place = next((n for n in reversed(range(len(frames))) if frames[n].region is self), None)
+        place = next((n for n in reversed(range(len(entries))) if entries[n][0] is self), None)
         if place is None:
             raise UsageError(
                 "This autocast region was not entered in this thread. Enter and leave it in one thread."
             )
-        frame = frames.pop(place)
-        inner = frames[place:]
-        same_device = next((other for other in inner if other.region.device == self.device), None)
-        if same_device:
-            same_device.enabled, same_device.dtype = frame.enabled, frame.dtype
+        _, enabled, dtype, cached = entries.pop(place)
+        inner = range(place, len(entries))
+        same_device = next((n for n in inner if entries[n][0].device == self.device), None)
+        if same_device is None:
+            set_autocast_enabled(self.device, enabled)
+            set_autocast_dtype(self.device, dtype)
         else:
-            set_autocast_enabled(self.device, frame.enabled)
-            set_autocast_dtype(self.device, frame.dtype)
-        inner[0].cache = frame.cache
-        return frame
+            region, *_, its_cached = entries[same_device]
+            entries[same_device] = region, enabled, dtype, its_cached
+        entries[place] = *entries[place][:3], cached
+        return dtype
+
+
+class _Edited:
+    """An entry into a region with edits.
+
+    Attributes:
+        region: what was entered.
+        mode: what it has put in force.
+        outer: the mode of the region around it, and the key of the edits that held there.
+        followed: what has the mode follow the modules of a model.
+    """
+
+    def __init__(self, region: EditedRegion, mode: EditMode, outer: EditMode | None) -> None:
+        self.region, self.mode = region, mode
+        self.outer = (outer, outer.key) if outer else None
+        self.followed: AbstractContextManager[object] | None = None
 
 
 # PyTorch's compiler takes any autocast for its own and would drop the edits, unless it is "unmanaged".
@@ -306,35 +351,35 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         outer = modes.current(self.device)
         mode = self._mode(outer)
         super().__enter__()
-        frame = thread.frames[-1]
-        frame.mode, frame.outer = mode, (outer, outer.key) if outer else None
+        entry = _Edited(self, mode, outer)
+        _thread.edited.append(entry)
         if outer:
             outer.become(modes.NONE)
         compat.push_function_mode(mode)
         if self._modules:
-            frame.followed = modules.followed(self._modules, self.device)
-            frame.followed.__enter__()
+            entry.followed = modules.followed(self._modules, self.device)
+            entry.followed.__enter__()
         if self._counter:
             self._counter.__enter__()
         return self
 
     @outside_of_graphs
     def __exit__(self, *error: object) -> Literal[False]:
-        frame = next((frame for frame in reversed(thread.frames) if frame.region is self), None)
-        if frame and self._counter:
-            self._counter.__exit__(*error)
-        super().__exit__(*error)
-        if frame and frame.followed:
-            frame.followed.__exit__(None, None, None)
-        if frame and frame.mode:
-            modes.remove(frame.mode)
-            inside = (other for other in thread.frames if other.outer and other.outer[0] is frame.mode)
+        entry = next((entry for entry in reversed(_thread.edited) if entry.region is self), None)
+        if entry:
+            _thread.edited.remove(entry)
+            if self._counter:
+                self._counter.__exit__(*error)
+            if entry.followed:
+                entry.followed.__exit__(None, None, None)
+            modes.remove(entry.mode)
+            inside = (other for other in _thread.edited if other.outer and other.outer[0] is entry.mode)
             if inner := next(inside, None):
-                inner.outer = frame.outer
-            elif frame.outer:
-                outer, key = frame.outer
+                inner.outer = entry.outer
+            elif entry.outer:
+                outer, key = entry.outer
                 outer.become(key)
-        return False
+        return super().__exit__(*error)
 
     def __call__(self, function: F) -> F:
         inside = super().__call__(function)
