@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,13 @@ class _Source:
 
 
 class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that run while it is entered, in the thread that entered it."""
+    """Counts the operators that run while it is entered, in the thread that entered it.
+
+    Attributes:
+        entries: the regions that are open in that thread, outermost first, each with what was before it.
+    """
+
+    entries: Sequence[tuple[torch.autocast, bool, torch.dtype, bool]] = ()
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -194,7 +200,9 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _unlisted(self) -> str:
         """Return the rule of an operator that no table names."""
-        return "unlisted" if torch.is_autocast_enabled(self._device_type) else "off"
+        regions = (region for region, *_ in reversed(self.entries))
+        innermost = next((region for region in regions if region.device == self._device_type), None)
+        return "unlisted" if innermost is None or innermost._enabled else "off"
 
     def _call(self, operator: str, rule: str, values: object) -> _Call:
         tensors = _floats(values)

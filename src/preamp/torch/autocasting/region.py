@@ -360,6 +360,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             entry.followed = modules.followed(self._modules, self.device)
             entry.followed.__enter__()
         if self._counter:
+            self._counter.entries = _thread.entries
             self._counter.__enter__()
         return self
 
