@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 import threading
+from inspect import getsourcelines
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
@@ -472,3 +474,44 @@ def test_inspect_says_what_is_wrong_with_a_target(here, target, problem, tmp_pat
     assert problem in done.stderr
     assert done.stderr.startswith("preamp: ")
     assert done.stderr.count("\n") == 1
+
+
+# Compiled functions
+
+
+class Compiled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.ModuleDict({"proj": torch.nn.Linear(8, 8)})
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return torch.softmax(self.head(self.inner["proj"](x)), -1)  # the line of the softmax
+
+
+def test_a_compiled_function_is_reported_as_it_is_in_the_graph():
+    net, x = Compiled(), torch.randn(3, 8)
+    table = casting.DEFAULT.lower("softmax").module("head", "float32")
+    options = {"casting": table, "model": net, "report": True}
+    with autocast("cpu", **options) as eager:
+        net(x).float().sum().backward()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, backend=counter, fullgraph=True)
+    region = autocast("cpu", **options)
+    for _ in range(2):
+        with region:
+            compiled(x).float().sum().backward()
+    rows = region.report().rows
+    assert counter.frame_count == 0
+    assert {row.rule for row in rows} == {"compiled", "unlisted"}  # the sum is not compiled
+    assert all(row.calls % 2 == 0 for row in rows)
+    assert region.report().bytes_cast == 2 * eager.report().bytes_cast
+    products = {(row.module, row.runs) for row in rows if row.operator == "addmm"}
+    assert products == {("inner.proj", "bfloat16"), ("head", "float32")}
+    (softmax,) = (row for row in rows if row.operator == "_softmax")
+    lines, start = getsourcelines(Compiled.forward)
+    line = start + next(n for n, text in enumerate(lines) if "the line of the softmax" in text)
+    assert softmax.source == f"test_autocast_report.py:{line}"
+    assert (softmax.inputs, softmax.runs) == ("bfloat16", "bfloat16")
+    compiled(x)
+    assert counter.frame_count == 1  # afterwards it is compiled as the user says

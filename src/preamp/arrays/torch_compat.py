@@ -79,6 +79,14 @@ def is_in_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
+def is_compiled_now() -> bool:
+    """Return whether the compiler traces something in this thread.
+
+    Since before 2.6. Without, a report would count the tracing, too.
+    """
+    return _guards.CompileContext.try_get() is not None
+
+
 def is_in_transform() -> bool:
     """Return whether `torch.func` transforms what is running.
 

@@ -52,7 +52,8 @@ class CastRow:
         operator: the framework's name of it.
         module: the path of the module that called it, from the outermost one; "-" outside of modules.
         rule: its rule in the table; "unlisted" if it is not in the table, "off" if autocast is off,
-            "explicit" if the call asks for a precision itself.
+            "explicit" if the call asks for a precision itself, "compiled" for an operator of a compiled
+            graph, in which casts are operators, too.
         inputs: the floating-point dtypes of its inputs, such as "float32, bfloat16".
         runs: the dtype of its result.
         calls: the number of calls.

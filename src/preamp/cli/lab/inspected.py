@@ -16,7 +16,7 @@ from preamp.errors import MissingExtra, PreampError
 
 
 def inspect_function(
-    target: str, framework: str, device: str | None, dtype: str | None, *, emulate: bool
+    target: str, framework: str, device: str | None, dtype: str | None, *, emulate: bool, compiled: bool
 ) -> CastReport:
     """Return what autocast casts in a function. PyTorch's is run for it, JAX's is traced.
 
@@ -26,6 +26,7 @@ def inspect_function(
         device: the device type, None for the CPU; JAX's tables are the same on every device.
         dtype: the name of the low precision, None for the framework's default.
         emulate: whether to round instead of casting.
+        compiled: whether to report what `torch.compile` makes of the function.
 
     Raises:
         PreampError: for a target that does not exist, that runs no operator, or that JAX cannot trace.
@@ -34,7 +35,9 @@ def inspect_function(
     if dtype and dtype.startswith("float8") and not emulate:
         raise PreampError(f"--dtype {dtype} can only be emulated. Write --emulate as well.")
     if framework == "torch":
-        return _run_in_torch(target, device or "cpu", dtype, emulate)
+        return _run_in_torch(target, device or "cpu", dtype, emulate, compiled)
+    if compiled:
+        raise PreampError("--compile is for PyTorch. Leave it out: JAX's report is of the compiled program.")
     if device:
         raise PreampError(
             f"--device {device} changes nothing with --framework jax. Leave it out: JAX's casts are the same "
@@ -43,7 +46,7 @@ def inspect_function(
     return _trace_in_jax(target, dtype, emulate)
 
 
-def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) -> CastReport:
+def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool, compiled: bool) -> CastReport:
     try:
         import torch
 
@@ -55,6 +58,8 @@ def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) ->
     except RuntimeError as error:
         raise PreampError(f"--device {device} is not a device type. Write cpu or cuda.") from error
     function = find_function(target)
+    if compiled:
+        function = torch.compile(function)
     with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
         result = function()
     report = region.report()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
@@ -22,13 +24,16 @@ from torch.utils.hooks import RemovableHandle
 from preamp.arrays.torch_compat import (
     DispatchMode,
     OpOverload,
+    is_compiled_now,
     is_in_backward,
     pop_mode,
     push_mode,
     tree_leaves,
+    untraced,
 )
 from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.errors import UsageError
+from preamp.torch.autocasting import counting_graphs
 from preamp.torch.autocasting.modes import ELIGIBLE
 
 aten = torch.ops.aten
@@ -50,6 +55,15 @@ class _Checking(threading.local):
 _checking = _Checking()
 
 
+class _InGraph(threading.local):
+    """Where the operator comes from that a compiled function runs in this thread; empty outside of graphs."""
+
+    module = source = ""
+
+
+_in_graph = _InGraph()
+
+
 @dataclass
 class _Call:
     """One call of an operator, during and after it."""
@@ -59,6 +73,7 @@ class _Call:
     module: str
     tensors: list[Tensor]
     inputs: str
+    source: str
     emulated: torch.dtype | None = None
     runs: str = ""
     bytes_cast: int = 0
@@ -89,6 +104,11 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
 
     entries: Sequence[tuple[torch.autocast, bool, torch.dtype, bool]] = ()
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return that the compiler may go on: this mode changes nothing."""
+        return True
+
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device_type = device_type
@@ -117,7 +137,10 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
 
     def report(self) -> CastReport:
         """Return the counts so far."""
-        rows = [CastRow(*names, **vars(tally)) for names, tally in self._tallies.items()]  # type: ignore[arg-type]
+        rows = [
+            CastRow(*names, **vars(tally), source=source)  # type: ignore[misc, arg-type]
+            for (*names, source), tally in self._tallies.items()
+        ]
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         return CastReport(rows, [*_overflowed(rows), *self._repeated(), *stayed(rows)])
 
@@ -134,7 +157,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
 
         Only the outermost operator is counted: what it calls is part of it.
         """
-        if self._current is not None or is_in_backward():
+        if self._current is not None or _in_graph.module or is_in_backward():
             return run()
         self._current = call = self._call(name, rule, (args, kwargs))
         call.emulated = emulated
@@ -154,7 +177,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not _checking.now and not is_in_backward():
+        if not _checking.now and not is_in_backward() and not is_compiled_now():
             self._record(func, args, kwargs, result)
         return result
 
@@ -199,7 +222,9 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         known.modules[module] = None
 
     def _unlisted(self) -> str:
-        """Return the rule of an operator that no table names."""
+        """Return the rule of an operator that no table names, or of one in a graph, where casts are apart."""
+        if _in_graph.module:
+            return "compiled"
         regions = (region for region, *_ in reversed(self.entries))
         innermost = next((region for region in regions if region.device == self._device_type), None)
         return "unlisted" if innermost is None or innermost._enabled else "off"
@@ -207,7 +232,8 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
     def _call(self, operator: str, rule: str, values: object) -> _Call:
         tensors = _floats(values)
         inputs = ", ".join(dict.fromkeys(_name(tensor.dtype) for tensor in tensors))
-        return _Call(operator, rule, self._modules.current, tensors, inputs)
+        module = _in_graph.module or self._modules.current
+        return _Call(operator, rule, module, tensors, inputs, _in_graph.source)
 
     def _finish(self, call: _Call, values: object, result: object) -> None:
         results = _floats(result)
@@ -220,7 +246,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         if call.emulated:
             call.runs = _name(call.emulated) + " emulated"
         call.overflowed = _overflows(call, values, results)
-        names = (call.operator, call.module, call.rule, call.inputs, call.runs)
+        names = (call.operator, call.module, call.rule, call.inputs, call.runs, call.source)
         self._tallies.setdefault(names, Tally()).add(
             calls=1,
             bytes_cast=call.bytes_cast,
@@ -270,6 +296,11 @@ class _Modules:
         if self._depth > 1:
             return False
         self._thread = threading.get_ident()
+        # PyTorch warns that hooks run once more around a compiled module, where these do no harm.
+        warnings.filterwarnings(
+            "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+        )
+        self._filter = warnings.filters[0]
         self._handles = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -279,12 +310,15 @@ class _Modules:
     def leave(self) -> None:
         self._depth -= 1
         if not self._depth:
+            if self._filter in warnings.filters:
+                warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
             for handle in self._handles:
                 handle.remove()
             self._running.clear()
 
+    @untraced
     def _begin(self, module: torch.nn.Module, _: object) -> None:
-        if threading.get_ident() != self._thread:
+        if is_compiling() or threading.get_ident() != self._thread:  # graphs know their modules
             return
         if not self._running:
             root = type(module).__name__
@@ -292,9 +326,14 @@ class _Modules:
                 self.names[id(part)] = f"{root}.{path}" if path else root
         self._running.append(self.names.get(id(module), type(module).__name__))
 
+    @untraced
     def _end(self, *_: object) -> None:
-        if self._running and threading.get_ident() == self._thread:
+        if not is_compiling() and self._running and threading.get_ident() == self._thread:
             self._running.pop()
+
+
+def _at(module: str, source: str) -> None:
+    _in_graph.module, _in_graph.source = module, source
 
 
 _counting = 0
@@ -303,14 +342,11 @@ _lock = threading.Lock()
 
 
 def suspend_compiled_code() -> None:
-    """Make compiled functions run eagerly until each call has been matched by `resume_compiled_code`.
-
-    Compiled code does not tell which operators run.
-    """
+    """Have compiled functions use a backend that tells which operators run, until `resume_compiled_code`."""
     global _counting, _stance
     with _lock:
         if _stance is None:
-            _stance = torch.compiler.set_stance("force_eager")
+            _stance = torch.compiler.set_stance("default", force_backend=counting_graphs.backend(_at))
         _counting += 1
 
 

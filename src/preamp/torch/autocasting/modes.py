@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from preamp.arrays import torch_compat as compat
@@ -68,6 +68,7 @@ class EditMode(TorchFunctionMode):
         if not is_compiling():
             self._actions = rules.actions(edits_of(key))
 
+    @compat.untraced  # as a frame of its own, that is, where the compiler gave up on the caller
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -75,7 +76,11 @@ class EditMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        action = action_in_graph(self.key, func) if is_compiling() else self._actions.get(func)
+        if is_compiling():
+            strict_export = is_dynamo_compiling() and compat.is_exporting()
+            action = action_in_graph(self.key, func, strict_export)
+        else:
+            action = self._actions.get(func)
         if action is None:
             return func(*args, **(kwargs or {}))
         if action == "inside":
@@ -217,7 +222,7 @@ class CountingMode(EditMode):
         def run() -> Any:
             return EditMode._run(self, action, func, args, kwargs)
 
-        if action == "backward":
+        if action == "backward" or is_compiling():
             return run()
         name = operators.name_of(func)
         is_on = torch.is_autocast_enabled(self.device_type)
@@ -272,9 +277,20 @@ def key_of(edits: Edits) -> str:
     return key
 
 
-def action_in_graph(key: str, func: Callable[..., Any]) -> Action | None:
-    """Return what is done with a function."""
-    return rules.actions(_edits[key]).get(func)
+def action_in_graph(key: str, func: Callable[..., Any], strict_export: bool) -> Action | None:
+    """Return what is done with a function.
+
+    Raises:
+        UsageError: for something in `torch.export` with `strict=True`, which loses regions inside of regions,
+            also those that are written by hand.
+    """
+    action = rules.actions(_edits[key]).get(func)
+    if action and strict_export:
+        raise UsageError(
+            "torch.export with strict=True loses regions inside of regions, which casting= and emulate= "
+            "consist of. Write torch.export.export(..., strict=False)."
+        )
+    return action
 
 
 def rounded_to(key: str, low: torch.dtype) -> torch.dtype:

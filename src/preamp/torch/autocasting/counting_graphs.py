@@ -1,0 +1,82 @@
+"""Count what is in the graphs of compiled functions: a backend for `torch.compile` that runs node by node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from preamp.autocasting.report import OUTSIDE
+
+FRAME = re.compile(r'File "(.*?)", line (\d+), in ')
+CONTAINERS = {"_modules", "_parameters", "_buffers"}
+OURS = Path(__file__).parents[2]
+THEIRS = Path(torch.__file__).parent
+
+
+class _Counted(fx.Interpreter):
+    """Runs a graph, and says of each operator where the user wrote it."""
+
+    def __init__(self, graph: fx.GraphModule, at: Callable[[str, str], None]) -> None:
+        super().__init__(graph)
+        self._at = at
+
+    def run_node(self, node: fx.Node) -> Any:
+        self._at(_module(node), _source(node))
+        return super().run_node(node)
+
+
+def backend(at: Callable[[str, str], None]) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
+    """Return a backend whose forward graphs run operator by operator, so that a dispatch mode sees them.
+
+    Args:
+        at: is told, before each operator, the module and the line that it comes from.
+    """
+    from torch._dynamo.backends.common import aot_autograd  # which loads the compiler
+    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+
+    def forward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
+        counted = _Counted(graph, at)
+
+        def run(*args: Any) -> Any:
+            try:
+                return counted.run(*args)
+            finally:
+                at("", "")
+
+        return make_boxed_func(run)
+
+    def backward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
+        return make_boxed_func(graph.forward)
+
+    compiler: Any = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    return lambda graph, inputs: compiler(graph, inputs)
+
+
+def _module(node: fx.Node) -> str:
+    """Return the path of the module that an operator comes from, from the outermost that is in the graph."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return OUTSIDE
+    # Paths are like "L['self'].layers.0" or "L['self']._modules['layers']._modules['0']".
+    (_, *outer), (_, *inner) = (
+        [name for name in re.findall(r"\w+", path)[1:] if name not in CONTAINERS]
+        for path, _ in (stack[0], stack[-1])
+    )
+    if outer:  # the module that was compiled is not in the graph itself
+        return ".".join(inner)
+    kind = stack[0][1]
+    return ".".join([kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2], *inner])
+
+
+def _source(node: fx.Node) -> str:
+    """Return the innermost line that is the user's."""
+    for file, line in reversed(FRAME.findall(node.meta.get("stack_trace") or "")):
+        path = Path(file)
+        if not path.is_relative_to(OURS) and not path.is_relative_to(THEIRS):
+            return f"{path.name}:{line}"
+    return OUTSIDE
