@@ -1,0 +1,354 @@
+"""Rules of modules: in which precision a module runs, eagerly and compiled."""
+
+import copy
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from preamp import casting
+from preamp.errors import CastingError, UsageError
+from preamp.torch import autocast
+
+from .regions import BRAIN, FULL, HALF, all_same, in_step, state
+
+TABLE = casting.DEFAULT
+IDS = torch.arange(6) % 4
+
+
+class Part(nn.Module):
+    """Two products, a pointwise operator in between, and one that only CUDA's table names."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, seen=None):
+        hidden = F.gelu(self.up(x))
+        result = self.down(hidden)
+        if seen is not None:
+            seen.append((hidden.dtype, result.dtype, torch.softmax(x, -1).dtype, (x + x).dtype))
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self, tied=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(4, 4)
+        self.layers = nn.ModuleList([Part() for _ in range(3)])
+        self.lm_head = nn.Linear(4, 4, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids, seen=None):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, seen=seen)
+        return self.lm_head(x)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    torch._dynamo.reset()
+    yield
+    assert not torch.overrides._get_current_function_mode_stack()
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_pre_hooks
+    assert not hooks._global_forward_hooks
+    torch._dynamo.reset()
+
+
+def hooks_of(model):
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
+    return [dict(getattr(module, kind)) for module in model.modules() for kind in kinds]
+
+
+def dtypes(table, low=BRAIN, model=None, **options):
+    """Return the dtypes in each layer and of the result."""
+    model, seen = model or Model(), []
+    with autocast("cpu", low, casting=table, model=model, **options):
+        result = model(IDS, seen)
+    assert not any(hooks_of(model))
+    return seen, result.dtype
+
+
+def test_without_a_rule_a_module_runs_as_in_the_region():
+    seen, result = dtypes(TABLE.module("lm_head", "default"))
+    assert (seen[0], seen[1:], result) == ((BRAIN, BRAIN, FULL, FULL), [(BRAIN,) * 4] * 2, BRAIN)
+
+
+def test_a_module_in_float32_runs_every_operator_in_float32():
+    seen, result = dtypes(TABLE.module("layers.1", "float32"))
+    assert seen[1] == (FULL, FULL, FULL, FULL)  # also what autocast does not list, on bfloat16 inputs
+    assert (seen[2], result) == ((BRAIN, BRAIN, FULL, FULL), BRAIN)
+    assert dtypes(TABLE.module("lm_head", "float32"))[1] == FULL
+
+
+def test_a_module_in_another_low_precision():
+    seen, result = dtypes(TABLE.module("layers.1", "float16"))
+    assert seen[1][:2] == (HALF, HALF)
+    assert (seen[2][:2], result) == ((BRAIN, BRAIN), BRAIN)
+
+
+def test_an_untouched_module_runs_in_what_it_is_given():
+    seen, result = dtypes(TABLE.module("layers.0", "untouched"))
+    assert (seen[0], result) == ((FULL, FULL, FULL, FULL), BRAIN)
+    with pytest.raises(RuntimeError, match="same dtype"):  # as in a region with enabled=False
+        dtypes(TABLE.module("layers.1", "untouched"))
+    bare = Model().to(BRAIN)
+    assert dtypes(TABLE.module("layers.1", "untouched"), model=bare)[0][1] == (BRAIN,) * 4
+
+
+def test_weights_of_a_low_precision_are_cast_up():
+    bare = Model().to(BRAIN)
+    seen, result = dtypes(TABLE.module("layers.*", "float32").module("lm_head", "float32"), model=bare)
+    assert (seen, result) == ([(FULL,) * 4] * 3, FULL)
+
+
+@pytest.mark.parametrize(
+    ("table", "products", "scores"),
+    [
+        (TABLE.module("layers.0", "float32").lower("linear"), BRAIN, FULL),
+        (TABLE.lower("linear").module("layers.0", "float32"), FULL, FULL),
+        (TABLE.module("layers.0", "float32").lower("softmax"), FULL, BRAIN),
+        (TABLE.module("layers.0", "float32").module("**.down", "default").lower("softmax"), BRAIN, BRAIN),
+        (TABLE.module("layers.0", "float32").module("layers", "default"), BRAIN, FULL),
+        (TABLE.module("layers", "untouched").module("layers.0", "float16"), HALF, FULL),
+        (TABLE.float32("linear").module("layers.0", "bfloat16"), FULL, FULL),
+        (TABLE.float32("linear").module("layers.0", "bfloat16").lower("linear"), BRAIN, FULL),
+    ],
+    ids=repr,
+)
+def test_the_later_edit_counts(table, products, scores):
+    seen, _ = dtypes(table.module("layers.1", "float32").module("layers.2", "float32"))
+    assert (seen[0][1], seen[0][2]) == (products, scores)
+
+
+def by_hand(model, ids):
+    """Return what a model computes whose head and second layer run in float32."""
+    with torch.autocast("cpu", BRAIN):
+        x = model.layers[0](model.embed(ids))
+        with torch.autocast("cpu", enabled=False):
+            x = model.layers[1](x.float())
+        x = model.layers[2](x)
+        with torch.autocast("cpu", enabled=False):
+            return model.lm_head(x.float())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_results_and_gradients_are_those_of_casts_by_hand(tied):
+    table = TABLE.module("lm_head", "float32").module("layers.1", "float32")
+    outcomes = []
+    for run in (
+        by_hand,
+        autocast("cpu", BRAIN, casting=table, model=(model := Model(tied)))(lambda m, i: m(i)),
+    ):
+        model.zero_grad()
+        result = run(model, IDS)
+        result.float().square().sum().backward()
+        outcomes.append([result.detach(), *(p.grad for p in model.parameters())])
+    assert all_same(*outcomes)
+
+
+@pytest.mark.parametrize("where", ["around", "inside", "decorated"])
+@pytest.mark.parametrize("emulate", [False, True])
+def test_rules_of_modules_compile_without_breaks_and_once(where, emulate):
+    model, counter = Model(), CompileCounterWithBackend("aot_eager")
+    table = TABLE.module("lm_head", "float32").module("layers.1", "float16").lower("softmax")
+    options = {"casting": table, "model": model, "emulate": emulate}
+
+    def inside(ids):
+        seen = []
+        with autocast("cpu", BRAIN, **options):
+            return model(ids, seen), seen
+
+    def plain(ids):
+        seen = []
+        return model(ids, seen), seen
+
+    function = {"around": plain, "inside": inside, "decorated": autocast("cpu", BRAIN, **options)(plain)}[
+        where
+    ]
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    expected, expected_seen = inside(IDS)
+    for _ in range(20):
+        model.zero_grad()
+        with autocast("cpu", BRAIN, **options) if where == "around" else nullcontext():
+            result, seen = compiled(IDS)
+        assert (seen, result.dtype) == (expected_seen, expected.dtype)
+        assert torch.allclose(result, expected, rtol=0.05, atol=0.02)
+        result.sum().backward()
+    assert counter.frame_count == 1
+    assert not any(hooks_of(model))
+
+
+def test_a_compiled_module_is_found_by_its_own_paths():
+    model = Model()
+    compiled = torch.compile(model, backend="aot_eager")
+    table = TABLE.module("lm_head", "float32").module("layers.1", "float16")
+    for given in (model, compiled):
+        seen = []
+        with autocast("cpu", BRAIN, casting=table, model=given):
+            assert compiled(IDS, seen).dtype == FULL
+        assert seen[1][0] == HALF
+
+
+def test_a_part_that_is_called_by_itself_has_its_rule():
+    model = Model()
+    with autocast("cpu", BRAIN, casting=TABLE.module("lm_head", "float32"), model=model):
+        assert model.lm_head(torch.ones(1, 4, dtype=BRAIN)).dtype == FULL
+        assert F.linear(torch.ones(1, 4), model.lm_head.weight).dtype == BRAIN
+
+
+def test_nested_regions_keep_the_rules_or_have_their_own():
+    model = Model()
+    head, x = model.lm_head, torch.ones(1, 4)
+    with autocast("cpu", BRAIN, casting=TABLE.module("lm_head", "float32"), model=model):
+        with autocast("cpu", HALF):
+            assert (head(x).dtype, model.layers[0](x).dtype) == (FULL, HALF)
+        with autocast("cpu", casting=TABLE):
+            assert head(x).dtype == BRAIN
+        with autocast("cpu", casting=TABLE.module("layers", "float32"), model=model):
+            assert (head(x).dtype, model.layers[0](x).dtype) == (BRAIN, FULL)
+        with autocast("cpu", enabled=False):
+            assert head(x.double().float()).dtype == FULL
+        assert (head(x).dtype, model.layers[0](x).dtype) == (FULL, BRAIN)
+
+
+def test_a_region_inside_a_module_keeps_its_rule():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x):
+            with autocast("cpu", HALF):
+                return self.part(x)
+
+    model = nn.Sequential(Inner(), Inner())
+    with autocast("cpu", BRAIN, casting=TABLE.module("0", "float32"), model=model):
+        first = model[0](torch.ones(1, 4))
+        assert (first.dtype, model[1](first).dtype) == (FULL, HALF)
+
+
+def test_after_an_error_in_a_module_its_rule_is_gone():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise KeyError
+
+    model = nn.Sequential(Fails(), Part())
+    with autocast("cpu", BRAIN, casting=TABLE.module("0", "float32"), model=model):
+        with pytest.raises(KeyError):
+            model(torch.ones(1, 4))
+        assert model[1](torch.ones(1, 4)).dtype == BRAIN
+
+
+def test_a_checkpoint_is_computed_again_by_the_rule_of_its_module():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.region = Part(), None
+
+        def forward(self, x):
+            def run(x):
+                ran.append(F.linear(x, self.part.up.weight).dtype)
+                return self.part(x)
+
+            return checkpoint(run, x, use_reentrant=False, context_fn=self.region.context_fn)
+
+    ran, model = [], nn.Sequential(Checkpointed(), Checkpointed())
+    region = autocast("cpu", BRAIN, casting=TABLE.module("1", "float32"), model=model)
+    for one in model:
+        one.region = region
+    with region:
+        result = model(torch.ones(1, 4, requires_grad=True))
+    result.sum().backward()
+    assert ran == [BRAIN, FULL, FULL, BRAIN]
+
+
+def test_threads_with_other_rules_do_not_disturb_each_other():
+    model = Model()
+
+    def work(rule, expected):
+        def run(others):
+            options = {"casting": TABLE.module("lm_head", rule), "model": model} if rule else {}
+            with autocast("cpu", BRAIN, **options) if rule else nullcontext():
+                for _ in range(5):
+                    others()
+                    assert model.lm_head(torch.ones(1, 4)).dtype == expected
+                others()
+            return state()
+
+        return run
+
+    in_step(work("float32", FULL), work("float16", HALF), work("default", BRAIN), work(None, FULL))
+    assert not any(hooks_of(model))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [("lm_hed", "'lm_head'"), ("layers.7.up", "'layers.2.up'"), ("nothing.like.it", "Write")],
+)
+def test_a_pattern_that_names_no_module_is_refused_with_the_nearest_paths(pattern, nearest):
+    table = TABLE.module("layers", "float32").module(pattern, "float32")
+    with pytest.raises(CastingError, match=rf"'{pattern}' names no module of this Model\..*{nearest}"):
+        autocast("cpu", casting=table, model=Model())
+
+    def made_inside(model, ids):
+        with autocast("cpu", casting=table, model=model):
+            return model(ids)
+
+    with pytest.raises(Exception, match=rf"'{pattern}' names no module of this Model"):
+        torch.compile(made_inside, backend="eager", fullgraph=True)(Model(), IDS)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_one_module_with_two_rules_is_refused():
+    part = Part()
+    model = nn.ModuleDict({"a": part, "b": part})
+    with pytest.raises(CastingError, match="'a' and 'b' are one module with two rules"):
+        autocast("cpu", casting=TABLE.module("a", "float32"), model=model)
+    autocast("cpu", casting=TABLE.module("a", "float32").module("b", "float32"), model=model)
+
+
+def test_rules_of_modules_need_a_model():
+    with pytest.raises(UsageError, match="model=model"):
+        autocast("cpu", casting=TABLE.module("lm_head", "float32"))
+    with autocast("cpu", casting=TABLE.float32("mm"), model=Model()):  # which is not needed
+        pass
+
+
+def test_a_region_with_a_model_can_be_copied_and_shown():
+    region = autocast("cpu", BRAIN, casting=TABLE.module("lm_head", "float32"), model=Model())
+    assert repr(region).endswith("casting=casting.DEFAULT.module('lm_head', 'float32'), model=Model)")
+    for again in (copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
+        assert repr(again) == repr(region)
+
+
+def test_the_report_shows_modules_by_their_rules():
+    model = Model()
+    table = TABLE.module("lm_head", "float32").module("layers.1", "float16")
+    with autocast("cpu", BRAIN, casting=table, model=model, report=True) as region:
+        model(IDS)
+    rows = {row.module: (row.rule, row.runs) for row in region.report().rows if row.operator == "linear"}
+    assert rows["Model.lm_head"] == ("float32", "float32")
+    assert rows["Model.layers.1.up"] == ("lower", "float16")
+    assert rows["Model.layers.2.up"] == ("lower", "bfloat16")
+
+
+def test_an_emulated_region_rounds_to_the_precision_of_the_module():
+    part = Part()
+    x = torch.full((1, 4), 1 + 2**-9)  # which float16 holds and bfloat16 does not
+    nn.init.eye_(part.up.weight)
+    nn.init.zeros_(part.up.bias)
+    model = nn.ModuleList([part, Part()])
+    region = autocast("cpu", BRAIN, casting=TABLE.module("0", "float16"), model=model, emulate=True)
+    with region:
+        assert part.up(x)[0, 0] == 1 + 2**-9
+        assert F.linear(x, part.up.weight)[0, 0] == 1
