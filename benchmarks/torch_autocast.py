@@ -131,6 +131,12 @@ def of_edits(options: Options, area: Area) -> Iterator[Row]:
                 lambda x=x: x.softmax(-1),
                 lambda x=x: x.to(LOW).softmax(-1),
             ),
+            "x + x beside float32('mm')": (default.float32("mm"), lambda x=x: x + x, lambda x=x: x + x),
+            "x.add_(0) beside float32('mm')": (
+                default.float32("mm"),
+                lambda x=x: x.add_(0.0),
+                lambda x=x: x.add_(0.0),
+            ),
         }
         for name, (table, work, by_hand) in edits.items():
             works = {
@@ -140,6 +146,70 @@ def of_edits(options: Options, area: Area) -> Iterator[Row]:
             }
             times, what = options.interleaved(works), f"{name}, {size} x {size}"
             yield from area.timed(what, times, "preamp", [BY_HAND], [PYTORCH], "µs", calls)
+
+
+class Block(nn.Module):
+    """A transformer block of width 256 on 8 sequences of 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(256) for _ in range(2))
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+        self.register_buffer("batch", torch.randn(8, 64, 256))
+
+    def forward(self, in_float32: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Return the block's result, given how products of attention are called."""
+        x = self.batch
+        q, k, v = (
+            part.unflatten(-1, (4, 64)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1)
+        )
+        weights = in_float32(torch.matmul, q, k.transpose(-1, -2)).div(8).softmax(-1)
+        x = x + self.out(in_float32(torch.matmul, weights, v).transpose(1, 2).flatten(2))
+        return x + in_float32(self.down, functional.gelu(self.up(self.norms[1](x))))
+
+
+def of_compiled(options: Options, area: Area) -> Iterator[Row]:
+    """Compare a compiled block whose region has edits with one that has casts written by hand."""
+    device = options.device
+    torch.manual_seed(0)
+    block = Block().to(device)
+    table = casting.DEFAULT.float32("matmul").module("down", "float32")
+
+    def as_it_is(function: Callable[..., torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+        return function(*values)
+
+    def cast(function: Callable[..., torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, enabled=False):
+            return function(*(value.float() for value in values))
+
+    def edited() -> torch.Tensor:
+        with autocast(device, LOW, casting=table, model=block):
+            return block(as_it_is)
+
+    def by_hand() -> torch.Tensor:
+        with torch.autocast(device, LOW):
+            return block(cast)
+
+    def forward(compiled: Work) -> Work:
+        def run() -> None:
+            with torch.no_grad():
+                compiled()
+
+        return run
+
+    def training(compiled: Callable[[], torch.Tensor]) -> Work:
+        def run() -> None:
+            block.zero_grad(set_to_none=True)
+            compiled().float().square().mean().backward()
+
+        return run
+
+    for what, way in (("forward", forward), ("forward and backward", training)):
+        functions = {"preamp": edited, BY_HAND: by_hand}
+        works = {name: way(torch.compile(one, fullgraph=True)) for name, one in functions.items()}
+        times = options.interleaved(works)
+        yield from area.timed(f"{what} of a compiled block with edits", times, "preamp", [BY_HAND], unit="ms")
 
 
 class Chain(nn.Module):
@@ -214,7 +284,7 @@ def measure(options: Options) -> Iterator[Row]:
     """Yield all rows. Operators are first: they are compared with PyTorch's before ours was ever entered."""
     torch.set_num_threads(1)
     area = Area("torch autocast", options.device)
-    for part in (of_operators, of_regions, of_edits, of_rehearsals):
+    for part in (of_operators, of_regions, of_edits, of_compiled, of_rehearsals):
         yield from part(options, area)
 
 

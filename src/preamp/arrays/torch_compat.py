@@ -197,6 +197,20 @@ def decomposition(name: str) -> Callable[..., Any]:
     return function
 
 
+def method_that_is_not_traced(function: Any) -> str | None:
+    """Return the name of a method of tensors that the compiler takes, but not as a function.
+
+    Its code calls `super()`, which the compiler does not trace. `Tensor.unflatten` has been one since before
+    2.6. Without, it could not be compiled in a region with edits.
+    """
+    if not isinstance(function, FunctionType) or "__class__" not in function.__code__.co_freevars:
+        return None
+    return function.__name__ if hasattr(Tensor, function.__name__) else None
+
+
+mark_constant(method_that_is_not_traced)
+
+
 class ModuleHooks:
     """A hook before and one after each call of a module, the second also after an error.
 

@@ -77,8 +77,9 @@ class EditMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if is_compiling():
-            strict_export = is_dynamo_compiling() and compat.is_exporting()
-            action = action_in_graph(self.key, func, strict_export)
+            action = action_in_graph(self.key, func, is_dynamo_compiling())
+            if name := compat.method_that_is_not_traced(func):
+                return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         else:
             action = self._actions.get(func)
         if action is None:
@@ -277,20 +278,33 @@ def key_of(edits: Edits) -> str:
     return key
 
 
-def action_in_graph(key: str, func: Callable[..., Any], strict_export: bool) -> Action | None:
+def action_in_graph(key: str, func: Callable[..., Any], in_compiler: bool) -> Action | None:
     """Return what is done with a function.
 
     Raises:
-        UsageError: for something in `torch.export` with `strict=True`, which loses regions inside of regions,
-            also those that are written by hand.
+        UsageError: in `torch.export` with `strict=True`, as `check_export` does.
     """
-    action = rules.actions(_edits[key]).get(func)
-    if action and strict_export:
+    if in_compiler:
+        check_export()
+    return rules.actions(_edits[key]).get(func)
+
+
+def check_export() -> None:
+    """Check that this is not `torch.export` with `strict=True`, which loses regions inside of regions.
+
+    It loses those that are written by hand, too.
+
+    Raises:
+        UsageError: if it is.
+    """
+    if compat.is_exporting():
         raise UsageError(
             "torch.export with strict=True loses regions inside of regions, which casting= and emulate= "
             "consist of. Write torch.export.export(..., strict=False)."
         )
-    return action
+
+
+compat.mark_constant(check_export)
 
 
 def rounded_to(key: str, low: torch.dtype) -> torch.dtype:

@@ -308,6 +308,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
     A mode is in force while it is open. In compiled code `_in_graph` takes its place.
     """
 
+    @outside_of_graphs
     def __init__(
         self,
         device_type: str,
@@ -456,6 +457,8 @@ def _in_graph(
     """Enter a region with edits in code that is traced."""
     if report:
         _refuse_report()
+    if is_dynamo_compiling():
+        modes.check_export()
     device = device_type.partition(":")[0]
     outer = modes.current(device)
     around = modes.NONE if outer is None else outer.key
