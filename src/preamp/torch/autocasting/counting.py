@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from preamp.arrays.torch_compat import (
 )
 from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.errors import UsageError
-from preamp.torch.autocasting import counting_graphs
+from preamp.torch.autocasting import compiled
 from preamp.torch.autocasting.modes import ELIGIBLE
 
 aten = torch.ops.aten
@@ -122,13 +123,13 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         if self._modules.follow():
             self._keep_repeats()
             self._sources.clear()
-        suspend_compiled_code()
+        compiled.replace_backend(partial(compiled.counted_backend, _at))
         push_mode(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         pop_mode()
-        resume_compiled_code()
+        compiled.restore_backend()
         self._modules.leave()
 
     def check_thread(self) -> None:
@@ -334,30 +335,6 @@ class _Modules:
 
 def _at(module: str, source: str) -> None:
     _in_graph.module, _in_graph.source = module, source
-
-
-_counting = 0
-_stance: Any = None  # a context manager whose class PyTorch keeps private
-_lock = threading.Lock()
-
-
-def suspend_compiled_code() -> None:
-    """Have compiled functions use a backend that tells which operators run, until `resume_compiled_code`."""
-    global _counting, _stance
-    with _lock:
-        if _stance is None:
-            _stance = torch.compiler.set_stance("default", force_backend=counting_graphs.backend(_at))
-        _counting += 1
-
-
-def resume_compiled_code() -> None:
-    """Let compiled functions run compiled again, once nothing is counted."""
-    global _counting, _stance
-    with _lock:
-        _counting -= 1
-        if _stance is not None and not _counting:
-            _stance.__exit__(None, None, None)
-            _stance = None
 
 
 def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:

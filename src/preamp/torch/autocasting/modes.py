@@ -139,7 +139,7 @@ def _run(
         return _rounded([result], low, device_type)[0]
     if action == "widest":
         dtype = _widest(values, device_type)
-    elif torch.dtype in map(type, values):  # given by the user
+    elif _has_dtype(values):  # given by the user
         return func(*args, **kwargs)
     elif action == "lower":
         dtype = low
@@ -149,6 +149,13 @@ def _run(
     if not kwargs:
         return func(*values)
     return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+
+def _has_dtype(values: Iterable[object]) -> bool:
+    for value in values:  # a loop, because not all releases trace `any` and `map`
+        if isinstance(value, torch.dtype):
+            return True
+    return False
 
 
 def cast(values: Iterable[object], dtype: torch.dtype, device_type: str) -> list[Any]:

@@ -1,8 +1,12 @@
-"""Count what is in the graphs of compiled functions: a backend for `torch.compile` that runs node by node."""
+"""What becomes of compiled functions in a region that counts, or that the compiler cannot trace.
+
+Compiled functions use another backend while such a region is open in any thread.
+"""
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,11 +34,13 @@ class _Counted(fx.Interpreter):
         return super().run_node(node)
 
 
-def backend(at: Callable[[str, str], None]) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
-    """Return a backend whose forward graphs run operator by operator, so that a dispatch mode sees them.
+def counted_backend(at: Callable[[str, str], None], graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Compile a graph so that it runs operator by operator, where a dispatch mode sees them.
 
     Args:
         at: is told, before each operator, the module and the line that it comes from.
+        graph: what to compile.
+        inputs: examples of its inputs.
     """
     from torch._dynamo.backends.common import aot_autograd  # which loads the compiler
     from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
@@ -53,8 +59,37 @@ def backend(at: Callable[[str, str], None]) -> Callable[[fx.GraphModule, Sequenc
     def backward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         return make_boxed_func(graph.forward)
 
-    compiler: Any = aot_autograd(fw_compiler=forward, bw_compiler=backward)
-    return lambda graph, inputs: compiler(graph, inputs)
+    return aot_autograd(fw_compiler=forward, bw_compiler=backward)(graph, inputs)
+
+
+_open = 0
+_stance: Any = None  # a context manager whose class PyTorch keeps private
+_lock = threading.Lock()
+
+
+def replace_backend(backend: Callable[..., Any] | None) -> None:
+    """Have compiled functions use a backend until each call has been matched by `restore_backend`.
+
+    Args:
+        backend: for `torch.compile`; None has them run eagerly.
+    """
+    global _open, _stance
+    with _lock:
+        if _stance is None and backend is None:
+            _stance = torch.compiler.set_stance("force_eager")
+        elif _stance is None:
+            _stance = torch.compiler.set_stance("default", force_backend=backend)
+        _open += 1
+
+
+def restore_backend() -> None:
+    """Have compiled functions use their own backends again, once all regions are left."""
+    global _open, _stance
+    with _lock:
+        _open -= 1
+        if _stance is not None and not _open:
+            _stance.__exit__(None, None, None)
+            _stance = None
 
 
 def _module(node: fx.Node) -> str:
