@@ -5,6 +5,7 @@
 | `transform.py` | traces a call, and runs the rewritten program |
 | `flax_objects.py` | returns what a traced function writes to modules of Flax NNX |
 | `names.py` | maps the names in a table to primitives |
+| `settings.py` | finds the rule of an equation in its module |
 | `rewriting.py` | places casts |
 | `rules.py` | chooses the precision of an ordinary operator |
 | `structured.py` | enters loops, branches and custom derivatives |

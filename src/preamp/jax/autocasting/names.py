@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 
 from preamp.autocasting import tables as casting
-from preamp.autocasting.tables import Casting, Rule
+from preamp.autocasting.tables import Casting, Rule, Scope
 from preamp.errors import CastingError
 from preamp.jax.jaxprs import PRIMITIVES, AnyJaxpr, inner, subprograms
 
@@ -54,9 +54,20 @@ NEAREST = 3
 
 def rules_of(table: Casting) -> dict[str, Rule]:
     """Return the rule of every primitive that autocast's table or an edited one names."""
-    rules = casting.JAX.rules
+    return _edited(casting.JAX.rules, table)
+
+
+def rules_in(scope: Scope) -> dict[str, Rule]:
+    """Return the rule of every such primitive in a module."""
+    rules = rules_of(scope.before)
+    if scope.rule in ("float32", "untouched"):
+        rules = dict.fromkeys(rules, scope.rule)
+    return _edited(rules, scope.after)
+
+
+def _edited(rules: dict[str, Rule], table: Casting) -> dict[str, Rule]:
     for name, rule in table.rules.items():
-        rules |= dict.fromkeys(USER_NAMES.get(name, name).split(), rule)
+        rules = rules | dict.fromkeys(USER_NAMES.get(name, name).split(), rule)
     return rules
 
 

@@ -19,13 +19,13 @@ from preamp.jax import jaxprs
 from preamp.jax.autocasting.flax_objects import Pure, pure
 from preamp.jax.autocasting.names import check_names, rules_of
 from preamp.jax.autocasting.precision import Value, precision_of
-from preamp.jax.autocasting.rewriting import Rewriter, Settings
+from preamp.jax.autocasting.rewriting import Rewriter
+from preamp.jax.autocasting.settings import LOW, Settings
 from preamp.jax.autocasting.structured import handlers_of
 from preamp.jax.jaxprs import ClosedJaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LOW = ("float16", "bfloat16")
 EMULATED = (*LOW, "float8_e4m3fn", "float8_e5m2")
 ALIASES = {"float8_e4m3": "float8_e4m3fn", "half": "float16"}
 OFF = jaxprs.REGION + "off"
@@ -170,9 +170,13 @@ def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
     _check_boolean("emulate", emulate)
     if not isinstance(table, Casting | None):
         raise CastingError(f"casting={table!r} is not a table. Write casting=casting.DEFAULT.lower('exp').")
-    low, rules = _low(dtype, emulate), rules_of(table or DEFAULT)
-    edits = f"_{zlib.crc32(repr(sorted(rules.items())).encode()):08x}" if table and table.rules else ""
-    return Settings(low, rules, emulate, f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}")
+    table = DEFAULT if table is None else table
+    low, rules = _low(dtype, emulate), rules_of(table)
+    # The order of edits counts where there are modules, otherwise only the rules do.
+    edited = repr(table.edits if table.modules else sorted(rules.items()))
+    edits = f"_{zlib.crc32(edited.encode()):08x}" if table.edits else ""
+    name = f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}"
+    return Settings(low, rules, emulate, name, table=table)
 
 
 def rewritten(program: Pure, settings: Settings) -> Any:
@@ -196,7 +200,8 @@ def rewrite(jaxpr: ClosedJaxpr, settings: Settings, written: int = 0) -> ClosedJ
     values = [Value(atom, precision_of(atom.aval)) for atom in jaxpr.jaxpr.invars]
     results = jaxpr.jaxpr.outvars
     kept = [precision_of(atom.aval) for atom in results[:written]]
-    program = Rewriter(settings, handlers_of(settings.rules)).program(jaxpr, values, (False,) * len(results))
+    path = jaxprs.current_path() if settings.has_modules else ""
+    program = Rewriter(settings, handlers_of).program(jaxpr, values, (False,) * len(results), path)
     new: ClosedJaxpr = program.finish([*kept, *[None] * (len(results) - written)])[0]
     return new
 
