@@ -117,8 +117,8 @@ class Casting:
 
         Args:
             pattern: a path of names with dots between them, such as "lm_head" or "layers.*.mlp.down_proj".
-                `*`, `?` and `[...]` stand for characters of one name, `**` for any number of names. The
-                path may begin anywhere in that of the module: "lm_head" is "model.lm_head" too.
+                `*`, `?` and `[...]` stand for characters of one name, `**` for any number of names, or
+                none. The path may begin anywhere in that of the module: "lm_head" is "model.lm_head" too.
             rule: "float32" runs every operator in float32; "bfloat16" or "float16" runs the module in a
                 region of that precision; "untouched" casts nothing; "default" takes back earlier edits of
                 modules.
@@ -152,7 +152,7 @@ class Casting:
         """
         for place in reversed(range(len(self.edits))):
             edit = self.edits[place]
-            if edit.of == "modules" and _is_inside(path, edit.name):
+            if edit.of == "modules" and is_inside(path, edit.name):
                 before, after = self.edits[:place], self.edits[place:]
                 return Scope(self._operators(before), edit.rule, self._operators(after))
         return None
@@ -267,10 +267,10 @@ _EXAMPLE = "{modules: [lm_head], rule: float32} or {operators: [softmax], rule: 
 
 
 @cache
-def _is_inside(path: str, pattern: str) -> bool:
-    """Return whether a pattern names a module or one that it is in."""
-    names, wanted = path.split("."), pattern.split(".")
-    return any(_begins_with(names[start:], wanted) for start in range(len(names)))
+def is_inside(path: str, pattern: str) -> bool:
+    """Return whether a pattern names a module or one that it is in; the path outside of modules is ""."""
+    names, wanted = path.split(".") if path else [], pattern.split(".")
+    return any(_begins_with(names[start:], wanted) for start in range(len(names) + 1))
 
 
 def _begins_with(names: Sequence[str], wanted: Sequence[str]) -> bool:

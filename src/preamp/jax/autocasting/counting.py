@@ -20,6 +20,7 @@ from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Ta
 from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.jax.autocasting.flax_objects import attribute_name, pure
 from preamp.jax.autocasting.lookahead import EXACT, INDEPENDENT
+from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
 from preamp.jax.autocasting.rounding import ROUNDED
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.transform import OFF, region, rewritten
@@ -89,7 +90,7 @@ def casts(
         CastingError: as `autocast` does.
     """
     settings = region(dtype, casting or DEFAULT, emulate)
-    with pure(fn, args, kwargs) as program:
+    with module_scopes(), pure(scoped_method(fn), args, kwargs) as program:
         names = _names(program.fn, program.args, program.kwargs)
         return _Counter(settings).report(rewritten(program, settings), names)
 
