@@ -200,8 +200,9 @@ class Casting:
             names = [names] if isinstance(names, str) else names
             if not isinstance(names, Sequence):
                 raise CastingError(f"{of}: {names!r} is not a list of names. Write {_EXAMPLE}.")
+            rules = RULES if of == "operators" else MODULE_RULES
+            _check_rule(edit["rule"], rules, ", ".join(map(str, names)))
             if of == "operators":
-                _check_rule(edit["rule"], RULES, ", ".join(map(str, names)))
                 table = table._edited(edit["rule"], tuple(names))
             else:
                 for pattern in names:

@@ -129,9 +129,10 @@ def _restore() -> None:
     _REPLACED.clear()
 
 
-def _subclasses(base: type) -> dict[type, None]:
+def _subclasses(base: type[Any]) -> dict[type[Any], None]:
     """Return the subclasses of a class, without libraries' own that only pass a call on."""
-    found: dict[type, None] = {}
+    found: dict[type[Any], None] = {}
+    kind: type[Any]
     for kind in base.__subclasses__():
         if not kind.__module__.startswith(_WRAPPERS):
             found[kind] = None
