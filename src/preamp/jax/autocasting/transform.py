@@ -172,7 +172,7 @@ def _warn_of_unmatched(settings: Settings, jaxpr: ClosedJaxpr, *, stacklevel: in
         around = _PATTERNS.get(frozenset())
         advice = unmatched([each for each in settings.table.modules if each not in around], jaxpr)
         if advice:
-            warnings.warn(advice, stacklevel=stacklevel + 1)
+            warnings.warn(advice, stacklevel=stacklevel)
 
 
 def _check_boolean(name: str, value: object) -> None:
