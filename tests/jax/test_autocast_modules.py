@@ -406,12 +406,15 @@ def test_a_module_keeps_its_rule_inside_of_what_holds_programs(program: Any, rul
     def loss(x: Any, w: Any) -> Any:
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(inner(x, w)))
 
-    around = autocast(jax.grad(loss), casting=EDIT.module("head", rule))
-    assert set(by_scope(jax.make_jaxpr(around)(X, W))) >= {(True, RUNS[rule]), (False, "bfloat16")}
+    around = autocast(jax.grad(loss, (0, 1)), casting=EDIT.module("head", rule))
+    assert set(by_scope(jax.make_jaxpr(around)(X, W))) == {(True, RUNS[rule]), (False, "bfloat16")}
 
     def cast_loss(x: Any, w: Any) -> Any:
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(fn(x, w)))
 
+    backward = set(by_scope(jax.make_jaxpr(jax.grad(cast_loss, (0, 1)))(X, W)))
+    if program is not customized_vjp:  # JAX does not show a backward pass of the user's own
+        assert backward == {(True, RUNS[rule]), (False, "bfloat16")}
     expected = jax.grad(loss, (0, 1))(X, W)
     for gradients in (jax.grad(cast_loss, (0, 1))(X, W), jax.jit(jax.grad(cast_loss, (0, 1)))(X, W)):
         for new, old in zip(gradients, expected, strict=True):
@@ -433,6 +436,51 @@ def test_compiled_and_eager_calls_agree() -> None:
     for eager, compiled in zip(jax.tree.leaves(fn(X, W)), jax.tree.leaves(jax.jit(fn)(X, W)), strict=True):
         np.testing.assert_allclose(eager, compiled, rtol=0.02)
     assert eager.dtype == compiled.dtype
+
+
+def test_a_function_that_two_modules_share_runs_by_the_rule_of_each() -> None:
+    shared, product = jax.jit(lambda x, w: jnp.exp(x + w) @ w), jax.jit(jnp.matmul)
+
+    def model(x: Any, w: Any) -> Any:
+        with jax.named_scope("body"):
+            first = shared(x, w), product(x, w)
+        with jax.named_scope("head"):
+            return first, shared(x, w), product(x, w)
+
+    for table, runs in (
+        (EDIT.module("head", "float32"), {"body": {"bfloat16"}, "head": {"float32"}}),
+        (
+            EDIT.module("body", "float32").module("head", "float16"),
+            {"body": {"float32"}, "head": {"float16"}},
+        ),
+    ):
+        assert products(model, W, W, table=table) == runs
+    # The lookahead is each module's own: a weight is cast before the function to what is needed in it.
+    pairs = float_casts(traced(autocast(model, casting=EDIT.module("head", "float16")), W, W))
+    assert ("bfloat16", "float16") not in pairs
+    assert ("float32", "float16") in pairs
+    low = W.astype(jnp.bfloat16)
+    rows = casts(model, low, low, casting=EDIT.module("head", "untouched")).rows
+    added = {row.module: row.runs for row in rows if row.operator == "add"}
+    assert added == {"body": "float32", "head": "bfloat16"}
+
+
+def test_a_method_that_was_looked_up_before_has_its_modules_too() -> None:
+    model = NnxModel(nnx.Rngs(0))
+    assert (
+        autocast(model.__call__, casting=EDIT.module("NnxModel.lm_head", "float32"))(TOKENS).dtype
+        == np.float32
+    )
+    attended = autocast(model.tied, casting=EDIT.module("tied.embed.attend", "float32"))
+    assert attended(TOKENS).dtype == np.float32
+
+
+def test_the_report_names_the_rule_that_holds_in_the_module() -> None:
+    for rule in ("float32", "untouched"):
+        (row,) = casts(head, X, W, casting=EDIT.module("head", rule)).rows
+        assert (row.module, row.rule) == ("head", rule)
+    (row,) = casts(head, X, W, casting=EDIT.module("head", "float16").widest("dot_general")).rows
+    assert row.rule == "widest"
 
 
 def test_weights_of_a_lower_module_are_cast_before_the_loop() -> None:

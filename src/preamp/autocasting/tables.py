@@ -190,23 +190,11 @@ class Casting:
             raise CastingError(f"edits={edits!r} is not a list. Write edits: [{_EXAMPLE}].")
         table = Casting({edit.name: edit.rule for edit in _BASES[name]})
         table._base = name
-        for edit in edits:
-            _check_keys(edit, {"operators", "modules", "rule"}, "an edit")
-            if len(edit) != 2 or "rule" not in edit:
-                raise CastingError(
-                    f"{dict(edit)!r} has to name operators or modules, and a rule. Write {_EXAMPLE}."
-                )
-            of, names = next((key, value) for key, value in edit.items() if key != "rule")
-            names = [names] if isinstance(names, str) else names
-            if not isinstance(names, Sequence):
-                raise CastingError(f"{of}: {names!r} is not a list of names. Write {_EXAMPLE}.")
-            rules = RULES if of == "operators" else MODULE_RULES
-            _check_rule(edit["rule"], rules, ", ".join(map(str, names)))
-            if of == "operators":
-                table = table._edited(edit["rule"], tuple(names))
-            else:
-                for pattern in names:
-                    table = table.module(pattern, edit["rule"])
+        for place, edit in enumerate(edits):
+            try:
+                table = table._with_entry(edit)
+            except CastingError as error:
+                raise CastingError(f"edits[{place}]: {error}") from error
         return table
 
     def __getitem__(self, name: str) -> Rule:
@@ -230,6 +218,26 @@ class Casting:
             else:
                 calls.extend(f".module({name}, {rule!r})" for name in names)
         return f"casting.{self._base}" + "".join(calls)
+
+    def _with_entry(self, edit: Any) -> Casting:
+        """Return a table with an entry of `to_dict`'s "edits"."""
+        _check_keys(edit, {"operators", "modules", "rule"}, "an edit")
+        if len(edit) != 2 or "rule" not in edit:
+            raise CastingError(
+                f"{dict(edit)!r} has to name operators or modules, and a rule. Write {_EXAMPLE}."
+            )
+        of, names = next((key, value) for key, value in edit.items() if key != "rule")
+        names = [names] if isinstance(names, str) else names
+        if not isinstance(names, Sequence):
+            raise CastingError(f"{of}: {names!r} is not a list of names. Write {_EXAMPLE}.")
+        rules = RULES if of == "operators" else MODULE_RULES
+        _check_rule(edit["rule"], rules, ", ".join(map(str, names)))
+        if of == "operators":
+            return self._edited(edit["rule"], tuple(names))
+        table = self
+        for pattern in names:
+            table = table.module(pattern, edit["rule"])
+        return table
 
     def _edited(self, rule: Rule, names: Sequence[str]) -> Casting:
         for name in names:

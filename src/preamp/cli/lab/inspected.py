@@ -12,11 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from preamp.autocasting.report import CastReport
-from preamp.errors import MissingExtra, PreampError
+from preamp.autocasting.tables import Casting
+from preamp.cli.casting_file import read_casting
+from preamp.errors import CastingError, MissingExtra, PreampError
 
 
 def inspect_function(
-    target: str, framework: str, device: str | None, dtype: str | None, *, emulate: bool
+    target: str,
+    framework: str,
+    device: str | None,
+    dtype: str | None,
+    *,
+    emulate: bool,
+    casting_file: Path | None,
 ) -> CastReport:
     """Return what autocast casts in a function. PyTorch's is run for it, JAX's is traced.
 
@@ -26,24 +34,34 @@ def inspect_function(
         device: the device type, None for the CPU; JAX's tables are the same on every device.
         dtype: the name of the low precision, None for the framework's default.
         emulate: whether to round instead of casting.
+        casting_file: the edits of the framework's table; None for none.
 
     Raises:
-        PreampError: for a target that does not exist, that runs no operator, or that JAX cannot trace.
+        PreampError: for a target that does not exist, that runs no operator, or that JAX cannot trace, and
+            for a file that has no table.
         MissingExtra: without the framework.
     """
     if dtype and dtype.startswith("float8") and not emulate:
         raise PreampError(f"--dtype {dtype} can only be emulated. Write --emulate as well.")
-    if framework == "torch":
-        return _run_in_torch(target, device or "cpu", dtype, emulate)
-    if device:
+    if framework == "jax" and device:
         raise PreampError(
             f"--device {device} changes nothing with --framework jax. Leave it out: JAX's casts are the same "
             "on every device."
         )
-    return _trace_in_jax(target, dtype, emulate)
+    table = read_casting(casting_file) if casting_file else None
+    try:
+        if framework == "torch":
+            return _run_in_torch(target, device or "cpu", dtype, emulate, table)
+        return _trace_in_jax(target, dtype, emulate, table)
+    except CastingError as error:
+        if casting_file is None:  # a region in the function has a table of its own
+            raise
+        raise PreampError(f"{casting_file}: {error}") from error
 
 
-def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) -> CastReport:
+def _run_in_torch(
+    target: str, device: str, dtype: str | None, emulate: bool, table: Casting | None
+) -> CastReport:
     try:
         import torch
 
@@ -55,7 +73,8 @@ def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) ->
     except RuntimeError as error:
         raise PreampError(f"--device {device} is not a device type. Write cpu or cuda.") from error
     function = find_function(target)
-    with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
+    low = getattr(torch, dtype) if dtype else None
+    with autocast(device, low, casting=table, report=True, emulate=emulate) as region:
         result = function()
     report = region.report()
     if not report.rows:
@@ -63,7 +82,7 @@ def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool) ->
     return report
 
 
-def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
+def _trace_in_jax(target: str, dtype: str | None, emulate: bool, table: Casting | None) -> CastReport:
     try:
         import jax
     except ImportError as error:
@@ -78,7 +97,7 @@ def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
         return returned[0]
 
     try:
-        report = casts(kept, dtype=dtype or "bfloat16", emulate=emulate)
+        report = casts(kept, dtype=dtype or "bfloat16", casting=table, emulate=emulate)
     except jax.errors.JAXTypeError as error:
         reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise PreampError(
