@@ -228,6 +228,37 @@ def test_a_method_of_a_module_has_its_own_name() -> None:
     assert products(lambda model: model.tied(TOKENS), model) == {"NnxModel.tied.embed.attend": {"bfloat16"}}
 
 
+class RematNnx(nnx.Module):
+    def __init__(self, rngs: Any) -> None:
+        self.mlp, self.lm_head = NnxMlp(rngs), nnx.Linear(4, 10, rngs=rngs)
+
+    @nnx.remat
+    def __call__(self, x: Any) -> Any:
+        return self.lm_head(self.mlp(x))
+
+
+class JitEquinox(eqx.Module):
+    mlp: EquinoxMlp
+    lm_head: eqx.nn.Linear
+
+    def __init__(self) -> None:
+        self.mlp, self.lm_head = EquinoxMlp(), eqx.nn.Linear(4, 10, key=KEY)
+
+    @eqx.filter_jit
+    def __call__(self, x: Any) -> Any:
+        return jax.vmap(self.lm_head)(jax.vmap(self.mlp)(x))
+
+
+@pytest.mark.parametrize("model", [RematNnx(nnx.Rngs(0)), JitEquinox()], ids=["nnx.remat", "eqx.filter_jit"])
+def test_a_method_that_is_given_a_copy_has_the_paths_of_the_original(model: Any) -> None:
+    table = EDIT.module("mlp.down", "float32").module("lm_head", "float16")
+    fn = autocast(lambda model, x: model(x), casting=table)  # a pattern that matches nothing would warn
+    assert fn(model, jnp.ones((2, 4))).dtype == np.float16
+    found = products(lambda model, x: model(x), model, jnp.ones((2, 4)), table=table)
+    runs = {path.removeprefix("RematNnx.").replace(".eqx.nn.Linear", ""): run for path, run in found.items()}
+    assert runs == {"mlp.up": {"bfloat16"}, "mlp.down": {"float32"}, "lm_head": {"float16"}}
+
+
 def test_a_copy_that_a_transformation_made_has_the_name_of_its_class() -> None:
     class Deep(nnx.Module):
         def __init__(self, rngs: Any) -> None:

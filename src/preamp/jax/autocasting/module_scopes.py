@@ -117,7 +117,7 @@ def _replace(libraries: list[tuple[Any, _HeldBy]]) -> None:
         for kind in _subclasses(library.Module):
             for name, method in list(vars(kind).items()):
                 if isinstance(method, FunctionType) and (name == CALL or name[0] != "_"):
-                    scoped = _scoped(method, name, functools.partial(held_by, library))
+                    scoped = _scoped(method, name, functools.partial(held_by, library), library.Module)
                     setattr(kind, name, scoped)
                     _REPLACED.append((kind, name, method, scoped))
 
@@ -141,16 +141,29 @@ def _subclasses(base: type[Any]) -> dict[type[Any], None]:
 
 
 def _scoped(
-    method: Callable[..., Any], name: str, held_by: Callable[[Any], Iterator[tuple[object, str]]]
+    method: Callable[..., Any],
+    name: str,
+    held_by: Callable[[object], Iterator[tuple[object, str]]],
+    base: type[Any],
 ) -> Callable[..., Any]:
-    """Return a method that opens a scope while something is traced."""
+    """Return a method that opens a scope while something is traced.
+
+    Args:
+        method: the method of a class of modules.
+        name: its name.
+        held_by: yields the modules in a module, each with its path.
+        base: the class of all modules.
+    """
 
     @functools.wraps(method)
     def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
         frames = _FRAMES.now
         if frames is None:
             return method(self, *args, **kwargs)
-        scope = "/".join(filter(None, [_path(self, frames), "" if name == CALL else name]))
+        path = _path(self, frames)
+        if path is None:
+            path = _path_from_caller(self, held_by, base)
+        scope = "/".join(filter(None, [path, "" if name == CALL else name]))
         frames.append(_Frame(self, {id(node): (node, path) for node, path in held_by(self)}))
         try:
             with jax.named_scope(scope) if scope else nullcontext():
@@ -161,12 +174,29 @@ def _scoped(
     return scoped
 
 
-def _path(module: object, frames: list[_Frame]) -> str:
+def _path(module: object, frames: list[_Frame]) -> str | None:
     """Return the path of a module in the innermost one that holds it, "" if that is the module itself."""
     if frames and frames[-1].module is module:
         return ""
-    for frame in reversed(frames):
-        if id(module) in frame.held:
-            return frame.held[id(module)][1]
+    return next((frame.held[id(module)][1] for frame in reversed(frames) if id(module) in frame.held), None)
+
+
+def _path_from_caller(
+    module: object, held_by: Callable[[object], Iterator[tuple[object, str]]], base: type[Any]
+) -> str:
+    """Return the path of a module in the copy that calls it, or else the name of its class.
+
+    A method that is decorated with a transformation (`nnx.remat`, `eqx.filter_jit`) runs with a copy of its
+    module, which opened no scope. That copy is the `self` of a function between this call and the last scope.
+    """
+    frame = sys._getframe(1)
+    code, caller = frame.f_code, frame.f_back
+    while caller is not None and caller.f_code is not code:
+        holder = caller.f_locals.get("self")
+        if isinstance(holder, base):
+            for node, path in held_by(holder):
+                if node is module:
+                    return path
+        caller = caller.f_back
     kind = type(module)
     return "" if kind.__module__.startswith(_NAMED) else kind.__name__
