@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 CALL = "__call__"
-# Libraries' own classes that only pass a call on.
 _NAMED = "equinox.nn."  # its classes write their names themselves: "eqx.nn.Linear"
+# Libraries' own classes that only pass a call on.
 _WRAPPERS = ("flax.nnx.bridge", "flax.nnx.transforms", "equinox._", "equinox.internal", "equinox.debug")
 
 
@@ -61,7 +61,9 @@ def module_scopes() -> Iterator[None]:
     """
     global _users
     libraries: list[tuple[Any, _HeldBy]] = [
-        (sys.modules[name], held_by) for name, held_by in _HELD_BY.items() if name in sys.modules
+        (library, held_by)
+        for name, held_by in _HELD_BY.items()
+        if hasattr(library := sys.modules.get(name), "Module")  # another thread may be importing it
     ]
     if not libraries:
         yield
@@ -84,6 +86,8 @@ def module_scopes() -> Iterator[None]:
 
 def scoped_method(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that was looked up before the block as it is in the block; anything else as it is."""
+    if _FRAMES.now is None:
+        return fn
     method, owner = getattr(fn, "__func__", None), getattr(fn, "__self__", None)
     found = (scoped for _, _, original, scoped in _REPLACED if original is method)
     scoped = next(found, None)
