@@ -14,7 +14,19 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from preamp.errors import CastingError
 
-__all__ = ["CPU", "CUDA", "DEFAULT", "JAX", "MODULE_RULES", "RULES", "Casting", "ModuleRule", "Rule"]
+__all__ = [
+    "CPU",
+    "CUDA",
+    "DEFAULT",
+    "JAX",
+    "MODULE_RULES",
+    "RULES",
+    "Casting",
+    "Edit",
+    "ModuleRule",
+    "Rule",
+    "Scope",
+]
 
 Rule = Literal["lower", "float32", "widest", "untouched", "refuse"]
 RULES: tuple[Rule, ...] = get_args(Rule)
