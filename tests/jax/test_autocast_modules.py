@@ -259,6 +259,27 @@ def test_a_method_that_is_given_a_copy_has_the_paths_of_the_original(model: Any)
     assert runs == {"mlp.up": {"bfloat16"}, "mlp.down": {"float32"}, "lm_head": {"float16"}}
 
 
+def test_a_copy_in_equinox_has_the_name_of_its_class() -> None:
+    class Stacked(eqx.Module):
+        layer: EquinoxMlp
+        layers: EquinoxMlp
+
+        def __init__(self) -> None:
+            self.layer, stacked = EquinoxMlp(), [EquinoxMlp(), EquinoxMlp()]
+            self.layers = jax.tree.map(
+                lambda *each: jnp.stack(each) if eqx.is_array(each[0]) else each[0], *stacked
+            )
+
+        def __call__(self, x: Any) -> Any:
+            arrays, rest = eqx.partition(self.layers, eqx.is_array)
+            x = eqx.filter_vmap(self.layer)(x)
+            return lax.scan(lambda x, layer: (jax.vmap(eqx.combine(layer, rest))(x), None), x, arrays)[0]
+
+    found = products(Stacked(), jnp.ones((2, 4)), table=EDIT.module("EquinoxMlp.down", "float32"))
+    name = "Stacked.EquinoxMlp.{}.eqx.nn.Linear"
+    assert found == {name.format("up"): {"bfloat16"}, name.format("down"): {"float32"}}
+
+
 def test_a_function_that_was_compiled_before_has_no_paths_until_it_is_traced_again() -> None:
     model = NnxModel(nnx.Rngs(0))
     run = jax.jit(lambda tokens: model(tokens))

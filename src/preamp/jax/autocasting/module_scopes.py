@@ -197,7 +197,7 @@ def _path_from_caller(
     code, caller = frame.f_code, frame.f_back
     while caller is not None and caller.f_code is not code:
         holder = caller.f_locals.get("self")
-        if isinstance(holder, base):
+        if isinstance(holder, base) and not type(holder).__module__.startswith(_WRAPPERS):
             for node, path in held_by(holder):
                 if node is module:
                     return path
