@@ -14,7 +14,19 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from preamp.errors import CastingError
 
-__all__ = ["CPU", "CUDA", "DEFAULT", "JAX", "MODULE_RULES", "RULES", "Casting", "ModuleRule", "Rule"]
+__all__ = [
+    "CPU",
+    "CUDA",
+    "DEFAULT",
+    "JAX",
+    "MODULE_RULES",
+    "RULES",
+    "Casting",
+    "Edit",
+    "ModuleRule",
+    "Rule",
+    "Scope",
+]
 
 Rule = Literal["lower", "float32", "widest", "untouched", "refuse"]
 RULES: tuple[Rule, ...] = get_args(Rule)
@@ -117,8 +129,8 @@ class Casting:
 
         Args:
             pattern: a path of names with dots between them, such as "lm_head" or "layers.*.mlp.down_proj".
-                `*`, `?` and `[...]` stand for characters of one name, `**` for any number of names. The
-                path may begin anywhere in that of the module: "lm_head" is "model.lm_head" too.
+                `*`, `?` and `[...]` stand for characters of one name, `**` for any number of names, or
+                none. The path may begin anywhere in that of the module: "lm_head" is "model.lm_head" too.
             rule: "float32" runs every operator in float32; "bfloat16" or "float16" runs the module in a
                 region of that precision; "untouched" casts nothing; "default" takes back earlier edits of
                 modules.
@@ -152,7 +164,7 @@ class Casting:
         """
         for place in reversed(range(len(self.edits))):
             edit = self.edits[place]
-            if edit.of == "modules" and _is_inside(path, edit.name):
+            if edit.of == "modules" and is_inside(path, edit.name):
                 before, after = self.edits[:place], self.edits[place:]
                 return Scope(self._operators(before), edit.rule, self._operators(after))
         return None
@@ -190,22 +202,11 @@ class Casting:
             raise CastingError(f"edits={edits!r} is not a list. Write edits: [{_EXAMPLE}].")
         table = Casting({edit.name: edit.rule for edit in _BASES[name]})
         table._base = name
-        for edit in edits:
-            _check_keys(edit, {"operators", "modules", "rule"}, "an edit")
-            if len(edit) != 2 or "rule" not in edit:
-                raise CastingError(
-                    f"{dict(edit)!r} has to name operators or modules, and a rule. Write {_EXAMPLE}."
-                )
-            of, names = next((key, value) for key, value in edit.items() if key != "rule")
-            names = [names] if isinstance(names, str) else names
-            if not isinstance(names, Sequence):
-                raise CastingError(f"{of}: {names!r} is not a list of names. Write {_EXAMPLE}.")
-            if of == "operators":
-                _check_rule(edit["rule"], RULES, ", ".join(map(str, names)))
-                table = table._edited(edit["rule"], tuple(names))
-            else:
-                for pattern in names:
-                    table = table.module(pattern, edit["rule"])
+        for place, edit in enumerate(edits):
+            try:
+                table = table._with_entry(edit)
+            except CastingError as error:
+                raise CastingError(f"edits[{place}]: {error}") from error
         return table
 
     @classmethod
@@ -236,6 +237,26 @@ class Casting:
             else:
                 calls.extend(f".module({name}, {rule!r})" for name in names)
         return f"casting.{self._base}" + "".join(calls)
+
+    def _with_entry(self, edit: Any) -> Casting:
+        """Return a table with an entry of `to_dict`'s "edits"."""
+        _check_keys(edit, {"operators", "modules", "rule"}, "an edit")
+        if len(edit) != 2 or "rule" not in edit:
+            raise CastingError(
+                f"{dict(edit)!r} has to name operators or modules, and a rule. Write {_EXAMPLE}."
+            )
+        of, names = next((key, value) for key, value in edit.items() if key != "rule")
+        names = [names] if isinstance(names, str) else names
+        if not isinstance(names, Sequence):
+            raise CastingError(f"{of}: {names!r} is not a list of names. Write {_EXAMPLE}.")
+        rules = RULES if of == "operators" else MODULE_RULES
+        _check_rule(edit["rule"], rules, ", ".join(map(str, names)))
+        if of == "operators":
+            return self._edited(edit["rule"], tuple(names))
+        table = self
+        for pattern in names:
+            table = table.module(pattern, edit["rule"])
+        return table
 
     def _edited(self, rule: Rule, names: Sequence[str]) -> Casting:
         for name in names:
@@ -271,10 +292,10 @@ _EXAMPLE = "{modules: [lm_head], rule: float32} or {operators: [softmax], rule: 
 
 
 @cache
-def _is_inside(path: str, pattern: str) -> bool:
-    """Return whether a pattern names a module or one that it is in."""
-    names, wanted = path.split("."), pattern.split(".")
-    return any(_begins_with(names[start:], wanted) for start in range(len(names)))
+def is_inside(path: str, pattern: str) -> bool:
+    """Return whether a pattern names a module or one that it is in; the path outside of modules is ""."""
+    names, wanted = path.split(".") if path else [], pattern.split(".")
+    return any(_begins_with(names[start:], wanted) for start in range(len(names) + 1))
 
 
 def _begins_with(names: Sequence[str], wanted: Sequence[str]) -> bool:

@@ -309,6 +309,7 @@ def inspect(
     device: str | None = None,
     dtype: LowPrecision | None = None,
     emulate: bool = False,
+    casting_file: Annotated[Path | None, Parameter(name="--casting")] = None,
     compiled: Annotated[bool, Parameter(name="--compile")] = False,
     out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/inspect.html"),
 ) -> int:
@@ -322,13 +323,16 @@ def inspect(
         device: the device type whose tensors are cast; of PyTorch. Default: cpu.
         dtype: the low precision. Default: bfloat16; of PyTorch on GPUs float16.
         emulate: round in float32 instead of casting.
+        casting_file: edits of operators and modules, in JSON, TOML or YAML, as Casting.to_dict writes them.
         compiled: show what torch.compile makes of the function: its graphs, operator by operator, with lines.
         out_file: the report with all rows.
     """
     from preamp.cli.lab.inspected import inspect_function
     from preamp.report import write_report
 
-    found = inspect_function(target, framework, device, dtype, emulate=emulate, compiled=compiled)
+    found = inspect_function(
+        target, framework, device, dtype, emulate=emulate, compiled=compiled, casting_file=casting_file
+    )
     write_report(
         out_file,
         title=f"What autocast did in {target}",

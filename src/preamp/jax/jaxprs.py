@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 import jax
 import jax.extend.core as extended
 import numpy as np
-from jax.extend import linear_util
+from jax.extend import linear_util, source_info_util
 from jax.extend.core import primitives
 
 
@@ -116,6 +116,8 @@ CALLS = {
 
 REGION = "preamp_autocast_"
 _REGION = re.compile(REGION + r"\w+")
+# What JAX writes among the names of scopes: "transpose(jvp(Net))" is in Net, "jit(f)" in nothing.
+_TRANSFORMATIONS = re.compile(r"\bp?jit\([^()]*\)|\w+\(|\)|\b(?:checkpoint|rematted_computation)\b")
 
 _HELD = CALLS | {"scan": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
@@ -207,6 +209,27 @@ def region_name(equation: Equation) -> str | None:
 def _region_name(scopes: str) -> str | None:
     names = _REGION.findall(scopes)
     return names[-1] if names else None
+
+
+def module_path(equation: Equation, within: str) -> str:
+    """Return the path of the module that an equation is in: the names of its scopes, with dots between them.
+
+    Args:
+        equation: the equation; its scopes are those inside of the program that it is in.
+        within: the path of the equation that holds that program, "" if none does.
+    """
+    return _joined(within, str(equation.source_info.name_stack))
+
+
+def current_path() -> str:
+    """Return the path of the module that is being traced, as far as the innermost trace knows it."""
+    return _joined("", str(source_info_util.current_name_stack()))
+
+
+@cache
+def _joined(within: str, scopes: str) -> str:
+    names = _TRANSFORMATIONS.sub("", scopes).split("/")
+    return ".".join(name for name in (within, *names) if name and not name.startswith(REGION))
 
 
 def bodies(equation: Equation) -> Iterator[tuple[AnyJaxpr, int]]:

@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from preamp.autocasting.report import CastReport
-from preamp.errors import MissingExtra, PreampError
+from preamp.autocasting.tables import Casting
+from preamp.cli.casting_file import read_casting
+from preamp.errors import CastingError, MissingExtra, PreampError
 
 
 def inspect_function(
-    target: str, framework: str, device: str | None, dtype: str | None, *, emulate: bool, compiled: bool
+    target: str,
+    framework: str,
+    device: str | None,
+    dtype: str | None,
+    *,
+    emulate: bool,
+    compiled: bool,
+    casting_file: Path | None,
 ) -> CastReport:
     """Return what autocast casts in a function. PyTorch's is run for it, JAX's is traced.
 
@@ -27,26 +36,36 @@ def inspect_function(
         dtype: the name of the low precision, None for the framework's default.
         emulate: whether to round instead of casting.
         compiled: whether to report what `torch.compile` makes of the function.
+        casting_file: the edits of the framework's table; None for none.
 
     Raises:
-        PreampError: for a target that does not exist, that runs no operator, or that JAX cannot trace.
+        PreampError: for a target that does not exist, that runs no operator, or that JAX cannot trace, and
+            for a file that has no table.
         MissingExtra: without the framework.
     """
     if dtype and dtype.startswith("float8") and not emulate:
         raise PreampError(f"--dtype {dtype} can only be emulated. Write --emulate as well.")
-    if framework == "torch":
-        return _run_in_torch(target, device or "cpu", dtype, emulate, compiled)
-    if compiled:
+    if framework == "jax" and compiled:
         raise PreampError("--compile is for PyTorch. Leave it out: JAX's report is of the compiled program.")
-    if device:
+    if framework == "jax" and device:
         raise PreampError(
             f"--device {device} changes nothing with --framework jax. Leave it out: JAX's casts are the same "
             "on every device."
         )
-    return _trace_in_jax(target, dtype, emulate)
+    table = read_casting(casting_file) if casting_file else None
+    try:
+        if framework == "torch":
+            return _run_in_torch(target, device or "cpu", dtype, emulate, compiled, table)
+        return _trace_in_jax(target, dtype, emulate, table)
+    except CastingError as error:
+        if casting_file is None:  # a region in the function has a table of its own
+            raise
+        raise PreampError(f"{casting_file}: {error}") from error
 
 
-def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool, compiled: bool) -> CastReport:
+def _run_in_torch(
+    target: str, device: str, dtype: str | None, emulate: bool, compiled: bool, table: Casting | None
+) -> CastReport:
     try:
         import torch
 
@@ -58,9 +77,11 @@ def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool, co
     except RuntimeError as error:
         raise PreampError(f"--device {device} is not a device type. Write cpu or cuda.") from error
     function = find_function(target)
+    low = getattr(torch, dtype) if dtype else None
+    model = _model_of(function) if table and table.modules else None
     if compiled:
         function = torch.compile(function)
-    with autocast(device, getattr(torch, dtype) if dtype else None, report=True, emulate=emulate) as region:
+    with autocast(device, low, casting=table, model=model, report=True, emulate=emulate) as region:
         result = function()
     report = region.report()
     if not report.rows:
@@ -68,7 +89,32 @@ def _run_in_torch(target: str, device: str, dtype: str | None, emulate: bool, co
     return report
 
 
-def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
+def _model_of(function: Callable[[], Any]) -> Any:
+    """Run a function once and return the module that it calls, or all of them in one."""
+    from torch import nn
+    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+    running: list[nn.Module] = []
+    outermost: dict[nn.Module, None] = {}
+
+    def begin(module: nn.Module, _: object) -> None:
+        if not running:
+            outermost[module] = None
+        running.append(module)
+
+    def end(*_: object) -> None:
+        running.pop()
+
+    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)]
+    try:
+        function()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return next(iter(outermost)) if len(outermost) == 1 else nn.ModuleList(outermost)
+
+
+def _trace_in_jax(target: str, dtype: str | None, emulate: bool, table: Casting | None) -> CastReport:
     try:
         import jax
     except ImportError as error:
@@ -83,7 +129,7 @@ def _trace_in_jax(target: str, dtype: str | None, emulate: bool) -> CastReport:
         return returned[0]
 
     try:
-        report = casts(kept, dtype=dtype or "bfloat16", emulate=emulate)
+        report = casts(kept, dtype=dtype or "bfloat16", casting=table, emulate=emulate)
     except jax.errors.JAXTypeError as error:
         reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise PreampError(

@@ -4,7 +4,9 @@
 | --- | --- |
 | `transform.py` | traces a call, and runs the rewritten program |
 | `flax_objects.py` | returns what a traced function writes to modules of Flax NNX |
-| `names.py` | maps the names in a table to primitives |
+| `names.py` | maps the names in a table to primitives, and says what no module matches |
+| `module_scopes.py` | names the modules of Flax NNX and Equinox |
+| `settings.py` | finds the rule of an equation in its module |
 | `rewriting.py` | places casts |
 | `rules.py` | chooses the precision of an ordinary operator |
 | `structured.py` | enters loops, branches and custom derivatives |

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -21,20 +20,22 @@ from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Ta
 from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.jax.autocasting.flax_objects import attribute_name, pure
 from preamp.jax.autocasting.lookahead import EXACT, INDEPENDENT
-from preamp.jax.autocasting.rewriting import Settings
+from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
 from preamp.jax.autocasting.rounding import ROUNDED
+from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.transform import OFF, region, rewritten
 from preamp.jax.jaxprs import (
-    REGION,
     Atom,
     ClosedJaxpr,
     Equation,
     Jaxpr,
     bodies,
+    current_path,
     inner,
     is_array,
     is_literal,
     is_traced,
+    module_path,
     region_name,
     scan_layout,
     source_line,
@@ -47,7 +48,6 @@ LAYOUT = frozenset(
 SUMS = frozenset(["cumprod", "cumsum", "psum", "reduce_prod", "reduce_sum", "reduce_window_sum"])
 LOW = frozenset(["float16", "bfloat16"])
 EXPLICIT = "explicit"
-TRANSFORMATIONS = re.compile(r"\w+\(|\)|\b(?:checkpoint|rematted_computation)\b")
 UNSURE = {
     "while": "The loop at {} is counted once: how often it runs shows only when it runs.",
     "cond": "Each branch at {} is counted once, though one of them runs.",
@@ -81,16 +81,16 @@ def casts(
         kwargs: its keyword arguments; those with the names above need a `functools.partial`.
 
     Returns:
-        One row for each primitive, module (names of Flax's modules and of `jax.named_scope`), line and set of
-        precisions, costliest first, and notes on casts that waste time or lose accuracy. Printed, it fits 80
-        columns. The body of a `scan` counts as often as it runs, that of a `while_loop` once, and each branch
-        of a `cond` once.
+        One row for each primitive, module, line and set of precisions, costliest first, and notes on casts
+        that waste time or lose accuracy. Modules have the paths that `Casting.module` takes. Printed, it fits
+        80 columns. The body of a `scan` counts as often as it runs, that of a `while_loop` once, and each
+        branch of a `cond` once.
 
     Raises:
         CastingError: as `autocast` does.
     """
     settings = region(dtype, casting or DEFAULT, emulate)
-    with pure(fn, args, kwargs) as program:
+    with module_scopes(), pure(scoped_method(fn), args, kwargs) as program:
         names = _names(program.fn, program.args, program.kwargs)
         return _Counter(settings).report(rewritten(program, settings), names)
 
@@ -194,7 +194,8 @@ class _Counter:
 
     def report(self, program: ClosedJaxpr, names: Sequence[str]) -> CastReport:
         """Return the counts of a closed jaxpr whose arguments have these names."""
-        self._walk(program.jaxpr, [_Value(_Origin(name, _Place())) for name in names], _Place())
+        start = _Place(current_path() or OUTSIDE)
+        self._walk(program.jaxpr, [_Value(_Origin(name, start)) for name in names], start)
         for cast in self._casts:
             if not cast.is_charged:
                 self._add(cast.row, calls=cast.times, bytes_cast=cast.charge())
@@ -302,8 +303,9 @@ class _Counter:
     def _rule(self, equation: Equation, at: _Place) -> str:
         if at.is_off:
             return "off"
-        name = self._settings.name_in_table(equation)
-        rule: str = self._settings.rules.get(name, "unlisted")
+        settings = self._settings.inside("" if at.module == OUTSIDE else at.module)
+        name = settings.name_in_table(equation)
+        rule: str = settings.rules.get(name, "unlisted")
         return EXPLICIT if name == EXPLICIT_PRECISION and rule == "untouched" else rule
 
     def _add(self, row: _Row, **counts: int) -> None:
@@ -452,13 +454,11 @@ def _flops(equation: Equation) -> int:
 
 
 def _place_of(equation: Equation, within: _Place) -> _Place:
-    """Return where an equation is: its scopes without what transformations add to them, and its line.
+    """Return where an equation is: the path of its module, and its line.
 
     What JAX traced for itself has no line of the user's; then it is the line of what holds it.
     """
-    scopes = TRANSFORMATIONS.sub("", str(equation.source_info.name_stack)).split("/")
-    outer = [] if within.module == OUTSIDE else [within.module]
-    module = "/".join([*outer, *(scope for scope in scopes if scope and not scope.startswith(REGION))])
+    module = module_path(equation, "" if within.module == OUTSIDE else within.module)
     source = PurePath(str(source_line(equation)).rpartition(" (")[0]).name
     region = region_name(equation)
     return within._replace(

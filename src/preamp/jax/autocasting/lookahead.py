@@ -7,11 +7,12 @@ feed only operators in low precision, and the additions of a bias.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
-from preamp.autocasting.tables import Rule
-from preamp.jax.jaxprs import AnyJaxpr, Atom, Equation, Jaxpr, hoistable, inner, is_literal
+from preamp.jax.autocasting.precision import Precision
+from preamp.jax.autocasting.settings import Settings
+from preamp.jax.jaxprs import Atom, Equation, Jaxpr, hoistable, inner, is_literal
 
 
 def _names(text: str) -> frozenset[str]:
@@ -36,25 +37,27 @@ INDEPENDENT = _names("device_put optimization_barrier sort")
 
 
 class Reader(Protocol):
-    """What the lookahead has to know about primitives and the programs they hold."""
+    """What the lookahead has to know about a region."""
 
-    def rule(self, equation: Equation) -> Rule | None:
-        """Return the rule that an equation runs by; None for what is left as written."""
+    @property
+    def settings(self) -> Settings:
+        """The region's settings."""
 
-    def bodies(self, equation: Equation) -> Iterator[tuple[AnyJaxpr, int]]:
-        """Yield the programs of an equation that are rewritten with it, and where their operands begin."""
-
-    def lookahead(self, jaxpr: Jaxpr, wanted: tuple[bool, ...]) -> Lookahead:
-        """Return the lookahead of such a program."""
+    def lookahead(self, jaxpr: Jaxpr, wanted: tuple[bool, ...], path: str) -> Lookahead:
+        """Return the lookahead of a program that an equation holds."""
 
 
 class Lookahead:
     """How an open jaxpr uses its variables.
 
+    Where the settings of a module begin or end, nothing is wanted in float32 on the other side, as where a
+    region begins or ends.
+
     Args:
         jaxpr: the program.
         wanted: for each of its results, whether it is wanted in float32 where it goes.
-        reader: knows primitives, and the programs they hold.
+        path: of the module that the program is called in.
+        reader: knows the settings, and the programs that equations hold.
 
     Attributes:
         wants_float32: variables that an operator in float32 uses, directly or after arithmetic.
@@ -62,24 +65,26 @@ class Lookahead:
         biases: result to bias, for additions of a product and a smaller array that was broadcast.
     """
 
-    def __init__(self, jaxpr: Jaxpr, wanted: tuple[bool, ...], reader: Reader) -> None:
+    def __init__(self, jaxpr: Jaxpr, wanted: tuple[bool, ...], path: str, reader: Reader) -> None:
         self.wants_float32: set[Atom] = set()
         self.products: set[Atom] = set()
         self.biases: dict[Atom, Atom] = {}
         self._spread: set[Atom] = set()
-        self._low: set[Atom] = set()
-        self._elsewhere: set[Atom] = set()
-        self._reader = reader
+        self._lows: dict[Atom, set[Precision | None]] = {}
+        self._reader, self._region = reader, reader.settings
+        self._path = path
+        around = self._region.inside(path)
+        self._made_in: dict[Atom, Settings] = dict.fromkeys(jaxpr.invars, around)
         for equation in jaxpr.eqns:  # biases are known by what they are added to, uses by what comes after
             self._read_forward(equation)
         for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True):
-            self._use(atom, float32=is_wanted)
+            self._use(atom, around, float32=is_wanted)
         for equation in reversed(jaxpr.eqns):
             self._read_backward(equation)
 
-    def wants_low(self, atom: Atom) -> bool:
-        """Return whether operators in low precision use a variable, and nothing else does."""
-        return atom in self._low and atom not in self._elsewhere
+    def low_of(self, atom: Atom) -> Precision | None:
+        """Return the low precision of the operators that use a variable, if nothing else uses it."""
+        return common(self._lows.get(atom, ()))
 
     def wanted(self, atoms: list[Atom]) -> tuple[bool, ...]:
         """Return for each variable whether it is wanted in float32."""
@@ -90,24 +95,40 @@ class Lookahead:
         entered = self._entered(equation)
         return {place: entered[place] for place in hoistable(equation) if place in entered}
 
-    def _use(self, atom: Atom, *, low: bool = False, float32: bool = False) -> None:
+    def _settings(self, equation: Equation) -> Settings:
+        return self._region.inside(self._region.path_of(equation, self._path))
+
+    def _use(
+        self, atom: Atom, settings: Settings, low: Precision | None = None, *, float32: bool = False
+    ) -> None:
+        """Note that a variable is used where these settings hold.
+
+        Args:
+            atom: the variable, or a number.
+            settings: those of what uses it.
+            low: the low precision that it is cast to there, None if it is not cast to one.
+            float32: whether it is wanted in float32 there.
+        """
         if is_literal(atom):
             return
-        (self._low if low else self._elsewhere).add(atom)
-        if float32:
+        self._lows.setdefault(atom, set()).add(low)
+        if float32 and self._made_in.get(atom) is settings:
             self.wants_float32.add(atom)
 
     def _read_forward(self, equation: Equation) -> None:
         name, operands, results = equation.primitive.name, equation.invars, equation.outvars
-        if self._reader.rule(equation) == "lower":
+        settings = self._settings(equation)
+        self._made_in.update(dict.fromkeys(results, settings))
+        if settings.rule(equation) == "lower":
             self.products.update(results)
         elif name == "add":
             self._note_bias(results[0], *operands)
         elif name in MOVES:
             self._note_move(name, operands[0], results[0])
         else:
-            for body, _ in self._reader.bodies(equation):
-                inside = self._reader.lookahead(inner(body), (False,) * len(results)).products
+            path = self._region.path_of(equation, self._path)
+            for body, _ in settings.bodies(equation):
+                inside = self._reader.lookahead(inner(body), (False,) * len(results), path).products
                 self.products.update(
                     result
                     for atom, result in zip(inner(body).outvars, results, strict=True)
@@ -130,40 +151,50 @@ class Lookahead:
             self._spread.add(after)
 
     def _read_backward(self, equation: Equation) -> None:
-        name, operands = equation.primitive.name, equation.invars
-        rule = self._reader.rule(equation)
+        settings = self._settings(equation)
+        rule = settings.rule(equation)
         if rule in ("lower", "float32"):
-            for atom in operands:
-                self._use(atom, low=rule == "lower", float32=rule == "float32")
+            low = settings.low if rule == "lower" else None
+            for atom in equation.invars:
+                self._use(atom, settings, low, float32=rule == "float32")
         elif rule == "widest":
-            self._read_widest(name, operands, equation.outvars)
+            self._read_widest(equation, settings)
         else:
-            self._read_others(equation)
+            self._read_others(equation, settings)
 
-    def _read_widest(self, name: str, operands: list[Atom], results: list[Atom]) -> None:
+    def _read_widest(self, equation: Equation, settings: Settings) -> None:
+        name, results, low = equation.primitive.name, equation.outvars, settings.low
         float32 = (name in ARITHMETIC or name in MOVES) and any(map(self.wants_float32.__contains__, results))
-        low = name in MOVES and self.wants_low(results[0])
+        is_moved = name in MOVES and self.low_of(results[0]) == low
         bias = None if float32 else self.biases.get(results[0])
-        for atom in operands:
-            smaller = low and math.prod(atom.aval.shape) <= math.prod(results[0].aval.shape)
-            self._use(atom, low=smaller or (bias is not None and atom is bias), float32=float32)
+        for atom in equation.invars:
+            smaller = is_moved and math.prod(atom.aval.shape) <= math.prod(results[0].aval.shape)
+            is_cast = smaller or (bias is not None and atom is bias)
+            self._use(atom, settings, low if is_cast else None, float32=float32)
 
-    def _read_others(self, equation: Equation) -> None:
+    def _read_others(self, equation: Equation, settings: Settings) -> None:
         entered = self._entered(equation)
         outside = self.uses(equation)
         for place, atom in enumerate(equation.invars):
             float32 = any(taken in inside.wants_float32 for inside, taken in entered.get(place, ()))
-            low = place in outside and all(inside.wants_low(taken) for inside, taken in outside[place])
-            self._use(atom, low=low, float32=float32)
+            low = common(inside.low_of(taken) for inside, taken in outside.get(place, ()))
+            self._use(atom, settings, low, float32=float32)
 
     def _entered(self, equation: Equation) -> dict[int, list[tuple[Lookahead, Atom]]]:
         """Return for each place of an operand what takes it inside of an equation."""
         uses: dict[int, list[tuple[Lookahead, Atom]]] = {}
-        for body, first in self._reader.bodies(equation):
-            inside = self._reader.lookahead(inner(body), self.wanted(equation.outvars))
+        path = self._region.path_of(equation, self._path)
+        for body, first in self._settings(equation).bodies(equation):
+            inside = self._reader.lookahead(inner(body), self.wanted(equation.outvars), path)
             for place, taken in enumerate(inner(body).invars, first):
                 uses.setdefault(place, []).append((inside, taken))
         return uses
+
+
+def common(precisions: Iterable[Precision | None]) -> Precision | None:
+    """Return the precision that all these are, None if they differ or there are none."""
+    found = set(precisions)
+    return found.pop() if len(found) == 1 else None
 
 
 def _spreads(before: tuple[int, ...], after: tuple[int, ...]) -> bool:

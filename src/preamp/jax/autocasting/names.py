@@ -1,14 +1,14 @@
-"""Names in tables: which primitives a user's name means, and an error for unknown names."""
+"""Names in tables: which primitives a user's name means, and what to say of unknown names."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from preamp.autocasting import tables as casting
-from preamp.autocasting.tables import Casting, Rule
+from preamp.autocasting.tables import Casting, Rule, Scope, is_inside
 from preamp.errors import CastingError
-from preamp.jax.jaxprs import PRIMITIVES, AnyJaxpr, inner, subprograms
+from preamp.jax.jaxprs import PRIMITIVES, AnyJaxpr, inner, module_path, subprograms
 
 USER_NAMES: dict[str, str] = {
     "Conv": "conv_general_dilated",
@@ -54,9 +54,20 @@ NEAREST = 3
 
 def rules_of(table: Casting) -> dict[str, Rule]:
     """Return the rule of every primitive that autocast's table or an edited one names."""
-    rules = casting.JAX.rules
+    return _edited(casting.JAX.rules, table)
+
+
+def rules_in(scope: Scope) -> dict[str, Rule]:
+    """Return the rule of every such primitive in a module."""
+    rules = rules_of(scope.before)
+    if scope.rule in ("float32", "untouched"):
+        rules = dict.fromkeys(rules, scope.rule)
+    return _edited(rules, scope.after)
+
+
+def _edited(rules: dict[str, Rule], table: Casting) -> dict[str, Rule]:
     for name, rule in table.rules.items():
-        rules |= dict.fromkeys(USER_NAMES.get(name, name).split(), rule)
+        rules = rules | dict.fromkeys(USER_NAMES.get(name, name).split(), rule)
     return rules
 
 
@@ -85,3 +96,36 @@ def _primitives(jaxpr: AnyJaxpr) -> Iterator[str]:
         yield equation.primitive.name
         for nested in subprograms(equation):
             yield from _primitives(nested)
+
+
+def unmatched(patterns: Sequence[str], jaxpr: AnyJaxpr) -> str:
+    """Return a sentence about the patterns that match no module of a program, "" if all of them match."""
+    paths = dict.fromkeys(path for path in _paths(jaxpr, "") if path) if patterns else {}
+    wrong = [each for each in patterns if not any(is_inside(path, each) for path in ("", *paths))]
+    if not wrong:
+        return ""
+    said = f"No module of this program is named {' or '.join(map(repr, wrong))}, so nothing changes there."
+    if not paths:
+        return (
+            f"{said} The program names no modules: those of Flax and Equinox have names, and elsewhere "
+            f"write with jax.named_scope({wrong[0]!r}): around what the edit is for."
+        )
+    # Every end of a path is a pattern for it.
+    ends = dict.fromkeys(end for path in paths for end in _ends(path))
+    near = [match for each in wrong for match in difflib.get_close_matches(each, ends, n=NEAREST)]
+    near = list(dict.fromkeys(near))[:NEAREST] or list(paths)[-NEAREST:]
+    return f"{said} Write {' or '.join(map(repr, near))}; print(casts(fn, *args)) shows all modules."
+
+
+def _ends(path: str) -> Iterator[str]:
+    names = path.split(".")
+    return (".".join(names[start:]) for start in range(len(names)))
+
+
+def _paths(jaxpr: AnyJaxpr, within: str) -> Iterator[str]:
+    """Yield the path of each equation of a program, and of the programs that it holds."""
+    for equation in inner(jaxpr).eqns:
+        path = module_path(equation, within)
+        yield path
+        for nested in subprograms(equation):
+            yield from _paths(nested, path)

@@ -6,49 +6,19 @@ traced again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from preamp.autocasting.tables import EXPLICIT_PRECISION, Rule
+from preamp.autocasting.tables import Rule
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.lookahead import Lookahead
-from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, is_explicit, precision_of
+from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
 from preamp.jax.autocasting.rounding import ROUNDED
+from preamp.jax.autocasting.settings import Settings
 from preamp.jax.jaxprs import AnyJaxpr, Atom, Aval, Equation, Jaxpr
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a region.
-
-    Attributes:
-        dtype: the low precision.
-        rules: primitive to rule.
-        emulate: round to `dtype` in float32 instead of casting.
-        name: identifies the region; regions with the same settings share it.
-        flat: inline nested `jit`s.
-    """
-
-    dtype: np.dtype[Any]
-    rules: Mapping[str, Rule]
-    emulate: bool
-    name: str
-    flat: bool = False
-
-    @property
-    def low(self) -> Precision:
-        """The precision that the rule 'lower' stands for."""
-        return Precision(np.dtype(np.float32), self.dtype) if self.emulate else Precision(self.dtype)
-
-    def name_in_table(self, equation: Equation) -> str:
-        """Return the name whose rule an equation runs by: its primitive's, unless it asks for a precision."""
-        name: str = equation.primitive.name
-        asks = self.rules.get(name) == "lower" and is_explicit(equation, self.low)
-        return EXPLICIT_PRECISION if asks else name
 
 
 class Rewriter:
@@ -56,21 +26,29 @@ class Rewriter:
 
     Args:
         settings: the region's.
-        handlers: for the name of each primitive, what writes an equation of it into a program. Equations of
+        handlers_of: returns for rules what writes an equation of each primitive into a program. Equations of
             other primitives stay as they were written.
     """
 
-    def __init__(self, settings: Settings, handlers: Mapping[str, Callable[[Program, Any], None]]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        handlers_of: Callable[[Mapping[str, Rule]], Mapping[str, Callable[[Program, Any], None]]],
+    ) -> None:
         self.settings = settings
-        self.rules = settings.rules
         self.path: list[Any] = []  # the equations that are being rewritten, from the outermost one
-        self._handlers = handlers
+        self._handlers_of = handlers_of
+        self._handlers: dict[int, Mapping[str, Callable[[Program, Any], None]]] = {}
         self._programs: dict[Any, tuple[Any, Program]] = {}
         self._lookaheads: dict[Any, tuple[Any, Lookahead]] = {}
 
     def rewrite(self, program: Program, equation: Equation) -> None:
         """Write the equations that replace an equation."""
-        handler = self._handlers.get(self.name(equation)) if self.enters(equation) else None
+        settings = program.settings
+        if id(settings) not in self._handlers:
+            self._handlers[id(settings)] = self._handlers_of(settings.rules)
+        name = settings.name_in_table(equation)
+        handler = self._handlers[id(settings)].get(name) if settings.enters(equation) else None
         self.path.append(equation)
         if handler:
             handler(program, equation)
@@ -78,49 +56,28 @@ class Rewriter:
             program.as_written(equation)
         self.path.pop()
 
-    def program(self, jaxpr: AnyJaxpr, values: Sequence[Value], wanted: tuple[bool, ...]) -> Program:
+    def program(
+        self, jaxpr: AnyJaxpr, values: Sequence[Value], wanted: tuple[bool, ...], path: str
+    ) -> Program:
         """Return a program rewritten for the precisions of its operands.
 
         Args:
             jaxpr: open or closed.
             values: its operands; programs are shared where what is known of the operands is the same.
             wanted: for each result, whether it is wanted in float32 where it goes.
+            path: of the module that it is called in.
         """
-        key = id(jaxpr), tuple(value[1:] for value in values), wanted
+        key = id(jaxpr), tuple(value[1:] for value in values), wanted, path
         if key not in self._programs:
-            self._programs[key] = jaxpr, Program(self, jaxpr, values, wanted)
+            self._programs[key] = jaxpr, Program(self, jaxpr, values, wanted, path)
         return self._programs[key][1]
 
-    def lookahead(self, jaxpr: Jaxpr, wanted: tuple[bool, ...]) -> Lookahead:
+    def lookahead(self, jaxpr: Jaxpr, wanted: tuple[bool, ...], path: str) -> Lookahead:
         """Return what is known of an open jaxpr's variables."""
-        key = id(jaxpr), wanted
+        key = id(jaxpr), wanted, path
         if key not in self._lookaheads:
-            self._lookaheads[key] = jaxpr, Lookahead(jaxpr, wanted, self)
+            self._lookaheads[key] = jaxpr, Lookahead(jaxpr, wanted, path, self)
         return self._lookaheads[key][1]
-
-    def bodies(self, equation: Equation) -> Iterator[tuple[AnyJaxpr, int]]:
-        """Yield the programs of an equation that are rewritten with it, and where their operands begin."""
-        if self.enters(equation) and equation.primitive.name not in self.rules:
-            yield from jaxprs.bodies(equation)
-
-    def name(self, equation: Equation) -> str:
-        """Return the name whose rule an equation runs by, as `Settings.name_in_table` does."""
-        return self.settings.name_in_table(equation)
-
-    def rule(self, equation: Equation) -> Rule | None:
-        """Return the rule that an equation runs by; None for what is left as written."""
-        if not self.enters(equation):
-            return None
-        name = self.name(equation)
-        rule = self.rules.get(name)
-        if name == EXPLICIT_PRECISION and rule == "untouched":
-            # As written, such an equation runs in float32, and so does the arithmetic that feeds it.
-            return "float32" if _is_float32(equation) else None
-        return rule
-
-    def enters(self, equation: Equation) -> bool:
-        """Return whether the programs that an equation holds are part of this region."""
-        return jaxprs.region_name(equation) in (None, self.settings.name)
 
 
 class Program:
@@ -131,7 +88,13 @@ class Program:
         jaxpr: the old program, open or closed.
         values: its operands.
         wanted: for each result, whether it is wanted in float32 where it goes.
+        path: of the module that it is called in.
         within: the program that the equations are written into; None for one of its own.
+
+    Attributes:
+        path: of the module of the equation that is being rewritten.
+        settings: those that hold there.
+        low: their low precision.
     """
 
     def __init__(
@@ -140,10 +103,13 @@ class Program:
         jaxpr: AnyJaxpr,
         values: Sequence[Value],
         wanted: tuple[bool, ...],
+        path: str,
         within: Program | None = None,
     ) -> None:
-        self.rewriter, self.settings, self.low = rewriter, rewriter.settings, rewriter.settings.low
-        self.ahead = rewriter.lookahead(jaxprs.inner(jaxpr), wanted)
+        self.rewriter, self.path = rewriter, path
+        self.settings = rewriter.settings.inside(path)
+        self.low = self.settings.low
+        self.ahead = rewriter.lookahead(jaxprs.inner(jaxpr), wanted, path)
         self._jaxpr, self._old, self._fresh = jaxpr, jaxprs.inner(jaxpr), within is not None
         self._equations: list[Equation] = within._equations if within else []
         self._casts: dict[tuple[Any, Precision], Any] = within._casts if within else {}
@@ -157,6 +123,9 @@ class Program:
             self._values[atom] = value if within else self._operand(atom, value)
         for equation in self._old.eqns:
             self._beside = equation
+            self.path = rewriter.settings.path_of(equation, path)
+            self.settings = rewriter.settings.inside(self.path)
+            self.low = self.settings.low
             rewriter.rewrite(self, equation)
 
     def read(self, atom: Atom) -> Value:
@@ -235,7 +204,8 @@ class Program:
 
     def splice(self, equation: Equation, jaxpr: AnyJaxpr, values: Sequence[Value]) -> None:
         """Inline a program that an equation holds."""
-        inside = Program(self.rewriter, jaxpr, values, self.ahead.wanted(equation.outvars), self)
+        wanted = self.ahead.wanted(equation.outvars)
+        inside = Program(self.rewriter, jaxpr, values, wanted, self.path, self)
         for atom, result in zip(equation.outvars, jaxprs.inner(jaxpr).outvars, strict=True):
             self._values[atom] = inside.read(result)
 
@@ -313,12 +283,6 @@ class Program:
         params = {"dtype": precision.rounded}
         self._equations.append(jaxprs.made_equation(atom, new, ROUNDED, params, self._beside))
         return new
-
-
-def _is_float32(equation: Equation) -> bool:
-    """Return whether all that autocast may cast of an equation is float32."""
-    precisions = {precision_of(atom.aval) for atom in (*equation.invars, *equation.outvars)}
-    return precisions <= {FLOAT32, None}
 
 
 def _is_real_scalar(aval: Aval) -> bool:

@@ -60,7 +60,7 @@ def as_given(program: Program, equation: Equation) -> None:
 
 def refuse(program: Program, equation: Equation) -> None:
     """Raise: the table refuses this primitive."""
-    name = program.rewriter.name(equation)
+    name = program.settings.name_in_table(equation)
     lines = [line for line in map(source_line, reversed(program.rewriter.path)) if line != "-"]
     raise CastingError(
         f"{name!r} is refused in this region, and {lines[0] if lines else 'the program'} uses it. "
@@ -140,7 +140,7 @@ def _is_to_be_low(program: Program, equation: Equation, floats: Sequence[Value])
     result = equation.outvars[0]
     if equation.primitive.name == "add":
         return result in program.ahead.biases and any(value.precision == program.low for value in floats)
-    if equation.primitive.name not in MOVES or not program.ahead.wants_low(result):
+    if equation.primitive.name not in MOVES or program.ahead.low_of(result) != program.low:
         return False
     return all(value.scalar is None and _size(value.atom) <= _size(result) for value in floats)
 
@@ -156,7 +156,7 @@ def _from_integers(program: Program, equation: Equation, value: Value, precision
         number = literal(np.asarray(value.scalar, precision.dtype), result.aval)
         program.set(result, Value(number, precision, value.scalar))
         return
-    if precision == FLOAT32 and program.ahead.wants_low(result):
+    if precision == FLOAT32 and program.ahead.low_of(result) == program.low:
         precision = program.low
     params = {**equation.params, "new_dtype": precision.dtype, "weak_type": False}
     program.emit(equation, [value], [precision], params)

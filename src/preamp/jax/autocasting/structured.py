@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 
 from preamp.autocasting.tables import Rule
+from preamp.jax.autocasting.lookahead import common
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
 from preamp.jax.autocasting.rewriting import Program
 from preamp.jax.autocasting.rules import Handler, convert, handler_of
@@ -34,7 +35,7 @@ def _call(program: Program, equation: Equation) -> None:
     """Enter a program that runs on the operands as they are."""
     key = CALLS[equation.primitive.name]
     values = _hoisted(program, equation)
-    inside = program.rewriter.program(equation.params[key], values, _wanted(program, equation))
+    inside = _entered(program, equation, equation.params[key], values)
     new, precisions = inside.finish()
     program.emit(equation, values, precisions, {**equation.params, key: new})
 
@@ -58,7 +59,7 @@ def _scan(program: Program, equation: Equation) -> None:
     for place in range(constants, constants + carried):
         values[place] = _carried(program, values[place], equation.invars[place])
     body = equation.params["jaxpr"]
-    inside = program.rewriter.program(body, values, _wanted(program, equation))
+    inside = _entered(program, equation, body, values)
     kept = [precision_of(atom.aval) for atom in inner(body).outvars[:carried]]
     new, precisions = inside.finish(kept + [None] * (len(equation.outvars) - carried))
     program.emit(equation, values, precisions, {**equation.params, "jaxpr": new})
@@ -73,8 +74,9 @@ def _loop(program: Program, equation: Equation) -> None:
         for value, atom in zip(values[cond + body :], equation.invars[cond + body :], strict=True)
     ]
     values[cond + body :] = carried
-    condition = program.rewriter.program(params["cond_jaxpr"], values[:cond] + carried, (False,))
-    inside = program.rewriter.program(params["body_jaxpr"], values[cond:], _wanted(program, equation))
+    given = values[:cond] + carried
+    condition = program.rewriter.program(params["cond_jaxpr"], given, (False,), program.path)
+    inside = _entered(program, equation, params["body_jaxpr"], values[cond:])
     new, precisions = inside.finish([precision_of(atom.aval) for atom in equation.outvars])
     program.emit(
         equation, values, precisions, {**params, "cond_jaxpr": condition.finish()[0], "body_jaxpr": new}
@@ -83,8 +85,8 @@ def _loop(program: Program, equation: Equation) -> None:
 
 def _branch(program: Program, equation: Equation) -> None:
     """Enter branches. A result in whose precision they differ keeps its dtype."""
-    values, wanted = _hoisted(program, equation), _wanted(program, equation)
-    inside = [program.rewriter.program(it, values[1:], wanted) for it in equation.params["branches"]]
+    values = _hoisted(program, equation)
+    inside = [_entered(program, equation, it, values[1:]) for it in equation.params["branches"]]
     results = zip(*(it.finish()[1] for it in inside), strict=True)
     joined = [
         each[0] if len(set(each)) == 1 else precision_of(atom.aval)
@@ -97,15 +99,16 @@ def _branch(program: Program, equation: Equation) -> None:
 def _custom_jvp(program: Program, equation: Equation) -> None:
     """Enter a function with its own forward derivative."""
     params, values = equation.params, _hoisted(program, equation)
-    inside = program.rewriter.program(params["call_jaxpr"], values, _wanted(program, equation))
+    inside = _entered(program, equation, params["call_jaxpr"], values)
     new, results = inside.finish()
     rule, primals = params["jvp_jaxpr_fun"], [value.precision for value in values[params["num_consts"] :]]
+    path = program.path
 
     def rewritten(*zeros: bool) -> tuple[Any, Any, Sequence[bool]]:
         jaxpr, constants, zero_results = rule.call_wrapped(*zeros)
         given = [precision for precision, zero in zip(primals, zeros, strict=True) if not zero]
         gives = [precision for precision, zero in zip(results, zero_results, strict=True) if not zero]
-        within = _program_on(program, jaxpr, [*primals, *given])
+        within = _program_on(program, jaxpr, [*primals, *given], path)
         return within.finish([*results, *gives])[0], constants, zero_results
 
     params = {**params, "call_jaxpr": new, "jvp_jaxpr_fun": wrapped_like(rewritten, rule)}
@@ -116,26 +119,26 @@ def _custom_vjp(program: Program, equation: Equation) -> None:
     """Enter a function with its own backward derivative, which is given the dtypes it was written for."""
     params = dict(equation.params)
     key = "call_jaxpr" if "call_jaxpr" in params else "fun_jaxpr"
-    forward = params["fwd_jaxpr_thunk"]
+    forward, path = params["fwd_jaxpr_thunk"], program.path
 
     def rewritten(*zeros: bool) -> tuple[Any, ...]:
         jaxpr, *rest = forward.call_wrapped(*zeros) if hasattr(forward, "call_wrapped") else forward(*zeros)
-        return _with_signature(program, jaxpr), *rest
+        return _with_signature(program, jaxpr, path), *rest
 
-    params[key] = _with_signature(program, params[key])
+    params[key] = _with_signature(program, params[key], path)
     params["fwd_jaxpr_thunk"] = wrapped_like(rewritten, forward)
     program.as_written(equation, params)
 
 
 def _custom_vmap(program: Program, equation: Equation) -> None:
     """Enter a function with its own batching rule, which is given the dtypes it was written for."""
-    params = {**equation.params, "call": _with_signature(program, equation.params["call"])}
+    params = {**equation.params, "call": _with_signature(program, equation.params["call"], program.path)}
     program.as_written(equation, params)
 
 
 def _object(program: Program, equation: Equation) -> None:
     """Enter the solver of a `custom_root`, in the dtypes it was written for; leave other objects."""
-    root = root_of(equation)
+    root, path = root_of(equation), program.path
     if root is None:
         program.as_written(equation)
         return
@@ -144,7 +147,7 @@ def _object(program: Program, equation: Equation) -> None:
         def run(*args: Any) -> Any:
             arrays = jax.tree.leaves(args)
             jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*args)
-            new = evaluated(_with_signature(program, cast(ClosedJaxpr, jaxpr)), arrays)
+            new = evaluated(_with_signature(program, cast(ClosedJaxpr, jaxpr), path), arrays)
             return jax.tree.unflatten(jax.tree.structure(results), new)
 
         return run
@@ -152,21 +155,19 @@ def _object(program: Program, equation: Equation) -> None:
     program.as_written(equation, {**equation.params, "_prim": root_with(root, rewritten)})
 
 
-def _wanted(program: Program, equation: Equation) -> tuple[bool, ...]:
-    return program.ahead.wanted(equation.outvars)
+def _entered(program: Program, equation: Equation, jaxpr: AnyJaxpr, values: Sequence[Value]) -> Program:
+    """Return a program that an equation holds, rewritten for these operands."""
+    wanted = program.ahead.wanted(equation.outvars)
+    return program.rewriter.program(jaxpr, values, wanted, program.path)
 
 
 def _hoisted(program: Program, equation: Equation) -> list[Value]:
     """Return the operands; those that every held program only casts down are cast before the equation."""
     values = program.operands(equation)
     for place, uses in program.ahead.uses(equation).items():
-        value = values[place]
-        if (
-            value.precision == FLOAT32
-            and value.scalar is None
-            and all(it.wants_low(atom) for it, atom in uses)
-        ):
-            values[place] = program.cast(value, program.low)
+        value, low = values[place], common(it.low_of(atom) for it, atom in uses)
+        if value.precision == FLOAT32 and value.scalar is None and low:
+            values[place] = program.cast(value, low)
     return values
 
 
@@ -175,15 +176,17 @@ def _carried(program: Program, value: Value, atom: Atom) -> Value:
     return program.written(value, atom.aval)._replace(scalar=None, weak=False)
 
 
-def _program_on(program: Program, jaxpr: AnyJaxpr, precisions: Sequence[Precision | None]) -> Program:
+def _program_on(
+    program: Program, jaxpr: AnyJaxpr, precisions: Sequence[Precision | None], path: str
+) -> Program:
     values = [Value(None, precision) for precision in precisions]
-    return program.rewriter.program(jaxpr, values, (False,) * len(inner(jaxpr).outvars))
+    return program.rewriter.program(jaxpr, values, (False,) * len(inner(jaxpr).outvars), path)
 
 
-def _with_signature(program: Program, jaxpr: AnyJaxpr) -> Any:
+def _with_signature(program: Program, jaxpr: AnyJaxpr, path: str) -> Any:
     """Return a program rewritten inside, with operands and results in the dtypes it was written with."""
     old = inner(jaxpr)
-    inside = _program_on(program, jaxpr, [precision_of(atom.aval) for atom in old.invars])
+    inside = _program_on(program, jaxpr, [precision_of(atom.aval) for atom in old.invars], path)
     return inside.finish([precision_of(atom.aval) for atom in old.outvars])[0]
 
 

@@ -6,6 +6,8 @@ import functools
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
@@ -17,19 +19,21 @@ from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.flax_objects import Pure, pure
-from preamp.jax.autocasting.names import check_names, rules_of
+from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
+from preamp.jax.autocasting.names import check_names, rules_of, unmatched
 from preamp.jax.autocasting.precision import Value, precision_of
-from preamp.jax.autocasting.rewriting import Rewriter, Settings
+from preamp.jax.autocasting.rewriting import Rewriter
+from preamp.jax.autocasting.settings import LOW, Settings
 from preamp.jax.autocasting.structured import handlers_of
 from preamp.jax.jaxprs import ClosedJaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LOW = ("float16", "bfloat16")
 EMULATED = (*LOW, "float8_e4m3fn", "float8_e5m2")
 ALIASES = {"float8_e4m3": "float8_e4m3fn", "half": "float16"}
 OFF = jaxprs.REGION + "off"
 DEFAULT_PRECISIONS = ("default", "bfloat16")  # two names of one setting
+_PATTERNS: ContextVar[frozenset[str]] = ContextVar("patterns of the regions that are being traced")
 
 
 @overload
@@ -100,8 +104,10 @@ def autocast(
             with jax.named_scope(OFF):
                 return fn(*args, **kwargs)
         _warn_of_ambient_precision(settings)
-        with pure(fn, args, kwargs) as program:
-            call, written = _traced(program)
+        scopes = module_scopes() if settings.has_modules else nullcontext()
+        with scopes, pure(scoped_method(fn), args, kwargs) as program:
+            call, written = _traced(program, settings)
+            _warn_of_unmatched(settings, call.jaxpr, stacklevel=3)
             known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
             jaxpr = rewrite(call.jaxpr, replace(settings, flat=known), written)
             with jax.named_scope(settings.name):
@@ -156,6 +162,19 @@ def _warn_of_ambient_precision(settings: Settings) -> None:
         )
 
 
+def _warn_of_unmatched(settings: Settings, jaxpr: ClosedJaxpr, *, stacklevel: int) -> None:
+    """Warn of patterns that match no module of a program, unless the program is a part of a larger one.
+
+    A part need not have every module of a table: a function that a module or another region with the same
+    pattern calls.
+    """
+    if settings.has_modules and not jaxprs.current_path():
+        around = _PATTERNS.get(frozenset())
+        advice = unmatched([each for each in settings.table.modules if each not in around], jaxpr)
+        if advice:
+            warnings.warn(advice, stacklevel=stacklevel)
+
+
 def _check_boolean(name: str, value: object) -> None:
     if not isinstance(value, bool | np.bool_):
         raise CastingError(f"{name}={value!r:.60} is not a boolean. Write {name}=True or {name}=False.")
@@ -170,14 +189,19 @@ def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
     _check_boolean("emulate", emulate)
     if not isinstance(table, Casting | None):
         raise CastingError(f"casting={table!r} is not a table. Write casting=casting.DEFAULT.lower('exp').")
-    low, rules = _low(dtype, emulate), rules_of(table or DEFAULT)
-    edits = f"_{zlib.crc32(repr(sorted(rules.items())).encode()):08x}" if table and table.rules else ""
-    return Settings(low, rules, emulate, f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}")
+    table = DEFAULT if table is None else table
+    low, rules = _low(dtype, emulate), rules_of(table)
+    # The order of edits counts where there are modules, otherwise only the rules do.
+    edited = repr(table.edits if table.modules else sorted(rules.items()))
+    edits = f"_{zlib.crc32(edited.encode()):08x}" if table.edits else ""
+    name = f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}"
+    return Settings(low, rules, emulate, name, table=table)
 
 
 def rewritten(program: Pure, settings: Settings) -> Any:
     """Return the closed jaxpr of a call in a region; `jax.ShapeDtypeStruct`s may take the place of arrays."""
-    call, written = _traced(program)
+    call, written = _traced(program, settings)
+    _warn_of_unmatched(settings, call.jaxpr, stacklevel=4)
     return rewrite(call.jaxpr, settings, written)
 
 
@@ -196,12 +220,13 @@ def rewrite(jaxpr: ClosedJaxpr, settings: Settings, written: int = 0) -> ClosedJ
     values = [Value(atom, precision_of(atom.aval)) for atom in jaxpr.jaxpr.invars]
     results = jaxpr.jaxpr.outvars
     kept = [precision_of(atom.aval) for atom in results[:written]]
-    program = Rewriter(settings, handlers_of(settings.rules)).program(jaxpr, values, (False,) * len(results))
+    path = jaxprs.current_path() if settings.has_modules else ""
+    program = Rewriter(settings, handlers_of).program(jaxpr, values, (False,) * len(results), path)
     new: ClosedJaxpr = program.finish([*kept, *[None] * (len(results) - written)])[0]
     return new
 
 
-def _traced(program: Pure) -> tuple[jaxprs.Call, int]:
+def _traced(program: Pure, settings: Settings) -> tuple[jaxprs.Call, int]:
     """Trace a call without objects; return as well how many of its results are state, which come first."""
     counts: list[int] = []
 
@@ -211,7 +236,11 @@ def _traced(program: Pure) -> tuple[jaxprs.Call, int]:
         counts.append(len(jaxprs.split(state)[0]))
         return state, results
 
-    return jaxprs.traced(counted, program.args, program.kwargs), counts[-1]
+    token = _PATTERNS.set(_PATTERNS.get(frozenset()).union(settings.table.modules))
+    try:
+        return jaxprs.traced(counted, program.args, program.kwargs), counts[-1]
+    finally:
+        _PATTERNS.reset(token)
 
 
 def _low(dtype: object, emulate: bool) -> np.dtype[Any]:
