@@ -16,7 +16,9 @@ from preamp.errors import CastingError, UsageError
 from preamp.torch import autocast
 
 from .regions import BRAIN, FULL, HALF, all_same, in_step, state
+from .test_autocast_compiled import RELEASE
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # 2.12
 TABLE = casting.DEFAULT
 IDS = torch.arange(6) % 4
 
@@ -156,7 +158,7 @@ def test_results_and_gradients_are_those_of_casts_by_hand(tied):
     assert all_same(*outcomes)
 
 
-@pytest.mark.parametrize("where", ["around", "inside", "decorated"])
+@pytest.mark.parametrize("where", ["around", *(["inside", "decorated"] if RELEASE > (2, 6) else [])])
 @pytest.mark.parametrize("emulate", [False, True])
 def test_rules_of_modules_compile_without_breaks_and_once(where, emulate):
     model, counter = Model(), CompileCounterWithBackend("aot_eager")
@@ -304,8 +306,9 @@ def test_a_pattern_that_names_no_module_is_refused_with_the_nearest_paths(patter
         with autocast("cpu", casting=table, model=model):
             return model(ids)
 
-    with pytest.raises(Exception, match=rf"'{pattern}' names no module of this Model"):
-        torch.compile(made_inside, backend="eager", fullgraph=True)(Model(), IDS)
+    if RELEASE > (2, 6):  # which does not compile code that makes a region
+        with pytest.raises(Exception, match=rf"'{pattern}' names no module of this Model"):
+            torch.compile(made_inside, backend="eager", fullgraph=True)(Model(), IDS)
     assert not torch.overrides._get_current_function_mode_stack()
 
 

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from preamp.autocasting.tables import Casting, Edit
 from preamp.errors import UsageError
 from preamp.torch.autocasting import operators, recurrent, rules
 from preamp.torch.autocasting.rules import LOW, Action, Edits
-
-if TYPE_CHECKING:
-    from preamp.torch.autocasting.counting import CastCounter
 
 TorchAutocast = torch.autocast  # read once: users may replace torch.autocast by ours
 ELIGIBLE = {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -43,6 +40,22 @@ NONE = ""
 """The key of no edits."""
 
 
+class Counter(Protocol):
+    """The interface of `counting.CastCounter`, which counts the calls of operators for a report."""
+
+    def count(
+        self,
+        name: str,
+        rule: str,
+        emulated: torch.dtype | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+    ) -> Any:
+        """Return what the call of an operator returns, and count it."""
+        ...
+
+
 class EditMode(TorchFunctionMode):
     """Runs each function by the rule that its operator has.
 
@@ -53,7 +66,7 @@ class EditMode(TorchFunctionMode):
         counters: what counts the calls, outermost first.
     """
 
-    counters: tuple[CastCounter, ...] = ()
+    counters: tuple[Counter, ...] = ()
 
     def __init__(self, device_type: str, key: str) -> None:
         super().__init__()
@@ -152,10 +165,7 @@ def _run(
 
 
 def _has_dtype(values: Iterable[object]) -> bool:
-    for value in values:  # a loop, because not all releases trace `any` and `map`
-        if isinstance(value, torch.dtype):
-            return True
-    return False
+    return any(isinstance(value, torch.dtype) for value in values)
 
 
 def cast(values: Iterable[object], dtype: torch.dtype, device_type: str) -> list[Any]:
@@ -220,7 +230,7 @@ def _refusal(func: Callable[..., Any]) -> str:
 class CountingMode(EditMode):
     """The mode of a region with a report."""
 
-    def __init__(self, device_type: str, key: str, counters: tuple[CastCounter, ...]) -> None:
+    def __init__(self, device_type: str, key: str, counters: tuple[Counter, ...]) -> None:
         super().__init__(device_type, key)
         self.counters = counters
 
@@ -243,7 +253,7 @@ class CountingMode(EditMode):
         return run()
 
 
-def mode_of(device_type: str, key: str, counters: tuple[CastCounter, ...]) -> EditMode:
+def mode_of(device_type: str, key: str, counters: tuple[Counter, ...]) -> EditMode:
     """Return a mode to put in force."""
     return CountingMode(device_type, key, counters) if counters else EditMode(device_type, key)
 
