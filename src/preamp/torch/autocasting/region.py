@@ -33,6 +33,7 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting import dispatcher, edits, operators
 from preamp.torch.autocasting.generators import is_stepwise, wrap
 from preamp.torch.autocasting.thread_state import Change, Edits, Frame, thread
+from preamp.torch.scaling.unscaled import watch
 
 if TYPE_CHECKING:
     from preamp.autocasting.report import CastReport
@@ -62,6 +63,9 @@ class autocast(TorchAutocast):  # PyTorch's name
 
     After the last region has been left, nothing of it remains in the process.
 
+    It warns with `UnscaledFloat16`, once in a process, if float16 is used without a loss scaler and gradients
+    underflow: after a few of the first regions, the gradients of an optimizer's next step are examined.
+
     >>> import torch
     >>> from preamp import casting
     >>> x = torch.ones(2, 2)
@@ -88,6 +92,8 @@ class autocast(TorchAutocast):  # PyTorch's name
             cannot be emulated.
         UsageError: when a subclass is given `casting`, `report` or `emulate`.
     """
+
+    _emulate = False
 
     def __new__(
         cls,
@@ -173,6 +179,8 @@ class autocast(TorchAutocast):  # PyTorch's name
                 claim.release()
             if dispatcher.unneeded:
                 dispatcher.remove_unneeded()
+            if watch.is_on and self.fast_dtype is torch.float16 and self._enabled and not self._emulate:
+                watch.region_left()
         elif claim.held and before.dtype is not self.fast_dtype:
             clear_autocast_cache()
         return False
