@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Literal
+from typing import Literal, TypeAlias
 
 __all__ = ["Advice", "Feature", "MachineReport", "PrecisionRow", "Product"]
+
+Verdict: TypeAlias = Literal["native", "same", "emulated", "missing", "not tried"]
 
 WIDTH = 80
 SLOWER = 0.75  # of float32's speed: below it a precision counts as emulated, whatever the hardware claims
@@ -19,8 +21,9 @@ MUCH_FASTER = 1.5  # times bfloat16's speed: float16 is worth its loss scaling
 ROUNDS = 7
 ENOUGH, TOO_MUCH = 4e-3, 20e-3  # seconds: when float32, or the other precision, is timed long enough
 LEGEND = (
-    "Speeds are multiples of float32's. native: about as fast as float32 or faster, and the framework does "
-    "not say that the hardware lacks it. emulated: slower, or the framework says so. missing: it raises."
+    "Speeds are multiples of float32's. native: faster than float32, or about as fast and the framework "
+    "says that the hardware has it. same: about as fast, and nothing is known of the hardware. emulated: "
+    "slower, or the framework says that the hardware lacks it. missing: it raises."
 )
 
 
@@ -30,22 +33,24 @@ class Product:
 
     Attributes:
         speed: as a multiple of float32's; 0.0 if it raises, NaN if it was not tried.
-        native: whether it is not emulated: by its speed, and by what the framework says of the hardware.
+        claimed: whether the hardware has it, by what the framework says; None if it says nothing.
         problem: the first line of what it raised.
     """
 
     speed: float
-    native: bool = True
+    claimed: bool | None = None
     problem: str = ""
 
     @property
-    def verdict(self) -> Literal["native", "emulated", "missing", ""]:
-        """Return "native", "emulated", "missing", or "" for what was not tried."""
+    def verdict(self) -> Verdict:
+        """Whether the hardware computes it: by its speed, and by what the framework says."""
         if self.problem:
             return "missing"
         if math.isnan(self.speed):
-            return ""
-        return "native" if self.native else "emulated"
+            return "not tried"
+        if self.speed < SLOWER or self.claimed is False:
+            return "emulated"
+        return "native" if self.claimed or self.speed >= FASTER else "same"
 
     def __str__(self) -> str:
         if self.problem:
@@ -54,6 +59,7 @@ class Product:
 
 
 NOT_TRIED = Product(math.nan)
+REFERENCE = Product(1.0, claimed=True)
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def measure_product(
     make: Callable[[int, str], Callable[[], object]],
     sizes: Iterable[int],
     precision: str,
-    is_native: bool | None,
+    claimed: bool | None,
 ) -> Product:
     """Measure a product at the largest size that takes a few milliseconds.
 
@@ -191,7 +197,7 @@ def measure_product(
         make: returns what computes the product at a size in a precision, and waits for the result.
         sizes: the sizes to try, ascending.
         precision: what is compared with float32.
-        is_native: what the framework says of the hardware, None if nothing.
+        claimed: whether the hardware has it, by what the framework says; None if it says nothing.
     """
     try:
         for size in sizes:
@@ -200,9 +206,8 @@ def measure_product(
             if timed(base) >= ENOUGH or timed(other) >= TOO_MUCH:
                 break
     except Exception as error:  # frameworks and their backends raise various classes
-        return Product(0.0, False, first_line(error))
-    speed = compared(base, other)
-    return Product(speed, speed >= SLOWER and is_native is not False)
+        return Product(0.0, claimed, first_line(error))
+    return Product(compared(base, other), claimed)
 
 
 def first_line(error: BaseException) -> str:
@@ -245,8 +250,10 @@ def advise(rows: Sequence[PrecisionRow], code: Mapping[str, str]) -> Advice:
         )
     else:
         precision = "float32"
-        tried = [f"{speeds[name]:.2g} times in {name}" for name in ("bfloat16", "float16") if name in speeds]
-        reason = "training in low precision does not work."
+        tried = [
+            f"{speeds[name]:.2g} times in {name}" for name in ("bfloat16", "float16") if speeds.get(name)
+        ]
+        reason = "nothing in low precision works in full."
         if tried:
             reason = f"products are not faster in low precision ({', '.join(tried)})."
         if speeds.get("TF32", 0.0) >= FASTER:

@@ -18,10 +18,10 @@ from preamp.arrays.torch_devices import check_device, device_types, native_preci
 from preamp.errors import UsageError
 from preamp.machine import (
     NOT_TRIED,
+    REFERENCE,
     Feature,
     MachineReport,
     PrecisionRow,
-    Product,
     advise,
     first_line,
     judged,
@@ -39,7 +39,6 @@ DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-REFERENCE = Product(1.0)
 STEPS, BATCH, INPUTS = 40, 64, 32
 MATRICES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CHANNELS = (8, 16, 32, 64, 128, 256, 512)
@@ -121,7 +120,7 @@ def _note(kind: str, claimed: Mapping[str, bool]) -> str:
     return note or f"PyTorch {torch.__version__} does not say what the hardware has."
 
 
-def _row(kind: str, precision: str, is_native: bool | None) -> PrecisionRow:
+def _row(kind: str, precision: str, claimed: bool | None) -> PrecisionRow:
     if precision == "float32":
         return PrecisionRow(kind, precision, dict.fromkeys(PRODUCTS, REFERENCE), _training(kind, precision))
     is_float8 = precision.startswith("float8")
@@ -130,7 +129,7 @@ def _row(kind: str, precision: str, is_native: bool | None) -> PrecisionRow:
         if is_float8 and name != "matmul":
             products[name] = NOT_TRIED
         else:
-            products[name] = measure_product(_maker(kind, make), sizes, precision, is_native)
+            products[name] = measure_product(_maker(kind, make), sizes, precision, claimed)
     return PrecisionRow(kind, precision, products, "" if is_float8 else _training(kind, precision))
 
 
