@@ -18,7 +18,7 @@ WIDTH = 80
 SLOWER = 0.75  # of float32's speed: below it a precision counts as emulated, whatever the hardware claims
 FASTER = 1.2  # times float32's speed: below it a precision is not worth its rounding
 MUCH_FASTER = 1.5  # times bfloat16's speed: float16 is worth its loss scaling
-ROUNDS = 7
+ROUNDS, FEWEST_ROUNDS, SECONDS = 7, 3, 0.6  # of a comparison
 ENOUGH, TOO_MUCH = 4e-3, 20e-3  # seconds: when float32, or the other precision, is timed long enough
 LEGEND = (
     "Speeds are multiples of float32's. native: faster than float32, or about as fast and the framework "
@@ -169,8 +169,11 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
 
 def compared(base: Callable[[], object], other: Callable[[], object]) -> float:
     """Return how many times as fast the second function is: medians of calls that alternate."""
+    start = perf_counter()
     seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(ROUNDS):
+    for n in range(ROUNDS):
+        if n >= FEWEST_ROUNDS and perf_counter() - start > SECONDS:
+            break
         for run, taken in zip((base, other), seconds, strict=True):
             taken.append(timed(run))
     return median(seconds[0]) / max(median(seconds[1]), 1e-9)

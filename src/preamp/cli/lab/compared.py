@@ -139,7 +139,7 @@ def sentences(runs: Sequence[PrecisionRun]) -> list[str]:
         if bad:
             found.append(f"{run.name}: the loss is {run.losses[bad - 1]} in call {bad}.")
     if any(run.emulate for run in runs):
-        found.append("Emulated: rounded as float16 where it counts, at the speed of float32 or less.")
+        found.append("Emulated: products round to float16 and compute in float32, so the time says nothing.")
     return found
 
 
