@@ -55,7 +55,8 @@ class Product:
     def __str__(self) -> str:
         if self.problem:
             return "missing"
-        return "-" if math.isnan(self.speed) else f"{self.speed:.2g}x {self.verdict}"
+        digits = 2 if self.speed < 9.995 else 0
+        return "-" if math.isnan(self.speed) else f"{self.speed:.{digits}f}x {self.verdict}"
 
 
 NOT_TRIED = Product(math.nan)
@@ -141,7 +142,9 @@ class MachineReport:
         cells = [["device", "precision", *names, "training"]]
         for row in self.rows:
             told = "fails" if row.training not in ("", "works") else row.training or "-"
-            cells.append([row.device, row.precision, *(str(row.products[name]) for name in names), told])
+            cells.append(
+                [row.device, row.precision, *(str(row.products.get(name, NOT_TRIED)) for name in names), told]
+            )
         lines = [*aligned(cells), "", *_wrapped(LEGEND)]
         for device, note in self.notes.items():
             lines += _wrapped(f"{device}: {note}")

@@ -64,7 +64,8 @@ class autocast(TorchAutocast):  # PyTorch's name
     After the last region has been left, nothing of it remains in the process.
 
     It warns with `UnscaledFloat16`, once in a process, if float16 is used without a loss scaler and gradients
-    underflow: after a few of the first regions, the gradients of an optimizer's next step are examined.
+    underflow: after a few of the first regions, the gradients of an optimizer's next step are examined. Until
+    that step, or the next region, a hook is among those of all optimizers.
 
     >>> import torch
     >>> from preamp import casting

@@ -83,10 +83,17 @@ class Watch:
         if not torch.is_grad_enabled():
             return
         self._regions += 1
-        self.stop_looking()
-        if has_compiled() or self._regions > LOOKS[-1]:
+        if optimizer_hooks._global_optimizer_pre_hooks is _hooks:
+            self.stop_looking()
+        if self._regions in LOOKS:
+            self._look_at_next_step()
+        elif self._regions > LOOKS[-1]:
             self.is_on = False
-        elif self._regions in LOOKS and optimizer_hooks._global_optimizer_pre_hooks is _hooks.data:
+
+    def _look_at_next_step(self) -> None:
+        if has_compiled():  # a step that is compiled would be compiled once more
+            self.is_on = False
+        elif optimizer_hooks._global_optimizer_pre_hooks is _hooks.data:  # not while a thread is in a region
             optimizer_hooks._global_optimizer_pre_hooks = _hooks
 
     @contextmanager
