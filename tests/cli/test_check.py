@@ -116,13 +116,8 @@ def test_a_step_runs_in_each_precision_from_the_same_seed_in_a_fresh_process(che
 
 def test_gradients_that_underflow_show_in_the_loss(check):
     done = check("--model", "train.py:starved", "--calls", "20")
-    difference = {name: line.split()[-2] for name, line in rows(done.stdout).items()}
-    assert (
-        float(difference["bfloat16"].rstrip("%")) < 0.5 < float(difference["float16, emulated"].rstrip("%"))
-    )
-    done = check("--model", "train.py:large", "--calls", "1")
-    assert "not finite" in rows(done.stdout)["float16, emulated"]
-    assert re.search(r"float16, emulated: the loss is (-?inf|nan) in call 1\.", done.stdout)
+    _, brain, half = (line.split()[-2].rstrip("%") for line in rows(done.stdout).values())
+    assert float(brain) < 0.5 < float(half)
 
 
 def test_a_precision_that_fails_is_a_row(check):
@@ -203,6 +198,9 @@ def test_it_checks_jax(here, monkeypatch):
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert re.search(r"^cpu +bfloat16 .* works$", done.stdout, re.MULTILINE)
     assert re.search(r"^cpu +float16 .* works$", done.stdout, re.MULTILINE)
+    done = here("check", "--framework", "jax", "--device", "tpu")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "JAX has no device type 'tpu' here. Write one that it has: cpu." in done.stderr
     monkeypatch.setattr("preamp.jax.check", lambda devices: machine())
     Path("train.py").write_text(JAX_SCRIPT)
     done = here("check", "--framework", "jax", "--model", "train.py:loss", "--calls", "2")
@@ -210,9 +208,6 @@ def test_it_checks_jax(here, monkeypatch):
     differences = [line.split()[-2] for line in rows(done.stdout).values()]
     assert differences[0] == "-"
     assert all(float(one.rstrip("%")) < 5 for one in differences[1:])
-    done = here("check", "--framework", "jax", "--device", "tpu")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "JAX has no device type 'tpu' here. Write one that it has: cpu." in done.stderr
 
 
 def test_what_a_run_writes_can_be_read_again():
