@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -45,19 +46,25 @@ class Transformer(nn.Module):
         return self.out(self.layer(self.embedding(x))).transpose(1, 2)
 
 
+def labeled(x, label):
+    return x, label(x)
+
+
 def mlp():
     layers = nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-    return nn.Sequential(*layers), lambda: (torch.randn(64, 64), torch.randint(10, (64,)))
+    answers = torch.randn(64, 10)
+    return nn.Sequential(*layers), lambda: labeled(torch.randn(64, 64), lambda x: (x @ answers).argmax(1))
 
 
 def conv():
     first = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()
     model = nn.Sequential(*first, nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 144, 10))
-    return model, lambda: (torch.randn(32, 3, 16, 16), torch.randint(10, (32,)))
+    answers = torch.randn(3, 10)
+    return model, lambda: labeled(torch.randn(32, 3, 16, 16), lambda x: (x.mean((2, 3)) @ answers).argmax(1))
 
 
 def transformer():
-    return Transformer(), lambda: (torch.randint(100, (16, 32)), torch.randint(100, (16, 32)))
+    return Transformer(), lambda: labeled(torch.randint(100, (16, 32)), lambda x: (x * 7 + 3) % 100)
 
 
 models = pytest.mark.parametrize("make", [mlp, conv, transformer])
@@ -99,6 +106,37 @@ def test_it_warns_once_where_gradients_underflow(make, watch):
         assert file.readlines()[said.lineno - 1].strip() == "optimizer.step()"
 
 
+@pytest.mark.slow
+@models
+def test_the_threshold_lies_between_trainings_that_lose_nothing_and_those_that_do(make):
+    """The numbers in the module's docstring and in docs/check.md."""
+
+    def losses(factor, dtype):
+        torch.manual_seed(0)
+        model, batch = make()
+        optimizer, shares = torch.optim.Adam(model.parameters()), []
+        for _ in range(60):
+            x, y = batch()
+            optimizer.zero_grad()
+            with autocast("cpu", dtype or HALF, enabled=dtype is not None):
+                loss = F.cross_entropy(model(x), y)
+            (loss * factor).backward()
+            shares.append(small_share(gradients(model), 1))
+            optimizer.step()
+        return loss.item(), max(shares), max(shares[:10])
+
+    unscaled.watch.is_on = False
+    for factor in (1.0, 1e-2):
+        loss, share, _ = losses(factor, HALF)
+        assert share < 0.05
+        assert loss == pytest.approx(losses(factor, None)[0], rel=0.02)
+    loss, _, early = losses(TINY, HALF)
+    assert early > 0.15
+    assert loss > losses(TINY, None)[0] * 1.004
+    for dtype in (None, BRAIN):
+        assert losses(TINY, dtype)[1] == 0.0
+
+
 @models
 @pytest.mark.parametrize("factor", [1.0, 1e-2])
 def test_it_is_silent_where_float16_is_enough(make, factor, watch):
@@ -133,6 +171,27 @@ def test_a_scaler_that_is_disabled_scales_nothing():
 
 def test_an_edited_region_counts_like_any_other():
     assert len(train(region=autocast("cpu", HALF, report=True))) == 1
+
+
+class OwnScaler(torch.amp.GradScaler):
+    def step(self, optimizer, *args, **kwargs):
+        return super().step(optimizer, *args, **kwargs)
+
+
+def test_a_subclass_of_a_scaler_is_one(watch):
+    assert train(scaler=OwnScaler("cpu", init_scale=1.0)) == []
+    assert not watch.is_on
+
+
+def test_variables_of_the_program_are_not_kept(watch):
+    model, batch = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    large = torch.ones(1)
+    still = weakref.ref(large)
+    step(model, optimizer, batch, 1.0)
+    assert watch._regions == 1
+    del large
+    assert still() is None
 
 
 def test_a_user_can_silence_it(watch):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -149,6 +150,22 @@ def compiler_options() -> dict[str, Any]:
     import torch._inductor.config as settings
 
     return {"cpp.vec_isa_ok": True} if hasattr(settings.cpp, "vec_isa_ok") else {}
+
+
+@contextmanager
+def counters_of_compiler() -> Iterator[None]:
+    """Set the compiler's counters back to what they were.
+
+    Since before 2.6. Without, `has_compiled` would count what is compiled inside.
+    """
+    import torch._dynamo.utils as utils
+
+    before = {name: Counter(counts) for name, counts in utils.counters.items()}
+    try:
+        yield
+    finally:
+        utils.counters.clear()
+        utils.counters.update(before)
 
 
 def scaled_mm(a: Tensor, b: Tensor) -> Callable[[], Tensor]:

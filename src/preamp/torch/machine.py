@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preamp.arrays.torch_compat import compiler_options, scaled_mm
+from preamp.arrays.torch_compat import compiler_options, counters_of_compiler, scaled_mm
 from preamp.arrays.torch_devices import check_device, device_types, native_precisions, synchronize
 from preamp.errors import UsageError
 from preamp.machine import (
@@ -256,7 +256,7 @@ def _compiles(kind: str, dtype: torch.dtype) -> str:
             return F.relu(x @ weight).float().sum()
 
     try:
-        with warnings.catch_warnings(action="ignore"), _same_environment():
+        with warnings.catch_warnings(action="ignore"), _same_environment(), counters_of_compiler():
             compiled = torch.compile(product, options=compiler_options())
             loss = compiled(torch.ones(4, 16, dtype=torch.float32, device=kind))
             torch.autograd.backward(loss)
