@@ -18,8 +18,8 @@ WIDTH = 80
 SLOWER = 0.75  # of float32's speed: below it a precision counts as emulated, whatever the hardware claims
 FASTER = 1.2  # times float32's speed: below it a precision is not worth its rounding
 MUCH_FASTER = 1.5  # times bfloat16's speed: float16 is worth its loss scaling
-ROUNDS, FEWEST_ROUNDS, SECONDS = 7, 3, 0.6  # of a comparison
-ENOUGH, TOO_MUCH = 4e-3, 20e-3  # seconds: when float32, or the other precision, is timed long enough
+ROUNDS, FEWEST_ROUNDS, SECONDS = 7, 3, 0.3  # of a comparison
+ENOUGH, TOO_MUCH = 4e-3, 10e-3  # seconds: when float32, or the other precision, is timed long enough
 LEGEND = (
     "Speeds are multiples of float32's. native: faster than float32, or about as fast and the framework "
     "says that the hardware has it. same: about as fast, and nothing is known of the hardware. emulated: "

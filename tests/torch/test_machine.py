@@ -139,22 +139,25 @@ def test_what_raises_is_missing_and_said(monkeypatch):
     assert found.advice[0].precision != "bfloat16"
 
 
-def test_a_slow_precision_is_measured_at_a_small_size():
-    sizes = {"float32": [], "float16": []}
+def test_a_slow_precision_is_measured_at_a_small_size(monkeypatch):
+    now, sizes = 0.0, {"float32": [], "float16": []}
+    monkeypatch.setattr("preamp.machine.perf_counter", lambda: now)
 
     def make(size, precision):
         def run():
+            nonlocal now
             sizes[precision].append(size)
-            end = machine.perf_counter() + size * (1e-4 if precision == "float32" else 1e-2)
-            while machine.perf_counter() < end:
-                pass
+            now += size * (1e-4 if precision == "float32" else 6e-3)
 
         return run
 
     found = measure_product(make, (1, 2, 4, 8, 16, 32), "float16", None)
     assert max(sizes["float16"]) == 2
-    assert found.speed < 0.1
+    assert found.speed == pytest.approx(1 / 60)
     assert found.verdict == "emulated"
+    found = measure_product(make, (1, 2, 4, 8, 16, 32, 64, 128), "float32", None)
+    assert max(sizes["float32"]) == 64
+    assert found.speed == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

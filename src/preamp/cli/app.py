@@ -351,9 +351,9 @@ def check(
 ) -> int:
     """Measure what this machine can do in each precision, and say which one to use.
 
-    It takes about ten seconds: products in each precision compared with float32, a small training with
-    autocast and loss scaling, a fused optimizer and the compiler. With --model it also runs a step of yours
-    in each precision, each in a process of its own from the same seed, and compares the losses.
+    Products in each precision compared with float32, a small training with autocast and loss scaling, a fused
+    optimizer and the compiler, in about ten seconds for each type of device. With --model it also runs a step
+    of yours in each precision, each in a process of its own from the same seed, and compares the losses.
 
     Args:
         framework: whose arithmetic to check.

@@ -41,12 +41,12 @@ DTYPES = {
 }
 STEPS, BATCH, INPUTS = 40, 64, 32
 MATRICES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-CHANNELS = (8, 16, 32, 64, 128, 256, 512)
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+CHANNELS = (8, 16, 32, 64, 128, 256, 512, 1024)
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def check(devices: Iterable[str] | None = None) -> MachineReport:
-    """Measure what this machine can do in each precision, in about ten seconds.
+    """Measure what this machine can do in each precision, in about ten seconds for each device type.
 
     For each device type and precision: the speed of a matrix product, a convolution and attention, as
     multiples of float32's, and whether a small model learns with `autocast` and `GradScaler`. For each device
@@ -78,8 +78,13 @@ def check(devices: Iterable[str] | None = None) -> MachineReport:
     rows: list[PrecisionRow] = []
     features: list[Feature] = []
     advice, notes = [], {}
-    with watch.paused(), torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-        torch.manual_seed(0)
+    with (
+        watch.paused(),
+        torch.random.fork_rng(devices=[]),  # of the CPU: no device's generator is used
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu"),
+    ):
         for kind in kinds:
             with torch.autocast(kind, enabled=False):
                 claimed = native_precisions(kind)
@@ -209,7 +214,7 @@ def _training(kind: str, precision: str) -> str:
 
 def _train(kind: str, precision: str) -> tuple[float, float]:
     """Train a small model; return the first and the last loss."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     layers = (torch.nn.Linear(INPUTS, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     model = torch.nn.Sequential(*layers).to(kind, torch.float32)
     x = _numbers(BATCH, INPUTS, device=kind)
