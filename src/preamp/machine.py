@@ -151,7 +151,8 @@ class MachineReport:
         for row in self.rows:
             lines += [line for problem in _problems(row) for line in _wrapped(problem)]
         for feature in self.features:
-            lines += _wrapped(f"{feature.device}: {feature.name} {feature.problem or 'works'}.")
+            told = feature.problem.rstrip(".") or "works"
+            lines += _wrapped(f"{feature.device}: {feature.name} {told}.")
         for advice in self.advice:
             lines += ["", *_wrapped(f"Use {advice.precision} on {advice.device}: {advice.reason}")]
             lines += textwrap.indent(advice.code, "    ").splitlines()

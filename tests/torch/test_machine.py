@@ -4,9 +4,11 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,6 +222,40 @@ def test_devices_that_are_not_there_are_refused(devices, error, message, monkeyp
     monkeypatch.setattr(machine, "device_types", lambda: ["cpu"])
     with pytest.raises(error, match=message):
         check(devices)
+
+
+STAND_IN = """
+import torch
+from tests.torch.stand_in_device import install
+
+kept = install("npu", double=False)
+from preamp.torch import machine
+
+machine.PRODUCTS = {name: (make, sizes[:2]) for name, (make, sizes) in machine.PRODUCTS.items()}
+machine._compiles = lambda *_: "does not work: " + "no " * 99
+print(machine.check())
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="no device can stand in for one",
+)
+def test_an_accelerator_is_checked_beside_the_cpu_and_what_it_lacks_is_said():
+    """On a device that computes on the CPU, without convolutions and without kernels for autocast."""
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", STAND_IN], cwd=root, capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    found = {tuple(line.split()[:2]): line for line in lines if re.match(r"(cpu|npu) ", line)}
+    assert re.search(r"1\.00x native +missing +1\.00x native +works$", found["npu", "float32"])
+    assert re.search(r"x \w+ +- +\S+x \w+ +fails$", found["npu", "float16"])
+    assert re.search(r" works$", found["cpu", "float16"])
+    assert "float32 on npu: conv: NotImplementedError: convolution_overrideable" in done.stdout
+    assert "npu: fused AdamW with GradScaler works." in lines
+    assert any(line.startswith("Use float32 on npu: ") for line in lines)
 
 
 def test_what_pytorch_says_of_the_hardware(monkeypatch):

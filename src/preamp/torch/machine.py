@@ -88,7 +88,9 @@ def check(devices: Iterable[str] | None = None) -> MachineReport:
         for kind in kinds:
             with torch.autocast(kind, enabled=False):
                 claimed = native_precisions(kind)
-                found = [_row(kind, name, claimed.get(name.partition("_")[0])) for name in _precisions(kind)]
+                found = [_reference_row(kind)]
+                for precision in _precisions(kind)[1:]:
+                    found.append(_row(found[0], precision, claimed.get(precision.partition("_")[0])))
                 rows += found
                 advice.append(advise(found, _code(kind)))
                 notes[kind] = _note(kind, claimed)
@@ -105,14 +107,15 @@ def _precisions(kind: str) -> list[str]:
 
 def _code(kind: str) -> dict[str, str]:
     """Return the lines to write for each precision that can be recommended."""
+    start = "from preamp.torch import"
     forward = f'with autocast("{kind}", dtype=torch.{{}}):\n    loss = ...'
     rehearse = f'# to rehearse float16: autocast("{kind}", dtype=torch.float16, emulate=True)'
     return {
         "float32": f"loss = ...  # without autocast\n{rehearse}",
         "TF32": 'torch.set_float32_matmul_precision("high")\nloss = ...  # without autocast',
-        "bfloat16": forward.format("bfloat16") + "\nloss.backward()",
-        "float16": f'scaler = GradScaler("{kind}")\n{forward.format("float16")}\n'
-        "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+        "bfloat16": f"{start} autocast\n\n{forward.format('bfloat16')}\nloss.backward()",
+        "float16": f'{start} GradScaler, autocast\n\nscaler = GradScaler("{kind}")\n'
+        f"{forward.format('float16')}\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
     }
 
 
@@ -125,13 +128,21 @@ def _note(kind: str, claimed: Mapping[str, bool]) -> str:
     return note or f"PyTorch {torch.__version__} does not say what the hardware has."
 
 
-def _row(kind: str, precision: str, claimed: bool | None) -> PrecisionRow:
-    if precision == "float32":
-        return PrecisionRow(kind, precision, dict.fromkeys(PRODUCTS, REFERENCE), _training(kind, precision))
+def _reference_row(kind: str) -> PrecisionRow:
+    """Return the row of float32, with what it is missing."""
+    products = {}
+    for name, (make, sizes) in PRODUCTS.items():
+        tried = measure_product(_maker(kind, make), sizes[:1], "float32", True)
+        products[name] = tried if tried.problem else REFERENCE
+    return PrecisionRow(kind, "float32", products, _training(kind, "float32"))
+
+
+def _row(reference: PrecisionRow, precision: str, claimed: bool | None) -> PrecisionRow:
+    kind = reference.device
     is_float8 = precision.startswith("float8")
     products = {}
     for name, (make, sizes) in PRODUCTS.items():
-        if is_float8 and name != "matmul":
+        if reference.products[name].problem or (is_float8 and name != "matmul"):
             products[name] = NOT_TRIED
         else:
             products[name] = measure_product(_maker(kind, make), sizes, precision, claimed)
