@@ -1,7 +1,10 @@
 """`preamp check`: the table, a user's step in each precision, and what it refuses."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -215,3 +218,20 @@ def test_what_a_run_writes_can_be_read_again():
     read = PrecisionRun(**json.loads(json.dumps(compared.asdict(run))))
     assert read.losses[0] == 1.0
     assert read.name == "float16, emulated"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model", "train.py:loss"]])
+@pytest.mark.parametrize("package", ["torch", "jax"])
+def test_a_missing_framework_is_named(package, arguments, tmp_path):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('absent', name={package!r})")
+    (tmp_path / "train.py").write_text("def loss(): return 1.0")
+    done = subprocess.run(
+        [sys.executable, "-m", "preamp", "check", "--framework", package, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"preamp: {package} is missing. Run: pip install 'preamp[{package}]'\n"
