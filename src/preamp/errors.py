@@ -14,6 +14,7 @@ PreampError
 
 UserWarning
 ├── InexactScale                   a scale or factor that is not a power of two: it rounds every gradient
+├── UnscaledFloat16                float16 autocast trains without a loss scaler, and gradients underflow
 └── LossyConversion                a saved loss scale that another system's checkpoint holds only in part
 ```
 """
@@ -37,6 +38,7 @@ __all__ = [
     "PreampError",
     "ScaleExhausted",
     "TraceError",
+    "UnscaledFloat16",
     "UsageError",
 ]
 
@@ -128,3 +130,10 @@ class InexactScale(UserWarning):
 
 class LossyConversion(UserWarning):
     """Part of a loss scale's state is lost: another system's checkpoint has no place for it."""
+
+
+class UnscaledFloat16(UserWarning):
+    """float16 autocast trains without a loss scaler, and gradients underflow: given once in a process.
+
+    `warnings.filterwarnings("ignore", category=preamp.errors.UnscaledFloat16)` silences it.
+    """

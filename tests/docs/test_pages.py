@@ -30,7 +30,7 @@ CORE = [
         "simulation.processes",
         "simulation.simulate",
     ),
-    *("scaling", "record.trace", "record.snapshots", "record.exponents"),
+    *("scaling", "record.trace", "record.snapshots", "record.exponents", "machine"),
 ]
 LINK = re.compile(r"\]\((?!https?://|#)([^)\s#]+)")
 

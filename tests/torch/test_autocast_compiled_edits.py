@@ -21,7 +21,9 @@ from .test_autocast_compiled import (
     nested,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # 2.12
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.compile with fullgraph=True found no compiled frames"
+)  # 2.12
 TABLE = casting.DEFAULT.float32("mm", "matmul", "bmm", "linear").lower("softmax").widest("add")
 EDITS = {
     "table": {"casting": TABLE},

@@ -19,6 +19,7 @@ from torch.utils import _python_dispatch
 
 from preamp import casting
 from preamp.torch import autocast
+from preamp.torch.scaling import unscaled
 
 from .regions import BRAIN, HALF, in_step, in_thread, numbers, weight
 
@@ -62,8 +63,9 @@ def work():
 
 
 @pytest.fixture
-def before():
+def before(monkeypatch):
     """Return all there is before a test, and fail where it is not the same after it."""
+    monkeypatch.setattr(unscaled.watch, "is_on", False)  # its hook stays until the next optimizer step
     with autocast("cpu"):
         pass
     before = everything()

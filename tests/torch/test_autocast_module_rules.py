@@ -18,7 +18,9 @@ from preamp.torch import autocast
 from .regions import BRAIN, FULL, HALF, all_same, in_step, state
 from .test_autocast_compiled import RELEASE
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # 2.12
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.compile with fullgraph=True found no compiled frames"
+)  # 2.12
 TABLE = casting.DEFAULT
 IDS = torch.arange(6) % 4
 

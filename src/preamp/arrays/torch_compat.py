@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -124,6 +125,66 @@ def is_compiler_off() -> bool:
     """
     compiler = sys.modules.get("torch._dynamo")  # which takes long to load
     return compiler is None or compiler.eval_frame._stance.stance == "force_eager"
+
+
+def has_compiled() -> bool:
+    """Return whether `torch.compile` has compiled anything in this process.
+
+    Since before 2.6. Without, a compiled optimizer step could be compiled once more for a hook.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")  # which takes long to load
+    return utils is not None and utils.counters.get("frames", {}).get("total", 0) > 0
+
+
+def cpu_features() -> dict[str, bool]:
+    """Return which instructions the CPU has that matter for low precision, by name.
+
+    `get_capabilities` is there since 2.11. Before, some of them are private functions; without those, nothing
+    is said.
+    """
+    asked = getattr(torch.cpu, "get_capabilities", None)
+    if asked is not None:
+        return {name: value for name, value in asked().items() if isinstance(value, bool)}
+    names = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_bf16": "_is_amx_tile_supported"}
+    names["amx_fp16"] = "_is_amx_fp16_supported"
+    found = {name: getattr(torch.cpu, function, None) for name, function in names.items()}
+    return {name: bool(ask()) for name, ask in found.items() if ask is not None}
+
+
+def compiler_options() -> dict[str, Any]:
+    """Return options with which `torch.compile` is quick for one small function.
+
+    By default it first compiles programs that find out which vector instructions work, for some seconds.
+    Since before 2.6. Without, it takes that time.
+    """
+    import torch._inductor.config as settings
+
+    return {"cpp.vec_isa_ok": True} if hasattr(settings.cpp, "vec_isa_ok") else {}
+
+
+@contextmanager
+def counters_of_compiler() -> Iterator[None]:
+    """Set the compiler's counters back to what they were.
+
+    Since before 2.6. Without, `has_compiled` would count what is compiled inside.
+    """
+    import torch._dynamo.utils as utils
+
+    before = {name: Counter(counts) for name, counts in utils.counters.items()}
+    try:
+        yield
+    finally:
+        utils.counters.clear()
+        utils.counters.update(before)
+
+
+def scaled_mm(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    """Return what multiplies two matrices of float8; the second has to be stored by columns.
+
+    Since before 2.6. Without, AttributeError: float8 counts as missing.
+    """
+    one, multiply = torch.ones((), dtype=torch.float32, device=a.device), torch._scaled_mm
+    return lambda: multiply(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 
 # ---- Autocast ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preamp.arrays.torch_compat import cpu_features
 from preamp.checks import shown
 from preamp.errors import PolicyError
 
@@ -68,3 +69,41 @@ def is_capturing(tensor: Tensor) -> bool:
     module = getattr(torch, tensor.device.type, None)
     asked = getattr(module, "is_current_stream_capturing", None)  # of CUDA, and of backends with such graphs
     return asked is not None and bool(asked())
+
+
+def device_types() -> list[str]:
+    """Return the types of device that this machine has: the CPU, and an accelerator if there is one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def synchronize(kind: str) -> None:
+    """Wait until a device type has computed what was asked of it."""
+    wait = getattr(getattr(torch, kind, None), "synchronize", None)
+    if wait is not None and kind != "cpu":
+        wait()
+
+
+def native_precisions(kind: str) -> dict[str, bool]:
+    """Return which precisions the hardware has, by what PyTorch says; what it does not say is left out.
+
+    Args:
+        kind: the device type. Of a CUDA device type, the current device is asked.
+    """
+    if kind == "cpu":
+        features = cpu_features()
+        if "avx512_bf16" not in features:  # another architecture, of which the names are not known here
+            return {}
+        return {
+            "bfloat16": features["avx512_bf16"] or features.get("amx_bf16", False),
+            "float16": features.get("avx512_fp16", False) or features.get("amx_fp16", False),
+            "float8": features.get("avx10_2", False),
+        }
+    if kind == "cuda":
+        found = {"bfloat16": torch.cuda.is_bf16_supported(including_emulation=False)}
+        if not torch.version.hip:
+            capability = torch.cuda.get_device_capability()
+            found |= {"float16": capability >= (5, 3), "float8": capability >= (8, 9)}
+        return found
+    asked = getattr(getattr(torch, kind, None), "is_bf16_supported", None)
+    return {} if asked is None else {"bfloat16": bool(asked())}

@@ -7,7 +7,7 @@ casts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
@@ -210,10 +210,10 @@ class Casting:
         return table
 
     @classmethod
-    def of(cls, edits: Sequence[Edit], optional: frozenset[str]) -> Casting:
+    def of(cls, edits: Iterable[Edit], optional: Iterable[str]) -> Casting:
         """Return a table with these edits."""
         table = cls()
-        table.edits, table.optional = tuple(edits), optional
+        table.edits, table.optional = tuple(edits), frozenset(optional)
         return table
 
     def __getitem__(self, name: str) -> Rule:

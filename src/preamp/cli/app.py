@@ -1,4 +1,4 @@
-"""The command line: train, simulate, report, doctor, inspect, convert, dialects."""
+"""The command line: train, simulate, report, doctor, inspect, check, convert, dialects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from preamp.cli.terminal import (
     train_all,
     until_done,
 )
-from preamp.errors import PreampError
+from preamp.errors import MissingExtra, PreampError
 from preamp.policy import Dynamic
 from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab
@@ -43,9 +43,10 @@ from preamp.systems.dialects import ALL
 if TYPE_CHECKING:
     from preamp.cli.lab.problem import Problem
     from preamp.cli.lab.runs import Run
+    from preamp.machine import MachineReport
     from preamp.report import Curve
 
-__all__ = ["app", "convert", "dialects", "doctor", "inspect", "report", "run", "simulate", "train"]
+__all__ = ["app", "check", "convert", "dialects", "doctor", "inspect", "report", "run", "simulate", "train"]
 
 Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))]
 Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
@@ -347,6 +348,41 @@ def inspect(
 
 
 @app.command
+def check(
+    *,
+    framework: Literal["torch", "jax"] = "torch",
+    device: Annotated[tuple[str, ...], NO_DEFAULT] = (),
+    model: str | None = None,
+    calls: Count | None = None,
+) -> int:
+    """Measure what this machine can do in each precision, and say which one to use.
+
+    Products in each precision compared with float32, a small training with autocast and loss scaling, a fused
+    optimizer and the compiler, in about ten seconds for each type of device. With --model it also runs a step
+    of yours in each precision, each in a process of its own from the same seed, and compares the losses.
+
+    Args:
+        framework: whose arithmetic to check.
+        device: a device type, such as cuda; can be repeated. Default: the CPU and the accelerator, if any.
+        model: MODULE:FUNCTION, such as train.py:step; it is called without arguments and returns the loss.
+        calls: how often to call it in each precision. Default: 5.
+    """
+    from preamp.cli.lab.compared import run_in_float32, run_in_low_precision, sentences, table
+
+    if calls is not None and model is None:
+        raise PreampError(f"--calls {calls} has no effect without --model. Write --model MODULE:FUNCTION.")
+    reference = run_in_float32(model, framework, calls or 5) if model else None
+    found = _check_machine(framework, device)
+    print(found)
+    if model and reference:
+        runs = [reference, *run_in_low_precision(reference, model, framework, found)]
+        out.print(f"\n{model} in each precision, {len(reference.losses)} calls:", soft_wrap=True)
+        print_table(table(runs))
+        print_lines(sentences(runs))
+    return 0
+
+
+@app.command
 def convert(
     source: Path,
     out_file: Path,
@@ -382,6 +418,19 @@ def dialects() -> int:
     """Show the systems whose policies preamp reproduces, and what is odd about each."""
     print_table([{"dialect": name.lower(), "system": d.system, "oddity": d.odd} for name, d in ALL.items()])
     return 0
+
+
+def _check_machine(framework: str, devices: Sequence[str]) -> MachineReport:
+    try:
+        if framework == "torch":
+            from preamp.torch import check as measure
+        else:
+            from preamp.jax import check as measure
+    except MissingExtra:
+        raise
+    except ImportError as error:
+        raise MissingExtra.of(error, f"preamp[{framework}]") from error
+    return measure(devices or None)
 
 
 def _refuse_together(with_flag: str, **flags: object) -> None:

@@ -63,7 +63,7 @@ def print_table(rows: Sequence[Row]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in rows[0]:
         justify: Literal["left", "right"] = (
-            "left" if name in ("run", "dialect", "system", "oddity") else "right"
+            "left" if name in ("run", "dialect", "system", "oddity", "precision") else "right"
         )
         table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("system", "oddity"))
     for row in rows:

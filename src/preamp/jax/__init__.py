@@ -14,6 +14,7 @@ else:  # in JAX 0.5 an array's type does not say along which axes of a mesh it v
 from preamp.jax.autocasting.counting import casts
 from preamp.jax.autocasting.transform import autocast
 from preamp.jax.exponents import exponent_histogram, flow_slot, snapshot, watch
+from preamp.jax.machine import check
 from preamp.jax.scaling import exporting as _exporting
 from preamp.jax.scaling.differentiation import scaled_value_and_grad, value_and_grad
 from preamp.jax.scaling.loss_scale import LossScale
@@ -34,6 +35,7 @@ __all__ = [
     "apply_gradients",
     "autocast",
     "casts",
+    "check",
     "check_exhausted",
     "exponent_histogram",
     "flow_slot",

@@ -16,6 +16,7 @@ from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.layerwise.layerwise_scale import LayerwiseScale
 from preamp.torch.lens.lens import Lens
+from preamp.torch.machine import check
 from preamp.torch.scaling.grad_scaler import GradScaler
 from preamp.torch.scaling.loss_scale_optimizer import LossScaleOptimizer
 from preamp.torch.scaling.sharded_grad_scaler import ShardedGradScaler
@@ -28,6 +29,7 @@ __all__ = [
     "ShardedGradScaler",
     "amp",
     "autocast",
+    "check",
     "cpu",
     "cuda",
     "custom_bwd",

@@ -36,6 +36,7 @@ from preamp.torch.autocasting import modes, modules, operators, rules
 from preamp.torch.autocasting.generators import is_stepwise, wrap
 from preamp.torch.autocasting.modes import EditMode
 from preamp.torch.autocasting.weight_cache import Claim
+from preamp.torch.scaling.unscaled import watch
 
 if TYPE_CHECKING:
     from preamp.autocasting.report import CastReport
@@ -90,6 +91,10 @@ class autocast(TorchAutocast):  # PyTorch's name
 
     After the last region has been left, nothing of it remains in the process.
 
+    It warns with `UnscaledFloat16`, once in a process, if float16 is used without a loss scaler and gradients
+    underflow: after a few of the first regions, the gradients of an optimizer's next step are examined. Until
+    that step, or the next region, a hook is among those of all optimizers.
+
     >>> import torch
     >>> from preamp import casting
     >>> x = torch.ones(2, 2)
@@ -118,6 +123,8 @@ class autocast(TorchAutocast):  # PyTorch's name
         UsageError: when a table with rules for modules is given without a model, and when a subclass is given
             `casting`, `report` or `emulate`.
     """
+
+    _emulate = False
 
     def __new__(
         cls,
@@ -203,11 +210,13 @@ class autocast(TorchAutocast):  # PyTorch's name
         else:
             before = self._leave_early(entries)
         autocast_decrement_nesting()
-        if claim.held:
-            if not entries:
+        if not entries:
+            if claim.held:
                 claim.release()
-            elif before is not self.fast_dtype:
-                clear_autocast_cache()
+            if self.fast_dtype is torch.float16 and watch.is_on and self._enabled and not self._emulate:
+                watch.region_left()
+        elif claim.held and before is not self.fast_dtype:
+            clear_autocast_cache()
         return False
 
     def __call__(self, function: F) -> F:
@@ -462,7 +471,8 @@ def _in_graph(
     device = device_type.partition(":")[0]
     outer = modes.current(device)
     around = modes.NONE if outer is None else outer.key
-    table = None if casting is None else (casting.edits, casting.optional)
+    # A tuple, because a frozen set becomes a set on its way through some releases of the compiler.
+    table = None if casting is None else (casting.edits, tuple(casting.optional))
     float8 = dtype if emulate and dtype in rules.FLOAT8 else None
     key = modes.key_inside(around, device, table, emulate, float8, False)
     low = torch.float16 if float8 else dtype

@@ -19,6 +19,7 @@ from preamp.errors import PolicyError, UsageError
 from preamp.torch.layerwise.graph import Graph
 from preamp.torch.layerwise.rule import Gradients, LayerRule, Statistics, is_layer
 from preamp.torch.nested import require_tensor
+from preamp.torch.scaling.unscaled import watch
 
 
 class LayerwiseScale:
@@ -128,6 +129,7 @@ class LayerwiseScale:
                 hidden graph computes the gradient of a parameter.
         """
         require_tensor(loss, "layerwise.backward(loss)")
+        watch.is_on = False  # gradients are scaled here, from the second step on
         leaves = None if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
         run = partial(loss.backward, gradient, retain_graph, create_graph, leaves)
         if not self._handles or loss.grad_fn is None:

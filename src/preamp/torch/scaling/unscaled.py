@@ -1,0 +1,199 @@
+"""Warn once when float16 autocast trains without a loss scaler and gradients underflow.
+
+The evidence is in the gradients. Every float16 number is a multiple of 2**-24, so a float32 gradient that
+backward computed in float16, from a loss that was not scaled, has multiples of 2**-24 only. One that a scaler
+has divided by its scale has smaller parts, and so has one that float32 or bfloat16 computed. Among such
+gradients, entries of at most four times 2**-24 have one or two bits left, and beside them are as many that
+became 0. The warning is given if these are a tenth of the nonzero entries or more.
+
+The threshold comes from an MLP with ReLU, a convolutional network with batch normalization and a transformer
+layer, trained for 60 steps of Adam with the loss multiplied by a factor. The table has the largest share of
+small entries in float16 without a scaler, and the last losses in float16 and float32 (from
+`tests/torch/test_unscaled.py`):
+
+| factor | MLP               | convolutions      | transformer       |
+| ------ | ----------------- | ----------------- | ----------------- |
+| 1      | 0 %, 1.26 1.26    | 0 %, 2.07 2.07    | 0 %, 0.27 0.27    |
+| 1e-2   | 2 %, 1.25 1.26    | 2 %, 2.07 2.07    | 2 %, 0.27 0.27    |
+| 1e-3   | 16 %, 1.26 1.26   | 8 %, 2.07 2.07    | 21 %, 0.49 0.28   |
+| 1e-4   | 78 %, 1.43 1.30   | 40 %, 2.08 2.07   | 57 %, 2.31 0.35   |
+
+With a scaler, in bfloat16 and in float32 the share was 0 at every factor. Zeros are no evidence: gradients of
+unused weights, of ReLU and of a loss that is satisfied are 0 as well. So a model whose gradients are all 0 is
+not warned of, and neither is one whose gradients were clipped: they are not multiples of 2**-24 any more.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preamp.arrays.torch_compat import has_compiled, local_part, optimizer_hooks, outside_of_graphs
+from preamp.arrays.torch_devices import is_capturing
+from preamp.checks import level_of_caller
+from preamp.errors import UnscaledFloat16
+from preamp.torch.scaling.optimizers import OptimizerLike, parameters_of
+from preamp.torch.scaling.ranks import number_of_ranks
+
+LOOKS = (1, 2, 10, 100, 1000)  # after these float16 regions the next step of an optimizer is looked at
+SMALL = 4.0  # times float16's smallest number
+SHARE = 0.1  # of the nonzero entries
+TENSORS, ROWS, ENTRIES, FEWEST = 16, 64, 4096, 100  # how much is looked at
+FLOAT16_SMALLEST = 2.0**-24
+SCALERS = ("torch.amp.grad_scaler", "preamp.torch.scaling.")
+
+
+class _HooksAndLook(UserDict[int, Any]):
+    """PyTorch's hooks that run before the steps of all optimizers, and ours after them.
+
+    It takes the dictionary's place: a hook that is added to the dictionary itself raises "OrderedDict mutated
+    during iteration" in a thread that runs the hooks of a step.
+    """
+
+    def __init__(self, hooks: dict[int, Callable[..., Any]]) -> None:
+        self.data = hooks
+
+    def values(self) -> Any:  # a list, where UserDict has a view: PyTorch only iterates
+        hooks = list(self.data.values())
+        return hooks if torch.compiler.is_compiling() else [*hooks, _look]
+
+
+class Watch:
+    """Decides when to look. The hook is there from the end of a float16 region to the next step or region.
+
+    Attributes:
+        is_on: whether there is anything left to look at; False as soon as a scaler is seen at work.
+    """
+
+    __slots__ = ("_regions", "is_on")
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self._regions = 0
+
+    def region_left(self) -> None:
+        """Look at the next step of an optimizer, if this is a region after which to look.
+
+        To be called when an outermost float16 region has been left, in eager code.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self._regions += 1
+        if optimizer_hooks._global_optimizer_pre_hooks is _hooks:
+            self.stop_looking()
+        if self._regions in LOOKS:
+            self._look_at_next_step()
+        elif self._regions > LOOKS[-1]:
+            self.is_on = False
+
+    def _look_at_next_step(self) -> None:
+        if has_compiled():  # a step that is compiled would be compiled once more
+            self.is_on = False
+        elif optimizer_hooks._global_optimizer_pre_hooks is _hooks.data:  # not while a thread is in a region
+            optimizer_hooks._global_optimizer_pre_hooks = _hooks
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look at nothing inside, and count no regions."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+    def stop_looking(self) -> None:
+        """Take the hook away."""
+        if optimizer_hooks._global_optimizer_pre_hooks is _hooks:
+            optimizer_hooks._global_optimizer_pre_hooks = _hooks.data
+
+
+@outside_of_graphs
+def _look(optimizer: OptimizerLike, *_: object) -> None:
+    watch.stop_looking()
+    if not watch.is_on or torch.compiler.is_compiling():
+        return
+    if _in_step_of_scaler():
+        watch.is_on = False
+        return
+    share = small_share([p.grad for p in parameters_of(optimizer) if p.grad is not None])
+    if share < SHARE:
+        return
+    watch.is_on = False
+    warnings.warn(
+        f"float16 autocast is used without a loss scaler, and gradients underflow: {share:.0%} of the "
+        f"nonzero entries that {type(optimizer).__name__} steps with are below 2.4e-7, where float16 has two "
+        'bits or less, and smaller ones are 0. Write scaler = GradScaler("cuda") (the device you train on), '
+        "and in each step scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(); or "
+        "autocast(..., dtype=torch.bfloat16), which needs no scaler. To silence this: "
+        'warnings.filterwarnings("ignore", category=preamp.errors.UnscaledFloat16).',
+        UnscaledFloat16,
+        stacklevel=level_of_caller("torch"),
+    )
+
+
+def small_share(gradients: list[Tensor], ranks: int | None = None) -> float:
+    """Return the share of small entries among the nonzero entries of gradients that float16 computed.
+
+    Reads a device once, and a sample: at most 16 gradients and 4096 entries of each.
+
+    Args:
+        gradients: of any kind; all but dense float32 ones on the device of the first are left out.
+        ranks: over which gradients were averaged. [those of the default process group]
+
+    Returns:
+        0.0 where nothing can be said: without enough such entries, or if all have the same magnitude.
+    """
+    unit = FLOAT16_SMALLEST / (number_of_ranks() if ranks is None else ranks)
+    found = [local_part(gradient.detach()) for gradient in gradients]
+    found = [g for g in found if type(g) is Tensor and g.dtype is torch.float32 and g.numel() >= FEWEST // 2]
+    found = [g for g in found if g.layout is torch.strided and g.device == found[0].device and not g.is_meta]
+    if not found or is_capturing(found[0]):
+        return 0.0
+    with torch.no_grad(), torch.autocast(found[0].device.type, enabled=False):
+        rows = torch.stack([_counts(g, unit) for g in found[:: -(-len(found) // TENSORS)]]).tolist()
+    rows = [row for row in rows if row[0]]
+    nonzero, small = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    if nonzero < FEWEST or min(row[3] for row in rows) == max(row[4] for row in rows):
+        return 0.0
+    return float(small / nonzero)
+
+
+def _counts(gradient: Tensor, unit: float) -> Tensor:
+    """Return whether all are multiples of a unit, how many are not 0 and small, the least and the largest."""
+    some = gradient[:: max(1, gradient.shape[0] // ROWS)].flatten()
+    size = some[:: max(1, some.numel() // ENTRIES)][:ENTRIES].abs()
+    multiples, nonzero = size / unit, size > 0.0
+    return torch.stack(
+        [
+            (multiples == multiples.round()).all().float(),
+            nonzero.sum().float(),
+            (nonzero & (size <= SMALL * FLOAT16_SMALLEST)).sum().float(),
+            size.where(nonzero, torch.inf).amin(),
+            size.amax(),
+        ]
+    )
+
+
+def _in_step_of_scaler() -> bool:
+    """Return whether an enabled scaler, PyTorch's or ours, has called the optimizer's step."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame:
+        # Only of a scaler's own frames: what `f_locals` returns keeps the variables of a frame until it ends.
+        if frame.f_globals.get("__name__", "").startswith(SCALERS):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, torch.amp.GradScaler) and owner.is_enabled():
+                return True
+        frame = frame.f_back
+    return False
+
+
+_hooks = _HooksAndLook(optimizer_hooks._global_optimizer_pre_hooks)
+watch = Watch()
