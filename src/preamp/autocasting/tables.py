@@ -98,7 +98,7 @@ class Casting:
             _check_rule(rule, RULES, name)
             self.edits += (Edit("operators", name, rule),)
         self._base = "DEFAULT"  # the table of this module that the edits begin with
-        self.optional: frozenset[str] = frozenset(_IN_OUR_TABLES & self.rules.keys())
+        self.optional: tuple[str, ...] = tuple(sorted(_IN_OUR_TABLES & self.rules.keys()))
 
     def lower(self, *names: str) -> Casting:
         """Run these operators in the region's low precision: float inputs except float64 are cast down."""
@@ -213,7 +213,7 @@ class Casting:
     def of(cls, edits: Iterable[Edit], optional: Iterable[str]) -> Casting:
         """Return a table with these edits."""
         table = cls()
-        table.edits, table.optional = tuple(edits), frozenset(optional)
+        table.edits, table.optional = tuple(edits), tuple(optional)
         return table
 
     def __getitem__(self, name: str) -> Rule:
@@ -262,7 +262,7 @@ class Casting:
         for name in names:
             _check_name(name)
         table = self._with([Edit("operators", name, rule) for name in dict.fromkeys(names)])
-        table.optional = self.optional.difference(names)
+        table.optional = tuple(name for name in self.optional if name not in names)
         return table
 
     def _with(self, edits: Sequence[Edit]) -> Casting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeGuard
 
@@ -336,7 +336,7 @@ def rounded_to(key: str, low: torch.dtype) -> torch.dtype:
 def key_inside(
     around: str,
     device_type: str,
-    table: tuple[tuple[Edit, ...], Collection[str]] | None,
+    table: tuple[tuple[Edit, ...], tuple[str, ...]] | None,
     emulate: bool,
     float8: torch.dtype | None,
     counted: bool,

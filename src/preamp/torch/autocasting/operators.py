@@ -284,7 +284,7 @@ def missing(table: Casting) -> tuple[str, ...]:
 
 
 @cache
-def _resolved(table: Casting, optional: frozenset[str]) -> tuple[dict[str, Rule], tuple[str, ...]]:
+def _resolved(table: Casting, optional: tuple[str, ...]) -> tuple[dict[str, Rule], tuple[str, ...]]:
     resolved: dict[str, Rule] = {}
     absent: list[str] = []
     for name, rule in table.rules.items():

@@ -471,8 +471,7 @@ def _in_graph(
     device = device_type.partition(":")[0]
     outer = modes.current(device)
     around = modes.NONE if outer is None else outer.key
-    # A tuple, because a frozen set becomes a set on its way through some releases of the compiler.
-    table = None if casting is None else (casting.edits, tuple(casting.optional))
+    table = None if casting is None else (casting.edits, casting.optional)
     float8 = dtype if emulate and dtype in rules.FLOAT8 else None
     key = modes.key_inside(around, device, table, emulate, float8, False)
     low = torch.float16 if float8 else dtype

@@ -46,7 +46,7 @@ class Edits(NamedTuple):
 
     device_type: str
     table: Casting = DEFAULT
-    optional: frozenset[str] = frozenset()
+    optional: tuple[str, ...] = ()
     emulate: bool = False
     dtype: torch.dtype | None = None
     scope: Scope | None = None
