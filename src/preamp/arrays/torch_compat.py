@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, _guards
+from torch._ops import HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.amp import autocast_mode
 from torch.nn.modules import module as all_modules
@@ -176,6 +177,14 @@ mark_constant(_keep_unchecked)
 
 def _never(*_: object) -> bool:
     return False
+
+
+def is_higher_order(function: object) -> bool:
+    """Return whether a function is one that the compiler traces what it is given into: a checkpoint, `cond`.
+
+    Since before 2.6. Without, such a function would be traced outside of the modes that are in force.
+    """
+    return isinstance(function, HigherOrderOperator)
 
 
 def decomposition(name: str) -> Callable[..., Any]:

@@ -11,10 +11,11 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
@@ -77,11 +78,32 @@ class EditMode(TorchFunctionMode):
     ) -> Any:
         action = action_in_graph(self.key, func) if is_compiling() else self._actions.get(func)
         if action is None:
+            if func is Tensor.unflatten:  # which calls `super`, and the compiler does not trace that
+                func = torch.unflatten
             return func(*args, **(kwargs or {}))
+        if action == "calls":
+            with self:  # the compiler lets what `func` calls enter a mode if that was done outside before
+                pass
+            return func(*[self._inside(one) for one in args], **(kwargs or {}))
         if action == "inside":
             with self:
                 return _unchecked(func)(*args, **(kwargs or {}))
         return self._run(action, func, args, kwargs or {})
+
+    def _inside(self, argument: Any) -> Any:
+        """Return a function that runs with these edits in place of one that does not; others as they are."""
+        if not isinstance(argument, (FunctionType, MethodType, functools.partial, nn.Module)):
+            return argument
+        if isinstance(argument, functools.partial):  # which `scan` insists on
+            return functools.partial(self._inside(argument.func), *argument.args, **argument.keywords)
+
+        device_type, key = self.device_type, self.key
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with EditMode(device_type, key):  # a mode from outside must not be changed here
+                return argument(*args, **kwargs)
+
+        return run
 
     def _run(
         self, action: Action, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -273,7 +295,9 @@ def key_of(edits: Edits) -> str:
 
 
 def action_in_graph(key: str, func: Callable[..., Any]) -> Action | None:
-    """Return what is done with a function."""
+    """Return what is done with a function in code that is traced."""
+    if compat.is_higher_order(func):
+        return "calls"
     return rules.actions(_edits[key]).get(func)
 
 
