@@ -179,6 +179,20 @@ def _never(*_: object) -> bool:
     return False
 
 
+def set_autocast_in_backward(setting: Any) -> Any:
+    """Set in what autocast state compiled backward passes run, for what is compiled from now on.
+
+    Returns what it was; None where the compiler is not loaded or does not know the setting, and for None
+    nothing is set. `backward_pass_autocast` is there since 2.8, and of one thread since 2.13. Without,
+    compiled backward passes run in the region that was open during forward.
+    """
+    config: Any = sys.modules.get("torch._functorch.config")
+    before = getattr(config, "backward_pass_autocast", None)
+    if before is not None and setting is not None:
+        config.backward_pass_autocast = setting
+    return before
+
+
 def is_higher_order(function: object) -> bool:
     """Return whether a function is one that the compiler traces what it is given into: a checkpoint, `cond`.
 
