@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, _guards
+from torch._ops import HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.amp import autocast_mode
 from torch.nn.modules import module as all_modules
@@ -247,6 +248,28 @@ def _never(*_: object) -> bool:
     return False
 
 
+def set_autocast_in_backward(setting: Any) -> Any:
+    """Set in what autocast state compiled backward passes run, for what is compiled from now on.
+
+    Returns what it was; None where the compiler is not loaded or does not know the setting, and for None
+    nothing is set. `backward_pass_autocast` is there since 2.8, and of one thread since 2.13. Without,
+    compiled backward passes run in the region that was open during forward.
+    """
+    config: Any = sys.modules.get("torch._functorch.config")
+    before = getattr(config, "backward_pass_autocast", None)
+    if before is not None and setting is not None:
+        config.backward_pass_autocast = setting
+    return before
+
+
+def is_higher_order(function: object) -> bool:
+    """Return whether a function is one that the compiler traces what it is given into: a checkpoint, `cond`.
+
+    Since before 2.6. Without, such a function would be traced outside of the modes that are in force.
+    """
+    return isinstance(function, HigherOrderOperator)
+
+
 def decomposition(name: str) -> Callable[..., Any]:
     """Return one of PyTorch's operators in Python.
 
@@ -256,20 +279,6 @@ def decomposition(name: str) -> Callable[..., Any]:
 
     function: Callable[..., Any] = getattr(decompositions, name)
     return function
-
-
-def method_that_is_not_traced(function: Any) -> str | None:
-    """Return the name of a method of tensors that the compiler takes, but not as a function.
-
-    Its code calls `super()`, which the compiler does not trace. `Tensor.unflatten` has been one since before
-    2.6. Without, it could not be compiled in a region with edits.
-    """
-    if not isinstance(function, FunctionType) or "__class__" not in function.__code__.co_freevars:
-        return None
-    return function.__name__ if hasattr(Tensor, function.__name__) else None
-
-
-mark_constant(method_that_is_not_traced)
 
 
 class ModuleHooks:

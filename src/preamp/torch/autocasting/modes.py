@@ -11,10 +11,11 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
@@ -81,7 +82,7 @@ class EditMode(TorchFunctionMode):
         if not is_compiling():
             self._actions = rules.actions(edits_of(key))
 
-    @compat.untraced  # as a frame of its own, that is, where the compiler gave up on the caller
+    @compat.untraced  # by itself, where the compiler gave up on the function that called
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -91,16 +92,35 @@ class EditMode(TorchFunctionMode):
     ) -> Any:
         if is_compiling():
             action = action_in_graph(self.key, func, is_dynamo_compiling())
-            if name := compat.method_that_is_not_traced(func):
-                return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         else:
             action = self._actions.get(func)
         if action is None:
+            if func is Tensor.unflatten:  # which calls `super`, and the compiler does not trace that
+                func = torch.unflatten
             return func(*args, **(kwargs or {}))
+        if action == "calls":
+            with self:  # the compiler lets what `func` calls enter a mode if that was done outside before
+                pass
+            return func(*[self._inside(one) for one in args], **_without_region(kwargs or {}))
         if action == "inside":
             with self:
                 return _unchecked(func)(*args, **(kwargs or {}))
         return self._run(action, func, args, kwargs or {})
+
+    def _inside(self, argument: Any) -> Any:
+        """Return a function that runs with these edits in place of one that does not; others as they are."""
+        if not isinstance(argument, (FunctionType, MethodType, functools.partial, nn.Module)):
+            return argument
+        if isinstance(argument, functools.partial):  # which `scan` insists on
+            return functools.partial(self._inside(argument.func), *argument.args, **argument.keywords)
+
+        device_type, key = self.device_type, self.key
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with EditMode(device_type, key):  # a mode from outside must not be changed here
+                return argument(*args, **kwargs)
+
+        return run
 
     def _run(
         self, action: Action, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -125,6 +145,14 @@ class EditMode(TorchFunctionMode):
             return _run(action, device_type, low, self.key, func, args, kwargs)
         finally:
             torch.set_autocast_enabled(device_type, True)
+
+
+def _without_region(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a checkpoint without a region's `context_fn`: graphs have the casts."""
+    context = kwargs.get("context_fn")
+    if isinstance(getattr(context, "__self__", None), TorchAutocast):
+        return {name: value for name, value in kwargs.items() if name != "context_fn"}
+    return kwargs
 
 
 def _unchecked(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,13 +324,15 @@ def key_of(edits: Edits) -> str:
 
 
 def action_in_graph(key: str, func: Callable[..., Any], in_compiler: bool) -> Action | None:
-    """Return what is done with a function.
+    """Return what is done with a function in code that is traced.
 
     Raises:
         UsageError: in `torch.export` with `strict=True`, as `check_export` does.
     """
     if in_compiler:
         check_export()
+    if compat.is_higher_order(func):
+        return "calls"
     return rules.actions(_edits[key]).get(func)
 
 

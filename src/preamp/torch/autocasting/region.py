@@ -63,6 +63,7 @@ class _Thread(threading.local):
         edited: the same for regions with edits.
         claim: whether this thread may use PyTorch's weight cache.
         traced: pairs of a region and what stands for it while a program is traced.
+        in_backward: the compiler's setting for backward passes that edited regions replace.
     """
 
     def __init__(self) -> None:
@@ -70,6 +71,7 @@ class _Thread(threading.local):
         self.edited: list[_Edited] = []
         self.claim = Claim()
         self.traced: list[tuple[torch.autocast, AbstractContextManager[object]]] = []
+        self.in_backward: Any = None
 
 
 _thread = _Thread()
@@ -363,6 +365,9 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         super().__enter__()
         entry = _Edited(self, mode, outer)
         _thread.edited.append(entry)
+        if _thread.in_backward is None:
+            # Backward runs as forward did; in a region of PyTorch's it would be cast without the edits.
+            _thread.in_backward = compat.set_autocast_in_backward("off")
         if outer:
             outer.become(modes.NONE)
         compat.push_function_mode(mode)
@@ -379,6 +384,9 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         entry = next((entry for entry in reversed(_thread.edited) if entry.region is self), None)
         if entry:
             _thread.edited.remove(entry)
+            if not _thread.edited and _thread.in_backward is not None:
+                compat.set_autocast_in_backward(_thread.in_backward)
+                _thread.in_backward = None
             if self._counter:
                 self._counter.__exit__(*error)
             if entry.followed:

@@ -16,7 +16,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EMULATED = (torch.float16, torch.bfloat16, *FLOAT8)
 
 Action: TypeAlias = Literal[
-    Rule, "float16", "bfloat16", "emulate", "recurrent", "inside", "backward", "listed"
+    Rule, "float16", "bfloat16", "emulate", "recurrent", "inside", "calls", "backward", "listed"
 ]
 """What is done with a call: a rule of the table, or
 
@@ -24,6 +24,7 @@ Action: TypeAlias = Literal[
 - "emulate": round the inputs and the result;
 - "recurrent": run a recurrent network step by step, so that its products are seen;
 - "inside": run a function in Python so that what it calls is seen;
+- "calls": call it, which calls functions that it is given, and have those run in the mode;
 - "backward": the same with autocast off, as backward passes should run;
 - "listed": call it, which is what PyTorch's autocast casts, and count it.
 """
