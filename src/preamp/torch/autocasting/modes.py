@@ -69,6 +69,7 @@ class EditMode(TorchFunctionMode):
         if not is_compiling():
             self._actions = rules.actions(edits_of(key))
 
+    @compat.untraced  # by itself, where the compiler gave up on the function that called
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -84,7 +85,7 @@ class EditMode(TorchFunctionMode):
         if action == "calls":
             with self:  # the compiler lets what `func` calls enter a mode if that was done outside before
                 pass
-            return func(*[self._inside(one) for one in args], **(kwargs or {}))
+            return func(*[self._inside(one) for one in args], **_without_region(kwargs or {}))
         if action == "inside":
             with self:
                 return _unchecked(func)(*args, **(kwargs or {}))
@@ -128,6 +129,14 @@ class EditMode(TorchFunctionMode):
             return _run(action, device_type, low, self.key, func, args, kwargs)
         finally:
             torch.set_autocast_enabled(device_type, True)
+
+
+def _without_region(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a checkpoint without a region's `context_fn`: graphs have the casts."""
+    context = kwargs.get("context_fn")
+    if isinstance(getattr(context, "__self__", None), TorchAutocast):
+        return {name: value for name, value in kwargs.items() if name != "context_fn"}
+    return kwargs
 
 
 def _unchecked(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from preamp.arrays.torch_compat import ModuleHooks, hooks_in_graph, mark_constant
+from preamp.arrays.torch_compat import ModuleHooks, hooks_in_graph, mark_constant, untraced
 from preamp.autocasting.tables import Casting
 from preamp.errors import CastingError
 from preamp.torch.autocasting import modes
@@ -84,6 +84,7 @@ def followed_in_graph(model: nn.Module, device_type: str, key: str) -> Iterator[
         yield
 
 
+@untraced
 def _enter(device_type: str, path: str, module: nn.Module, args: object) -> None:
     mode = modes.current(device_type)
     if mode is not None:
@@ -91,6 +92,7 @@ def _enter(device_type: str, path: str, module: nn.Module, args: object) -> None
         mode.become(key_in_module(mode.key, path))
 
 
+@untraced
 def _leave(device_type: str, module: nn.Module, args: object, result: object) -> None:
     mode = modes.current(device_type)
     if mode is not None and mode.outside:
