@@ -98,7 +98,7 @@ class Experts(nn.Module):
         result = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             gate = (gates * (chosen == number)).sum(-1, keepdim=True)
-            rows = torch.arange(len(tokens), device=x.device)
+            rows = torch.arange(tokens.shape[0], device=x.device)
             result = result.index_add(0, rows, (expert(tokens) * gate).to(result.dtype))
         return x + result.view_as(x)
 
