@@ -190,6 +190,9 @@ def scaled_mm(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
 
 # ---- Autocast ----------------------------------------------------------------------------------------------
 
+# Where PyTorch's functions are that its modules call and `torch.nn.functional` does not have. Since before 2.6.
+functions_of_modules: Any = torch._C._nn
+
 # What PyTorch knows of operators: their names, which have a kernel at a dispatch key, which keys come after
 # one. Since before 2.6; no table could be edited without.
 DispatchKey = torch._C.DispatchKey
@@ -425,6 +428,21 @@ traced_autocast: Callable[..., Any] = _maker_in_graphs()
 
 # What sees every operator that runs in a thread. Since before 2.6; without, there would be no reports.
 DispatchMode = _python_dispatch.TorchDispatchMode
+
+
+def compiled_by(forward: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a backend for `torch.compile`, given what makes a function of a forward graph.
+
+    Since before 2.6. Without, there would be no reports of compiled functions.
+    """
+    from torch._dynamo.backends.common import aot_autograd  # which loads the compiler
+    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(forward(graph, inputs)),
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+    )
+    return backend
 
 
 # What puts a dispatch mode in force in this thread, and what takes the innermost one away. `with mode:` also

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from preamp.arrays.torch_compat import compiled_by
 from preamp.autocasting.report import OUTSIDE
 
 FRAME = re.compile(r'File "(.*?)", line (\d+), in ')
@@ -42,8 +43,6 @@ def counted_backend(at: Callable[[str, str], None], graph: fx.GraphModule, input
         graph: what to compile.
         inputs: examples of its inputs.
     """
-    from torch._dynamo.backends.common import aot_autograd  # which loads the compiler
-    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
     def forward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         counted = _Counted(graph, at)
@@ -54,12 +53,9 @@ def counted_backend(at: Callable[[str, str], None], graph: fx.GraphModule, input
             finally:
                 at("", "")
 
-        return make_boxed_func(run)
+        return run
 
-    def backward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
-        return make_boxed_func(graph.forward)
-
-    return aot_autograd(fw_compiler=forward, bw_compiler=backward)(graph, inputs)
+    return compiled_by(forward)(graph, inputs)
 
 
 _open = 0

@@ -125,7 +125,15 @@ def _names() -> dict[str, list[str]]:
 @cache
 def functions() -> dict[Callable[..., Any], str]:
     """Return the name of the operator that each function and method of PyTorch's calls."""
-    places = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.special, torch.linalg, torch.fft)
+    places = (
+        torch,
+        torch.Tensor,
+        torch.nn.functional,
+        compat.functions_of_modules,
+        torch.special,
+        torch.linalg,
+        torch.fft,
+    )
     values = (getattr(place, name, None) for place in places for name in dir(place))
     called = [value for value in values if callable(value) and not isinstance(value, type)]
     named = [(value, _operator_of(value.__name__)) for value in called if hasattr(value, "__name__")]
