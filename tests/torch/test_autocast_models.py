@@ -121,11 +121,12 @@ def learned(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> lis
     return [result.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def assert_alike(ones: list[Tensor], others: list[Tensor]) -> None:
+def assert_alike(ones: list[Tensor], others: list[Tensor], results: float = 1e-5) -> None:
+    """Check results, and gradients, which low precision makes depend on the order of sums."""
     assert [one.dtype for one in ones] == [one.dtype for one in others]
-    for one, other in zip(ones, others, strict=True):
+    for place, (one, other) in enumerate(zip(ones, others, strict=True)):
         apart = (one.float() - other.float()).abs().max()
-        assert apart <= 3e-2 * other.float().abs().max() + 1e-6
+        assert apart <= (2e-2 if place else results) * other.float().abs().max() + 1e-6
 
 
 @combinations(
@@ -174,7 +175,7 @@ def test_inductor_computes_what_eager_code_does(name, edit):
     run = placed("inside", lambda x: example.call(model, x), make, partial(torch.compile, fullgraph=True))
     compiled = learned(model, run, x)
     eager = learned(model, make()(partial(example.call, model)), x)
-    assert_alike(compiled, eager)
+    assert_alike(compiled, eager, results=2e-2)
 
 
 @pytest.mark.parametrize("edit", ["float32", "modules"])
@@ -400,6 +401,22 @@ def test_functions_that_a_graph_calls_run_with_the_edits(place):
     once, twice = run(x)
     assert torch.allclose(once, x @ x, rtol=1e-5, atol=1e-5)
     assert torch.allclose(twice, (x @ x) @ (x @ x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(RELEASE < (2, 8), reason="PyTorch has the setting since 2.8")
+def test_the_compilers_setting_for_backward_is_restored_when_the_last_edited_region_is_left():
+    torch.compile(lambda x: x, backend="eager")(numbers(2))  # loads the compiler
+    config = torch._functorch.config
+    before = config.backward_pass_autocast
+    first, second = (autocast("cpu", casting=casting.CUDA) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert config.backward_pass_autocast == "off"
+    second.__exit__(None, None, None)
+    assert config.backward_pass_autocast == before
+    with autocast("cpu"):
+        assert config.backward_pass_autocast == before
 
 
 # Threads
