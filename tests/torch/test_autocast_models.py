@@ -201,6 +201,16 @@ def test_an_lstm_breaks_the_graph_where_it_does_without_edits(edit):
     assert counted[1] <= counted[0]
 
 
+@in_one_test(cell=[nn.GRUCell, nn.RNNCell])
+def test_an_emulated_cell_compiles_without_breaks(cell):
+    torch._dynamo.reset()
+    model, x = cell(4, 4), numbers(2, 4)
+    emulated = autocast("cpu", BRAIN, emulate=True)(model)
+    result = torch.compile(emulated, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(result, emulated(x))
+    assert not torch.equal(result, model(x))
+
+
 # What runs in which precision: the graphs that the compiler hands over to a backend
 
 
