@@ -121,11 +121,12 @@ def learned(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> lis
     return [result.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def assert_alike(ones: list[Tensor], others: list[Tensor]) -> None:
+def assert_alike(ones: list[Tensor], others: list[Tensor], results: float = 1e-5) -> None:
+    """Check results, and gradients, which low precision makes depend on the order of sums."""
     assert [one.dtype for one in ones] == [one.dtype for one in others]
-    for one, other in zip(ones, others, strict=True):
+    for place, (one, other) in enumerate(zip(ones, others, strict=True)):
         apart = (one.float() - other.float()).abs().max()
-        assert apart <= 3e-2 * other.float().abs().max() + 1e-6
+        assert apart <= (2e-2 if place else results) * other.float().abs().max() + 1e-6
 
 
 @combinations(
@@ -165,6 +166,7 @@ def test_a_compiled_model_learns_what_an_eager_one_does_and_is_compiled_once(nam
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed:UserWarning")
 @in_one_test(name=["llama sdpa", "resnet", "einsum"], edit=["float32", "emulated", "modules"])
 def test_inductor_computes_what_eager_code_does(name, edit):
     torch._dynamo.reset()
@@ -174,7 +176,7 @@ def test_inductor_computes_what_eager_code_does(name, edit):
     run = placed("inside", lambda x: example.call(model, x), make, partial(torch.compile, fullgraph=True))
     compiled = learned(model, run, x)
     eager = learned(model, make()(partial(example.call, model)), x)
-    assert_alike(compiled, eager)
+    assert_alike(compiled, eager, results=2e-2)
 
 
 @pytest.mark.parametrize("edit", ["float32", "modules"])
@@ -198,6 +200,16 @@ def test_an_lstm_breaks_the_graph_where_it_does_without_edits(edit):
             assert result.dtype == model(x).dtype
             assert torch.allclose(result.float(), model(x).float(), rtol=2e-2, atol=2e-2)
     assert counted[1] <= counted[0]
+
+
+@in_one_test(cell=[nn.GRUCell, nn.RNNCell])
+def test_an_emulated_cell_compiles_without_breaks(cell):
+    torch._dynamo.reset()
+    model, x = cell(4, 4), numbers(2, 4)
+    emulated = autocast("cpu", BRAIN, emulate=True)(model)
+    result = torch.compile(emulated, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(result, emulated(x))
+    assert not torch.equal(result, model(x))
 
 
 # What runs in which precision: the graphs that the compiler hands over to a backend
@@ -263,7 +275,7 @@ def graphs_of(name: str, edit: str) -> Graphs:
     return graphs
 
 
-@pytest.mark.parametrize("name", ["einsum", "resnet", pytest.param("llama eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["einsum", "resnet"])
 def test_operators_run_in_the_dtypes_of_the_table_forward_and_backward(name):
     expected = {"float32": {FULL}, "softmax": {BRAIN}, "CUDA's": {BRAIN}, "emulated": {FULL}}
     for edit, dtypes in expected.items():
@@ -400,6 +412,23 @@ def test_functions_that_a_graph_calls_run_with_the_edits(place):
     once, twice = run(x)
     assert torch.allclose(once, x @ x, rtol=1e-5, atol=1e-5)
     assert torch.allclose(twice, (x @ x) @ (x @ x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_compilers_setting_for_backward_is_restored_when_the_last_edited_region_is_left():
+    torch.compile(lambda x: x, backend="eager")(numbers(2))  # loads the compiler
+    config = torch._functorch.config
+    if not hasattr(config, "backward_pass_autocast"):
+        pytest.skip("This release of PyTorch has no such setting")
+    before = config.backward_pass_autocast
+    first, second = (autocast("cpu", casting=casting.CUDA) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert config.backward_pass_autocast == "off"
+    second.__exit__(None, None, None)
+    assert config.backward_pass_autocast == before
+    with autocast("cpu"):
+        assert config.backward_pass_autocast == before
 
 
 # Threads

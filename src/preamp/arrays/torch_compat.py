@@ -251,18 +251,18 @@ def _never(*_: object) -> bool:
     return False
 
 
-def set_autocast_in_backward(setting: Any) -> Any:
-    """Set in what autocast state compiled backward passes run, for what is compiled from now on.
+def autocast_in_backward() -> Any:
+    """Return in what autocast state compiled backward passes run; None where the compiler is not loaded.
 
-    Returns what it was; None where the compiler is not loaded or does not know the setting, and for None
-    nothing is set. `backward_pass_autocast` is there since 2.8, and of one thread since 2.13. Without,
-    compiled backward passes run in the region that was open during forward.
+    `backward_pass_autocast` is there in 2.13, where each thread has its own, and not in every older release.
+    Without, compiled backward passes run in the region that was open during forward.
     """
-    config: Any = sys.modules.get("torch._functorch.config")
-    before = getattr(config, "backward_pass_autocast", None)
-    if before is not None and setting is not None:
-        config.backward_pass_autocast = setting
-    return before
+    return getattr(sys.modules.get("torch._functorch.config"), "backward_pass_autocast", None)
+
+
+def set_autocast_in_backward(setting: Any) -> None:
+    """Set what `autocast_in_backward` returns, where it is not None, for what is compiled from now on."""
+    sys.modules["torch._functorch.config"].backward_pass_autocast = setting  # type: ignore[attr-defined]
 
 
 def is_higher_order(function: object) -> bool:

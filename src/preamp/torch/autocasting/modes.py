@@ -135,7 +135,7 @@ class EditMode(TorchFunctionMode):
             raise UsageError(_refusal(func))
         if action == "recurrent":
             with self:
-                return recurrent.step_by_step(operators.name_of(func), *args, **kwargs)
+                return recurrent.step_by_step(name_in_graph(func), *args, **kwargs)
         low = torch.get_autocast_dtype(device_type)
         if is_compiling():  # graphs record regions, and not what `set_autocast_enabled` does
             with TorchAutocast(device_type, enabled=False):
@@ -354,6 +354,11 @@ def check_export() -> None:
 compat.mark_constant(check_export)
 
 
+def name_in_graph(func: Callable[..., Any]) -> str:
+    """Return the name of the operator that a function calls."""
+    return operators.name_of(func)
+
+
 def rounded_to(key: str, low: torch.dtype) -> torch.dtype:
     """Return what emulation rounds to in a region of a low precision."""
     edits = _edits[key]
@@ -397,6 +402,7 @@ def key_inside(
 
 compat.mark_constant(key_inside)
 compat.mark_constant(action_in_graph)
+compat.mark_constant(name_in_graph)
 compat.mark_constant(rounded_to)
 
 

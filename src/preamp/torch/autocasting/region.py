@@ -367,7 +367,9 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         _thread.edited.append(entry)
         if _thread.in_backward is None:
             # Backward runs as forward did; in a region of PyTorch's it would be cast without the edits.
-            _thread.in_backward = compat.set_autocast_in_backward("off")
+            _thread.in_backward = compat.autocast_in_backward()
+            if _thread.in_backward is not None:
+                compat.set_autocast_in_backward("off")
         if outer:
             outer.become(modes.NONE)
         compat.push_function_mode(mode)
