@@ -1,6 +1,7 @@
 """Edited tables of operators: what each rule does, under every name, and that nothing is left of it."""
 
 import copy
+from collections import namedtuple
 
 import pytest
 import torch
@@ -462,3 +463,19 @@ def test_integers_are_written_to_with_numbers_as_outside(name, emulate):
         getattr(inside, name)(3)
         getattr(inside, name)(torch.tensor(3))
     assert inside.tolist() == getattr(outside, name)(torch.tensor(3)).tolist()
+
+
+def test_python_operators_follow_the_edits_of_what_they_compute():
+    x = torch.rand(4, 4).bfloat16()
+    operations = [lambda: 2 / x, lambda: 1 - x, lambda: x - 1, lambda: x / 2, lambda: 3 * x, lambda: x * 3]
+    with autocast("cpu", BRAIN, casting=EDIT.float32("div", "mul", "sub")):
+        assert {operation().dtype for operation in operations} == {FULL}
+    for operation in operations:
+        with autocast("cpu", casting=EDIT.refuse("div", "mul", "sub")), pytest.raises(UsageError):
+            operation()
+
+
+def test_emulation_takes_named_tuples():
+    pair = namedtuple("Pair", "a b")(torch.rand(4, 4), torch.rand(4, 4))
+    with autocast("cpu", BRAIN, emulate=True):
+        assert torch.linalg.multi_dot(pair).dtype == FULL

@@ -1,5 +1,6 @@
 """Edited tables and emulation in torch.compile and torch.export, beside eager code and casts by hand."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -58,3 +59,29 @@ def test_an_edited_region_compiles_without_breaks_and_once(place, edit):
     for one in compiled:
         assert [result.dtype for result in one] == [result.dtype for result in eager]
         assert all(map(torch.allclose, one, eager, [2e-2] * 3, [2e-2] * 3))
+
+
+def test_a_region_is_not_taken_for_part_of_an_export_in_another_thread():
+    entered, inside, done = (threading.Event() for _ in range(3))
+
+    class Exported(torch.nn.Module):
+        def forward(self, x):
+            entered.set()
+            inside.wait(10)
+            return x + 1
+
+    def serve():
+        entered.wait(10)
+        with autocast("cpu", HALF, casting=casting.DEFAULT.lower("softmax"), report=True) as region:
+            inside.set()
+            done.wait(10)
+            dtypes.append(torch.softmax(torch.ones(2, 2), -1).dtype)
+        dtypes.append(len(region.report().rows))
+
+    dtypes = []
+    thread = threading.Thread(target=serve)
+    thread.start()
+    torch.export.export(Exported(), (torch.ones(2),), strict=False)
+    done.set()
+    thread.join()
+    assert dtypes == [HALF, 1]

@@ -357,3 +357,66 @@ def test_an_emulated_region_rounds_to_the_precision_of_the_module():
     with region:
         assert part.up(x)[0, 0] == 1 + 2**-9
         assert F.linear(x, part.up.weight)[0, 0] == 1
+
+
+def test_regions_of_two_models_do_not_mix_their_rules():
+    one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    x = torch.ones(1, 4)
+
+    def both(x):
+        with autocast("cpu", BRAIN, casting=TABLE.module("1", "float32"), model=one):
+            with autocast("cpu", BRAIN, casting=TABLE.module("1", "float16"), model=other):
+                inside = one(x), other(x)
+            return *inside, one(x), other(x)
+
+    expected = [BRAIN, HALF, FULL, BRAIN]
+    assert [result.dtype for result in both(x)] == expected
+    if RELEASE > (2, 6):
+        compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+        assert [result.dtype for result in compiled(x)] == expected
+
+
+def test_a_copy_that_is_made_in_the_region_is_not_followed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    other, x = copy.deepcopy(model), torch.ones(1, 4)
+    with autocast("cpu", BRAIN, casting=TABLE.module("1", "float32"), model=model):
+        copied = copy.deepcopy(model)
+        assert copied(x).dtype == BRAIN
+    with autocast("cpu", BRAIN, casting=TABLE.module("1", "float16"), model=other):
+        assert copied(x).dtype == BRAIN
+    assert copied(x).dtype == FULL
+
+
+def test_what_computes_in_a_float32_module_is_in_float32():
+    x = torch.rand(2, 4, 8, dtype=BRAIN)
+    calls = {
+        "avg_pool": lambda: F.avg_pool1d(x, 2),
+        "adaptive": lambda: F.adaptive_avg_pool1d(x, 2),
+        "glu": lambda: F.glu(x),
+        "hardswish": lambda: F.hardswish(x),
+        "logsigmoid": lambda: F.logsigmoid(x),
+        "outer": lambda: torch.outer(x[0, 0], x[0, 0]),
+        "floor division": lambda: x // 2,
+        "division of a number": lambda: 2 / x,
+        "subtraction from a number": lambda: 1 - x,
+        "nansum": x.nansum,
+        "mean": x.mean,
+    }
+    found = {}
+
+    class Runs(nn.Module):
+        def forward(self):
+            found.update({name: call().dtype for name, call in calls.items()})
+
+    model = nn.ModuleList([Runs()])
+    with autocast("cpu", BRAIN, casting=TABLE.module("0", "float32"), model=model):
+        model[0]()
+    assert found == dict.fromkeys(calls, FULL)
+
+
+def test_a_model_that_is_one_module_has_the_rule_of_all():
+    layer = nn.Linear(4, 4)
+    with autocast("cpu", BRAIN, casting=TABLE.module("**", "float32"), model=layer):
+        assert layer(torch.ones(1, 4)).dtype == FULL
+    with pytest.raises(UsageError, match="model=3 is none"):
+        autocast("cpu", casting=TABLE.module("**", "float32"), model=3)

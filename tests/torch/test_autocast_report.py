@@ -515,3 +515,12 @@ def test_a_compiled_function_is_reported_as_it_is_in_the_graph():
     assert (softmax.inputs, softmax.runs) == ("bfloat16", "bfloat16")
     compiled(x)
     assert counter.frame_count == 1  # afterwards it is compiled as the user says
+
+
+def test_a_report_of_compiled_and_eager_operators_can_be_shown():
+    net = torch.compile(torch.nn.Linear(4, 4), backend="aot_eager")
+    with autocast("cpu", report=True) as region:
+        torch.softmax(net(torch.ones(1, 4)), -1)
+    lines = str(region.report()).splitlines()
+    assert lines[0].split() == ["operator", "module", "source", "calls", "dtypes", "cast"]
+    assert len({len(row) for row in region.report().table()}) == 1

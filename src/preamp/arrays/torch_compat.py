@@ -110,6 +110,17 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def in_trace() -> bool:
+    """Return whether PyTorch traces this thread, for `torch.compile` or `torch.export`.
+
+    `torch.compiler.is_compiling` is true in all threads while one of them is traced. Since before 2.6.
+    Without, a region in one thread would take the export in another for its own.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    return torch.compiler.is_dynamo_compiling() or _guards.TracingContext.try_get() is not None
+
+
 def is_exporting() -> bool:
     """Return whether `torch.export` traces what is running.
 
@@ -190,16 +201,14 @@ def scaled_mm(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
 
 # ---- Autocast ----------------------------------------------------------------------------------------------
 
-# Where PyTorch's functions are that its modules call and `torch.nn.functional` does not have. Since before 2.6.
+# What PyTorch's modules call and `torch.nn.functional` does not have. Since before 2.6.
 functions_of_modules: Any = torch._C._nn
 
-# What PyTorch knows of operators: their names, which have a kernel at a dispatch key, which keys come after
-# one. Since before 2.6; no table could be edited without.
+# What PyTorch knows of operators: their names, and which have a kernel at a dispatch key. Since before 2.6;
+# no table could be edited without.
 DispatchKey = torch._C.DispatchKey
 all_operators = torch._C._dispatch_get_all_op_names
 operators_with_kernel = torch._C._dispatch_get_registrations_for_dispatch_key
-has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-keys_after = torch._C._dispatch_keyset_full_after
 name_of_private_device = torch._C._get_privateuse1_backend_name
 
 
@@ -320,11 +329,12 @@ def hooks_in_graph(before: Callable[..., None], after: Callable[..., None]) -> I
     first: Any
     last: Any
     first, last = all_modules._global_forward_pre_hooks, all_modules._global_forward_hooks
-    first["preamp"], last["preamp"] = before, after
+    key = f"preamp {len(first)}"
+    first[key], last[key] = before, after
     try:
         yield
     finally:
-        del first["preamp"], last["preamp"]
+        del first[key], last[key]
 
 
 # The modes that see the calls of PyTorch's functions in this thread, innermost last. Since before 2.6; no

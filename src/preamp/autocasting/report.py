@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 __all__ = [
@@ -146,7 +146,7 @@ class CastReport:
 
     def table(self) -> list[dict[str, str]]:
         """Return the rows as text, heading to cell."""
-        return [row.cells() for row in self.rows]
+        return _cells(self.rows)
 
     def __str__(self) -> str:
         """Return the costliest rows, at most 80 columns wide, and the warnings.
@@ -156,7 +156,7 @@ class CastReport:
         """
         if not self.rows:
             return "No operator ran."
-        table = [row.cells() for row in self.rows[:SHOWN]]
+        table = _cells(self.rows)[:SHOWN]
         headings = [name for name in table[0] if name != "rule"]
         if len({tuple(row[name] for name in headings) for row in table}) < len(table):
             headings = list(table[0])  # some rows differ only in their rule
@@ -176,6 +176,13 @@ class CastReport:
         rest = [f"... and {more} more rows in .rows"] if more else []
         paragraphs = [textwrap.fill(each, WIDTH) for each in (self.summary(), *self.warnings)]
         return "\n".join([*text, *rest, "", *paragraphs])
+
+
+def _cells(rows: Sequence[CastRow]) -> list[dict[str, str]]:
+    """Return rows as text, all with a source if one has one."""
+    if not any(row.source for row in rows):
+        return [row.cells() for row in rows]
+    return [replace(row, source=row.source or OUTSIDE).cells() for row in rows]
 
 
 def format_bytes(count: int) -> str:

@@ -1,6 +1,6 @@
-"""What becomes of compiled functions in a region that counts, or that the compiler cannot trace.
+"""What becomes of compiled functions in a region that counts: a backend that runs operator by operator.
 
-Compiled functions use another backend while such a region is open in any thread.
+Compiled functions of all threads use it while such a region is open in any thread.
 """
 
 from __future__ import annotations
@@ -63,17 +63,11 @@ _stance: Any = None  # a context manager whose class PyTorch keeps private
 _lock = threading.Lock()
 
 
-def replace_backend(backend: Callable[..., Any] | None) -> None:
-    """Have compiled functions use a backend until each call has been matched by `restore_backend`.
-
-    Args:
-        backend: for `torch.compile`; None has them run eagerly.
-    """
+def replace_backend(backend: Callable[..., Any]) -> None:
+    """Have compiled functions use a backend until each call has been matched by `restore_backend`."""
     global _open, _stance
     with _lock:
-        if _stance is None and backend is None:
-            _stance = torch.compiler.set_stance("force_eager")
-        elif _stance is None:
+        if _stance is None:
             _stance = torch.compiler.set_stance("default", force_backend=backend)
         _open += 1
 

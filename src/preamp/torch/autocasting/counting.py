@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from preamp.arrays.torch_compat import (
     DispatchMode,
     OpOverload,
+    in_trace,
     is_compiled_now,
     is_in_backward,
     pop_mode,
@@ -319,7 +319,7 @@ class _Modules:
 
     @untraced
     def _begin(self, module: torch.nn.Module, _: object) -> None:
-        if is_compiling() or threading.get_ident() != self._thread:  # graphs know their modules
+        if in_trace() or threading.get_ident() != self._thread:  # graphs know their modules
             return
         if not self._running:
             root = type(module).__name__
@@ -329,7 +329,7 @@ class _Modules:
 
     @untraced
     def _end(self, *_: object) -> None:
-        if not is_compiling() and self._running and threading.get_ident() == self._thread:
+        if not in_trace() and self._running and threading.get_ident() == self._thread:
             self._running.pop()
 
 

@@ -71,15 +71,14 @@ class EditMode(TorchFunctionMode):
 
     def __init__(self, device_type: str, key: str) -> None:
         super().__init__()
-        self.device_type, self.key = device_type, key
+        self.device_type = device_type
         self.outside: tuple[str, ...] = ()
-        if not is_compiling():
-            self._actions = rules.actions(edits_of(key))
+        self.become(key)
 
     def become(self, key: str) -> None:
         """Replace the edits that hold."""
         self.key = key
-        if not is_compiling():
+        if not is_dynamo_compiling():
             self._actions = rules.actions(edits_of(key))
 
     @compat.untraced  # by itself, where the compiler gave up on the function that called
@@ -90,7 +89,7 @@ class EditMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if is_compiling():
+        if is_compiling() and compat.in_trace():
             action = action_in_graph(self.key, func, is_dynamo_compiling())
         else:
             action = self._actions.get(func)
@@ -137,7 +136,7 @@ class EditMode(TorchFunctionMode):
             with self:
                 return recurrent.step_by_step(name_in_graph(func), *args, **kwargs)
         low = torch.get_autocast_dtype(device_type)
-        if is_compiling():  # graphs record regions, and not what `set_autocast_enabled` does
+        if compat.in_trace():  # graphs record regions, and not what `set_autocast_enabled` does
             with TorchAutocast(device_type, enabled=False):
                 return _run(action, device_type, low, self.key, func, args, kwargs)
         torch.set_autocast_enabled(device_type, False)
@@ -156,7 +155,9 @@ def _without_region(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unchecked(func: Callable[..., Any]) -> Callable[..., Any]:
-    run: Callable[..., Any] = compat.unchecked_in_graph(func) if is_compiling() else compat.unchecked(func)
+    run: Callable[..., Any] = (
+        compat.unchecked_in_graph(func) if is_dynamo_compiling() else compat.unchecked(func)
+    )
     return run
 
 
@@ -226,7 +227,8 @@ def _rounded(values: Iterable[object], dtype: torch.dtype, device_type: str) -> 
         if is_eligible(value, device_type):
             result.append(value.to(dtype).float())
         elif isinstance(value, (list, tuple)):
-            result.append(type(value)(_rounded(value, dtype, device_type)))
+            inner = _rounded(value, dtype, device_type)
+            result.append(type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner))
         else:
             result.append(value)
     return result
@@ -268,7 +270,7 @@ class CountingMode(EditMode):
         def run() -> Any:
             return EditMode._run(self, action, func, args, kwargs)
 
-        if action == "backward" or is_compiling():
+        if action == "backward" or is_dynamo_compiling():
             return run()
         name = operators.name_of(func)
         is_on = torch.is_autocast_enabled(self.device_type)
@@ -375,6 +377,7 @@ def key_inside(
     emulate: bool,
     float8: torch.dtype | None,
     counted: bool,
+    owner: str,
 ) -> str:
     """Return the key of a region's edits.
 
@@ -385,6 +388,7 @@ def key_inside(
         emulate: whether the region emulates; it does inside of one that does.
         float8: what it emulates, if that is a float8.
         counted: whether calls are counted.
+        owner: identifies the model that the table's rules of modules are about.
     """
     outer = edits_of(around)
     edits = outer._replace(
@@ -396,7 +400,7 @@ def key_inside(
     if table is not None:
         made = Casting.of(*table)
         rules.validate(made, float8, emulate)
-        edits = edits._replace(table=made, optional=made.optional, scope=None)
+        edits = edits._replace(table=made, optional=made.optional, scope=None, owner=owner)
     return key_of(edits)
 
 

@@ -25,7 +25,7 @@ def find(model: nn.Module, table: Casting) -> list[tuple[nn.Module, str]]:
         CastingError: for a pattern that names no module, with the nearest paths, and for a module that has
             two paths with different rules.
     """
-    named = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+    named = dict(model.named_modules(remove_duplicate=False))
     names = tuple((path, id(module)) for path, module in named.items())
     return [(named[path], path) for path, _ in _with_rules(type(model).__name__, names, table)]
 
@@ -34,7 +34,9 @@ def _with_rules(kind: str, names: tuple[tuple[str, int], ...], table: Casting) -
     for pattern in table.modules:
         alone = Casting().module(pattern, "default")
         if not any(alone.scope(path) for path, _ in names):
-            near = difflib.get_close_matches(pattern, [path for path, _ in names], n=NEAREST, cutoff=0.3)
+            near = difflib.get_close_matches(
+                pattern, [path for path, _ in names if path], n=NEAREST, cutoff=0.3
+            )
             instead = " or ".join(map(repr, near)) or "a path that model.named_modules() yields"
             raise CastingError(f"{pattern!r} names no module of this {kind}. Write {instead}.")
     known: dict[int, tuple[str, Any]] = {}
@@ -49,10 +51,18 @@ def _with_rules(kind: str, names: tuple[tuple[str, int], ...], table: Casting) -
 
 
 @contextmanager
-def followed(found: Iterable[tuple[nn.Module, str]], device_type: str) -> Iterator[None]:
-    """Have the mode of a device type follow the modules that `find` returned."""
-    leave = partial(_leave, device_type)
-    hooks = [ModuleHooks(module, partial(_enter, device_type, path), leave) for module, path in found]
+def followed(found: Iterable[tuple[nn.Module, str]], device_type: str, owner: str) -> Iterator[None]:
+    """Have the modes of a device type follow the modules that `find` returned.
+
+    Args:
+        found: the modules and their paths.
+        device_type: of the modes.
+        owner: `Edits.owner` of the edits that the rules are in.
+    """
+    hooks = []
+    for module, path in found:
+        this = device_type, owner, id(module)
+        hooks.append(ModuleHooks(module, partial(_enter, *this, path), partial(_leave, *this)))
     try:
         yield
     finally:
@@ -61,41 +71,45 @@ def followed(found: Iterable[tuple[nn.Module, str]], device_type: str) -> Iterat
 
 
 @contextmanager
-def followed_in_graph(model: nn.Module, device_type: str, key: str) -> Iterator[None]:
-    """Have the mode follow modules in code that is traced.
+def followed_in_graph(model: nn.Module, device_type: str, key: str, owner: str) -> Iterator[None]:
+    """Have the modes follow the modules of a model in code that is traced.
 
     Args:
         model: whose paths the patterns of the table are about.
-        device_type: of the mode.
+        device_type: of the modes.
         key: of the edits with the table.
+        owner: their `Edits.owner`.
     """
-    names = [(path, id(module)) for path, module in model.named_modules(remove_duplicate=False) if path]
+    names = [(path, id(module)) for path, module in model.named_modules(remove_duplicate=False)]
     paths = dict(with_rules_in_graph(key, type(model).__name__, tuple(names)))
 
     def before(module: nn.Module, args: object) -> None:
         if id(module) in paths:
-            _enter(device_type, paths[id(module)], module, args)
+            _enter(device_type, owner, id(module), paths[id(module)], module, args)
 
     def after(module: nn.Module, args: object, result: object) -> None:
         if id(module) in paths:
-            _leave(device_type, module, args, result)
+            _leave(device_type, owner, id(module), module, args, result)
 
     with hooks_in_graph(before, after):
         yield
 
 
+# A module that is copied inside of the region has hooks, too, which are to do nothing.
+
+
 @untraced
-def _enter(device_type: str, path: str, module: nn.Module, args: object) -> None:
+def _enter(device_type: str, owner: str, known: int, path: str, module: nn.Module, args: object) -> None:
     mode = modes.current(device_type)
-    if mode is not None:
+    if mode is not None and id(module) == known:
         mode.outside = (*mode.outside, mode.key)
-        mode.become(key_in_module(mode.key, path))
+        mode.become(key_in_module(mode.key, owner, path))
 
 
 @untraced
-def _leave(device_type: str, module: nn.Module, args: object, result: object) -> None:
+def _leave(device_type: str, owner: str, known: int, module: nn.Module, args: object, result: object) -> None:
     mode = modes.current(device_type)
-    if mode is not None and mode.outside:
+    if mode is not None and mode.outside and id(module) == known:
         mode.become(mode.outside[-1])
         mode.outside = mode.outside[:-1]
 
@@ -108,10 +122,10 @@ def with_rules_in_graph(
     return tuple((module, path) for path, module in _with_rules(kind, names, table))
 
 
-def key_in_module(key: str, path: str) -> str:
-    """Return the key of the edits that hold in a module, given those of the region."""
+def key_in_module(key: str, owner: str, path: str) -> str:
+    """Return the key of the edits that hold in a module, given those around it and whose rules it has."""
     edits = modes.edits_of(key)
-    return modes.key_of(edits._replace(scope=edits.table.scope(path)))
+    return modes.key_of(edits._replace(scope=edits.table.scope(path))) if edits.owner == owner else key
 
 
 mark_constant(with_rules_in_graph)

@@ -87,15 +87,22 @@ COMPOSED: dict[str, str] = {
     "norm": "linalg_vector_norm",
     "orgqr": "linalg_householder_product",
     "pairwise_distance": "norm",
+    "rdiv": "reciprocal div",
+    "rsub": "sub",
     "subtract": "sub",
     "tensordot": "mm",
     "true_divide": "div",
 }
 # Pointwise to PyTorch, but nothing is computed.
 MOVES = frozenset(["_to_copy", "alias", "clone", "copy", "detach", "to", "type_as"])
-REDUCTIONS = frozenset(["logsumexp", "mean", "std", "std_mean", "sum", "var", "var_mean"])
+# Neither pointwise to PyTorch nor in its tables, but something is computed.
+COMPUTING = """
+    adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d baddbmm diff floor_divide ger glu hardswish
+    index_add kron linalg_cross log_sigmoid logcumsumexp logsumexp max_pool1d max_pool2d mean nansum outer
+    scatter_reduce segment_reduce std std_mean sum var var_mean
+"""
 # The methods behind Python's operators.
-DUNDER = {"truediv": "div", "rdiv": "reciprocal", "rtruediv": "reciprocal", "mod": "remainder"}
+DUNDER = {"floordiv": "floor_divide", "mod": "remainder", "rtruediv": "rdiv", "truediv": "div"}
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
 NEAREST = 3
 
@@ -144,8 +151,8 @@ def functions() -> dict[Callable[..., Any], str]:
 def _operator_of(name: str) -> str:
     name = name.removeprefix("special_")
     if name.startswith("__") and name.endswith("__"):
-        inner = name.strip("_")
-        return DUNDER.get(inner) or (inner if inner in _names() else inner.removeprefix("r"))
+        inner = DUNDER.get(name.strip("_"), name.strip("_"))
+        return inner if inner in _names() or inner in COMPOSED else inner.removeprefix("r")
     return name
 
 
@@ -217,7 +224,7 @@ def arithmetic() -> frozenset[str]:
     }
     tables = {name for table in TABLES.values() for name in table.rules}
     return frozenset(
-        base for base in pointwise | tables | REDUCTIONS if base in _names() and _is_eligible(base)
+        base for base in {*pointwise, *tables, *COMPUTING.split()} if base in _names() and _is_eligible(base)
     )
 
 

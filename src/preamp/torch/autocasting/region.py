@@ -141,7 +141,7 @@ class autocast(TorchAutocast):  # PyTorch's name
         emulate: bool = False,
     ) -> Self:
         """Choose the class: `EditedRegion` for edits, PyTorch's own while PyTorch traces."""
-        if is_compiling() and cls is autocast:
+        if is_compiling() and compat.in_trace() and cls is autocast:
             given = device_type, dtype, enabled, cache_enabled
             if casting is None and not report and not emulate:
                 # The compiler and torch.export recognize PyTorch's own class and know how to write it down.
@@ -182,7 +182,7 @@ class autocast(TorchAutocast):  # PyTorch's name
 
     @untraced  # it is called where the compiler gave up on the caller
     def __enter__(self) -> autocast:
-        if is_compiling():
+        if is_compiling() and compat.in_trace():
             return self._enter_traced()
         device, low, thread = self.device, self.fast_dtype, _thread
         before, cached, claim = get_autocast_dtype(device), is_autocast_cache_enabled(), thread.claim
@@ -336,6 +336,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         self._arguments = (device_type, dtype, enabled, cache_enabled, casting, model, report, emulate)
         known = _model_of(casting, model)
         self._modules = modules.find(known, casting) if known is not None and casting else None
+        self._owner = str(id(known)) if known is not None else ""
         # PyTorch has no regions of float8 and warns of them: float16 stands for it.
         self._float8 = dtype if emulate and dtype in rules.FLOAT8 else None
         super().__init__(device_type, torch.float16 if self._float8 else dtype, enabled, cache_enabled)
@@ -356,7 +357,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
 
     @outside_of_graphs
     def __enter__(self) -> autocast:
-        if is_compiling():
+        if compat.in_trace():
             return self._enter_traced()
         if self._counter:
             self._counter.check_thread()
@@ -374,7 +375,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             outer.become(modes.NONE)
         compat.push_function_mode(mode)
         if self._modules:
-            entry.followed = modules.followed(self._modules, self.device)
+            entry.followed = modules.followed(self._modules, self.device, self._owner)
             entry.followed.__enter__()
         if self._counter:
             self._counter.entries = _thread.entries
@@ -454,8 +455,9 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             counters = (*counters, self._counter)
         if (around, bool(counters)) not in self._keys:
             table = (self._casting.edits, self._casting.optional) if self._casting else None
-            key = modes.key_inside(around, self.device, table, self._emulate, self._float8, bool(counters))
-            self._keys[around, bool(counters)] = key
+            self._keys[around, bool(counters)] = modes.key_inside(
+                around, self.device, table, self._emulate, self._float8, bool(counters), self._owner
+            )
         return modes.mode_of(self.device, self._keys[around, bool(counters)], counters)
 
     def _region_in_trace(self) -> AbstractContextManager[object]:
@@ -483,14 +485,15 @@ def _in_graph(
     around = modes.NONE if outer is None else outer.key
     table = None if casting is None else (casting.edits, casting.optional)
     float8 = dtype if emulate and dtype in rules.FLOAT8 else None
-    key = modes.key_inside(around, device, table, emulate, float8, False)
-    low = torch.float16 if float8 else dtype
     model = _model_of(casting, model)
+    owner = "" if model is None else str(id(model))
+    key = modes.key_inside(around, device, table, emulate, float8, False, owner)
+    low = torch.float16 if float8 else dtype
     with TorchAutocast(device_type, low, enabled, cache_enabled), modes.in_force(device, key):
         if model is None:
             yield
         else:
-            with modules.followed_in_graph(model, device, key):
+            with modules.followed_in_graph(model, device, key, owner):
                 yield
 
 
@@ -498,10 +501,10 @@ def _model_of(casting: Casting | None, model: torch.nn.Module | None) -> torch.n
     """Return the model whose modules a table has rules for, if it has any."""
     if casting is None or not casting.modules:
         return None
-    if model is None:
+    if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            "The table has rules for modules, and the region does not know whose. Write "
-            "autocast(..., casting=table, model=model)."
+            f"The table has rules for modules, and model={model!r} is none. Write "
+            "autocast(..., casting=table, model=model) with the module whose paths they are about."
         )
     return model
 

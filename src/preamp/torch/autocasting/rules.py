@@ -43,6 +43,7 @@ class Edits(NamedTuple):
         dtype: what they round to; None for the low precision of the region they run in.
         scope: what the table says of the module that is running; None outside of modules that it names.
         counted: whether calls are counted that PyTorch's autocast casts without us.
+        owner: identifies the model that the table's rules of modules are about.
     """
 
     device_type: str
@@ -52,6 +53,7 @@ class Edits(NamedTuple):
     dtype: torch.dtype | None = None
     scope: Scope | None = None
     counted: bool = False
+    owner: str = ""
 
 
 def validate(casting: object, dtype: torch.dtype | None, emulate: object) -> None:
