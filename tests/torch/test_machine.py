@@ -15,17 +15,8 @@ import torch
 
 from preamp.arrays import torch_devices
 from preamp.errors import PolicyError, UsageError
-from preamp.machine import (
-    NOT_TRIED,
-    REFERENCE,
-    Advice,
-    MachineReport,
-    PrecisionRow,
-    Product,
-    advise,
-    judged,
-    measure_product,
-)
+from preamp.machine import NOT_TRIED, REFERENCE, Advice, MachineReport, PrecisionRow, Product
+from preamp.machine.measurements import advise, judged, measure_product
 from preamp.torch import autocast, check, machine
 from preamp.torch.scaling import unscaled
 
@@ -143,7 +134,7 @@ def test_what_raises_is_missing_and_said(monkeypatch):
 
 def test_a_slow_precision_is_measured_at_a_small_size(monkeypatch):
     now, sizes = 0.0, {"float32": [], "float16": []}
-    monkeypatch.setattr("preamp.machine.perf_counter", lambda: now)
+    monkeypatch.setattr("preamp.machine.measurements.perf_counter", lambda: now)
 
     def make(size, precision):
         def run():

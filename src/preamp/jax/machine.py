@@ -18,15 +18,8 @@ from preamp.errors import UsageError
 from preamp.jax.autocasting.transform import autocast
 from preamp.jax.scaling.train_step import step
 from preamp.jax.scaling.transformation import loss_scaled
-from preamp.machine import (
-    REFERENCE,
-    MachineReport,
-    PrecisionRow,
-    advise,
-    first_line,
-    judged,
-    measure_product,
-)
+from preamp.machine import REFERENCE, MachineReport, PrecisionRow
+from preamp.machine.measurements import advise, first_line, judged, measure_product
 from preamp.policy import Dynamic, Static
 
 PRECISIONS = ("float32", "bfloat16", "float16")

@@ -16,17 +16,8 @@ from torch import Tensor
 from preamp.arrays.torch_compat import compiler_options, counters_of_compiler, scaled_mm
 from preamp.arrays.torch_devices import check_device, device_types, native_precisions, synchronize
 from preamp.errors import UsageError
-from preamp.machine import (
-    NOT_TRIED,
-    REFERENCE,
-    Feature,
-    MachineReport,
-    PrecisionRow,
-    advise,
-    first_line,
-    judged,
-    measure_product,
-)
+from preamp.machine import NOT_TRIED, REFERENCE, Feature, MachineReport, PrecisionRow
+from preamp.machine.measurements import advise, first_line, judged, measure_product
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.scaling.grad_scaler import GradScaler
 from preamp.torch.scaling.unscaled import watch

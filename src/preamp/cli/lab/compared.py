@@ -23,7 +23,8 @@ from typing import Any
 
 from preamp.cli.lab.inspected import find_function
 from preamp.errors import MissingExtra, PreampError, UsageError
-from preamp.machine import MachineReport, first_line, timed
+from preamp.machine import MachineReport
+from preamp.machine.measurements import first_line, timed
 
 SEED = 0
 

@@ -126,6 +126,8 @@ class autocast(TorchAutocast):  # PyTorch's name
             `casting`, `report` or `emulate`.
     """
 
+    device: str
+    fast_dtype: torch.dtype
     _emulate = False
 
     def __new__(
