@@ -181,7 +181,7 @@ def _run(
         return _rounded([result], low, device_type)[0]
     if action == "widest":
         dtype = _widest(values, device_type)
-    elif _has_dtype(values):  # given by the user
+    elif _has_dtype(values):  # the user chose the precision
         return func(*args, **kwargs)
     elif action == "lower":
         dtype = low

@@ -269,7 +269,7 @@ class autocast(TorchAutocast):  # PyTorch's name
             _working.add((device_type, self.fast_dtype))
 
     def _enter_traced(self) -> autocast:
-        """Enter PyTorch's region, which `torch.export` records."""
+        """Enter what stands for this region in a trace: PyTorch's own, or for edits `_in_graph`."""
         region = self._region_in_trace()
         _thread.traced.append((self, region))
         region.__enter__()

@@ -25,7 +25,7 @@ Action: TypeAlias = Literal[
 - "recurrent": run a recurrent network step by step, so that its products are seen;
 - "inside": run a function in Python so that what it calls is seen;
 - "calls": call it, which calls functions that it is given, and have those run in the mode;
-- "backward": the same with autocast off, as backward passes should run;
+- "backward": the same as "inside", with autocast off, as backward passes should run;
 - "listed": call it, which is what PyTorch's autocast casts, and count it.
 """
 LOW = ("float16", "bfloat16")
