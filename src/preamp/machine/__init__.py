@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter
 from typing import Literal, TypeAlias
 
 __all__ = ["Advice", "Feature", "MachineReport", "PrecisionRow", "Product"]
