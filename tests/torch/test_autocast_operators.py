@@ -565,6 +565,23 @@ def results_of_an_edited_rule_are_close_to_those_in_float32(device, call):
 
 
 @on_cpu
+def an_edited_operator_is_compiled_as_it_runs(device, call):
+    low = torch.bfloat16
+    values = given(call, device, *mixes(call, low)[-1])
+    for rule in ("lower", "float32", "widest"):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *args, **kwargs: call.function(*args, **kwargs), backend="eager")
+        with edited(device, low, rule, call.name):
+            eager, graph = kind(outcome(call.function, values)), kind(outcome(compiled, values))
+        if (
+            isinstance(eager, str) or call.name == "_grid_sampler_2d_cpu_fallback"
+        ):  # no kernel, or no fake one
+            assert isinstance(graph, str)
+        else:
+            assert graph == eager
+
+
+@on_cpu
 def a_refused_operator_raises(device, call):
     arguments, options = given(call, device, FLOAT)
     with edited(device, torch.bfloat16, "refuse", call.name), pytest.raises(UsageError, match="is refused"):
