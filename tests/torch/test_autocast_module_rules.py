@@ -361,11 +361,11 @@ def test_an_emulated_region_rounds_to_the_precision_of_the_module():
 
 def test_regions_of_two_models_do_not_mix_their_rules():
     one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
-    x = torch.ones(1, 4)
+    x, full, half = torch.ones(1, 4), TABLE.module("1", "float32"), TABLE.module("1", "float16")
 
     def both(x):
-        with autocast("cpu", BRAIN, casting=TABLE.module("1", "float32"), model=one):
-            with autocast("cpu", BRAIN, casting=TABLE.module("1", "float16"), model=other):
+        with autocast("cpu", BRAIN, casting=full, model=one):
+            with autocast("cpu", BRAIN, casting=half, model=other):
                 inside = one(x), other(x)
             return *inside, one(x), other(x)
 

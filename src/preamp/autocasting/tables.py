@@ -98,7 +98,7 @@ class Casting:
             _check_rule(rule, RULES, name)
             self.edits += (Edit("operators", name, rule),)
         self._base = "DEFAULT"  # the table of this module that the edits begin with
-        self.optional: tuple[str, ...] = tuple(sorted(_IN_OUR_TABLES & self.rules.keys()))
+        self.optional: tuple[str, ...] = tuple(name for name in self.rules if name in _IN_OUR_TABLES)
 
     def lower(self, *names: str) -> Casting:
         """Run these operators in the region's low precision: float inputs except float64 are cast down."""
