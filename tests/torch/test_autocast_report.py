@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from preamp import UsageError, casting
+from preamp.arrays import torch_compat as compat
 from preamp.autocasting.report import CastReport, CastRow, format_bytes, format_flops
 from preamp.torch import autocast
 
@@ -503,6 +504,10 @@ def test_a_compiled_function_is_reported_as_it_is_in_the_graph():
             compiled(x).float().sum().backward()
     rows = region.report().rows
     assert counter.frame_count == 0
+    if not compat.graphs_run_in_modes:  # before 2.10 it runs eagerly
+        assert region.report().bytes_cast == 2 * eager.report().bytes_cast
+        assert all(row.source == "" for row in rows)
+        return
     assert {row.rule for row in rows} == {"compiled", "unlisted"}  # the sum is not compiled
     assert all(row.calls % 2 == 0 for row in rows)
     assert region.report().bytes_cast == 2 * eager.report().bytes_cast
@@ -521,6 +526,6 @@ def test_a_report_of_compiled_and_eager_operators_can_be_shown():
     net = torch.compile(torch.nn.Linear(4, 4), backend="aot_eager")
     with autocast("cpu", report=True) as region:
         torch.softmax(net(torch.ones(1, 4)), -1)
-    lines = str(region.report()).splitlines()
-    assert lines[0].split() == ["operator", "module", "source", "calls", "dtypes", "cast"]
+    lines, source = str(region.report()).splitlines(), ["source"] if compat.graphs_run_in_modes else []
+    assert lines[0].split() == ["operator", "module", *source, "calls", "dtypes", "cast"]
     assert len({len(row) for row in region.report().table()}) == 1

@@ -440,6 +440,11 @@ traced_autocast: Callable[..., Any] = _maker_in_graphs()
 DispatchMode = _python_dispatch.TorchDispatchMode
 
 
+# Whether a backend may run a graph under a dispatch mode. 2.8 crashes; 2.10 does not. Without, compiled
+# functions run eagerly in a region with a report.
+graphs_run_in_modes = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+
+
 def compiled_by(forward: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
     """Return a backend for `torch.compile`, given what makes a function of a forward graph.
 

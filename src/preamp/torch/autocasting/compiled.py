@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from preamp.arrays.torch_compat import compiled_by
+from preamp.arrays.torch_compat import compiled_by, graphs_run_in_modes
 from preamp.autocasting.report import OUTSIDE
 
 FRAME = re.compile(r'File "(.*?)", line (\d+), in ')
@@ -67,8 +67,10 @@ def replace_backend(backend: Callable[..., Any]) -> None:
     """Have compiled functions use a backend until each call has been matched by `restore_backend`."""
     global _open, _stance
     with _lock:
-        if _stance is None:
+        if _stance is None and graphs_run_in_modes:
             _stance = torch.compiler.set_stance("default", force_backend=backend)
+        elif _stance is None:
+            _stance = torch.compiler.set_stance("force_eager")
         _open += 1
 
 
