@@ -8,9 +8,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from preamp import casting
+from preamp.arrays import torch_compat as compat
 from preamp.torch import autocast
 
-from .regions import BASE, HALF, state
+from .regions import BASE, HALF, in_step, state
 from .test_autocast_compiled import (
     RELEASE,
     around,
@@ -85,3 +86,28 @@ def test_a_region_is_not_taken_for_part_of_an_export_in_another_thread():
     done.set()
     thread.join()
     assert dtypes == [HALF, 1]
+
+
+def test_a_setting_of_the_process_is_restored_after_regions_that_overlap_in_threads(monkeypatch):
+    """Before PyTorch 2.13 all threads share the compiler's setting for backward passes."""
+    setting = ["same_as_forward"]
+    monkeypatch.setattr(compat, "autocast_in_backward", lambda: setting[-1])
+    monkeypatch.setattr(compat, "set_autocast_in_backward", setting.append)
+
+    def first(others):
+        with autocast("cpu", casting=TABLE):
+            others()
+            assert setting[-1] == "off"
+            others()
+        others()
+        others()
+
+    def second(others):
+        others()
+        with autocast("cpu", casting=TABLE):
+            others()
+            others()
+        others()
+
+    in_step(first, second)
+    assert setting[-1] == "same_as_forward"

@@ -39,7 +39,7 @@ class PrecisionRun:
         losses: what the function returned, call by call.
         seconds: how long each call took.
         device: the device type of the loss; "" if it is a plain number.
-        problem: why there are no more losses, in one line.
+        problem: why the run ended early, in one line.
         refused: what is wrong with the target itself.
     """
 

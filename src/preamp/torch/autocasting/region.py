@@ -370,8 +370,10 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         _thread.edited.append(entry)
         if _thread.in_backward is None:
             # Backward runs as forward did; in a region of PyTorch's it would be cast without the edits.
-            _thread.in_backward = compat.autocast_in_backward()
-            if _thread.in_backward is not None:
+            # Before 2.13 the setting is of the whole process: whoever finds it off does not restore it.
+            before = compat.autocast_in_backward()
+            if before not in (None, "off"):
+                _thread.in_backward = before
                 compat.set_autocast_in_backward("off")
         if outer:
             outer.become(modes.NONE)

@@ -18,7 +18,7 @@ small entries in float16 without a scaler, and the last losses in float16 and fl
 | 1e-3   | 16 %, 1.26 1.26   | 8 %, 2.07 2.07    | 21 %, 0.49 0.28   |
 | 1e-4   | 78 %, 1.43 1.30   | 40 %, 2.08 2.07   | 57 %, 2.31 0.35   |
 
-With a scaler, in bfloat16 and in float32 the share was 0 at every factor. Zeros are no evidence: gradients of
+With a scaler, in bfloat16 and in float32 the share was 0 at every factor. Zeros are not counted: gradients of
 unused weights, of ReLU and of a loss that is satisfied are 0 as well. So a model whose gradients are all 0 is
 not warned of, and neither is one whose gradients were clipped: they are not multiples of 2**-24 any more.
 """
