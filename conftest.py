@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,23 @@ def traceback_of(item: SybilItem, error: pytest.ExceptionInfo[BaseException]) ->
 
 
 of_examples, SybilItem._traceback_filter = SybilItem._traceback_filter, traceback_of
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """Fail a test that leaves an autocast region of PyTorch's or a mode behind: others would fail for it."""
+    yield
+    if torch := sys.modules.get("torch"):
+        left = autocast_state(torch)
+        assert left == (1, False, 0), f"(depth + 1, autocast on, function modes) is {left} after the test"
+
+
+def autocast_state(torch: Any) -> tuple[int, bool, int]:
+    """Return how deep this thread is in regions of autocast plus one, whether it is on, and the modes."""
+    depth = torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting():  # restored, for the tests that follow
+        pass
+    return depth, torch.is_autocast_enabled("cpu"), torch._C._len_torch_function_stack()
+
 
 pytest_collect_file = (
     Sybil(
