@@ -110,6 +110,7 @@ def traceback_of(item: SybilItem, error: pytest.ExceptionInfo[BaseException]) ->
 
 of_examples, SybilItem._traceback_filter = SybilItem._traceback_filter, traceback_of
 
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None]:
     """Fail a test that leaves an autocast region of PyTorch's or a mode behind: others would fail for it."""

@@ -577,7 +577,7 @@ def an_edited_operator_is_compiled_as_it_runs(device, call):
             isinstance(eager, str) or call.name == "_grid_sampler_2d_cpu_fallback"
         ):  # no kernel, or no fake one
             assert isinstance(graph, str)
-            # Where an operator raises, PyTorch's backend "eager" leaves the graph's regions open; others do not.
+            # Where an operator raises, PyTorch's backend "eager" leaves regions of the graph open.
             torch.autocast_increment_nesting()
             while torch.autocast_decrement_nesting():
                 pass

@@ -63,7 +63,6 @@ def test_it_fits_80_columns(report):
 
 STATE = """
 import json, os, random, torch
-from preamp.arrays.torch_compat import has_compiled
 from preamp.torch import autocast, check
 from preamp.torch.scaling.unscaled import watch
 from torch.optim import optimizer
@@ -77,7 +76,8 @@ with autocast("cpu", torch.float16):
             torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
             torch.get_float32_matmul_precision(), id(optimizer._global_optimizer_pre_hooks),
             watch.is_on, watch._regions, dict(os.environ),
-            torch._dynamo.config.get_config_copy(), has_compiled(), sorted(os.listdir()),
+            torch._dynamo.config.get_config_copy(), torch._dynamo.utils.counters["frames"]["total"],
+            sorted(os.listdir()),
         ]
     import torch._dynamo
     before = state()

@@ -20,6 +20,7 @@ from preamp.torch.scaling.unscaled import small_share
 
 optimizers = importlib.import_module("torch.optim.optimizer")
 HALF, BRAIN = torch.float16, torch.bfloat16
+COMPILED_STEP = unscaled.has_compiled_step
 TINY = 1e-4  # what makes the gradients of these models underflow
 
 
@@ -28,7 +29,7 @@ def watch(monkeypatch):
     """Return the watch as it is in a new process, in which nothing was compiled."""
     monkeypatch.setattr(unscaled.watch, "is_on", True)
     monkeypatch.setattr(unscaled.watch, "_regions", 0)
-    monkeypatch.setattr(unscaled, "has_compiled", lambda: False)
+    monkeypatch.setattr(unscaled, "has_compiled_step", lambda: False)
     before = optimizers._global_optimizer_pre_hooks
     yield unscaled.watch
     unscaled.watch.stop_looking()
@@ -382,11 +383,40 @@ def test_a_compiled_step_is_not_looked_at(monkeypatch, watch):
     optimizer.step = original
     assert watch.is_on
     monkeypatch.undo()
-    assert unscaled.has_compiled()
+    assert unscaled.has_compiled_step()
     monkeypatch.setattr(watch, "is_on", True)
     monkeypatch.setattr(watch, "_regions", 0)
     step(model, optimizer, batch)
     assert not watch.is_on
+
+
+def test_it_warns_where_the_model_is_compiled_and_the_step_is_not(monkeypatch, watch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(unscaled, "has_compiled_step", COMPILED_STEP)
+    torch.manual_seed(0)
+    model, batch = mlp()
+    compiled, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.Adam(model.parameters())
+    with pytest.warns(UnscaledFloat16):
+        step(compiled, optimizer, batch)
+
+
+def test_it_warns_where_the_step_is_inside_of_the_region(watch):
+    torch.manual_seed(0)
+    model, batch = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train():
+        with autocast("cpu", HALF):
+            x, y = batch()
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) * TINY).backward()
+            optimizer.step()
+
+    train()
+    with pytest.warns(UnscaledFloat16):
+        train()
+    assert not watch.is_on
+    train()
 
 
 def test_threads_that_train_at_once_are_warned_at_most_once_and_not_disturbed():

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -139,13 +140,22 @@ def is_compiler_off() -> bool:
     return compiler is None or compiler.eval_frame._stance.stance == "force_eager"
 
 
-def has_compiled() -> bool:
-    """Return whether `torch.compile` has compiled anything in this process.
+_OPTIMIZERS = str(Path(optimizer.__file__).parent)
 
-    Since before 2.6. Without, a compiled optimizer step could be compiled once more for a hook.
+
+def has_compiled_step() -> bool:
+    """Return whether `torch.compile` may have compiled an optimizer's step in this process.
+
+    It asks whether code was compiled that is of optimizers, or that names a method `step`. Since before 2.6.
+    Without, it says yes as soon as the compiler is loaded.
     """
-    utils = sys.modules.get("torch._dynamo.utils")  # which takes long to load
-    return utils is not None and utils.counters.get("frames", {}).get("total", 0) > 0
+    if "torch._dynamo.convert_frame" not in sys.modules:  # which takes long to load
+        return False
+    frames = sys.modules["torch._dynamo.convert_frame"]
+    if not hasattr(frames, "input_codes"):
+        return True
+    codes = [code for reference in frames.input_codes.seen if (code := reference())]
+    return any("step" in code.co_names or code.co_filename.startswith(_OPTIMIZERS) for code in codes)
 
 
 def cpu_features() -> dict[str, bool]:
@@ -178,7 +188,7 @@ def compiler_options() -> dict[str, Any]:
 def counters_of_compiler() -> Iterator[None]:
     """Set the compiler's counters back to what they were.
 
-    Since before 2.6. Without, `has_compiled` would count what is compiled inside.
+    Since before 2.6. Without, they would count what is compiled inside.
     """
     import torch._dynamo.utils as utils
 
@@ -470,3 +480,27 @@ pop_mode: Callable[[], Any] = _python_dispatch._pop_mode
 # The module with `_global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`, for the steps of all
 # optimizers. Since before 2.6; without, a weight that is stepped inside of a region would not be cast again.
 optimizer_hooks: Any = optimizer
+
+
+class HooksAndOneMore(UserDict[int, Any]):
+    """PyTorch's hooks for the steps of all optimizers, with one more at the end, to take their place.
+
+    Adding a hook to PyTorch's dictionary itself would raise "OrderedDict mutated during iteration" in a
+    thread that is running the hooks of a step. Hooks that users add or remove in the meantime are added to
+    PyTorch's dictionary or removed from it.
+
+    Args:
+        hooks: PyTorch's dictionary of hooks.
+        hook: the one more.
+        compiled: whether compiled steps run it, which breaks their graphs.
+    """
+
+    def __init__(
+        self, hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any], compiled: bool
+    ) -> None:
+        self.data, self._hook, self._compiled = hooks, hook, compiled
+
+    @untraced
+    def values(self) -> Any:  # a list, where UserDict has a view: PyTorch only iterates
+        hooks = list(self.data.values())
+        return [*hooks, self._hook] if self._compiled or not torch.compiler.is_compiling() else hooks

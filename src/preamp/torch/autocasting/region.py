@@ -55,7 +55,7 @@ _working: set[tuple[str, torch.dtype]] = {("cpu", dtype) for dtype in CASTABLE}
 Entry: TypeAlias = "tuple[torch.autocast, bool, torch.dtype, bool]"
 
 
-class _Thread(threading.local):
+class _Thread:
     """The state of one thread.
 
     Attributes:
@@ -66,6 +66,8 @@ class _Thread(threading.local):
         in_backward: the compiler's setting for backward passes that edited regions replace.
     """
 
+    __slots__ = ("claim", "edited", "entries", "in_backward", "traced")
+
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.edited: list[_Edited] = []
@@ -74,7 +76,14 @@ class _Thread(threading.local):
         self.in_backward: Any = None
 
 
-_thread = _Thread()
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.thread = _Thread()
+
+
+_local = (
+    _Local()
+)  # of which one attribute is read where speed matters: each takes three times one of `_Thread`
 
 
 class autocast(TorchAutocast):  # PyTorch's name
@@ -186,7 +195,7 @@ class autocast(TorchAutocast):  # PyTorch's name
     def __enter__(self) -> autocast:
         if is_compiling() and compat.in_trace():
             return self._enter_traced()
-        device, low, thread = self.device, self.fast_dtype, _thread
+        device, low, thread = self.device, self.fast_dtype, _local.thread
         before, cached, claim = get_autocast_dtype(device), is_autocast_cache_enabled(), thread.claim
         thread.entries.append((self, is_autocast_enabled(device), before, cached))
         autocast_increment_nesting()
@@ -200,7 +209,7 @@ class autocast(TorchAutocast):  # PyTorch's name
 
     @untraced
     def __exit__(self, *error: object) -> Literal[False]:
-        thread = _thread
+        thread = _local.thread
         if thread.traced and thread.traced[-1][0] is self:
             thread.traced.pop()[1].__exit__(None, None, None)
             return False
@@ -271,7 +280,7 @@ class autocast(TorchAutocast):  # PyTorch's name
     def _enter_traced(self) -> autocast:
         """Enter what stands for this region in a trace: PyTorch's own, or for edits `_in_graph`."""
         region = self._region_in_trace()
-        _thread.traced.append((self, region))
+        _local.thread.traced.append((self, region))
         region.__enter__()
         return self
 
@@ -367,13 +376,13 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         mode = self._mode(outer)
         super().__enter__()
         entry = _Edited(self, mode, outer)
-        _thread.edited.append(entry)
-        if _thread.in_backward is None:
+        _local.thread.edited.append(entry)
+        if _local.thread.in_backward is None:
             # Backward runs as forward did; in a region of PyTorch's it would be cast without the edits.
             # Before 2.13 the setting is of the whole process: whoever finds it off does not restore it.
             before = compat.autocast_in_backward()
             if before not in (None, "off"):
-                _thread.in_backward = before
+                _local.thread.in_backward = before
                 compat.set_autocast_in_backward("off")
         if outer:
             outer.become(modes.NONE)
@@ -382,24 +391,24 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             entry.followed = modules.followed(self._modules, self.device, self._owner)
             entry.followed.__enter__()
         if self._counter:
-            self._counter.entries = _thread.entries
+            self._counter.entries = _local.thread.entries
             self._counter.__enter__()
         return self
 
     @outside_of_graphs
     def __exit__(self, *error: object) -> Literal[False]:
-        entry = next((entry for entry in reversed(_thread.edited) if entry.region is self), None)
+        entry = next((entry for entry in reversed(_local.thread.edited) if entry.region is self), None)
         if entry:
-            _thread.edited.remove(entry)
-            if not _thread.edited and _thread.in_backward is not None:
-                compat.set_autocast_in_backward(_thread.in_backward)
-                _thread.in_backward = None
+            _local.thread.edited.remove(entry)
+            if not _local.thread.edited and _local.thread.in_backward is not None:
+                compat.set_autocast_in_backward(_local.thread.in_backward)
+                _local.thread.in_backward = None
             if self._counter:
                 self._counter.__exit__(*error)
             if entry.followed:
                 entry.followed.__exit__(None, None, None)
             modes.remove(entry.mode)
-            inside = (other for other in _thread.edited if other.outer and other.outer[0] is entry.mode)
+            inside = (other for other in _local.thread.edited if other.outer and other.outer[0] is entry.mode)
             if inner := next(inside, None):
                 inner.outer = entry.outer
             elif entry.outer:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import UserDict
-from collections.abc import Callable
 from typing import Any
 
 from torch import clear_autocast_cache
 
-from preamp.arrays.torch_compat import optimizer_hooks, outside_of_graphs, untraced
+from preamp.arrays.torch_compat import HooksAndOneMore, optimizer_hooks, outside_of_graphs, untraced
+from preamp.torch.scaling.optimizers import OptimizerLike
+from preamp.torch.scaling.unscaled import watch
 
 _cache = threading.Lock()
 
@@ -38,17 +38,18 @@ class Claim:
         self.held = False
 
     def take(self) -> bool:
-        """Take the cache unless another thread has it; return whether it is this thread's."""
-        if not self.held and _cache.acquire(False):
-            self.held = True
-            optimizer_hooks._global_optimizer_pre_hooks = _BEFORE
-            optimizer_hooks._global_optimizer_post_hooks = _AFTER
-        return self.held
+        """Take the cache, if no thread has it; return whether it is this thread's."""
+        if not _cache.acquire(False):
+            return False
+        self.held = True
+        optimizer_hooks._global_optimizer_pre_hooks = _BEFORE
+        optimizer_hooks._global_optimizer_post_hooks = _AFTER
+        return True
 
     def release(self) -> None:
         """Empty the cache and let another thread use it."""
-        optimizer_hooks._global_optimizer_pre_hooks = _BEFORE.data
-        optimizer_hooks._global_optimizer_post_hooks = _AFTER.data
+        optimizer_hooks._global_optimizer_pre_hooks = _PRE_HOOKS
+        optimizer_hooks._global_optimizer_post_hooks = _POST_HOOKS
         clear_autocast_cache()
         self.held = False
         _cache.release()
@@ -58,22 +59,6 @@ class Claim:
             self.release()
 
 
-class _HooksAndOneMore(UserDict[int, Any]):
-    """PyTorch's hooks for the steps of all optimizers, with one more at the end.
-
-    It takes the place of PyTorch's dictionary while the cache is in use. Adding a hook to the dictionary
-    itself would raise "OrderedDict mutated during iteration" in a thread that is running the hooks of a step.
-    Hooks that users add or remove in the meantime are added to PyTorch's dictionary or removed from it.
-    """
-
-    def __init__(self, hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> None:
-        self.data, self._hook = hooks, hook
-
-    @untraced
-    def values(self) -> Any:  # a list, where UserDict has a view: PyTorch only iterates
-        return [*self.data.values(), self._hook]
-
-
 # Outside of graphs: a compiled graph would not empty the cache.
 @outside_of_graphs
 def _empty() -> None:
@@ -81,8 +66,9 @@ def _empty() -> None:
 
 
 @outside_of_graphs
-def _before_step(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before_step(optimizer: OptimizerLike, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Empty the cache before each call of a closure: optimizers such as LBFGS write weights in between."""
+    watch.look_at(optimizer)
     closure = kwargs.get("closure") if len(args) < 2 else args[1]
     if not callable(closure):
         return None
@@ -103,5 +89,9 @@ def _after_step(*_: object) -> None:
     clear_autocast_cache()
 
 
-_BEFORE = _HooksAndOneMore(optimizer_hooks._global_optimizer_pre_hooks, _before_step)
-_AFTER = _HooksAndOneMore(optimizer_hooks._global_optimizer_post_hooks, _after_step)
+_PRE_HOOKS, _POST_HOOKS = (
+    optimizer_hooks._global_optimizer_pre_hooks,
+    optimizer_hooks._global_optimizer_post_hooks,
+)
+_BEFORE = HooksAndOneMore(_PRE_HOOKS, _before_step, compiled=True)
+_AFTER = HooksAndOneMore(_POST_HOOKS, _after_step, compiled=True)

@@ -27,16 +27,20 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from preamp.arrays.torch_compat import has_compiled, local_part, optimizer_hooks, outside_of_graphs
+from preamp.arrays.torch_compat import (
+    HooksAndOneMore,
+    has_compiled_step,
+    local_part,
+    optimizer_hooks,
+    outside_of_graphs,
+)
 from preamp.arrays.torch_devices import is_capturing
 from preamp.checks import level_of_caller
 from preamp.errors import UnscaledFloat16
@@ -51,32 +55,19 @@ FLOAT16_SMALLEST = 2.0**-24
 SCALERS = ("torch.amp.grad_scaler", "preamp.torch.scaling.")
 
 
-class _HooksAndLook(UserDict[int, Any]):
-    """PyTorch's hooks that run before the steps of all optimizers, and ours after them.
-
-    It takes the dictionary's place: a hook that is added to the dictionary itself raises "OrderedDict mutated
-    during iteration" in a thread that runs the hooks of a step.
-    """
-
-    def __init__(self, hooks: dict[int, Callable[..., Any]]) -> None:
-        self.data = hooks
-
-    def values(self) -> Any:  # a list, where UserDict has a view: PyTorch only iterates
-        hooks = list(self.data.values())
-        return hooks if torch.compiler.is_compiling() else [*hooks, _look]
-
-
 class Watch:
     """Decides when to look. The hook is there from the end of a float16 region to the next step or region.
+
+    Inside of regions the weight cache has hooks in its place, which call `look_at`.
 
     Attributes:
         is_on: whether there is anything left to look at; False as soon as a scaler is seen at work.
     """
 
-    __slots__ = ("_regions", "is_on")
+    __slots__ = ("_is_waiting", "_regions", "is_on")
 
     def __init__(self) -> None:
-        self.is_on = True
+        self.is_on, self._is_waiting = True, False
         self._regions = 0
 
     def region_left(self) -> None:
@@ -87,18 +78,27 @@ class Watch:
         if not torch.is_grad_enabled():
             return
         self._regions += 1
-        if optimizer_hooks._global_optimizer_pre_hooks is _hooks:
-            self.stop_looking()
+        self.stop_looking()
         if self._regions in LOOKS:
             self._look_at_next_step()
         elif self._regions > LOOKS[-1]:
             self.is_on = False
 
     def _look_at_next_step(self) -> None:
-        if has_compiled():  # a step that is compiled would be compiled once more
+        if has_compiled_step():  # it would be compiled once more
             self.is_on = False
-        elif optimizer_hooks._global_optimizer_pre_hooks is _hooks.data:  # not while a thread is in a region
+            return
+        self._is_waiting = True
+        if optimizer_hooks._global_optimizer_pre_hooks is _hooks.data:  # not while a thread is in a region
             optimizer_hooks._global_optimizer_pre_hooks = _hooks
+
+    def look_at(self, optimizer: OptimizerLike) -> None:
+        """Warn if it is time to look and gradients underflow that an optimizer is about to step with."""
+        if not self._is_waiting:
+            return
+        self.stop_looking()
+        if self.is_on:
+            _examine(optimizer)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,15 +111,18 @@ class Watch:
 
     def stop_looking(self) -> None:
         """Take the hook away."""
+        self._is_waiting = False
         if optimizer_hooks._global_optimizer_pre_hooks is _hooks:
             optimizer_hooks._global_optimizer_pre_hooks = _hooks.data
 
 
 @outside_of_graphs
 def _look(optimizer: OptimizerLike, *_: object) -> None:
-    watch.stop_looking()
-    if not watch.is_on or torch.compiler.is_compiling():
-        return
+    watch.look_at(optimizer)
+
+
+def _examine(optimizer: OptimizerLike) -> None:
+    """Warn if gradients underflow without a scaler."""
     if _in_step_of_scaler():
         watch.is_on = False
         return
@@ -195,5 +198,5 @@ def _in_step_of_scaler() -> bool:
     return False
 
 
-_hooks = _HooksAndLook(optimizer_hooks._global_optimizer_pre_hooks)
+_hooks = HooksAndOneMore(optimizer_hooks._global_optimizer_pre_hooks, _look, compiled=False)
 watch = Watch()
