@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.checkpoint import checkpoint
 
 import preamp
@@ -289,17 +289,34 @@ def test_operators_run_in_the_dtypes_of_the_table_forward_and_backward(name):
             assert exact == ({BRAIN} if edit == "softmax" else {FULL}), edit
 
 
-def test_what_is_emulated_rounds_the_operands_and_the_results_of_products():
-    for node in calls(graphs_of("einsum", "emulated").forward, *PRODUCTS):
-        *_, before, last = came_from(node.args[-1])
-        assert (before.meta["val"].dtype, last.meta["val"].dtype) == (BRAIN, FULL)
+class RoundedOperands(Interpreter):
+    """Runs a graph, and asks of each operand of a product whether it is a number of the low precision."""
+
+    def __init__(self, graph: GraphModule, found: list[bool]) -> None:
+        super().__init__(graph)
+        self.found = found
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target.__name__.partition(".")[0] in PRODUCTS:
+            self.found += [torch.equal(one, one.to(BRAIN).float()) for one in args if isinstance(one, Tensor)]
+        return super().call_function(target, args, kwargs)
 
 
-def came_from(node: Any) -> list[Node]:
-    """Return a cast that an operand comes from, and what was cast, behind views of it."""
-    while "_to_copy" not in str(node.target):
-        node = node.args[0]
-    return [node.args[0], node]
+def test_operands_of_emulated_products_are_rounded_forward_and_backward():
+    forward, backward = [], []
+
+    def run(found):
+        return lambda graph, _: make_boxed_func(RoundedOperands(graph, found).run)
+
+    example = EXAMPLES["einsum"]
+    model, x = example.make(), example.batch(2)
+    backend = aot_autograd(fw_compiler=run(forward), bw_compiler=run(backward))
+    with autocast("cpu", BRAIN, emulate=True):
+        compiled = torch.compile(lambda x: example.call(model, x), backend=backend, fullgraph=True)
+        learned(model, compiled, x)
+    assert len(forward) > 4
+    assert len(backward) > 8
+    assert all([*forward, *backward])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import Casting, Edit
 from preamp.errors import UsageError
 from preamp.torch.autocasting import operators, recurrent, rules
+from preamp.torch.autocasting.rounding import rounded
 from preamp.torch.autocasting.rules import LOW, Action, Edits
 
 TorchAutocast = torch.autocast  # read once: users may replace torch.autocast by ours
@@ -217,15 +218,14 @@ def is_eligible(value: object, device_type: str) -> TypeGuard[Tensor]:
 
 
 def _rounded(values: Iterable[object], dtype: torch.dtype, device_type: str) -> list[Any]:
-    """Return values with every eligible tensor rounded to a low precision, in float32.
+    """Return values with every eligible tensor rounded to a low precision, in float32, and their gradients.
 
-    Autograd records the casts down and up again, so gradients are rounded at the same places. It is what a
-    tensor core does that accumulates in float32.
+    It is what a tensor core does that accumulates in float32.
     """
     result: list[Any] = []
     for value in values:
         if is_eligible(value, device_type):
-            result.append(value.to(dtype).float())
+            result.append(rounded(value, dtype))
         elif isinstance(value, (list, tuple)):
             inner = _rounded(value, dtype, device_type)
             result.append(type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner))

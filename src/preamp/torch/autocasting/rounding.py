@@ -1,0 +1,88 @@
+"""Round float32 to a low precision and stay in float32, forward and backward, for `emulate=True`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling, is_dynamo_compiling
+
+from preamp.arrays.torch_compat import in_trace, mark_constant
+
+MANTISSA_BITS = 23  # of float32
+# What the installed release casts numbers to that are out of range: in float8_e4m3fn NaN, or the largest.
+BEYOND = {
+    dtype: torch.tensor(math.inf, device="cpu").to(dtype).item()
+    for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+}
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what casting to a low precision and up to float32 gives, bit for bit, and round gradients, too.
+
+    In eager code it is those two casts, and autograd records them. In code that is traced it is arithmetic in
+    float32, because Inductor computes low precision in float32 and drops such a pair of casts.
+
+    Args:
+        x: a tensor of float32, float16, bfloat16 or float8, of any shape.
+        dtype: float16, bfloat16, float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        A float32 tensor of the same shape. Out of the range of the dtype it is infinite; in float8_e4m3fn it
+        is the largest number, 448, or NaN, as PyTorch's release has it.
+    """
+    if not is_compiling() or not in_trace():
+        return x.to(dtype).float()
+    if is_dynamo_compiling():
+        _let_compiler_call()
+    return _rounded_in_graph(x.float(), dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _round(x, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, torch.dtype], output: Tensor) -> None:
+        ctx.dtype = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _rounded_in_graph(gradient, ctx.dtype), None
+
+
+def _rounded_in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
+    result: Tensor = _Rounded.apply(x, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _let_compiler_call() -> None:
+    """Have the compiler put `_rounded_in_graph` into graphs as it is.
+
+    It would trace an autograd function in a way that raises where warnings are errors.
+    """
+    torch.compiler.allow_in_graph(_rounded_in_graph)  # type: ignore[no-untyped-call]
+
+
+mark_constant(_let_compiler_call)  # so it runs while the compiler traces, which has loaded what it needs
+
+
+def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round mantissas as integers, half to even, and subnormal numbers to whole steps."""
+    low = torch.finfo(dtype)
+    dropped = MANTISSA_BITS + round(math.log2(low.eps))
+    bits = x.view(torch.int32)
+    half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
+    kept = ((bits + half) & -(1 << dropped)).view(torch.float32)
+    normal = torch.where(x.isnan(), x, kept)
+    if dtype is torch.bfloat16:  # which has float32's exponents
+        return normal
+    step, size = low.smallest_normal * low.eps, normal.abs()
+    subnormal = (x * (1.0 / step)).round() * step
+    beyond = normal.sign() * BEYOND[dtype]
+    return torch.where(size < low.smallest_normal, subnormal, torch.where(size > low.max, beyond, normal))

@@ -1,0 +1,84 @@
+"""Rounding in float32, in graphs, beside casts down and up again."""
+
+import pytest
+import torch
+
+from preamp.torch import autocast
+from preamp.torch.autocasting.rounding import rounded
+
+from .regions import BRAIN, HALF, numbers
+
+DTYPES = [HALF, BRAIN, torch.float8_e4m3fn, torch.float8_e5m2]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def equal(one, other):
+    """Return whether tensors are equal, signs of zero and places of NaN included."""
+    alike = (one == other) & (one.signbit() == other.signbit())
+    return bool((alike | (one.isnan() & other.isnan())).all())
+
+
+def of_all_exponents(dtype):
+    """Return numbers of every exponent and sign: exact, halfway between two, beside that, and random."""
+    high = torch.arange(2**16) << 16
+    bits = [high | low for low in (0, 0x8000, 0x7FFF, 0x8001, 0x1000, 0x0FFF)]
+    random = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0))
+    floats = torch.cat([*bits, random]).to(torch.int32).view(torch.float32)
+    low = torch.finfo(dtype)
+    return torch.cat([floats, numbers(50_000) * low.smallest_normal, numbers(50_000) * (low.max / 2)])
+
+
+@dtypes
+def test_it_is_what_casts_give_bit_for_bit(dtype):
+    torch._dynamo.reset()
+    x = of_all_exponents(dtype)
+    graph = torch.compile(lambda x: rounded(x, dtype), backend="aot_eager", fullgraph=True)
+    assert equal(graph(x), x.to(dtype).float())
+    assert equal(rounded(x, dtype), x.to(dtype).float())
+    if dtype is not BRAIN:
+        assert equal(graph(x.bfloat16()), x.bfloat16().to(dtype).float())
+
+
+@dtypes
+def test_gradients_are_rounded(dtype):
+    torch._dynamo.reset()
+    x, seed = numbers(64).requires_grad_(), 3.0 * numbers(64, seed=1)
+    graph = torch.compile(lambda x: rounded(x, dtype), backend="aot_eager", fullgraph=True)
+    (compiled,) = torch.autograd.grad(graph(x), x, seed)
+    assert equal(compiled, seed.to(dtype).float())
+
+
+def test_under_transformations_of_functions():
+    torch._dynamo.reset()
+    x = numbers(5, 4)
+
+    def loss(row):
+        return rounded(rounded(row, BRAIN).square(), BRAIN).sum()
+
+    def gradients(x):
+        return torch.func.vmap(torch.func.grad(loss))(x)
+
+    graph = torch.compile(gradients, backend="aot_eager", fullgraph=True)
+    assert equal(graph(x), gradients(x))
+
+
+@pytest.mark.parametrize("low", [HALF, pytest.param(BRAIN, marks=pytest.mark.slow)])
+def test_inductor_does_not_drop_it(low):
+    """It drops a cast down and up again, because it computes both precisions in float32."""
+    torch._dynamo.reset()
+    x, w = numbers(16, 16) * 2.0**12, numbers(16, 16, seed=1).requires_grad_()
+
+    def run(x, w):
+        with autocast("cpu", low, emulate=True):
+            return (x.neg() @ w * 0.75) @ w * 2.0**-10
+
+    def learned(run):
+        result = run(x, w)
+        return result.detach(), *torch.autograd.grad(result.isfinite().float().mul(result).nansum(), w)
+
+    (result, gradient), (expected, its_gradient) = learned(torch.compile(run, fullgraph=True)), learned(run)
+    if low is HALF:
+        assert 0 < result.isinf().sum() < result.numel()
+    assert equal(result, expected)
+    assert equal(gradient, its_gradient)
+    assert not torch.allclose(result, (-x @ w * 0.75) @ w * 2.0**-10, rtol=1e-5)
