@@ -41,8 +41,6 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Rounded(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
         return _round(x, dtype)
@@ -54,6 +52,10 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _rounded_in_graph(gradient, ctx.dtype), None
+
+    @staticmethod
+    def vmap(_: object, in_dims: tuple[int | None, None], x: Tensor, dtype: torch.dtype) -> Any:
+        return _rounded_in_graph(x, dtype), in_dims[0]
 
 
 def _rounded_in_graph(x: Tensor, dtype: torch.dtype) -> Tensor:
