@@ -321,34 +321,63 @@ def test_evaluation_is_not_training(watch):
         with torch.no_grad(), autocast("cpu", HALF):
             model(batch()[0])
     assert watch._regions == 0
-    for _ in range(unscaled.LOOKS[-1] + 1):
+    for _ in range(unscaled.LOOKS[-1] + unscaled.PATIENCE * len(unscaled.LOOKS) + 1):
         with autocast("cpu", HALF):
             pass
     assert not watch.is_on
 
 
-def test_the_hook_is_there_until_the_next_step_or_region(watch):
+@pytest.mark.parametrize("regions", [2, 3, 16])
+def test_it_warns_where_a_step_follows_several_regions(watch, regions):
+    torch.manual_seed(0)
+    model, batch = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(regions):
+        x, y = batch()
+        with autocast("cpu", HALF):
+            loss = F.cross_entropy(model(x), y) * TINY
+        loss.backward()
+        with torch.no_grad(), autocast("cpu", HALF):
+            model(x)
+    with pytest.warns(UnscaledFloat16, match=r"GradScaler\('cpu'\)"):
+        optimizer.step()
+
+
+def test_it_warns_of_a_region_inside_of_one_of_another_precision(watch):
+    torch.manual_seed(0)
+    model, batch = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = batch()
+    with autocast("cpu", BRAIN):
+        with autocast("cpu", HALF):
+            outputs = model(x)
+        loss = F.cross_entropy(outputs, y) * TINY
+    loss.backward()
+    with pytest.warns(UnscaledFloat16):
+        optimizer.step()
+
+
+def test_the_hook_is_there_until_the_next_step(watch):
     hooks = optimizers._global_optimizer_pre_hooks
     model, batch = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with autocast("cpu", HALF):
         loss = model(batch()[0]).sum()
     assert optimizers._global_optimizer_pre_hooks is not hooks
+    with autocast("cpu", BRAIN):
+        pass
+    assert optimizers._global_optimizer_pre_hooks is not hooks
     loss.backward()
     optimizer.step()
     assert optimizers._global_optimizer_pre_hooks is hooks
-    for region in (autocast("cpu", HALF), autocast("cpu", BRAIN), autocast("cpu", HALF, cache_enabled=False)):
-        watch._regions = 1
+    watch._regions = 1
+    for _ in range(unscaled.PATIENCE):
         with autocast("cpu", HALF):
             pass
         assert optimizers._global_optimizer_pre_hooks is not hooks
-        with region:
-            pass
-        assert optimizers._global_optimizer_pre_hooks is hooks
     with autocast("cpu", HALF):
         pass
     assert optimizers._global_optimizer_pre_hooks is hooks
-    assert dict(hooks) == {}
 
 
 def test_hooks_of_users_run_and_stay():

@@ -104,7 +104,7 @@ class autocast(TorchAutocast):  # PyTorch's name
 
     It warns with `UnscaledFloat16`, once in a process, if float16 is used without a loss scaler and gradients
     underflow: after a few of the first regions, the gradients of an optimizer's next step are examined. Until
-    that step, or the next region, a hook is among those of all optimizers.
+    that step a hook is among those of all optimizers.
 
     >>> import torch
     >>> from preamp import casting
@@ -226,10 +226,10 @@ class autocast(TorchAutocast):  # PyTorch's name
         if not entries:
             if claim.held:
                 claim.release()
-            if self.fast_dtype is torch.float16 and watch.is_on and self._enabled and not self._emulate:
-                watch.region_left()
         elif claim.held and before is not self.fast_dtype:
             clear_autocast_cache()
+        if self.fast_dtype is torch.float16 and watch.is_on and self._enabled and not self._emulate:
+            watch.region_left()
         return False
 
     def __call__(self, function: F) -> F:

@@ -20,7 +20,7 @@ from torch import clear_autocast_cache
 
 from preamp.arrays.torch_compat import HooksAndOneMore, optimizer_hooks, outside_of_graphs, untraced
 from preamp.torch.scaling.optimizers import OptimizerLike
-from preamp.torch.scaling.unscaled import watch
+from preamp.torch.scaling.unscaled import PRE_HOOKS, watch
 
 _cache = threading.Lock()
 
@@ -48,7 +48,7 @@ class Claim:
 
     def release(self) -> None:
         """Empty the cache and let another thread use it."""
-        optimizer_hooks._global_optimizer_pre_hooks = _PRE_HOOKS
+        optimizer_hooks._global_optimizer_pre_hooks = watch.pre_hooks
         optimizer_hooks._global_optimizer_post_hooks = _POST_HOOKS
         clear_autocast_cache()
         self.held = False
@@ -89,9 +89,6 @@ def _after_step(*_: object) -> None:
     clear_autocast_cache()
 
 
-_PRE_HOOKS, _POST_HOOKS = (
-    optimizer_hooks._global_optimizer_pre_hooks,
-    optimizer_hooks._global_optimizer_post_hooks,
-)
-_BEFORE = HooksAndOneMore(_PRE_HOOKS, _before_step, compiled=True)
+_POST_HOOKS = optimizer_hooks._global_optimizer_post_hooks
+_BEFORE = HooksAndOneMore(PRE_HOOKS, _before_step, compiled=True)
 _AFTER = HooksAndOneMore(_POST_HOOKS, _after_step, compiled=True)

@@ -26,6 +26,7 @@ not warned of, and neither is one whose gradients were clipped: they are not mul
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,57 +49,61 @@ from preamp.torch.scaling.optimizers import OptimizerLike, parameters_of
 from preamp.torch.scaling.ranks import number_of_ranks
 
 LOOKS = (1, 2, 10, 100, 1000)  # after these float16 regions the next step of an optimizer is looked at
+PATIENCE = 256  # regions that it waits for a step
 SMALL = 4.0  # times float16's smallest number
 SHARE = 0.1  # of the nonzero entries
 TENSORS, ROWS, ENTRIES, FEWEST = 16, 64, 4096, 100  # how much is looked at
 FLOAT16_SMALLEST = 2.0**-24
+PRE_HOOKS = optimizer_hooks._global_optimizer_pre_hooks  # PyTorch's
 SCALERS = ("torch.amp.grad_scaler", "preamp.torch.scaling.")
 
 
 class Watch:
-    """Decides when to look. The hook is there from the end of a float16 region to the next step or region.
-
-    Inside of regions the weight cache has hooks in its place, which call `look_at`.
+    """Decides when to look: at the next step of an optimizer after some of the float16 regions.
 
     Attributes:
         is_on: whether there is anything left to look at; False as soon as a scaler is seen at work.
+        pre_hooks: what belongs in the place of PyTorch's hooks outside of regions: those, or while it waits
+            for a step, one more. In regions the weight cache has hooks there, which call `look_at`.
     """
 
-    __slots__ = ("_is_waiting", "_regions", "is_on")
+    __slots__ = ("_regions", "_waited", "is_on", "pre_hooks")
 
     def __init__(self) -> None:
-        self.is_on, self._is_waiting = True, False
-        self._regions = 0
+        self.is_on, self.pre_hooks = True, PRE_HOOKS
+        self._regions = self._waited = 0
 
     def region_left(self) -> None:
         """Look at the next step of an optimizer, if this is a region after which to look.
 
-        To be called when an outermost float16 region has been left, in eager code.
+        To be called when a float16 region has been left, in eager code. Regions are not counted while it
+        waits for a step, so that it looks as often where gradients are accumulated over several.
         """
         if not torch.is_grad_enabled():
             return
-        self._regions += 1
-        self.stop_looking()
-        if self._regions in LOOKS:
-            self._look_at_next_step()
-        elif self._regions > LOOKS[-1]:
-            self.is_on = False
-
-    def _look_at_next_step(self) -> None:
-        if has_compiled_step():  # it would be compiled once more
-            self.is_on = False
+        if self.pre_hooks is not PRE_HOOKS:
+            self._waited += 1
+            if self._waited == PATIENCE:  # nothing is trained here, or not by PyTorch's optimizers
+                self.stop_looking()
             return
-        self._is_waiting = True
-        if optimizer_hooks._global_optimizer_pre_hooks is _hooks.data:  # not while a thread is in a region
-            optimizer_hooks._global_optimizer_pre_hooks = _hooks
+        self._regions += 1
+        if self._regions not in LOOKS:
+            self.is_on = self._regions < LOOKS[-1]
+        elif has_compiled_step():  # which would be compiled once more
+            self.is_on = False
+        else:
+            self.pre_hooks, self._waited = _hooks, 0
+            if optimizer_hooks._global_optimizer_pre_hooks is PRE_HOOKS:  # not while a thread is in a region
+                optimizer_hooks._global_optimizer_pre_hooks = _hooks
 
     def look_at(self, optimizer: OptimizerLike) -> None:
         """Warn if it is time to look and gradients underflow that an optimizer is about to step with."""
-        if not self._is_waiting:
+        if self.pre_hooks is PRE_HOOKS:
             return
-        self.stop_looking()
-        if self.is_on:
-            _examine(optimizer)
+        with _examining:  # once, where several threads train
+            if self.pre_hooks is _hooks and self.is_on:
+                self.stop_looking()
+                _examine(optimizer)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,9 +116,9 @@ class Watch:
 
     def stop_looking(self) -> None:
         """Take the hook away."""
-        self._is_waiting = False
+        self.pre_hooks = PRE_HOOKS
         if optimizer_hooks._global_optimizer_pre_hooks is _hooks:
-            optimizer_hooks._global_optimizer_pre_hooks = _hooks.data
+            optimizer_hooks._global_optimizer_pre_hooks = PRE_HOOKS
 
 
 @outside_of_graphs
@@ -126,14 +131,15 @@ def _examine(optimizer: OptimizerLike) -> None:
     if _in_step_of_scaler():
         watch.is_on = False
         return
-    share = small_share([p.grad for p in parameters_of(optimizer) if p.grad is not None])
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    share = small_share(gradients)
     if share < SHARE:
         return
     watch.is_on = False
     warnings.warn(
         f"float16 autocast is used without a loss scaler, and gradients underflow: {share:.0%} of the "
         f"nonzero entries that {type(optimizer).__name__} steps with are below 2.4e-7, where float16 has two "
-        'bits or less, and smaller ones are 0. Write scaler = GradScaler("cuda") (the device you train on), '
+        f"bits or less, and smaller ones are 0. Write scaler = GradScaler({gradients[0].device.type!r}), "
         "and in each step scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(); or "
         "autocast(..., dtype=torch.bfloat16), which needs no scaler. To silence this: "
         'warnings.filterwarnings("ignore", category=preamp.errors.UnscaledFloat16).',
@@ -198,5 +204,6 @@ def _in_step_of_scaler() -> bool:
     return False
 
 
-_hooks = HooksAndOneMore(optimizer_hooks._global_optimizer_pre_hooks, _look, compiled=False)
+_hooks = HooksAndOneMore(PRE_HOOKS, _look, compiled=False)
+_examining = threading.Lock()
 watch = Watch()
