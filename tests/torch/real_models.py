@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -117,35 +118,32 @@ class Tied(nn.Module):
 
 
 def _llama(attention: str) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    hub = pytest.importorskip("transformers")  # which no row of tests/matrix.py has
+    config = hub.LlamaConfig(
         vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=12, num_hidden_layers=2, use_cache=False,
         num_attention_heads=HEADS, num_key_value_heads=1, max_position_embeddings=16, pad_token_id=0,
         attn_implementation=attention,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return hub.LlamaForCausalLM(config)
 
 
 def _bert(attention: str) -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
+    hub = pytest.importorskip("transformers")  # which no row of tests/matrix.py has
+    config = hub.BertConfig(
         vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=12, num_hidden_layers=1, num_labels=3,
         num_attention_heads=HEADS, max_position_embeddings=16, hidden_dropout_prob=0.0, pad_token_id=0,
         attention_probs_dropout_prob=0.0, attn_implementation=attention,
     )  # fmt: skip
-    return BertForSequenceClassification(config)
+    return hub.BertForSequenceClassification(config)
 
 
 def _t5(attention: str) -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
+    hub = pytest.importorskip("transformers")  # which no row of tests/matrix.py has
+    config = hub.T5Config(
         vocab_size=WORDS, d_model=WIDTH, d_kv=4, d_ff=12, num_layers=1, num_heads=HEADS, dropout_rate=0.0,
         decoder_start_token_id=0, use_cache=False, attn_implementation=attention,
     )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+    return hub.T5ForConditionalGeneration(config)
 
 
 def _ids(rows: int = 2) -> Tensor:

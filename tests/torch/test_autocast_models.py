@@ -60,7 +60,12 @@ RULES: dict[str, dict[str, Any]] = {
 }
 DTYPES = {"float32": FULL, "float16": HALF}
 PLACES = ["inside", "around", "made once", "decorated"]
-pytestmark = [  # what PyTorch and transformers say of themselves
+pytestmark = [
+    pytest.mark.skipif(
+        RELEASE == (2, 6),
+        reason="PyTorch 2.6 compiles regions around functions alone: test_autocast_compiled_edits.py",
+    ),
+    # What PyTorch and transformers say of themselves.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*(is|are) deprecated:FutureWarning"),

@@ -114,12 +114,16 @@ def local_part(tensor: Tensor) -> Tensor:
 def in_trace() -> bool:
     """Return whether PyTorch traces this thread, for `torch.compile` or `torch.export`.
 
-    `torch.compiler.is_compiling` is true in all threads while one of them is traced. Since before 2.6.
-    Without, a region in one thread would take the export in another for its own.
+    `torch.compiler.is_compiling` is true in all threads while one of them is traced. Since before 2.6, where
+    `torch.export` has a mode of its own and no `TracingContext`. Without, a region in one thread would take
+    the export in another for its own.
     """
     if not torch.compiler.is_compiling():
         return False
-    return torch.compiler.is_dynamo_compiling() or _guards.TracingContext.try_get() is not None
+    if torch.compiler.is_dynamo_compiling() or _guards.TracingContext.try_get() is not None:
+        return True
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 def is_exporting() -> bool:

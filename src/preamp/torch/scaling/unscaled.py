@@ -6,7 +6,7 @@ has divided by its scale has smaller parts, and so has one that float32 or bfloa
 gradients, entries of at most four times 2**-24 have one or two bits left, and beside them are as many that
 became 0. The warning is given if these are a tenth of the nonzero entries or more.
 
-docs/check.md has the measurements that the threshold comes from; with a scaler, in bfloat16 and in float32 the
+docs/check.md has the measurements behind the threshold; with a scaler, in bfloat16 and in float32 the
 share was 0 in all of them. Zeros are not counted: gradients of unused weights, of ReLU and of a loss that is
 satisfied are 0 as well. So a model whose gradients are all 0 is not warned of, and neither is one whose
 gradients were clipped: they are not multiples of 2**-24 any more.
