@@ -282,17 +282,6 @@ def is_higher_order(function: object) -> bool:
     return isinstance(function, HigherOrderOperator)
 
 
-def decomposition(name: str) -> Callable[..., Any]:
-    """Return one of PyTorch's operators in Python.
-
-    Since before 2.6. Without, recurrent networks are emulated as a whole.
-    """
-    from torch._decomp import decompositions  # which loads the compiler
-
-    function: Callable[..., Any] = getattr(decompositions, name)
-    return function
-
-
 class ModuleHooks:
     """A hook before and one after each call of a module, the second also after an error.
 
