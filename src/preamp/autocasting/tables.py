@@ -7,10 +7,11 @@ casts.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 from preamp.errors import CastingError
 
@@ -32,6 +33,8 @@ Rule = Literal["lower", "float32", "widest", "untouched", "refuse"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 ModuleRule = Literal["float32", "bfloat16", "float16", "untouched", "default"]
 MODULE_RULES: tuple[ModuleRule, ...] = get_args(ModuleRule)
+NAME = re.compile(r"[^\s,]+")
+SHOWN = 4  # names that an error repeats
 _IN_OUR_TABLES: set[str] = set()
 _BASES: dict[str, tuple[Edit, ...]] = {}
 
@@ -138,7 +141,7 @@ class Casting:
         Raises:
             CastingError: for a pattern that is not a string or has empty names, and for another rule.
         """
-        _check_pattern(pattern)
+        _check_pattern(pattern, rule)
         _check_rule(rule, MODULE_RULES, pattern)
         return self._with([Edit("modules", pattern, rule)])
 
@@ -252,6 +255,9 @@ class Casting:
         rules = RULES if of == "operators" else MODULE_RULES
         _check_rule(edit["rule"], rules, ", ".join(map(str, names)))
         if of == "operators":
+            for name in names:
+                if not _is_name(name):
+                    raise CastingError(f"{name!r} is not the name of an operator. Write {_EXAMPLE}.")
             return self._edited(edit["rule"], tuple(names))
         table = self
         for pattern in names:
@@ -260,7 +266,7 @@ class Casting:
 
     def _edited(self, rule: Rule, names: Sequence[str]) -> Casting:
         for name in names:
-            _check_name(name)
+            _check_name(name, rule)
         table = self._with([Edit("operators", name, rule) for name in dict.fromkeys(names)])
         table.optional = tuple(name for name in self.optional if name not in names)
         return table
@@ -306,24 +312,67 @@ def _begins_with(names: Sequence[str], wanted: Sequence[str]) -> bool:
     return bool(names) and fnmatchcase(names[0], wanted[0]) and _begins_with(names[1:], wanted[1:])
 
 
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise CastingError(f"{name!r} is not the name of an operator. Write a string, such as 'softmax'.")
-
-
-def _check_pattern(pattern: object) -> None:
-    if not isinstance(pattern, str) or not all(pattern.split(".")):
-        raise CastingError(
-            f"{pattern!r} is not a pattern of module paths. Write names with dots between them, such as "
-            "'lm_head' or 'layers.*.mlp'."
+def _check_name(name: object, method: str = "lower") -> None:
+    """Check the name of an operator that is given to a method of a table."""
+    if _is_name(name):
+        return
+    if isinstance(name, str) and (several := name.replace(",", " ").split()):
+        what, instead = (
+            ("several names" if len(several) > 1 else "a name with spaces"),
+            _call(method, several),
         )
+    elif _is_collection(name):
+        several = [each for each in name if isinstance(each, str)]
+        what, instead = (
+            f"a {type(name).__name__}, and each name is an argument of its own",
+            _call(method, several),
+        )
+    elif isinstance(name, type):
+        what = "a class, and tables name operators and paths of modules"
+        instead = f"{_call(method, ['softmax'])} or .module('encoder.0', 'float32')"
+    elif callable(name) and isinstance(called := getattr(name, "__name__", None), str):
+        what, instead = "a function, and tables name operators", _call(method, [called])
+    else:
+        what, instead = "not the name of an operator", _call(method, ["softmax"])
+    raise CastingError(f"{name!r} is {what}. Write {instead}.")
+
+
+def _check_pattern(pattern: object, rule: object = "float32") -> None:
+    """Check the pattern of an edit of modules."""
+    if isinstance(pattern, str) and all(pattern.split(".")):
+        return
+    if _is_collection(pattern) and (several := [each for each in pattern if isinstance(each, str)]):
+        calls = "".join(f".module({each!r}, {rule!r})" for each in several[:SHOWN])
+        calls += " and so on" if len(several) > SHOWN else ""
+        raise CastingError(
+            f"{pattern!r} is a {type(pattern).__name__}, and each pattern needs its own call. Write {calls}."
+        )
+    raise CastingError(
+        f"{pattern!r} is not a pattern of module paths. Write names with dots between them, such as "
+        "'lm_head' or 'layers.*.mlp'."
+    )
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and NAME.fullmatch(value) is not None
+
+
+def _is_collection(value: object) -> TypeGuard[Iterable[object]]:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, type))
+
+
+def _call(method: str, names: Sequence[str]) -> str:
+    """Return the call of a method with names, as users write it."""
+    return f".{method}({', '.join(map(repr, names)) if 0 < len(names) <= SHOWN else '*names'})"
 
 
 def _check_rule(rule: object, rules: Sequence[str], name: str) -> None:
-    if rule not in rules:
-        raise CastingError(
-            f"{rule!r} is not a rule, for {name!r}. Write one of {', '.join(map(repr, rules))}."
-        )
+    if rule in rules:
+        return
+    # Users write torch.float32 or jnp.float32, too.
+    meant = getattr(rule, "__name__", str(rule)).rpartition(".")[2]
+    instead = repr(meant) if meant in rules else f"one of {', '.join(map(repr, rules))}"
+    raise CastingError(f"{rule!r} is not a rule, for {name!r}. Write {instead}.")
 
 
 def _check_keys(values: object, known: set[str], what: str) -> None:
