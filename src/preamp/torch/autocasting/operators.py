@@ -171,13 +171,15 @@ def _operator_of(name: str) -> str:
 def checked_functions() -> dict[FunctionType, frozenset[str]]:
     """Return PyTorch's functions in Python that no mode sees into, each with the names that it uses.
 
-    They ask at their beginning whether a mode is in force, and hand themselves over to it.
+    They ask at their beginning whether a mode is in force, and hand themselves over to it; those of
+    `compat.UPSAMPLE` do so in compiled code only.
     """
     functions_in_python = (function for function in functions() if isinstance(function, FunctionType))
     return {
         function: _names_in(compat.unchecked(function))
         for function in functions_in_python
-        if any("has_torch_function" in name for name in function.__code__.co_names)
+        if function in compat.UPSAMPLE
+        or any("has_torch_function" in name for name in function.__code__.co_names)
     }
 
 
