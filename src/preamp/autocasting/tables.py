@@ -1,7 +1,6 @@
 """Autocast's operator tables, which set the precision of each operator, and methods to edit them.
 
-A table has names only: each framework's autocast finds the operators and modules that a name stands for, and
-casts.
+A table holds names only. Each framework's autocast finds the operators and modules that they stand for.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class Casting:
     """An operator table: what autocast does to the inputs of the operators it names.
 
     A table is immutable: each method returns a new one in which the named operators have another rule.
-    Operators that a table does not name keep the framework's rule for the device. Where two edits are about
-    the same operator, the later one counts, also if one of them names the module it runs in.
+    Operators that a table does not name keep the framework's rule for the device. If two edits apply to a
+    call, the later one counts, whether they are edits of operators or of modules.
 
     >>> table = DEFAULT.lower("softmax").float32("bmm", "matmul").module("lm_head", "float32")
     >>> table
@@ -82,14 +81,14 @@ class Casting:
     >>> table["bmm"]
     'float32'
 
-    Names are the framework's operator names. A name that users write (`norm`, `cross_entropy`, `LSTMCell`)
-    stands for all operators it calls. Names are looked up where the table is used, because only the framework
-    knows its operators.
+    Names are the framework's operator names. Some names that users write (`norm`, `cross_entropy`,
+    `LSTMCell`) stand for all operators that they call. Names are looked up when the table is used, because
+    only the framework knows its operators; a name that it does not have is an error then.
 
     Attributes:
         edits: the edits, in order.
-        optional: the names that are skipped where the installed release has no such operator: those that come
-            from the tables of this module. A name that a method edits has to exist.
+        optional: the names that are skipped if the installed release has no such operator. They come from the
+            tables of this module; names that a method edits have to exist.
     """
 
     def __init__(self, rules: Mapping[str, Rule] | None = None) -> None:
@@ -100,7 +99,7 @@ class Casting:
             _check_name(name)
             _check_rule(rule, RULES, name)
             self.edits += (Edit("operators", name, rule),)
-        self._base = "DEFAULT"  # the table of this module that the edits begin with
+        self._base = "DEFAULT"  # the table of this module that this one began with
         self.optional: tuple[str, ...] = tuple(name for name in self.rules if name in _IN_OUR_TABLES)
 
     def lower(self, *names: str) -> Casting:
@@ -133,10 +132,10 @@ class Casting:
         Args:
             pattern: a path of names with dots between them, such as "lm_head" or "layers.*.mlp.down_proj".
                 `*`, `?` and `[...]` stand for characters of one name, `**` for any number of names, or
-                none. The path may begin anywhere in that of the module: "lm_head" is "model.lm_head" too.
-            rule: "float32" runs every operator in float32; "bfloat16" or "float16" runs the module in a
-                region of that precision; "untouched" casts nothing; "default" takes back earlier edits of
-                modules.
+                none. It may begin anywhere in a module's path: "lm_head" matches "model.lm_head" too.
+            rule: "float32" runs every operator that does arithmetic in float32; "bfloat16" or "float16" runs
+                the module as in a region of that precision; "untouched" casts nothing; "default" undoes
+                earlier edits of modules.
 
         Raises:
             CastingError: for a pattern that is not a string or has empty names, and for another rule.
@@ -161,9 +160,9 @@ class Casting:
         return {edit.name: edit.rule for edit in self.edits if edit.of == "modules"}
 
     def scope(self, path: str) -> Scope | None:
-        """Return what holds inside a module, given its path; None if no pattern names it.
+        """Return what holds inside a module, given its path; None if no pattern matches.
 
-        Of several patterns that name the module or one that it is in, the last one counts.
+        A pattern matches if it names the module or one around it. Of several that match, the last one counts.
         """
         for place in reversed(range(len(self.edits))):
             edit = self.edits[place]
@@ -290,7 +289,7 @@ class Casting:
         return table
 
     def _own_edits(self) -> tuple[Edit, ...]:
-        """Return the edits that follow those of the table of this module that this one began as."""
+        """Return the edits that were added to the table of this module that this one began with."""
         return self.edits[len(_BASES[self._base]) :]
 
 
@@ -299,7 +298,7 @@ _EXAMPLE = "{modules: [lm_head], rule: float32} or {operators: [softmax], rule: 
 
 @cache
 def is_inside(path: str, pattern: str) -> bool:
-    """Return whether a pattern names a module or one that it is in; the path outside of modules is ""."""
+    """Return whether a pattern names a module or one around it. Outside of modules the path is ""."""
     names, wanted = path.split(".") if path else [], pattern.split(".")
     return any(_begins_with(names[start:], wanted) for start in range(len(names) + 1))
 
