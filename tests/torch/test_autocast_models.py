@@ -206,11 +206,13 @@ def test_an_lstm_breaks_the_graph_where_it_does_without_edits(edit):
 def test_an_emulated_cell_compiles_without_breaks(cell, bias, state):
     torch._dynamo.reset()
     model, x, h = cell(4, 4, bias), numbers(2, 4), numbers(2, 4, seed=1)
-    emulated = autocast("cpu", BRAIN, emulate=True)(model)
+    region = autocast("cpu", BRAIN, emulate=True)
     args = [x, *([(h, h) if cell is nn.LSTMCell else h] if state else [])]
     results, gradients = [], []
-    for call in (torch.compile(emulated, backend="aot_eager", fullgraph=True), emulated, model):
-        given = call(*args)
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for call, around in ((compiled_model, region), (model, region), (model, nullcontext())):
+        with around:
+            given = call(*args)
         results.append(given if isinstance(given, tuple) else (given,))
         total = sum(each.sum() for each in results[-1])
         gradients.append(torch.autograd.grad(total, [*model.parameters()]))

@@ -96,11 +96,11 @@ COMPOSED: dict[str, str] = {
 }
 # Pointwise to PyTorch, but nothing is computed.
 MOVES = frozenset(["_to_copy", "alias", "clone", "copy", "detach", "to", "type_as"])
-# Neither pointwise to PyTorch nor in its tables, but something is computed.
+# Neither pointwise to PyTorch, in some of its releases, nor in its tables, but something is computed.
 COMPUTING = """
     adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d baddbmm diff floor_divide ger glu hardswish
-    index_add kron linalg_cross log_sigmoid logcumsumexp logsumexp max_pool1d max_pool2d mean nansum outer
-    scatter_reduce segment_reduce std std_mean sum var var_mean
+    index_add kron leaky_relu linalg_cross log_sigmoid logcumsumexp logsumexp max_pool1d max_pool2d mean
+    nansum outer scatter_reduce segment_reduce std std_mean sum var var_mean
 """
 # The methods behind Python's operators.
 DUNDER = {"floordiv": "floor_divide", "mod": "remainder", "rtruediv": "rdiv", "truediv": "div"}
