@@ -200,3 +200,41 @@ def test_a_pattern_has_names(pattern: Any) -> None:
 def test_a_module_has_a_rule(rule: Any) -> None:
     with pytest.raises(CastingError, match=r"is not a rule, for 'a'.*'untouched'"):
         EDIT.module("a", rule)
+
+
+def test_names_in_a_list_are_refused_with_the_call_to_write() -> None:
+    for rule in RULES:
+        edit = getattr(EDIT, rule)
+        for given_, write in (
+            (["mm", "bmm"], f".{rule}('mm', 'bmm')"),
+            (("mm",), f".{rule}('mm')"),
+            ("mm, bmm", f".{rule}('mm', 'bmm')"),
+            ("mm bmm", f".{rule}('mm', 'bmm')"),
+            ([*"abcde"], f".{rule}(*names)"),
+            ([], f".{rule}(*names)"),
+            (re.sub, f".{rule}('sub')"),
+            (dict, f".{rule}('softmax') or .module('encoder.0', 'float32')"),
+            (1, f".{rule}('softmax')"),
+        ):
+            with pytest.raises(CastingError, match=f"^{re.escape(repr(given_))} is .*{re.escape(write)}.$"):
+                edit(given_)
+        assert edit(*["mm", "bmm"]).rules == {"mm": rule, "bmm": rule}
+
+
+def test_patterns_in_a_list_are_refused_with_the_calls_to_write() -> None:
+    write = ".module('a', 'float32').module('b', 'float32')"
+    with pytest.raises(
+        CastingError,
+        match=re.escape(f"['a', 'b'] is a list, and each pattern needs its own call. Write {write}."),
+    ):
+        EDIT.module(["a", "b"], "float32")  # type: ignore[arg-type]
+    assert eval(f"EDIT{write}") == EDIT.module("a", "float32").module("b", "float32")
+
+
+def test_a_dtype_in_place_of_a_rule_is_refused_with_its_name() -> None:
+    class float16:
+        """As jax.numpy's, a class, and as PyTorch's, `torch.float16` as text."""
+
+    for dtype in (float16, "torch.float16"):
+        with pytest.raises(CastingError, match=r"is not a rule, for 'a'\. Write 'float16'\."):
+            EDIT.module("a", dtype)  # type: ignore[arg-type]

@@ -69,11 +69,28 @@ def test_a_refused_primitive_inside_of_jax_has_the_line_around_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("dot_genera", "dot_general"), ("exq", "exp"), ("conv_general", "conv_general_dilated")],
+    [
+        ("dot_genera", "dot_general"),
+        ("exq", "exp"),
+        ("conv_general", "conv_general_dilated"),
+        ("jax.nn.softmax", "softmax"),
+        ("jnp.matmul", "matmul"),
+        ("lax.dot_general_p", "dot_general"),
+        ("__add__", "add"),
+        ("nnx.Linear", "Linear"),
+    ],
 )
 def test_a_name_that_is_none_comes_with_the_nearest(name: str, near: str) -> None:
     with pytest.raises(CastingError, match=rf"'{name}' is not a primitive of JAX.*'{near}'"):
         autocast(product, casting=DEFAULT.lower(name))(X, W)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "nnx.MultiHeadAttention"])
+def test_a_class_of_modules_is_refused_with_the_edit_of_a_module(name: str) -> None:
+    with pytest.raises(
+        CastingError, match=rf"'{name}' is not a primitive.*\.module\('layers\.0', 'float32'\)"
+    ):
+        autocast(product, casting=DEFAULT.float32(name))(X, W)
 
 
 def test_a_table_may_name_what_only_the_program_has() -> None:

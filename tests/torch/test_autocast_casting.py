@@ -1,6 +1,7 @@
 """Edited tables of operators: what each rule does, under every name, and that nothing is left of it."""
 
 import copy
+import re
 from collections import namedtuple
 
 import pytest
@@ -289,8 +290,8 @@ def later_release(monkeypatch):
 
     def without(function):
         def listed(*arguments):
-            names = [name.removeprefix("aten::") for name in function(*arguments)]
-            return [f"aten::{n}" for n in names if n not in GONE and n.partition(".")[0] not in GONE]
+            names = [(full, full.removeprefix("aten::")) for full in function(*arguments)]
+            return [full for full, n in names if n not in GONE and n.partition(".")[0] not in GONE]
 
         return listed
 
@@ -479,3 +480,48 @@ def test_emulation_takes_named_tuples():
     pair = namedtuple("Pair", "a b")(torch.rand(4, 4), torch.rand(4, 4))
     with autocast("cpu", BRAIN, emulate=True):
         assert torch.linalg.multi_dot(pair).dtype == FULL
+
+
+# Names that people write for something else than an operator
+
+MEANT = {
+    "F.softmax": "is a function, and tables name operators. Write 'softmax'.",
+    "nn.functional.softmax": "is a function, and tables name operators. Write 'softmax'.",
+    "torch.nn.functional.interpolate": "is a function, and tables name operators. Write 'interpolate'.",
+    "torch.linalg.norm": "is a function, and tables name operators. Write 'linalg_norm'.",
+    "special.expm1": "is a function, and tables name operators. Write 'expm1'.",
+    "Tensor.mm": "is a method, and tables name operators. Write 'mm'.",
+    "__add__": "is a method, and tables name operators. Write 'add'.",
+    "__rmatmul__": "is a method, and tables name operators. Write 'matmul'.",
+    "__iadd__": "never goes through autocast: .*Write 'add'.",
+    "relu_": "never goes through autocast: .*Write 'relu'.",
+    "aten.mm.default": "is one overload of an operator, .*Write 'mm'.",
+    "torch.ops.aten.mm.out": "is one overload of an operator, .*Write 'mm'.",
+    "LayerNorm": r"is a class of modules, .*Write 'layer_norm' or \.module\('encoder.0', 'float32'\)",
+    "nn.Conv2d": "is a class of modules, .*Write 'conv2d' or .module",
+    "nn.LSTM": "is a class of modules, .*Write 'LSTM' or .module",
+    "torch.nn.GELU": "is a class of modules, .*Write 'gelu' or .module",
+    "MultiheadAttention": "is a class of modules, .*'scaled_dot_product_attention' or .module",
+    "TransformerEncoder": "is a class of modules, .*Write .module",
+    "LlamaRMSNorm": "is not an operator of .*or, for a class of modules, .module",
+    "attention": "is not an operator of .*Write 'scaled_dot_product_attention'.",
+    "sdpa": "is not an operator of .*Write 'scaled_dot_product_attention'.",
+    "conv": "is not an operator of .*Write 'conv1d' or 'conv2d' or 'conv3d'.",
+    "MM": "is not an operator of .*Write 'mm'.",
+    "model.lm_head": r"is not an operator of .*\.module\('model.lm_head', 'float32'\)",
+    "layers.*": r"is not an operator of .*\.module\('layers.\*', 'float32'\)",
+}
+
+
+@pytest.mark.parametrize(("name", "said"), MEANT.items())
+def test_a_name_that_people_write_is_refused_with_what_they_mean(name, said):
+    with pytest.raises(CastingError, match=f"^'{re.escape(name)}' {said}") as error:
+        autocast("cpu", casting=EDIT.float32(name))
+    for written in re.findall(r"'(\w+)'", str(error.value).partition("Write ")[2].partition(".module")[0]):
+        autocast("cpu", casting=EDIT.float32(written))  # what is to be written works
+
+
+@pytest.mark.parametrize("name", ["torch.mm", "aten::mm", "aten.mm", "torch.ops.aten.mm"])
+def test_an_operator_may_be_named_with_where_it_is(name):
+    with autocast("cpu", HALF, casting=EDIT.float32(name)):
+        assert torch.mm(A, A).dtype == FULL

@@ -1,17 +1,22 @@
 """Edited tables and emulation in torch.compile and torch.export, beside eager code and casts by hand."""
 
 import threading
+import warnings
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional
 
 from preamp import casting
 from preamp.arrays import torch_compat as compat
+from preamp.errors import UsageError
 from preamp.torch import autocast
+from tests.combinations import in_one_test
 
-from .regions import BASE, HALF, in_step, state
+from .regions import BASE, BRAIN, FULL, HALF, in_step, numbers, same, state
 from .test_autocast_compiled import (
     RELEASE,
     around,
@@ -111,3 +116,83 @@ def test_a_setting_of_the_process_is_restored_after_regions_that_overlap_in_thre
 
     in_step(first, second)
     assert setting[-1] == "same_as_forward"
+
+
+# Functions of PyTorch's that the compiler does not hand over to modes by itself
+
+IMAGES = {
+    1: numbers(1, 2, 6).bfloat16(),
+    2: numbers(1, 2, 6, 6).bfloat16(),
+    3: numbers(1, 2, 6, 6, 6).bfloat16(),
+}
+X, CLASSES = numbers(4, 3).bfloat16(), torch.tensor([0, 1, 2, 0])
+MODES = [
+    *(("nearest", dims) for dims in IMAGES),
+    *(("nearest-exact", dims) for dims in IMAGES),
+    *(("area", dims) for dims in IMAGES),
+    *[("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)],
+]
+ACTIVATIONS = "celu elu gelu hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 selu sigmoid silu tanh"
+
+
+def in_eager_code_and_compiled(function, region):
+    """Return the results of a function in a region, in eager code, and compiled with the region around it."""
+    torch._dynamo.reset()
+    with region:
+        return function(), torch.compile(function, backend="aot_eager", fullgraph=True)()
+
+
+@in_one_test(mode=MODES, by_scale=[True, False], rule=["float32", "refuse"])
+def test_every_mode_of_interpolate_has_the_rule_of_interpolate_or_of_the_pooling_that_it_is(
+    mode, by_scale, rule
+):
+    mode, dims = mode
+    x, size = IMAGES[dims], {"scale_factor": 0.5} if by_scale else {"size": (3,) * dims}
+    calls = [lambda: functional.interpolate(x, **size, mode=mode), lambda: nn.Upsample(**size, mode=mode)(x)]
+    for name in [f"adaptive_avg_pool{dims}d"] if mode == "area" else ["interpolate", "upsample"]:
+        region = autocast("cpu", BRAIN, casting=getattr(casting.DEFAULT, rule)(name))
+        for call in calls:
+            if rule == "refuse":
+                with region, pytest.raises(UsageError, match="is refused"):
+                    call()
+                continue
+            eager, compiled = in_eager_code_and_compiled(call, region)
+            assert same(compiled, eager)
+            assert eager.dtype == FULL
+
+
+def test_smoothed_images_and_deprecated_functions_have_the_rule_of_interpolate():
+    x, region = IMAGES[2], autocast("cpu", BRAIN, casting=casting.DEFAULT.float32("interpolate"))
+    for call in (
+        lambda: functional.interpolate(x, size=(3, 3), mode="bilinear", antialias=True),
+        lambda: functional.interpolate(x, size=(3, 3), mode="bicubic", antialias=True),
+        lambda: functional.upsample(x, (3, 3), mode="bicubic"),
+        lambda: functional.upsample_nearest(x, scale_factor=2),
+        lambda: functional.upsample_bilinear(x, (3, 3)),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of deprecation
+            eager, compiled = in_eager_code_and_compiled(call, region)
+        assert same(compiled, eager)
+        assert eager.dtype == FULL
+
+
+@in_one_test(name=ACTIVATIONS.split(), by=["operator", "module"])
+def test_an_activation_is_cast_in_compiled_code_too(name, by):
+    function = getattr(functional, name)
+    model = nn.Module()
+    model.forward = lambda x: function(x)
+    if by == "operator":
+        region = autocast("cpu", BRAIN, casting=casting.DEFAULT.float32(name))
+    else:
+        region = autocast("cpu", BRAIN, casting=casting.DEFAULT.module("**", "float32"), model=model)
+    eager, compiled = in_eager_code_and_compiled(lambda: model(X), region)
+    assert same(compiled, eager)
+    assert eager.dtype == FULL
+
+
+def test_a_loss_under_another_name_is_cast_in_compiled_code_too():
+    region = autocast("cpu", BRAIN, casting=casting.DEFAULT.lower("cross_entropy"))
+    eager, compiled = in_eager_code_and_compiled(lambda: functional.cross_entropy(X.float(), CLASSES), region)
+    assert same(compiled, eager)
+    assert eager.dtype == BRAIN

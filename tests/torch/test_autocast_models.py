@@ -207,14 +207,23 @@ def test_an_lstm_breaks_the_graph_where_it_does_without_edits(edit):
     assert counted[1] <= counted[0]
 
 
-@in_one_test(cell=[nn.GRUCell, nn.RNNCell])
-def test_an_emulated_cell_compiles_without_breaks(cell):
+@in_one_test(cell=[nn.LSTMCell, nn.GRUCell, nn.RNNCell], bias=[True, False], state=[True, False])
+def test_an_emulated_cell_compiles_without_breaks(cell, bias, state):
     torch._dynamo.reset()
-    model, x = cell(4, 4), numbers(2, 4)
-    emulated = autocast("cpu", BRAIN, emulate=True)(model)
-    result = torch.compile(emulated, backend="aot_eager", fullgraph=True)(x)
-    assert torch.equal(result, emulated(x))
-    assert not torch.equal(result, model(x))
+    model, x, h = cell(4, 4, bias), numbers(2, 4), numbers(2, 4, seed=1)
+    region = autocast("cpu", BRAIN, emulate=True)
+    args = [x, *([(h, h) if cell is nn.LSTMCell else h] if state else [])]
+    results, gradients = [], []
+    compiled_model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for call, around in ((compiled_model, region), (model, region), (model, nullcontext())):
+        with around:
+            given = call(*args)
+        results.append(given if isinstance(given, tuple) else (given,))
+        total = sum(each.sum() for each in results[-1])
+        gradients.append(torch.autograd.grad(total, [*model.parameters()]))
+    for compiled, eager, exact in (*zip(*results, strict=True), *zip(*gradients, strict=True)):
+        assert torch.equal(compiled, eager)
+        assert not torch.equal(compiled, exact) or not exact.any()
 
 
 # What runs in which precision: the graphs that the compiler hands over to a backend

@@ -420,3 +420,41 @@ def test_a_model_that_is_one_module_has_the_rule_of_all():
         assert layer(torch.ones(1, 4)).dtype == FULL
     with pytest.raises(UsageError, match="model=3 is none"):
         autocast("cpu", casting=TABLE.module("**", "float32"), model=3)
+
+
+class Holder(nn.Module):
+    """A model that holds the region that it runs in, whose rules are about the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.region = autocast("cpu", BRAIN, casting=TABLE.module("head", "float32"), model=self)
+
+    def forward(self, x):
+        with self.region:
+            return self.head(self.body(x))
+
+
+DEEP = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value))}
+
+
+@pytest.mark.parametrize("duplicate", DEEP.values(), ids=list(DEEP))
+def test_a_region_that_is_copied_with_a_model_has_the_rules_of_the_copy(duplicate):
+    x, model = torch.ones(1, 4), Model()
+    table = TABLE.module("lm_head", "float32")
+    region = autocast("cpu", BRAIN, casting=table, model=model)
+    twin, its_region = duplicate([model, region])
+    with region:
+        assert (model(IDS).dtype, twin(IDS).dtype) == (FULL, BRAIN)
+    with its_region:
+        assert (model(IDS).dtype, twin(IDS).dtype) == (BRAIN, FULL)
+    held = duplicate(Holder())
+    assert held(x).dtype == FULL
+    assert duplicate(held.region)._arguments[5] is not held
+
+
+def test_a_shallow_copy_of_a_region_has_the_rules_of_the_same_model():
+    model = Model()
+    region = autocast("cpu", BRAIN, casting=TABLE.module("lm_head", "float32"), model=model)
+    with copy.copy(region):
+        assert model(IDS).dtype == FULL

@@ -467,3 +467,62 @@ def test_a_transformer_learns_in_float16_what_it_learns_in_float32(precision):
 @each_float16
 def test_and_learns_nothing_where_its_gradients_vanish(precision):
     assert trained(0, precision, scale=2.0**-24) > 3.5
+
+
+# Emulation: recurrent networks, whose steps run in Python
+
+
+def recurrent(kind: type[nn.RNNBase], packed: bool, region: Any, needs: bool = True, **options: Any) -> Any:
+    """Return the results of a network, and the gradients of its weights."""
+    torch.manual_seed(1)
+    network = kind(6, 4, **options)
+    x: Any = numbers((5, 3, 6), 0).requires_grad_(needs)
+    if packed:
+        x = nn.utils.rnn.pack_sequence([numbers((n, 6), n).requires_grad_(needs) for n in (5, 3, 3, 1)])
+    torch.manual_seed(2)
+    with region:
+        output, state = network(x)
+    results = tree_leaves([output.data if packed else output, state])
+    total = sum((each * numbers(each.shape, 3)).sum() for each in results)
+    return results, torch.autograd.grad(total, [*network.parameters()])
+
+
+LAYERS = in_one_test(
+    kind=[nn.LSTM, nn.GRU, nn.RNN],
+    packed=[False, True],
+    bidirectional=[False, True],
+    bias=[False, True],
+    batch_first=[False, True],
+    dropout=[0.0, 0.5, 1.0],
+)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+@LAYERS
+def test_an_emulated_recurrent_network_is_the_one_in_float32_but_for_rounding(kind, packed, **options):
+    for more in ({}, {"proj_size": 2}) if kind is nn.LSTM else ({},):
+        options = {"num_layers": 3, **options, **more}
+        mine = recurrent(kind, packed, autocast("cpu", torch.float16, emulate=True), **options)
+        exact = recurrent(kind, packed, nullcontext(), **options)
+        assert not all_same(mine[0], exact[0])
+        for ours, theirs in zip([*mine[0], *mine[1]], [*exact[0], *exact[1]], strict=True):
+            assert ours.shape == theirs.shape
+            if theirs.any():  # a dropout of 1 leaves nothing
+                assert distance([ours], [theirs], torch.float16) < 20
+            else:
+                assert not ours.any()
+
+
+@in_one_test(kind=[nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell], dtype=DTYPES)
+def test_emulation_rounds_the_same_whether_or_not_the_input_needs_gradients(kind, dtype):
+    """PyTorch's own LSTM in Python calls oneDNN for inputs that need none."""
+    network, x = kind(6, 4), numbers((3, 6), 0)
+    with autocast("cpu", dtype, emulate=True):
+        needs, does_not = network(x.clone().requires_grad_()), network(x)
+    assert all_same(tree_leaves(needs), tree_leaves(does_not))
+
+
+def test_an_emulated_network_refuses_a_sequence_without_steps_as_pytorch_does():
+    for region in (nullcontext(), autocast("cpu", emulate=True)):
+        with region, pytest.raises(RuntimeError, match="Expected sequence length"):
+            nn.GRU(6, 4)(numbers((0, 2, 6), 0))

@@ -1,6 +1,8 @@
 """What a region counts, and how it is shown: by `report()`, by `preamp inspect`, in the HTML file."""
 
+import copy
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -529,3 +531,27 @@ def test_a_report_of_compiled_and_eager_operators_can_be_shown():
     lines, source = str(region.report()).splitlines(), ["source"] if compat.graphs_run_in_modes else []
     assert lines[0].split() == ["operator", "module", *source, "calls", "dtypes", "cast"]
     assert len({len(row) for row in region.report().table()}) == 1
+
+
+DUPLICATES = [copy.copy, copy.deepcopy, lambda region: pickle.loads(pickle.dumps(region))]
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES, ids=["copy", "deepcopy", "pickle"])
+def test_a_copy_of_a_region_has_a_report_of_its_own_that_starts_empty(duplicate):
+    x = torch.ones(4, 4)
+
+    def calls():
+        return region.report().calls, other.report().calls
+
+    with autocast("cpu", LOWS[0], report=True) as region:
+        x @ x
+        other = duplicate(region)
+        assert calls() == (1, 0)
+        x @ x
+    assert calls() == (2, 0)
+    with other:
+        x @ x
+    assert calls() == (2, 1)
+    with region, other:  # as any region with a report inside of another one
+        x @ x
+    assert calls() == (3, 2)

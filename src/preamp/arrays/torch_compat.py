@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
@@ -249,6 +249,14 @@ def unchecked(function: Any) -> Any:
     return copy
 
 
+# Deprecated functions that warn, at which the compiler would break the graph, and call `interpolate`.
+UPSAMPLE: dict[Any, dict[str, Any]] = {
+    torch.nn.functional.upsample: {},
+    torch.nn.functional.upsample_nearest: {},
+    torch.nn.functional.upsample_bilinear: {"mode": "bilinear", "align_corners": True},
+}
+
+
 class _Unchecked:
     """Holds the results of `unchecked` for the compiler, which reads attributes and no dictionaries."""
 
@@ -263,7 +271,8 @@ def unchecked_in_graph(function: Any) -> Any:
 
 def _keep_unchecked(function: Any) -> str:
     name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
-    setattr(_unchecked, name, unchecked(function))
+    copy = unchecked(torch.nn.functional.interpolate if function in UPSAMPLE else function)
+    setattr(_unchecked, name, functools.partial(copy, **UPSAMPLE[function]) if function in UPSAMPLE else copy)
     return name
 
 
@@ -296,15 +305,17 @@ def is_higher_order(function: object) -> bool:
     return isinstance(function, HigherOrderOperator)
 
 
-def decomposition(name: str) -> Callable[..., Any]:
-    """Return one of PyTorch's operators in Python.
+def hand_over_to_modes(functions: Iterable[Callable[..., Any]]) -> None:
+    """Have the compiler hand calls of functions over to function modes, as eager code does.
 
-    Since before 2.6. Without, recurrent networks are emulated as a whole.
+    The compiler has a set of those that it hands over. Functions that PyTorch's own functions in Python call,
+    such as `torch._C._nn.upsample_bilinear2d`, are missing. `get_overridable_functions` has returned the same
+    set at every call since before 2.6. Without, edits of such functions have no effect in compiled code.
     """
-    from torch._decomp import decompositions  # which loads the compiler
-
-    function: Callable[..., Any] = getattr(decompositions, name)
-    return function
+    compiler = sys.modules.get("torch._dynamo.variables.torch")
+    known = getattr(compiler, "get_overridable_functions", None)
+    if known is not None:
+        known().update(functions)
 
 
 class ModuleHooks:

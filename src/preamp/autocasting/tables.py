@@ -1,16 +1,16 @@
 """Autocast's operator tables, which set the precision of each operator, and methods to edit them.
 
-A table has names only: each framework's autocast finds the operators and modules that a name stands for, and
-casts.
+A table holds names only. Each framework's autocast finds the operators and modules that they stand for.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 from preamp.errors import CastingError
 
@@ -32,6 +32,8 @@ Rule = Literal["lower", "float32", "widest", "untouched", "refuse"]
 RULES: tuple[Rule, ...] = get_args(Rule)
 ModuleRule = Literal["float32", "bfloat16", "float16", "untouched", "default"]
 MODULE_RULES: tuple[ModuleRule, ...] = get_args(ModuleRule)
+NAME = re.compile(r"[^\s,]+")
+SHOWN = 4  # names that an error repeats
 _IN_OUR_TABLES: set[str] = set()
 _BASES: dict[str, tuple[Edit, ...]] = {}
 
@@ -70,8 +72,8 @@ class Casting:
     """An operator table: what autocast does to the inputs of the operators it names.
 
     A table is immutable: each method returns a new one in which the named operators have another rule.
-    Operators that a table does not name keep the framework's rule for the device. Where two edits are about
-    the same operator, the later one counts, also if one of them names the module it runs in.
+    Operators that a table does not name keep the framework's rule for the device. If two edits apply to a
+    call, the later one counts, whether they are edits of operators or of modules.
 
     >>> table = DEFAULT.lower("softmax").float32("bmm", "matmul").module("lm_head", "float32")
     >>> table
@@ -79,14 +81,14 @@ class Casting:
     >>> table["bmm"]
     'float32'
 
-    Names are the framework's operator names. A name that users write (`norm`, `cross_entropy`, `LSTMCell`)
-    stands for all operators it calls. Names are looked up where the table is used, because only the framework
-    knows its operators.
+    Names are the framework's operator names. Some names that users write (`norm`, `cross_entropy`,
+    `LSTMCell`) stand for all operators that they call. Names are looked up when the table is used, because
+    only the framework knows its operators; a name that it does not have is an error then.
 
     Attributes:
         edits: the edits, in order.
-        optional: the names that are skipped where the installed release has no such operator: those that come
-            from the tables of this module. A name that a method edits has to exist.
+        optional: the names that are skipped if the installed release has no such operator. They come from the
+            tables of this module; names that a method edits have to exist.
     """
 
     def __init__(self, rules: Mapping[str, Rule] | None = None) -> None:
@@ -97,7 +99,7 @@ class Casting:
             _check_name(name)
             _check_rule(rule, RULES, name)
             self.edits += (Edit("operators", name, rule),)
-        self._base = "DEFAULT"  # the table of this module that the edits begin with
+        self._base = "DEFAULT"  # the table of this module that this one began with
         self.optional: tuple[str, ...] = tuple(name for name in self.rules if name in _IN_OUR_TABLES)
 
     def lower(self, *names: str) -> Casting:
@@ -130,15 +132,15 @@ class Casting:
         Args:
             pattern: a path of names with dots between them, such as "lm_head" or "layers.*.mlp.down_proj".
                 `*`, `?` and `[...]` stand for characters of one name, `**` for any number of names, or
-                none. The path may begin anywhere in that of the module: "lm_head" is "model.lm_head" too.
-            rule: "float32" runs every operator in float32; "bfloat16" or "float16" runs the module in a
-                region of that precision; "untouched" casts nothing; "default" takes back earlier edits of
-                modules.
+                none. It may begin anywhere in a module's path: "lm_head" matches "model.lm_head" too.
+            rule: "float32" runs every operator that does arithmetic in float32; "bfloat16" or "float16" runs
+                the module as in a region of that precision; "untouched" casts nothing; "default" undoes
+                earlier edits of modules.
 
         Raises:
             CastingError: for a pattern that is not a string or has empty names, and for another rule.
         """
-        _check_pattern(pattern)
+        _check_pattern(pattern, rule)
         _check_rule(rule, MODULE_RULES, pattern)
         return self._with([Edit("modules", pattern, rule)])
 
@@ -158,9 +160,9 @@ class Casting:
         return {edit.name: edit.rule for edit in self.edits if edit.of == "modules"}
 
     def scope(self, path: str) -> Scope | None:
-        """Return what holds inside a module, given its path; None if no pattern names it.
+        """Return what holds inside a module, given its path; None if no pattern matches.
 
-        Of several patterns that name the module or one that it is in, the last one counts.
+        A pattern matches if it names the module or one around it. Of several that match, the last one counts.
         """
         for place in reversed(range(len(self.edits))):
             edit = self.edits[place]
@@ -252,6 +254,9 @@ class Casting:
         rules = RULES if of == "operators" else MODULE_RULES
         _check_rule(edit["rule"], rules, ", ".join(map(str, names)))
         if of == "operators":
+            for name in names:
+                if not _is_name(name):
+                    raise CastingError(f"{name!r} is not the name of an operator. Write {_EXAMPLE}.")
             return self._edited(edit["rule"], tuple(names))
         table = self
         for pattern in names:
@@ -260,7 +265,7 @@ class Casting:
 
     def _edited(self, rule: Rule, names: Sequence[str]) -> Casting:
         for name in names:
-            _check_name(name)
+            _check_name(name, rule)
         table = self._with([Edit("operators", name, rule) for name in dict.fromkeys(names)])
         table.optional = tuple(name for name in self.optional if name not in names)
         return table
@@ -284,7 +289,7 @@ class Casting:
         return table
 
     def _own_edits(self) -> tuple[Edit, ...]:
-        """Return the edits that follow those of the table of this module that this one began as."""
+        """Return the edits that were added to the table of this module that this one began with."""
         return self.edits[len(_BASES[self._base]) :]
 
 
@@ -293,7 +298,7 @@ _EXAMPLE = "{modules: [lm_head], rule: float32} or {operators: [softmax], rule: 
 
 @cache
 def is_inside(path: str, pattern: str) -> bool:
-    """Return whether a pattern names a module or one that it is in; the path outside of modules is ""."""
+    """Return whether a pattern names a module or one around it. Outside of modules the path is ""."""
     names, wanted = path.split(".") if path else [], pattern.split(".")
     return any(_begins_with(names[start:], wanted) for start in range(len(names) + 1))
 
@@ -306,24 +311,67 @@ def _begins_with(names: Sequence[str], wanted: Sequence[str]) -> bool:
     return bool(names) and fnmatchcase(names[0], wanted[0]) and _begins_with(names[1:], wanted[1:])
 
 
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise CastingError(f"{name!r} is not the name of an operator. Write a string, such as 'softmax'.")
-
-
-def _check_pattern(pattern: object) -> None:
-    if not isinstance(pattern, str) or not all(pattern.split(".")):
-        raise CastingError(
-            f"{pattern!r} is not a pattern of module paths. Write names with dots between them, such as "
-            "'lm_head' or 'layers.*.mlp'."
+def _check_name(name: object, method: str = "lower") -> None:
+    """Check the name of an operator that is given to a method of a table."""
+    if _is_name(name):
+        return
+    if isinstance(name, str) and (several := name.replace(",", " ").split()):
+        what, instead = (
+            ("several names" if len(several) > 1 else "a name with spaces"),
+            _call(method, several),
         )
+    elif _is_collection(name):
+        several = [each for each in name if isinstance(each, str)]
+        what, instead = (
+            f"a {type(name).__name__}, and each name is an argument of its own",
+            _call(method, several),
+        )
+    elif isinstance(name, type):
+        what = "a class, and tables name operators and paths of modules"
+        instead = f"{_call(method, ['softmax'])} or .module('encoder.0', 'float32')"
+    elif callable(name) and isinstance(called := getattr(name, "__name__", None), str):
+        what, instead = "a function, and tables name operators", _call(method, [called])
+    else:
+        what, instead = "not the name of an operator", _call(method, ["softmax"])
+    raise CastingError(f"{name!r} is {what}. Write {instead}.")
+
+
+def _check_pattern(pattern: object, rule: object = "float32") -> None:
+    """Check the pattern of an edit of modules."""
+    if isinstance(pattern, str) and all(pattern.split(".")):
+        return
+    if _is_collection(pattern) and (several := [each for each in pattern if isinstance(each, str)]):
+        calls = "".join(f".module({each!r}, {rule!r})" for each in several[:SHOWN])
+        calls += " and so on" if len(several) > SHOWN else ""
+        raise CastingError(
+            f"{pattern!r} is a {type(pattern).__name__}, and each pattern needs its own call. Write {calls}."
+        )
+    raise CastingError(
+        f"{pattern!r} is not a pattern of module paths. Write names with dots between them, such as "
+        "'lm_head' or 'layers.*.mlp'."
+    )
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and NAME.fullmatch(value) is not None
+
+
+def _is_collection(value: object) -> TypeGuard[Iterable[object]]:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, type))
+
+
+def _call(method: str, names: Sequence[str]) -> str:
+    """Return the call of a method with names, as users write it."""
+    return f".{method}({', '.join(map(repr, names)) if 0 < len(names) <= SHOWN else '*names'})"
 
 
 def _check_rule(rule: object, rules: Sequence[str], name: str) -> None:
-    if rule not in rules:
-        raise CastingError(
-            f"{rule!r} is not a rule, for {name!r}. Write one of {', '.join(map(repr, rules))}."
-        )
+    if rule in rules:
+        return
+    # Users write torch.float32 or jnp.float32, too.
+    meant = getattr(rule, "__name__", str(rule)).rpartition(".")[2]
+    instead = repr(meant) if meant in rules else f"one of {', '.join(map(repr, rules))}"
+    raise CastingError(f"{rule!r} is not a rule, for {name!r}. Write {instead}.")
 
 
 def _check_keys(values: object, known: set[str], what: str) -> None:

@@ -79,14 +79,16 @@ def check_names(rules: Mapping[str, Rule], jaxpr: AnyJaxpr) -> None:
     """
     unknown = rules.keys() - casting.JAX.rules.keys() - PRIMITIVES
     here = set(_primitives(jaxpr)) if unknown else set()
+    known = {*casting.JAX.rules, *PRIMITIVES, *USER_NAMES, *here}
     for name in sorted(unknown - here):
-        near = difflib.get_close_matches(
-            name, {*casting.JAX.rules, *PRIMITIVES, *USER_NAMES, *here}, n=NEAREST
-        )
+        meant = name.rpartition(".")[2].removesuffix("_p").strip("_")  # of "jnp.exp", "exp_p", "__add__"
+        near = [meant] if meant in known else difflib.get_close_matches(name, known, n=NEAREST)
+        instead = " or ".join(map(repr, near)) or "'dot_general'"
+        if meant[:1].isupper():  # as classes of modules are
+            instead = f"{instead}, or .module('layers.0', 'float32') for the module of that path"
         raise CastingError(
-            f"{name!r} is not a primitive of JAX, nor one in this program. Write "
-            f"{' or '.join(map(repr, near or ['dot_general']))}; jax.make_jaxpr(fn)(*args) shows a program's "
-            "primitives."
+            f"{name!r} is not a primitive of JAX, nor one in this program. Write {instead}; "
+            "jax.make_jaxpr(fn)(*args) shows a program's primitives."
         )
 
 

@@ -322,6 +322,7 @@ def key_of(edits: Edits) -> str:
     with _lock:
         key = _keys.setdefault(edits, str(1 + len(_keys)))
         _edits[key] = edits
+    compat.hand_over_to_modes(rules.actions(edits))
     return key
 
 
@@ -335,7 +336,9 @@ def action_in_graph(key: str, func: Callable[..., Any], in_compiler: bool) -> Ac
         check_export()
     if compat.is_higher_order(func):
         return "calls"
-    return rules.actions(_edits[key]).get(func)
+    actions = rules.actions(_edits[key])
+    compat.hand_over_to_modes(actions)  # again: the compiler may not have been loaded when the key was made
+    return actions.get(func)
 
 
 def check_export() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
@@ -95,16 +96,26 @@ COMPOSED: dict[str, str] = {
 }
 # Pointwise to PyTorch, but nothing is computed.
 MOVES = frozenset(["_to_copy", "alias", "clone", "copy", "detach", "to", "type_as"])
-# Neither pointwise to PyTorch nor in its tables, but something is computed.
+# Neither pointwise to PyTorch, in some of its releases, nor in its tables, but something is computed.
 COMPUTING = """
     adaptive_avg_pool1d adaptive_avg_pool2d avg_pool1d avg_pool2d baddbmm diff floor_divide ger glu hardswish
-    index_add kron linalg_cross log_sigmoid logcumsumexp logsumexp max_pool1d max_pool2d mean nansum outer
-    scatter_reduce segment_reduce std std_mean sum var var_mean
+    index_add kron leaky_relu linalg_cross log_sigmoid logcumsumexp logsumexp max_pool1d max_pool2d mean
+    nansum outer scatter_reduce segment_reduce std std_mean sum var var_mean
 """
 # The methods behind Python's operators.
 DUNDER = {"floordiv": "floor_divide", "mod": "remainder", "rtruediv": "rdiv", "truediv": "div"}
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
 NEAREST = 3
+PATH = re.compile(r"(?!__)[\w.*?\[\]-]*\w[\w.*?\[\]-]*")
+# What names are written with that are those of functions, and where Python then finds the function.
+PREFIXES = ("aten::", "torch.ops.aten.", "aten.", "torch.")
+PLACES = {"F": torch.nn.functional, "nn": torch.nn, "Tensor": torch.Tensor}
+# Many modules call these besides what they are about.
+HELPERS = {"dropout", "pad"}
+SHORT = {
+    "sdpa": "scaled_dot_product_attention",
+    "flash_attention": "scaled_dot_product_attention",
+}
 
 
 def dispatch_key(device_type: str) -> str:
@@ -160,13 +171,15 @@ def _operator_of(name: str) -> str:
 def checked_functions() -> dict[FunctionType, frozenset[str]]:
     """Return PyTorch's functions in Python that no mode sees into, each with the names that it uses.
 
-    They ask at their beginning whether a mode is in force, and hand themselves over to it.
+    They ask at their beginning whether a mode is in force, and hand themselves over to it; those of
+    `compat.UPSAMPLE` do so in compiled code only.
     """
     functions_in_python = (function for function in functions() if isinstance(function, FunctionType))
     return {
         function: _names_in(compat.unchecked(function))
         for function in functions_in_python
-        if any("has_torch_function" in name for name in function.__code__.co_names)
+        if function in compat.UPSAMPLE
+        or any("has_torch_function" in name for name in function.__code__.co_names)
     }
 
 
@@ -236,15 +249,26 @@ def overloads(name: str) -> tuple[str, ...]:
         CastingError: for a name that stands for none, and for one of an operator that autocast never casts:
             one that works in place, or takes a dtype or no tensors.
     """
-    known, name = _names(), name.removeprefix("aten::").removeprefix("aten.").removeprefix("torch.")
+    known, written = _names(), name
+    name = _without_prefix(name)
     if name in USER_NAMES:
         bases = [base for base in USER_NAMES[name].split() if base in known or base in USER_NAMES]
         return tuple(
             dict.fromkeys(full for base in bases for full in ((base,) if base in known else overloads(base)))
         )
     if name not in known or not _is_eligible(name):
-        raise CastingError(_unknown(name))
+        raise CastingError(_unknown(written))
     return (name,)
+
+
+def _without_prefix(name: str) -> str:
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
+
+
+def _is_name(name: str) -> bool:
+    """Return whether a table can name an operator by a name."""
+    return name in USER_NAMES or (name in _names() and _is_eligible(name))
 
 
 def _is_eligible(base: str) -> bool:
@@ -262,19 +286,93 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
-def _unknown(name: str) -> str:
+def _unknown(written: str) -> str:
+    """Return what to say of a name that stands for no operator."""
+    name = _without_prefix(written)
     base, _, overload = name.partition(".")
     if overload and base in _names():
-        return f"{name!r} is one overload of an operator, and tables are about all of them. Write {base!r}."
-    if base in _names():
         return (
-            f"{name!r} never goes through autocast: it works in place, takes a dtype or takes no tensors. "
-            "Write the name of an operator that returns a new tensor."
+            f"{written!r} is one overload of an operator, and tables are about all of them. Write {base!r}."
         )
-    everything = {*USER_NAMES, *(base for base in _names() if not base.endswith(("_", "_backward")))}
-    near = difflib.get_close_matches(name, sorted(everything), n=NEAREST, cutoff=0.5)
-    hint = f"Write {' or '.join(map(repr, near))}" if near else "Write a name that is in dir(torch.ops.aten)"
-    return f"{name!r} is not an operator of PyTorch {torch.__version__}. {hint}."
+    found = _found_in_python(name)
+    operator = functions().get(found, "") if callable(found) else ""
+    in_place = base if base.startswith("__") else base.removesuffix("_")
+    if name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"):  # such as "__iadd__"
+        in_place = _operator_of(f"__{name[3:]}")
+    if base in _names() or in_place != base:
+        instead = (
+            repr(in_place) if _is_name(in_place) else "the name of an operator that returns a new tensor"
+        )
+        return (
+            f"{written!r} never goes through autocast: it works in place, takes a dtype or takes no tensors. "
+            f"Write {instead}."
+        )
+    if isinstance(found, type) and issubclass(found, torch.nn.Module):
+        called = "".join(f"{each!r} or " for each in _called_in(found))
+        return (
+            f"{written!r} is a class of modules, and tables name operators and paths of modules. Write "
+            f"{called}.module('encoder.0', 'float32') for the module of that path."
+        )
+    if _is_name(operator):
+        kind = "method" if name.startswith(("__", "Tensor.")) else "function"
+        return f"{written!r} is a {kind}, and tables name operators. Write {operator!r}."
+    return f"{written!r} is not an operator of PyTorch {torch.__version__}. {_suggestion(name)}."
+
+
+def _found_in_python(name: str) -> Any:
+    """Return the function, method or class that users mean by a name, None if there is none."""
+    first, *others = name.split(".")
+    places = (torch, torch.nn, torch.nn.functional, torch.Tensor)
+    roots = [PLACES[first]] if first in PLACES else [getattr(place, first, None) for place in places]
+    for root in roots:
+        found: Any = root
+        for other in others:
+            found = getattr(found, other, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _called_in(kind: type[torch.nn.Module]) -> list[str]:
+    """Return the operators that a module of PyTorch's calls, by the names of their functions."""
+    if _is_name(kind.__name__):
+        return [kind.__name__]
+    operators: dict[str, None] = {}
+    seen: set[object] = set()
+    functions: list[Any] = [kind.forward]
+    while functions:
+        function = functions.pop(0)
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        for name in compat.unchecked(function).__code__.co_names:
+            method, called = getattr(kind, name, None), getattr(torch.nn.functional, name, None)
+            if callable(called) and _is_name(name):
+                operators[name] = None
+            else:
+                functions += [method, called]
+    about = kind.__name__.lower()
+    return [name for name in operators if name not in HELPERS or name in about]
+
+
+def _suggestion(name: str) -> str:
+    """Return what to write instead of a name: operators like it, or an edit of modules."""
+    known = [*USER_NAMES, *(base for base in _names() if not base.endswith(("_", "_backward")))]
+    usable = sorted(
+        {each for each in known if _is_name(each) and each.startswith("_") <= name.startswith("_")}
+    )
+    low = name.lower()
+    same = [each for each in usable if each.lower() == low or each == SHORT.get(low)]
+    longer = sorted((each for each in usable if len(low) > 2 and low in each), key=len)
+    near = difflib.get_close_matches(name, usable, n=NEAREST, cutoff=0.75)
+    far = difflib.get_close_matches(name, usable, n=NEAREST, cutoff=0.5)
+    likely = list(dict.fromkeys([*same, *longer, *near]))
+    operators = " or ".join(map(repr, likely[:NEAREST] or far)) or "a name that is in dir(torch.ops.aten)"
+    if likely or not PATH.fullmatch(name):
+        return f"Write {operators}"
+    if name.rpartition(".")[2][:1].isupper():
+        return f"Write {operators}; or, for a class of modules, .module('encoder.0', 'float32') with a path"
+    return f"Write {operators}; or, for the module of that path, .module({name!r}, 'float32')"
 
 
 def resolve(table: Casting) -> dict[str, Rule]:

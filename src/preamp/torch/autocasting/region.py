@@ -102,6 +102,10 @@ class autocast(TorchAutocast):  # PyTorch's name
 
     After the last region has been left, nothing of it remains in the process.
 
+    A region can be copied and pickled. The copy is a region that has not been entered, with a report of its
+    own that starts empty. `copy.copy` keeps the model of the original. `copy.deepcopy` and `pickle` copy the
+    model as well, as they do for an optimizer: copy both together.
+
     It warns with `UnscaledFloat16`, once in a process, if float16 is used without a loss scaler and gradients
     underflow: after a few of the first regions, the gradients of an optimizer's next step are examined. Until
     that step a hook is among those of all optimizers.
@@ -346,7 +350,8 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         rules.validate(casting, dtype, emulate)
         self._arguments = (device_type, dtype, enabled, cache_enabled, casting, model, report, emulate)
         known = _model_of(casting, model)
-        self._modules = modules.find(known, casting) if known is not None and casting else None
+        # A model that is being copied together with a region it holds has no modules yet.
+        self._modules = self._find() if known is not None and "_modules" in vars(known) else None
         self._owner = str(id(known)) if known is not None else ""
         # PyTorch has no regions of float8 and warns of them: float16 stands for it.
         self._float8 = dtype if emulate and dtype in rules.FLOAT8 else None
@@ -372,6 +377,8 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             return self._enter_traced()
         if self._counter:
             self._counter.check_thread()
+        if self._owner and self._modules is None:
+            self._modules = self._find()
         outer = modes.current(self.device)
         mode = self._mode(outer)
         super().__enter__()
@@ -453,13 +460,15 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         return f"autocast({', '.join([repr(self.device), *shown])})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        *positional, casting, model, report, emulate = self._arguments
-        named: dict[str, Any] = {"casting": casting, "model": model, "report": report, "emulate": emulate}
-        with_edits = functools.partial(autocast, **named)
-        return with_edits, tuple(positional)
+        return _again, self._arguments
 
     def report(self) -> CastReport:
         return self._counter.report() if self._counter else super().report()
+
+    def _find(self) -> list[tuple[torch.nn.Module, str]]:
+        """Return the modules that the table has rules for, each with its path."""
+        *_, table, model, _, _ = self._arguments
+        return modules.find(model, table) if table is not None and model is not None else []
 
     def _mode(self, outer: EditMode | None) -> EditMode:
         """Return a mode with this region's edits and those of the edited region around it."""
@@ -475,6 +484,21 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
 
     def _region_in_trace(self) -> AbstractContextManager[object]:
         return _in_graph(*self._arguments)
+
+
+def _again(
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    casting: Casting | None,
+    model: torch.nn.Module | None,
+    report: bool,
+    emulate: bool,
+) -> autocast:
+    """Make a region for `copy` and `pickle`, which copy the model as an argument."""
+    edits: dict[str, Any] = {"casting": casting, "model": model, "report": report, "emulate": emulate}
+    return autocast(device_type, dtype, enabled, cache_enabled, **edits)
 
 
 @contextmanager
