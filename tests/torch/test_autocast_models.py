@@ -62,8 +62,8 @@ DTYPES = {"float32": FULL, "float16": HALF}
 PLACES = ["inside", "around", "made once", "decorated"]
 pytestmark = [
     pytest.mark.skipif(
-        RELEASE == (2, 6),
-        reason="PyTorch 2.6 compiles regions around functions alone: test_autocast_compiled_edits.py",
+        RELEASE < (2, 10),
+        reason="before PyTorch 2.10 compiled backward passes run in the region that is around the function",
     ),
     # What PyTorch and transformers say of themselves.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
@@ -416,6 +416,10 @@ def test_a_checkpoint_computes_again_what_it_computed(place, edit, with_context)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = partial(torch.compile, backend=counter, fullgraph=True)
     run = make()(call) if place == "eager" else placed(place, call, make, compiled)
+    if with_context and place != "eager" and RELEASE < (2, 12):
+        with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match="context_fn"):
+            run(x)
+        return
     for _ in range(3):
         assert_alike(learned(model, run, x), expected)
     assert counter.frame_count == (place != "eager")
