@@ -157,15 +157,14 @@ class Casting:
         """A copy of the modules' rules: pattern to rule."""
         return {edit.name: edit.rule for edit in self.edits if edit.of == "modules"}
 
-    def scope(self, path: str, *other_paths: str) -> Scope | None:
-        """Return what holds inside a module, given its path or several; None if no pattern names it.
+    def scope(self, path: str) -> Scope | None:
+        """Return what holds inside a module, given its path; None if no pattern names it.
 
         Of several patterns that name the module or one that it is in, the last one counts.
         """
-        paths = (path, *other_paths)
         for place in reversed(range(len(self.edits))):
             edit = self.edits[place]
-            if edit.of == "modules" and any(is_inside(each, edit.name) for each in paths):
+            if edit.of == "modules" and is_inside(path, edit.name):
                 before, after = self.edits[:place], self.edits[place:]
                 return Scope(self._operators(before), edit.rule, self._operators(after))
         return None

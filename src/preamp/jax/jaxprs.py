@@ -162,7 +162,7 @@ def traced(
 
 def tracing_for(region: str) -> AbstractContextManager[object]:
     """Return a context in which JAX uses no trace of another region, or outside of regions."""
-    return _tracing_for(region) if RETRACES and _tracing_for else nullcontext()
+    return _tracing_for(region) if _tracing_for else nullcontext()
 
 
 def split(tree: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:

@@ -72,7 +72,10 @@ def rules_in(scope: Scope) -> dict[str, Rule]:
 
 def scope_of(table: Casting, path: str) -> Scope | None:
     """Return what holds inside a module; a pattern may leave out the classes that Equinox adds to paths."""
-    return table.scope(path, _without_classes(path))
+    pattern = _pattern_of(table, path)
+    return (
+        None if pattern is None else table.scope(path if is_inside(path, pattern) else _without_classes(path))
+    )
 
 
 def _without_classes(path: str) -> str:
@@ -175,10 +178,9 @@ def missed(table: Casting, calls: Calls, jaxpr: AnyJaxpr) -> list[Missed]:
         _, is_in_copy, inside = f".{path}.".partition(f".{copy.name}.")
         for original in copy.originals if is_in_copy else ():
             place = _joined(original, inside)
-            scope = scope_of(table, place)
-            if original in calls.found or scope is None or scope == scope_of(table, path):
+            pattern, scope = _pattern_of(table, place), scope_of(table, place)
+            if pattern is None or scope is None or original in calls.found or scope == scope_of(table, path):
                 continue
-            pattern = _pattern_of(table, place)
             # The edit is about the copy, or else about the outermost module in it that the pattern names.
             names = inside.split(".")
             parts = (".".join(names[:end]) for end in range(len(names)))
@@ -192,9 +194,9 @@ def _joined(*paths: str) -> str:
     return ".".join(paths).strip(".")
 
 
-def _pattern_of(table: Casting, path: str) -> str:
-    """Return the pattern that the rule of a module comes from."""
-    return next(pattern for pattern in reversed(table.modules) if _is_named(path, pattern))
+def _pattern_of(table: Casting, path: str) -> str | None:
+    """Return the pattern that the rule of a module comes from, None if no pattern names it."""
+    return next((pattern for pattern in reversed(table.modules) if _is_named(path, pattern)), None)
 
 
 def _is_named(path: str, pattern: str) -> bool:
