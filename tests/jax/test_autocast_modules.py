@@ -308,6 +308,7 @@ def test_an_edit_holds_in_a_function_that_ran_before(compiled: Any) -> None:
         holds_in_what_ran_before(run, table, TOKENS)
 
 
+@pytest.mark.skipif(not hasattr(jax, "make_user_context"), reason="before 0.7.2 JAX reuses the first trace")
 def test_an_edit_holds_in_a_part_that_ran_before() -> None:
     class Two(nnx.Module):
         def __init__(self, rngs: Any) -> None:
@@ -319,8 +320,7 @@ def test_an_edit_holds_in_a_part_that_ran_before() -> None:
     run, model, x = nnx.jit(_called), Two(nnx.Rngs(0)), jnp.ones((2, 4))
     model(x)
     found = products(lambda model: model(x), model, table=EDIT.module("down", "float32"))
-    if hasattr(jax, "make_user_context"):
-        assert [runs for path, runs in found.items() if path.endswith("down")] == [{"float32"}] * 2
+    assert [runs for path, runs in found.items() if path.endswith("down")] == [{"float32"}] * 2
     again = products(lambda model: model(x), model, table=EDIT.module("up", "float32"))  # another table
     assert [runs for path, runs in again.items() if path.endswith("up")] == [{"float32"}] * 2
 
@@ -419,6 +419,7 @@ def test_an_edit_that_a_copy_of_a_module_may_have_missed_is_a_warning(case: str)
     ):
         if case == "eqx.nn" and "down" in instead:
             continue
+        jax.clear_caches()  # before 0.7.2 JAX would reuse the trace of the other table, and see no copy
         model = model_of(layers(), call, first)
         with pytest.warns(UserWarning, match=rf"copy of {kind} .*jax\.checkpoint\(lambda") as caught:
             casts(lambda model, x: model(x), model, x, casting=table)
