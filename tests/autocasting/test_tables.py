@@ -180,6 +180,8 @@ def test_what_a_pattern_names(pattern: str, inside: list[str], outside: list[str
             "'lower' is not a rule, for 'a'. Write one of 'float32'",
         ),
         ({"edits": [{"modules": [], "rule": "fp32"}]}, "'fp32' is not a rule"),
+        ({"edits": [{"modules": [], "rule": "float32"}]}, "edits[0]: modules: [] names nothing"),
+        ({"edits": [{"operators": [], "rule": "float32"}]}, "edits[0]: operators: [] names nothing"),
         ({"edits": [{"modules": "a..b", "rule": "float32"}]}, "'a..b' is not a pattern of module paths"),
         ({"edits": [{"modules": "a", "rule": ["float32"]}]}, "is not a rule"),
     ],
@@ -188,6 +190,23 @@ def test_a_dictionary_that_is_no_table_says_what_to_write(values: Any, said: str
     with pytest.raises(CastingError, match=re.escape(said)) as error:
         Casting.from_dict(values)
     assert "Write " in str(error.value)
+
+
+@pytest.mark.parametrize("values", [[], {"edits": "mm"}])
+def test_the_example_of_a_table_is_one(values: Any) -> None:
+    with pytest.raises(CastingError, match=r"is not a (table|list)") as error:
+        Casting.from_dict(values)
+    example = str(error.value).partition("Write ")[2].removesuffix(".")
+    assert len(Casting.from_dict(yaml.safe_load(example)).edits) == 2
+
+
+def test_a_module_in_place_of_a_pattern_is_not_printed() -> None:
+    class Linear:
+        def __repr__(self) -> str:
+            return "long" * 1000
+
+    with pytest.raises(CastingError, match=r"^An object of class Linear is not a pattern"):
+        EDIT.module(Linear(), "float32")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pattern", ["", ".a", "a.", "a..b", None, 3])

@@ -201,7 +201,7 @@ class Casting:
         if not isinstance(name, str) or name not in _BASES:
             raise CastingError(f"{name!r} is not a table. Write table: {' or '.join(_BASES)}.")
         if isinstance(edits, (str, Mapping)) or not isinstance(edits, Sequence):
-            raise CastingError(f"edits={edits!r} is not a list. Write edits: [{_EXAMPLE}].")
+            raise CastingError(f"edits={edits!r} is not a list. Write {_EXAMPLE}.")
         table = Casting({edit.name: edit.rule for edit in _BASES[name]})
         table._base = name
         for place, edit in enumerate(edits):
@@ -245,14 +245,16 @@ class Casting:
         _check_keys(edit, {"operators", "modules", "rule"}, "an edit")
         if len(edit) != 2 or "rule" not in edit:
             raise CastingError(
-                f"{dict(edit)!r} has to name operators or modules, and a rule. Write {_EXAMPLE}."
+                f"{dict(edit)!r} has to name operators or modules, and a rule. Write {_ENTRY}."
             )
         of, names = next((key, value) for key, value in edit.items() if key != "rule")
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, Sequence):
-            raise CastingError(f"{of}: {names!r} is not a list of names. Write {_EXAMPLE}.")
+            raise CastingError(f"{of}: {names!r} is not a list of names. Write {_ENTRY}.")
         rules = RULES if of == "operators" else MODULE_RULES
         _check_rule(edit["rule"], rules, ", ".join(map(str, names)))
+        if not names:
+            raise CastingError(f"{of}: [] names nothing. Write {_ENTRY}.")
         if of == "operators":
             for name in names:
                 if not _is_name(name):
@@ -293,7 +295,8 @@ class Casting:
         return self.edits[len(_BASES[self._base]) :]
 
 
-_EXAMPLE = "{modules: [lm_head], rule: float32} or {operators: [softmax], rule: lower}"
+_ENTRY = "{modules: [lm_head], rule: float32} or {operators: [softmax], rule: lower}"
+_EXAMPLE = f"edits: [{_ENTRY.replace(' or ', ', ')}]"
 
 
 @cache
@@ -346,8 +349,10 @@ def _check_pattern(pattern: object, rule: object = "float32") -> None:
         raise CastingError(
             f"{pattern!r} is a {type(pattern).__name__}, and each pattern needs its own call. Write {calls}."
         )
+    # The repr of a module is long.
+    given = repr(pattern) if isinstance(pattern, str) else f"An object of class {type(pattern).__name__}"
     raise CastingError(
-        f"{pattern!r} is not a pattern of module paths. Write names with dots between them, such as "
+        f"{given} is not a pattern of module paths. Write names with dots between them, such as "
         "'lm_head' or 'layers.*.mlp'."
     )
 
@@ -376,7 +381,7 @@ def _check_rule(rule: object, rules: Sequence[str], name: str) -> None:
 
 def _check_keys(values: object, known: set[str], what: str) -> None:
     if not isinstance(values, Mapping):
-        raise CastingError(f"{values!r} is not {what}. Write {{edits: [{_EXAMPLE}]}}.")
+        raise CastingError(f"{values!r} is not {what}. Write {{{_EXAMPLE}}}.")
     for key in values:
         if key not in known:
             raise CastingError(f"{key!r} is not part of {what}. Write {' or '.join(sorted(known))}.")

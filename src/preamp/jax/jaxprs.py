@@ -8,6 +8,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -96,6 +97,12 @@ _DropVar, _no_effects, _new_equation = _moved("DropVar"), _moved("no_effects"), 
 _concrete_or_error = _moved("concrete_or_error")
 _suffixed = "suffix" in inspect.signature(extended.Var).parameters  # JAX 0.6.0
 
+_tracing_for: Callable[[str], AbstractContextManager[object]] | None = (
+    jax.make_user_context("") if hasattr(jax, "make_user_context") else None  # since JAX 0.7.2
+)
+RETRACES = _tracing_for is not None
+"""Whether JAX can be made to trace again, in a region, what it traced before."""
+
 PRIMITIVES = frozenset(getattr(primitives, name).name for name in dir(primitives) if name.endswith("_p"))
 """The names of JAX's own primitives."""
 
@@ -151,6 +158,11 @@ def traced(
         return results
 
     return Call(cast(ClosedJaxpr, jax.make_jaxpr(flat)(*arrays)), arrays, returned[-1])
+
+
+def tracing_for(region: str) -> AbstractContextManager[object]:
+    """Return a context in which JAX uses no trace of another region, or outside of regions."""
+    return _tracing_for(region) if _tracing_for else nullcontext()
 
 
 def split(tree: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:

@@ -90,9 +90,9 @@ def casts(
         CastingError: as `autocast` does.
     """
     settings = region(dtype, casting or DEFAULT, emulate)
-    with module_scopes(), pure(scoped_method(fn), args, kwargs) as program:
+    with module_scopes() as calls, pure(scoped_method(fn), args, kwargs) as program:
         names = _names(program.fn, program.args, program.kwargs)
-        return _Counter(settings).report(rewritten(program, settings), names)
+        return _Counter(settings).report(rewritten(program, settings, calls), names)
 
 
 def _names(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,22 +25,52 @@ _NAMED = "equinox.nn."  # its classes write their names themselves: "eqx.nn.Line
 _WRAPPERS = ("flax.nnx.bridge", "flax.nnx.transforms", "equinox._", "equinox.internal", "equinox.debug")
 
 
+class Copy(NamedTuple):
+    """A copy of a module that ran without the path of the original, because a transformation was given it.
+
+    Attributes:
+        kind: the name of its class.
+        name: the part of its path that takes the place of the original's path.
+        originals: the paths of the modules that it may be a copy of.
+    """
+
+    kind: str
+    name: str
+    originals: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The modules that ran in a block of `module_scopes`.
+
+    Attributes:
+        found: the paths of those that another module holds.
+        copies: the copies among them.
+    """
+
+    found: set[str] = field(default_factory=set)
+    copies: dict[Copy, None] = field(default_factory=dict)
+
+
 class _Frame(NamedTuple):
     """A module while one of its methods runs.
 
     Attributes:
         module: the module.
         held: by id, the modules that it holds at any depth, each with its path.
+        path: the path of the method.
     """
 
     module: object
     held: dict[int, tuple[object, str]]
+    path: str
 
 
 class _Frames(threading.local):
     """The modules that run in this thread, from the outermost one; None if nothing is traced."""
 
     now: list[_Frame] | None = None
+    calls = Calls()
 
 
 _FRAMES = _Frames()
@@ -49,15 +80,14 @@ _users = 0
 
 
 @contextmanager
-def module_scopes() -> Iterator[None]:
+def module_scopes() -> Iterator[Calls]:
     """Run modules of NNX and Equinox that are called in this block, and in this thread, in named scopes.
 
     A module that another one holds has the path of its attributes there, such as "layers/0/mlp"; any other
     has the name of its class: the outermost one, and copies that a transformation made. A method other than
-    `__call__` adds its own name, as in Flax Linen.
+    `__call__` adds its own name, as in Flax Linen. The block yields a record of the calls.
 
-    Nothing is left of it when the last of several blocks ends. Functions that JAX compiled before keep the
-    names they were traced with.
+    Nothing is left of it when the last of several blocks ends.
     """
     global _users
     libraries: list[tuple[Any, _HeldBy]] = [
@@ -65,19 +95,20 @@ def module_scopes() -> Iterator[None]:
         for name, held_by in _HELD_BY.items()
         if hasattr(library := sys.modules.get(name), "Module")  # another thread may be importing it
     ]
+    calls = Calls()
     if not libraries:
-        yield
+        yield calls
         return
     with _LOCK:
         if not _users:
             _replace(libraries)
         _users += 1
-    before = _FRAMES.now
-    _FRAMES.now = before or []
+    before = _FRAMES.now, _FRAMES.calls
+    _FRAMES.now, _FRAMES.calls = before[0] or [], calls
     try:
-        yield
+        yield calls
     finally:
-        _FRAMES.now = before
+        _FRAMES.now, _FRAMES.calls = before
         with _LOCK:
             _users -= 1
             if not _users:
@@ -166,9 +197,10 @@ def _scoped(
             return method(self, *args, **kwargs)
         path = _path(self, frames)
         if path is None:
-            path = _path_from_caller(self, held_by, base)
+            path = _path_from_caller(self, held_by, base, frames)
         scope = "/".join(filter(None, [path, "" if name == CALL else name]))
-        frames.append(_Frame(self, {id(node): (node, path) for node, path in held_by(self)}))
+        held = {id(node): (node, path) for node, path in held_by(self)}
+        frames.append(_Frame(self, held, _dotted(frames[-1].path if frames else "", scope)))
         try:
             with jax.named_scope(scope) if scope else nullcontext():
                 return method(self, *args, **kwargs)
@@ -178,15 +210,27 @@ def _scoped(
     return scoped
 
 
+def _dotted(*paths: str) -> str:
+    return ".".join(path for path in paths if path).replace("/", ".")
+
+
 def _path(module: object, frames: list[_Frame]) -> str | None:
     """Return the path of a module in the innermost one that holds it, "" if that is the module itself."""
     if frames and frames[-1].module is module:
         return ""
-    return next((frame.held[id(module)][1] for frame in reversed(frames) if id(module) in frame.held), None)
+    for frame in reversed(frames):
+        if id(module) in frame.held:
+            path = frame.held[id(module)][1]
+            _FRAMES.calls.found.add(_dotted(frame.path, path))
+            return path
+    return None
 
 
 def _path_from_caller(
-    module: object, held_by: Callable[[object], Iterator[tuple[object, str]]], base: type[Any]
+    module: object,
+    held_by: Callable[[object], Iterator[tuple[object, str]]],
+    base: type[Any],
+    frames: list[_Frame],
 ) -> str:
     """Return the path of a module in the copy that calls it, or else the name of its class.
 
@@ -200,7 +244,25 @@ def _path_from_caller(
         if isinstance(holder, base) and not type(holder).__module__.startswith(_WRAPPERS):
             for node, path in held_by(holder):
                 if node is module:
+                    # The original has opened a scope, unless the decorator's object is not a function.
+                    if frames and type(frames[-1].module) is not type(holder):
+                        _note_copy(type(holder), _dotted(frames[-1].path, path), frames, _dotted(path))
                     return path
         caller = caller.f_back
     kind = type(module)
-    return "" if kind.__module__.startswith(_NAMED) else kind.__name__
+    if kind.__module__.startswith(_NAMED):
+        _note_copy(kind, f"eqx.nn.{kind.__name__}", frames)
+        return ""
+    _note_copy(kind, kind.__name__, frames)
+    return kind.__name__
+
+
+def _note_copy(kind: type[Any], name: str, frames: list[_Frame], inside: str = "") -> None:
+    """Record a copy, or a module `inside` of one, if a module that runs holds what it may be a copy of."""
+    held: dict[int, str] = {}
+    for frame in reversed(frames):
+        for node, path in frame.held.values():
+            if type(node) is kind:
+                held.setdefault(id(node), _dotted(frame.path, path, inside))
+    if held:
+        _FRAMES.calls.copies[Copy(kind.__name__, name, tuple(held.values()))] = None

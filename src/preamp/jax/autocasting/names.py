@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from preamp.autocasting import tables as casting
 from preamp.autocasting.tables import Casting, Rule, Scope, is_inside
 from preamp.errors import CastingError
-from preamp.jax.jaxprs import PRIMITIVES, AnyJaxpr, inner, module_path, subprograms
+from preamp.jax.autocasting.module_scopes import Calls
+from preamp.jax.jaxprs import PRIMITIVES, RETRACES, AnyJaxpr, inner, module_path, subprograms
 
 USER_NAMES: dict[str, str] = {
     "Conv": "conv_general_dilated",
@@ -50,6 +54,7 @@ USER_NAMES: dict[str, str] = {
 """Names that users write, where they differ from the primitive's."""
 
 NEAREST = 3
+_EQUINOX_CLASS = re.compile(r"(?:^|\.)eqx\.nn\.\w+")
 
 
 def rules_of(table: Casting) -> dict[str, Rule]:
@@ -63,6 +68,18 @@ def rules_in(scope: Scope) -> dict[str, Rule]:
     if scope.rule in ("float32", "untouched"):
         rules = dict.fromkeys(rules, scope.rule)
     return _edited(rules, scope.after)
+
+
+def scope_of(table: Casting, path: str) -> Scope | None:
+    """Return what holds inside a module; a pattern may leave out the classes that Equinox adds to paths."""
+    pattern = _pattern_of(table, path)
+    return (
+        None if pattern is None else table.scope(path if is_inside(path, pattern) else _without_classes(path))
+    )
+
+
+def _without_classes(path: str) -> str:
+    return _EQUINOX_CLASS.sub("", path).removeprefix(".")
 
 
 def _edited(rules: dict[str, Rule], table: Casting) -> dict[str, Rule]:
@@ -102,11 +119,17 @@ def _primitives(jaxpr: AnyJaxpr) -> Iterator[str]:
 
 def unmatched(patterns: Sequence[str], jaxpr: AnyJaxpr) -> str:
     """Return a sentence about the patterns that match no module of a program, "" if all of them match."""
-    paths = dict.fromkeys(path for path in _paths(jaxpr, "") if path) if patterns else {}
-    wrong = [each for each in patterns if not any(is_inside(path, each) for path in ("", *paths))]
+    paths = _named_paths(jaxpr) if patterns else {}
+    every = ("", *paths, *map(_without_classes, paths))
+    wrong = [each for each in patterns if not any(is_inside(path, each) for path in every)]
     if not wrong:
         return ""
     said = f"No module of this program is named {' or '.join(map(repr, wrong))}, so nothing changes there."
+    if not RETRACES:
+        said += (
+            " If a jitted function ran before this region, JAX reuses that trace, which has no names of "
+            "modules: call jax.clear_caches() first."
+        )
     if not paths:
         return (
             f"{said} The program names no modules: those of Flax and Equinox have names, and elsewhere "
@@ -114,9 +137,76 @@ def unmatched(patterns: Sequence[str], jaxpr: AnyJaxpr) -> str:
         )
     # Every end of a path is a pattern for it.
     ends = dict.fromkeys(end for path in paths for end in _ends(path))
+    ends |= dict.fromkeys(end for path in paths for end in _ends(_without_classes(path)) if end)
     near = [match for each in wrong for match in difflib.get_close_matches(each, ends, n=NEAREST)]
     near = list(dict.fromkeys(near))[:NEAREST] or list(paths)[-NEAREST:]
     return f"{said} Write {' or '.join(map(repr, near))}; print(casts(fn, *args)) shows all modules."
+
+
+class Missed(NamedTuple):
+    """An edit that may not hold in a copy of a module.
+
+    Attributes:
+        pattern: the edit's.
+        kind: the name of the module's class.
+        path: the path that the copy runs as.
+        original: the path of the module that it may be a copy of.
+        instead: an edit that holds there, as it is written in Python.
+    """
+
+    pattern: str
+    kind: str
+    path: str
+    original: str
+    instead: str
+
+    def __str__(self) -> str:
+        return (
+            f"The edit of {self.pattern!r} does not hold in a copy of {self.kind} that runs as {self.path!r}."
+            " A transformation that is given a module (jax.checkpoint, nnx.remat, eqx.filter_jit, a scan) "
+            f"makes a copy of it, and autocast cannot tell whether it is {self.original!r}. Write "
+            f"jax.checkpoint(lambda x: module(x))(x), which makes none, or {self.instead} for all copies."
+        )
+
+
+def missed(table: Casting, calls: Calls, jaxpr: AnyJaxpr) -> list[Missed]:
+    """Return the edits that may not hold in copies of modules, each once.
+
+    An edit may be missed where it names a module that did not run itself, and a copy of its class did.
+    """
+    paths = _named_paths(jaxpr) if calls.copies else ()
+    found: dict[str, Missed] = {}
+    for copy, path in itertools.product(calls.copies, paths):
+        _, is_in_copy, inside = f".{path}.".partition(f".{copy.name}.")
+        for original in copy.originals if is_in_copy else ():
+            place = _joined(original, inside)
+            pattern, scope = _pattern_of(table, place), scope_of(table, place)
+            if pattern is None or scope is None or original in calls.found or scope == scope_of(table, path):
+                continue
+            # The edit is about the copy, or else about the outermost module in it that the pattern names.
+            names = inside.split(".")
+            parts = (".".join(names[:end]) for end in range(len(names)))
+            about = next(part for part in parts if _is_named(_joined(original, part), pattern))
+            instead = f".module({_joined(copy.name, about)!r}, {scope.rule!r})"
+            found.setdefault(pattern, Missed(pattern, copy.kind, path, original, instead))
+    return list(found.values())
+
+
+def _joined(*paths: str) -> str:
+    return ".".join(paths).strip(".")
+
+
+def _pattern_of(table: Casting, path: str) -> str | None:
+    """Return the pattern that the rule of a module comes from, None if no pattern names it."""
+    return next((pattern for pattern in reversed(table.modules) if _is_named(path, pattern)), None)
+
+
+def _is_named(path: str, pattern: str) -> bool:
+    return is_inside(path, pattern) or is_inside(_without_classes(path), pattern)
+
+
+def _named_paths(jaxpr: AnyJaxpr) -> Collection[str]:
+    return dict.fromkeys(path for path in _paths(jaxpr, "") if path)
 
 
 def _ends(path: str) -> Iterator[str]:

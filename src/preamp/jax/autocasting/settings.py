@@ -11,7 +11,7 @@ import numpy as np
 
 from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting, Rule, Scope
 from preamp.jax import jaxprs
-from preamp.jax.autocasting.names import rules_in
+from preamp.jax.autocasting.names import rules_in, scope_of
 from preamp.jax.autocasting.precision import FLOAT32, Precision, is_explicit, precision_of
 from preamp.jax.jaxprs import AnyJaxpr, Equation
 
@@ -64,7 +64,7 @@ class Settings:
         if not self.has_modules:
             return self
         if path not in self._in_modules:
-            scope = self.table.scope(path)
+            scope = scope_of(self.table, path)
             self._in_modules[path] = self if scope is None else self._inside(scope)
         return self._in_modules[path]
 

@@ -19,8 +19,8 @@ from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.flax_objects import Pure, pure
-from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
-from preamp.jax.autocasting.names import check_names, rules_of, unmatched
+from preamp.jax.autocasting.module_scopes import Calls, module_scopes, scoped_method
+from preamp.jax.autocasting.names import check_names, missed, rules_of, unmatched
 from preamp.jax.autocasting.precision import Value, precision_of
 from preamp.jax.autocasting.rewriting import Rewriter
 from preamp.jax.autocasting.settings import LOW, Settings
@@ -104,10 +104,12 @@ def autocast(
             with jax.named_scope(OFF):
                 return fn(*args, **kwargs)
         _warn_of_ambient_precision(settings)
-        scopes = module_scopes() if settings.has_modules else nullcontext()
-        with scopes, pure(scoped_method(fn), args, kwargs) as program:
-            call, written = _traced(program, settings)
-            _warn_of_unmatched(settings, call.jaxpr, stacklevel=3)
+        scopes = module_scopes() if settings.has_modules else nullcontext(Calls())
+        with scopes as calls, pure(scoped_method(fn), args, kwargs) as program:
+            # A function that ran before would be inlined as it was traced then, without the names of modules.
+            with jaxprs.tracing_for(settings.name) if settings.has_modules else nullcontext():
+                call, written = _traced(program, settings)
+            _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=3)
             known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
             jaxpr = rewrite(call.jaxpr, replace(settings, flat=known), written)
             with jax.named_scope(settings.name):
@@ -162,15 +164,20 @@ def _warn_of_ambient_precision(settings: Settings) -> None:
         )
 
 
-def _warn_of_unmatched(settings: Settings, jaxpr: ClosedJaxpr, *, stacklevel: int) -> None:
-    """Warn of patterns that match no module of a program, unless the program is a part of a larger one.
+def _warn_of_unmatched(settings: Settings, calls: Calls, jaxpr: ClosedJaxpr, *, stacklevel: int) -> None:
+    """Warn of edits that do not hold in copies of modules, and of patterns that match no module of a program.
 
-    A part need not have every module of a table: a function that a module or another region with the same
-    pattern calls.
+    Of the latter only if the program is not a part of a larger one, which need not have every module of a
+    table: a function that a module or another region with the same pattern calls.
     """
-    if settings.has_modules and not jaxprs.current_path():
-        around = _PATTERNS.get(frozenset())
-        advice = unmatched([each for each in settings.table.modules if each not in around], jaxpr)
+    if not settings.has_modules:
+        return
+    in_copies = missed(settings.table, calls, jaxpr)
+    for each in in_copies:
+        warnings.warn(str(each), stacklevel=stacklevel)
+    if not jaxprs.current_path():
+        known = _PATTERNS.get(frozenset()).union(each.pattern for each in in_copies)
+        advice = unmatched([each for each in settings.table.modules if each not in known], jaxpr)
         if advice:
             warnings.warn(advice, stacklevel=stacklevel)
 
@@ -198,10 +205,11 @@ def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
     return Settings(low, rules, emulate, name, table=table)
 
 
-def rewritten(program: Pure, settings: Settings) -> Any:
+def rewritten(program: Pure, settings: Settings, calls: Calls) -> Any:
     """Return the closed jaxpr of a call in a region; `jax.ShapeDtypeStruct`s may take the place of arrays."""
-    call, written = _traced(program, settings)
-    _warn_of_unmatched(settings, call.jaxpr, stacklevel=4)
+    with jaxprs.tracing_for(settings.name):
+        call, written = _traced(program, settings)
+    _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=4)
     return rewrite(call.jaxpr, settings, written)
 
 

@@ -100,8 +100,8 @@ class autocast(TorchAutocast):  # PyTorch's name
     - a weight that an optimizer updates inside the region is cast again, regions of different precision do
       not share casts, and threads do not clear each other's.
 
-    After the last region has been left, nothing of it remains in the process, except that `torch.compile` goes
-    on handing calls of the functions that were edited over to function modes, as eager code does.
+    After the last region has been left, nothing of it remains in the process, except that `torch.compile`
+    goes on handing calls of the functions that were edited over to function modes, as eager code does.
 
     A region can be copied and pickled. The copy is a region that has not been entered, with a report of its
     own that starts empty. `copy.copy` keeps the model of the original. `copy.deepcopy` and `pickle` copy the
