@@ -291,7 +291,8 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack(foreach_norm(filled, math.inf))
     ends: list[Tensor] = []
     for t in tensors:  # on a CPU the maximum norm takes ten times as long
-        ends += torch.aminmax(t if t.numel() else t.new_zeros(1))
+        least, greatest = torch.aminmax(t if t.numel() else t.new_zeros(1))
+        ends += [least, greatest]
     return torch.stack(ends).abs().view(-1, 2).amax(1)
 
 
