@@ -12,11 +12,13 @@ Private attributes of objects are read where they are needed. These have been th
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -249,8 +251,29 @@ def unchecked_in_graph(function: Any) -> Any:
 
 def _keep_unchecked(function: Any) -> str:
     name = f"{function.__module__}.{function.__qualname__}".replace(".", "_")
-    setattr(_unchecked, name, unchecked(function))
+    setattr(_unchecked, name, _calling_aten(unchecked(function)))
     return name
+
+
+def _calling_aten(function: Any) -> Any:
+    """Return a function that calls `torch.ops.aten` where one of PyTorch's calls `torch._C._nn`.
+
+    In graphs no mode is asked of most functions of `torch._C._nn`, which is a private name, and of those of
+    `torch.ops.aten` all are asked. Since before 2.6; without, graphs would not have the casts of `silu`.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    pairs = pairwise(one.argval for one in dis.get_instructions(function))
+    if {second for first, second in pairs if first == "_C"} != {"_nn"}:
+        return function
+    places = {"_C": "ops", "_nn": "aten"}
+    code = function.__code__
+    code = code.replace(co_names=tuple(places.get(name, name) for name in code.co_names))
+    copy = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 mark_constant(_keep_unchecked)
