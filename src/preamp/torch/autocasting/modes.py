@@ -149,7 +149,8 @@ class EditMode(TorchFunctionMode):
 def _without_region(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a checkpoint without a region's `context_fn`: graphs have the casts."""
     context = kwargs.get("context_fn")
-    if isinstance(getattr(context, "__self__", None), TorchAutocast):
+    # Not `getattr` with a default: the compiler takes the default for a method of what is in an attribute.
+    if isinstance(context, MethodType) and isinstance(context.__self__, TorchAutocast):
         return {name: value for name, value in kwargs.items() if name != "context_fn"}
     return kwargs
 
