@@ -390,6 +390,9 @@ def key_inside(
         float8: what it emulates, if that is a float8.
         counted: whether calls are counted.
         owner: identifies the model that the table's rules of modules are about.
+
+    Raises:
+        CastingError: as `rules.validate`.
     """
     outer = edits_of(around)
     edits = outer._replace(
@@ -398,9 +401,9 @@ def key_inside(
         dtype=float8 or (None if emulate else outer.dtype),
         counted=counted,
     )
-    if table is not None:
-        made = Casting.of(*table)
-        rules.validate(made, float8, emulate)
+    made = None if table is None else Casting.of(*table)
+    rules.validate(made, float8, emulate)
+    if made is not None:
         edits = edits._replace(table=made, optional=made.optional, scope=None, owner=owner)
     return key_of(edits)
 
