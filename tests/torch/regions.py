@@ -20,6 +20,10 @@ RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 COMPILED = ["around", *(["inside"] if RELEASE > (2, 6) else [])]  # 2.6 compiles no code that makes a region
 WAYS = ["eager", *COMPILED]
 ways, compiled_ways = (pytest.mark.parametrize("way", which) for which in (WAYS, COMPILED))
+# One compiled way each time, and the other one in `make test-slow`.
+quick_ways = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in COMPILED[:-1])) for way in WAYS]
+)
 PATIENCE = 60  # seconds until a thread that waits for the others gives up
 NO_KERNEL = "could not create a primitive descriptor"  # oneDNN, where it has none for a precision and a CPU
 

@@ -27,6 +27,7 @@ from .regions import (
     compiled_ways,
     in_step,
     numbers,
+    quick_ways,
     run_in,
     state,
     ways,
@@ -146,9 +147,7 @@ def test_weights_of_a_low_precision_are_cast_up(way):
     ],
     ids=repr,
 )
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "inside")) for way in WAYS]
-)
+@quick_ways
 def test_the_later_edit_counts(way, table, products, scores):
     seen, _ = dtypes(way, table.module("layers.1", "float32").module("layers.2", "float32"))
     assert (seen[0][1], seen[0][2]) == (products, scores)
