@@ -423,6 +423,9 @@ def in_force(device_type: str, key: str) -> Iterator[None]:
             yield
         return
     before = outer.key
+    if before == key:  # as in the backward pass of a custom function in a graph, where no mode may be changed
+        yield
+        return
     outer.become(NONE)
     try:
         with EditMode(device_type, key):
