@@ -24,6 +24,9 @@ ways, compiled_ways = (pytest.mark.parametrize("way", which) for which in (WAYS,
 quick_ways = pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in COMPILED[:-1])) for way in WAYS]
 )
+since_2_7 = pytest.mark.skipif(RELEASE == (2, 6), reason="PyTorch 2.6 compiles no code that makes a region")
+# For a function that is compiled for more states of autocast than the compiler finds reasonable.
+MANY_STATES = {"recompile_limit" if RELEASE > (2, 6) else "cache_size_limit": 256}
 PATIENCE = 60  # seconds until a thread that waits for the others gives up
 NO_KERNEL = "could not create a primitive descriptor"  # oneDNN, where it has none for a precision and a CPU
 

@@ -19,6 +19,7 @@ from .regions import (
     COMPILED,
     FULL,
     HALF,
+    RELEASE,
     all_same,
     compiled,
     in_thread,
@@ -219,6 +220,8 @@ def test_what_a_graph_computes_again_in_backward_runs_in_its_region(kind, functi
         pytest.skip(
             "PyTorch's compiler takes no method for context_fn: the graph restores its regions itself"
         )
+    if RELEASE == (2, 6) and (function is SQUARES or how is restored):
+        pytest.skip("PyTorch 2.6 compiles no code that makes a region or takes a method of one")
     region = autocast("cpu", **options)
     run = compiled(lambda x: how(function, x, region))
     for backward in ("inside", "outside", "thread"):

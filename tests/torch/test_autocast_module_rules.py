@@ -29,6 +29,7 @@ from .regions import (
     numbers,
     quick_ways,
     run_in,
+    since_2_7,
     state,
     ways,
 )
@@ -167,6 +168,8 @@ def by_hand(model, ids):
 @ways
 @pytest.mark.parametrize("tied", [True, False])
 def test_results_and_gradients_are_those_of_casts_by_hand(way, tied):
+    if RELEASE == (2, 6) and way != "eager":
+        pytest.skip("PyTorch 2.6 compiles no code that makes a region, as `by_hand` does")
     table, model = TABLE.module("lm_head", "float32").module("layers.1", "float32"), Model(tied)
     make = partial(autocast, "cpu", BRAIN, casting=table, model=model)
     outcomes = []
@@ -341,6 +344,7 @@ def test_a_checkpoint_is_computed_again_by_the_rule_of_its_module():
     assert ran == [BRAIN, FULL, FULL, BRAIN]
 
 
+@since_2_7
 @compiled_ways
 def test_a_compiled_checkpoint_is_computed_again_by_the_rule_of_its_module(way):
     outcomes = []

@@ -20,6 +20,7 @@ from .regions import (
     BRAIN,
     FULL,
     HALF,
+    MANY_STATES,
     Casts,
     by_hand,
     compiled,
@@ -46,8 +47,7 @@ linears = pytest.mark.parametrize("linear", [F.linear, COMPILED_LINEAR], ids=["e
 
 @pytest.fixture(autouse=True, scope="module")
 def _many_states():
-    """Have one function compiled for more states of autocast than the compiler finds reasonable."""
-    with torch._dynamo.config.patch(recompile_limit=256):  # in this thread
+    with torch._dynamo.config.patch(MANY_STATES):  # in this thread
         yield
 
 

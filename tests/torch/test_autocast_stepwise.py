@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 from preamp import casting
 from preamp.torch import autocast
 
-from .regions import BASE, BRAIN, FULL, HALF, RELEASE, all_same, compiled, in_thread, numbers, state
+from .regions import (
+    BASE,
+    BRAIN,
+    FULL,
+    HALF,
+    MANY_STATES,
+    RELEASE,
+    all_same,
+    compiled,
+    in_thread,
+    numbers,
+    state,
+)
 
 X, ONES = numbers(5, 4), torch.ones(3, 4)
 # What runs between two waits may be compiled; generators and coroutines themselves are not.
@@ -22,8 +34,7 @@ COMPILED_LINEAR = torch.compile(
 
 @pytest.fixture(autouse=True, scope="module")
 def _many_states():
-    """Have one function compiled for more states of autocast than the compiler finds reasonable."""
-    with torch._dynamo.config.patch(recompile_limit=256):
+    with torch._dynamo.config.patch(MANY_STATES):
         yield
 
 

@@ -15,6 +15,7 @@ from .regions import (
     COMPILED,
     FULL,
     HALF,
+    MANY_STATES,
     RELEASE,
     Casts,
     attempt,
@@ -40,8 +41,7 @@ COMPILED_LINEAR = torch.compile(
 
 @pytest.fixture(autouse=True, scope="module")
 def _many_states():
-    """Have one function compiled for more states of autocast than the compiler finds reasonable."""
-    with torch._dynamo.config.patch(recompile_limit=256):  # in this thread
+    with torch._dynamo.config.patch(MANY_STATES):  # in this thread
         yield
 
 
