@@ -81,6 +81,10 @@ def test_rows_tell_operator_module_count_dtypes_and_bytes(dtype):
 
 @ways
 def test_what_runs_is_what_runs_without_a_report(way):
+    if way is compiled and not compat.graphs_run_in_modes:
+        pytest.skip(
+            "compiled functions run eagerly in a report before 2.10, and sums are taken in another order"
+        )
     net, x = Net(), torch.randn(4, 8)
     run = way(net)
     with autocast("cpu"):
