@@ -1,4 +1,4 @@
-"""What the tests of regions share: numbers, states, threads in step, and counts of casts."""
+"""What the tests of regions share: numbers, states, ways to run, threads in step, and counts of casts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 BASE = (False, BRAIN, True)  # the state of a thread outside of all regions
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+COMPILED = ["around", *(["inside"] if RELEASE > (2, 6) else [])]  # 2.6 compiles no code that makes a region
+WAYS = ["eager", *COMPILED]
+ways, compiled_ways = (pytest.mark.parametrize("way", which) for which in (WAYS, COMPILED))
+# One compiled way each time, and the other one in `make test-slow`.
+quick_ways = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in COMPILED[:-1])) for way in WAYS]
+)
+since_2_7 = pytest.mark.skipif(RELEASE == (2, 6), reason="PyTorch 2.6 compiles no code that makes a region")
+# For a function that is compiled for more states of autocast than the compiler finds reasonable.
+MANY_STATES = {"recompile_limit" if RELEASE > (2, 6) else "cache_size_limit": 256}
 PATIENCE = 60  # seconds until a thread that waits for the others gives up
 NO_KERNEL = "could not create a primitive descriptor"  # oneDNN, where it has none for a precision and a CPU
 
@@ -25,6 +37,51 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def weight(*shape: int, seed: int = 1) -> torch.nn.Parameter:
     return torch.nn.Parameter(numbers(*(shape or (3, 4)), seed=seed))
+
+
+def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:
+    """Return a function compiled without breaks of the graph, which fails if it runs eagerly after all."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # loads the compiler
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    # Of its own code, so that what PyTorch wrote in C++ and partial functions are compiled as well.
+    run = torch.compile(
+        lambda *args, **kwargs: function(*args, **kwargs), backend=counter, fullgraph=True, **options
+    )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        assert counter.frame_count, "nothing was compiled"
+        return result
+
+    return call
+
+
+def run_in(
+    way: str,
+    make: Callable[[], Any],
+    function: Callable[..., Any],
+    backend: str = "aot_eager",
+    **options: Any,
+) -> Callable[..., Any]:
+    """Return a function that runs in a region.
+
+    Args:
+        way: "eager"; "around", where the function is compiled and the region is entered around it; or
+            "inside", where what makes and enters the region is compiled.
+        make: makes the region.
+        function: what runs in it.
+        backend: the compiler's.
+        options: others of `torch.compile`.
+    """
+    part = compiled(function, backend, **options) if way == "around" else function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with make():
+            return part(*args, **kwargs)
+
+    return compiled(run, backend, **options) if way == "inside" else run
 
 
 def state(device: str = "cpu") -> tuple[bool, torch.dtype, bool]:

@@ -1,5 +1,7 @@
 """Gradients through regions: of every rule, of custom functions, and of what backward computes again."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,22 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from preamp import casting
 from preamp.torch import autocast, custom_bwd, custom_fwd
-from tests.combinations import in_one_test
+from tests.combinations import combinations, in_one_test
 
-from .regions import BASE, BRAIN, FULL, HALF, all_same, in_thread, numbers, state
+from .regions import (
+    BASE,
+    BRAIN,
+    COMPILED,
+    FULL,
+    HALF,
+    RELEASE,
+    all_same,
+    compiled,
+    in_thread,
+    numbers,
+    run_in,
+    state,
+)
 
 EDIT = casting.DEFAULT
 A, X = numbers(4, 4), numbers(5, 4)
@@ -60,11 +75,40 @@ def test_derivatives_are_those_of_casts_by_hand(name, call, rule, dtypes, backwa
         assert [one.dtype for one in first] == [one.dtype for one in expected]
 
 
+DERIVATIVES = [("mixed", rule, COMPILED[-1]) for rule in ("lower", "widest")]
+
+
+@combinations(quick=DERIVATIVES, dtypes=LEAVES, rule=["lower", "float32", "widest"], way=COMPILED)
+def test_derivatives_of_what_is_compiled_are_those_of_what_is_not(rule, dtypes, way):
+    """By the backend "eager": with others PyTorch has no second derivatives of compiled functions."""
+    leaves = [leaf.to(dtype) for leaf, dtype in zip((A, A.t().exp()), LEAVES[dtypes], strict=True)]
+
+    def each(a, b):
+        return [call(a, b).float() for name, call in DIFFERENTIABLE if name != "softmax"]
+
+    make = partial(autocast, "cpu", HALF, casting=getattr(EDIT, rule)(*(name for name, _ in DIFFERENTIABLE)))
+    run, eager = (run_in(one, make, each, "eager") for one in (way, "eager"))
+    for place in range(len(DIFFERENTIABLE) - 1):
+        outcomes = [derivatives(lambda *ab: function(*ab)[place], leaves) for function in (run, eager)]  # noqa: B023
+        assert all_same(*outcomes)
+
+
 @pytest.mark.parametrize("rule", ["lower", "float32", "widest", "untouched"])
 def test_float64_goes_through_every_rule_with_its_gradients(rule):
     leaves = [leaf.double().requires_grad_() for leaf in (A, A.t())]
     for name, call in DIFFERENTIABLE:
         assert torch.autograd.gradcheck(autocast("cpu", casting=getattr(EDIT, rule)(name))(call), leaves)
+
+
+@combinations(quick=[("lower", COMPILED[-1])], rule=["lower", "float32", "widest", "untouched"], way=COMPILED)
+def test_float64_goes_through_every_rule_with_its_gradients_in_a_graph(rule, way):
+    leaves = [leaf.double().requires_grad_() for leaf in (A, A.t())]
+    make = partial(autocast, "cpu", casting=getattr(EDIT, rule)(*(name for name, _ in DIFFERENTIABLE)))
+
+    def each(a, b):
+        return tuple(call(a, b) for _, call in DIFFERENTIABLE)
+
+    assert torch.autograd.gradcheck(run_in(way, make, each), leaves)
 
 
 # What backward computes again
@@ -119,11 +163,11 @@ def by_itself(function, x, region):
     return checkpoint(function, x, use_reentrant=False)
 
 
-def gradients(function, how, options, backward):
+def gradients(function, how, options, backward, run=None):
     x, region = X.clone().requires_grad_(), autocast("cpu", **options)
     MODEL.zero_grad()
     with region:
-        loss = how(function, x, region).float().square().sum()
+        loss = (run(x) if run else how(function, x, region)).float().square().sum()
         if backward == "inside":
             loss.backward()
     if backward == "outside":
@@ -149,6 +193,44 @@ def test_what_is_recomputed_in_backward_runs_in_its_region(function, options, ba
         assert all_same(gradients(function, way, options, backward), expected)
     if function is SQUARES:
         assert all_same(gradients(function, plainly, options, "inside"), expected)
+
+
+FUNCTIONS = {"function": block, "module": MODEL, "custom": SQUARES}
+HOWS = {"plainly": plainly, "restored": restored, "by itself": by_itself}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch, of itself
+@combinations(
+    quick=[
+        ("float16", "function", "by itself"),
+        ("table", "function", "restored"),
+        ("table", "module", "by itself"),
+        ("emulated", "module", "restored"),
+        *((kind, "custom", "plainly") for kind in ("float16", "table")),
+        ("emulated float8", "custom", "restored"),
+    ],
+    kind=KINDS_OF_REGIONS,
+    function=FUNCTIONS,
+    how=HOWS,
+)
+def test_what_a_graph_computes_again_in_backward_runs_in_its_region(kind, function, how):
+    """Also without `context_fn`, as the casts are part of the graph."""
+    options, function, how = KINDS_OF_REGIONS[kind], FUNCTIONS[function], HOWS[how]
+    if how is restored and set(options) == {"dtype"}:
+        pytest.skip(
+            "PyTorch's compiler takes no method for context_fn: the graph restores its regions itself"
+        )
+    if RELEASE == (2, 6) and (function is SQUARES or how is restored):
+        pytest.skip("PyTorch 2.6 compiles no code that makes a region or takes a method of one")
+    region = autocast("cpu", **options)
+    run = compiled(lambda x: how(function, x, region))
+    for backward in ("inside", "outside", "thread"):
+        expected = gradients(function, plainly, options, backward)
+        found = gradients(function, how, options, backward, run)
+        assert [one.dtype for one in found] == [one.dtype for one in expected]
+        for one, other in zip(found, expected, strict=True):
+            # Not bit by bit: a graph's backward pass casts what it adds up in another order.
+            assert (one - other).abs().max() <= 2e-2 * other.abs().max()
 
 
 def test_without_its_context_an_edited_region_is_not_restored():

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
@@ -17,18 +18,26 @@ from preamp.autocasting.tables import RULES, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.torch import autocast
 from preamp.torch.autocasting import operators, rules
-from tests.combinations import in_one_test
+from tests.combinations import combinations, in_one_test
 
 from .regions import (
     BRAIN,
+    COMPILED,
     DOUBLE,
     FULL,
     HALF,
+    RELEASE,
+    WAYS,
     all_same,
     behaviour,
+    compiled,
+    compiled_ways,
     numbers,
+    quick_ways,
+    run_in,
     same,
     state,
+    ways,
 )
 
 EDIT = casting.DEFAULT
@@ -49,8 +58,14 @@ CLASSES, PIXELS, SHARES = torch.arange(4), torch.zeros(1, 6, 6, dtype=torch.long
 POSITIVE, GRID = X.abs() + 1, numbers(1, 2, 2, 2).tanh()
 torch.manual_seed(0)
 MODULES = {name: getattr(nn, name)(6, 5) for name in ("LSTMCell", "GRUCell", "RNNCell", "LSTM", "GRU", "RNN")}
-LINEAR, DEEP = nn.Linear(6, 5), nn.LSTM(6, 5, 2, bidirectional=True)
+LINEAR, NORM, DEEP = nn.Linear(6, 5), nn.LayerNorm(6), nn.LSTM(6, 5, 2, bidirectional=True)
 RELU_CELL, RELU_RNN = nn.RNNCell(6, 5, nonlinearity="relu"), nn.RNN(6, 5, nonlinearity="relu")
+
+
+def packed(t):
+    return t(MODULES["LSTM"])(nn.utils.rnn.pack_sequence([t(X), t(X[:2])]))[0].data
+
+
 CALLS = [
     ("linear", lambda t: F.linear(t(V), t(W))),
     ("linear", lambda t: F.linear(t(V), t(W), t(B))),
@@ -78,7 +93,7 @@ CALLS = [
     ("cov", lambda t: torch.cov(t(X), aweights=t(POSITIVE[0]))),
     ("layer_norm", lambda t: F.layer_norm(t(X), (6,))),
     ("layer_norm", lambda t: F.layer_norm(t(X), (6,), t(V), t(V))),
-    ("layer_norm", lambda t: t(nn.LayerNorm(6))(t(X3))),
+    ("layer_norm", lambda t: t(NORM)(t(X3))),
     ("group_norm", lambda t: F.group_norm(t(IMAGE), 2)),
     ("rms_norm", lambda t: F.rms_norm(t(X), (6,), t(V))),
     ("cross_entropy", lambda t: F.cross_entropy(t(X), CLASSES)),
@@ -92,7 +107,7 @@ CALLS = [
     ("RNNCell", lambda t: t(RELU_CELL)(t(X))),
     ("RNN", lambda t: t(RELU_RNN)(t(X))),
     ("LSTM", lambda t: t(DEEP)(t(X3))),
-    ("LSTM", lambda t: t(MODULES["LSTM"])(nn.utils.rnn.pack_sequence([t(X), t(X[:2])]))[0].data),
+    ("LSTM", packed),
     ("matmul", lambda t: t(X) @ t(W).T),
     ("matmul", lambda t: t(X3) @ t(W).T),
     ("matmul", lambda t: t(V) @ t(V)),
@@ -171,14 +186,55 @@ def test_a_name_covers_all_that_it_stands_for_under_every_rule(name, call, low):
         inside("refuse", FULL)
 
 
+RECURRENT = {"LSTM", "GRU", "RNN"}  # layers, which take seconds to compile
+FIRST = {name: n for n, (name, _) in reversed([*enumerate(CALLS)]) if name not in RECURRENT}
+# PyTorch compiles neither pack_sequence nor, as it looks at the weights, cov.
+IN_GRAPHS = [  # the first call of a name each time, and the others in `make test-slow`
+    pytest.param(name, call, id=f"{n}-{name}", marks=[pytest.mark.slow] * (FIRST.get(name) != n))
+    for n, (name, call) in enumerate(CALLS)
+    if name != "cov" and call is not packed
+]
+
+
+@pytest.mark.skipif(RELEASE == (2, 6), reason="PyTorch 2.6 compiles no code that makes a region")
+@pytest.mark.parametrize(("name", "call"), IN_GRAPHS)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "every"])
+def test_a_name_covers_all_that_it_stands_for_in_a_graph(name, call, every):
+    """Bit by bit what runs eagerly: what that is, the test above says."""
+    given = [("lower", FULL), ("float32", HALF)]
+    if every:
+        given = [
+            (rule, dtype) for rule in ("lower", "float32", "untouched", "widest") for dtype in (FULL, HALF)
+        ]
+    tables = [(getattr(EDIT, rule)(name), dtype) for rule, dtype in given]
+    used = set()
+    call(lambda value: (used.add(value), value)[1] if isinstance(value, nn.Module) else value)
+    modules = {(module, dtype): cast(dtype)(module) for module in used for dtype in (FULL, HALF)}
+
+    def to(dtype):
+        return lambda value: modules[value, dtype] if isinstance(value, nn.Module) else value.to(dtype)
+
+    def each():
+        results = []
+        for table, dtype in tables:
+            with autocast("cpu", HALF, casting=table):
+                results.append(call(to(dtype)))
+        return results
+
+    with torch._dynamo.config.patch(
+        allow_rnn=True
+    ):  # without, PyTorch leaves recurrent networks to eager code
+        assert all_same(compiled(each, "eager")(), each())
+
+
+@ways
 @pytest.mark.parametrize("norm", [torch.norm, torch.linalg.norm, torch.linalg.matrix_norm])
-def test_norms_that_half_numbers_do_not_have_can_be_taken_in_float32(norm):
+def test_norms_that_half_numbers_do_not_have_can_be_taken_in_float32(norm, way):
     half = X.half()
     with pytest.raises(RuntimeError, match="Half"):
         norm(half, "nuc")
-    with autocast("cpu", casting=EDIT.float32("norm")):
-        result = norm(half, "nuc")
-    assert same(result, norm(half.float(), "nuc"))
+    make = partial(autocast, "cpu", casting=EDIT.float32("norm"))
+    assert same(run_in(way, make, lambda: norm(half, "nuc"), "eager")(), norm(half.float(), "nuc"))
 
 
 MIXED = [
@@ -189,30 +245,28 @@ MIXED = [
 ]
 
 
-@lows
+@combinations(quick=[(HALF, "eager"), (BRAIN, "eager"), (HALF, COMPILED[-1])], low=[HALF, BRAIN], way=WAYS)
 @pytest.mark.parametrize(("name", "call"), MIXED, ids=[name for name, _ in MIXED])
-def test_mixed_inputs_are_brought_together(name, call, low):
+def test_mixed_inputs_are_brought_together(name, call, low, way):
     a, b = A.to(low), A.t()
     expected = [call(a.float(), b), call(a.float(), b), call(a, b.to(low))]
-    with autocast("cpu", low, casting=EDIT.widest(name)):
-        results = [call(a, b)]
-    with autocast("cpu", low, casting=EDIT.float32(name)):
-        results.append(call(a, b))
-    with autocast("cpu", low, casting=EDIT.lower(name)):
-        results.append(call(a, b))
+    results = [
+        run_in(way, partial(autocast, "cpu", low, casting=getattr(EDIT, rule)(name)), call, "eager")(a, b)
+        for rule in ("widest", "float32", "lower")
+    ]
     assert all_same(results, expected)
 
 
-@pytest.mark.parametrize("rule", ["lower", "float32", "widest"])
-@pytest.mark.parametrize("dtype", [DOUBLE, torch.int64, torch.complex64])
-def test_other_numbers_are_left_alone(rule, dtype):
-    def compute():
-        a = (A * 10).to(dtype)
-        return [a + a, a * 2, torch.mm(a, a), a + 1]
+@quick_ways
+@in_one_test(rule=["lower", "float32", "widest"])
+def test_other_numbers_are_left_alone(rule, way):
+    given = [(A * 10).to(dtype) for dtype in (DOUBLE, torch.int64, torch.complex64)]
 
-    expected = compute()
-    with autocast("cpu", casting=getattr(EDIT, rule)("mm", "add")):
-        assert all_same(compute(), expected)
+    def compute():
+        return [[a + a, a * 2, torch.mm(a, a), a + 1] for a in given]
+
+    make = partial(autocast, "cpu", casting=getattr(EDIT, rule)("mm", "add"))
+    assert all_same(run_in(way, make, compute)(), compute())
 
 
 TOLD = [
@@ -226,12 +280,15 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "call"), TOLD)
-@in_one_test(rule=["lower", "float32"], dtype=[FULL, HALF, BRAIN, DOUBLE])
-def test_an_operator_that_is_told_its_dtype_is_not_cast(rule, dtype, name, call):
-    expected = [call(x, dtype) for x in (A, A.half())]
-    with autocast("cpu", casting=getattr(EDIT, rule)(name)):
-        assert all_same([call(x, dtype) for x in (A, A.half())], expected)
+@quick_ways
+@in_one_test(rule=["lower", "float32"])
+def test_an_operator_that_is_told_its_dtype_is_not_cast(rule, way):
+    def compute():
+        inputs, dtypes = (A, A.half()), (FULL, HALF, BRAIN, DOUBLE) if way == "eager" else (BRAIN, DOUBLE)
+        return [call(x, dtype) for _, call in TOLD for dtype in dtypes for x in inputs]
+
+    make = partial(autocast, "cpu", casting=getattr(EDIT, rule)(*{name for name, _ in TOLD}))
+    assert all_same(run_in(way, make, compute)(), compute())
 
 
 # Names that stand for nothing
@@ -421,16 +478,19 @@ TABLE = st.dictionaries(st.sampled_from(list(OPERATIONS)), st.sampled_from(RULES
 LISTED = {"mm": "lower", "matmul": "lower", "linear": "lower", "addmm": "lower", "stack": "widest"}
 
 
-@settings(max_examples=200, deadline=None)
-@given(
+PROGRAMS = given(
     table=TABLE,
     program=st.lists(OPERATION, min_size=1, max_size=8),
     low=st.sampled_from([HALF, BRAIN]),
     emulate=st.booleans(),
 )
+
+
+@settings(max_examples=200, deadline=None)
+@PROGRAMS
 def test_any_program_under_any_table_computes_what_casts_by_hand_compute(table, program, low, emulate):
     rules = {name: "untouched" for name in OPERATIONS} | LISTED | table
-    pool = [A, A.t().contiguous(), A.to(low), A.double()]
+    pool = pool_of(low)
     for name, places in program:
         count, call = OPERATIONS[name]
         values = [pool[place % len(pool)] for place in places[:count]]
@@ -453,33 +513,116 @@ def test_any_program_under_any_table_computes_what_casts_by_hand_compute(table, 
             assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(
-    "name", ["bitwise_and_", "bitwise_or_", "bitwise_xor_", "remainder_", "fmod_", "add_"]
-)
-@pytest.mark.parametrize("emulate", [False, True])
-def test_integers_are_written_to_with_numbers_as_outside(name, emulate):
-    outside, inside = torch.tensor([5, 6]), torch.tensor([5, 6])
-    getattr(outside, name)(3)
-    with autocast("cpu", torch.bfloat16, emulate=emulate):
-        getattr(inside, name)(3)
-        getattr(inside, name)(torch.tensor(3))
-    assert inside.tolist() == getattr(outside, name)(torch.tensor(3)).tolist()
+def pool_of(low):
+    return [A, A.t().contiguous(), A.to(low), A.double()]
 
 
-def test_python_operators_follow_the_edits_of_what_they_compute():
+def compiled_as_it_runs(table, program, low, emulate):
+    """Compile the part of a program that runs without an error, and compare what it gives."""
+    make = partial(autocast, "cpu", low, casting=Casting(table), emulate=emulate)
+    runs, pool = [], pool_of(low)
+    for name, places in program:
+        try:
+            with make():
+                pool.append(
+                    OPERATIONS[name][1](*[pool[n % len(pool)] for n in places[: OPERATIONS[name][0]]])
+                )
+        except RuntimeError:  # which a graph would not go on after
+            continue
+        runs.append((OPERATIONS[name][1], [n % (len(pool) - 1) for n in places[: OPERATIONS[name][0]]]))
+
+    def run(*pool):
+        pool = [*pool]
+        for call, places in runs:
+            pool.append(call(*[pool[n] for n in places]))
+        return pool
+
+    if runs:
+        assert all_same(run_in(COMPILED[-1], make, run, "eager")(*pool_of(low)), pool)
+
+
+@settings(max_examples=8, deadline=None)
+@PROGRAMS
+def test_any_program_under_any_table_is_compiled_as_it_runs(table, program, low, emulate):
+    compiled_as_it_runs(table, program, low, emulate)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@PROGRAMS
+def test_many_programs_are_compiled_as_they_run(table, program, low, emulate):
+    compiled_as_it_runs(table, program, low, emulate)
+
+
+IN_PLACE = ["bitwise_and_", "bitwise_or_", "bitwise_xor_", "remainder_", "fmod_", "add_"]
+
+
+@quick_ways
+@in_one_test(emulate=[False, True])
+def test_integers_are_written_to_with_numbers_as_outside(emulate, way):
+    def write():
+        results = []
+        for name in IN_PLACE:
+            numbers_ = torch.tensor([5, 6])
+            getattr(numbers_, name)(3)
+            results.append(getattr(numbers_, name)(torch.tensor(3)))
+        return results
+
+    make = partial(autocast, "cpu", torch.bfloat16, emulate=emulate)
+    assert all_same(run_in(way, make, write)(), write())
+
+
+PYTHON = {
+    "2 / x": lambda x: 2 / x,
+    "1 - x": lambda x: 1 - x,
+    "x - 1": lambda x: x - 1,
+    "x / 2": lambda x: x / 2,
+    "3 * x": lambda x: 3 * x,
+    "x * 3": lambda x: x * 3,
+}
+
+
+@ways
+def test_python_operators_follow_the_edits_of_what_they_compute(way):
     x = torch.rand(4, 4).bfloat16()
-    operations = [lambda: 2 / x, lambda: 1 - x, lambda: x - 1, lambda: x / 2, lambda: 3 * x, lambda: x * 3]
-    with autocast("cpu", BRAIN, casting=EDIT.float32("div", "mul", "sub")):
-        assert {operation().dtype for operation in operations} == {FULL}
-    for operation in operations:
-        with autocast("cpu", casting=EDIT.refuse("div", "mul", "sub")), pytest.raises(UsageError):
-            operation()
+
+    def compute(x):
+        return [operation(x) for operation in PYTHON.values()]
+
+    make = partial(autocast, "cpu", BRAIN, casting=EDIT.float32("div", "mul", "sub"))
+    assert {result.dtype for result in run_in(way, make, compute)(x)} == {FULL}
 
 
-def test_emulation_takes_named_tuples():
-    pair = namedtuple("Pair", "a b")(torch.rand(4, 4), torch.rand(4, 4))
-    with autocast("cpu", BRAIN, emulate=True):
-        assert torch.linalg.multi_dot(pair).dtype == FULL
+@quick_ways
+@pytest.mark.parametrize("operation", PYTHON.values(), ids=list(PYTHON))
+def test_python_operators_are_refused_as_what_they_compute(way, operation):
+    make = partial(autocast, "cpu", casting=EDIT.refuse("div", "mul", "sub"))
+    with pytest.raises(
+        UsageError if way == "eager" else Exception, match="is refused in this autocast region"
+    ):
+        run_in(way, make, operation)(torch.rand(4, 4).bfloat16())
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@ways
+def test_emulation_takes_named_tuples(way):
+    pair = Pair(numbers(4, 4), numbers(4, 4, seed=1))
+    make = partial(autocast, "cpu", BRAIN, emulate=True)
+    expected = (pair.a.to(BRAIN).float() @ pair.b.to(BRAIN).float()).to(BRAIN).float()
+    assert same(run_in(way, make, torch.linalg.multi_dot)(pair), expected)
+
+
+@compiled_ways
+@pytest.mark.parametrize(
+    "misuse", [{"casting": EDIT.lower("sofmax")}, {"dtype": DOUBLE, "emulate": True}], ids=str
+)
+def test_a_mistake_in_compiled_code_is_told_as_outside(way, misuse):
+    with pytest.raises(CastingError) as outside:
+        autocast("cpu", **misuse)
+    with pytest.raises(Exception, match=re.escape(str(outside.value))):
+        run_in(way, partial(autocast, "cpu", **misuse), torch.mm)(A, A)
 
 
 # Names that people write for something else than an operator

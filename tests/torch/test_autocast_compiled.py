@@ -14,19 +14,17 @@ from preamp import casting
 from preamp.torch import autocast
 from tests.combinations import in_one_test
 
-from .regions import BASE, BRAIN, FULL, HALF, all_same, flat, in_step, numbers, same, state, weight
+from .regions import BASE, BRAIN, FULL, HALF, RELEASE, all_same, flat, in_step, numbers, same, state, weight
 
 EDITS = {
     "table": {"casting": casting.DEFAULT.float32("mm", "matmul", "bmm", "linear").lower("softmax")},
     "emulated": {"emulate": True},
 }
 X, W = numbers(5, 4), weight(4, 4)
-RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 pytestmark = [  # what PyTorch says of itself
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
-    pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames"),  # 2.12
 ]
 lows = pytest.mark.parametrize("low", [HALF, pytest.param(BRAIN, marks=pytest.mark.slow)])
 edits = pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))

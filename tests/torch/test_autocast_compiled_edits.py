@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.nn import functional
 
 from preamp import casting
 from preamp.arrays import torch_compat as compat
@@ -16,7 +16,7 @@ from preamp.errors import UsageError
 from preamp.torch import autocast
 from tests.combinations import in_one_test
 
-from .regions import BASE, BRAIN, FULL, HALF, in_step, numbers, same, state
+from .regions import BASE, BRAIN, FULL, HALF, compiled_ways, in_step, numbers, run_in, same, state
 from .test_autocast_compiled import (
     RELEASE,
     around,
@@ -28,9 +28,6 @@ from .test_autocast_compiled import (
     nested,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.compile with fullgraph=True found no compiled frames"
-)  # 2.12
 TABLE = casting.DEFAULT.float32("mm", "matmul", "bmm", "linear").lower("softmax").widest("add")
 EDITS = {
     "table": {"casting": TABLE},
@@ -65,6 +62,37 @@ def test_an_edited_region_compiles_without_breaks_and_once(place, edit):
     for one in compiled:
         assert [result.dtype for result in one] == [result.dtype for result in eager]
         assert all(map(torch.allclose, one, eager, [2e-2] * 3, [2e-2] * 3))
+
+
+X, IMAGE = numbers(4, 6), numbers(1, 2, 4, 4)
+# What functions in Python call in a private module. The compiler by itself hands those over to no mode.
+CALLED_INSIDE = {
+    "elu": lambda x, image: F.elu(x),
+    "hardsigmoid": lambda x, image: F.hardsigmoid(x),
+    "hardswish": lambda x, image: F.hardswish(x),
+    "hardtanh": lambda x, image: F.hardtanh(x),
+    "leaky_relu": lambda x, image: F.leaky_relu(x),
+    "mish": lambda x, image: F.mish(x),
+    "relu6": lambda x, image: F.relu6(x),
+    "silu": lambda x, image: F.silu(x),
+    "cross_entropy": lambda x, image: F.cross_entropy(x, x.softmax(-1)),
+    "im2col": lambda x, image: F.unfold(image, 2),
+    "col2im": lambda x, image: F.fold(F.unfold(image, 2), 4, 2),
+}
+
+
+@compiled_ways
+@pytest.mark.parametrize(("rule", "given", "gives"), [("lower", FULL, BRAIN), ("float32", BRAIN, FULL)])
+def test_a_function_that_calls_a_private_one_has_the_rule_of_that_in_a_graph(way, rule, given, gives):
+    make = partial(autocast, "cpu", BRAIN, casting=getattr(casting.DEFAULT, rule)(*CALLED_INSIDE))
+
+    def call(x, image):
+        return [function(x, image) for function in CALLED_INSIDE.values()]
+
+    inputs = X.to(given), IMAGE.to(given)
+    results = run_in(way, make, call)(*inputs)
+    assert [one.dtype for one in results] == [gives] * len(CALLED_INSIDE)
+    assert all(map(torch.equal, results, run_in("eager", make, call)(*inputs)))
 
 
 def test_a_region_is_not_taken_for_part_of_an_export_in_another_thread():
@@ -148,7 +176,7 @@ def test_every_mode_of_interpolate_has_the_rule_of_interpolate_or_of_the_pooling
 ):
     mode, dims = mode
     x, size = IMAGES[dims], {"scale_factor": 0.5} if by_scale else {"size": (3,) * dims}
-    calls = [lambda: functional.interpolate(x, **size, mode=mode), lambda: nn.Upsample(**size, mode=mode)(x)]
+    calls = [lambda: F.interpolate(x, **size, mode=mode), lambda: nn.Upsample(**size, mode=mode)(x)]
     for name in [f"adaptive_avg_pool{dims}d"] if mode == "area" else ["interpolate", "upsample"]:
         region = autocast("cpu", BRAIN, casting=getattr(casting.DEFAULT, rule)(name))
         for call in calls:
@@ -164,11 +192,11 @@ def test_every_mode_of_interpolate_has_the_rule_of_interpolate_or_of_the_pooling
 def test_smoothed_images_and_deprecated_functions_have_the_rule_of_interpolate():
     x, region = IMAGES[2], autocast("cpu", BRAIN, casting=casting.DEFAULT.float32("interpolate"))
     for call in (
-        lambda: functional.interpolate(x, size=(3, 3), mode="bilinear", antialias=True),
-        lambda: functional.interpolate(x, size=(3, 3), mode="bicubic", antialias=True),
-        lambda: functional.upsample(x, (3, 3), mode="bicubic"),
-        lambda: functional.upsample_nearest(x, scale_factor=2),
-        lambda: functional.upsample_bilinear(x, (3, 3)),
+        lambda: F.interpolate(x, size=(3, 3), mode="bilinear", antialias=True),
+        lambda: F.interpolate(x, size=(3, 3), mode="bicubic", antialias=True),
+        lambda: F.upsample(x, (3, 3), mode="bicubic"),
+        lambda: F.upsample_nearest(x, scale_factor=2),
+        lambda: F.upsample_bilinear(x, (3, 3)),
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of deprecation
@@ -179,7 +207,7 @@ def test_smoothed_images_and_deprecated_functions_have_the_rule_of_interpolate()
 
 @in_one_test(name=ACTIVATIONS.split(), by=["operator", "module"])
 def test_an_activation_is_cast_in_compiled_code_too(name, by):
-    function = getattr(functional, name)
+    function = getattr(F, name)
     model = nn.Module()
     model.forward = lambda x: function(x)
     if by == "operator":
@@ -193,6 +221,6 @@ def test_an_activation_is_cast_in_compiled_code_too(name, by):
 
 def test_a_loss_under_another_name_is_cast_in_compiled_code_too():
     region = autocast("cpu", BRAIN, casting=casting.DEFAULT.lower("cross_entropy"))
-    eager, compiled = in_eager_code_and_compiled(lambda: functional.cross_entropy(X.float(), CLASSES), region)
+    eager, compiled = in_eager_code_and_compiled(lambda: F.cross_entropy(X.float(), CLASSES), region)
     assert same(compiled, eager)
     assert eager.dtype == BRAIN

@@ -30,11 +30,19 @@ import preamp.torch
 from preamp import casting
 from preamp.errors import UsageError
 from preamp.torch import autocast, custom_bwd, custom_fwd
-from tests.combinations import in_one_test
+from tests.combinations import combinations, in_one_test
+
+from .regions import COMPILED, RELEASE, WAYS, compiled, quick_ways, run_in, since_2_7, ways
 
 HALF, BRAIN, FULL, DOUBLE, LONG = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
 no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_cuda)])
+# Eagerly, and compiled with the regions that it makes.
+compiles = pytest.mark.parametrize(
+    "compiles",
+    [False, *([True] if RELEASE > (2, 6) else [])],
+    ids=["eager", "compiled"][: 1 + (RELEASE > (2, 6))],
+)
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
 edits = pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT}, {"report": True}], ids=str)
 mismatch = pytest.raises(RuntimeError, match=r"(?i)same dtype|expected .* type")
@@ -102,17 +110,21 @@ def switched_on(device: str, dtype: torch.dtype) -> Iterator[None]:
 # The examples
 
 
-def trained(region: Any, device: str, **options: Any) -> list[torch.Tensor]:
+def trained(region: Any, device: str, way: str = "eager", **options: Any) -> list[torch.Tensor]:
     """Return the losses of a short training, then its outputs, gradients and weights."""
     model, losses, seen = network().to(device), [], []
+
+    def forward(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = model(x)
+        return output, F.cross_entropy(output, target)
+
+    run = run_in(way, partial(region, device_type=device, **options), forward)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         for batch in range(2):
             x, target = numbers(5, 2, 6, seed=batch, device=device), torch.arange(5, device=device) % 3
             optimizer.zero_grad()
-            with region(device_type=device, **options):
-                output = model(x)
-                loss = F.cross_entropy(output, target)
+            output, loss = run(x, target)
             loss.backward()
             optimizer.step()
             losses.append(loss)
@@ -125,17 +137,26 @@ def trained(region: Any, device: str, **options: Any) -> list[torch.Tensor]:
     return [*losses, *seen, *model.parameters()]
 
 
+TRAINED = [{}, {"dtype": BRAIN}, {"dtype": HALF}]
+
+
 @devices
-@pytest.mark.parametrize("options", [{}, {"dtype": BRAIN}, {"dtype": HALF}])
-def test_training_with_the_loss_inside_and_backward_outside(device, options):
-    mine, original = trained(autocast, device, **options), trained(torch.autocast, device, **options)
+@combinations(
+    quick=[*((place, "eager") for place in range(3)), (0, COMPILED[-1]), (2, "around")],
+    place=range(3),
+    way=WAYS,
+)
+def test_training_with_the_loss_inside_and_backward_outside(device, place, way):
+    options = TRAINED[place]
+    mine, original = (trained(region, device, way, **options) for region in (autocast, torch.autocast))
     assert all_same(mine, original)
     assert mine[4] < mine[2] < mine[0]  # the same batch, epoch by epoch
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @devices
 @makes
-def test_a_decorated_forward_is_a_region_and_what_is_around_it_is_not(region, device):
+def test_a_decorated_forward_is_a_region_and_what_is_around_it_is_not(region, device, compiles):
     class Net(nn.Linear):
         @region(device_type=device)
         def forward(self, x):
@@ -143,21 +164,30 @@ def test_a_decorated_forward_is_a_region_and_what_is_around_it_is_not(region, de
             return super().forward(x)
 
     model, x = Net(6, 3).to(device), numbers(5, 6, device=device)
+
+    def both(x):
+        return model(x), F.linear(x, model.weight, model.bias)
+
+    run = compiled(both) if compiles else both
     for _ in range(2):
-        output, plain = model(x), F.linear(x, model.weight, model.bias)
+        output, plain = run(x)
         assert (plain.dtype, torch.is_autocast_enabled(device)) == (FULL, False)
         with torch.autocast(device):
             assert same(output, F.linear(x, model.weight, model.bias))
     assert (Net.forward.__name__, Net.forward.__doc__) == ("forward", "Do it.")
 
 
+@ways
 @devices
 @makes
-def test_mixed_inputs_need_no_casts_inside_and_need_them_outside(region, device):
+def test_mixed_inputs_need_no_casts_inside_and_need_them_outside(region, device, way):
     a, b, d = (numbers(8, 8, seed=n, device=device) for n in range(3))
-    with region(device_type=device):
+
+    def inside(a, b, d):
         e = torch.mm(a, b)
-        f = torch.mm(d, e)
+        return e, torch.mm(d, e)
+
+    e, f = run_in(way, partial(region, device_type=device), inside)(a, b, d)
     low = torch.get_autocast_dtype(device)
     assert same(e, a.to(low) @ b.to(low))
     assert same(f, d.to(low) @ e)
@@ -166,30 +196,38 @@ def test_mixed_inputs_need_no_casts_inside_and_need_them_outside(region, device)
     assert same(torch.mm(d, f.float()), d @ f.to(FULL))
 
 
+@compiles
 @devices
 @makes
-def test_a_disabled_region_inside_gives_control_and_hands_it_back(region, device):
+def test_a_disabled_region_inside_gives_control_and_hands_it_back(region, device, compiles):
     a, b, c, d = (numbers(8, 8, seed=n, device=device) for n in range(4))
     low = torch.get_autocast_dtype(device)
-    with region(device_type=device):
-        e = torch.mm(a, b)
-        with region(device_type=device, enabled=False):
-            with mismatch:
-                torch.mm(c, e)
-            f = torch.mm(c, e.float())
-            assert torch.mm(c.double(), c.double()).dtype == DOUBLE
-        g = torch.mm(d, f)
-    assert (e.dtype, f.dtype, g.dtype) == (low, FULL, low)
+
+    def nested(a, b, c, d):
+        with region(device_type=device):
+            e = torch.mm(a, b)
+            with region(device_type=device, enabled=False):
+                if not compiles:  # a graph does not go on after an error
+                    with mismatch:
+                        torch.mm(c, e)
+                f = torch.mm(c, e.float())
+                double = torch.mm(c.double(), c.double())
+            return e, f, torch.mm(d, f), double
+
+    e, f, g, double = (compiled(nested) if compiles else nested)(a, b, c, d)
+    assert (e.dtype, f.dtype, g.dtype, double.dtype) == (low, FULL, low, DOUBLE)
     assert same(f, c @ e.float())
     assert same(g, d.to(low) @ f.to(low))
 
 
+@pytest.mark.parametrize("way", ["eager", "around"])
 @pytest.mark.parametrize("options", [{"dtype": BRAIN}, {"dtype": HALF}, {}])
-def test_inference_with_the_loop_inside(options):
+def test_inference_with_the_loop_inside(options, way):
     model, data, results = network().eval(), [numbers(5, 2, 6, seed=n) for n in range(4)], []
     for region in (autocast, torch.autocast):
+        run = compiled(model) if way == "around" else model
         with region(device_type="cpu", **options), torch.no_grad():
-            results.append([model(x) for x in data])
+            results.append([run(x) for x in data])
     assert all_same(*results)
     assert {r.dtype for r in results[0]} == {options.get("dtype", BRAIN)}
 
@@ -238,22 +276,53 @@ def test_regions_inherit_nest_and_restore_as_the_originals_do(script):
     assert histories[0] == histories[1]
 
 
+@since_2_7
+@settings(max_examples=6, deadline=None)
+@given(script=st.lists(LEVEL, min_size=1, max_size=4))
+def test_regions_inherit_nest_and_restore_in_a_graph_as_they_do_outside(script):
+    a, before = numbers(2, 2), state()
+
+    def nested(region, early, script):
+        results = [torch.mm(a, a)]
+        if script:
+            *options, is_early = script[0]
+            with early[0] if is_early else region("cpu", *options):
+                results += nested(region, early[1:], script[1:])
+        return [*results, torch.mm(a, a)]
+
+    histories = []
+    for region in (autocast, torch.autocast):
+        early = [region("cpu", *options) if is_early else None for *options, is_early in script]
+        for run in (compiled(nested), nested):
+            histories.append([one.dtype for one in run(region, early, script)])
+            assert state() == before
+    assert histories == [histories[0]] * 4
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @makes
-def test_a_new_thread_starts_without_autocast_and_has_its_own(region):
-    a = numbers(4, 4)
-    decorated = region("cpu", dtype=HALF)(torch.mm)
+def test_a_new_thread_starts_without_autocast_and_has_its_own(region, compiles):
+    a, mm, decorated = numbers(4, 4), torch.mm, region("cpu", dtype=HALF)(torch.mm)
+    if compiles and RELEASE == (2, 6):
+        pytest.skip("PyTorch 2.6 does not compile again for a region of another precision")
+    if compiles:
+        torch._dynamo.reset()
+        # One function with the region, and one around which are regions.
+        mm, decorated = (
+            torch.compile(lambda *args, f=f: f(*args), backend="aot_eager") for f in (mm, decorated)
+        )
 
     def work():
-        before = state(), torch.mm(a, a).dtype
+        before = state(), mm(a, a).dtype
         with region("cpu", dtype=BRAIN):
-            inside = torch.mm(a, a).dtype
-        return before, inside, decorated(a, a).dtype, torch.mm(a, a).dtype
+            inside = mm(a, a).dtype
+        return before, inside, decorated(a, a).dtype, mm(a, a).dtype
 
     with region("cpu", dtype=HALF, cache_enabled=False):
         here = state()
         assert in_thread(work) == (((False, BRAIN, True), FULL), BRAIN, HALF, FULL)
         assert state() == here
-        assert torch.mm(a, a).dtype == HALF
+        assert mm(a, a).dtype == HALF
 
 
 # Names of each device type
@@ -397,8 +466,8 @@ STATES["a float16 region"] = {"dtype": HALF}
 PLACES = ["inside", *STATES, *(f"another thread, {place}" for place in STATES)]
 
 
-def product(fwd: Any, bwd: Any, cast_inputs: torch.dtype | None, log: list[Any]) -> type[Function]:
-    """Return a matrix product as a custom function that logs in which state and dtypes it runs."""
+def product(fwd: Any, bwd: Any, cast_inputs: torch.dtype | None, log: list[Any] | None) -> type[Function]:
+    """Return a matrix product as a custom function that logs its states and dtypes if it has a log."""
 
     class Product(Function):
         @staticmethod
@@ -406,7 +475,8 @@ def product(fwd: Any, bwd: Any, cast_inputs: torch.dtype | None, log: list[Any])
         def forward(ctx, a, b, double, count):
             ctx.save_for_backward(a, b)
             result = torch.mm(a, b)
-            log.append((*state()[:2], [x.dtype for x in (a, b, double, count, result)]))
+            if log is not None:
+                log.append((*state()[:2], [x.dtype for x in (a, b, double, count, result)]))
             return result
 
         @staticmethod
@@ -414,14 +484,20 @@ def product(fwd: Any, bwd: Any, cast_inputs: torch.dtype | None, log: list[Any])
         def backward(ctx, gradient):
             a, b = ctx.saved_tensors
             results = torch.mm(gradient, b.t()), torch.mm(a.t(), gradient)
-            log.append((*state()[:2], [x.dtype for x in (gradient, *results)]))
+            if log is not None:
+                log.append((*state()[:2], [x.dtype for x in (gradient, *results)]))
             return *results, None, None
 
     return Product
 
 
-def used(region: Any, fwd: Any, bwd: Any, cast_inputs: Any, options: Any, place: str) -> tuple[Any, Any]:
-    """Return the log, and result and gradients, of forward in a region and backward in some place."""
+def used(
+    region: Any, fwd: Any, bwd: Any, cast_inputs: Any, options: Any, place: str, run: Any = None
+) -> tuple[Any, Any]:
+    """Return the log, and result and gradients, of forward in a region and backward in some place.
+
+    With `run` it is this that calls the function.
+    """
     log: list[Any] = []
     a, b = (numbers(4, 4, seed=n).requires_grad_() for n in range(2))
 
@@ -431,7 +507,7 @@ def used(region: Any, fwd: Any, bwd: Any, cast_inputs: Any, options: Any, place:
 
     with region("cpu", **options):
         double, count = torch.ones((), dtype=DOUBLE), torch.ones((), dtype=LONG)
-        result = product(fwd, bwd, cast_inputs, log).apply(a, b, double, count)
+        result = (run or product(fwd, bwd, cast_inputs, log).apply)(a, b, double, count)
         if place == "inside":
             result.sum().backward()
     if place != "inside":
@@ -467,6 +543,38 @@ def test_backward_has_the_edits_of_forward_wherever_it_runs(dtype, edit, place):
     assert [same(v, v.to(dtype).float()) for v in values] == ["emulate" in edit] * 3
 
 
+@since_2_7
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch, of itself
+@combinations(
+    quick=[(None, 1), (None, 4), (None, 5), (HALF, 1), (BRAIN, 2), (FULL, 3)],
+    cast_inputs=[None, FULL, HALF, BRAIN],
+    options=range(6),
+)
+def test_a_compiled_custom_function_gives_what_it_gives_eagerly(cast_inputs, options):
+    kinds = [{"enabled": False}, {"dtype": BRAIN}, {"dtype": HALF}, {}]
+    options = [*kinds, {"dtype": BRAIN, "casting": casting.DEFAULT.float32("mm")}, {"emulate": True}][options]
+    ours = autocast, custom_fwd, custom_bwd, cast_inputs, options
+    run = compiled(product(*ours[1:4], None).apply)
+    for place in PLACES:
+        if options != {"enabled": False} or "region" not in place:
+            assert all_same(used(*ours, place, run)[1], used(*ours, place)[1])
+
+
+@since_2_7
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("place", [place for place in PLACES if "region" in place])
+def test_backward_of_a_graph_that_was_not_in_a_region_is_cast_by_the_one_it_runs_in_as_in_pytorch(place):
+    options, results = {"enabled": False}, []
+    for names in (
+        (autocast, custom_fwd, custom_bwd),
+        (torch.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd),
+    ):
+        run = compiled(product(*names[1:], None, None).apply)
+        results.append(used(*names, None, options, place, run)[1])
+    assert all_same(*results)
+    assert not all_same(results[0], used(*names, None, options, place)[1])
+
+
 Pair = namedtuple("Pair", ["first", "second"])
 
 
@@ -500,6 +608,25 @@ def test_a_structure_of_inputs_is_cast_as_deep_as_it_goes_and_keeps_its_type(nam
     expected = STRUCTURES[name]([a.to(BRAIN), *kept], [b.to(BRAIN), *kept]) if inside else untouched
     assert (repr(result), repr(given_)) == (repr(expected), repr(untouched))  # types, dtypes and values
     assert (result is given_) == (not inside)
+
+
+class Context:
+    pass
+
+
+@since_2_7
+# PyTorch compiles neither a copy of a defaultdict nor what makes a frozen dataclass.
+@pytest.mark.parametrize("name", [name for name in STRUCTURES if name not in ("default", "dataclass")])
+def test_a_structure_of_inputs_is_cast_in_a_graph(name):
+    a, b, context = numbers(2), numbers(3).half(), Context()
+    forward = custom_fwd(lambda ctx, value: value, device_type="cpu", cast_inputs=BRAIN)
+
+    def run(a, b):
+        return forward(context, STRUCTURES[name](a, b))
+
+    with autocast("cpu"):
+        result = compiled(run)(a, b)
+    assert repr(result) == repr(STRUCTURES[name](a.to(BRAIN), b.to(BRAIN)))
 
 
 def test_backward_of_an_undecorated_forward_says_what_is_missing():
@@ -547,26 +674,26 @@ def test_what_is_not_supported_is_warned_of_and_switched_off(monkeypatch, argume
     assert without_files(off) == without_files(heard(torch.autocast, *arguments, enabled=False))
 
 
+@ways
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("mm")}, {"emulate": True}], ids=str)
 @makes
-def test_a_device_with_an_index_is_a_device(region, edit):
+def test_a_device_with_an_index_is_a_device(region, edit, way):
     """The original takes `str(tensor.device)` for what it means, although that is not documented."""
     edit, a = edit if region is autocast else {}, numbers(2, 2)
-    with region("cpu:0", **edit):
-        assert torch.mm(a, a).dtype == (FULL if edit else BRAIN)
+    assert run_in(way, partial(region, "cpu:0", **edit), torch.mm)(a, a).dtype == (FULL if edit else BRAIN)
     assert torch.mm(a, a).dtype == FULL
 
 
 entropies = pytest.mark.parametrize("entropy", [F.binary_cross_entropy, nn.BCELoss()])
 
 
+@quick_ways
 @entropies
 @makes
 @pytest.mark.parametrize("low", [HALF, BRAIN])
-def test_binary_cross_entropy_runs_in_float32_on_cpus(low, region, entropy):
+def test_binary_cross_entropy_runs_in_float32_on_cpus(low, region, entropy, way):
     p, target = torch.rand(9).to(low).requires_grad_(), torch.rand(9).to(low)
-    with region("cpu", dtype=low):
-        loss = entropy(p, target)
+    loss = run_in(way, partial(region, "cpu", dtype=low), entropy)(p, target)
     loss.backward()
     assert same(loss, F.binary_cross_entropy(p.float(), target.float()))
     assert p.grad.dtype == low
@@ -590,3 +717,21 @@ def test_binary_cross_entropy_is_refused_by_cudas_table_with_what_to_write_inste
         with autocast("cpu", casting=casting.DEFAULT):
             assert entropy(p, p).dtype == FULL
     assert entropy(p, p).dtype == dtype
+
+
+@since_2_7
+@entropies
+def test_binary_cross_entropy_is_refused_in_a_graph_with_what_to_write_instead(entropy):
+    p, instead = torch.full((4,), 0.5, dtype=BRAIN), "binary_cross_entropy_with_logits"
+    with pytest.raises(Exception, match=rf"binary_cross_entropy .*{instead}"):
+        run_in("inside", partial(autocast, "cpu", casting=casting.CUDA), entropy)(p, p)
+
+    def allowed(p):
+        with autocast("cpu", casting=casting.CUDA):
+            results = [F.binary_cross_entropy_with_logits(p, p)]
+            with autocast("cpu", enabled=False):
+                results.append(entropy(p, p))
+            with autocast("cpu", casting=casting.DEFAULT):
+                return [*results, entropy(p, p)]
+
+    assert [one.dtype for one in compiled(allowed)(p)] == [FULL, BRAIN, FULL]

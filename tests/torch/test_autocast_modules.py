@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from preamp import casting
 from preamp.torch import GradScaler, autocast
-from tests.combinations import in_one_test
+from tests.combinations import combinations, in_one_test
 
 from .operators import CALLS, Call, Input, ints, p, sign, x
-from .regions import all_same, attempt, without_onednn
+from .regions import COMPILED, all_same, attempt, run_in, without_onednn
 
 FULL, HALVES = torch.float32, [torch.float16, torch.bfloat16]
 (ONEDNN_LSTM,) = (call for call in CALLS if call.name == "mkldnn_rnn_layer")
@@ -143,8 +143,18 @@ def numbers(shape: Any, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def used(case: Case, region: Any, inputs_in: torch.dtype = FULL) -> tuple[list[Tensor], ...]:
-    """Return results, gradients of inputs, gradients of weights, and buffers. Backward runs outside."""
+def used(
+    case: Case, region: Any, inputs_in: torch.dtype = FULL, way: str = "eager", backend: str = "aot_eager"
+) -> tuple[list[Tensor], ...]:
+    """Return results, gradients of inputs, gradients of weights, and buffers. Backward runs outside.
+
+    Args:
+        case: what runs.
+        region: what it runs in, or for other ways than "eager" what makes that.
+        inputs_in: the dtype of the inputs.
+        way: as in `run_in`.
+        backend: the compiler's.
+    """
     torch.manual_seed(0)
     module: Any = case.make()
     parts = module if isinstance(module, nn.Module) else nn.Module()
@@ -158,8 +168,8 @@ def used(case: Case, region: Any, inputs_in: torch.dtype = FULL) -> tuple[list[T
     ]
     for leaf in leaves:
         leaf.requires_grad_()
-    with region:
-        results = tree_leaves(module(*inputs))
+    make = region if way != "eager" else lambda: region
+    results = tree_leaves(run_in(way, make, module, backend)(*inputs))
     sum((one.float() * numbers(one.shape, 9)).sum() for one in results).backward()
     gradients = (
         [leaf.grad for leaf in those if leaf.grad is not None] for those in (leaves, parts.parameters())
@@ -214,10 +224,43 @@ def test_a_module_is_what_it_is_in_the_original_bit_by_bit(case, dtype, low_inpu
     assert {one.dtype for one in mine[2]} <= {FULL}
 
 
-@halves
-@pytest.mark.parametrize(
-    "kind", ["MultiheadAttention", "TransformerEncoderLayer", "BatchNorm1d", "LSTM", "NativeLSTM", "Conv2d"]
+# PyTorch compiles neither the CTC nor the Gaussian loss, whose shapes depend on numbers, and a graph does not
+# switch oneDNN off and on.
+COMPILABLE = [
+    case.name for case in [*NETWORKS, *LOSSES] if case.name not in ("CTC", "GaussianNLL", "NativeLSTM")
+]
+EMULATED = ["Linear", "Conv2d", "PReLU", "GRUCell", "MultiheadAttention", "BatchNorm2d", "Embedding"]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # of RMSNorm
+@combinations(
+    quick=[
+        *((name, True, COMPILED[-1]) for name in (*EMULATED, "CrossEntropy", "BCE", "TripletMargin")),
+        *(
+            (name, False, COMPILED[-1])
+            for name in ("TransformerEncoderLayer", "ConvTranspose1d", "label_smoothing")
+        ),
+    ],
+    name=COMPILABLE,
+    emulate=[False, True],
+    way=COMPILED,
 )
+def test_a_module_is_compiled_as_it_runs(name, emulate, way):
+    """Bit by bit: the graph has the functions that run eagerly."""
+    (case,) = (case for case in [*NETWORKS, *LOSSES] if case.name == name)
+    make = partial(autocast, "cpu", dtype=torch.bfloat16, emulate=emulate)
+    with torch._dynamo.config.patch(
+        allow_rnn=True
+    ):  # without, PyTorch leaves recurrent networks to eager code
+        mine = used(case, make, way=way, backend="eager")
+    assert all_same(mine, used(case, make()))
+
+
+INFERENCE = ["MultiheadAttention", "TransformerEncoderLayer", "BatchNorm1d", "LSTM", "NativeLSTM", "Conv2d"]
+
+
+@halves
+@pytest.mark.parametrize("kind", INFERENCE)
 def test_inference_is_what_it_is_in_the_original(kind, dtype):
     """Some modules take a faster way when nothing has to be differentiated."""
     (case,) = (case for case in NETWORKS if case.name == kind)
@@ -230,6 +273,24 @@ def test_inference_is_what_it_is_in_the_original(kind, dtype):
             results.append(tree_leaves(attempt(module, *inputs)))
     assert all_same(*results[:2])
     assert distance(results[2], results[3], dtype) < 5
+
+
+@combinations(
+    quick=[("TransformerEncoderLayer", True, COMPILED[-1]), ("MultiheadAttention", False, COMPILED[-1])],
+    kind=INFERENCE[:3],
+    emulate=[False, True],
+    way=COMPILED,
+)
+def test_inference_is_compiled_as_it_runs(kind, emulate, way):
+    """A graph has the slower way of attention, which differs in how products are rounded."""
+    (case,) = (case for case in NETWORKS if case.name == kind)
+    torch.manual_seed(0)
+    module, make = case.make().eval(), partial(autocast, "cpu", dtype=torch.bfloat16, emulate=emulate)
+    inputs = [one.make(n) for n, one in enumerate(case.inputs)]
+    with torch.no_grad():
+        mine, eager = (tree_leaves(run_in(one, make, module)(*inputs)) for one in (way, "eager"))
+    assert [one.dtype for one in mine] == [one.dtype for one in eager]
+    assert distance(mine, eager, torch.bfloat16) < 5
 
 
 # Emulation: modules
@@ -260,9 +321,12 @@ NOT_DIFFERENTIABLE = {"_addmm_activation", "_native_multi_head_attention"}
 
 
 def called(
-    call: Call, region: Any, make: Any, dtype: torch.dtype | None = None
+    call: Call, region: Any, make: Any, dtype: torch.dtype | None = None, way: str = "eager"
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return results and gradients of a call; with a dtype, arguments and results are rounded by hand."""
+    """Return results and gradients of a call; with a dtype, arguments and results are rounded by hand.
+
+    For other ways than "eager", those of `run_in`, `region` is what makes a region.
+    """
     seeds, leaves = itertools.count(), []
 
     def argument(value: Any) -> Any:
@@ -275,8 +339,8 @@ def called(
         return value.to(dtype).float() if dtype and isinstance(value, Tensor) else value
 
     arguments = tree_map(argument, list(call.arguments))
-    with region:
-        results = [rounded(r) for r in tree_leaves(call.function(*arguments, **call.options)) if r.numel()]
+    function = run_in(way, (lambda: region) if way == "eager" else region, call.function, "eager")
+    results = [rounded(r) for r in tree_leaves(function(*arguments, **call.options)) if r.numel()]
     wanted = [(r * make(r.shape, 9)).sum() for r in results if r.requires_grad]
     gradients = torch.autograd.grad(sum(wanted), leaves, allow_unused=True) if wanted else []
     return results, [one for one in gradients if one is not None]
@@ -293,6 +357,16 @@ def test_an_emulated_operator_rounds_its_inputs_and_result_and_their_gradients_a
     by_hand = called(call, nullcontext(), numbers, dtype)
     assert all_same(mine, by_hand)
     assert not all_same(mine[0], called(call, nullcontext(), numbers)[0])
+
+
+# What the tests after this one show of emulated operators holds for compiled ones as well.
+@pytest.mark.parametrize("call", LOWER, ids=repr)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way != COMPILED[-1])) for way in COMPILED]
+)
+def test_an_emulated_operator_is_compiled_as_it_runs(call, way):
+    make = partial(autocast, "cpu", dtype=DTYPES[LOWER.index(call) % len(DTYPES)], emulate=True)
+    assert all_same(called(call, make, numbers, way=way), called(call, make(), numbers))
 
 
 @pytest.mark.parametrize("call", [call for call in LOWER if call.name not in INEXACT], ids=repr)
@@ -360,9 +434,21 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+MOST = 10
+
+
+@cache
+def in_graph(name: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return an emulated product, compiled."""
+    product: Callable[[Tensor, Tensor], Tensor]
+    make = partial(autocast, "cpu", dtype=dtype, emulate=True)
+    product = run_in(COMPILED[-1], make, PRODUCTS[name], "eager")
+    return product
+
+
 @settings(max_examples=200, deadline=None)
 @given(
-    factors=st.lists(st.tuples(*[FLOATS | EDGES] * 3), min_size=1, max_size=10),
+    factors=st.lists(st.tuples(*[FLOATS | EDGES] * 3), min_size=1, max_size=MOST),
     dtype=st.sampled_from(HALVES),
     name=st.sampled_from(sorted(PRODUCTS)),
 )
@@ -372,29 +458,38 @@ def test_overflow_and_underflow_are_where_they_are_in_real_low_precision(factors
     Some processors take bfloat16's subnormal numbers for 0; those of float16 count.
     """
     tiny, outcomes = torch.finfo(torch.bfloat16).tiny, []
-    for region in (autocast("cpu", dtype=dtype, emulate=True), torch.autocast("cpu", dtype=dtype)):
+    factors += [(0.0, 0.0, 0.0)] * (MOST - len(factors))  # for a graph of one shape
+    emulated, real = autocast("cpu", dtype=dtype, emulate=True), torch.autocast("cpu", dtype=dtype)
+    for run in (emulated(PRODUCTS[name]), real(PRODUCTS[name]), in_graph(name, dtype)):
         a, b, cotangent = F.hardshrink(torch.tensor(factors), tiny).T.reshape(3, -1, 1, 1)
         leaves = [a.clone().requires_grad_(), b.clone().requires_grad_()]
-        with region:
-            result = PRODUCTS[name](*leaves).float()
+        result = run(*leaves).float()
         outcomes.append([result, *torch.autograd.grad(result, leaves, cotangent.reshape(result.shape))])
-    for mine, real in zip(*outcomes, strict=True):
-        mine, real = (torch.where(one.abs() < tiny, 0.0, one) for one in (mine, real))
-        torch.testing.assert_close(mine, real, rtol=0, atol=0, equal_nan=True)
+    for ones in zip(*outcomes, strict=True):
+        mine, *others = (torch.where(one.abs() < tiny, 0.0, one) for one in ones)
+        for other in others:
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+@cache
+def network(way: str, emulate: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """Return a network, and what calls it in a region of float16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+    return model, run_in(way, partial(autocast, "cpu", dtype=torch.float16, emulate=emulate), model)
 
 
 @pytest.mark.parametrize("scale", [2.0**-30, 2.0**-24, 2.0**-16, 1.0, 2.0**12, 2.0**16, 2.0**20])
 def test_a_networks_gradients_overflow_and_vanish_where_they_do_in_real_float16(scale):
     masks = []
-    for options in ({"emulate": True}, {}):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
-        with autocast("cpu", dtype=torch.float16, **options):
-            loss = model(numbers((5, 8), 0) * 10).float().square().sum()
-        (loss * scale).backward()
+    for emulate, way in ((True, "eager"), (False, "eager"), (True, COMPILED[-1])):
+        model, run = network(way, emulate)
+        model.zero_grad()
+        (run(numbers((5, 8), 0) * 10).float().square().sum() * scale).backward()
         gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         masks.append([gradients.isinf(), gradients.isnan(), gradients == 0.0])
-    assert all(a.equal(b) for a, b in zip(*masks, strict=True))
+    for others in masks[1:]:
+        assert all(a.equal(b) for a, b in zip(masks[0], others, strict=True))
     is_infinite, _, is_zero = masks[0]
     assert bool(is_infinite.any()) == (scale > 2.0**10)
     assert bool(is_zero.all()) == (scale < 2.0**-29)
@@ -436,13 +531,17 @@ def trained(seed: int, precision: str, scale: float = 2.0**16) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     in_float32 = precision == "float32"
     scaler = GradScaler("cpu", init_scale=scale, enabled=not in_float32)
-    options = {"dtype": torch.float16, "enabled": not in_float32, "emulate": precision == "emulated float16"}
+    options = {"dtype": torch.float16, "enabled": not in_float32, "emulate": "emulated float16" in precision}
+    run = run_in(
+        COMPILED[-1] if "compiled" in precision else "eager",
+        partial(autocast, "cpu", **options),
+        lambda batch: F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()),
+    )
     for _ in range(STEPS):
         starts = torch.randint(len(TEXT) - CONTEXT, (8, 1), generator=batches)
         batch = data[starts + torch.arange(CONTEXT + 1)]
         optimizer.zero_grad()
-        with autocast("cpu", **options):
-            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss = run(batch)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -450,9 +549,8 @@ def trained(seed: int, precision: str, scale: float = 2.0**16) -> float:
     return sum(losses[-LAST:]) / LAST
 
 
-each_float16 = pytest.mark.parametrize(
-    "precision", ["emulated float16", pytest.param("float16", marks=pytest.mark.slow)]
-)
+OTHERS = [pytest.param(one, marks=pytest.mark.slow) for one in ("float16", "compiled emulated float16")]
+each_float16 = pytest.mark.parametrize("precision", ["emulated float16", *OTHERS])
 
 
 @each_float16

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -15,19 +15,51 @@ from preamp import casting
 from preamp.errors import UsageError
 from preamp.torch import autocast
 
-from .regions import BASE, BRAIN, FULL, HALF, Casts, by_hand, in_step, in_thread, numbers, same, state, weight
+from .regions import (
+    BASE,
+    BRAIN,
+    FULL,
+    HALF,
+    MANY_STATES,
+    RELEASE,
+    Casts,
+    by_hand,
+    compiled,
+    compiled_ways,
+    in_step,
+    in_thread,
+    numbers,
+    same,
+    since_2_7,
+    state,
+    weight,
+)
 
 X, ONES = numbers(5, 4), torch.ones(3, 4)
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
 lows = pytest.mark.parametrize("low", [HALF, BRAIN])
 
 
+# What the tests call in regions: eagerly, and compiled, for each state that it is called in.
+COMPILED_LINEAR = torch.compile(
+    lambda x, w: F.linear(x, w), backend="aot_eager", fullgraph=True, dynamic=False
+)
+linears = pytest.mark.parametrize("linear", [F.linear, COMPILED_LINEAR], ids=["eager", "compiled"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _many_states():
+    with torch._dynamo.config.patch(MANY_STATES):  # in this thread
+        yield
+
+
 # One instance, entered again
 
 
+@linears
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("linear")}], ids=str)
-def test_an_instance_can_be_entered_inside_itself(times, edit):
+def test_an_instance_can_be_entered_inside_itself(times, edit, linear):
     region, states = autocast("cpu", HALF, **edit), []
     inside = (True, HALF, True)
     for _ in range(2):
@@ -36,8 +68,8 @@ def test_an_instance_can_be_entered_inside_itself(times, edit):
                 stack.callback(lambda: states.append(state()))
                 stack.enter_context(region)
                 assert state() == inside
-                assert F.linear(X, ONES).dtype == (FULL if edit else HALF)
-        assert F.linear(X, ONES).dtype == FULL
+                assert linear(X, ONES).dtype == (FULL if edit else HALF)
+        assert linear(X, ONES).dtype == FULL
     assert states == 2 * ([inside] * (times - 1) + [BASE])
 
 
@@ -57,6 +89,16 @@ def test_a_recursive_function_can_be_decorated(depth):
     assert (state(), casts.count) == (BASE, 2)  # one by hand
 
 
+@since_2_7
+@pytest.mark.parametrize("rule", ["float32", "lower"])
+def test_a_recursive_function_is_compiled_in_a_region_with_edits(rule):
+    """In one without, and in PyTorch's, the compiler fails: "multiple exits?"."""
+    w, region = weight(), autocast("cpu", HALF, casting=getattr(casting.DEFAULT, rule)("linear"))
+    expected = by_hand(X, w, HALF if rule == "lower" else FULL)
+    assert same(compiled(factorial(region))(5, w), expected)
+    assert state() == BASE
+
+
 def test_in_the_original_autocast_stays_on_after_recursion():
     def work():
         factorial(torch.autocast("cpu"))(1, weight())
@@ -65,9 +107,11 @@ def test_in_the_original_autocast_stays_on_after_recursion():
     assert in_thread(work) == (True, BRAIN, True)
 
 
+@linears
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("mm")}], ids=str)
-def test_an_instance_can_be_shared_by_threads(edit):
+def test_an_instance_can_be_shared_by_threads(edit, linear):
     region, w = autocast("cpu", HALF, **edit), weight()
+    torch._dynamo.reset()
 
     def work(others):
         seen = [state()]
@@ -76,7 +120,7 @@ def test_an_instance_can_be_shared_by_threads(edit):
             with region:
                 others()
                 seen.append(state())
-                assert same(F.linear(X, w), by_hand(X, w, HALF))
+                assert same(linear(X, w), by_hand(X, w, HALF))
                 others()
             seen.append(state())
         return seen
@@ -117,7 +161,7 @@ def test_a_region_that_is_left_takes_no_casts_away_from_other_threads():
     assert cast_around_a_region_elsewhere(autocast) == 1
 
 
-def both_precisions_at_once(region):
+def both_precisions_at_once(region, linear=F.linear):
     """Let two threads use one weight in two precisions, taking turns."""
     w = weight()
 
@@ -126,7 +170,7 @@ def both_precisions_at_once(region):
             with region("cpu", low):
                 for _ in range(5):
                     others()
-                    result = F.linear(X, w)
+                    result = linear(X, w)
                     assert same(result, by_hand(X, w, low))
                     (gradient,) = torch.autograd.grad(result.sum(), w)
                     assert same(gradient, torch.autograd.grad(by_hand(X, w, low).sum(), w)[0])
@@ -141,6 +185,9 @@ def test_threads_use_one_weight_in_two_precisions_at_the_same_time():
     both_precisions_at_once(autocast)
     with pytest.raises(RuntimeError, match="same dtype"):
         both_precisions_at_once(torch.autocast)
+    torch._dynamo.reset()
+    for region in (autocast, torch.autocast) if RELEASE > (2, 6) else ():  # 2.6 keeps to one precision
+        both_precisions_at_once(region, COMPILED_LINEAR)
 
 
 def test_every_thread_keeps_its_casts_once_the_others_have_left():
@@ -175,11 +222,14 @@ OPTIONS = [
 ]
 
 
-def everything():
-    """Return the whole state, and what three operators do."""
+def operators():
     square = X[:4]
-    dtypes = (torch.mm(square, square), square + square, torch.bmm(square[None], square[None]))
-    return [state(device) for device in DEVICES], [one.dtype for one in dtypes]
+    return torch.mm(square, square), square + square, torch.bmm(square[None], square[None])
+
+
+def everything(run=operators):
+    """Return the whole state, and what three operators do."""
+    return [state(device) for device in DEVICES], [one.dtype for one in run()]
 
 
 def model(entries, regions):
@@ -197,10 +247,10 @@ def model(entries, regions):
     return [(*states[device], cache) for device in DEVICES], dtypes
 
 
-def walk(script, order, steps):
+def walk(script, order, steps, run=operators):
     """Enter and leave regions as the script says, then leave what is still open in a given order."""
     regions = [autocast(device, **options) for device, options in OPTIONS]
-    before, entries, w = everything(), [], weight()
+    before, entries, w = everything(run), [], weight()
     optimizer, w.grad = torch.optim.SGD([w], lr=1.0), torch.ones_like(w)
     try:
         for place, enters in script:
@@ -213,7 +263,7 @@ def walk(script, order, steps):
             else:
                 with pytest.raises(UsageError, match="not entered"):
                     regions[place].__exit__(None, None, None)
-            assert everything() == model(entries, regions)
+            assert everything(run) == model(entries, regions)
             enabled, low, _ = state()
             assert same(F.linear(X, w), by_hand(X, w, low if enabled else FULL))
             if steps:
@@ -221,7 +271,7 @@ def walk(script, order, steps):
     finally:
         for place in sorted(entries, key=order.index):
             regions[place].__exit__(None, None, None)
-    assert everything() == before
+    assert everything(run) == before
 
 
 PLACE = st.integers(0, len(OPTIONS) - 1)
@@ -239,6 +289,19 @@ def test_regions_can_be_entered_and_left_in_any_order(script, order, steps):
     in_thread(lambda: walk(script, order, steps))
 
 
+COMPILED_OPERATORS = torch.compile(lambda: operators(), backend="eager", fullgraph=True)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    script=st.lists(st.tuples(PLACE, st.booleans()), max_size=8),
+    order=st.permutations(range(len(OPTIONS))),
+)
+@example([(0, True), (5, True), (8, True), (5, False)], range(9))
+def test_what_is_compiled_runs_as_the_regions_say_in_any_order(script, order):
+    walk(script, order, False, COMPILED_OPERATORS)
+
+
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("mm")}], ids=str)
 def test_an_exception_leaves_the_region(edit):
     region = autocast("cpu", **edit)
@@ -247,6 +310,32 @@ def test_an_exception_leaves_the_region(edit):
     with pytest.raises(KeyError):
         region(dict.__getitem__)({}, "missing")
     assert state() == BASE
+
+
+@compiled_ways
+@pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("mm")}], ids=str)
+def test_an_exception_in_compiled_code_leaves_the_region(edit, way):
+    def fails(x):
+        torch.mm(x, x)
+        raise KeyError
+
+    def inside(x):
+        with autocast("cpu", HALF, **edit):
+            fails(x)
+
+    def handled(x):
+        try:
+            inside(x)
+        except KeyError:
+            return torch.mm(x, x)
+
+    if way == "inside":
+        assert compiled(handled)(X[:4]).dtype == FULL
+    run = torch.compile(fails if way == "around" else inside, backend="aot_eager")
+    with pytest.raises(KeyError), autocast("cpu", HALF, **edit) if way == "around" else nullcontext():
+        run(X[:4])
+    assert state() == BASE
+    assert everything()[1] == [FULL] * 3
 
 
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("mm")}], ids=str)
@@ -289,6 +378,7 @@ def test_a_copy_is_a_region_of_its_own_that_does_the_same(device, options, dupli
         expected, twin = everything(), duplicate(region)
     with twin:
         assert everything() == expected
+        assert everything(COMPILED_OPERATORS) == expected
         with region:
             pass
         assert everything() == expected
@@ -303,7 +393,9 @@ def test_a_subclass_may_take_its_own_arguments(region):
 
     with Half():
         assert everything()[1] == [HALF, FULL, HALF]
+        assert everything(COMPILED_OPERATORS)[1] == [HALF, FULL, HALF]
         with Half(enabled=False):
             assert everything()[1] == [FULL] * 3
+            assert everything(COMPILED_OPERATORS)[1] == [FULL] * 3
     assert isinstance(Half(), region)
     assert copy.deepcopy(Half()).fast_dtype == HALF

@@ -11,9 +11,38 @@ from hypothesis import strategies as st
 from preamp import casting
 from preamp.torch import autocast
 
-from .regions import BASE, BRAIN, FULL, HALF, in_thread, numbers, state
+from .regions import (
+    BASE,
+    BRAIN,
+    FULL,
+    HALF,
+    MANY_STATES,
+    RELEASE,
+    all_same,
+    compiled,
+    in_thread,
+    numbers,
+    state,
+)
 
 X, ONES = numbers(5, 4), torch.ones(3, 4)
+# What runs between two waits may be compiled; generators and coroutines themselves are not.
+COMPILED_LINEAR = torch.compile(
+    lambda x, w: F.linear(x, w), backend="aot_eager", fullgraph=True, dynamic=False
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _many_states():
+    with torch._dynamo.config.patch(MANY_STATES):
+        yield
+
+
+def dtypes():
+    """Return in which precision a linear layer runs, eagerly and compiled."""
+    linears = (F.linear, COMPILED_LINEAR) if RELEASE > (2, 6) else (F.linear,)  # 2.6 keeps to one precision
+    (dtype,) = {linear(X, ONES).dtype for linear in linears}
+    return dtype
 
 
 class Pause:
@@ -25,7 +54,7 @@ class Pause:
 
 
 def answered(received, log):
-    log.append((state()[:2], F.linear(X, ONES).dtype))
+    log.append((state()[:2], dtypes()))
     if received == "fail":
         raise KeyError(received)
     return received
@@ -146,14 +175,14 @@ async def at_work(region, inside, outcome):
     """Wait again and again, in the region if there is one."""
     try:
         for _ in range(5):
-            assert (state()[:2], F.linear(X, ONES).dtype) == inside
+            assert (state()[:2], dtypes()) == inside
             await asyncio.sleep(0)
         if outcome == "fails":
             raise KeyError(outcome)
         while outcome == "is cancelled":
             await asyncio.sleep(0)
     finally:
-        assert (state()[:2], F.linear(X, ONES).dtype) == inside
+        assert (state()[:2], dtypes()) == inside
     return outcome
 
 
@@ -184,6 +213,22 @@ def test_tasks_in_different_regions_do_not_see_each_others(choices):
     results = asyncio.run(main())
     kinds = {"returns": str, "fails": KeyError, "is cancelled": asyncio.CancelledError}
     assert [type(result) for result in results] == [kinds[outcome] for _, outcome in choices]
+    assert state() == BASE
+
+
+@pytest.mark.skipif(RELEASE < (2, 8), reason="PyTorch compiles no generators before")
+@pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.untouched("linear")}], ids=str)
+def test_a_generator_that_makes_a_region_is_compiled(edit):
+    def layers(x):
+        with autocast("cpu", HALF, **edit):
+            for w in (ONES, torch.ones(3, 3)):
+                x = F.linear(x.float(), w)
+                yield x
+
+    expected = list(layers(X))
+    results = compiled(lambda x: list(layers(x)))(X)
+    assert all_same(results, expected)
+    assert {one.dtype for one in results} == {FULL if edit else HALF}
     assert state() == BASE
 
 

@@ -123,14 +123,14 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         if self._modules.follow():
             self._keep_repeats()
             self._sources.clear()
+            push_mode(self)  # once: a region that is entered twice counts once
         compiled.replace_backend(partial(compiled.counted_backend, _at))
-        push_mode(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        pop_mode()
         compiled.restore_backend()
-        self._modules.leave()
+        if self._modules.leave():
+            pop_mode()
 
     def check_thread(self) -> None:
         """Refuse to count while another thread is being counted."""
@@ -308,14 +308,17 @@ class _Modules:
         ]
         return True
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
+        """Remove the hooks; return False if there are entries left that need them."""
         self._depth -= 1
-        if not self._depth:
-            if self._filter in warnings.filters:
-                warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-            for handle in self._handles:
-                handle.remove()
-            self._running.clear()
+        if self._depth:
+            return False
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        for handle in self._handles:
+            handle.remove()
+        self._running.clear()
+        return True
 
     @untraced
     def _begin(self, module: torch.nn.Module, _: object) -> None:
@@ -358,6 +361,8 @@ def _why(source: Tensor) -> str:
         return "it does not require gradients, and only casts of weights that do are kept"
     if not source.is_leaf or source._is_view():
         return "it is not a leaf, and only casts of leaves are kept"
+    if _in_graph.module:
+        return "compiled code keeps no casts"
     return "the cache was emptied in between"
 
 

@@ -150,7 +150,8 @@ class EditMode(TorchFunctionMode):
 def _without_region(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a checkpoint without a region's `context_fn`: graphs have the casts."""
     context = kwargs.get("context_fn")
-    if isinstance(getattr(context, "__self__", None), TorchAutocast):
+    # Not `getattr` with a default: the compiler takes the default for a method of what is in an attribute.
+    if isinstance(context, MethodType) and isinstance(context.__self__, TorchAutocast):
         return {name: value for name, value in kwargs.items() if name != "context_fn"}
     return kwargs
 
@@ -392,6 +393,9 @@ def key_inside(
         float8: what it emulates, if that is a float8.
         counted: whether calls are counted.
         owner: identifies the model that the table's rules of modules are about.
+
+    Raises:
+        CastingError: as `rules.validate`.
     """
     outer = edits_of(around)
     edits = outer._replace(
@@ -400,9 +404,9 @@ def key_inside(
         dtype=float8 or (None if emulate else outer.dtype),
         counted=counted,
     )
-    if table is not None:
-        made = Casting.of(*table)
-        rules.validate(made, float8, emulate)
+    made = None if table is None else Casting.of(*table)
+    rules.validate(made, float8, emulate)
+    if made is not None:
         edits = edits._replace(table=made, optional=made.optional, scope=None, owner=owner)
     return key_of(edits)
 
@@ -422,6 +426,9 @@ def in_force(device_type: str, key: str) -> Iterator[None]:
             yield
         return
     before = outer.key
+    if before == key:  # as in the backward pass of a custom function in a graph, where no mode may be changed
+        yield
+        return
     outer.become(NONE)
     try:
         with EditMode(device_type, key):

@@ -522,7 +522,8 @@ def _in_graph(
     outer = modes.current(device)
     around = modes.NONE if outer is None else outer.key
     table = None if casting is None else (casting.edits, casting.optional)
-    float8 = dtype if emulate and dtype in rules.FLOAT8 else None
+    # A float8, or what `key_inside` refuses.
+    float8 = dtype if emulate and dtype is not None and dtype not in CASTABLE else None
     model = _model_of(casting, model)
     owner = "" if model is None else str(id(model))
     key = modes.key_inside(around, device, table, emulate, float8, False, owner)
