@@ -51,10 +51,11 @@ __all__ = ["app", "check", "convert", "dialects", "doctor", "inspect", "report",
 
 def _whole(_: object, tokens: Sequence[Token]) -> int:
     """Read a whole number; cyclopts itself would round 1.5."""
-    number = float(tokens[0].value)
-    if not number.is_integer():
-        raise ValueError
-    return int(number)
+    text = tokens[0].value
+    with suppress(ValueError):
+        if float(text).is_integer():
+            return int(float(text))
+    raise ValueError(f"{text} is not a whole number. Write one, such as 100.")
 
 
 Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000), converter=_whole)]
