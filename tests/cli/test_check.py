@@ -257,7 +257,7 @@ def test_a_step_that_is_slower_than_products_is_told(seconds, said):
     found = sentences(runs, "a:b", "torch", machine(brain=Product(4.0)))
     assert len(found) == (said is not None)
     if said:
-        assert f"bfloat16: the step {said} as in float32, though products alone are 4 times" in found[0]
+        assert f"bfloat16: the step {said} as in float32, though large products are 4 times" in found[0]
     assert sentences(runs, "a:b", "torch", machine(brain=Product(1.0))) == []
 
 

@@ -184,7 +184,7 @@ def sentences(runs: Sequence[PrecisionRun], target: str, framework: str, report:
             found += _slower_than_products(run, reference, report)
     if any(run.emulate for run in runs):
         found.append(
-            "Emulated: products round to float16 and compute in float32, so the time says nothing of float16."
+            "Emulated: products round to float16 and compute in float32, so there is no speed of float16."
         )
     if len(reference.losses) < FEWEST_TIMED:
         found.append(f"Speeds need {FEWEST_TIMED} calls or more: the first one warms up.")
@@ -205,8 +205,8 @@ def _slower_than_products(run: PrecisionRun, reference: PrecisionRun, report: Ma
         return []
     long = "about as long" if speed > 1 / ABOUT else f"{1 / speed:.2g} times as long"
     return [
-        f"{run.precision}: the step takes {long} as in float32, though products alone are {row.speed:.2g} "
-        "times as fast: it has too few of them, or small ones."
+        f"{run.precision}: the step takes {long} as in float32, though large products are {row.speed:.2g} "
+        "times as fast: its own are too few or too small."
     ]
 
 
