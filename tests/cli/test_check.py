@@ -11,7 +11,7 @@ import pytest
 
 import preamp.cli.lab.compared as compared
 from preamp.cli.lab.compared import PrecisionRun, sentences, table
-from preamp.errors import PreampError
+from preamp.errors import PreampError, UsageError
 from preamp.machine import REFERENCE, Advice, MachineReport, PrecisionRow, Product
 
 SCRIPT = """
@@ -412,3 +412,32 @@ def test_a_missing_framework_is_named(package, arguments, tmp_path):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"preamp: {package} is missing. Run: pip install 'preamp[{package}]'\n"
+
+
+def test_devices_of_jax_are_one_or_several_and_not_none():
+    from preamp.jax.machine import _kinds
+
+    assert _kinds("cpu") == _kinds(["cpu", "cpu"]) == ["cpu"]
+    with pytest.raises(UsageError, match=r"devices is empty\. Leave it out to check all, or write"):
+        _kinds([])
+
+
+def test_a_note_of_jax_names_the_model_of_a_device_only_if_there_is_one():
+    from preamp.jax.machine import _note
+
+    assert _note("cpu", "cpu").startswith("JAX ")
+    assert _note("gpu", "NVIDIA H100").startswith("NVIDIA H100; JAX ")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_the_lines_advised_for_jax_run_and_import_what_they_use(precision):
+    import jax.numpy as jnp
+    import optax
+
+    from preamp.jax.machine import CODE
+
+    names = {"loss": lambda weight, x: (weight @ x).sum(), "optimizer": optax.sgd(0.1)}
+    exec(CODE[precision], names)
+    weight, x = jnp.ones((4, 4)), jnp.ones(4)
+    state = [names["optimizer"].init(weight)] if precision == "float16" else []
+    assert names["run"](weight, *state, x)[0] == 16.0

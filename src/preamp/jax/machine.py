@@ -25,13 +25,13 @@ from preamp.policy import Dynamic, Static
 PRECISIONS = ("float32", "bfloat16", "float16")
 Maker: TypeAlias = Callable[[int, str], Callable[[], object]]
 STEPS, BATCH, INPUTS = 40, 64, 32
-IMPORTS = "import jax\nimport jax.numpy as jnp\nfrom preamp.jax import"
+IMPORT = "import jax\nfrom preamp.jax import autocast"
 CODE = {
-    "float32": f"{IMPORTS} autocast, step\n\nrun = jax.jit(step(loss, optimizer))\n"
-    "# or, to rehearse float16:\nrun = jax.jit(step(autocast(loss, jnp.float16, emulate=True), optimizer))",
-    "bfloat16": f"{IMPORTS} autocast, step\n\nrun = jax.jit(step(autocast(loss, jnp.bfloat16), optimizer))",
-    "float16": f"{IMPORTS} autocast, loss_scaled, step\n\noptimizer = loss_scaled(optimizer)\n"
-    "run = jax.jit(step(autocast(loss, jnp.float16), optimizer))",
+    "float32": f"{IMPORT}\n\nrun = jax.jit(jax.value_and_grad(loss))\n# or, to rehearse float16:\n"
+    'run = jax.jit(jax.value_and_grad(autocast(loss, "float16", emulate=True)))',
+    "bfloat16": f'{IMPORT}\n\nrun = jax.jit(jax.value_and_grad(autocast(loss, "bfloat16")))',
+    "float16": f"{IMPORT}, loss_scaled, step\n\noptimizer = loss_scaled(optimizer)\n"
+    'run = jax.jit(step(autocast(loss, "float16"), optimizer))',
 }
 
 
