@@ -11,6 +11,7 @@ import pytest
 
 import preamp.cli.lab.compared as compared
 from preamp.cli.lab.compared import PrecisionRun, sentences, table
+from preamp.errors import PreampError, UsageError
 from preamp.machine import REFERENCE, Advice, MachineReport, PrecisionRow, Product
 
 SCRIPT = """
@@ -59,14 +60,32 @@ def nothing():
 
 def fails():
     raise KeyError("data")
+
+
+def absent():
+    import absent_module
+
+
+def no_file():
+    open("absent.txt")
+
+
+class Odd:
+    pass
 """
+HALVES = {
+    "native": Product(3.0, claimed=True),
+    "same": Product(1.0),
+    "slower": Product(0.02),
+    "emulated": Product(0.9, claimed=False),
+    "missing": Product(0.0, problem="RuntimeError: none"),
+}
 
 
-def machine(verdict="emulated"):
-    half = Product(0.02 if verdict == "emulated" else 3.0, claimed=verdict == "native")
+def machine(verdict="emulated", brain=REFERENCE):
     rows = [
         PrecisionRow("cpu", name, dict.fromkeys(("matmul", "conv"), product), "works")
-        for name, product in {"float32": REFERENCE, "bfloat16": REFERENCE, "float16": half}.items()
+        for name, product in {"float32": REFERENCE, "bfloat16": brain, "float16": HALVES[verdict]}.items()
     ]
     return MachineReport(rows, [], [Advice("cpu", "float32", "so.", "loss = ...")], {}, 1.0)
 
@@ -110,7 +129,8 @@ def test_a_step_runs_in_each_precision_from_the_same_seed_in_a_fresh_process(che
     found = rows(done.stdout)
     assert list(found) == ["float32", "bfloat16", "float16, emulated"]
     for line in found.values():
-        assert re.search(r" 2\.\d+ +2\.\d+ +(-|0\.\d\d%) +\d+\.\d\dx", line), line
+        assert re.search(r" 2\.\d+ +2\.\d+ +(-|0\.\d\d%) +(\d+\.\d\dx|-)", line), line
+        assert line.split()[-1].endswith("x") == ("emulated" not in line)
     calls = [line.split() for line in Path("calls.txt").read_text().splitlines()]
     assert len({pid for pid, *_ in calls}) == 3
     numbers = [tuple(rest) for _, *rest in calls]
@@ -146,11 +166,40 @@ def test_a_precision_that_fails_is_a_row(check):
             ["--model", "train.py:fails"],
             "train.py:fails fails in float32, without autocast: KeyError: 'data'.",
         ),
+        (
+            ["--model", "train.py:absent"],
+            "train.py:absent fails in float32, without autocast: ModuleNotFoundError: No module named "
+            "'absent_module'. Install what is missing, or correct the import.\n",
+        ),
+        (
+            ["--model", "train.py:no_file"],
+            "FileNotFoundError: [Errno 2] No such file or directory: 'absent.txt'. Relative paths start in /",
+        ),
+        (["--model", "train.py:Odd"], "train.py:Odd returned an Odd. Write a function that"),
+        (["--model", "train.py::step"], "'train.py::step' has two colons. Write train.py:step."),
+        (
+            ["--model", "broken.py:step"],
+            "broken.py cannot be imported: ModuleNotFoundError: No module named 'absent_module'. Install",
+        ),
+        (
+            ["--model", "package/relative.py:step"],
+            "package/relative.py has relative imports, so it has to be imported as part of its package. "
+            "Write package.relative:step.",
+        ),
+        (
+            ["--model", "train.py:step", "--calls", "1.5"],
+            "--calls: 1.5 is not a whole number. Write one, such as 100.",
+        ),
+        (["--model", "train.py:step", "--calls", "x"], "--calls: x is not a whole number"),
+        (["--model", "train.py:step", "--calls", "0"], "--calls"),
         (["--calls", "3"], "--calls 3 has no effect without --model"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_the_machine_is_measured(arguments, problem, check, monkeypatch):
     monkeypatch.setattr("preamp.torch.check", lambda devices: pytest.fail("measured"))
+    Path("broken.py").write_text("import absent_module")
+    Path("package").mkdir()
+    Path("package/relative.py").write_text("from . import other\ndef step(): pass")
     done = check(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr
@@ -167,31 +216,109 @@ def test_a_device_that_is_not_there_is_refused(here):
 def test_float16_is_emulated_only_where_it_is_slow(monkeypatch):
     monkeypatch.setattr(compared, "_run_apart", lambda run, *_: run)
     reference = PrecisionRun("float32", losses=[1.0], seconds=[1.0], device="cpu")
-    for verdict, emulate in {"native": False, "emulated": True}.items():
+    emulated = {"native": False, "same": False, "slower": True, "emulated": True, "missing": True}
+    for verdict, emulate in emulated.items():
         runs = compared.run_in_low_precision(reference, "a:b", "torch", machine(verdict))
         assert [run.emulate for run in runs] == [False, emulate]
 
 
 def test_the_table_of_losses():
-    reference = PrecisionRun("float32", losses=[2.0, 1.0], seconds=[9.0, 1.0])
-    other = PrecisionRun("float16", losses=[2.0, 1.01], seconds=[9.0, 0.5])
-    bad = PrecisionRun("bfloat16", losses=[2.0, float("inf")], seconds=[9.0, 1.0])
-    assert [list(line.values()) for line in table([reference, other, bad])] == [
+    reference = PrecisionRun("float32", losses=[2.0, 1.5, 1.0], seconds=[9.0, 1.0, 1.0])
+    other = PrecisionRun("float16", losses=[2.0, 1.5, 1.01], seconds=[9.0, 0.5, 0.5])
+    bad = PrecisionRun("bfloat16", losses=[2.0, float("inf"), float("inf")], seconds=[90.0, 2.0, 2.0])
+    runs = [reference, other, bad]
+    assert [list(line.values()) for line in table(runs)] == [
         ["float32", "2", "1", "-", "1.00x"],
-        ["float16", "2", "1.01", "1.00%", "0.50x"],
-        ["bfloat16", "2", "inf", "not finite", "1.00x"],
+        ["float16", "2", "1.01", "1.00%", "2.00x"],
+        ["bfloat16", "2", "inf", "not finite", "0.50x"],
     ]
-    assert sentences([reference, other, bad]) == ["bfloat16: the loss is inf in call 2."]
+    assert sentences(runs, "a:b", "torch", machine()) == ["bfloat16: the loss is inf in call 2."]
+
+
+def run_of(precision, losses, seconds=1.0, **settings):
+    return PrecisionRun(precision, losses=losses, seconds=[seconds] * len(losses), device="cpu", **settings)
+
+
+def test_the_first_call_and_emulation_have_no_speed():
+    emulated = run_of("float16", [1.0] * 3, emulate=True)
+    assert [line["speed"] for line in table([run_of("float32", [1.0] * 3), emulated])] == ["1.00x", "-"]
+    runs = [run_of("float32", [2.0, 1.0]), run_of("bfloat16", [2.0, 1.1])]
+    assert [line["speed"] for line in table(runs)] == ["-", "-"]
+    assert sentences(runs, "a:b", "torch", machine(brain=Product(4.0))) == [
+        "Speeds need 3 calls or more: the first one warms up."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(1.5, "takes 1.5 times as long"), (1.0, "takes about as long"), (0.5, None)]
+)
+def test_a_step_that_is_slower_than_products_is_told(seconds, said):
+    runs = [run_of("float32", [1.0] * 3), run_of("bfloat16", [1.01] * 3, seconds)]
+    found = sentences(runs, "a:b", "torch", machine(brain=Product(4.0)))
+    assert len(found) == (said is not None)
+    if said:
+        assert f"bfloat16: the step {said} as in float32, though large products are 4 times" in found[0]
+    assert sentences(runs, "a:b", "torch", machine(brain=Product(1.0))) == []
+
+
+def test_a_function_in_which_nothing_is_cast_is_told():
+    runs = [run_of(name, [1.0, 0.5, 0.25]) for name in ("float32", "bfloat16", "float16")]
+    assert sentences(runs, "a:b", "jax", machine()) == [
+        "bfloat16 and float16: every loss is exactly that of float32, so probably nothing was cast. See what "
+        "is: preamp inspect a:b --framework jax"
+    ]
+
+
+@pytest.mark.parametrize(("loss", "is_told"), [(float("nan"), True), (2.0, True), (1.05, False)])
+def test_an_optimizer_inside_of_autocast_of_jax_is_suspected(loss, is_told):
+    runs = [run_of("float32", [1.0] * 3), run_of("float16", [loss] * 3, emulate=True)]
+    for framework in ("torch", "jax"):
+        found = " ".join(sentences(runs, "a:b", framework, machine()))
+        assert ("autocast(update, enabled=False)" in found) == (is_told and framework == "jax")
 
 
 JAX_SCRIPT = """
+import jax
 import jax.numpy as jnp
 
 weight = jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64)
 
 
 def loss():
+    with open("traces.txt", "a") as file:
+        file.write("traced\\n")
     return jnp.mean((weight @ weight) ** 2)
+
+
+jitted = jax.jit(lambda weight: jnp.mean((weight @ weight) ** 2))
+
+
+def gradients():
+    return jax.value_and_grad(jitted)(weight)
+
+
+def reads():
+    return float(jitted(weight))
+
+
+def branches():
+    return jitted(weight) if jitted(weight) > 0 else 0.0
+
+
+def writes():
+    global weight
+    value, gradient = jax.value_and_grad(jitted)(weight)
+    weight = weight - gradient
+    return value
+
+
+class Keys:
+    key = jax.random.key(0)
+
+
+def random():
+    Keys.key, key = jax.random.split(Keys.key)
+    return jax.random.normal(key)
 """
 
 
@@ -206,11 +333,61 @@ def test_it_checks_jax(here, monkeypatch):
     assert "JAX has no device type 'tpu' here. Write one that it has: cpu." in done.stderr
     monkeypatch.setattr("preamp.jax.check", lambda devices: machine())
     Path("train.py").write_text(JAX_SCRIPT)
-    done = here("check", "--framework", "jax", "--model", "train.py:loss", "--calls", "2")
-    assert (done.returncode, done.stderr) == (0, "")
-    differences = [line.split()[-2] for line in rows(done.stdout).values()]
-    assert differences[0] == "-"
-    assert all(float(one.rstrip("%")) < 5 for one in differences[1:])
+    for name, calls in {"loss": "4", "gradients": "1"}.items():
+        done = here("check", "--framework", "jax", "--model", f"train.py:{name}", "--calls", calls)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"train.py:{name} in each precision, {calls} call{'s' * (calls != '1')}:" in done.stdout
+        differences = [line.split()[-2] for line in rows(done.stdout).values()]
+        assert differences[0] == "-"
+        assert all(float(one.rstrip("%")) < 5 for one in differences[1:])
+        assert "probably nothing was cast" not in done.stdout
+    assert (
+        len(Path("traces.txt").read_text().splitlines()) == 6
+    )  # twice in each precision, however many calls
+
+
+@pytest.mark.parametrize("name", ["reads", "branches", "writes", "random"])
+def test_a_function_that_jax_cannot_trace_is_refused_in_plain_words(name, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(JAX_SCRIPT)
+    with pytest.raises(PreampError) as caught:
+        compared.run_in_float32(f"train.py:{name}", "jax", 3)
+    assert re.fullmatch(
+        rf"train\.py:{name} fails in float32, without autocast: \w+Error\. A function of JAX is traced, so "
+        r"it may not read values, as float\(loss\) and if loss > 0 do, or write arrays to globals and "
+        r"objects\. Return the loss of a pure function\.",
+        str(caught.value),
+    )
+    assert capfd.readouterr().err == ""
+
+
+def test_a_traceback_begins_in_the_users_code(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    with pytest.raises(PreampError):
+        compared.run_in_float32("train.py:fails", "torch", 3)
+    shown = capfd.readouterr().err
+    assert "KeyError: 'data'" in shown
+    assert 'train.py", line' in shown
+    assert "preamp" not in shown
+
+
+def test_a_reader_that_ends_early_is_no_error():
+    program = (
+        "import sys; from preamp.cli import app; app._check_machine = lambda *_: 'table'; "
+        "sys.exit(app.run(['check']))"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_what_a_run_writes_can_be_read_again():
@@ -235,3 +412,32 @@ def test_a_missing_framework_is_named(package, arguments, tmp_path):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"preamp: {package} is missing. Run: pip install 'preamp[{package}]'\n"
+
+
+def test_devices_of_jax_are_one_or_several_and_not_none():
+    from preamp.jax.machine import _kinds
+
+    assert _kinds("cpu") == _kinds(["cpu", "cpu"]) == ["cpu"]
+    with pytest.raises(UsageError, match=r"devices is empty\. Leave it out to check all, or write"):
+        _kinds([])
+
+
+def test_a_note_of_jax_names_the_model_of_a_device_only_if_there_is_one():
+    from preamp.jax.machine import _note
+
+    assert _note("cpu", "cpu").startswith("JAX ")
+    assert _note("gpu", "NVIDIA H100").startswith("NVIDIA H100; JAX ")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_the_lines_advised_for_jax_run_and_import_what_they_use(precision):
+    import jax.numpy as jnp
+    import optax
+
+    from preamp.jax.machine import CODE
+
+    names = {"loss": lambda weight, x: (weight @ x).sum(), "optimizer": optax.sgd(0.1)}
+    exec(CODE[precision], names)
+    weight, x = jnp.ones((4, 4)), jnp.ones(4)
+    state = [names["optimizer"].init(weight)] if precision == "float16" else []
+    assert names["run"](weight, *state, x)[0] == 16.0

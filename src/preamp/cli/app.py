@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypedDict
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.validators import Number
 
 from preamp import __version__
@@ -48,7 +48,17 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "check", "convert", "dialects", "doctor", "inspect", "report", "run", "simulate", "train"]
 
-Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000))]
+
+def _whole(_: object, tokens: Sequence[Token]) -> int:
+    """Read a whole number; cyclopts itself would round 1.5."""
+    text = tokens[0].value
+    with suppress(ValueError):
+        if float(text).is_integer():
+            return int(float(text))
+    raise ValueError(f"{text} is not a whole number. Write one, such as 100.")
+
+
+Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000), converter=_whole)]
 Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
@@ -76,7 +86,7 @@ else:
 NO_DEFAULT = Parameter(show_default=False)  # help would show it as ()
 SETTINGS = Parameter(name="--policy", show_default=False)
 
-BAD_INPUT, INTERRUPTED = 2, 130
+CUT_OFF, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
 ARITHMETIC = {
     True: "emulated as on a tensor core: products store operands and results in it and sum in float32",
@@ -106,14 +116,19 @@ def run(arguments: Sequence[str]) -> int:
         arguments: the words after `preamp`.
 
     Returns:
-        The exit status: 0, 2 for bad input, 130 after Ctrl-C.
+        The exit status: 0, 1 if nothing reads the output any more, 2 for bad input, 130 after Ctrl-C.
     """
     warnings.showwarning = lambda message, *_: print(f"preamp: {message}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):  # a stream that was replaced may have no encoding
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        return app(arguments, exit_on_error=False, print_error=False) or 0
+        status = app(arguments, exit_on_error=False, print_error=False) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # what read the output, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it exits
+        return CUT_OFF
     except (CycloptsError, PreampError) as error:
         problem = str(error)
     except OSError as error:
@@ -359,7 +374,7 @@ def check(
 
     Products in each precision compared with float32, a small training with autocast and loss scaling, a fused
     optimizer and the compiler, in about ten seconds for each type of device. With --model it also runs a step
-    of yours in each precision, each in a process of its own from the same seed, and compares the losses.
+    of yours in each precision, each in a new process from the same seed, and compares the losses.
 
     Args:
         framework: whose arithmetic to check.
@@ -376,9 +391,10 @@ def check(
     print(found)
     if model and reference:
         runs = [reference, *run_in_low_precision(reference, model, framework, found)]
-        out.print(f"\n{model} in each precision, {len(reference.losses)} calls:", soft_wrap=True)
+        done = len(reference.losses)
+        out.print(f"\n{model} in each precision, {done} call{'s' * (done > 1)}:", soft_wrap=True)
         print_table(table(runs))
-        print_lines(sentences(runs))
+        print_lines(sentences(runs, model, framework, found))
     return 0
 
 
@@ -421,11 +437,16 @@ def dialects() -> int:
 
 
 def _check_machine(framework: str, devices: Sequence[str]) -> MachineReport:
+    measure: Callable[[Sequence[str] | None], MachineReport]
     try:
         if framework == "torch":
-            from preamp.torch import check as measure
+            from preamp.torch import check as check_torch
+
+            measure = check_torch
         else:
-            from preamp.jax import check as measure
+            from preamp.jax import check as check_jax
+
+            measure = check_jax
     except MissingExtra:
         raise
     except ImportError as error:

@@ -25,16 +25,17 @@ from preamp.policy import Dynamic, Static
 PRECISIONS = ("float32", "bfloat16", "float16")
 Maker: TypeAlias = Callable[[int, str], Callable[[], object]]
 STEPS, BATCH, INPUTS = 40, 64, 32
+IMPORT = "import jax\nfrom preamp.jax import autocast"
 CODE = {
-    "float32": "run = jax.jit(step(loss, optimizer))\n"
-    "# to rehearse float16: autocast(loss, jnp.float16, emulate=True)",
-    "bfloat16": "run = jax.jit(step(autocast(loss, jnp.bfloat16), optimizer))",
-    "float16": "optimizer = loss_scaled(optimizer)\n"
-    "run = jax.jit(step(autocast(loss, jnp.float16), optimizer))",
+    "float32": f"{IMPORT}\n\nrun = jax.jit(jax.value_and_grad(loss))\n# or, to rehearse float16:\n"
+    'run = jax.jit(jax.value_and_grad(autocast(loss, "float16", emulate=True)))',
+    "bfloat16": f'{IMPORT}\n\nrun = jax.jit(jax.value_and_grad(autocast(loss, "bfloat16")))',
+    "float16": f"{IMPORT}, loss_scaled, step\n\noptimizer = loss_scaled(optimizer)\n"
+    'run = jax.jit(step(autocast(loss, "float16"), optimizer))',
 }
 
 
-def check(devices: Iterable[str] | None = None) -> MachineReport:
+def check(devices: Iterable[str] | str | None = None) -> MachineReport:
     """Measure what this machine can do in each precision of JAX, in about ten seconds.
 
     For each device type and precision: the speed of a matrix product, a convolution and attention, compiled,
@@ -42,15 +43,15 @@ def check(devices: Iterable[str] | None = None) -> MachineReport:
     `loss_scaled`. For each device type: what to use.
 
     Args:
-        devices: the device types to check, such as ["gpu"]. None: the CPU and the default one.
+        devices: a device type to check, such as "gpu", or several. None: the CPU and the default one.
 
     Returns:
         The report; `print` shows it.
 
     Raises:
-        UsageError: for a device type that JAX does not have here.
+        UsageError: for a device type that JAX does not have here, and for no device at all.
     """
-    start, kinds = perf_counter(), list(dict.fromkeys(devices or ["cpu", jax.default_backend()]))
+    start, kinds = perf_counter(), _kinds(devices)
     rows: list[PrecisionRow] = []
     advice, notes = [], {}
     for kind in kinds:
@@ -60,11 +61,27 @@ def check(devices: Iterable[str] | None = None) -> MachineReport:
             found = [_row(kind, precision, makers) for precision in PRECISIONS]
         rows += found
         advice.append(advise(found, CODE))
-        notes[kind] = (
-            f"{device.device_kind}; JAX {jax.__version__} does not say what the hardware has. float32 is as "
-            "jax_default_matmul_precision is set; on GPUs and TPUs its products are less precise by default."
-        )
+        notes[kind] = _note(kind, device.device_kind)
     return MachineReport(rows, [], advice, notes, perf_counter() - start)
+
+
+def _kinds(devices: Iterable[str] | str | None) -> list[str]:
+    if devices is None:
+        devices = ["cpu", jax.default_backend()]
+    kinds = list(dict.fromkeys([devices] if isinstance(devices, str) else devices))
+    if not kinds:
+        raise UsageError(
+            f"devices is empty. Leave it out to check all, or write the type of one: {jax.default_backend()}."
+        )
+    return kinds
+
+
+def _note(kind: str, model: str) -> str:
+    note = (
+        f"JAX {jax.__version__} does not say what the hardware has. float32 is as "
+        "jax_default_matmul_precision is set; on GPUs and TPUs its products are less precise by default."
+    )
+    return note if model == kind else f"{model}; {note}"
 
 
 def _device(kind: str) -> jax.Device:

@@ -10,15 +10,15 @@ from typing import Literal, TypeAlias
 
 __all__ = ["Advice", "Feature", "MachineReport", "PrecisionRow", "Product"]
 
-Verdict: TypeAlias = Literal["native", "same", "emulated", "missing", "not tried"]
+Verdict: TypeAlias = Literal["native", "same", "slower", "emulated", "missing", "not tried"]
 
 WIDTH = 80
-SLOWER = 0.75  # of float32's speed: below it a precision counts as emulated, whatever the hardware claims
+SLOWER = 0.75  # of float32's speed: above it a precision counts as about as fast
 FASTER = 1.2  # times float32's speed: below it a precision is not worth its rounding
 LEGEND = (
     "Speeds are multiples of float32's. native: faster than float32, or about as fast and the framework "
-    "says that the hardware has it. same: about as fast, and nothing is known of the hardware. emulated: "
-    "slower, or the framework says that the hardware lacks it. missing: it raises."
+    "says that the hardware has it. same: about as fast, and the framework says nothing. slower: below "
+    "0.75x. emulated: the framework says that the hardware lacks it, whatever the speed. missing: it raises."
 )
 
 
@@ -38,13 +38,15 @@ class Product:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the hardware computes it: by its speed, and by what the framework says."""
+        """Whether the hardware has it and is fast at it: by what the framework says, and by its speed."""
         if self.problem:
             return "missing"
         if math.isnan(self.speed):
             return "not tried"
-        if self.speed < SLOWER or self.claimed is False:
+        if self.claimed is False:
             return "emulated"
+        if self.speed < SLOWER:
+            return "slower"
         return "native" if self.claimed or self.speed >= FASTER else "same"
 
     def __str__(self) -> str:

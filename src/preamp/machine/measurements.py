@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
 from time import perf_counter
 
-from preamp.machine import FASTER, Advice, PrecisionRow, Product
+from preamp.machine import FASTER, SLOWER, Advice, PrecisionRow, Product
 
 MUCH_FASTER = 1.5  # times bfloat16's speed: float16 is worth its loss scaling
 ROUNDS, FEWEST_ROUNDS, SECONDS = 7, 3, 0.3  # of a comparison
+REPETITIONS = 2  # of a comparison that finds a precision a little slower than float32
 ENOUGH, TOO_MUCH = 4e-3, 10e-3  # seconds: when float32, or the other precision, is timed long enough
 
 
 def compared(base: Callable[[], object], other: Callable[[], object]) -> float:
-    """Return how many times as fast the second function is: medians of calls that alternate."""
+    """Return how many times as fast the second function is.
+
+    Calls alternate, and the fastest of each function counts: other programs only make calls slower.
+    """
     start = perf_counter()
     seconds: tuple[list[float], list[float]] = ([], [])
     for n in range(ROUNDS):
@@ -24,7 +27,7 @@ def compared(base: Callable[[], object], other: Callable[[], object]) -> float:
             break
         for run, taken in zip((base, other), seconds, strict=True):
             taken.append(timed(run))
-    return median(seconds[0]) / max(median(seconds[1]), 1e-9)
+    return min(seconds[0]) / max(min(seconds[1]), 1e-9)
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -59,13 +62,23 @@ def measure_product(
                 break
     except Exception as error:  # frameworks and their backends raise various classes
         return Product(0.0, claimed, first_line(error))
-    return Product(compared(base, other), claimed)
+    return Product(_best_speed(base, other), claimed)
+
+
+def _best_speed(base: Callable[[], object], other: Callable[[], object]) -> float:
+    """Compare two functions, again if the second seems a little slower: another program may be why."""
+    speed = compared(base, other)
+    for _ in range(REPETITIONS):
+        if not SLOWER / 2 < speed < SLOWER:
+            break
+        speed = max(speed, compared(base, other))
+    return speed
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class of an error and the first line of its message, shortened."""
+    """Return the class of an error and the first line of its message, shortened, without a full stop."""
     lines = str(error).strip().splitlines() or [""]
-    return textwrap.shorten(f"{type(error).__name__}: {lines[0]}", 200, placeholder=" ...")
+    return textwrap.shorten(f"{type(error).__name__}: {lines[0]}".rstrip(" .:"), 200)
 
 
 def judged(loss: float, reference: float, first: float) -> str:
@@ -102,9 +115,7 @@ def advise(rows: Sequence[PrecisionRow], code: Mapping[str, str]) -> Advice:
         )
     else:
         precision = "float32"
-        tried = [
-            f"{speeds[name]:.2g} times in {name}" for name in ("bfloat16", "float16") if speeds.get(name)
-        ]
+        tried = [f"{name} {speeds[name]:.2f}x" for name in ("bfloat16", "float16") if speeds.get(name)]
         reason = "nothing in low precision works in full."
         if tried:
             reason = f"products are not faster in low precision ({', '.join(tried)})."

@@ -36,41 +36,37 @@ CHANNELS = (8, 16, 32, 64, 128, 256, 512, 1024)
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
-def check(devices: Iterable[str] | None = None) -> MachineReport:
+def check(devices: Iterable[str | torch.device] | str | torch.device | None = None) -> MachineReport:
     """Measure what this machine can do in each precision, in about ten seconds for each device type.
 
     For each device type and precision: the speed of a matrix product, a convolution and attention, as
     multiples of float32's, and whether a small model learns with `autocast` and `GradScaler`. For each device
     type: whether `torch.compile` and a fused optimizer work, and what to use. float8 is only multiplied.
 
-    The state of random generators, autograd and autocast is as before afterwards. The compiler keeps its
-    cache in its usual folder.
+    The state of random generators, autograd and autocast and the environment variables are as before
+    afterwards. `torch.compile` keeps what it compiled in its usual cache.
 
     Args:
-        devices: the device types to check, such as ["cuda"]. None: the CPU and the accelerator, if any.
+        devices: a device type to check, such as "cuda", or several. None: the CPU and any accelerator.
 
     Returns:
         The report; `print` shows it.
 
     Raises:
         PolicyError: for what is not a device type.
-        UsageError: for a device type that this machine does not have.
+        UsageError: for a device type that this machine does not have, and for no device at all.
 
     >>> report = check(["cpu"])
     >>> [row.precision for row in report.rows][:3], report.advice[0].device
     (['float32', 'bfloat16', 'float16'], 'cpu')
     """
-    start, present = perf_counter(), device_types()
-    kinds = present if devices is None else list(dict.fromkeys(devices))
-    for kind in kinds:
-        check_device(kind)
-        if kind not in present:
-            raise UsageError(f"This machine has no {kind!r}. Write one of its devices: {', '.join(present)}.")
+    start, kinds = perf_counter(), _kinds(devices)
     rows: list[PrecisionRow] = []
     features: list[Feature] = []
     advice, notes = [], {}
     with (
         watch.paused(),
+        _same_environment(),
         torch.random.fork_rng(devices=[]),  # of the CPU: no device's generator is used
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -91,6 +87,28 @@ def check(devices: Iterable[str] | None = None) -> MachineReport:
     return MachineReport(rows, features, advice, notes, perf_counter() - start)
 
 
+def _kinds(devices: Iterable[str | torch.device] | str | torch.device | None) -> list[str]:
+    """Return the device types to check, each once; refuse those that are not there."""
+    present = device_types()
+    if devices is None:
+        return present
+    if isinstance(devices, str | torch.device):
+        devices = [devices]
+    kinds = []
+    for device in devices:
+        check_device(device)
+        kinds.append(str(device))
+        if kinds[-1] not in present:
+            raise UsageError(
+                f"This machine has no {kinds[-1]!r}. Write one of its devices: {', '.join(present)}."
+            )
+    if not kinds:
+        raise UsageError(
+            f"devices is empty. Leave it out to check all, or write some of {', '.join(present)}."
+        )
+    return list(dict.fromkeys(kinds))
+
+
 def _precisions(kind: str) -> list[str]:
     has_tf32 = kind == "cuda" and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
     return [name for name in DTYPES if name != "TF32" or has_tf32]
@@ -98,12 +116,12 @@ def _precisions(kind: str) -> list[str]:
 
 def _code(kind: str) -> dict[str, str]:
     """Return the lines to write for each precision that can be recommended."""
-    start = "from preamp.torch import"
+    start = "import torch\nfrom preamp.torch import"
     forward = f'with autocast("{kind}", dtype=torch.{{}}):\n    loss = ...'
-    rehearse = f'# to rehearse float16: autocast("{kind}", dtype=torch.float16, emulate=True)'
     return {
-        "float32": f"loss = ...  # without autocast\n{rehearse}",
-        "TF32": 'torch.set_float32_matmul_precision("high")\nloss = ...  # without autocast',
+        "float32": f"{start} autocast\n\nloss = ...  # without autocast\n# or, to rehearse float16:\n"
+        f'with autocast("{kind}", dtype=torch.float16, emulate=True):\n    loss = ...',
+        "TF32": 'import torch\n\ntorch.set_float32_matmul_precision("high")\nloss = ...  # without autocast',
         "bfloat16": f"{start} autocast\n\n{forward.format('bfloat16')}\nloss.backward()",
         "float16": f'{start} GradScaler, autocast\n\nscaler = GradScaler("{kind}")\n'
         f"{forward.format('float16')}\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
@@ -263,7 +281,7 @@ def _compiles(kind: str, dtype: torch.dtype) -> str:
             return F.relu(x @ weight).float().sum()
 
     try:
-        with warnings.catch_warnings(action="ignore"), _same_environment(), counters_of_compiler():
+        with warnings.catch_warnings(action="ignore"), counters_of_compiler():
             compiled = torch.compile(product, options=compiler_options())
             loss = compiled(torch.ones(4, 16, dtype=torch.float32, device=kind))
             torch.autograd.backward(loss)
@@ -275,7 +293,7 @@ def _compiles(kind: str, dtype: torch.dtype) -> str:
 
 @contextmanager
 def _same_environment() -> Iterator[None]:
-    """Remove environment variables that the compiler sets."""
+    """Remove environment variables that the compiler sets, as it does when it is imported."""
     before = dict(os.environ)
     try:
         yield

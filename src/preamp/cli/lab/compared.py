@@ -1,7 +1,8 @@
 """Run a user's function in each precision and compare the losses: `preamp check --model MODULE:FUNCTION`.
 
-Each precision has a process of its own that imports the module with the same seed. So what the function
+Each precision runs in a new process that imports the module with the same seed. So what the function
 changes, such as weights, the state of an optimizer and random numbers, does not reach the next precision.
+A function of JAX is traced once and compiled in each, float32 too, so that times can be compared.
 """
 
 from __future__ import annotations
@@ -21,12 +22,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import preamp
 from preamp.cli.lab.inspected import find_function
 from preamp.errors import MissingExtra, PreampError, UsageError
-from preamp.machine import MachineReport
+from preamp.machine import FASTER, SLOWER, MachineReport, PrecisionRow
 from preamp.machine.measurements import first_line, timed
 
 SEED = 0
+FEWEST_TIMED = 3  # calls, the first of which compiles and allocates
+ABOUT = 1.1  # times as fast: less is about as fast
+ITSELF = "Write a function that runs by itself and returns the loss."
+IMPURE = (
+    "A function of JAX is traced, so it may not read values, as float(loss) and if loss > 0 do, or write "
+    "arrays to globals and objects. Return the loss of a pure function."
+)
 
 
 @dataclass
@@ -40,6 +49,7 @@ class PrecisionRun:
         seconds: how long each call took.
         device: the device type of the loss; "" if it is a plain number.
         problem: why the run ended early, in one line.
+        advice: what to do about the problem; "" if it is not known.
         refused: what is wrong with the target itself.
     """
 
@@ -49,6 +59,7 @@ class PrecisionRun:
     seconds: list[float] = field(default_factory=list)
     device: str = ""
     problem: str = ""
+    advice: str = ""
     refused: str = ""
 
     @property
@@ -58,8 +69,14 @@ class PrecisionRun:
 
     @property
     def usual_seconds(self) -> float:
-        """The median of all calls but the first, which may compile and allocate."""
-        return median(self.seconds[1:] or self.seconds)
+        """The median of all calls but the first; NaN if there are too few."""
+        return median(self.seconds[1:]) if len(self.seconds) >= FEWEST_TIMED else math.nan
+
+    def speed_against(self, reference: PrecisionRun) -> float:
+        """How many times as fast as the reference it is; NaN if it was emulated or not timed."""
+        if self.emulate or len(self.losses) < len(reference.losses):
+            return math.nan
+        return reference.usual_seconds / max(self.usual_seconds, 1e-9)
 
 
 def run_in_float32(target: str, framework: str, calls: int) -> PrecisionRun:
@@ -78,8 +95,7 @@ def run_in_float32(target: str, framework: str, calls: int) -> PrecisionRun:
         raise PreampError(found.refused)
     if found.problem:
         raise PreampError(
-            f"{target} fails in float32, without autocast: {found.problem}. Write a function that runs by "
-            "itself and returns the loss."
+            f"{target} fails in float32, without autocast: {found.problem}. {found.advice or ITSELF}"
         )
     return found
 
@@ -89,7 +105,7 @@ def run_in_low_precision(
 ) -> list[PrecisionRun]:
     """Run a function under autocast in bfloat16 and float16, each in a process of its own.
 
-    float16 is emulated where the machine has no fast one.
+    float16 is emulated where the hardware lacks it or is slower in it than in float32.
 
     Args:
         reference: the run in float32.
@@ -98,13 +114,16 @@ def run_in_low_precision(
         report: what the machine can do.
     """
     device = reference.device or report.rows[0].device
-    native = {
-        row.precision
-        for row in report.rows
-        if row.device == device and all(one.verdict == "native" for one in row.products.values())
-    }
-    runs = [PrecisionRun("bfloat16"), PrecisionRun("float16", emulate="float16" not in native)]
+    half = _row_of(report, device, "float16")
+    lacks = half is None or any(one.verdict in ("emulated", "missing") for one in half.products.values())
+    is_fast = half is not None and not lacks and half.speed >= SLOWER
+    runs = [PrecisionRun("bfloat16"), PrecisionRun("float16", emulate=not is_fast)]
     return [_run_apart(run, target, framework, device, len(reference.losses)) for run in runs]
+
+
+def _row_of(report: MachineReport, device: str, precision: str) -> PrecisionRow | None:
+    found = (row for row in report.rows if (row.device, row.precision) == (device, precision))
+    return next(found, None)
 
 
 def table(runs: Sequence[PrecisionRun]) -> list[dict[str, str]]:
@@ -114,13 +133,14 @@ def table(runs: Sequence[PrecisionRun]) -> list[dict[str, str]]:
 
 def _row(run: PrecisionRun, reference: PrecisionRun) -> dict[str, str]:
     done = len(run.losses) == len(reference.losses)
+    speed = run.speed_against(reference)
     last, expected = (run.losses[-1] if done else math.nan), reference.losses[-1]
     return {
         "precision": run.name,
         "first loss": f"{run.losses[0]:.6g}" if run.losses else "-",
         "last loss": f"{last:.6g}" if done else "-",
         "difference": "-" if run is reference or not done else _difference(last, expected),
-        "time": f"{run.usual_seconds / reference.usual_seconds:.2f}x" if done else "-",
+        "speed": "-" if math.isnan(speed) else f"{speed:.2f}x",
     }
 
 
@@ -132,16 +152,62 @@ def _difference(loss: float, expected: float) -> str:
     return f"{abs(loss - expected) / abs(expected):.2%}" if expected else f"{abs(loss):.2g}"
 
 
-def sentences(runs: Sequence[PrecisionRun]) -> list[str]:
-    """Return what the table cannot say: what was raised, and from which call on losses are not finite."""
-    found = [f"{run.name}: {run.problem}." for run in runs if run.problem]
+def sentences(runs: Sequence[PrecisionRun], target: str, framework: str, report: MachineReport) -> list[str]:
+    """Return what the table cannot say: errors, losses that are not finite, and how the speed came about.
+
+    Args:
+        runs: as in `table`.
+        target: as in `run_in_float32`.
+        framework: as in `run_in_float32`.
+        report: what the machine can do.
+    """
+    reference, others = runs[0], runs[1:]
+    found = [f"{run.name}: {f'{run.problem}. {run.advice}'.rstrip()}" for run in runs if run.problem]
     for run in runs:
         bad = next((n for n, loss in enumerate(run.losses, 1) if not math.isfinite(loss)), None)
         if bad:
             found.append(f"{run.name}: the loss is {run.losses[bad - 1]} in call {bad}.")
+    if framework == "jax" and any(_is_off(run, reference) for run in others):
+        found.append(
+            "In JAX autocast casts all that the function computes, the optimizer too. Keep it in float32: "
+            "autocast(update, enabled=False) around the function that calls the optimizer."
+        )
+    equal = [run for run in others if run.losses and run.losses == reference.losses]
+    if equal:
+        flag = "" if framework == "torch" else f" --framework {framework}"
+        found.append(
+            f"{' and '.join(run.precision for run in equal)}: every loss is exactly that of float32, so "
+            f"probably nothing was cast. See what is: preamp inspect {target}{flag}"
+        )
+    for run in others:
+        if run not in equal:
+            found += _slower_than_products(run, reference, report)
     if any(run.emulate for run in runs):
-        found.append("Emulated: products round to float16 and compute in float32, so the time says nothing.")
+        found.append(
+            "Emulated: products round to float16 and compute in float32, so there is no speed of float16."
+        )
+    if len(reference.losses) < FEWEST_TIMED:
+        found.append(f"Speeds need {FEWEST_TIMED} calls or more: the first one warms up.")
     return found
+
+
+def _is_off(run: PrecisionRun, reference: PrecisionRun) -> bool:
+    """Return whether a run ended with a loss that rounding alone does not explain."""
+    if len(run.losses) < len(reference.losses) or not math.isfinite(reference.losses[-1]):
+        return False
+    return not abs(run.losses[-1] - reference.losses[-1]) <= 0.1 * abs(reference.losses[-1])  # NaN is off
+
+
+def _slower_than_products(run: PrecisionRun, reference: PrecisionRun, report: MachineReport) -> list[str]:
+    """Say so if products are faster on the machine than in float32 and the function is not."""
+    row, speed = _row_of(report, reference.device, run.precision), run.speed_against(reference)
+    if row is None or not (row.speed >= FASTER and speed < ABOUT):
+        return []
+    long = "about as long" if speed > 1 / ABOUT else f"{1 / speed:.2g} times as long"
+    return [
+        f"{run.precision}: the step takes {long} as in float32, though large products are {row.speed:.2g} "
+        "times as fast: its own are too few or too small."
+    ]
 
 
 def _run_apart(run: PrecisionRun, target: str, framework: str, device: str, calls: int) -> PrecisionRun:
@@ -178,7 +244,7 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
     except ImportError as error:
         raise MissingExtra.of(error, "preamp[torch]") from error
     torch.manual_seed(SEED)
-    function = find_function(target)
+    function = _import(target)
     region: AbstractContextManager[object] = nullcontext()
     if run.precision != "float32":
         region = autocast(device, getattr(torch, run.precision), emulate=run.emulate)
@@ -201,11 +267,64 @@ def _prepare_jax(run: PrecisionRun, target: str, device: str) -> Callable[[], fl
         raise MissingExtra.of(error, "preamp[jax]") from error
     from preamp.jax import autocast
 
-    function = find_function(target)
+    function = _import(target)
     if run.precision != "float32":
         function = autocast(function, dtype=run.precision, emulate=run.emulate)
     run.device = jax.default_backend()
-    return lambda: _number(target, function())
+    # Each lambda is traced, while JAX would not trace the function itself a second time. A value of the first
+    # trace that was written to a Python object and is used in the second raises.
+    jax.make_jaxpr(lambda: function())()
+    program, shape = jax.make_jaxpr(lambda: function(), return_shape=True)()
+    structure = jax.tree.structure(shape)
+    # Arrays are arguments, because XLA computes with constants when it compiles. By default it leaves out
+    # roundings where that is faster, so that bfloat16 on CPUs would be float32.
+    compiled = jax.jit(
+        lambda arrays: jax.core.eval_jaxpr(program.jaxpr, arrays),
+        compiler_options={"xla_allow_excess_precision": False},
+    )
+
+    def call() -> float:
+        loss = jax.tree.unflatten(structure, jax.block_until_ready(compiled(program.consts)))
+        while isinstance(loss, tuple) and loss:  # as of jax.value_and_grad
+            loss = loss[0]
+        return _number(target, loss)
+
+    return call
+
+
+def _import(target: str) -> Callable[[], Any]:
+    """Return the function that a target names; refuse a module that raises when it is imported."""
+    try:
+        return find_function(target)
+    except PreampError:
+        raise
+    except Exception as error:  # a user's module raises anything
+        _print_traceback(error)
+        place = target.rpartition(":")[0]
+        advice = _advice(error) or "Write a module that can be imported."
+        raise PreampError(f"{place} cannot be imported: {first_line(error)}. {advice}") from error
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to do about an error in a user's code; "" if it is not known."""
+    if isinstance(error, ImportError):
+        return "Install what is missing, or correct the import."
+    if isinstance(error, FileNotFoundError):
+        return f"Relative paths start in {Path.cwd()}."
+    if {"JAXTypeError", "TraceContextError"} & {
+        kind.__name__ for kind in type(error).__mro__
+    }:  # JAX's, NNX's
+        return IMPURE
+    return ""
+
+
+def _print_traceback(error: BaseException) -> None:
+    """Print a traceback from the user's code on."""
+    ours = str(Path(preamp.__file__).parent)
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename.startswith((ours, "<frozen ")):
+        frames = frames.tb_next
+    traceback.print_exception(error.with_traceback(frames))
 
 
 def _number(target: str, loss: Any) -> float:
@@ -215,8 +334,9 @@ def _number(target: str, loss: Any) -> float:
         return float(loss)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(loss).__name__
+        noun = f"{'an' if kind[0] in 'AEIOaeio' else 'a'} {kind}"
         raise UsageError(
-            f"{target} returned {'no number' if loss is None else f'a {kind}'}. Write a function that "
+            f"{target} returned {'no number' if loss is None else noun}. Write a function that "
             "returns the loss: a number, or a tensor with one element."
         ) from error
 
@@ -235,9 +355,11 @@ def _main(asked: str) -> None:
         run.refused = str(error)
         run.problem = first_line(error)
     except Exception as error:  # a user's function raises anything
-        if run.precision == "float32":
-            traceback.print_exc()
-        run.problem = first_line(error)
+        run.problem, run.advice = first_line(error), _advice(error)
+        if run.advice == IMPURE:  # which says more than JAX's text
+            run.problem = type(error).__name__
+        elif run.precision == "float32":
+            _print_traceback(error)
     Path(path).write_text(json.dumps(asdict(run)))
 
 

@@ -166,7 +166,9 @@ def find_function(target: str) -> Callable[[], Any]:
         raise PreampError(
             f"{target!r} does not name a function. Write MODULE:FUNCTION, such as train.py:step."
         )
-    module = _load(place)
+    if place.endswith(":"):
+        raise PreampError(f"{target!r} has two colons. Write {place.rstrip(':')}:{name}.")
+    module = _load(place, name)
     function = getattr(module, name, None)
     if not callable(function):
         raise PreampError(
@@ -181,7 +183,7 @@ def find_function(target: str) -> Callable[[], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _load(place: str) -> Any:
+def _load(place: str, name: str) -> Any:
     sys.path.insert(0, "")
     if not place.endswith(".py"):
         if _is_missing(place):
@@ -214,6 +216,15 @@ def _load(place: str) -> Any:
             raise  # in a module that it imports: with its traceback
         where = f", line {error.lineno}" if error.lineno else ""
         raise PreampError(f"{place}{where}: this is not Python ({error.msg}).") from error
+    except ImportError as error:
+        if "no known parent package" not in str(error):
+            raise
+        dotted = ".".join(path.with_suffix("").parts)
+        usable = dotted if dotted.replace(".", "").isidentifier() and "." in dotted else "PACKAGE.MODULE"
+        raise PreampError(
+            f"{place} has relative imports, so it has to be imported as part of its package. Write "
+            f"{usable}:{name}."
+        ) from error
     return module
 
 
