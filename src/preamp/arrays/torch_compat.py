@@ -115,15 +115,16 @@ def in_trace() -> bool:
     """Return whether PyTorch traces this thread, for `torch.compile` or `torch.export`.
 
     `torch.compiler.is_compiling` is true in all threads while one of them is traced. Since before 2.6, where
-    `torch.export` has a mode of its own and no `TracingContext`. Without, a region in one thread would take
-    the export in another for its own.
+    `torch.export` has a function mode and no `TracingContext`. Without, a region in one thread would take the
+    export in another for its own.
     """
     if not torch.compiler.is_compiling():
         return False
     if torch.compiler.is_dynamo_compiling() or _guards.TracingContext.try_get() is not None:
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return proxies is not None and proxies.get_proxy_mode() is not None
+    kind = getattr(proxies, "PreDispatchTorchFunctionMode", ())
+    return any(isinstance(mode_at(place), kind) for place in range(count_modes()))
 
 
 def is_exporting() -> bool:

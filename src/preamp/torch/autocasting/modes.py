@@ -177,10 +177,10 @@ def _run(
         return func(*args, **kwargs)
     values = [*args, *kwargs.values()] if kwargs else args
     if action == "emulate":
-        low = rounded_to(key, low)
-        values = _rounded(values, low, device_type)
+        low, by_casts = rounded_to(key, low), is_counted(key)
+        values = _rounded(values, low, device_type, by_casts)
         result = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-        return _rounded([result], low, device_type)[0]
+        return _rounded([result], low, device_type, by_casts)[0]
     if action == "widest":
         dtype = _widest(values, device_type)
     elif _has_dtype(values):  # the user chose the precision
@@ -218,7 +218,7 @@ def is_eligible(value: object, device_type: str) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type
 
 
-def _rounded(values: Iterable[object], dtype: torch.dtype, device_type: str) -> list[Any]:
+def _rounded(values: Iterable[object], dtype: torch.dtype, device_type: str, by_casts: bool) -> list[Any]:
     """Return values with every eligible tensor rounded to a low precision, in float32, and their gradients.
 
     It is what a tensor core does that accumulates in float32.
@@ -226,9 +226,9 @@ def _rounded(values: Iterable[object], dtype: torch.dtype, device_type: str) -> 
     result: list[Any] = []
     for value in values:
         if is_eligible(value, device_type):
-            result.append(rounded(value, dtype))
+            result.append(rounded(value, dtype, by_casts))
         elif isinstance(value, (list, tuple)):
-            inner = _rounded(value, dtype, device_type)
+            inner = _rounded(value, dtype, device_type, by_casts)
             result.append(type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner))
         else:
             result.append(value)
@@ -374,6 +374,11 @@ def rounded_to(key: str, low: torch.dtype) -> torch.dtype:
     return edits.dtype if edits.dtype and low is torch.float16 else low
 
 
+def is_counted(key: str) -> bool:
+    """Return whether calls are counted for a report."""
+    return _edits[key].counted
+
+
 def key_inside(
     around: str,
     device_type: str,
@@ -415,6 +420,7 @@ compat.mark_constant(key_inside)
 compat.mark_constant(action_in_graph)
 compat.mark_constant(name_in_graph)
 compat.mark_constant(rounded_to)
+compat.mark_constant(is_counted)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ BEYOND = {
 }
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(x: Tensor, dtype: torch.dtype, by_casts: bool = False) -> Tensor:
     """Return what casting to a low precision and up to float32 gives, bit for bit, and round gradients, too.
 
     In eager code it is those two casts, and autograd records them. In code that is traced it is arithmetic in
@@ -28,12 +28,14 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         x: a tensor of float32, float16, bfloat16 or float8, of any shape.
         dtype: float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        by_casts: whether it is two casts in graphs, too, as for a report, whose graphs Inductor does not
+            compile.
 
     Returns:
         A float32 tensor of the same shape. Out of the range of the dtype it is infinite; in float8_e4m3fn it
         is the largest number, 448, or NaN, as PyTorch's release has it.
     """
-    if not is_compiling() or not in_trace():
+    if by_casts or not is_compiling() or not in_trace():
         return x.to(dtype).float()
     if is_dynamo_compiling():
         _let_compiler_call()
