@@ -97,7 +97,8 @@ def test_it_leaves_the_process_as_it_was(tmp_path):
     assert all(same), same
     assert problems == ["", ""]
     assert set(training) == {"works", ""}
-    assert done.stderr == ""
+    # PyTorch's build for CUDA says so where it finds a CUDA_HOME and no GPU.
+    assert [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line] == []
 
 
 def test_variables_that_importing_the_compiler_sets_are_removed():
