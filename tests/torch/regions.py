@@ -25,6 +25,7 @@ quick_ways = pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in COMPILED[:-1])) for way in WAYS]
 )
 since_2_7 = pytest.mark.skipif(RELEASE == (2, 6), reason="PyTorch 2.6 compiles no code that makes a region")
+since_2_12 = pytest.mark.skipif(RELEASE < (2, 12), reason="PyTorch 2.10 compiles no method of a region")
 # For a function that is compiled for more states of autocast than the compiler finds reasonable.
 MANY_STATES = {"recompile_limit" if RELEASE > (2, 6) else "cache_size_limit": 256}
 PATIENCE = 60  # seconds until a thread that waits for the others gives up

@@ -29,7 +29,7 @@ from .regions import (
     numbers,
     quick_ways,
     run_in,
-    since_2_7,
+    since_2_12,
     state,
     ways,
 )
@@ -344,7 +344,7 @@ def test_a_checkpoint_is_computed_again_by_the_rule_of_its_module():
     assert ran == [BRAIN, FULL, FULL, BRAIN]
 
 
-@since_2_7
+@since_2_12
 @compiled_ways
 def test_a_compiled_checkpoint_is_computed_again_by_the_rule_of_its_module(way):
     outcomes = []

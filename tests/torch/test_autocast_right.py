@@ -186,7 +186,8 @@ def test_threads_use_one_weight_in_two_precisions_at_the_same_time():
     with pytest.raises(RuntimeError, match="same dtype"):
         both_precisions_at_once(torch.autocast)
     torch._dynamo.reset()
-    for region in (autocast, torch.autocast) if RELEASE > (2, 6) else ():  # 2.6 keeps to one precision
+    # 2.6 keeps to one precision, and 2.10 does not compile in two threads at once.
+    for region in (autocast, torch.autocast) if RELEASE >= (2, 12) else ():
         both_precisions_at_once(region, COMPILED_LINEAR)
 
 
