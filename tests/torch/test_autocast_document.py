@@ -614,17 +614,13 @@ class Context:
     pass
 
 
+# PyTorch compiles neither a copy of a defaultdict nor what makes a frozen dataclass. Not all releases compile
+# a copy of an OrderedDict.
+NOT_IN_GRAPHS = ("default", "dataclass", "ordered")
+
+
 @since_2_7
-# PyTorch compiles neither a copy of a defaultdict nor what makes a frozen dataclass, nor, before 2.12, a copy
-# of an OrderedDict.
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in STRUCTURES
-        if name not in ("default", "dataclass") and (name != "ordered" or RELEASE >= (2, 12))
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in STRUCTURES if name not in NOT_IN_GRAPHS])
 def test_a_structure_of_inputs_is_cast_in_a_graph(name):
     a, b, context = numbers(2), numbers(3).half(), Context()
     forward = custom_fwd(lambda ctx, value: value, device_type="cpu", cast_inputs=BRAIN)

@@ -35,6 +35,7 @@ CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.bfloat16: Tensor.bfloat16,
     torch.float32: Tensor.float,
 }
+DATA = (Tensor, bool, int, float, complex, str, tuple, list, dict, type(None))
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 INSTEAD = {"binary_cross_entropy": "binary_cross_entropy_with_logits on what the sigmoid was applied to"}
 
@@ -109,7 +110,9 @@ class EditMode(TorchFunctionMode):
 
     def _inside(self, argument: Any) -> Any:
         """Return a function that runs with these edits in place of one that does not; others as they are."""
-        if not isinstance(argument, (FunctionType, MethodType, functools.partial, nn.Module)):
+        # `callable` comes last: not all releases trace it.
+        is_function = isinstance(argument, (FunctionType, MethodType, functools.partial, nn.Module))
+        if not is_function and (isinstance(argument, DATA) or not callable(argument)):
             return argument
         if isinstance(argument, functools.partial):  # which `scan` insists on
             return functools.partial(self._inside(argument.func), *argument.args, **argument.keywords)
