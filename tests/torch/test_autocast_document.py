@@ -726,8 +726,10 @@ def test_binary_cross_entropy_is_refused_by_cudas_table_with_what_to_write_inste
 @since_2_7
 @entropies
 def test_binary_cross_entropy_is_refused_in_a_graph_with_what_to_write_instead(entropy):
-    p, instead = torch.full((4,), 0.5, dtype=BRAIN), "binary_cross_entropy_with_logits"
-    with pytest.raises(Exception, match=rf"binary_cross_entropy .*{instead}"):
+    p = torch.full((4,), 0.5, dtype=BRAIN)
+    # PyTorch 2.8 names the class of an error alone.
+    said = "binary_cross_entropy .*binary_cross_entropy_with_logits" if RELEASE >= (2, 10) else "UsageError"
+    with pytest.raises(Exception, match=said):
         run_in("inside", partial(autocast, "cpu", casting=casting.CUDA), entropy)(p, p)
 
     def allowed(p):

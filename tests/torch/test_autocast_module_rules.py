@@ -170,6 +170,8 @@ def by_hand(model, ids):
 def test_results_and_gradients_are_those_of_casts_by_hand(way, tied):
     if RELEASE == (2, 6) and way != "eager":
         pytest.skip("PyTorch 2.6 compiles no code that makes a region, as `by_hand` does")
+    if RELEASE < (2, 10) and way == "around":
+        pytest.skip("before PyTorch 2.10 compiled backward passes run in the region around the function")
     table, model = TABLE.module("lm_head", "float32").module("layers.1", "float32"), Model(tied)
     make = partial(autocast, "cpu", BRAIN, casting=table, model=model)
     outcomes = []

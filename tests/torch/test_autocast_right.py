@@ -293,6 +293,7 @@ def test_regions_can_be_entered_and_left_in_any_order(script, order, steps):
 COMPILED_OPERATORS = torch.compile(lambda: operators(), backend="eager", fullgraph=True)
 
 
+@since_2_7  # which compiles a function for more than one precision
 @settings(max_examples=10, deadline=None)
 @given(
     script=st.lists(st.tuples(PLACE, st.booleans()), max_size=8),
