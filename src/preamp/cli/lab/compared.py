@@ -184,7 +184,7 @@ def sentences(runs: Sequence[PrecisionRun], target: str, framework: str, report:
             found += _slower_than_products(run, reference, report)
     if any(run.emulate for run in runs):
         found.append(
-            "Emulated: products round to float16 and compute in float32, so there is no speed of float16."
+            "Emulated: products round to float16 and compute in float32; float16's speed is not measured."
         )
     if len(reference.losses) < FEWEST_TIMED:
         found.append(f"Speeds need {FEWEST_TIMED} calls or more: the first one warms up.")
