@@ -215,7 +215,7 @@ def test_all_is_what_a_module_defines(name: str) -> None:
     assert len(module.__all__) == len(set(module.__all__))
 
 
-MODULES_OFFERED = {"casting", "dialects", "processes"}
+MODULES_OFFERED = {"casting", "dialects", "guards", "processes"}
 
 
 def test_preamp_exports_what_it_imports_and_nothing_else() -> None:

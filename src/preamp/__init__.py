@@ -3,6 +3,7 @@
 The names here need no framework. The adapters are modules: `from preamp.torch import GradScaler`.
 """
 
+from preamp import guards
 from preamp.autocasting import tables as casting
 from preamp.errors import (
     CastingError,
@@ -40,7 +41,7 @@ from preamp.policy import (
 from preamp.record.exponents import Band, ExponentHistogram
 from preamp.record.snapshots import Snapshot, SnapshotRow
 from preamp.record.trace import Summary, Trace
-from preamp.scaling import Step
+from preamp.scaling import Spike, Step
 from preamp.simulation import processes
 from preamp.simulation.simulate import simulate
 from preamp.systems import dialects
@@ -73,6 +74,7 @@ __all__ = [
     "ScaleExhausted",
     "Snapshot",
     "SnapshotRow",
+    "Spike",
     "State",
     "Static",
     "Step",
@@ -85,6 +87,7 @@ __all__ = [
     "__version__",
     "casting",
     "dialects",
+    "guards",
     "processes",
     "simulate",
 ]

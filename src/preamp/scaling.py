@@ -1,8 +1,9 @@
 """What every adapter does around a policy at the end of a step, written once.
 
 ```
-measured = Measured(finite, scale, grad_norm, peak, share)    # by the adapter, in its gradients
-state, gave_up = advance(policy, state, measured, where)
+measured = Measured(finite, scale, grad_norm, peak, share, loss)    # by the adapter, in its gradients
+verdict = judge(guard, state, measured, where)                # whether to take the step, if there is a guard
+state, gave_up = advance(policy, state, measured, where, guard, verdict)
 if gave_up: raise policy.exhaustion_from(before)              # where the program can raise
 last_step = to_step(state, loss=loss)
 raise_if_exhausted(policy, state)                             # after a compiled program, which cannot
@@ -15,14 +16,44 @@ PyTorch keeps the state as Python floats or as tensors, JAX as a pytree, Keras a
 from __future__ import annotations
 
 import math
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from preamp.errors import PolicyError
+from preamp.guards import Guard, Verdict
+from preamp.guards.base import map_state
 from preamp.policy import Policy, Reading, Where, choose
 
-__all__ = ["Measured", "ScalerState", "Step", "advance", "raise_if_exhausted", "start", "to_step"]
+__all__ = [
+    "GuardRecord",
+    "Measured",
+    "ScalerState",
+    "Spike",
+    "Step",
+    "advance",
+    "given_guard",
+    "judge",
+    "raise_if_exhausted",
+    "spike_of",
+    "start",
+    "to_step",
+]
 
 S = TypeVar("S", bound=Any)  # the policy's own state, a NamedTuple of T
 T = TypeVar("T")  # a scalar: a Python number, or one of a framework
+
+
+class Spike(NamedTuple):
+    """Why a guard skipped a step.
+
+    Attributes:
+        of: the value that was beyond its limit, "loss" or "grad_norm".
+        value: the value.
+        limit: the limit.
+    """
+
+    of: Literal["loss", "grad_norm"]
+    value: float
+    limit: float
 
 
 class Step(NamedTuple):
@@ -42,6 +73,7 @@ class Step(NamedTuple):
         seconds: wall time of the step.
         buffers: names of module buffers, such as BatchNorm's running statistics, that were not finite after
             a skipped step.
+        spike: why a guard skipped it; None for other steps.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -56,6 +88,14 @@ class Step(NamedTuple):
     culprits: tuple[str, ...] = ()
     seconds: float | None = None
     buffers: tuple[str, ...] = ()
+    spike: Spike | None = None
+
+    @property
+    def reason(self) -> Literal["overflow", "spike"] | None:
+        """Why it was skipped: "overflow", "spike", or None if it was taken."""
+        if not self.skipped:
+            return None
+        return "spike" if self.finite and self.spike is not None else "overflow"
 
 
 class Measured(NamedTuple, Generic[T]):
@@ -68,6 +108,7 @@ class Measured(NamedTuple, Generic[T]):
             NaN, after an overflow.
         peak: the largest magnitude among the scaled gradients, as in `Reading`.
         share: the share of entries at `Policy.edge` or above, as in `Reading`.
+        loss: the mean over ranks of the loss, not scaled; None where no guard uses it.
     """
 
     finite: Any
@@ -75,11 +116,30 @@ class Measured(NamedTuple, Generic[T]):
     grad_norm: T | None = None
     peak: T | None = None
     share: T | None = None
+    loss: T | None = None
 
     @property
     def reading(self) -> Reading:
         """What the policy is told of it."""
         return Reading(self.finite, self.peak, self.share)
+
+
+class GuardRecord(NamedTuple, Generic[T]):
+    """What a scaler with a guard remembers besides.
+
+    Attributes:
+        state: the guard's state.
+        taken: whether the last step was taken.
+        loss: the last loss, the mean over ranks; NaN if it is not known.
+        loss_fits: whether it was within its limit.
+        limit: of the loss or, if that was within it, of the norm.
+    """
+
+    state: Any
+    taken: Any
+    loss: T
+    loss_fits: Any
+    limit: T
 
 
 class ScalerState(NamedTuple, Generic[S, T]):
@@ -97,6 +157,7 @@ class ScalerState(NamedTuple, Generic[S, T]):
         exhausted_overflows: the overflows that were counted by then, 0 if it has not given up.
         steps: steps taken or skipped.
         skipped_steps: steps skipped.
+        guard: what belongs to the guard; None without one.
     """
 
     policy_state: S
@@ -108,33 +169,65 @@ class ScalerState(NamedTuple, Generic[S, T]):
     exhausted_overflows: T
     steps: Any
     skipped_steps: Any
+    guard: GuardRecord[T] | None = None
 
 
-def start(policy: Policy[S], *, takes_norm: bool = False) -> ScalerState[S, float]:
+def start(
+    policy: Policy[S], *, takes_norm: bool = False, guard: Guard[Any] | None = None
+) -> ScalerState[S, float]:
     """Return the state before the first step, in Python numbers.
 
     Args:
         policy: the rule.
         takes_norm: whether each step measures the norm of its gradients.
+        guard: the rule that skips spikes, if there is one.
     """
     state = policy.start()
     peak = 0.0 if "peak" in policy.needs else None
-    return ScalerState(state, state.scale, True, 0.0 if takes_norm else None, peak, 0.0, 0.0, 0, 0)
+    norm = 0.0 if takes_norm else None
+    record = None if guard is None else GuardRecord(guard.start(), True, math.nan, True, math.inf)
+    return ScalerState(state, state.scale, True, norm, peak, 0.0, 0.0, 0, 0, record)
+
+
+def judge(
+    guard: Guard[Any], state: ScalerState[Any, Any], measured: Measured[Any], where: Where = choose
+) -> Verdict:
+    """Return whether a step is taken: its gradients are finite, and the guard does not object.
+
+    Args:
+        guard: the rule.
+        state: before the step.
+        measured: what was measured in it.
+        where: the framework's ``where(condition, yes, no)``.
+    """
+    assert state.guard is not None  # `start` was given the guard
+    verdict = guard.judge(state.guard.state, _guard_reading(guard, measured), where)
+    if isinstance(measured.finite, bool) and isinstance(verdict.taken, bool):
+        return verdict._replace(taken=measured.finite and verdict.taken)
+    return verdict._replace(taken=where(measured.finite, verdict.taken, False))
 
 
 def advance(
-    policy: Policy[S], state: ScalerState[S, Any], measured: Measured[Any], where: Where = choose
+    policy: Policy[S],
+    state: ScalerState[S, Any],
+    measured: Measured[Any],
+    where: Where = choose,
+    guard: Guard[Any] | None = None,
+    verdict: Verdict | None = None,
 ) -> tuple[ScalerState[S, Any], Any]:
     """Return the state after a step, and whether the policy gave up on this step.
 
     A policy that gives up keeps its state. A compiled program cannot raise, so it continues at the same scale
-    and skips every step that overflows; `raise_if_exhausted` raises afterwards.
+    and skips every step that overflows; `raise_if_exhausted` raises afterwards. A step that the guard skips
+    is none to the policy: it neither backs off nor counts as a clean step.
 
     Args:
         policy: the rule.
         state: before the step.
         measured: what was measured in its gradients.
         where: the framework's ``where(condition, yes, no)``.
+        guard: the rule that skips spikes, if there is one.
+        verdict: what `judge` returned for this step.
     """
     before, reading = state.policy_state, measured.reading
     finite = reading.finite
@@ -149,6 +242,12 @@ def advance(
         scale, overflows = where(gave_up, before.scale, 0.0), where(gave_up, before.bad + 1.0, 0.0)
         exhausted_scale = where(gave_up_before, exhausted_scale, scale)
         exhausted_overflows = where(gave_up_before, exhausted_overflows, overflows)
+    taken, record = finite, None
+    if guard is not None and verdict is not None:
+        taken = verdict.taken
+        unmoved = where(finite, where(taken, False, True), False)
+        after = type(before)(*[where(unmoved, old, new) for old, new in zip(before, after, strict=True)])
+        record = _recorded(guard, state, measured, verdict, where)
     after_step = ScalerState(
         policy_state=after,
         last_scale=measured.scale,
@@ -158,9 +257,49 @@ def advance(
         exhausted_scale=exhausted_scale,
         exhausted_overflows=exhausted_overflows,
         steps=state.steps + 1,
-        skipped_steps=state.skipped_steps + where(finite, 0, 1),
+        skipped_steps=state.skipped_steps + where(taken, 0, 1),
+        guard=record,
     )
     return after_step, gave_up
+
+
+def given_guard(guard: Any) -> Guard[Any] | None:
+    """Return the guard that an adapter was given, or None.
+
+    Raises:
+        PolicyError: for what is not a guard.
+    """
+    if guard is None or isinstance(guard, Guard):
+        return guard
+    raise PolicyError(
+        f"guard={guard!r:.60} is not a guard. Write guard=SpikeGuard() with from preamp.guards import "
+        "SpikeGuard, or guard=guards.OLMO."
+    )
+
+
+def _guard_reading(guard: Guard[Any], measured: Measured[Any]) -> Reading:
+    """Return what a guard is told of a step."""
+    loss = measured.loss if "loss" in guard.uses else None
+    norm = measured.grad_norm if "grad_norm" in guard.uses and measured.finite is not False else None
+    return Reading(measured.finite, loss=loss, grad_norm=norm)
+
+
+def _recorded(
+    guard: Guard[Any], state: ScalerState[Any, Any], measured: Measured[Any], verdict: Verdict, where: Where
+) -> GuardRecord[Any]:
+    """Return what a scaler remembers of its guard after a step."""
+    assert state.guard is not None  # `judge` has seen to it
+    reading = _guard_reading(guard, measured)
+    after = guard.advance(state.guard.state, reading, where)
+    if guard.remembers_overflows and reading.grad_norm is not None and measured.finite is not True:
+        # After an overflow the norm is undefined.
+        without = guard.advance(state.guard.state, reading._replace(grad_norm=None), where)
+        after = map_state(lambda new, old: where(measured.finite, new, old), after, without)
+    limits = [verdict.grad_norm_limit, verdict.loss_limit]
+    norm_limit, loss_limit = [math.inf if limit is None else limit for limit in limits]
+    limit = where(verdict.loss_fits, norm_limit, loss_limit)
+    loss = math.nan if measured.loss is None else measured.loss
+    return GuardRecord(after, verdict.taken, loss, verdict.loss_fits, limit)
 
 
 def raise_if_exhausted(policy: Policy[Any], state: ScalerState[Any, float]) -> None:
@@ -195,16 +334,29 @@ def to_step(
     if not state.steps:
         return None
     finite = bool(state.finite)
+    spike = spike_of(state)
     norm_is_known = finite and state.grad_norm is not None and not math.isnan(state.grad_norm)
     return Step(
         index=int(state.steps) - 1,
         scale=state.last_scale,
         finite=finite,
-        skipped=not finite,
+        skipped=not finite or spike is not None,
         new_scale=state.policy_state.scale,
         loss=loss,
         grad_norm=state.grad_norm if norm_is_known else None,
         peak=state.peak if finite else None,
         culprits=culprits,
         buffers=buffers,
+        spike=spike,
     )
+
+
+def spike_of(state: ScalerState[Any, float]) -> Spike | None:
+    """Return why the guard skipped the last step; None if it did not."""
+    record = state.guard
+    if record is None or record.taken or not state.finite:
+        return None
+    norm = math.nan if state.grad_norm is None else float(state.grad_norm)
+    if record.loss_fits:
+        return Spike("grad_norm", norm, float(record.limit))
+    return Spike("loss", float(record.loss), float(record.limit))

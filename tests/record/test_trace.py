@@ -339,6 +339,7 @@ def test_the_summary_is_what_a_reader_would_count(recorded: list[Step]) -> None:
         final_scale=scales[-1],
         growths=[before < after for before, after in pairwise(scales)].count(True),
         backoffs=[before > after for before, after in pairwise(scales)].count(True),
+        spikes=sum(step.spike is not None for step in recorded),
     )
 
 

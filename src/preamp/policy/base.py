@@ -46,11 +46,16 @@ class Reading(NamedTuple):
             overflow.
         share: the share of the entries of the scaled gradients whose magnitude is `Policy.edge` or more,
             from 0 to 1; None where the policy does not need it. Undefined, possibly NaN, after an overflow.
+        loss: the loss, not scaled, the mean over ranks; None where it is not known. For guards.
+        grad_norm: global L2 norm of the unscaled gradients before clipping; None where it is not known, as
+            after an overflow. For guards.
     """
 
     finite: Scalar
     peak: Scalar = None
     share: Scalar = None
+    loss: Scalar = None
+    grad_norm: Scalar = None
 
 
 def choose(condition: Scalar, yes: Scalar, no: Scalar) -> Scalar:
@@ -100,13 +105,7 @@ class Policy(ABC, Generic[S]):
     def __init_subclass__(cls) -> None:
         """Add an "Args" section with every described setting to the docstring."""
         super().__init_subclass__()
-        described = _descriptions(cls)
-        if described and cls.__doc__ and "Args:" not in cls.__doc__:
-            entries = "\n".join(
-                fill(f"{name}: {text}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
-                for name, text in described.items()
-            )
-            cls.__doc__ = f"{cleandoc(cls.__doc__)}\n\nArgs:\n{entries}"
+        describe_settings(cls)
 
     def __repr__(self) -> str:
         """Show the settings that differ from their defaults."""
@@ -218,6 +217,17 @@ class Policy(ABC, Generic[S]):
     def _remedy(self) -> str:
         """Say which settings keep this policy from giving up."""
         return "another policy"
+
+
+def describe_settings(kind: type) -> None:
+    """Add an "Args" section with every described setting to the docstring of a class of settings."""
+    described = _descriptions(kind)
+    if described and kind.__doc__ and "Args:" not in kind.__doc__:
+        entries = "\n".join(
+            fill(f"{name}: {text}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+            for name, text in described.items()
+        )
+        kind.__doc__ = f"{cleandoc(kind.__doc__)}\n\nArgs:\n{entries}"
 
 
 def _descriptions(kind: type) -> dict[str, str]:

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, MutableSequence
 from typing import Any, Final, TypeAlias
 
-from preamp.scaling import Step
+from preamp.scaling import Spike, Step
 
 FIELDS: Final = Step._fields
 OPTIONAL: Final = ("new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
@@ -23,7 +23,7 @@ class StepColumns:
     """A growing table of steps.
 
     The six numbers that may be None have a column of floats each, and a bit in `flags` that is set where the
-    number is not None. Names are rare, so they are kept in a dictionary by position.
+    number is not None. Names and spikes are rare, so they are kept in dictionaries by position.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,7 @@ class StepColumns:
         self.optional: tuple[array[float], ...] = tuple(array("d") for _ in OPTIONAL)
         self.culprits: dict[int, Names] = {}
         self.buffers: dict[int, Names] = {}
+        self.spike: dict[int, Spike] = {}
         self._interned: dict[Names, Names] = {}  # the same parameters are usually culprits many times
 
     def __len__(self) -> int:
@@ -40,9 +41,21 @@ class StepColumns:
 
     def append(self, row: tuple[Any, ...]) -> None:
         """Add a row of Python's own ints, bools, floats, None and tuples of names."""
-        index, scale, finite, skipped, new_scale, loss, grad_norm, peak, zeros, culprits, seconds, buffers = (
-            row
-        )
+        (
+            index,
+            scale,
+            finite,
+            skipped,
+            new_scale,
+            loss,
+            grad_norm,
+            peak,
+            zeros,
+            culprits,
+            seconds,
+            buffers,
+            spike,
+        ) = row
         place, flags = len(self.flags), FINITE * finite + SKIPPED * skipped
         try:
             self.index.append(index)
@@ -59,6 +72,8 @@ class StepColumns:
             self.culprits[place] = self._interned.setdefault(culprits, culprits)
         if buffers:
             self.buffers[place] = self._interned.setdefault(buffers, buffers)
+        if spike is not None:
+            self.spike[place] = spike
         self.scale.append(scale)
         self.flags.append(flags)
 
@@ -82,11 +97,12 @@ class StepColumns:
             self.culprits.get(place, ()),
             seconds,
             self.buffers.get(place, ()),
+            self.spike.get(place),
         )
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """Return all rows, first to last."""
-        culprits, buffers = self.culprits.get, self.buffers.get
+        culprits, buffers, spike = self.culprits.get, self.buffers.get, self.spike.get
         numbers = zip(self.flags, self.index, self.scale, *map(self.values, OPTIONAL), strict=False)
         for place, (flags, index, scale, new_scale, loss, grad_norm, peak, zeros, seconds) in enumerate(
             numbers
@@ -104,6 +120,7 @@ class StepColumns:
                 culprits(place, ()),
                 seconds,
                 buffers(place, ()),
+                spike(place),
             )
 
     def values(self, name: str) -> Iterator[Any]:
@@ -119,6 +136,8 @@ class StepColumns:
         if name in ("culprits", "buffers"):
             rare: dict[int, Names] = getattr(self, name)
             return (rare.get(place, ()) for place in range(len(self)))
+        if name == "spike":
+            return (self.spike.get(place) for place in range(len(self)))
         plain: dict[str, MutableSequence[Any]] = {"index": self.index, "scale": self.scale}
         return iter(plain[name])
 
@@ -131,6 +150,7 @@ class StepColumns:
         columns: tuple[MutableSequence[Any], ...] = (self.index, self.scale, self.flags, *self.optional)
         for column in columns:
             del column[length:]
-        for rare in (self.culprits, self.buffers):
+        rare_ones: tuple[dict[int, Any], ...] = (self.culprits, self.buffers, self.spike)
+        for rare in rare_ones:
             for place in [place for place in rare if place >= length]:
                 del rare[place]

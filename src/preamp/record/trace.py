@@ -57,6 +57,7 @@ class Summary(NamedTuple):
         backoffs: times the scale was lowered.
         resumed: the steps at which the run was resumed from an older checkpoint, in the order this happened.
             The steps that were lost are not counted.
+        spikes: steps that a guard skipped.
     """
 
     steps: int
@@ -69,6 +70,7 @@ class Summary(NamedTuple):
     growths: int
     backoffs: int
     resumed: tuple[int, ...] = ()
+    spikes: int = 0
 
 
 class Trace:
@@ -480,6 +482,7 @@ class Trace:
             growths=growths,
             backoffs=backoffs,
             resumed=tuple(self.resumed),
+            spikes=len(self._columns.spike),
         )
 
     def _lines(self) -> Iterator[str]:

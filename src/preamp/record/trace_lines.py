@@ -20,6 +20,7 @@ from preamp.record.columns import FIELDS
 from preamp.record.exponents import BANDS, ExponentHistogram
 from preamp.record.files import packed_as
 from preamp.record.snapshots import COMPUTED, Kind, Snapshot, SnapshotRow
+from preamp.scaling import Spike
 
 FORMAT = 1
 GIVEN: dict[str, Kind] = {"inputs": "input", "weights": "weight"}  # the optional lists of a snapshot's rows
@@ -27,6 +28,7 @@ EXACT: dict[str, Any] = {"smallest": (int, float), "largest": (int, float), "nan
 NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
 REQUIRED = ("index", "scale", "finite", "skipped")
 NAMES = ("culprits", "buffers")
+SERIES = ("loss", "grad_norm")  # a guard looks at
 PLAIN = frozenset((float, type(None)))
 MEBIBYTE = 2**20
 Row: TypeAlias = tuple[Any, ...]
@@ -55,7 +57,10 @@ def head_line(about: dict[str, Any]) -> str:
 def step_line(row: Row) -> str:
     """Return the line of a step, without what is None or empty."""
     named = zip(FIELDS, row, strict=True)
-    return line_of({name: to_json(value) for name, value in named if value is not None and value != ()})
+    entry = {name: to_json(value) for name, value in named if value is not None and value != ()}
+    if row[-1] is not None:
+        entry["spike"] = {name: to_json(value) for name, value in row[-1]._asdict().items()}
+    return line_of(entry)
 
 
 def row_of(step: tuple[Any, ...]) -> Row:
@@ -73,6 +78,7 @@ def row_of(step: tuple[Any, ...]) -> Row:
         and scale >= 0.0
         and type(finite) is bool is type(skipped)
         and rest[5] == () == rest[7]
+        and rest[8] is None
         and PLAIN.issuperset(map(type, rest[:5]))
         and PLAIN.issuperset((type(rest[6]),))
         and (rest[0] is None or rest[0] >= 0.0)
@@ -109,6 +115,10 @@ def _plain(name: str, value: Any) -> Any:
         if names is None or not all(isinstance(one, str) for one in names):
             raise TypeError(f"a step's {name} is {shown(value)}, which is not a tuple of names.")
         return names
+    if name == "spike":
+        if not (isinstance(value, tuple) and len(value) == 3 and value[0] in SERIES):
+            raise TypeError(f"a step's spike is {shown(value)}, which is not a Spike(of, value, limit).")
+        return Spike(value[0], float(value[1]), float(value[2]))
     try:
         return _TYPES.get(name, float)(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -223,8 +233,9 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
         and type(scale) is float
         and (finite is True or finite is False)
         and (skipped is True or skipped is False)
-        and len(entry) == 12 - values.count(None)  # nothing unknown and no null
+        and len(entry) == 13 - values.count(None)  # nothing unknown and no null
         and values[9] is None is values[11]
+        and values[12] is None
         and PLAIN.issuperset(map(type, rest))
         and index >= 0
         and scale >= 0.0
@@ -235,12 +246,13 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
             raise TraceError(f"{path}, line {number}: {problem}.")
         numbers = {name: float(entry[name]) for name in NUMBERS if name in entry}
         names = {name: tuple(entry.get(name, ())) for name in NAMES}
-        row = tuple(map({**entry, **numbers, **names}.get, FIELDS))
+        spike = _spike(entry["spike"]) if "spike" in entry else None
+        row = tuple(map({**entry, **numbers, **names, "spike": spike}.get, FIELDS))
         problem = _impossible(row)
         if problem:
             raise TraceError(f"{path}, line {number}: {problem}.")
         return row
-    return (*values[:9], (), values[10], ())
+    return (*values[:9], (), values[10], (), None)
 
 
 def _problem(entry: dict[str, Any]) -> str:
@@ -256,9 +268,21 @@ def _problem(entry: dict[str, Any]) -> str:
             return f"{name} is {shown(value)}, neither true nor false"
         if name in NAMES and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
             return f"{name} is {shown(value)}, not a list of names"
+        if name == "spike" and not _is_spike(value):
+            return f"spike is {shown(value)}, not an object with of, value and limit"
     if not (isinstance(entry["index"], int) and is_number(entry["index"])):
         return f"index is {shown(entry['index'])}, not a whole number"
     return ""
+
+
+def _is_spike(value: object) -> bool:
+    if not (isinstance(value, dict) and set(value) == set(Spike._fields) and value["of"] in SERIES):
+        return False
+    return is_number(value["value"]) and is_number(value["limit"])
+
+
+def _spike(entry: dict[str, Any]) -> Spike:
+    return Spike(entry["of"], float(entry["value"]), float(entry["limit"]))
 
 
 def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:

@@ -217,6 +217,7 @@ def _together(one: Row, two: Row, losses: int, shares: int) -> tuple[Row, int, i
     row: list[Any] = list(one)
     row[2], row[3] = one[2] and two[2], one[3] or two[3]
     row[4] = two[4] if one[4] is None else one[4]
+    row[-1] = one[-1] if two[-1] is None else two[-1]  # why a guard skipped
     for place in LARGEST:
         row[place] = _either(one[place], two[place], _larger)
     for place in NAMES:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from preamp.errors import ScaleExhausted
+from preamp.errors import PolicyError, ScaleExhausted
+from preamp.guards import Guard
 from preamp.policy import Policy, Reading
 from preamp.record.trace import Trace
-from preamp.scaling import Step
+from preamp.scaling import Measured, Step, advance, given_guard, judge, start, to_step
 from preamp.simulation.processes import Gradients, Process
 
 __all__ = ["simulate"]
@@ -19,30 +20,49 @@ Measurement: TypeAlias = tuple[Reading, float | None, float | None]  # and peak 
 Measure: TypeAlias = Callable[[Any, float], Measurement]  # of a step, at a scale
 
 
-def simulate(policy: Policy[Any], overflows: Process | Iterable[bool | Reading | Step]) -> Trace:
-    """Play steps through a policy and return the trace.
+def simulate(
+    policy: Policy[Any],
+    overflows: Process | Iterable[bool | Reading | Step],
+    guard: Guard[Any] | None = None,
+) -> Trace:
+    """Play steps through a policy, and through a guard, and return the trace.
 
     Args:
         policy: any policy or dialect.
         overflows: a process, such as those of `preamp.processes`: overflows and gradient statistics then
             depend on the policy's own scale. Or, the same at every scale, for each step True if its gradients
-            overflow, or a `Reading`, or a `Step` of a recorded run; a `Trace` is a series of steps.
+            overflow, or a `Reading`, or a `Step` of a recorded run; a `Trace` is a series of steps. A guard
+            needs readings or steps with a loss or a norm. Steps that a guard skipped in a recorded run are
+            taken for what they would be without it.
+        guard: any guard or dialect of `preamp.guards`, to skip spikes.
 
     Returns:
-        One step each. If the policy gives up, the trace ends with that step and `trace.stopped`
-        says why. Over a process, a step's `peak` is the scaled one, and `zeros` the share that was flushed.
+        One step each; `reason` says why one was skipped. If the policy gives up, the trace ends with that
+        step and `trace.stopped` says why. Over a process, a step's `peak` is the scaled one, and `zeros` the
+        share that was flushed.
 
-    >>> from preamp import Dynamic, processes
+    Raises:
+        PolicyError: for a guard that uses what the steps do not have.
+
+    >>> from preamp import Dynamic, Reading, Static, guards, processes
     >>> trace = simulate(Dynamic(init_scale=8, growth_interval=2), [False, True, False, False])
     >>> [step.scale for step in trace], trace.summary().final_scale
     ([8.0, 8.0, 4.0, 4.0], 8.0)
     >>> shrinking = processes.Drifting(steps=5000, drift=-10, jitter=0.25)
     >>> [step.scale for step in simulate(Dynamic(growth_interval=100), shrinking)][::1000]
     [65536.0, 67108864.0, 134217728.0, 536870912.0, 2147483648.0]
+    >>> readings = [Reading(True, grad_norm=norm) for norm in (1.0, 9.0, 2.0)]
+    >>> [step.reason for step in simulate(Static(1.0), readings, guard=guards.NormLimit(5.0))]
+    [None, 'spike', None]
     """
     if isinstance(overflows, (str, bytes)):
         raise TypeError(f"overflows={overflows!r} is text. Write [c == '1' for c in {overflows!r}].")
     trace = Trace(policy=repr(policy))
+    if given_guard(guard) is not None:
+        trace.about["guard"] = repr(guard)
+        steps = _guarded(policy, guard, overflows, trace)  # type: ignore[arg-type]
+        trace.extend(steps)
+        return trace
     if isinstance(overflows, Process):
         trace.about["process"] = repr(overflows)
         measure = _measure_process(policy, overflows)
@@ -50,6 +70,31 @@ def simulate(policy: Policy[Any], overflows: Process | Iterable[bool | Reading |
         measure = _measure_given(policy)
     trace.extend(_played(policy, overflows, measure, trace))
     return trace
+
+
+def _guarded(
+    policy: Policy[Any], guard: Guard[Any], steps: Iterable[Any], trace: Trace
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of steps that are given, played through a policy and a guard."""
+    state = start(policy, takes_norm=True, guard=guard)
+    for item in steps:
+        if isinstance(item, Gradients):
+            raise PolicyError(
+                f"{guard!r} needs a loss or a norm of every step, and a process has neither. Write "
+                "simulate(policy, [Reading(True, loss=loss, grad_norm=norm), ...], guard=guard), or give it "
+                "a recorded trace."
+            )
+        reading = _reading(item)
+        scale, norm = state.policy_state.scale, reading.grad_norm
+        measured = Measured(reading.finite, scale, norm, reading.peak, reading.share, reading.loss)
+        verdict = judge(guard, state, measured)
+        state, gave_up = advance(policy, state, measured, guard=guard, verdict=verdict)
+        step = to_step(state, loss=reading.loss)
+        assert step is not None  # there was one
+        yield step._replace(grad_norm=norm, peak=reading.peak)
+        if gave_up:
+            trace.stop(str(policy.exhaustion_from(state.policy_state)))
+            return
 
 
 def _played(
@@ -66,10 +111,10 @@ def _played(
         try:
             after = advanced(state, reading)
         except ScaleExhausted as reason:
-            yield index, scale, finite, not finite, scale, None, None, peak, zeros, (), None, ()
+            yield index, scale, finite, not finite, scale, None, None, peak, zeros, (), None, (), None
             trace.stop(str(reason))
             return
-        yield index, scale, finite, not finite, after.scale, None, None, peak, zeros, (), None, ()
+        yield index, scale, finite, not finite, after.scale, None, None, peak, zeros, (), None, (), None
         state = after
 
 
@@ -107,7 +152,8 @@ def _reading(item: object) -> Reading:
     if item in (True, False):
         return _OVERFLOW if item else _CLEAN
     if isinstance(item, (Reading, Step)):
-        return Reading(bool(item.finite), item.peak, getattr(item, "share", None))
+        share = getattr(item, "share", None)
+        return Reading(bool(item.finite), item.peak, share, item.loss, item.grad_norm)
     raise TypeError(
         f"overflows holds {item!r}, neither true nor false. Write True for a step that overflows."
     )

@@ -17,7 +17,7 @@ from preamp.errors import UsageError
 from preamp.jax.scaling.loss_scale import LossScale, check_dtype, read, start
 from preamp.jax.trees import kind_of
 from preamp.policy import Dynamic, Policy
-from preamp.scaling import ScalerState, Step, to_step
+from preamp.scaling import GuardRecord, ScalerState, Step, to_step
 from preamp.systems.arguments import check_counts, given_policy
 
 # For a loss that is not known. A diverged loss is inf, -inf or NaN, but never float32's lowest finite number.
@@ -43,6 +43,7 @@ class LossScaledState(NamedTuple):
             that `update` was given. float32's lowest finite number where it is not known.
         peak: float32; the largest magnitude among the last scaled gradients; undefined if they were not
             finite. None, which is not a leaf, where the policy does not need it.
+        guard: the guard's state, and what it decided in the last step. None without a guard.
     """
 
     policy_state: Any
@@ -56,6 +57,7 @@ class LossScaledState(NamedTuple):
     skipped_steps: Array
     loss: Array
     peak: Array | None = None
+    guard: GuardRecord[Array] | None = None
 
     @property
     def scaler_state(self) -> ScalerState[Any, Any]:
