@@ -30,9 +30,12 @@ __all__ = [
     "Spike",
     "Step",
     "advance",
+    "advance_guard",
     "given_guard",
     "judge",
+    "judge_from",
     "raise_if_exhausted",
+    "spike_in",
     "spike_of",
     "start",
     "to_step",
@@ -201,7 +204,14 @@ def judge(
         where: the framework's ``where(condition, yes, no)``.
     """
     assert state.guard is not None  # `start` was given the guard
-    verdict = guard.judge(state.guard.state, _guard_reading(guard, measured), where)
+    return judge_from(guard, state.guard.state, measured, where)
+
+
+def judge_from(
+    guard: Guard[Any], guard_state: Any, measured: Measured[Any], where: Where = choose
+) -> Verdict:
+    """`judge`, where the guard's state is kept apart."""
+    verdict = guard.judge(guard_state, _guard_reading(guard, measured), where)
     if isinstance(measured.finite, bool) and isinstance(verdict.taken, bool):
         return verdict._replace(taken=measured.finite and verdict.taken)
     return verdict._replace(taken=where(measured.finite, verdict.taken, False))
@@ -247,7 +257,8 @@ def advance(
         taken = verdict.taken
         unmoved = where(finite, where(taken, False, True), False)
         after = type(before)(*[where(unmoved, old, new) for old, new in zip(before, after, strict=True)])
-        record = _recorded(guard, state, measured, verdict, where)
+        assert state.guard is not None  # `judge` has seen to it
+        record = advance_guard(guard, state.guard.state, measured, verdict, where)
     after_step = ScalerState(
         policy_state=after,
         last_scale=measured.scale,
@@ -284,20 +295,20 @@ def _guard_reading(guard: Guard[Any], measured: Measured[Any]) -> Reading:
     return Reading(measured.finite, loss=loss, grad_norm=norm)
 
 
-def _recorded(
-    guard: Guard[Any], state: ScalerState[Any, Any], measured: Measured[Any], verdict: Verdict, where: Where
+def advance_guard(
+    guard: Guard[Any], guard_state: Any, measured: Measured[Any], verdict: Verdict, where: Where = choose
 ) -> GuardRecord[Any]:
-    """Return what a scaler remembers of its guard after a step."""
-    assert state.guard is not None  # `judge` has seen to it
+    """Return what a scaler remembers of its guard after a step: a part of `advance`."""
     reading = _guard_reading(guard, measured)
-    after = guard.advance(state.guard.state, reading, where)
+    after = guard.advance(guard_state, reading, where)
     if guard.remembers_overflows and reading.grad_norm is not None and measured.finite is not True:
         # After an overflow the norm is undefined.
-        without = guard.advance(state.guard.state, reading._replace(grad_norm=None), where)
+        without = guard.advance(guard_state, reading._replace(grad_norm=None), where)
         after = map_state(lambda new, old: where(measured.finite, new, old), after, without)
     limits = [verdict.grad_norm_limit, verdict.loss_limit]
     norm_limit, loss_limit = [math.inf if limit is None else limit for limit in limits]
-    limit = where(verdict.loss_fits, norm_limit, loss_limit)
+    fits = verdict.loss_fits
+    limit = norm_limit if fits is True else where(fits, norm_limit, loss_limit)
     loss = math.nan if measured.loss is None else measured.loss
     return GuardRecord(after, verdict.taken, loss, verdict.loss_fits, limit)
 
@@ -353,10 +364,21 @@ def to_step(
 
 def spike_of(state: ScalerState[Any, float]) -> Spike | None:
     """Return why the guard skipped the last step; None if it did not."""
-    record = state.guard
-    if record is None or record.taken or not state.finite:
+    if state.guard is None or not state.finite:
         return None
-    norm = math.nan if state.grad_norm is None else float(state.grad_norm)
+    return spike_in(state.guard, state.grad_norm)
+
+
+def spike_in(record: GuardRecord[float], grad_norm: float | None) -> Spike | None:
+    """Return why a guard skipped a step whose gradients were finite; None if it did not.
+
+    Args:
+        record: of the step, in Python numbers.
+        grad_norm: of the step.
+    """
+    if record.taken:
+        return None
+    norm = math.nan if grad_norm is None else float(grad_norm)
     if record.loss_fits:
         return Spike("grad_norm", norm, float(record.limit))
     return Spike("loss", float(record.loss), float(record.limit))

@@ -20,11 +20,23 @@ class Accumulation:
         sums: for each parameter a sum, float32 for half-precision gradients, or None.
         calls: micro-steps since the last update, dropped ones included.
         summed: micro-steps in the sums.
+        losses: of those micro-steps, for a guard.
     """
 
     def __init__(self) -> None:
         self.sums: list[Tensor | None] = []
         self.calls, self.summed = 0, 0
+        self.losses: list[float] = []
+
+    def add_loss(self, loss: float | None) -> None:
+        """Note the loss of a micro-step, unless there is no guard that uses it."""
+        if loss is not None:
+            self.losses.append(loss)
+
+    def take_loss(self) -> float | None:
+        """Return the mean of the losses since the last update; None without any."""
+        losses, self.losses = self.losses, []
+        return sum(losses) / len(losses) if losses else None
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Add the parameters' gradients and take them away."""
@@ -53,7 +65,7 @@ class Accumulation:
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint has to hold."""
         sums = [None if total is None else total.clone() for total in self.sums]
-        return {"sums": sums, "calls": self.calls, "summed": self.summed}
+        return {"sums": sums, "calls": self.calls, "summed": self.summed, "losses": list(self.losses)}
 
     def check(self, saved: Any, parameters: Sequence[Tensor]) -> None:
         """Refuse what `saved` has not returned for such parameters.
@@ -77,3 +89,4 @@ class Accumulation:
         pairs = zip(saved["sums"], parameters, strict=False)
         self.sums = [None if total is None else total.to(p.device, copy=True) for total, p in pairs]
         self.calls, self.summed = saved["calls"], saved["summed"]
+        self.losses = [float(loss) for loss in saved.get("losses", [])]

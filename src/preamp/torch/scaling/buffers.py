@@ -67,10 +67,10 @@ class Buffers:
             foreach_copy_(list(self._kept.values()), list(present.values()))
 
     @torch.no_grad()
-    def restore(self, names: tuple[str, ...]) -> None:
-        """Put the copies of some buffers back; of what was never copied nothing."""
+    def restore(self, names: tuple[str, ...] | None) -> None:
+        """Put the copies of some buffers back, or of all for None; of what was never copied nothing."""
         present = self._present()
-        for name in names:
+        for name in self._kept if names is None else names:
             if name in self._kept and name in present:
                 present[name].copy_(self._kept[name])
 

@@ -45,6 +45,29 @@ def culprits(
     return tuple(named[id(parameters[index])] for index in found)
 
 
+def largest(
+    optimizer: OptimizerLike, parameters: Sequence[Tensor], sizes: Iterable[float]
+) -> tuple[str, ...]:
+    """Return the names of the parameters with the largest shares of the norm, largest first.
+
+    They make up half of the squared norm together, and are at most three.
+
+    Args:
+        optimizer: the owner of the parameters.
+        parameters: those that have a gradient.
+        sizes: the norm of each of these gradients, all finite.
+    """
+    squares = [size * size for size in sizes]
+    order = sorted(range(len(squares)), key=lambda index: -squares[index])[:3]
+    named, found, share = names(optimizer), [], 0.0
+    for index in order:
+        if share >= 0.5 * math.fsum(squares):
+            break
+        share += squares[index]
+        found.append(named[id(parameters[index])])
+    return tuple(found)
+
+
 def backward_order(root: Any) -> dict[int, int]:
     """Return when backward from a node reaches each parameter: 0, 1, ... by the parameter's `id`.
 

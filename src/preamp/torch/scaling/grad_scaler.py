@@ -26,14 +26,15 @@ from preamp.arrays.torch import Gradients, Stamp, gather
 from preamp.arrays.torch_devices import check_device, is_capturing, widest
 from preamp.checks import callable_or_none, is_number, level_of_caller, shown, to_float32
 from preamp.errors import PolicyError, UsageError
+from preamp.guards import Guard
 from preamp.policy import Dynamic, Policy
-from preamp.scaling import Measured, ScalerState, Step
+from preamp.scaling import Measured, ScalerState, Spike, Step, given_guard
 from preamp.systems.arguments import warn_if_out_of_bounds
 from preamp.torch.nested import map_tensors
 from preamp.torch.scaling import launches
 from preamp.torch.scaling.backward_norms import BackwardNorms
 from preamp.torch.scaling.buffers import Buffers
-from preamp.torch.scaling.culprits import backward_order, culprits
+from preamp.torch.scaling.culprits import backward_order, culprits, largest
 from preamp.torch.scaling.gradient_stats import (
     Found,
     GradientMeter,
@@ -46,6 +47,7 @@ from preamp.torch.scaling.gradient_stats import (
     recorded,
     step_of,
 )
+from preamp.torch.scaling.guarding import Guarding, loss_and_count, loss_of, mean_over_all_ranks
 from preamp.torch.scaling.loss_scale import (
     SETTINGS,
     DeviceScale,
@@ -167,7 +169,7 @@ PYTORCHS_KEYS = ("stage", "found_inf_per_device")
 
 
 class _Overflow(Exception):  # a signal, not an error: it leaves a closure and goes no further
-    """A closure's gradients were not finite."""
+    """A closure's gradients were not finite, or a guard skips the step."""
 
 
 def _setting(name: str) -> Any:
@@ -210,7 +212,11 @@ class GradScaler(torch.amp.GradScaler):
             nothing while steps are taken.
         restore_buffers: give such a buffer the value that it had after the last step that was taken, or when
             the scaler was made or loaded, if that was later. Costs a copy of all floating-point buffers of
-            `model` a step, on their device, and on an accelerator one read.
+            `model` a step, on their device, and on an accelerator one read. After a step that a guard
+            skipped, all of them get it.
+        guard: any guard of `preamp.guards`, to skip steps whose loss or gradient norm is a spike. Measures
+            the norm as `max_norm` does. To guard without scaling: `policy=Static(1.0)`. The loss is the mean
+            over all ranks, at the cost of one all-reduce a step where gradients need none.
 
     Attributes:
         policy: the rule in force.
@@ -256,6 +262,7 @@ class GradScaler(torch.amp.GradScaler):
         capturable: bool = False,
         model: torch.nn.Module | None = None,
         restore_buffers: bool = False,
+        guard: Guard[Any] | None = None,
     ) -> None:
         check_device(device)
         callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
@@ -267,6 +274,12 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scale: HostScale | DeviceScale = HostScale(rule)
         self._set_policy(rule)
         self._meter = GradientMeter(Agreement(process_group, reduce))
+        if given_guard(guard) is not None and not enabled:
+            raise PolicyError(
+                f"enabled=False skips no step, so guard={guard!r} would do nothing. To guard without "
+                "scaling, write GradScaler(policy=Static(1.0), guard=guard)."
+            )
+        self._guarding = None if guard is None else Guarding(guard)
         self._capturable = capturable
         if capturable and on_step is not None:
             raise _needs_reads(
@@ -301,6 +314,11 @@ class GradScaler(torch.amp.GradScaler):
     def policy(self) -> Policy[Any]:
         """The rule in force."""
         return self._loss_scale.policy
+
+    @property
+    def guard(self) -> Guard[Any] | None:
+        """The rule that skips spikes; None without one."""
+        return None if self._guarding is None else self._guarding.guard
 
     @property
     def policy_state(self) -> Any:
@@ -501,6 +519,8 @@ class GradScaler(torch.amp.GradScaler):
             self._note_change("scaler.update(new_scale)", before)
             if steps:
                 self._loss_scale.steps += 1
+                if self._guarding is not None:
+                    self._guarding.commit()
             self._finish(steps, self._loss_scale.snapshot())
         else:
             self._advance(steps)
@@ -525,6 +545,8 @@ class GradScaler(torch.amp.GradScaler):
         if not five_numbers_suffice(self.policy):
             more = {name: value for name, value in numbers.items() if name not in ("scale", "good")}
         steps = int(self._loss_scale.steps)
+        if self._guarding is not None:
+            more["guard"] = self._guarding.state_dict()
         if steps or more:
             state["preamp_state"] = {**more, "steps": steps}
         return state
@@ -545,6 +567,9 @@ class GradScaler(torch.amp.GradScaler):
             numbers, settings = self._saved(state_dict)
             before = self._known_scale()
             policy_state = self.policy.restore(numbers)
+            guards = [] if self._guarding is None else self._guarding.check(numbers.get("guard", []))
+            if self._guarding is not None:
+                self._guarding.load(guards)
             if self._owns_policy:
                 self._set_policy(changed_policy(self.policy, **settings))
             self._loss_scale.set_state(policy_state)
@@ -572,6 +597,8 @@ class GradScaler(torch.amp.GradScaler):
         """Return the numbers and the settings in a checkpoint; raise what `load_state_dict` raises."""
         numbers, settings = numbers_and_settings(state_dict)
         self.policy.restore(numbers)
+        if self._guarding is not None:
+            self._guarding.check(numbers.get("guard", []))
         if self._owns_policy:
             changed_policy(self.policy, **settings)
         return numbers, settings
@@ -661,7 +688,7 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: OptimizerLike, optimizer_state: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        return optimizer.step(*args, **kwargs) if optimizer_state.measured.finite else None
+        return optimizer.step(*args, **kwargs) if optimizer_state.measured.taken else None
 
     @torch.no_grad()
     def _unscale_grads_(
@@ -750,10 +777,12 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scale.adopt()
         state.divided = []
         watched = self._meter.watched(optimizer) if self._meter.in_backward else None
-        wants_norm = clip.max_norm is not None
+        guarding = self._guarding
+        needs_norm = self._needs_norm(clip)
+        wants_norm = needs_norm
         if not on_device:
             wants_norm = wants_norm or watched is not None  # which costs nothing
-            if not (together or state.fused or watched or clip != NO_CLIP):
+            if not (together or state.fused or watched or clip != NO_CLIP or guarding):
                 # Nothing but PyTorch's kernel is needed, which unscales and checks in one pass.
                 if state.stage is OptState.READY:
                     self._require_gradients(optimizer)
@@ -774,10 +803,13 @@ class GradScaler(torch.amp.GradScaler):
         device = divisor.device if on_device else self._loss_scale.tensor.device  # type: ignore[union-attr]
         measure = partial(self._meter.measure, gradients, divisor, device, read=not on_device)
         alone = not (self._meter.agreement.always or gradients.meshes)
-        agreed = not scaled and clip.max_norm is None and not alone  # when they were unscaled
+        agreed = not scaled and not needs_norm and not alone  # when they were unscaled
+        joins = not agreed and (scaled or needs_norm)
+        loss, losses = self._loss_for_guard(gradients, device, joins=joins, read=not on_device)
+        measure_all = measure if losses is None else partial(measure, losses=losses)
         stats = self._policy_stats(optimizer, state, gradients, read=not on_device)
         if on_device:
-            found = measure(norm=wants_norm, agree=not agreed, watched=watched, stats=stats)
+            found = measure_all(norm=wants_norm, agree=not agreed, watched=watched, stats=stats)
             finite = found.finite
             if not scaled:
                 clear = no_flag(state, device)
@@ -785,14 +817,21 @@ class GradScaler(torch.amp.GradScaler):
         else:
             finite = scaled or _flags_are_clear(state)
             found = Found(finite, None, stats)
-            if scaled or clip.max_norm is not None:
-                found = measure(norm=wants_norm, finite=finite, watched=watched, stats=stats)
+            if scaled or needs_norm:
+                found = measure_all(norm=wants_norm, finite=finite, watched=watched, stats=stats)
                 finite = found.finite
         norm = found.norm
-        if on_device and not alone and clip.max_norm is None:
+        if losses is not None and found.loss is None:
+            raise UsageError(
+                f"{self.guard!r} needs the loss, and no rank has scaled one. Write {self._how_to_scale} on "
+                "the ranks that compute it."
+            )
+        if on_device and not alone and not needs_norm:
             norm = None  # it is this rank's alone
-        found = Found(finite, norm, found.stats, found.sizes)
+        found = Found(finite, norm, found.stats, found.sizes, loss if losses is None else found.loss)
         self._note_measured(optimizer, state, gradients, scale, divisor, found)
+        assert state.measured is not None  # just now
+        finite = state.measured.taken
         if not on_device and not finite:
             if clip.max_value is not None and clip.max_norm is not None and not alone:
                 measure(norm=True)  # as the ranks do that clip on a device
@@ -802,7 +841,7 @@ class GradScaler(torch.amp.GradScaler):
         if clip.max_value is not None:
             limit = divisor * clip.max_value
             if on_device:  # a skipped step clips nothing
-                limit = torch.where(finite, limit, math.inf)
+                limit = torch.where(finite, limit, math.inf)  # type: ignore[arg-type]
             arithmetic.clamp_(gradients.tensors, limit)
             if clip.max_norm is not None:
                 norm = measure(norm=True).norm
@@ -810,7 +849,7 @@ class GradScaler(torch.amp.GradScaler):
             if on_device:
                 clipping = torch.maximum(divisor, (norm / clip.max_norm).to(divisor.dtype))
                 skips_itself = state.fused and is_of_torch(optimizer)  # and then divides by nothing
-                divisor = clipping if skips_itself else torch.where(finite, clipping, divisor)
+                divisor = clipping if skips_itself else torch.where(finite, clipping, divisor)  # type: ignore[arg-type]
             else:
                 divisor = max(divisor, norm / clip.max_norm)
         if not on_device and divisor > MAX_DIVISOR:  # divide in two steps
@@ -840,18 +879,21 @@ class GradScaler(torch.amp.GradScaler):
         """Keep what was measured for `update` and for the record, without keeping gradients alive."""
         parameters, finite, stats = gradients.parameters, found.finite, found.stats
         if isinstance(finite, Tensor):
-            found_inf = finite.logical_not().to(torch.float32)
             names = partial(self._culprits, optimizer, parameters, found.sizes)  # keeps no gradient alive
-            measured = MeasuredGradients(
-                scale, finite, found.norm, divisor, names, stats, found_inf=found_inf
-            )
+            measured = MeasuredGradients(scale, finite, found.norm, divisor, names, stats)
         else:
             stats = None if stats is None else stats.read()
             measured = MeasuredGradients(scale, finite, found.norm, divisor, stats=stats)
-            if not finite:
-                named = self._culprits(optimizer, parameters, gradients.peaks())
-                measured.culprits = partial(tuple, named)
         self._keep_measured(optimizer, state, measured)
+        if self._guarding is not None:
+            measured.guard = self._guarding.judge(optimizer, measured, found.loss)
+        if isinstance(measured.taken, Tensor):
+            measured.found_inf = measured.taken.logical_not().to(torch.float32)
+        elif not finite:
+            measured.culprits = partial(tuple, self._culprits(optimizer, parameters, gradients.peaks()))
+        elif not measured.taken and gradients.tensors:
+            sizes = gradients.norms().tolist()
+            measured.culprits = partial(tuple, largest(optimizer, parameters, sizes))
 
     def _keep_measured(
         self, optimizer: OptimizerLike, state: OptimizerState, measured: MeasuredGradients
@@ -867,7 +909,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Tensor | None:
         """Measure and clip scaled gradients of one rank; None where there is no Triton kernel for it."""
         scale, constant = self._require_scale("step"), state.preset()
-        usual = clip.max_value is None and not isinstance(constant, Tensor)
+        usual = clip.max_value is None and not isinstance(constant, Tensor) and self._guarding is None
         if not usual or self.policy.needs or self._meter.agreement.needed(gradients.meshes):
             return None
         if not launches.can_prepare(scale):
@@ -909,8 +951,8 @@ class GradScaler(torch.amp.GradScaler):
         """Divide the gradients, or let a fused optimizer do it; return a callable that steps, or skips."""
         if self.on_step is not None or self._always_reads:
             self._losses.read()  # beside the flag: later the host would wait for the optimizer
-        finite = state.measured is not None and bool(state.measured.finite)
-        if finite and state.fused:
+        taken = state.measured is not None and bool(state.measured.taken)
+        if taken and state.fused:
             where = self._require_scale("step").device
             grad_scale = None if divisor == 1.0 else _number(divisor, where)
             _give(optimizer, grad_scale, None if is_of_torch(optimizer) else _number(0.0, where))
@@ -931,7 +973,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Callable[[], Any]:
         """As `_prepare_on_host`, without a read: a fused optimizer gets the flag; other steps are undone."""
         assert state.measured is not None  # by _measure_and_clip
-        finite, found_inf = state.measured.finite, state.measured.found_inf
+        finite, found_inf = state.measured.taken, state.measured.found_inf
         state.found_inf_per_device = {divisor.device: found_inf}  # type: ignore[dict-item]
         if self._capturable:
             init_optimizer_state(optimizer, fused=state.fused)
@@ -985,7 +1027,7 @@ class GradScaler(torch.amp.GradScaler):
             gradients, divisor = self._measure_and_clip(
                 optimizer, state, clip, on_device=False, together=True
             )
-            if not (state.measured and state.measured.finite):
+            if not (state.measured and state.measured.taken):
                 arithmetic.multiply_(gradients.tensors, 1.0 / divisor)
                 raise _Overflow
             arithmetic.multiply_(gradients.tensors, float(state.preset()) / divisor)
@@ -1019,10 +1061,30 @@ class GradScaler(torch.amp.GradScaler):
         if clip.max_value is not None:
             finite = measure(norm=False).finite  # clamping hides an inf
             arithmetic.clamp_(gradients.tensors, clip.max_value)
-        finite, norm, _, _ = measure(finite=finite, norm=clip.max_norm is not None)
+        found = measure(finite=finite, norm=clip.max_norm is not None)
+        finite, norm = found.finite, found.norm
         if clip.max_norm is not None and norm is not None and norm > clip.max_norm:
             arithmetic.multiply_(gradients.tensors, clip.max_norm / norm)
         return finite, norm
+
+    def _judge_mean(
+        self, optimizer: OptimizerLike, finite: bool, norm: float | None, loss: float | None
+    ) -> Spike | None:
+        """Have the guard decide about an update with accumulated gradients that are not scaled.
+
+        Args:
+            optimizer: their owner.
+            finite: whether they are, on all ranks.
+            norm: over all ranks.
+            loss: of this rank.
+        """
+        assert self._guarding is not None  # the caller asked
+        if loss is not None:
+            loss = float(mean_over_all_ranks(loss, torch.device(self._device)))
+        measured = MeasuredGradients(self._loss_scale.snapshot(), finite, norm)
+        measured.guard = self._guarding.judge(optimizer, measured, loss)
+        self._guarding.commit()
+        return measured.read().spike()
 
     def _step_passing_grad_scaler(
         self,
@@ -1033,6 +1095,12 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> Any:
         """Step an optimizer whose `step` takes the scaler, and unscales and skips itself."""
+        if self._guarding is not None:
+            kind = type(optimizer).__name__
+            raise UsageError(
+                f"guard={self.guard!r} cannot skip: {kind}.step takes grad_scaler= and unscales the "
+                "gradients itself. Write GradScaler(...) without guard, or use another optimizer."
+            )
         if clip != NO_CLIP:
             name = "max_norm" if clip.max_norm is not None else "max_value"
             kind = type(optimizer).__name__
@@ -1108,7 +1176,7 @@ class GradScaler(torch.amp.GradScaler):
     def _note_flag(self, state: OptimizerState) -> None:
         """Convert a decision made on the host to the form in which PyTorch keeps it."""
         where = self._require_scale("step").device
-        flag = 0.0 if state.measured is not None and state.measured.finite else 1.0
+        flag = 0.0 if state.measured is not None and state.measured.taken else 1.0
         state.found_inf_per_device = {where: torch.full((), flag, dtype=torch.float32, device=where)}
 
     def _refuse_other_scale(self, optimizer: OptimizerLike, state: OptimizerState) -> None:
@@ -1165,6 +1233,30 @@ class GradScaler(torch.amp.GradScaler):
         """Return the statistics from when gradients were unscaled; no peak if other code did that."""
         return (state.stats or GradientStats()) if self.policy.needs else None
 
+    def _needs_norm(self, clip: Clip) -> bool:
+        """Return whether every step has to measure the norm."""
+        return clip.max_norm is not None or (self._guarding is not None and self._guarding.uses_norm)
+
+    def _loss_for_guard(
+        self, gradients: Gradients, device: torch.device, *, joins: bool, read: bool
+    ) -> tuple[Number | None, Tensor | None]:
+        """Return the mean loss over ranks or, if it is to join an all-reduce of gradients, its addends.
+
+        It joins where the ranks of the gradients are all there are. Ranks that hold copies of a model see
+        other losses, and have to decide alike: then all ranks agree on the loss by itself.
+        """
+        guarding = self._guarding
+        if guarding is None or not guarding.uses_loss:
+            return None, None
+        if read:
+            self._losses.read()
+        agreement = self._meter.agreement
+        lacks = self._loss_is_elsewhere() and number_of_ranks() > 1
+        loss = loss_of(self._losses, self._how_to_scale, guarding.guard, may_lack=lacks)
+        if joins and agreement.needed(gradients.meshes) and agreement.spans_all(gradients.meshes):
+            return None, loss_and_count(loss, device)
+        return mean_over_all_ranks(loss, device), None
+
     def _inverse(self, scale: Tensor) -> Tensor:
         known = self._known_scale()
         if known is None:
@@ -1202,7 +1294,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._capturable and not state.fused:  # float16 can overflow on the way, unseen
                 early = early or any([t.dtype is torch.float16 for t in gradients.tensors])
             if early:
-                self._unscale(optimizer, state, agree=clip.max_norm is None)
+                self._unscale(optimizer, state, agree=not self._needs_norm(clip))
         return state.stage is OptState.READY
 
     def _require_checked(self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients) -> None:
@@ -1215,6 +1307,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: OptimizerLike, parameters: list[Tensor], sizes: list[float] | Tensor
     ) -> tuple[str, ...]:
         listed = sizes.tolist() if isinstance(sizes, Tensor) else sizes
+        if self._guarding is not None and all(map(math.isfinite, listed)):  # a spike that was not read before
+            return largest(optimizer, parameters, listed)
         order, self._order = self._order or {}, None  # a graph that changes is learnt again
         return culprits(optimizer, parameters, listed, order)
 
@@ -1289,10 +1383,19 @@ class GradScaler(torch.amp.GradScaler):
         """Advance the policy and record the step; raise if the policy gives up."""
         measured_steps = list(steps.values())
         measured: Measured[Any] = measured_of(measured_steps, self._loss_scale.policy)
+        if self._guarding is not None:
+            self._guarding.commit()
         if isinstance(measured.finite, Tensor):  # of some optimizer nothing was read
             self._loss_scale = self._loss_scale.to_device()
         found_inf = measured_steps[0].found_inf if len(steps) == 1 else None
-        new_scale, gave_up = self._loss_scale.advance(measured, found_inf)
+        new_scale: Number
+        if isinstance(self._loss_scale, DeviceScale):
+            held = None if self._guarding is None else held_of(measured_steps, measured.finite)
+            new_scale, gave_up = self._loss_scale.advance(measured, found_inf if held is None else None, held)
+        elif measured.finite and not all(step.taken for step in measured_steps):
+            new_scale, gave_up = self._loss_scale.hold(measured), False
+        else:
+            new_scale, gave_up = self._loss_scale.advance(measured)
         state = self._loss_scale.state if isinstance(self._loss_scale, HostScale) else None
         self._finish(steps, new_scale, state)  # a policy that gives up leaves a record too
         if gave_up:
@@ -1335,6 +1438,8 @@ class GradScaler(torch.amp.GradScaler):
             state: after the policy has advanced, on the host.
         """
         self._per_optimizer_states.clear()
+        if self._guarding is not None:
+            self._guarding.forget()
         self._is_pending = False
         if self._already.unscaled:
             self._already.forget()
@@ -1357,17 +1462,25 @@ class GradScaler(torch.amp.GradScaler):
         self, buffers: Buffers, steps: dict[int, MeasuredGradients]
     ) -> Callable[[], tuple[str, ...]]:
         """Return a callable that names the buffers that are not finite; restore or keep them if asked to."""
-        finite = [step.finite for step in steps.values()]
-        if any(isinstance(one, Tensor) for one in finite):
+        taken = [step.taken for step in steps.values()]
+        if any(isinstance(one, Tensor) for one in taken):
             return buffers.non_finite  # when it is asked for
-        if all(finite):
+        if all(taken):
             if buffers.restores:
                 buffers.keep()
             return tuple
         names = buffers.non_finite()
         if buffers.restores:
-            buffers.restore(names)
+            buffers.restore(names if not all(step.finite for step in steps.values()) else None)
         return lambda: names
+
+
+def held_of(steps: list[MeasuredGradients], finite: bool | Tensor) -> Tensor:
+    """Return whether a guard has skipped a step of an optimizer although all gradients are finite."""
+    device = next(step.taken.device for step in steps if isinstance(step.taken, Tensor))
+    taken = [torch.as_tensor(step.taken, device=device) for step in steps]
+    held: Tensor = torch.as_tensor(finite, device=device) & torch.stack(taken).all().logical_not()
+    return held
 
 
 def _needs_reads(setting: str, instead: str) -> PolicyError:

@@ -21,7 +21,7 @@ from preamp.arrays.torch_devices import widest
 from preamp.checks import FLOAT32_MAX
 from preamp.errors import PolicyError
 from preamp.policy import Policy
-from preamp.scaling import Measured, ScalerState, Step, to_step
+from preamp.scaling import GuardRecord, Measured, ScalerState, Spike, Step, spike_in, to_step
 from preamp.torch.scaling.backward_norms import BackwardNorms
 from preamp.torch.scaling.optimizers import OptimizerLike
 from preamp.torch.scaling.ranks import Agreement
@@ -69,7 +69,8 @@ class MeasuredGradients:
         culprits: names the parameters whose gradients on this rank are not finite.
         stats: the statistics over all ranks; None for a policy that needs none.
         skips: whether a step whose gradients are not finite is skipped; a disabled scaler takes it.
-        found_inf: 0.0 if `finite`, else 1.0, where that was computed on the device.
+        found_inf: 0.0 if the step is to be taken, else 1.0, where that was computed on the device.
+        guard: what a guard has decided; None without one.
     """
 
     scale: Number
@@ -80,14 +81,33 @@ class MeasuredGradients:
     stats: GradientStats | None = None
     skips: bool = True
     found_inf: Tensor | None = None
+    guard: GuardRecord[Any] | None = None
+
+    @property
+    def taken(self) -> bool | Tensor:
+        """Whether the step is to be taken."""
+        return self.finite if self.guard is None else self.guard.taken
+
+    def spike(self) -> Spike | None:
+        """Return why a guard skips the step, of numbers that were read; None if it does not."""
+        if self.guard is None or not self.finite:
+            return None
+        return spike_in(self.guard, None if self.norm is None else float(self.norm) / float(self.divisor))
 
     def read(self) -> MeasuredGradients:
         """Return the same with every number read to the host, and the norm of the unscaled gradients."""
         finite = bool(self.finite)
         norm = None if self.norm is None or not finite else float(self.norm) / float(self.divisor)
-        culprits = partial(tuple, () if finite else self.culprits())
+        guard = None
+        if self.guard is not None:
+            loss, limit = float(self.guard.loss), float(self.guard.limit)
+            guard = GuardRecord((), bool(self.guard.taken), loss, bool(self.guard.loss_fits), limit)
+        taken = finite if guard is None else guard.taken
+        culprits = partial(tuple, () if taken else self.culprits())
         stats = None if self.stats is None else self.stats.read()
-        return MeasuredGradients(float(self.scale), finite, norm, 1.0, culprits, stats, self.skips)
+        return MeasuredGradients(
+            float(self.scale), finite, norm, 1.0, culprits, stats, self.skips, guard=guard
+        )
 
 
 class Found(NamedTuple):
@@ -98,12 +118,14 @@ class Found(NamedTuple):
         norm: their global L2 norm; None if it was not taken.
         stats: the statistics, over all ranks.
         sizes: the norm or the peak of each gradient on this rank; of what is not read.
+        loss: the mean of the ranks' losses, if they were given.
     """
 
     finite: Any
     norm: Any
     stats: GradientStats | None
     sizes: Any = None
+    loss: Any = None
 
 
 class GradientMeter:
@@ -145,6 +167,7 @@ class GradientMeter:
         agree: bool = True,
         watched: BackwardNorms | None = None,
         stats: GradientStats | None = None,
+        losses: Tensor | None = None,
     ) -> Found:
         """Measure whether all gradients are finite, and stay so when divided, and their global L2 norm.
 
@@ -159,23 +182,29 @@ class GradientMeter:
             agree: whether ranks agree; without, all of this is of this rank alone.
             watched: what was measured in backward, if the gradients are watched and still what they were.
             stats: of this rank's gradients while they were scaled, if the policy uses them.
+            losses: this rank's loss and how many it has, to be added up beside the rest.
 
         Raises:
             PolicyError: for a norm or a share over ranks that cannot be determined.
         """
         agree = agree and (self.agreement.always or bool(gradients.meshes))
+        loss: Any = None
         if read:
             finite, squared = self._read(gradients, divisor, finite, norm, watched, stats)
             if agree:
                 unit = divisor * divisor  # other ranks' gradients may be unscaled already
-                mine = [not finite, squared / unit if finite else 0.0]
-                total, stats = self._summed(
-                    torch.tensor(mine, dtype=widest(device), device=device), gradients.meshes, norm, stats
+                mine = torch.tensor(
+                    [not finite, squared / unit if finite else 0.0], dtype=widest(device), device=device
                 )
-                overflows, squared = total.tolist()
+                if losses is not None:
+                    mine = torch.cat([mine, losses.to(mine)])
+                total, stats = self._summed(mine, gradients.meshes, norm, stats)
+                overflows, squared, *of_losses = total.tolist()
                 finite, squared = overflows == 0.0 and math.isfinite(squared), squared * unit
                 stats = None if stats is None else stats.read()
-            return Found(finite, math.sqrt(squared) if finite and norm else None, stats)
+                if of_losses:
+                    loss = of_losses[0] / of_losses[1] if of_losses[1] else None
+            return Found(finite, math.sqrt(squared) if finite and norm else None, stats, None, loss)
 
         if stats is not None and stats.each is not None and not norm:
             total, sizes = stats.each.amax().to(device), stats.each
@@ -186,11 +215,16 @@ class GradientMeter:
             wide = widest(total.device)
             squares = torch.where(is_finite, (total.to(wide) / divisor).square(), 0.0)
             pair = torch.stack([is_finite.logical_not().to(wide), squares])
-            (overflow, squares), stats = self._summed(pair, gradients.meshes, norm, stats)
+            if losses is not None:
+                pair = torch.cat([pair, losses.to(pair)])
+            summed, stats = self._summed(pair, gradients.meshes, norm, stats)
+            overflow, squares = summed[0], summed[1]
+            if losses is not None:
+                loss = summed[2] / summed[3]
             is_finite = (overflow == 0.0) & squares.isfinite()
             total = (squares.sqrt() * divisor).to(divisor.dtype)
         is_peak = stats is not None and sizes is stats.each
-        return Found(is_finite, None if is_peak else total, stats, sizes)
+        return Found(is_finite, None if is_peak else total, stats, sizes, loss)
 
     def norm_on_device(
         self, gradients: Gradients, device: torch.device, watched: BackwardNorms | None
@@ -259,7 +293,7 @@ class GradientMeter:
     def _summed(
         self, mine: Tensor, meshes: list[Any], norm: bool, stats: GradientStats | None
     ) -> tuple[Tensor, GradientStats | None]:
-        """Return the sum of two numbers over ranks, and the statistics of all."""
+        """Return the sum of some numbers over ranks, and the statistics of all."""
         if norm:
             self.agreement.refuse_norm(meshes)
         if stats is None:
@@ -390,13 +424,14 @@ def step_of(
         int(index),
         float(read[0].scale),
         finite,
-        skipped=any(step.skips and not step.finite for step in read),
+        skipped=any(step.skips and not step.taken for step in read),
         new_scale=None if new_scale is None else float(new_scale),
         loss=read_loss(loss),
         grad_norm=math.hypot(*norms) if len(norms) == len(read) else None,
         peak=max(peaks) if finite and len(peaks) == len(read) else None,
         culprits=culprits_of(read),
-        buffers=() if finite else buffers(),
+        buffers=() if all(step.taken for step in read) else buffers(),
+        spike=spike_of_steps(read),
     )
 
 
@@ -414,9 +449,17 @@ def recorded(
         loss: read now.
         buffers: called if the step was skipped.
     """
-    if state.finite:
+    if all(step.taken for step in steps):
         return to_step(state, loss=read_loss(loss))
-    return to_step(state, loss=read_loss(loss), culprits=culprits_of(steps), buffers=buffers())
+    record = to_step(state, loss=read_loss(loss), culprits=culprits_of(steps), buffers=buffers())
+    return None if record is None else record._replace(skipped=True, spike=spike_of_steps(steps))
+
+
+def spike_of_steps(steps: Sequence[MeasuredGradients]) -> Spike | None:
+    """Return why a guard skipped the first step that it did skip, if no gradient overflowed."""
+    if not all(step.finite for step in steps):
+        return None
+    return next(filter(None, [step.spike() for step in steps]), None)
 
 
 def read_loss(loss: UnreadLoss | float | None) -> float | None:
@@ -477,6 +520,11 @@ class Losses:
         twin = Losses()
         twin.__dict__.update(self.__dict__)
         return twin
+
+    @property
+    def is_none(self) -> bool:
+        """Whether no loss was scaled."""
+        return self.sum is None and self._is_known
 
     def stop(self) -> None:
         """Keep no loss from now on, where asking for it would be a read of its own."""

@@ -139,6 +139,19 @@ class HostScale:
             self._write(after)
         return after.scale, bool(gave_up)
 
+    def hold(self, measured: Measured[Any]) -> float:
+        """Count a step that a guard has skipped; return the scale, which stays."""
+        self.adopt()
+        self.state = self.state._replace(
+            last_scale=measured.scale,
+            finite=True,
+            grad_norm=measured.grad_norm,
+            peak=measured.peak,
+            steps=self.state.steps + 1,
+            skipped_steps=self.state.skipped_steps + 1,
+        )
+        return float(self.now.scale)
+
     def set_policy(self, policy: Policy[Any]) -> None:
         """Put another policy in force; the state stays."""
         self.policy = policy
@@ -258,7 +271,9 @@ class DeviceScale:
             self.state.good.copy_(self._tracker)
         self._stamp()
 
-    def advance(self, measured: Measured[Any], found_inf: Tensor | None = None) -> tuple[Tensor, bool]:
+    def advance(
+        self, measured: Measured[Any], found_inf: Tensor | None = None, held: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
         """Advance by one step, in place; return a `snapshot` of the scale after it, and False.
 
         `scaling.advance` would do, at thirty kernel launches. Instead one of Triton's kernels is launched
@@ -267,6 +282,7 @@ class DeviceScale:
         Args:
             measured: in the step.
             found_inf: the opposite of `measured.finite` as a float32 where the state is, if that is at hand.
+            held: whether a guard has skipped the step, which then leaves the state as it is.
 
         Raises:
             PolicyError: if the policy uses what was not measured. The state is not changed.
@@ -275,7 +291,13 @@ class DeviceScale:
         # Not `measured.reading`: the compiler of PyTorch 2.6 knows no properties of a NamedTuple.
         fields = (measured.finite, measured.peak, measured.share)
         reading = Reading(*[None if one is None else self._here(one) for one in fields])
+        before = None if held is None else [number.clone() for number in self.state]
         new_scale = self._advance(reading, found_inf)
+        if before is not None:
+            for old, new in zip(before, self.state, strict=True):
+                new.copy_(torch.where(self._here(held), old, new))  # type: ignore[arg-type]
+            self._mirror()
+            new_scale = self.snapshot()
         self.steps += 1
         return new_scale, False
 

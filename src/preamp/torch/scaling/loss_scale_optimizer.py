@@ -5,6 +5,7 @@ A `GradScaler` unscales the gradients and moves the scale.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections import defaultdict
@@ -22,6 +23,7 @@ from preamp.arrays.torch_compat import is_of_transform
 from preamp.arrays.torch_devices import is_capturing
 from preamp.checks import ScaledLosses, callable_or_none, warn_if_inexact, whole
 from preamp.errors import InexactScale, PolicyError, UsageError
+from preamp.guards import Guard
 from preamp.policy import Policy
 from preamp.scaling import Step
 from preamp.systems.arguments import (
@@ -35,6 +37,7 @@ from preamp.systems.arguments import (
 from preamp.torch.nested import check_shapes, map_tensors, require_tensor
 from preamp.torch.scaling.accumulation import Accumulation
 from preamp.torch.scaling.grad_scaler import Clip, GradScaler
+from preamp.torch.scaling.guarding import loss_of
 from preamp.torch.scaling.master_weights import MasterWeights
 from preamp.torch.scaling.optimizers import parameters_of, warn_of_small_eps
 from preamp.torch.scaling.weight_averages import Averages
@@ -73,12 +76,14 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         reduce: as for `GradScaler`.
         model: as for `GradScaler`.
         restore_buffers: as for `GradScaler`.
+        guard: as for `GradScaler`. With `gradient_accumulation_steps` it decides about updates, by the mean
+            of the gradients and of the losses. With `clipnorm` the norm is that of the clipped gradients.
 
     Attributes:
         inner_optimizer: the wrapped optimizer.
         scaler: the `GradScaler` at work.
         iterations: updates made.
-        skipped_steps: calls of `step` whose gradients overflowed.
+        skipped_steps: calls of `step` whose gradients overflowed, and those that a guard skipped.
         last_step: the record of the latest `step`. None before.
 
     Raises:
@@ -119,6 +124,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         reduce: Callable[[Tensor], Tensor | None] | None = None,
         model: torch.nn.Module | None = None,
         restore_buffers: bool = False,
+        guard: Guard[Any] | None = None,
     ) -> None:
         apart = (gradient_accumulation_steps, master_weights, clipnorm, weight_decay)
         _check_inner(inner_optimizer, weight_decay, steps_apart=any(apart))
@@ -142,6 +148,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             reduce=reduce,
             model=model,
             restore_buffers=restore_buffers,
+            guard=guard,
         )
         self.scaler._loss_factor = 1.0 if loss_scale_factor is None else float(loss_scale_factor)
         self.scaler._always_reads = True  # whether a step was taken decides what follows here
@@ -439,6 +446,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         """Sum the gradients up or drop them; with enough of them, update."""
         self._unscale()
         accumulation.calls += 1
+        loss = self._loss_for_guard()
         finite = False
         try:
             finite = self._update_scale()
@@ -447,6 +455,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
                 self.inner_optimizer.zero_grad()
         if finite:
             accumulation.add(parameters_of(self))
+            accumulation.add_loss(loss)
         if accumulation.calls >= (self.gradient_accumulation_steps or 0):
             self._update_with_mean(accumulation)
 
@@ -457,16 +466,31 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         accumulation.mean_to(parameters_of(self))
         if self.clipnorm is not None:
             self._clip_each()
-        limits = Clip(self.global_clipnorm, self.clipvalue)
-        finite, norm = self.scaler._clip_unscaled(self.inner_optimizer, limits)
-        if finite:
+        finite, norm, spike = True, None, None
+        if self.scaler.guard is not None:  # the norm from before any clipping
+            finite, norm = self.scaler._clip_unscaled(self.inner_optimizer, Clip(max_norm=math.inf))
+            spike = self.scaler._judge_mean(self.inner_optimizer, finite, norm, accumulation.take_loss())
+        if finite and spike is None:
+            limits = Clip(self.global_clipnorm, self.clipvalue)
+            finite, clipped = self.scaler._clip_unscaled(self.inner_optimizer, limits)
+            norm = clipped if norm is None else norm
+        if finite and spike is None:
             self.inner_optimizer.step()
             self._updated()
         if self.last_step is not None:
             self.last_step = self.last_step._replace(grad_norm=norm)
-            if not finite:  # a sum of finite numbers need not be
+            if not finite or spike is not None:  # a sum of finite numbers need not be finite
                 self.skipped_steps += not self.last_step.skipped
-                self.last_step = self.last_step._replace(finite=False, skipped=True)
+                self.last_step = self.last_step._replace(finite=finite, skipped=True, spike=spike)
+
+    def _loss_for_guard(self) -> float | None:
+        """Return the loss of a micro-step, for the guard."""
+        guarding = self.scaler._guarding
+        if guarding is None or not guarding.uses_loss:
+            return None
+        self.scaler._losses.read()
+        loss = loss_of(self.scaler._losses, "optimizer.backward(loss)", guarding.guard, may_lack=False)
+        return None if loss is None else float(loss)
 
     def _clip_each(self) -> None:
         """Clip each parameter's gradient to the norm `clipnorm`."""

@@ -36,6 +36,8 @@ class Agreement:
             gradients); sums it over ranks in place, or returns the sum. For a policy that uses gradient
             statistics the shape is [282]: then come 278 bins, one for each binary exponent of float32 from
             -149 to 128, with a one for this rank's peak; entries at the policy's edge or above; all entries.
+            For a guard that uses the loss there are two more after the first two: the loss, and a one. It
+            then has to sum over all ranks of the job.
             On a device without float64, such as MPS, it is float32: there a norm above 1.8e19 counts as not
             finite.
 
@@ -59,6 +61,14 @@ class Agreement:
     def needed(self, meshes: Sequence[Any]) -> bool:
         """Return whether other ranks are needed, for gradients on these meshes."""
         return self.always or bool(meshes)
+
+    def spans_all(self, meshes: Sequence[Any]) -> bool:
+        """Return whether a sum is over all ranks of the job. Of a `reduce` it is assumed."""
+        if self.reduce is not None:
+            return True
+        if self.process_group is not None:
+            return _is_world(self.process_group) or self.process_group.size() == number_of_ranks()
+        return any(mesh.size() == number_of_ranks() for mesh in meshes[:1]) and len(meshes) == 1
 
     def __call__(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
         """Return the sum over ranks of a tensor, of one shape and dtype on all. Every rank has to call.
