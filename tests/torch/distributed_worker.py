@@ -368,6 +368,58 @@ def watching(kind: str) -> Seen:
     return {"refused": None}
 
 
+class _Given(torch.autograd.Function):
+    """A loss and a gradient that are given."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, loss: float, norm: float) -> Tensor:
+        ctx.norm = norm
+        return weight.new_tensor(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return (gradient * ctx.norm).view(1), None, None
+
+
+def guarded(
+    *, losses: list[list[float]], norms: list[float], agree: str | None, sharded: bool, capturable: bool
+) -> Seen:
+    """A `SpikeGuard`, with losses that differ from rank to rank.
+
+    Args:
+        losses: of each step, one for each rank.
+        norms: of each step's gradients, over all ranks.
+        agree: "world", "half" for a group of this rank alone, "reduce" or None.
+        sharded: whether each rank has a part of the gradients, or all of them.
+        capturable: as for the scaler.
+    """
+    rank, ranks = _here()
+    how: dict[str, Any] = {"process_group": "world"} if agree == "world" else {}
+    if agree == "half":
+        how = {"process_group": [dist.new_group([one]) for one in range(ranks)][rank]}
+    if agree == "reduce":
+        how = {"reduce": lambda numbers: dist.all_reduce(numbers)}
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    guard = preamp.guards.SpikeGuard(warmup=4)
+    scaler = preamp.torch.GradScaler("cpu", guard=guard, capturable=capturable, **how)
+    seen: list[Any] = []
+    calls: list[int] = []
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as all_reduce:
+        for mine, norm in zip(losses, norms, strict=True):
+            optimizer.zero_grad()
+            part = norm / math.sqrt(ranks) if sharded else norm
+            scaler.scale(_Given.apply(weight, mine[rank], part)).backward()
+            before = all_reduce.call_count
+            scaler.step(optimizer)
+            scaler.update()
+            calls.append(all_reduce.call_count - before)
+            step = scaler.last_step
+            assert step is not None
+            seen.append([step.reason, step.spike and step.spike.of, step.scale, weight.item()])
+    return {"seen": seen, "calls": calls}
+
+
 SCENARIOS: dict[str, Callable[..., Seen]] = {
     f.__name__: f
     for f in (
@@ -375,6 +427,7 @@ SCENARIOS: dict[str, Callable[..., Seen]] = {
         ddp,
         fsdp1,
         fsdp2,
+        guarded,
         loss_scale_optimizer,
         pipeline,
         split,

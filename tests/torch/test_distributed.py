@@ -471,3 +471,34 @@ def test_the_optimizer_accumulates_and_clips_shards_as_one_process_does(two, how
 )
 def test_gradients_that_are_final_only_after_communication_cannot_be_watched(two, kind, reason):
     assert all(reason in one["refused"] for one in two("watching", kind=kind))
+
+
+GUARDED: dict[str, tuple[dict[str, Any], int]] = {  # and how many all-reduces a step costs
+    "DDP, whose gradients need none": ({"agree": None, "sharded": False}, 1),
+    "shards, in the all-reduce of the norm": ({"agree": "world", "sharded": True}, 1),
+    "a function of the user's": ({"agree": "reduce", "sharded": True}, 1),
+    "groups that hold copies of each other": ({"agree": "half", "sharded": False}, 2),
+}
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("kind", GUARDED)
+def test_ranks_with_other_losses_skip_the_same_spikes(two: Ranks, kind: str, capturable: bool) -> None:
+    how, calls = GUARDED[kind]
+    losses = [[2.0 + 0.1 * (step % 3), 2.5 - 0.1 * (step % 2)] for step in range(14)]
+    norms = [1.0 + 0.1 * (step % 4) for step in range(14)]
+    losses[8][1] = 60.0  # on one rank only
+    norms[10] = 30.0
+    losses[12][0] = math.nan
+    first, second = two("guarded", losses=losses, norms=norms, capturable=capturable, **how)
+    assert repr(first["seen"]) == repr(second["seen"])
+    means = [sum(pair) / 2 for pair in losses]
+    readings = [
+        preamp.Reading(True, loss=loss, grad_norm=norm) for loss, norm in zip(means, norms, strict=True)
+    ]
+    expected = preamp.simulate(preamp.Dynamic(), readings, guard=preamp.guards.SpikeGuard(warmup=4))
+    assert [row[:2] for row in first["seen"]] == [
+        [step.reason, step.spike and step.spike.of] for step in expected
+    ]
+    assert [step.index for step in expected if step.skipped] == [8, 10, 12]
+    assert set(first["calls"]) == {calls}

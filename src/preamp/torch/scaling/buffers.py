@@ -18,7 +18,7 @@ from preamp.errors import PolicyError
 
 
 class Buffers:
-    """The floating-point buffers of a model. Nothing is read unless a step was skipped.
+    """The buffers of a model. Nothing is read unless a step was skipped.
 
     Buffers that are not finite when they are first found, such as a mask of -inf, are left alone; running
     statistics are not. Those of modules that are added later are found at the next step that is taken, where
@@ -67,12 +67,12 @@ class Buffers:
             foreach_copy_(list(self._kept.values()), list(present.values()))
 
     @torch.no_grad()
-    def restore(self, names: tuple[str, ...] | None) -> None:
-        """Put the copies of some buffers back, or of all for None; of what was never copied nothing."""
+    def restore(self) -> None:
+        """Put the copies back; of what was never copied nothing."""
         present = self._present()
-        for name in self._kept if names is None else names:
-            if name in self._kept and name in present:
-                present[name].copy_(self._kept[name])
+        for name, kept in self._kept.items():
+            if name in present:
+                present[name].copy_(kept)
 
     def _find(self) -> None:
         """Find the buffers that the model has now: modules may have been added or replaced."""
@@ -90,13 +90,16 @@ class Buffers:
             self._constant |= set(_non_finite(present)) - statistics  # these are never meant to be inf
 
     def _present(self) -> dict[str, Tensor]:
-        """Return the floating-point buffers by name, each tensor once, and of a DTensor this rank's part."""
+        """Return the buffers by name, each tensor once, and of a DTensor this rank's part.
+
+        Integers only where copies are kept: they are always finite.
+        """
         found: dict[int, tuple[str, Tensor]] = {}
         for name, (module, key) in self._owners.items():
             buffer = module._buffers.get(key)
             if name in self._constant or buffer is None:
                 continue
-            if buffer.is_floating_point() or buffer.is_complex():
+            if self.restores or buffer.is_floating_point() or buffer.is_complex():
                 found.setdefault(id(buffer), (name, buffer))
         return {name: local_part(b) for name, b in found.values()}
 

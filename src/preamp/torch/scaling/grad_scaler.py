@@ -210,10 +210,9 @@ class GradScaler(torch.amp.GradScaler):
             BatchNorm's running statistics before the step can be skipped. `last_step.buffers` names those
             that are not finite; on an accelerator without `on_step`, at the time when it is read. Costs
             nothing while steps are taken.
-        restore_buffers: give such a buffer the value that it had after the last step that was taken, or when
-            the scaler was made or loaded, if that was later. Costs a copy of all floating-point buffers of
-            `model` a step, on their device, and on an accelerator one read. After a step that a guard
-            skipped, all of them get it.
+        restore_buffers: after a skipped step give all buffers the values that they had after the last step
+            that was taken, or when the scaler was made or loaded, if that was later. Costs a copy of all
+            buffers of `model` a step, on their device, and on an accelerator one read.
         guard: any guard of `preamp.guards`, to skip steps whose loss or gradient norm is a spike. Measures
             the norm as `max_norm` does. To guard without scaling: `policy=Static(1.0)`. The loss is the mean
             over all ranks, at the cost of one all-reduce a step where gradients need none.
@@ -298,6 +297,7 @@ class GradScaler(torch.amp.GradScaler):
         self._last: partial[Step] | partial[Step | None] | Step | None = None  # a partial reads it
         self._last_of: dict[int, Callable[[], Step]] = {}  # by the ids of optimizers, since the last update
         self._losses = Losses()
+        self._losses.keeps_in_graphs = self._guarding is not None and self._guarding.uses_loss
         self._already = AlreadyUnscaled()  # gradients of parameters that several optimizers share
         self._inspected: set[int] = set()  # ids of the optimizers that were checked for likely mistakes
         self._order: dict[int, int] | None = None  # in which backward reaches parameters, by their id
@@ -1471,7 +1471,7 @@ class GradScaler(torch.amp.GradScaler):
             return tuple
         names = buffers.non_finite()
         if buffers.restores:
-            buffers.restore(names if not all(step.finite for step in steps.values()) else None)
+            buffers.restore()
         return lambda: names
 
 

@@ -503,18 +503,23 @@ class Losses:
     every further one costs an addition. Of a closure that is evaluated several times, the last evaluation
     counts. The sum is not known if one of the losses is not a single number, is a tensor of another class (a
     DTensor may be read by all ranks together only), was scaled inside a function transform, or was changed in
-    place before it was read; of a loss in compiled code nothing is known.
+    place before it was read; of a loss in compiled code nothing is known, unless a guard asks for it.
 
     Attributes:
         sum: the sum, unread; None if there is none, or it is not known.
+        in_graphs: the sum of those in compiled code, for a guard.
+        keeps_in_graphs: whether there is one that uses it.
     """
 
     def __init__(self) -> None:
         self.sum: UnreadLoss | float | None = None
         self._is_known = self._is_wanted = True
+        self.in_graphs: Tensor | None = None  # of losses in compiled code
+        self.keeps_in_graphs = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"sum": None, "_is_known": True, "_is_wanted": self._is_wanted}
+        kept = {"_is_wanted": self._is_wanted, "keeps_in_graphs": self.keeps_in_graphs}
+        return {"sum": None, "_is_known": True, "in_graphs": None, **kept}
 
     def __copy__(self) -> Losses:
         twin = Losses()
@@ -532,7 +537,12 @@ class Losses:
 
     def add(self, loss: Any) -> None:
         """Add a loss that is about to be scaled. It is not read."""
-        if not (self._is_wanted and self._is_known) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if self.keeps_in_graphs and isinstance(loss, Tensor) and loss.numel() == 1:
+                number = loss.detach().float().view(())
+                self.in_graphs = number if self.in_graphs is None else self.in_graphs + number
+            return
+        if not (self._is_wanted and self._is_known):
             return
         is_number = type(loss) is Tensor and loss.numel() == 1 and not loss.is_complex()
         was_changed = isinstance(self.sum, UnreadLoss) and not self.sum.is_unchanged()
@@ -553,7 +563,7 @@ class Losses:
 
     def take(self) -> UnreadLoss | float | None:
         """Return the sum, unread, and begin with the next iteration."""
-        total, self.sum, self._is_known = self.sum, None, True
+        total, self.sum, self._is_known, self.in_graphs = self.sum, None, True, None
         return total
 
 

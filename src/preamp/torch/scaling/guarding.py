@@ -125,6 +125,13 @@ def loss_of(losses: Losses, how_to_scale: str, guard: Guard[Any], *, may_lack: b
         UsageError: if it is not known.
     """
     known = losses.sum
+    if torch.compiler.is_compiling() or losses.in_graphs is not None:
+        inside = losses.in_graphs
+        if isinstance(known, UnreadLoss):  # scaled in eager code; writes to it cannot be noticed here
+            eager = known.tensor.detach().view(())
+            return eager if inside is None else eager + inside
+        if inside is not None:
+            return inside
     if isinstance(known, UnreadLoss):
         if known.is_unchanged():
             return known.tensor.detach().view(())
