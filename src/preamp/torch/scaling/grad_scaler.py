@@ -128,6 +128,7 @@ class OptimizerState:
         meshes: of its DTensors, when they were unscaled.
         divided: what its gradients were divided by in place.
         failed: what was measured for a step that raised.
+        norm: of the gradients when `unscale_` was called, for a guard: they may be clipped by now.
         others: what other code has put here.
     """
 
@@ -141,6 +142,7 @@ class OptimizerState:
     meshes: list[Any] = field(default_factory=list)
     divided: list[Number] = field(default_factory=list)
     failed: FailedStep | None = None
+    norm: Number | None = None
     others: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
@@ -383,8 +385,13 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: as PyTorch, for a second call before `update`.
             UsageError: as `step`, if the scale was changed after the loss was scaled.
         """
-        if not self._enabled:
-            return
+        if self._enabled:
+            state = self._unscale_checked(optimizer)
+            if self._guarding is not None and self._guarding.uses_norm:
+                self._measure_unscaled(optimizer, state)
+
+    def _unscale_checked(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        """Unscale gradients, after the checks that `unscale_` documents."""
         self._require_scale("unscale_")
         state = self._state_of(optimizer)
         if state.stage is OptState.UNSCALED:
@@ -395,6 +402,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() is being called after step().")
         self._refuse_other_scale(optimizer, state)
         self._unscale(optimizer, state)
+        return state
 
     def watch(self, optimizer: torch.optim.Optimizer) -> BackwardNorms:
         """Take each gradient's norm in backward, right when it is written; `step` then reads nothing.
@@ -778,7 +786,7 @@ class GradScaler(torch.amp.GradScaler):
         state.divided = []
         watched = self._meter.watched(optimizer) if self._meter.in_backward else None
         guarding = self._guarding
-        needs_norm = self._needs_norm(clip)
+        needs_norm = self._needs_norm(state, clip)
         wants_norm = needs_norm
         if not on_device:
             wants_norm = wants_norm or watched is not None  # which costs nothing
@@ -885,6 +893,8 @@ class GradScaler(torch.amp.GradScaler):
             stats = None if stats is None else stats.read()
             measured = MeasuredGradients(scale, finite, found.norm, divisor, stats=stats)
         self._keep_measured(optimizer, state, measured)
+        if state.norm is not None:
+            measured.norm, measured.divisor = state.norm, 1.0
         if self._guarding is not None:
             measured.guard = self._guarding.judge(optimizer, measured, found.loss)
         if isinstance(measured.taken, Tensor):
@@ -1019,7 +1029,7 @@ class GradScaler(torch.amp.GradScaler):
             scalings = self._scalings
             self._losses = copy.copy(losses)  # the last evaluation counts
             # Before the closure, which may call unscale_ itself.
-            state.stage, state.found_inf_per_device = OptState.READY, {}
+            state.stage, state.found_inf_per_device, state.norm = OptState.READY, {}, None
             with torch.enable_grad():
                 loss = closure()
             if self._scalings == scalings:
@@ -1233,9 +1243,21 @@ class GradScaler(torch.amp.GradScaler):
         """Return the statistics from when gradients were unscaled; no peak if other code did that."""
         return (state.stats or GradientStats()) if self.policy.needs else None
 
-    def _needs_norm(self, clip: Clip) -> bool:
-        """Return whether every step has to measure the norm."""
-        return clip.max_norm is not None or (self._guarding is not None and self._guarding.uses_norm)
+    def _needs_norm(self, state: OptimizerState, clip: Clip) -> bool:
+        """Return whether the step has to measure the norm."""
+        for_guard = self._guarding is not None and self._guarding.uses_norm and state.norm is None
+        return clip.max_norm is not None or for_guard
+
+    @torch.no_grad()
+    def _measure_unscaled(self, optimizer: OptimizerLike, state: OptimizerState) -> None:
+        """Measure the norm for a guard before other code clips the gradients."""
+        device = self._require_scale("unscale_").device
+        read = not self._stays_on_device(optimizer, state)
+        divisor = 1.0 if read else torch.ones((), device=device)
+        gradients = gather(optimizer)
+        watched = self._meter.watched(optimizer) if self._meter.in_backward else None
+        found = self._meter.measure(gradients, divisor, device, read=read, norm=True, watched=watched)
+        state.norm = math.inf if found.norm is None else found.norm
 
     def _loss_for_guard(
         self, gradients: Gradients, device: torch.device, *, joins: bool, read: bool
@@ -1294,7 +1316,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._capturable and not state.fused:  # float16 can overflow on the way, unseen
                 early = early or any([t.dtype is torch.float16 for t in gradients.tensors])
             if early:
-                self._unscale(optimizer, state, agree=not self._needs_norm(clip))
+                self._unscale(optimizer, state, agree=not self._needs_norm(state, clip))
         return state.stage is OptState.READY
 
     def _require_checked(self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients) -> None:

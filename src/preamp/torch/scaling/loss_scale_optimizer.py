@@ -77,7 +77,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         model: as for `GradScaler`.
         restore_buffers: as for `GradScaler`.
         guard: as for `GradScaler`. With `gradient_accumulation_steps` it decides about updates, by the mean
-            of the gradients and of the losses. With `clipnorm` the norm is that of the clipped gradients.
+            of the gradients and of the losses.
 
     Attributes:
         inner_optimizer: the wrapped optimizer.
@@ -444,7 +444,9 @@ class LossScaleOptimizer(torch.optim.Optimizer):
 
     def _micro_step(self, accumulation: Accumulation) -> None:
         """Sum the gradients up or drop them; with enough of them, update."""
-        self._unscale()
+        self.scaler._require_gradients(self.inner_optimizer)
+        if self.scaler.is_enabled():
+            self.scaler._unscale_checked(self.inner_optimizer)
         accumulation.calls += 1
         loss = self._loss_for_guard()
         finite = False
@@ -464,13 +466,13 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             accumulation.calls = 0
             return
         accumulation.mean_to(parameters_of(self))
-        if self.clipnorm is not None:
-            self._clip_each()
         finite, norm, spike = True, None, None
         if self.scaler.guard is not None:  # the norm from before any clipping
             finite, norm = self.scaler._clip_unscaled(self.inner_optimizer, Clip(max_norm=math.inf))
             spike = self.scaler._judge_mean(self.inner_optimizer, finite, norm, accumulation.take_loss())
         if finite and spike is None:
+            if self.clipnorm is not None:
+                self._clip_each()
             limits = Clip(self.global_clipnorm, self.clipvalue)
             finite, clipped = self.scaler._clip_unscaled(self.inner_optimizer, limits)
             norm = clipped if norm is None else norm
