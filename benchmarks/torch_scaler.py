@@ -19,12 +19,13 @@ from rows import Area, Options, Row, difference, main
 from timing import Times, Work, spread
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp import Dynamic
+from preamp import Dynamic, guards
 from preamp.torch import GradScaler, LossScaleOptimizer
 
 MAX_NORM = 1.0
 ALONE, PYTORCH, MEMORY = "the optimizer alone", "torch.amp.GradScaler", "reading the gradients once"
 WRAPPER, WATCHED = "preamp's LossScaleOptimizer", "preamp, watched"
+GUARDED, UNGUARDED = "preamp with SpikeGuard", "preamp without a guard"
 NEITHER, BEYOND = "neither scaling nor clipping", "ATen calls beyond the optimizer's"
 Shapes = list[tuple[int, ...]]
 
@@ -68,6 +69,7 @@ class Iteration:
         self.loss = torch.ones((), device=device)
         never = {"init_scale": 1.0, "growth_interval": 10**9}
         self.stock, self.ours = torch.amp.GradScaler(device, **never), GradScaler(device, **never)
+        self.guarded = GradScaler(device, **never, guard=guards.SpikeGuard())
         self.clipping, self.wrapper = (
             LossScaleOptimizer(self.make_optimizer(), policy=Dynamic(**never), global_clipnorm=norm)
             for norm in (MAX_NORM, None)
@@ -81,8 +83,10 @@ class Iteration:
 
     def works(self, clip: bool) -> dict[str, Work]:
         """Return the ways to make an iteration, and what each contains at least."""
+        guarded = {GUARDED: self.guarded_clip} if clip else {}
         return {
             "preamp": self.ours_clip if clip else self.ours_plain,
+            **guarded,
             WRAPPER: self.wrapped_clip if clip else self.wrapped_plain,
             PYTORCH: self.stock_clip if clip else self.stock_plain,
             ALONE: self.bare,
@@ -100,6 +104,11 @@ class Iteration:
         self.ours.scale(self.loss)
         self.ours.step(self.optimizer, max_norm=MAX_NORM)
         self.ours.update()
+
+    def guarded_clip(self) -> None:
+        self.guarded.scale(self.loss)
+        self.guarded.step(self.optimizer, max_norm=MAX_NORM)
+        self.guarded.update()
 
     def wrapped_clip(self) -> None:
         self.clipping.scale_loss(self.loss)
@@ -203,8 +212,16 @@ def iterations(options: Options) -> Iterator[Row]:
                 yield from scaler.timed(what, times, "preamp", [PYTORCH], [ALONE])
                 yield _over_memory(scaler, what, times)
                 yield from wrapper.timed(what, times, WRAPPER, [PYTORCH], [ALONE])
+                yield from guarded_rows(scaler, what, times)
             del iteration
             gc.collect()
+
+
+def guarded_rows(area: Area, what: str, times: Times, unit: str = "ms") -> Iterator[Row]:
+    """Yield the row of a guard beside the same without one, where it was timed."""
+    if GUARDED in times:
+        named = {GUARDED: times[GUARDED], UNGUARDED: times["preamp"]}
+        yield from area.timed(f"{what}, guard", named, GUARDED, floors=[UNGUARDED], unit=unit)
 
 
 def areas(options: Options) -> tuple[Area, Area]:
@@ -236,6 +253,7 @@ def dispatch(options: Options) -> Iterator[Row]:
             what = f"{kind}, 161 tensors of 4 numbers, {'clip' if clip else 'no clip'}"
             yield from scaler.timed(what, times, "preamp", [PYTORCH], unit="µs")
             yield from wrapper.timed(what, times, WRAPPER, [PYTORCH], unit="µs")
+            yield from guarded_rows(scaler, what, times, unit="µs")
             ours, theirs, own = (count(works[name]).calls for name in ("preamp", PYTORCH, ALONE))
             yield scaler.counted(f"{what}: {BEYOND}", PYTORCH, ours - own, theirs - own, "calls")
     yield from as_on_an_accelerator(scaler, options.device)
@@ -247,11 +265,16 @@ def as_on_an_accelerator(area: Area, device: str) -> Iterator[Row]:
     iteration = Iteration(small(), device, "AdamW(fused)")
     with patch("preamp.torch.scaling.grad_scaler._reads_are_free", lambda _: False):
         ours = count(iteration.ours_clip)
+        guarded = count(iteration.guarded_clip)
     theirs, own = count(iteration.stock_clip), count(iteration.bare)
     what = "AdamW(fused), clip, as on an accelerator"
     calls = ours.calls - own.calls, theirs.calls - own.calls
     yield area.counted(f"{what}: {BEYOND}", PYTORCH, *calls, "calls")
     yield area.counted(f"{what}: reads to the host", PYTORCH, ours.reads, theirs.reads, "reads")
+    yield area.counted(f"{what}, guard: reads to the host", PYTORCH, guarded.reads, theirs.reads, "reads")
+    yield area.counted(
+        f"{what}, guard: {BEYOND}", UNGUARDED, guarded.calls - own.calls, ours.calls - own.calls, "calls"
+    )
 
 
 def network(options: Options) -> Iterator[Row]:
