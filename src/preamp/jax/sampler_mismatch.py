@@ -33,8 +33,8 @@ def mismatch(
     whole; inside `shard_map` each device measures its own tokens.
 
     Args:
-        logp_trainer: log-probabilities of the sampled tokens in the trainer's model, with the weights that the
-            sampler had. Any shape and floating dtype; what is narrower than float32 is computed in float32.
+        logp_trainer: log-probabilities of the sampled tokens in the trainer's model, with the weights that
+            the sampler had. Any shape and floating dtype; narrower than float32 is computed in float32.
         logp_sampler: log-probabilities of the same tokens in the same order, from the sampler, at the same
             temperature. Of the same shape.
         mask: of the same shape, not 0 for the tokens to count: the generated ones, without prompt and
@@ -58,7 +58,7 @@ def mismatch(
     if mask is None:
         counts = jnp.ones(trainer.shape, bool)
     elif isinstance(mask, Array | np.ndarray):
-        counts = jnp.asarray(mask) != 0
+        counts = jnp.asarray(mask).astype(bool)
     else:
         raise UsageError(f"mask={shown(mask)} is not an array. Write mask=jnp.asarray(mask).")
     return Mismatch.of_log_probs(jnp, trainer, sampler, counts, clip_low=clip_low, clip_high=clip_high)

@@ -13,7 +13,7 @@ __all__ = ["Mismatch"]
 
 T = TypeVar("T")
 Values: TypeAlias = Any  # an array of any framework: no type that Python knows has the operators of all
-SMALL = 0.1  # below, a difference of logarithms is taken as a series
+SMALL = 0.25  # below, a difference of logarithms is taken as a series
 
 
 class Mismatch(NamedTuple, Generic[T]):
@@ -95,9 +95,10 @@ class Mismatch(NamedTuple, Generic[T]):
         difference = trainer - sampler
         counted = xp.isfinite(difference) & mask
         tokens = xp.sum(counted)
+        count = xp.asarray(tokens, dtype=difference.dtype)  # JAX's strict promotion divides by no integer
 
         def mean(values: Values) -> Values:
-            return xp.sum(xp.where(counted, values, 0.0)) / tokens
+            return xp.sum(xp.where(counted, values, 0.0)) / count
 
         def largest(values: Values) -> Values:
             if 0 in values.shape:  # of which no framework takes a maximum
@@ -133,8 +134,8 @@ def _k3(xp: ModuleType, x: Values) -> Values:
     In float32 the subtraction leaves nothing of it where x is 1e-7, as it is between two float32 models, so
     for small x its Taylor series is summed.
     """
-    series = 0.5 * x * x * (1.0 + x / 3.0 * (1.0 + x / 4.0 * (1.0 + x / 5.0 * (1.0 + x / 6.0))))
-    return xp.where(xp.abs(x) < SMALL, series, xp.expm1(x) - x)
+    series = 1.0 + x / 3.0 * (1.0 + x / 4.0 * (1.0 + x / 5.0 * (1.0 + x / 6.0 * (1.0 + x / 7.0))))
+    return xp.where(xp.abs(x) < SMALL, 0.5 * x * x * series, xp.expm1(x) - x)
 
 
 def _check_shape(name: str, values: Values, trainer: Values) -> None:
@@ -142,8 +143,8 @@ def _check_shape(name: str, values: Values, trainer: Values) -> None:
     found, wanted = tuple(values.shape), tuple(trainer.shape)
     if found != wanted:
         raise UsageError(
-            f"{name} has the shape {list(found)} and logp_trainer {list(wanted)}, but an entry has to be about "
-            f"the same token in both. Write {name}.reshape(logp_trainer.shape) if the order is the same."
+            f"{name} has the shape {list(found)} and logp_trainer {list(wanted)}, but an entry has to be "
+            f"about the same token in both. If the order is the same, write {name}.reshape(logp_trainer.shape)."
         )
 
 

@@ -27,8 +27,8 @@ def mismatch(
     same under `autocast`. Each rank measures its own tokens; gather the log-probabilities to measure all.
 
     Args:
-        logp_trainer: log-probabilities of the sampled tokens in the trainer's model, with the weights that the
-            sampler had. Any shape and floating dtype; what is narrower than float32 is computed in float32.
+        logp_trainer: log-probabilities of the sampled tokens in the trainer's model, with the weights that
+            the sampler had. Any shape and floating dtype; narrower than float32 is computed in float32.
         logp_sampler: log-probabilities of the same tokens in the same order, from the sampler, at the same
             temperature. Of the same shape.
         mask: of the same shape, not 0 for the tokens to count: the generated ones, without prompt and
@@ -53,7 +53,7 @@ def mismatch(
     if mask is None:
         counts = torch.ones_like(trainer, dtype=torch.bool)
     elif isinstance(mask, Tensor):
-        counts = mask != 0
+        counts = mask.bool()
     else:
         raise UsageError(f"mask={shown(mask)} is not a tensor. Write mask=torch.as_tensor(mask).")
     return Mismatch.of_log_probs(torch, trainer, sampler, counts, clip_low=clip_low, clip_high=clip_high)
