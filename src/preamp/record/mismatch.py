@@ -144,7 +144,8 @@ def _check_shape(name: str, values: Values, trainer: Values) -> None:
     if found != wanted:
         raise UsageError(
             f"{name} has the shape {list(found)} and logp_trainer {list(wanted)}, but an entry has to be "
-            f"about the same token in both. If the order is the same, write {name}.reshape(logp_trainer.shape)."
+            "about the same token in both. If the order is the same, "
+            f"write {name}.reshape(logp_trainer.shape)."
         )
 
 
