@@ -39,10 +39,10 @@ class Mismatch(NamedTuple, Generic[T]):
             objective clips if the sign of the advantage allows it.
         effective_share: the effective sample size of the ratios as weights, (sum of w)^2 / sum of w^2,
             divided by `tokens`: 1 if all are equal.
-        mean_abs_diff: the mean of |log p_trainer - log p_sampler|.
-        max_abs_diff: the largest of these: the logarithm of the ratio that is farthest from 1, either way.
-        mean_prob_diff: the mean of |p_trainer - p_sampler|.
-        max_prob_diff: the largest of these.
+        mean_abs_diff: the mean distance between the two log-probabilities of a token.
+        max_abs_diff: the largest: the logarithm of the ratio that is farthest from 1, in either direction.
+        mean_prob_diff: the mean distance between the two probabilities of a token.
+        max_prob_diff: the largest of these distances.
 
     Sources: k1 and k3 are those of Schulman, "Approximating KL Divergence" (2020); the effective sample size
     is Kish's, "Survey Sampling" (1965).
