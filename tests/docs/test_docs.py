@@ -52,3 +52,23 @@ def test_growing_costs_in_simulation_what_it_does_on_paper():
             skipped = simulate(at_the_top, process).summary().skipped
             share = plain.hysteresis / (clean + plain.hysteresis)
             assert skipped == pytest.approx(share * 24_000, abs=plain.hysteresis), name
+
+
+def test_the_mismatch_of_two_programs_is_ordered_as_its_page_says():
+    """Of two seeds and steps. In float32 the programs agree, so both compute the same function."""
+    computed = load_benchmark("rl_mismatch")
+    assert f"`python benchmarks/{computed.__name__}.py`" in (DOCS / "mismatch.md").read_text()
+    runs = {name: [computed.train(pair, seed, 2) for seed in (0, 1)] for name, pair in computed.PAIRS.items()}
+    for when in ("first", "average"):
+        float32, float16, bfloat16, mixed = (computed.values_of(runs[name], when, "k3") for name in runs)
+        assert max(computed.values_of(runs["float32"], when, "max_abs_diff")) < 1e-5
+        for seed in range(2):
+            assert 0.0 < float32[seed] < 1e-5 * float16[seed]
+            assert 20.0 < bfloat16[seed] / float16[seed] < 200.0
+            assert mixed[seed] > 0.5 * bfloat16[seed]
+    assert computed.rounded(2_113_000.0) == "2,100,000"
+    assert (computed.rounded(8.3), computed.rounded(9.97), computed.with_error([0.002, 0.004])) == (
+        "8.3",
+        "10",
+        "(3.00 ± 1.00)e-3",
+    )

@@ -4,6 +4,7 @@ from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from preamp import Dynamic, Snapshot, Step, casting
@@ -22,6 +23,7 @@ from preamp.jax import (
     flow_slot,
     last_step,
     loss_scaled,
+    mismatch,
     restart_loss_scale,
     scaled_value_and_grad,
     snapshot,
@@ -29,6 +31,7 @@ from preamp.jax import (
     value_and_grad,
     watch,
 )
+from preamp.record.mismatch import Mismatch
 
 
 def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -75,6 +78,13 @@ def see(w: jax.Array) -> Snapshot:
     return snapshot(exponent_histogram(w), index=3, scale=8.0, low_dtype="float16")
 
 
+def measure(logp: jax.Array, drawn: np.ndarray[Any, np.dtype[np.float32]]) -> Mismatch[jax.Array]:
+    measured = mismatch(logp, drawn, logp < 0.0, clip_low=0.1)
+    assert_type(measured, Mismatch[jax.Array])
+    assert_type(measured.k3, jax.Array)
+    return measured
+
+
 def named(state: LossScaledState) -> Any:
     return state.last_scale
 
@@ -92,3 +102,5 @@ def mistakes(w: jax.Array) -> None:
     snapshot(w)  # type: ignore[call-arg]
     snapshot(w, index=3, what="weights")  # type: ignore[arg-type]
     value_and_grad(3)  # type: ignore[arg-type]
+    mismatch([0.0], w)  # type: ignore[arg-type]
+    mismatch(w, w, clip=0.2)  # type: ignore[call-arg]

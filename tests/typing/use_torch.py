@@ -6,6 +6,7 @@ import torch
 
 from preamp import Dynamic, Policy, Snapshot, Step, Trace, casting
 from preamp.autocasting.report import CastReport
+from preamp.record.mismatch import Mismatch
 from preamp.torch import (
     GradScaler,
     LayerwiseScale,
@@ -18,6 +19,7 @@ from preamp.torch import (
     cuda,
     custom_bwd,
     custom_fwd,
+    mismatch,
 )
 
 
@@ -113,6 +115,13 @@ def snapshot(model: torch.nn.Module, scaler: GradScaler, loss: torch.Tensor) -> 
     return layers.factors
 
 
+def measure(logp: torch.Tensor, drawn: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    measured = mismatch(logp, drawn, mask, clip_high=0.28)
+    assert_type(measured, Mismatch[torch.Tensor])
+    assert_type(measured.k3, torch.Tensor)
+    return measured._asdict()
+
+
 def mistakes(model: torch.nn.Module, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     GradScaler(init_scale="big")  # type: ignore[arg-type]
     GradScaler(policy=Dynamic)  # type: ignore[arg-type]
@@ -133,3 +142,5 @@ def mistakes(model: torch.nn.Module, scaler: GradScaler, optimizer: torch.optim.
     Lens(scaler)  # type: ignore[arg-type]
     Lens(model, on_snapshot=3)  # type: ignore[arg-type]
     LayerwiseScale(model, dtype="float16")  # type: ignore[arg-type]
+    mismatch([0.0], torch.zeros(1))  # type: ignore[arg-type]
+    mismatch(torch.zeros(1), torch.zeros(1), clip=0.2)  # type: ignore[call-arg]

@@ -15,6 +15,7 @@ from preamp.jax.autocasting.counting import casts
 from preamp.jax.autocasting.transform import autocast
 from preamp.jax.exponents import exponent_histogram, flow_slot, snapshot, watch
 from preamp.jax.machine import check
+from preamp.jax.sampler_mismatch import mismatch
 from preamp.jax.scaling import exporting as _exporting
 from preamp.jax.scaling.differentiation import scaled_value_and_grad, value_and_grad
 from preamp.jax.scaling.loss_scale import LossScale
@@ -41,6 +42,7 @@ __all__ = [
     "flow_slot",
     "last_step",
     "loss_scaled",
+    "mismatch",
     "restart_loss_scale",
     "scaled_value_and_grad",
     "snapshot",

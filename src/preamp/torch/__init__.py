@@ -17,6 +17,7 @@ from preamp.torch.autocasting.region import autocast
 from preamp.torch.layerwise.layerwise_scale import LayerwiseScale
 from preamp.torch.lens.lens import Lens
 from preamp.torch.machine import check
+from preamp.torch.sampler_mismatch import mismatch
 from preamp.torch.scaling.grad_scaler import GradScaler
 from preamp.torch.scaling.loss_scale_optimizer import LossScaleOptimizer
 from preamp.torch.scaling.sharded_grad_scaler import ShardedGradScaler
@@ -34,4 +35,5 @@ __all__ = [
     "cuda",
     "custom_bwd",
     "custom_fwd",
+    "mismatch",
 ]
