@@ -19,7 +19,13 @@ from preamp.jax.scaling import exporting as _exporting
 from preamp.jax.scaling.differentiation import scaled_value_and_grad, value_and_grad
 from preamp.jax.scaling.loss_scale import LossScale
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
-from preamp.jax.scaling.states import LossScaledState, check_exhausted, last_step, restart_loss_scale
+from preamp.jax.scaling.states import (
+    LossScaledState,
+    check_exhausted,
+    last_step,
+    restart_guard,
+    restart_loss_scale,
+)
 from preamp.jax.scaling.train_step import apply_gradients, step
 from preamp.jax.scaling.transformation import loss_scaled
 from preamp.jax.trees import FlowSlot, all_finite
@@ -41,6 +47,7 @@ __all__ = [
     "flow_slot",
     "last_step",
     "loss_scaled",
+    "restart_guard",
     "restart_loss_scale",
     "scaled_value_and_grad",
     "snapshot",
