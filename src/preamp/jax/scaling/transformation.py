@@ -454,7 +454,7 @@ def _plain(value: object) -> object:
 
 
 def _guard_shapes(state: Any) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, jnp.shape(value)) for name, value in leaves_of(state)]
+    return [(name, np.shape(value)) for name, value in leaves_of(state)]  # of tuples and arrays
 
 
 def _negative_zeros(like: Array) -> Array:
