@@ -274,15 +274,6 @@ def test_trainings_under_vmap_decide_as_each_alone() -> None:
             assert reasons(alone) == [one.reason for one in on_host(guard, script)]
 
 
-def parted(seed: int, devices: int, length: int = 60) -> tuple[np.ndarray, np.ndarray]:
-    """Return a script for each device, and what they are together: mean losses, and norms as of one."""
-    each = np.stack([series(seed + 10 * number, length, nans=0.0) for number in range(devices)])
-    each[..., 1] = each[0, :, 1]
-    mean = each.mean(0, dtype=np.float64).astype(np.float32)
-    mean[:, 1] = each[0, :, 1]
-    return each, mean
-
-
 TWO = 2
 
 
@@ -292,6 +283,33 @@ def mesh() -> Mesh:
 
 
 SPLIT, WHOLE = PartitionSpec("d"), PartitionSpec()
+
+
+def test_each_device_may_have_a_training_of_its_own(mesh: Mesh) -> None:
+    for guard in (SpikeGuard(), NormLimit(5.0)):
+        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+        run = scanned(optimizer)
+
+        def one(trees: Any, run: Any = run) -> Any:
+            params, state, script = jax.tree.map(lambda leaf: leaf[0], trees)
+            _, (_, states) = run(params, state, script)
+            return jax.tree.map(lambda leaf: leaf[None], states)
+
+        scripts = np.stack([series(seed, 60) for seed in range(TWO)])
+        start = jax.tree.map(lambda leaf: jnp.stack([leaf] * TWO), (PARAMS, optimizer.init(PARAMS)))
+        states = jax.jit(shard_map(one, mesh, (SPLIT,), SPLIT))((*start, scripts))
+        for number, script in enumerate(scripts):
+            alone = jax.tree.map(lambda leaf, n=number: leaf[n], states)
+            assert reasons(alone) == [reading.reason for reading in on_host(guard, script)]
+
+
+def parted(seed: int, devices: int, length: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """Return a script for each device, and what they are together: mean losses, and norms as of one."""
+    each = np.stack([series(seed + 10 * number, length, nans=0.0) for number in range(devices)])
+    each[..., 1] = each[0, :, 1]
+    mean = each.mean(0, dtype=np.float64).astype(np.float32)
+    mean[:, 1] = each[0, :, 1]
+    return each, mean
 
 
 @pytest.mark.parametrize("way", ["pmap", "shard_map", "unchecked shard_map", "without an axis_name"])
@@ -498,6 +516,7 @@ def test_a_loss_that_turns_out_to_be_missing_enters_nothing() -> None:
         assert bool(state.taken) is (finite and guard.takes(host, reading))
         host = guard.advance(host, reading)
         assert last_step(state).loss == (None if value is None else np.float32(value))
+        assert np.array_equal(state.guard.loss, np.float32(value or math.nan), equal_nan=True)
         for ours, theirs in zip(*map(sorted_numbers, (state.guard.state, host)), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
     with pytest.raises(UsageError, match="uses the loss"):  # a step that is not compiled can tell

@@ -42,7 +42,8 @@ class LossScaledState(NamedTuple):
         steps: int32; steps taken or skipped.
         skipped_steps: int32; steps skipped.
         loss: float32; the last loss, not scaled: that of `step`, of the `ScaledGradients`, or the `value`
-            that `update` was given. float32's lowest finite number where it is not known.
+            that `update` was given, averaged over the devices that take the same step. float32's lowest
+            finite number where it is not known.
         peak: float32; the largest magnitude among the last scaled gradients; undefined if they were not
             finite. None, which is not a leaf, where the policy does not need it.
         guard: the guard's state, float32 scalars and vectors, and what it decided in the last step. None,

@@ -270,10 +270,13 @@ class Scaling:
         else:
             result, inner = take() if taken else skip()  # known now: nothing is compiled
         if scaler_state.guard is not None:
+            known = jnp.where(measured.loss == UNKNOWN_LOSS, jnp.nan, measured.loss)
             # Python numbers, such as the limit of a guard that always has the same, become arrays that vary
             # along the same axes as the others.
             record = jax.tree.map(
-                lambda new, old: jnp.where(taken, new, new).astype(old.dtype), scaler_state.guard, state.guard
+                lambda new, old: jnp.where(taken, new, new).astype(old.dtype),
+                scaler_state.guard._replace(loss=known),
+                state.guard,
             )
             scaler_state = scaler_state._replace(guard=record)
         return result, LossScaledState(**scaler_state._asdict(), inner_state=inner, loss=measured.loss)
