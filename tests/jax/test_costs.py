@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from preamp import guards
+from preamp.guards import Guard, SpikeGuard
 from preamp.jax import (
     LossScaledState,
     ScaledGradients,
@@ -114,6 +116,27 @@ def test_a_policy_that_sees_reads_the_gradients_once_more_for_each_thing(
     assert seeing.conditionals == 1
 
 
+each_guard = pytest.mark.parametrize("guard", [SpikeGuard(), guards.OLMO, guards.LLM_C(3.0, 3.0)], ids=repr)
+
+
+@each_guard
+def test_a_guard_costs_no_pass_and_no_conditional(guard: Guard[Any]) -> None:
+    """It uses the norm that is measured anyway."""
+
+    def update(optimizer: Any) -> Costs:
+        def whole(params: Any, state: Any, gradients: Any, value: Any) -> Any:
+            scaled = ScaledGradients(gradients, state.policy_state.scale)
+            return apply_gradients(optimizer, scaled, state, params, value=value)
+
+        params = floats(1 << 20)
+        return costs(whole, params, jax.eval_shape(optimizer.init, params), params, floats())
+
+    clipped, guarded = (update(loss_scaled(ADAM, max_norm=1.0, guard=one)) for one in (None, guard))
+    assert guarded.passes == pytest.approx(clipped.passes, rel=0.001)
+    assert guarded.temporaries < 0.001
+    assert guarded.conditionals == clipped.conditionals == 1
+
+
 def test_the_update_of_the_transformation_hands_out_updates_which_apply_gradients_need_not() -> None:
     whole, handed = (update_alone(loss_scaled(ADAM), ours) for ours in (True, False))
     assert handed.passes - whole.passes == pytest.approx(3.0, abs=0.01)
@@ -154,6 +177,14 @@ def test_a_whole_step_with_clipping_accesses_far_fewer_bytes_than_optax() -> Non
     assert scaled.passes / plain.passes < 0.79
     assert scaled.temporaries < plain.temporaries
     assert scaled.conditionals == 1
+
+
+@each_guard
+def test_a_whole_step_with_a_guard_accesses_as_many_bytes(guard: Guard[Any]) -> None:
+    clipped, guarded = (training(loss_scaled(ADAM, max_norm=1.0, guard=one), True) for one in (None, guard))
+    assert guarded.passes == pytest.approx(clipped.passes, rel=0.002)
+    assert guarded.temporaries == pytest.approx(clipped.temporaries, rel=0.01)
+    assert guarded.conditionals == clipped.conditionals == 1
 
 
 def test_a_loss_is_traced_once_and_a_step_is_compiled_once() -> None:

@@ -9,6 +9,7 @@ import optax
 
 from preamp import Dynamic, Snapshot, Step, casting
 from preamp.autocasting.report import CastReport
+from preamp.guards import SpikeGuard
 from preamp.jax import (
     FlowSlot,
     LossScale,
@@ -24,6 +25,7 @@ from preamp.jax import (
     last_step,
     loss_scaled,
     mismatch,
+    restart_guard,
     restart_loss_scale,
     scaled_value_and_grad,
     snapshot,
@@ -39,7 +41,7 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def train(w: jax.Array, x: jax.Array) -> Step | None:
-    optimizer = loss_scaled(optax.adamw(1e-3), Dynamic(), max_norm=1.0)
+    optimizer = loss_scaled(optax.adamw(1e-3), Dynamic(), max_norm=1.0, guard=SpikeGuard())
     state = optimizer.init(w)
     _, w, state = step(autocast(loss, jnp.float16), optimizer)(w, state, x)
     _, gradients = scaled_value_and_grad(loss)(state, w, x)
@@ -49,6 +51,8 @@ def train(w: jax.Array, x: jax.Array) -> Step | None:
     assert_type((scaled + scaled.map(jnp.negative)).unscale(), Any)
     w, state = apply_gradients(optimizer, sum([scaled, scaled], start=scaled), state, w)
     assert_type(restart_loss_scale(state, Dynamic()), LossScaledState)
+    assert_type(restart_guard(state, SpikeGuard()), LossScaledState)
+    assert_type(state.taken, jax.Array)
     check_exhausted(state, Dynamic())
     return last_step(state)
 

@@ -40,7 +40,7 @@ class Rolling(Guard[RollingState]):
     and every step is skipped until it has left the window.
     """
 
-    remembers_overflows: ClassVar[bool] = True
+    remembers_overflows: ClassVar[bool] = True  # their losses enter
 
     window: int = setting(128, "how many past values count.")
     factor: float = setting(6.0, "how many standard deviations above the mean is a spike.")

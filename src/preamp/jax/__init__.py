@@ -20,7 +20,13 @@ from preamp.jax.scaling import exporting as _exporting
 from preamp.jax.scaling.differentiation import scaled_value_and_grad, value_and_grad
 from preamp.jax.scaling.loss_scale import LossScale
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
-from preamp.jax.scaling.states import LossScaledState, check_exhausted, last_step, restart_loss_scale
+from preamp.jax.scaling.states import (
+    LossScaledState,
+    check_exhausted,
+    last_step,
+    restart_guard,
+    restart_loss_scale,
+)
 from preamp.jax.scaling.train_step import apply_gradients, step
 from preamp.jax.scaling.transformation import loss_scaled
 from preamp.jax.trees import FlowSlot, all_finite
@@ -43,6 +49,7 @@ __all__ = [
     "last_step",
     "loss_scaled",
     "mismatch",
+    "restart_guard",
     "restart_loss_scale",
     "scaled_value_and_grad",
     "snapshot",

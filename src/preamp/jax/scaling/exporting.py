@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+from itertools import chain
 from typing import Any, NoReturn
 
 from jax import export
 
 from preamp import policy
 from preamp.errors import PolicyError
+from preamp.guards import ALL, Guard, NormLimit, SpikeGuard
 from preamp.jax.scaling.loss_scale import LossScale
 from preamp.jax.scaling.states import LossScaledState
 from preamp.jax.trees import FlowSlot
 from preamp.policy import Policy
 from preamp.policy.registry import from_json, to_json
+from preamp.scaling import GuardRecord
 
 
 def register() -> None:
@@ -23,7 +26,9 @@ def register() -> None:
     A type that has been registered before stays as it is.
     """
     states = [getattr(policy, name) for name in policy.__all__ if name.endswith("State")]
-    for kind in [LossScaledState, *states]:
+    guards: list[Guard[Any]] = [SpikeGuard(), NormLimit(), *ALL]
+    guarded = [_kinds_in(guard.start()) for guard in guards]
+    for kind in dict.fromkeys([LossScaledState, *states, GuardRecord, *chain(*guarded)]):
         with contextlib.suppress(ValueError):
             export.register_namedtuple_serialization(kind, serialized_name=f"preamp.{kind.__name__}")
     with contextlib.suppress(ValueError):
@@ -40,6 +45,12 @@ def register() -> None:
             serialize_auxdata=lambda rule: json.dumps(to_json(rule, _unnamed, _unknown)).encode(),
             deserialize_auxdata=lambda saved: from_json(json.loads(bytes(saved)), _unknown),
         )
+
+
+def _kinds_in(state: Any) -> list[type[Any]]:
+    """Return the types of nested NamedTuples."""
+    parts = [part for part in state if hasattr(part, "_fields")]
+    return [type(state), *chain(*map(_kinds_in, parts))]
 
 
 def _unnamed(kind: type[Policy[Any]]) -> NoReturn:

@@ -14,9 +14,11 @@ from jax.typing import DTypeLike
 from preamp import scaling
 from preamp.arrays import jax as arrays
 from preamp.errors import UsageError
+from preamp.guards import Guard
+from preamp.guards.base import map_state
 from preamp.jax import trees
 from preamp.policy import Dynamic, Policy, Reading
-from preamp.scaling import Measured, ScalerState, raise_if_exhausted
+from preamp.scaling import GuardRecord, Measured, ScalerState, raise_if_exhausted
 from preamp.systems.arguments import check_resumed, given_policy
 
 FIELDS = ("state", "exhausted_scale", "exhausted_overflows")
@@ -137,18 +139,30 @@ class LossScale:
             object.__setattr__(self, name, value)
 
 
-def start(policy: Policy[Any]) -> ScalerState[Any, Array]:
-    """Return the state before the first step: float32 scalars, int32 counts and a boolean.
+def start(policy: Policy[Any], guard: Guard[Any] | None = None) -> ScalerState[Any, Array]:
+    """Return the state before the first step: float32 scalars and vectors, int32 counts and booleans.
 
     No two fields share memory: donated buffers must not alias.
     """
-    first = scaling.start(policy, takes_norm=True)
+    first = scaling.start(policy, takes_norm=True, guard=guard)
+    record = None if first.guard is None else _guard_arrays(first.guard)
     dtypes = {"finite": jnp.bool_, "steps": jnp.int32, "skipped_steps": jnp.int32}
     values = []
-    for name, value in first._asdict().items():
+    for name, value in first._replace(guard=None)._asdict().items():
         dtype = dtypes.get(name, jnp.float32)
         values.append(jax.tree.map(lambda number, dtype=dtype: jnp.asarray(number, dtype), value))
-    return ScalerState(*values)
+    return ScalerState(*values)._replace(guard=record)
+
+
+def _guard_arrays(record: GuardRecord[float]) -> GuardRecord[Array]:
+    """Return what belongs to a guard as arrays; a tuple of numbers becomes a vector."""
+    return GuardRecord(
+        state=map_state(lambda numbers: jnp.asarray(numbers, jnp.float32), record.state),
+        taken=jnp.asarray(record.taken, jnp.bool_),
+        loss=jnp.asarray(record.loss, jnp.float32),
+        loss_fits=jnp.asarray(record.loss_fits, jnp.bool_),
+        limit=jnp.asarray(record.limit, jnp.float32),
+    )
 
 
 def read(scalars: Sequence[Array]) -> list[float]:

@@ -1,24 +1,29 @@
-"""Measure scaled gradients: whether they are finite, their norm, and what the policy needs."""
+"""Measure a step: whether its gradients are finite, their norm, what the policy needs, the mean loss."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from preamp.arrays.jax import global_norm, gradient_stats
 from preamp.jax import axes
+from preamp.jax.scaling.states import UNKNOWN_LOSS
 from preamp.policy import Policy
 from preamp.scaling import Measured
 
 
 def measure(
-    policy: Policy[Any] | None, gradients: list[Array], scale: Array, names: tuple[Hashable, ...] = ()
+    policy: Policy[Any] | None,
+    gradients: list[Array],
+    scale: Array,
+    names: tuple[Hashable, ...] = (),
+    loss: Array | None = None,
 ) -> Measured[Array]:
-    """Return what one step's gradients are like, on all devices of the step.
+    """Return what one step's gradients and loss are like, on all devices of the step.
 
     They count as finite if their unscaled norm is finite, so a scale of 0 or NaN counts as an overflow.
 
@@ -29,14 +34,49 @@ def measure(
             entries.
         scale: the scale that was in the loss, a float32 scalar.
         names: axes along which devices hold other gradients of the same step.
+        loss: not scaled, a float32 scalar; `UNKNOWN_LOSS` where it is not known.
 
     Returns:
-        The norm is a float64 if any gradient is, else a float32.
+        The norm is a float64 if any gradient is, else a float32. The loss is the mean over the devices that
+        take the same step, so that a guard decides the same on all of them; it is a copy.
     """
     add, maximum = partial(axes.sum_over, names), partial(axes.max_over, names)
-    norm = global_norm(gradients, add)
+    if loss is not None and names and not axes.tracked(names):
+        norm, loss = _norm_and_mean(gradients, loss, names)
+    else:
+        norm = global_norm(gradients, add)
     norm = norm * (1.0 / scale.astype(norm.dtype))
     stats = (
         gradient_stats(policy.needs, policy.edge, gradients, add, maximum) if policy and policy.needs else {}
     )
-    return Measured(jnp.isfinite(norm), scale, norm, **stats)
+    finite = jnp.isfinite(norm)
+    if loss is not None:
+        # `shard_map` knows the other axes along which the loss differs, and the step does not.
+        apart = tuple(axes.varying(loss) - axes.varying(finite))
+        loss = _joined(lax.pmean(_split(loss), apart)) if apart else loss + 0.0
+    return Measured(finite, scale, norm, **stats, loss=loss)
+
+
+def _norm_and_mean(gradients: list[Array], loss: Array, names: tuple[Hashable, ...]) -> tuple[Array, Array]:
+    """Return the norm of all devices' gradients and the mean of their losses, in one reduction."""
+    mean = loss
+
+    def add(totals: Sequence[Array]) -> Array:
+        nonlocal mean
+        squares = sum(totals[1:], totals[0])
+        parts = _split(loss) / lax.psum(1, names)
+        total: Array = lax.psum(jnp.concatenate([squares[None], parts.astype(squares.dtype)]), names)
+        mean = _joined(total[1:].astype(loss.dtype))
+        return total[0]
+
+    return global_norm(gradients, add), mean
+
+
+def _split(loss: Array) -> Array:
+    """Return a loss as two numbers whose means say what it is on all devices: if one lacks it, all do."""
+    known = loss != UNKNOWN_LOSS
+    return jnp.stack([jnp.where(known, loss, 0.0), jnp.where(known, 0.0, 1.0)])
+
+
+def _joined(parts: Array) -> Array:
+    return jnp.where(parts[1] > 0.0, UNKNOWN_LOSS, parts[0])

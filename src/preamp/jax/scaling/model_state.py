@@ -77,7 +77,7 @@ class Forest:
 
 
 def keep_on_skip(
-    aux: object, finite: Array, args: Sequence[object], kwargs: Mapping[str, object], *, required: bool
+    aux: object, taken: Array, args: Sequence[object], kwargs: Mapping[str, object], *, required: bool
 ) -> Any:
     """Return aux; on a skipped step with the state from the arguments.
 
@@ -88,7 +88,7 @@ def keep_on_skip(
 
     Args:
         aux: any tree.
-        finite: whether the step was taken, a boolean scalar.
+        taken: whether the step was taken, a boolean scalar.
         args: the arguments that aux was computed from, by position.
         kwargs: by name.
         required: whether there has to be state; then single entries whose path and shape agree are kept too.
@@ -113,7 +113,7 @@ def keep_on_skip(
         )
     leaves, structure = jax.tree.flatten(aux)
     for number, other in kept.items():
-        leaves[number] = _chosen(finite, leaves[number], given.leaves[other].value)
+        leaves[number] = _chosen(taken, leaves[number], given.leaves[other].value)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -265,11 +265,11 @@ def _names_below(forest: Forest, root: int, path: Path) -> set[Path]:
     return {leaf.path[size:] for leaf in leaves if leaf.root == root and leaf.path[:size] == path}
 
 
-def _chosen(finite: Array, new: ArrayLike, old: ArrayLike) -> Array:
+def _chosen(taken: Array, new: ArrayLike, old: ArrayLike) -> Array:
     """Return the new entry or the old one, in the wider of their dtypes."""
     new, old = jnp.asarray(new), jnp.asarray(old)
     if new.dtype != old.dtype:
         inexact = jnp.issubdtype(new.dtype, jnp.inexact)
         dtype = old.dtype if inexact and old.dtype.itemsize > new.dtype.itemsize else new.dtype
         new, old = new.astype(dtype), old.astype(dtype)
-    return jnp.where(finite, new, old)
+    return jnp.where(taken, new, old)

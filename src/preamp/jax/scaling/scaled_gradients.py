@@ -77,6 +77,8 @@ class ScaledGradients(metaclass=ExplainedType):
     """
 
     gradients: Any
+    # Whether there is no loss. It is lost where JAX takes the object apart: then the number alone says so.
+    _lacks_loss: bool = False
 
     def __init__(self, gradients: object, scale: object, loss: object = None) -> None:
         if isinstance(gradients, ScaledGradients):
@@ -85,6 +87,7 @@ class ScaledGradients(metaclass=ExplainedType):
                 "ScaledGradients(scaled.gradients, scale) to replace it."
             )
         self.gradients, self._numbers = gradients, _pack(_checked(scale), as_loss(loss))
+        self._lacks_loss = loss is None
 
     @property
     def scale(self) -> Array:
@@ -121,7 +124,7 @@ class ScaledGradients(metaclass=ExplainedType):
         _check_reduction(function, self.gradients)
         scale = self.scale
         numbers = _pack(scale, jnp.full_like(scale, UNKNOWN_LOSS))
-        return _new(trees.map_inexact(function, self.gradients), numbers)
+        return _new(trees.map_inexact(function, self.gradients), numbers, lacks_loss=True)
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale: float32 where they were narrower."""
@@ -139,7 +142,8 @@ class ScaledGradients(metaclass=ExplainedType):
         common = jnp.where(mine == 0.0, theirs, mine)
         converted = trees.multiply(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
         total = jax.tree.map(_sum, trees.widen(self.gradients), converted)
-        return _new(total, _pack(common, _sum_of_losses(self.loss, other.loss)))
+        numbers = _pack(common, _sum_of_losses(self.loss, other.loss))
+        return _new(total, numbers, lacks_loss=self._lacks_loss or other._lacks_loss)
 
     def __radd__(self, other: object) -> ScaledGradients:
         """Add to the 0 that `sum` starts with."""
@@ -307,10 +311,10 @@ def _sum(first: Array, second: Array) -> Array:
     return first + second if is_inexact(first) else first
 
 
-def _new(gradients: object, numbers: Any) -> ScaledGradients:
+def _new(gradients: object, numbers: Any, *, lacks_loss: bool = False) -> ScaledGradients:
     """Return an instance, unchecked: JAX puts other things than arrays into trees."""
     scaled = object.__new__(ScaledGradients)
-    scaled.gradients, scaled._numbers = gradients, numbers
+    scaled.gradients, scaled._numbers, scaled._lacks_loss = gradients, numbers, lacks_loss
     return scaled
 
 

@@ -14,10 +14,12 @@ from jax.typing import DTypeLike
 
 from preamp.checks import shown
 from preamp.errors import UsageError
+from preamp.guards import Guard
+from preamp.guards.base import leaves_of
 from preamp.jax.scaling.loss_scale import LossScale, check_dtype, read, start
 from preamp.jax.trees import kind_of
 from preamp.policy import Dynamic, Policy
-from preamp.scaling import GuardRecord, ScalerState, Step, to_step
+from preamp.scaling import GuardRecord, ScalerState, Step, given_guard, to_step
 from preamp.systems.arguments import check_counts, given_policy
 
 # For a loss that is not known. A diverged loss is inf, -inf or NaN, but never float32's lowest finite number.
@@ -40,10 +42,12 @@ class LossScaledState(NamedTuple):
         steps: int32; steps taken or skipped.
         skipped_steps: int32; steps skipped.
         loss: float32; the last loss, not scaled: that of `step`, of the `ScaledGradients`, or the `value`
-            that `update` was given. float32's lowest finite number where it is not known.
+            that `update` was given, averaged over the devices that take the same step. float32's lowest
+            finite number where it is not known.
         peak: float32; the largest magnitude among the last scaled gradients; undefined if they were not
             finite. None, which is not a leaf, where the policy does not need it.
-        guard: the guard's state, and what it decided in the last step. None without a guard.
+        guard: the guard's state, float32 scalars and vectors, and what it decided in the last step. None,
+            which is not a leaf, without a guard.
     """
 
     policy_state: Any
@@ -58,6 +62,11 @@ class LossScaledState(NamedTuple):
     loss: Array
     peak: Array | None = None
     guard: GuardRecord[Array] | None = None
+
+    @property
+    def taken(self) -> Array:
+        """Whether the last step was taken, a boolean scalar: neither an overflow nor a spike."""
+        return self.finite if self.guard is None else self.guard.taken
 
     @property
     def scaler_state(self) -> ScalerState[Any, Any]:
@@ -76,6 +85,14 @@ DTYPES: dict[str, DTypeLike] = {
     "loss": jnp.float32,
 }
 """The dtype that `init` gives each scalar."""
+
+GUARD_DTYPES: dict[str, DTypeLike] = {
+    "taken": jnp.bool_,
+    "loss": jnp.float32,
+    "loss_fits": jnp.bool_,
+    "limit": jnp.float32,
+}
+"""The same of what belongs to a guard, besides its state."""
 
 RESTARTED = ("policy_state", "exhausted_scale", "exhausted_overflows", "peak")
 
@@ -167,14 +184,14 @@ def check_dtypes(state: LossScaledState) -> None:
         "Write opt_state = jax.tree.map(lambda old, new: old.astype(new.dtype), opt_state, "
         "optimizer.init(params)), and cast the parameters alone"
     )
-    for name, value, dtype in _scalars(state):
+    for name, value, dtype in [*_scalars(state), *_guard_leaves(state)]:
         if dtype != jnp.bool_ and getattr(value, "dtype", dtype) != dtype:
             check_dtype(f"opt_state.{name}", value, dtype, instead)
 
 
 def _check_fields(state: LossScaledState) -> None:
     """Raise for a field that a number was taken out of, or that something else was put into."""
-    for name, value, _ in _scalars(state):
+    for name, value, _ in [*_scalars(state), *_guard_leaves(state)]:
         # JAX itself puts other things in the places of arrays: shapes, shardings, booleans of a filter.
         if value is None or isinstance(value, str | dict | list):
             raise UsageError(
@@ -191,7 +208,18 @@ def _scalars(state: LossScaledState) -> list[tuple[str, object, DTypeLike]]:
         scalars += [(f"policy_state.{name}", getattr(policy_state, name), jnp.float32)]
     for name, dtype in DTYPES.items():
         scalars += [(name, getattr(state, name), dtype)]
+    if state.guard is not None:
+        scalars += [
+            (f"guard.{name}", getattr(state.guard, name, None), GUARD_DTYPES[name]) for name in GUARD_DTYPES
+        ]
     return scalars
+
+
+def _guard_leaves(state: LossScaledState) -> list[tuple[str, object, DTypeLike]]:
+    """Return the numbers and vectors in a guard's state, likewise."""
+    held = None if state.guard is None else getattr(state.guard, "state", None)
+    leaves = leaves_of(held) if hasattr(held, "_fields") else []
+    return [(f"guard.state.{name}", value, jnp.float32) for name, value in leaves]
 
 
 def _describe_enclosing(state: object) -> str:
@@ -225,8 +253,8 @@ def _children(node: object) -> list[tuple[tuple[object, ...], object]]:
 def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossScaledState:
     """Return the state to resume a training from with another policy.
 
-    The inner optimizer's state, its moments and counts, and the counts of steps stay. The loss scale starts
-    as the policy starts it.
+    The inner optimizer's state, its moments and counts, the guard's, and the counts of steps stay. The loss
+    scale starts as the policy starts it.
 
     Args:
         opt_state: of an optimizer made with `loss_scaled` and any policy.
@@ -255,6 +283,38 @@ def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossS
     return find(opt_state)._replace(**{name: getattr(first, name) for name in RESTARTED})
 
 
+def restart_guard(opt_state: LossScaledState, guard: Guard[Any] | None) -> LossScaledState:
+    """Return the state to resume a training from with another guard, with the first one, or without.
+
+    All else stays, the loss scale too.
+
+    Args:
+        opt_state: of an optimizer made with `loss_scaled`, with or without a guard.
+        guard: that of the `loss_scaled` with which training continues. None: it has none.
+
+    Raises:
+        PolicyError: for what is not a guard.
+        UsageError: for another state.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from preamp.guards import SpikeGuard
+    >>> from preamp.jax import loss_scaled
+    >>> state = loss_scaled(optax.adam(1e-3)).init(jnp.zeros(2))
+    >>> guard = SpikeGuard()
+    >>> state = restart_guard(state, guard)
+    >>> optimizer = loss_scaled(optax.adam(1e-3), guard=guard)
+    >>> bool(state.guard.taken)
+    True
+    """
+    if isinstance(opt_state, LossScale):
+        raise UsageError(
+            "restart_guard was given a LossScale, which has no guard. Write loss_scaled(optimizer, policy, "
+            "guard=guard)."
+        )
+    first = start(Dynamic(), given_guard(guard))
+    return find(opt_state)._replace(guard=first.guard)
+
+
 def last_step(opt_state: LossScaledState) -> Step | None:
     """Return the record of the last step, read to the host; None before the first.
 
@@ -274,11 +334,16 @@ def last_step(opt_state: LossScaledState) -> Step | None:
             "the scale, and loss_scale.check_exhausted() after restoring one."
         )
     record = find(opt_state).scaler_state._asdict()
-    policy_state = record.pop("policy_state")
+    policy_state, guard = record.pop("policy_state"), record.pop("guard")
     known = {name: value for name, value in record.items() if value is not None}
-    loss, *numbers = read([opt_state.loss, *policy_state, *known.values()])
+    decided = [] if guard is None else [getattr(guard, name) for name in GUARD_DTYPES]
+    loss, *numbers = read([opt_state.loss, *policy_state, *known.values(), *decided])
     count = len(policy_state)
-    record |= zip(known, numbers[count:], strict=True)
+    record |= zip(known, numbers[count:], strict=False)
+    if guard is not None:
+        record["guard"] = guard._replace(
+            **dict(zip(GUARD_DTYPES, numbers[count + len(known) :], strict=True))
+        )
     state: ScalerState[Any, float] = ScalerState(type(policy_state)(*numbers[:count]), **record)
     Dynamic().restore({"scale": state.policy_state.scale})  # raises for what no policy can resume from
     return to_step(state, loss=None if loss == UNKNOWN_LOSS else loss)

@@ -120,10 +120,10 @@ def step(
             result, scaled = differentiate(scale, fast, *args, **kwargs)
         value = result[0] if has_aux else result
         extra = {"value": value, "value_fn": differentiate.of_params(scale, args, kwargs)}
-        backward = Backward(scaled, scale, value, finish)
+        backward = Backward(scaled, scale, value, finish, loss_is_known=True)
         params, opt_state = scaling.apply(backward, opt_state, params, extra)
         if has_aux and keep_state is not False:
-            aux = keep_on_skip(result[1], opt_state.finite, args, kwargs, required=keep_state is True)
+            aux = keep_on_skip(result[1], opt_state.taken, args, kwargs, required=keep_state is True)
             result = value, aux
         return result, params, opt_state
 

@@ -16,15 +16,18 @@ from jax import Array
 from preamp.arrays.jax import is_inexact, multiply
 from preamp.checks import is_number, shown
 from preamp.errors import PolicyError, UsageError
+from preamp.guards import Guard, Verdict
+from preamp.guards.base import leaves_of, map_state
 from preamp.jax import axes, trees
 from preamp.jax.scaling.differentiation import refuse_stateful
 from preamp.jax.scaling.loss_scale import start
 from preamp.jax.scaling.measurements import measure
 from preamp.jax.scaling.scaled_gradients import ScaledGradients, as_loss, optax_caller, single
-from preamp.jax.scaling.states import LossScaledState, check, states_in
+from preamp.jax.scaling.states import UNKNOWN_LOSS, LossScaledState, check, states_in
 from preamp.jax.trees import is_flow_slot, kind_of
-from preamp.policy import Dynamic, Policy
-from preamp.scaling import Measured, advance
+from preamp.policy import Dynamic, Policy, Reading
+from preamp.policy.base import Where, choose
+from preamp.scaling import advance, given_guard, judge
 from preamp.systems.arguments import given_policy
 
 OFFERED = frozenset(["value", "value_fn", "grad"])  # what line searches ask for
@@ -37,6 +40,7 @@ def loss_scaled(
     policy: Policy[Any] | None = None,
     max_norm: float | None = None,
     axis_name: Hashable = None,
+    guard: Guard[Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation of `ScaledGradients`: it unscales, checks, clips, and skips what is not finite.
 
@@ -64,9 +68,13 @@ def loss_scaled(
         axis_name: the mapped axis, or a tuple of them, along which devices hold other gradients: shards
             of parameters. They then skip together, and the norm is that of all. Leave it out
             where gradients have been averaged over devices, and under `jit` with sharded arrays.
+        guard: any guard or dialect of `preamp.guards`: it skips steps whose gradients are finite, by their
+            loss and by their norm before clipping. One that uses the loss is given it by `step`, and by the
+            gradients of `scaled_value_and_grad`; elsewhere write ``update(..., value=loss)``. Devices that
+            take the same step are judged by the mean of their losses.
 
     Raises:
-        PolicyError: for a policy or norm that cannot work.
+        PolicyError: for a policy, norm or guard that cannot work.
         UsageError: for an `inner` that is not a transformation, or scales losses already.
 
     >>> import jax.numpy as jnp, optax
@@ -91,6 +99,7 @@ def loss_scaled(
         given_policy(Dynamic() if policy is None else policy, {}),
         _checked_norm(max_norm),
         axes.names_of(axis_name),
+        given_guard(guard),
     )
     return optax.GradientTransformationExtraArgs(scaling.init, scaling.update)
 
@@ -127,12 +136,14 @@ class Backward(NamedTuple):
         scale: the scale that was in the loss.
         loss: not scaled.
         finish: turns the leaves into those of the gradients; called where the step is not skipped.
+        loss_is_known: whether the loss is certain not to be `UNKNOWN_LOSS`.
     """
 
     gradients: object
     scale: Array
     loss: object
     finish: Callable[[list[Array]], list[Array]] | None = None
+    loss_is_known: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,7 @@ class Scaling:
     policy: Policy[Any]
     max_norm: float | None
     names: tuple[Hashable, ...]
+    guard: Guard[Any] | None = None
 
     def init(self, params: object) -> LossScaledState:
         """Return the state before the first step."""
@@ -152,7 +164,7 @@ class Scaling:
                 "params hold a flow_slot(), which the optimizer would update. Write the slots as another "
                 "argument of the loss, and scaled_value_and_grad(loss_fn, argnums=(0, 1))."
             )
-        first, inner = start(self.policy), self.inner.init(trees.widen(params))
+        first, inner = start(self.policy, self.guard), self.inner.init(trees.widen(params))
         if states_in(inner):
             raise UsageError(
                 "the optimizer inside scales losses already: gradients would be unscaled twice. "
@@ -222,10 +234,20 @@ class Scaling:
         if self.names:
             axes.check_bound(self.names)
         leaves, rebuild = trees.split(backward.gradients)
-        measured = measure(self.policy, leaves, backward.scale, self.names)
+        loss = as_loss(backward.loss, "value")
+        guard = self._guard_told(backward, loss)
+        measured = measure(self.policy, leaves, backward.scale, self.names, loss)
         norm = measured.grad_norm
         assert norm is not None
+        assert measured.loss is not None
         inverse = 1.0 / backward.scale.astype(norm.dtype)
+        # The state's scalars are copies, since donated buffers must not alias.
+        stored = measured._replace(scale=measured.scale + 0.0, grad_norm=norm.astype(jnp.float32))
+        before, taken, verdict = state.scaler_state, measured.finite, None
+        if guard is not None:
+            verdict = judge(guard, before, stored, jnp.where)
+            taken = verdict.taken
+        scaler_state, _ = advance(self.policy, before, stored, jnp.where, guard, verdict)
 
         def take() -> tuple[Any, object]:
             whole = backward.finish(leaves) if backward.finish else leaves
@@ -243,11 +265,42 @@ class Scaling:
         def skip() -> tuple[Any, object]:
             return skipped, state.inner_state
 
-        if isinstance(measured.finite, jax.core.Tracer):
-            result, inner = jax.lax.cond(measured.finite, take, skip)
+        if isinstance(taken, jax.core.Tracer):
+            result, inner = jax.lax.cond(taken, take, skip)
         else:
-            result, inner = take() if measured.finite else skip()  # known now: nothing is compiled
-        return result, self._after(state, inner, measured, backward.loss)
+            result, inner = take() if taken else skip()  # known now: nothing is compiled
+        if scaler_state.guard is not None:
+            known = jnp.where(measured.loss == UNKNOWN_LOSS, jnp.nan, measured.loss)
+            # Python numbers, such as the limit of a guard that always has the same, become arrays that vary
+            # along the same axes as the others.
+            record = jax.tree.map(
+                lambda new, old: jnp.where(taken, new, new).astype(old.dtype),
+                scaler_state.guard._replace(loss=known),
+                state.guard,
+            )
+            scaler_state = scaler_state._replace(guard=record)
+        return result, LossScaledState(**scaler_state._asdict(), inner_state=inner, loss=measured.loss)
+
+    def _guard_told(self, backward: Backward, loss: Array) -> Guard[Any] | None:
+        """Return the guard, one that copes with a loss that may be missing where that cannot be known yet.
+
+        Raises:
+            UsageError: for a loss that the guard uses and that is known to be missing.
+        """
+        if self.guard is None or "loss" not in self.guard.uses or backward.loss_is_known:
+            return self.guard
+        is_missing = backward.loss is None
+        if not isinstance(loss, jax.core.Tracer):  # an eager step, which reads whether it is taken as well
+            is_missing = float(loss) == UNKNOWN_LOSS
+        if is_missing:
+            raise UsageError(
+                f"{self.guard!r} uses the loss, and these gradients come without it: they were made by hand, "
+                "mapped, or differ between the devices of a shard_map. Write update(scaled, opt_state, "
+                "params, value=loss), or apply_gradients(optimizer, scaled, opt_state, params, value=loss); "
+                "for flax.nnx.Optimizer optimizer.update(model, scaled.gradients, loss_scale=scaled.scale, "
+                "value=loss). step(loss_fn, optimizer) does it for you."
+            )
+        return _WhereKnown(self.guard)
 
     def _inner_update(
         self, gradients: object, inner_state: object, params: object, extra: dict[str, object]
@@ -288,6 +341,7 @@ class Scaling:
     def check_state(self, state: object) -> LossScaledState:
         """Return a state, checked; raise for one of another optimizer, another policy or other dtypes."""
         state = check(state)
+        self._check_guard(state)
         has_peak = "peak" in self.policy.needs
         if (state.peak is not None) != has_peak or type(state.policy_state) is not type(self.policy.start()):
             raise UsageError(
@@ -299,22 +353,73 @@ class Scaling:
             )
         return state
 
-    def _after(
-        self, state: LossScaledState, inner: object, measured: Measured[Array], loss: object
-    ) -> LossScaledState:
-        """Return the state after the step; its scalars are copies, since donated buffers must not alias."""
-        assert measured.grad_norm is not None
-        stored = measured._replace(
-            scale=measured.scale + 0.0, grad_norm=measured.grad_norm.astype(jnp.float32)
+    def _check_guard(self, state: LossScaledState) -> None:
+        """Raise for a state of another guard, or of one where there is none."""
+        record, guard = state.guard, self.guard
+        if record is None and guard is None:
+            return
+        if guard is None:
+            raise UsageError(
+                "opt_state has the state of a guard, and the optimizer has none: spikes would be taken. "
+                "Write loss_scaled(..., guard=guard) with the guard that it was made with, or opt_state = "
+                "restart_guard(opt_state, None)."
+            )
+        if record is None:
+            raise UsageError(
+                f"opt_state has no state of {guard!r}: it was made without a guard. Write opt_state = "
+                "restart_guard(opt_state, guard), which keeps all else."
+            )
+        first = guard.start()
+        if type(record.state) is not type(first) or _guard_shapes(record.state) != _guard_shapes(first):
+            raise UsageError(
+                f"the guard's state in opt_state, {kind_of(record.state)}, is not that of {guard!r}: it was "
+                "made by another guard, or by the same with another window. Write opt_state = "
+                "restart_guard(opt_state, guard), which keeps all else; or restore with "
+                "optimizer.init(params) as the template, if a file has lost the types."
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class _WhereKnown(Guard[Any]):
+    """A guard whose losses may be `UNKNOWN_LOSS`: then the norm decides alone, and no loss is remembered."""
+
+    guard: Guard[Any]
+
+    @property
+    def uses(self) -> frozenset[str]:  # type: ignore[override]  # of a class it is a constant
+        return self.guard.uses
+
+    @property
+    def remembers_overflows(self) -> bool:  # type: ignore[override]
+        return self.guard.remembers_overflows
+
+    def start(self) -> Any:
+        return self.guard.start()
+
+    def judge(self, state: Any, reading: Reading, where: Where = choose) -> Verdict:
+        known = self.guard.judge(state, reading, where)
+        unknown = known._replace(taken=True, loss_fits=True)
+        if "grad_norm" in self.uses and reading.grad_norm is not None:
+            unknown = self.guard.judge(state, reading._replace(loss=None), where)
+        is_known = reading.loss != UNKNOWN_LOSS
+        return known._replace(
+            taken=where(is_known, known.taken, unknown.taken),
+            loss_fits=where(is_known, known.loss_fits, unknown.loss_fits),
         )
-        after, _ = advance(self.policy, state.scaler_state, stored, jnp.where)
-        recorded = _recorded(as_loss(loss, "value"), measured.finite)
-        return LossScaledState(**after._asdict(), inner_state=inner, loss=recorded)
+
+    def advance(self, state: Any, reading: Reading, where: Where = choose) -> Any:
+        known, unknown = self.guard.advance(state, reading, where), state
+        if "grad_norm" in self.uses and reading.grad_norm is not None:
+            unknown = self.guard.advance(state, reading._replace(loss=None), where)
+        is_known = reading.loss != UNKNOWN_LOSS
+        return map_state(lambda new, old: where(is_known, new, old), known, unknown)
 
 
 def backward_of(scaled: ScaledGradients, extra: dict[str, object]) -> Backward:
     """Return gradients with the loss that is recorded: the `value` that an update is given, or their own."""
-    loss = scaled.loss if extra.get("value") is None else extra["value"]
+    loss: object = None if scaled._lacks_loss else scaled.loss
+    if extra.get("value") is not None:
+        loss = extra["value"]
     return Backward(scaled.gradients, scaled.scale, loss)
 
 
@@ -351,10 +456,8 @@ def _plain(value: object) -> object:
     return value.unscale() if isinstance(value, ScaledGradients) else value
 
 
-def _recorded(loss: Array, finite: Array) -> Array:
-    """Return a loss as the state keeps it: averaged over devices that take the same step."""
-    apart = tuple(axes.varying(loss) - axes.varying(finite))
-    return jax.lax.pmean(loss, apart) if apart else loss + 0.0
+def _guard_shapes(state: Any) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, np.shape(value)) for name, value in leaves_of(state)]  # of tuples and arrays
 
 
 def _negative_zeros(like: Array) -> Array:

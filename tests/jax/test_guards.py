@@ -1,0 +1,713 @@
+"""A guard in `loss_scaled`: equal decisions with a simulation, and a spike that leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from flax import nnx, serialization
+from jax import export
+from jax.sharding import Mesh, PartitionSpec
+
+from preamp import Dynamic, Headroom, PolicyError, Reading, Static, UsageError, guards, simulate
+from preamp.guards import Guard, NormLimit, SpikeGuard
+from preamp.jax import (
+    LossScale,
+    ScaledGradients,
+    apply_gradients,
+    check_exhausted,
+    last_step,
+    loss_scaled,
+    restart_guard,
+    restart_loss_scale,
+    scaled_value_and_grad,
+    step,
+)
+from preamp.scaling import Spike
+
+from .reading import traced
+from .trainings import enable_x64, identical, shard_map
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+POLICY = Dynamic(init_scale=4.0, growth_interval=5)
+GUARDS: list[Guard[Any]] = [
+    SpikeGuard(),
+    SpikeGuard(sigmas=4.0, warmup=4, patience=3),
+    NormLimit(5.0),
+    guards.OLMO(rolling_interval_length=24),
+    guards.LEVANTER(rolling_interval_length=16),
+    guards.MAXTEXT(16),
+    guards.MEGATRON_NORM(5.0),
+    guards.AXLEARN(5.0),
+    guards.LLM_C(3.0, 3.0),
+    guards.METASEQ(30.0, 3.0),
+]
+each_guard = pytest.mark.parametrize("guard", GUARDS, ids=repr)
+PARAMS = {"w": jnp.array([0.5, -0.0, 1.0, -2.0]), "b": jnp.array([-0.0])}
+DIRECTION = np.array([0.5, -0.5, 0.5, 0.5], np.float32)  # of length 1
+
+
+@jax.custom_vjp
+def amplified(number: Any, factor: Any) -> Any:
+    """Return the number; its gradient is multiplied by the factor."""
+    return number
+
+
+def _backward(factor: Any, seed: Any) -> Any:
+    return seed * factor, jnp.zeros_like(seed)
+
+
+amplified.defvjp(lambda number, factor: (number, factor), _backward)
+
+
+def loss(params: Any, value: Any, norm: Any) -> Any:
+    """Return a loss that is given, with gradients of the norm that is given, both finite or not."""
+    value, norm = jnp.asarray(value, jnp.float32), jnp.asarray(norm, jnp.float32)
+    nothing = jnp.where(norm == norm, 0.0, 0.0)  # that differs between devices as the norm does
+    number = amplified(jnp.sum(params["w"] * DIRECTION) + nothing, norm)
+    return value + (number - jax.lax.stop_gradient(number))
+
+
+def loss_and_statistics(params: Any, value: Any, norm: Any, old: Any) -> Any:
+    return loss(params, value, norm), {"mean": 0.5 * old["mean"] + value, "norm": norm}
+
+
+def series(seed: int, length: int = 300, *, nans: float = 0.004) -> np.ndarray:
+    """Return losses and norms of ordinary steps, spikes of both, alone and in a row, NaN and overflows."""
+    draw = np.random.default_rng(seed)
+    losses = 2.0 + 2.0 * np.exp(-np.arange(length) / 50) + draw.normal(0.0, 0.05, length)
+    norms = np.exp(draw.normal(0.0, 0.1, length))
+    kinds = draw.random(length)
+    for number in np.flatnonzero(kinds < 0.04):
+        losses[number : number + draw.integers(1, 5)] *= 10.0
+    norms[(kinds > 0.04) & (kinds < 0.08)] *= 20.0
+    norms[(kinds > 0.08) & (kinds < 0.13)] = draw.choice([np.inf, np.nan])
+    both = (kinds > 0.13) & (kinds < 0.15)
+    losses[both], norms[both] = np.inf, np.nan
+    losses[kinds > 1.0 - nans] = np.nan
+    return np.stack([losses, norms], axis=1).astype(np.float32)
+
+
+def on_host(guard: Guard[Any] | None, script: np.ndarray, policy: Any = POLICY) -> Any:
+    def reading(value: float, norm: float) -> Reading:
+        finite = math.isfinite(norm)
+        return Reading(finite, loss=value, grad_norm=norm if finite else None)
+
+    return simulate(policy, [reading(float(value), float(norm)) for value, norm in script], guard=guard)
+
+
+def scanned(optimizer: Any) -> Any:
+    """Return a function that takes the steps of a script, and returns all states."""
+    train = step(loss, optimizer)
+
+    def one(carry: Any, row: Any) -> Any:
+        _, params, state = train(*carry, row[0], row[1])
+        return (params, state), (params, state)
+
+    def run(params: Any, state: Any, script: Any) -> Any:
+        return jax.lax.scan(one, (params, state), script)
+
+    return run
+
+
+def reasons(states: Any) -> list[str | None]:
+    taken, finite = np.asarray(states.taken), np.asarray(states.finite)
+    return [None if t else "spike" if f else "overflow" for t, f in zip(taken, finite, strict=True)]
+
+
+@each_guard
+def test_decisions_are_those_of_a_simulation(guard: Guard[Any]) -> None:
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, guard=guard)
+    run, state = jax.jit(scanned(optimizer)), optimizer.init(PARAMS)
+    spikes = 0
+    for seed in range(8):
+        script = series(seed)
+        _, (params, states) = run(PARAMS, state, script)
+        trace = on_host(guard, script)
+        assert reasons(states) == [one.reason for one in trace]
+        assert np.asarray(states.last_scale).tolist() == [one.scale for one in trace]
+        spikes += reasons(states).count("spike")
+        # A step that is not taken changes no bit of parameters and inner state.
+        skipped = np.flatnonzero(~np.asarray(states.taken))
+        skipped = skipped[skipped > 0]
+        for leaf in jax.tree.leaves((params, states.inner_state)):
+            after = np.asarray(leaf)
+            assert after[skipped].tobytes() == after[skipped - 1].tobytes()
+        # A spike is no step to the policy: neither an overflow nor a clean one.
+        spiked = np.array([number for number, why in enumerate(reasons(states)) if why == "spike" and number])
+        for leaf in states.policy_state if len(spiked) else ():
+            assert np.array_equal(np.asarray(leaf)[spiked], np.asarray(leaf)[spiked - 1])
+    assert spikes > 5
+
+
+@pytest.mark.parametrize("guard", [SpikeGuard(), guards.OLMO, guards.LLM_C(2.5, 2.5)], ids=repr)
+def test_states_are_those_of_a_simulation(guard: Guard[Any]) -> None:
+    script = series(0, 100, nans=0.0)
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+    (_, state), _ = jax.jit(scanned(optimizer))(PARAMS, optimizer.init(PARAMS), script)
+    host = guard.start()
+    for value, norm in script.tolist():
+        finite = math.isfinite(norm)
+        host = guard.advance(host, Reading(finite, loss=value, grad_norm=norm if finite else None))
+    for ours, theirs in zip(*map(sorted_numbers, (state.guard.state, host)), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
+
+
+def sorted_numbers(state: Any) -> list[list[float]]:
+    """Return numbers and vectors; the order of a vector is another on a device than on the host."""
+    if hasattr(state, "_fields"):
+        return [numbers for part in state for numbers in sorted_numbers(part)]
+    return [sorted(np.ravel(np.asarray(state, np.float64)).tolist())]
+
+
+def test_last_step_says_why() -> None:
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, guard=SpikeGuard(warmup=4))
+    train = jax.jit(step(loss, optimizer), donate_argnums=(0, 1))
+    params, state = jax.tree.map(jnp.copy, PARAMS), optimizer.init(PARAMS)
+    rows = [(2.0, 1.0), (2.1, 1.1), (1.9, 0.9), (2.0, 1.0), (2.0, 1.0)]
+    rows += [(90.0, 1.0), (2.0, 30.0), (math.nan, 1.0), (9.0, math.inf), (2.0, 1.0)]
+    steps = []
+    for value, norm in rows:
+        _, params, state = train(params, state, value, norm)
+        steps.append(last_step(state))
+    assert [one.reason for one in steps] == [None] * 5 + ["spike"] * 3 + ["overflow", None]
+    of_loss, of_norm, nan, overflow = (steps[number].spike for number in (5, 6, 7, 8))
+    assert isinstance(of_loss, Spike)
+    assert (of_loss.of, of_loss.value) == ("loss", 90.0)
+    assert 2.1 < of_loss.limit < 10.0
+    assert (of_norm.of, of_norm.value) == ("grad_norm", pytest.approx(30.0))
+    assert 1.1 < of_norm.limit < 10.0
+    assert nan.of == "loss"
+    assert math.isnan(nan.value)
+    assert overflow is None
+    assert steps[6].grad_norm == pytest.approx(30.0)
+    assert all(one.skipped for one in steps[5:9])
+    assert all(one.finite for one in steps[5:8])
+    assert int(state.skipped_steps) == 4
+    assert bool(state.taken)
+    assert steps == list(on_host_with_limits(rows, steps))
+
+
+def on_host_with_limits(rows: list[tuple[float, float]], steps: list[Any]) -> Any:
+    """Yield the steps of a simulation, with the float32 numbers of other steps where they are close."""
+    trace = on_host(SpikeGuard(warmup=4), np.array(rows, np.float32))
+    for ours, theirs in zip(steps, trace, strict=True):
+        assert (ours.scale, ours.new_scale, ours.skipped) == (theirs.scale, theirs.new_scale, theirs.skipped)
+        if ours.spike is not None:
+            assert ours.spike.limit == pytest.approx(theirs.spike.limit, rel=1e-4)
+        yield ours
+
+
+WAYS = ["step", "jitted step", "apply_gradients", "jitted apply_gradients", "update", "jitted update"]
+
+
+def trained(way: str, optimizer: Any) -> Any:
+    """Return a step: by one function or by several, compiled or not."""
+
+    def by_applying(params: Any, state: Any, value: Any, norm: Any) -> Any:
+        value, scaled = scaled_value_and_grad(loss)(state, params, value, norm)
+        return value, *apply_gradients(optimizer, scaled, state, params)
+
+    def by_updating(params: Any, state: Any, value: Any, norm: Any) -> Any:
+        value, scaled = scaled_value_and_grad(loss)(state, params, value, norm)
+        plain = ScaledGradients(scaled.gradients, scaled.scale)
+        updates, state = optimizer.update(plain, state, params, value=value)
+        return value, optax.apply_updates(params, updates), state
+
+    ways = {"step": step(loss, optimizer), "apply_gradients": by_applying, "update": by_updating}
+    function: Any = ways[way.removeprefix("jitted ")]
+    return jax.jit(function) if way.startswith("jitted") else function
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_spike_changes_no_bit(way: str) -> None:
+    optimizer = loss_scaled(optax.adamw(0.1), POLICY, max_norm=0.5, guard=SpikeGuard(warmup=2))
+    train, params, state = trained(way, optimizer), PARAMS, optimizer.init(PARAMS)
+    for value in (2.0, 2.1, 1.9, 2.0):
+        _, params, state = train(params, state, value, 1.0)
+    for value, norm in ((50.0, 1.0), (2.0, 50.0), (math.nan, 1.0)):
+        value, kept, after = train(params, state, value, norm)
+        assert not after.taken
+        assert after.finite
+        assert last_step(after).reason == "spike"
+        assert identical((kept, after.inner_state), (params, state.inner_state))
+        assert identical(after.policy_state, state.policy_state)
+        params, state = kept, after
+    _, moved, state = train(params, state, 2.0, 1.0)
+    assert state.taken
+    assert not identical(moved, params)
+
+
+@pytest.mark.parametrize("kept", [None, False])
+def test_state_in_aux_comes_back_unchanged(kept: bool | None) -> None:
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=NormLimit(5.0))
+    train = jax.jit(step(loss_and_statistics, optimizer, has_aux=True, keep_state=kept))
+    old, state = {"mean": jnp.float32(0.75)}, optimizer.init(PARAMS)
+    (_, new), _, state = train(PARAMS, state, 2.0, 1.0, old)
+    assert float(new["mean"]) == 2.375
+    (_, new), _, state = train(PARAMS, state, 3.0, 9.0, old)
+    assert last_step(state).reason == "spike"
+    assert float(new["mean"]) == (0.75 if kept is None else 3.375)
+    assert float(new["norm"]) == 9.0
+
+
+# Where JAX transforms a step
+
+
+def test_trainings_under_vmap_decide_as_each_alone() -> None:
+    for guard in (SpikeGuard(), guards.LEVANTER(rolling_interval_length=16)):
+        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+        run, state = scanned(optimizer), optimizer.init(PARAMS)
+        scripts = np.stack([series(seed, 120) for seed in range(3)])
+        _, (_, states) = jax.jit(jax.vmap(run, (None, None, 0)))(PARAMS, state, scripts)
+        for number, script in enumerate(scripts):
+            alone = jax.tree.map(lambda leaf, n=number: leaf[n], states)
+            assert reasons(alone) == [one.reason for one in on_host(guard, script)]
+
+
+TWO = 2
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices("cpu")[:TWO]), ("d",))
+
+
+SPLIT, WHOLE = PartitionSpec("d"), PartitionSpec()
+
+
+def test_each_device_may_have_a_training_of_its_own(mesh: Mesh) -> None:
+    for guard in (SpikeGuard(), NormLimit(5.0)):
+        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+        run = scanned(optimizer)
+
+        def one(trees: Any, run: Any = run) -> Any:
+            params, state, script = jax.tree.map(lambda leaf: leaf[0], trees)
+            _, (_, states) = run(params, state, script)
+            return jax.tree.map(lambda leaf: leaf[None], states)
+
+        scripts = np.stack([series(seed, 60) for seed in range(TWO)])
+        start = jax.tree.map(lambda leaf: jnp.stack([leaf] * TWO), (PARAMS, optimizer.init(PARAMS)))
+        states = jax.jit(shard_map(one, mesh, (SPLIT,), SPLIT))((*start, scripts))
+        for number, script in enumerate(scripts):
+            alone = jax.tree.map(lambda leaf, n=number: leaf[n], states)
+            assert reasons(alone) == [reading.reason for reading in on_host(guard, script)]
+
+
+def parted(seed: int, devices: int, length: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """Return a script for each device, and what they are together: mean losses, and norms as of one."""
+    each = np.stack([series(seed + 10 * number, length, nans=0.0) for number in range(devices)])
+    each[..., 1] = each[0, :, 1]
+    mean = each.mean(0, dtype=np.float64).astype(np.float32)
+    mean[:, 1] = each[0, :, 1]
+    return each, mean
+
+
+@pytest.mark.parametrize("way", ["pmap", "shard_map", "unchecked shard_map", "without an axis_name"])
+def test_devices_with_other_losses_decide_by_their_mean(way: str, mesh: Mesh) -> None:
+    guard = SpikeGuard()
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+    each, together = parted(1, TWO)
+    if way == "without an axis_name":  # JAX has summed the gradients
+        each[..., 1] /= TWO
+    train = step(loss, optimizer, axis_name=None if way == "without an axis_name" else "d")
+
+    def one(params: Any, state: Any, row: Any) -> Any:
+        _, params, state = train(params, state, row[0, 0], row[0, 1])
+        return params, state
+
+    params, state = PARAMS, optimizer.init(PARAMS)
+    if way == "pmap":
+        run: Any = jax.pmap(one, axis_name="d", devices=jax.devices("cpu")[:TWO])
+        params, state = jax.tree.map(lambda leaf: jnp.stack([leaf] * TWO), (params, state))
+    else:
+        checked = way != "unchecked shard_map"
+        run = jax.jit(shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked))
+    why = []
+    for number in range(each.shape[1]):
+        rows = each[:, number]
+        params, state = run(params, state, rows[:, None] if way == "pmap" else rows)
+        replicas = [state, state]
+        if way == "pmap":
+            replicas = [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(TWO)]
+        assert identical(*replicas)
+        why.append(last_step(replicas[0]).reason)
+    assert why == [one.reason for one in on_host(guard, together)]
+    assert why.count("spike") > 2
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_devices_with_other_parameters_decide_by_the_mean_of_the_losses_they_are_given(
+    mesh: Mesh, checked: bool
+) -> None:
+    """The norm is that of all; with it the loss is averaged, in one reduction where JAX tracks no axes."""
+    guard = SpikeGuard(warmup=3)
+    steps = {}
+    for name, one in (("guarded", guard), ("plain", None)):
+        optimizer = loss_scaled(optax.sgd(0.1), Dynamic(init_scale=4.0), axis_name="d", guard=one)
+
+        def update(params: Any, state: Any, gradients: Any, value: Any, optimizer: Any = optimizer) -> Any:
+            scaled = ScaledGradients(gradients, state.policy_state.scale)
+            return apply_gradients(optimizer, scaled, state, params, value=value[0])
+
+        train = shard_map(update, mesh, (SPLIT, WHOLE, SPLIT, SPLIT), (SPLIT, WHOLE), checked)
+        steps[name] = jax.jit(train), optimizer
+    train, optimizer = steps["guarded"]
+    params = jnp.ones(TWO)
+    state = optimizer.init(params)
+    ordinary = jnp.full(TWO, 4.0)
+    for value in (2.0, 2.1, 1.9, 2.0):
+        params, state = train(params, state, ordinary, jnp.array([value - 1.0, value + 1.0]))
+        assert float(state.loss) == pytest.approx(value)
+    kept, after = train(params, state, ordinary, jnp.array([2.0, 90.0]))
+    assert identical(kept, params)
+    assert last_step(after).spike.value == pytest.approx(46.0)
+    moved, _ = train(params, state, ordinary, jnp.array([90.0, -86.0]))  # devices apart, the mean as ever
+    assert not identical(moved, params)
+    kept, after = train(params, state, ordinary.at[1].set(90.0), jnp.array([2.0, 2.0]))
+    assert identical(kept, params)
+    assert last_step(after).spike.of == "grad_norm"
+    counts = {
+        name: sum(one.primitive.name.startswith(("psum", "pmean", "all_reduce")) for one in equations)
+        for name, equations in (
+            (name, traced(run, params, optimizer.init(params), ordinary, ordinary))
+            for name, (run, optimizer) in steps.items()
+        )
+    }
+    assert counts["guarded"] == counts["plain"]
+    assert checked or counts["guarded"] == 1
+
+
+def test_a_loss_that_no_device_knows_is_not_averaged(mesh: Mesh) -> None:
+    optimizer = loss_scaled(
+        optax.sgd(0.1), Dynamic(init_scale=4.0), axis_name="d", guard=SpikeGuard(warmup=3)
+    )
+
+    def update(params: Any, state: Any, scaled: Any) -> Any:
+        return apply_gradients(optimizer, scaled, state, params)
+
+    train = jax.jit(shard_map(update, mesh, (WHOLE, WHOLE, WHOLE), (WHOLE, WHOLE), False))
+    params = jnp.ones(TWO)
+    _, state = train(params, optimizer.init(params), through_jit(ScaledGradients(jnp.ones(TWO), 4.0)))
+    assert last_step(state).loss is None
+    assert bool(state.taken)
+
+
+def test_a_guard_works_with_numbers_of_64_bits() -> None:
+    with enable_x64(True):
+        guard = SpikeGuard()
+        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), PARAMS)
+        script = series(3, 100).astype(np.float64)
+        one = step(lambda p, value, norm: jnp.sum(p["w"] * DIRECTION) * norm * 0.0 + value, optimizer)
+        state = optimizer.init(params)
+        assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(state.guard.state)} == {4}
+        _, _, after = jax.jit(one)(params, state, script[0, 0], script[0, 1])
+        assert [leaf.dtype for leaf in jax.tree.leaves(after)] == [
+            leaf.dtype for leaf in jax.tree.leaves(state)
+        ]
+
+
+def test_a_state_keeps_its_types() -> None:
+    """Or a `scan` would not take it, and each step would be compiled again."""
+    with jax.numpy_dtype_promotion("strict"):
+        for guard in GUARDS:
+            optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+            state = optimizer.init(PARAMS)
+            train = jax.eval_shape(step(loss, optimizer), PARAMS, state, jnp.float32(1.0), jnp.float32(1.0))
+            kinds = [
+                [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]
+                for tree in (jax.eval_shape(lambda state=state: state), train[2])
+            ]
+            assert kinds[0] == kinds[1]
+
+
+def test_an_eager_state_may_be_donated() -> None:
+    for guard in (SpikeGuard(), NormLimit(5.0), guards.OLMO):
+        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+        donating = jax.jit(step(loss, optimizer), donate_argnums=(0, 1))
+        for state in (
+            optimizer.init(PARAMS),
+            step(loss, optimizer)(PARAMS, optimizer.init(PARAMS), 2.0, 1.0)[2],
+        ):
+            pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+            assert len(set(pointers)) == len(pointers)
+            donating(jax.tree.map(jnp.copy, PARAMS), state, 2.0, 1.0)
+
+
+# A loss that is not known
+
+
+def through_jit(scaled: ScaledGradients) -> ScaledGradients:
+    """Return gradients of which Python does not know any more whether they have a loss."""
+    return jax.jit(lambda scaled: scaled)(scaled)
+
+
+def without_loss(state: Any, scaled: ScaledGradients) -> dict[str, ScaledGradients]:
+    return {
+        "by hand": ScaledGradients(scaled.gradients, scaled.scale),
+        "mapped": scaled.map(lambda g: g / 2),
+        "a sum": scaled + scaled.map(lambda g: g),
+    }
+
+
+@pytest.mark.parametrize("case", ["by hand", "mapped", "a sum"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_gradients_without_a_loss_are_refused(case: str, compiled: bool) -> None:
+    for guard, refused in ((SpikeGuard(), True), (guards.METASEQ, True), (NormLimit(5.0), False)):
+        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+        state = optimizer.init(PARAMS)
+
+        def train(params: Any, state: Any, optimizer: Any = optimizer, **told: Any) -> Any:
+            _, scaled = scaled_value_and_grad(loss)(state, params, 2.0, 1.0)
+            return apply_gradients(optimizer, without_loss(state, scaled)[case], state, params, **told)
+
+        run = jax.jit(train) if compiled else train
+        assert run(PARAMS, state, value=jnp.float32(2.0))[1].taken
+        if refused:
+            with pytest.raises(UsageError, match=r"uses the loss.*Write update\(scaled.*value=loss"):
+                run(PARAMS, state)
+        else:
+            assert run(PARAMS, state)[1].taken
+
+
+def test_a_loss_that_devices_do_not_share_has_to_be_given(mesh: Mesh) -> None:
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=SpikeGuard())
+
+    def train(params: Any, state: Any, row: Any) -> Any:
+        _, scaled = scaled_value_and_grad(loss)(state, params, row[0, 0], row[0, 1])
+        return apply_gradients(optimizer, scaled, state, params)
+
+    with pytest.raises(UsageError, match="differ between the devices of a shard_map"):
+        shard_map(train, mesh, (WHOLE, WHOLE, SPLIT), WHOLE)(
+            PARAMS, optimizer.init(PARAMS), jnp.ones((TWO, 2))
+        )
+
+
+def test_a_loss_that_turns_out_to_be_missing_enters_nothing() -> None:
+    """Gradients that JAX took apart: whether they have a loss is known when the step runs."""
+    guard = SpikeGuard(warmup=2)
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+
+    @jax.jit
+    def train(params: Any, state: Any, scaled: Any) -> Any:
+        return apply_gradients(optimizer, scaled, state, params)
+
+    def scaled(state: Any, norm: float, value: float | None) -> ScaledGradients:
+        scale = state.policy_state.scale
+        gradients = {"w": DIRECTION * norm * scale, "b": jnp.zeros(1)}
+        return through_jit(ScaledGradients(gradients, scale, value))
+
+    params, state = PARAMS, optimizer.init(PARAMS)
+    host, rows = guard.start(), [(2.0, 1.0), (2.1, 1.1), (1.9, 0.9), (None, 1.0), (None, 90.0), (90.0, 1.0)]
+    for value, norm in [*rows, (None, math.nan), (2.0, 1.0)]:
+        params, state = train(params, state, scaled(state, norm, value))
+        finite = math.isfinite(norm)
+        reading = Reading(finite, loss=value, grad_norm=norm if finite else None)
+        assert bool(state.taken) is (finite and guard.takes(host, reading))
+        host = guard.advance(host, reading)
+        assert last_step(state).loss == (None if value is None else np.float32(value))
+        assert np.array_equal(state.guard.loss, np.float32(value or math.nan), equal_nan=True)
+        for ours, theirs in zip(*map(sorted_numbers, (state.guard.state, host)), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+    with pytest.raises(UsageError, match="uses the loss"):  # a step that is not compiled can tell
+        apply_gradients(optimizer, scaled(state, 1.0, None), state, params)
+
+
+def test_a_guard_of_the_loss_alone_takes_a_step_without_one() -> None:
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guards.METASEQ(30.0, 3.0))
+    state = optimizer.init(PARAMS)
+
+    @jax.jit
+    def train(state: Any, scaled: Any) -> Any:
+        return apply_gradients(optimizer, scaled, state, PARAMS)[1]
+
+    gradients = {"w": DIRECTION * 4.0, "b": jnp.zeros(1)}
+    state = train(state, through_jit(ScaledGradients(gradients, 4.0, 2.0)))
+    after = train(state, through_jit(ScaledGradients(gradients, 4.0)))
+    assert bool(after.taken)
+    assert identical(after.guard.state, state.guard.state)
+    assert not train(after, through_jit(ScaledGradients(gradients, 4.0, 7.0))).taken
+
+
+# States: in files, in other programs, of other guards
+
+
+def grown(guard: Guard[Any], optimizer: Any) -> Any:
+    (_, state), _ = jax.jit(scanned(optimizer))(PARAMS, optimizer.init(PARAMS), series(2, 90))
+    return state
+
+
+@pytest.mark.parametrize("guard", [SpikeGuard(), NormLimit(5.0), guards.OLMO, guards.LLM_C(3.0)], ids=repr)
+def test_a_state_comes_back_from_a_file(guard: Guard[Any], tmp_path: Path) -> None:
+    optimizer = loss_scaled(optax.adam(0.1), POLICY, guard=guard)
+    state, fresh = grown(guard, optimizer), optimizer.init(PARAMS)
+    by_flax = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    by_pickle = pickle.loads(pickle.dumps(state))
+    with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        restore = orbax.checkpoint.checkpoint_utils.construct_restore_args(fresh)
+        by_orbax = checkpointer.restore(tmp_path / "state", fresh, restore_args=restore)
+    train = jax.jit(step(loss, optimizer))
+    expected = train(PARAMS, state, 90.0, 1.0)
+    for restored in (by_flax, by_pickle, by_orbax):
+        assert identical(restored, state)
+        check_exhausted(restored, POLICY)
+        assert repr(last_step(restored)) == repr(last_step(state))
+        assert identical(train(PARAMS, restored, 90.0, 1.0), expected)
+
+
+@pytest.mark.parametrize("guard", [SpikeGuard(), guards.LLM_C(3.0), guards.METASEQ(30.0)], ids=repr)
+def test_a_step_is_exported(guard: Guard[Any]) -> None:
+    pytest.importorskip("flatbuffers", reason="jax.export needs it to serialize")
+    inner = optax.GradientTransformation(
+        lambda params: (),
+        lambda updates, state, params=None: (jax.tree.map(lambda g: -0.1 * g, updates), state),
+    )
+    optimizer = loss_scaled(inner, POLICY, guard=guard)
+    train, args = jax.jit(step(loss, optimizer)), (PARAMS, optimizer.init(PARAMS), jnp.ones(()), jnp.ones(()))
+    saved = export.export(train)(*args).serialize()
+    assert identical(export.deserialize(saved).call(*args), train(*args))
+
+
+def test_a_guard_is_put_on_and_taken_off() -> None:
+    inner, guard = optax.adam(0.1), SpikeGuard(warmup=2)
+    plain, guarded = loss_scaled(inner, POLICY), loss_scaled(inner, POLICY, guard=guard)
+    state = plain.init(PARAMS)
+    _, params, state = step(loss, plain)(PARAMS, state, 2.0, 1.0)
+    assert state.guard is None
+    with pytest.raises(
+        UsageError, match=r"has no state of guards\.SpikeGuard.*restart_guard\(opt_state, guard\)"
+    ):
+        step(loss, guarded)(params, state, 2.0, 1.0)
+    put_on = restart_guard(state, guard)
+    assert identical(put_on._replace(guard=None), state)
+    assert jax.tree.structure(put_on) == jax.tree.structure(guarded.init(PARAMS))
+    for value in (2.0, 2.1, 1.9):
+        _, params, put_on = step(loss, guarded)(params, put_on, value, 1.0)
+    assert not step(loss, guarded)(params, put_on, 90.0, 1.0)[2].taken
+    with pytest.raises(UsageError, match=r"the optimizer has none.*restart_guard\(opt_state, None\)"):
+        step(loss, plain)(params, put_on, 2.0, 1.0)
+    _, _, taken_off = step(loss, plain)(params, restart_guard(put_on, None), 90.0, 1.0)
+    assert taken_off.taken
+    # Another policy keeps the guard, as the inner optimizer's state.
+    resumed = restart_loss_scale(put_on, Headroom())
+    assert identical(resumed.guard, put_on.guard)
+    assert not step(loss, loss_scaled(inner, Headroom(), guard=guard))(params, resumed, 90.0, 1.0)[2].taken
+    with pytest.raises(UsageError, match="restart_guard was given a LossScale"):
+        restart_guard(LossScale(), guard)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "other", [NormLimit(5.0), guards.MAXTEXT(16), guards.OLMO(rolling_interval_length=24)], ids=repr
+)
+def test_the_state_of_another_guard_is_refused(other: Guard[Any]) -> None:
+    for guard in (SpikeGuard(), guards.OLMO):
+        state = loss_scaled(optax.sgd(0.1), POLICY, guard=guard).init(PARAMS)
+        train = step(loss, loss_scaled(optax.sgd(0.1), POLICY, guard=other))
+        for run in (train, jax.jit(train)):
+            with pytest.raises(
+                UsageError, match=r"is not that of guards\..*restart_guard\(opt_state, guard\)"
+            ):
+                run(PARAMS, state, 2.0, 1.0)
+
+
+def test_a_state_that_was_cast_or_lost_a_leaf_is_named() -> None:
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=SpikeGuard())
+    state = optimizer.init(PARAMS)
+    held: Any = state.guard.state
+    cast = held._replace(loss=held.loss._replace(level=held.loss.level.astype(jnp.float16)))
+    wrong = [
+        (state.guard._replace(limit=jnp.int32(1)), r"opt_state\.guard\.limit is of dtype int32"),
+        (state.guard._replace(taken=None), r"opt_state\.guard\.taken is None"),
+        (state.guard._replace(state=cast), r"opt_state\.guard\.state\.loss\.level is of dtype float16"),
+        (state.guard._replace(state=held._replace(run=None)), r"opt_state\.guard\.state\.run is None"),
+    ]
+    for record, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            step(loss, optimizer)(PARAMS, state._replace(guard=record), 2.0, 1.0)
+        with pytest.raises(UsageError, match=message):
+            check_exhausted(state._replace(guard=record), POLICY)
+
+
+@pytest.mark.parametrize("guard", ["OLMO", SpikeGuard, 5.0])
+def test_what_is_not_a_guard_is_refused(guard: Any) -> None:
+    with pytest.raises(PolicyError, match=r"is not a guard. Write guard=SpikeGuard\(\)"):
+        loss_scaled(optax.sgd(0.1), guard=guard)
+
+
+# With what is inside of loss_scaled, and around it
+
+
+def test_several_steps_to_one_update_leave_spikes_out() -> None:
+    """The mean is over steps that were taken."""
+    inner = optax.MultiSteps(optax.sgd(1.0), 2)
+    optimizer = loss_scaled(inner, Static(4.0), guard=NormLimit(5.0))
+    train, params, state = jax.jit(step(loss, optimizer)), PARAMS, optimizer.init(PARAMS)
+    for norm in (1.0, 50.0, 3.0):
+        _, params, state = train(params, state, 2.0, norm)
+    assert np.allclose(params["w"], PARAMS["w"] - 2.0 * DIRECTION)
+    assert int(state.inner_state.gradient_step) == 1
+    assert int(state.skipped_steps) == 1
+
+
+def test_lookahead_inside_keeps_fast_and_slow_parameters() -> None:
+    optimizer = loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), POLICY, guard=NormLimit(5.0))
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    train, state = jax.jit(step(loss, optimizer)), optimizer.init(params)
+    _, params, state = train(params, state, 2.0, 1.0)
+    _, kept, after = train(params, state, 2.0, 50.0)
+    assert identical((kept, after.inner_state), (params, state.inner_state))
+    assert last_step(after).reason == "spike"
+
+
+def test_an_optimizer_of_nnx_is_given_the_loss() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.array([0.5, -0.5]))
+
+    def of_model(model: Any, value: Any) -> Any:
+        return jnp.sum(model.w[...] ** 2) * 0.1 + value
+
+    model = Model()
+    tx = loss_scaled(optax.adam(0.1), POLICY, guard=SpikeGuard(warmup=2))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def train(model: Any, optimizer: Any, value: Any) -> Any:
+        value, scaled = scaled_value_and_grad(of_model)(optimizer.opt_state, model, value)
+        optimizer.update(model, scaled.gradients, loss_scale=scaled.scale, value=value)
+
+    @nnx.jit
+    def untold(model: Any, optimizer: Any) -> Any:
+        _, scaled = scaled_value_and_grad(of_model)(optimizer.opt_state, model, 2.0)
+        optimizer.update(model, scaled.gradients, loss_scale=scaled.scale)
+
+    for value in (2.0, 2.1, 1.9):
+        train(model, optimizer, value)
+    before = jnp.copy(model.w[...])
+    train(model, optimizer, 90.0)
+    assert jnp.array_equal(model.w[...], before)
+    assert last_step(optimizer.opt_state).reason == "spike"
+    train(model, optimizer, 2.0)
+    assert not jnp.array_equal(model.w[...], before)
+    with pytest.raises(UsageError, match=r"optimizer\.update\(model, scaled\.gradients.*value=loss\)"):
+        untold(model, optimizer)
+
+
+def test_a_guard_alone_guards_a_training_without_scaling() -> None:
+    optimizer = loss_scaled(optax.sgd(0.1), Static(1.0), guard=SpikeGuard())
+    (_, state), (_, states) = jax.jit(scanned(optimizer))(PARAMS, optimizer.init(PARAMS), series(5))
+    assert set(np.asarray(states.last_scale)) == {1.0}
+    trace = on_host(SpikeGuard(), series(5), Static(1.0))
+    assert reasons(states) == [one.reason for one in trace]
+    assert int(state.skipped_steps) == trace.summary().skipped > 5
