@@ -40,6 +40,8 @@ class Rolling(Guard[RollingState]):
     and every step is skipped until it has left the window.
     """
 
+    remembers_overflows: ClassVar[bool] = True  # the loss of such a step enters as well
+
     window: int = setting(128, "how many past values count.")
     factor: float = setting(6.0, "how many standard deviations above the mean is a spike.")
     history: int = setting(64, "with how many past values it begins to skip.")
