@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from preamp.checks import is_number, shown
@@ -70,6 +70,10 @@ class Guard(ABC, Generic[S]):
     def __repr__(self) -> str:
         """Show the settings that differ from their defaults."""
         return f"guards.{changed_settings(self)}"
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings by name, as Keras requires of a class that is registered with it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @abstractmethod
     def start(self) -> S:

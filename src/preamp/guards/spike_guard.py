@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from preamp.checks import positive, whole
+from preamp.checks import one_of, positive, whole
 from preamp.guards.base import Guard, Verdict
 from preamp.policy.base import Reading, Scalar, Where, choose, setting
 
@@ -79,11 +79,20 @@ class SpikeGuard(Guard[SpikeState]):
     sigmas: float = setting(6.0, "how many standard deviations above the level is a spike.")
     warmup: int = setting(16, "how many steps are taken before any is skipped.")
     patience: int = setting(16, "how many steps in a row are skipped before a new level is accepted.")
+    watch: Literal["both", "loss", "grad_norm"] = setting(
+        "both", "what is watched: the loss, the norm of the gradients, or both of them, as far as given."
+    )
 
     def __post_init__(self) -> None:
+        one_of("watch", self.watch, ("both", "loss", "grad_norm"))
         positive("sigmas", self.sigmas, "SpikeGuard(sigmas=6.0)")
         whole("warmup", self.warmup, least=2, instead="SpikeGuard(warmup=16)")
         whole("patience", self.patience, least=1, instead="SpikeGuard(patience=16)")
+
+    @property
+    def uses(self) -> frozenset[str]:  # type: ignore[override]  # of a class it is a constant
+        """The fields of a `Reading` that are watched."""
+        return frozenset(["loss", "grad_norm"] if self.watch == "both" else [self.watch])
 
     def start(self) -> SpikeState:
         track = Track(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -95,7 +104,7 @@ class SpikeGuard(Guard[SpikeState]):
         verdict = Verdict(True, loss_limit, norm_limit)
         for name, limit in (("loss", loss_limit), ("grad_norm", norm_limit)):
             value = getattr(reading, name)
-            if value is not None:
+            if value is not None and name in self.uses:
                 most = where(state.run >= self.patience, LARGEST, limit)  # any finite value: a new level
                 verdict = verdict.also(name, (value <= most) & (value >= -LARGEST), limit)
         return verdict
@@ -105,11 +114,11 @@ class SpikeGuard(Guard[SpikeState]):
         restarts = state.run >= self.patience
         loss_limit, norm_limit = self._limits(state, where)
         loss, norm = state.loss, state.grad_norm
-        if reading.loss is not None:
+        if reading.loss is not None and "loss" in self.uses:
             apart = reading.loss - loss.last
             apart = where(apart < 0.0, -apart, apart) * ABOUT_NORMAL
             loss = self._entered(loss, reading.loss, apart, loss_limit, taken, restarts, where)
-        if reading.grad_norm is not None:
+        if reading.grad_norm is not None and "grad_norm" in self.uses:
             value = where(reading.grad_norm > 0.0, reading.grad_norm, norm.last)
             small, large = (
                 where(value < norm.last, value, norm.last),

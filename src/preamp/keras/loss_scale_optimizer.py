@@ -33,10 +33,12 @@ from preamp.keras.inner import (
     hand_over,
     is_hyperparameter,
 )
-from preamp.keras.scaler import Backend, ScaledStep, ScalerVariables, saved_state
+from preamp.guards import Guard
+from preamp.guards import registry as guard_registry
+from preamp.keras.scaler import Backend, NotedLosses, ScaledStep, ScalerVariables, saved_state
 from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.registry import from_json, to_json
-from preamp.scaling import Step, raise_if_exhausted, to_step
+from preamp.scaling import ScalerState, Step, given_guard, raise_if_exhausted, to_step
 from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole
 
 if TYPE_CHECKING:
@@ -76,6 +78,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         name: the name of the optimizer and the prefix of its variables.
         policy: any preamp policy or dialect instead of these two. The rule without it is Keras's, between a
             floor of 2**-14 and a ceiling of 2**32.
+        guard: any guard of `preamp.guards`, such as `SpikeGuard()`, which skips steps whose loss or gradient
+            norm is a spike, as if they overflowed; the scale does not move. Of several losses that are scaled
+            for one step it is given the last.
         weight_decay: decoupled: before an update every weight loses this share, times the learning rate.
         clipnorm: each variable's gradient is clipped to this L2 norm.
         clipvalue: each entry of a gradient is clipped to [-clipvalue, clipvalue].
@@ -97,7 +102,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     Raises:
         PolicyError: for invalid arguments, and for arguments that contradict each other; it is a
-            `ValueError`.
+            `ValueError`. From `apply`, for a guard that uses what is not known there.
         UsageError: for arguments that can no longer be set on an inner optimizer that has been built.
         InexactScale: a warning, for a scale that is not a power of two.
 
@@ -132,6 +137,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         name: str | None = None,
         *,
         policy: Policy[Any] | None = None,
+        guard: Guard[Any] | None = None,
         weight_decay: float | None = None,
         clipnorm: float | None = None,
         clipvalue: float | None = None,
@@ -155,17 +161,19 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         }
         if not dynamic:
             raise PolicyError("dynamic=False needs the fixed scale. Write loss_scale_factor=2.0**15 instead.")
+        guard = given_guard(guard)
         check_inner(inner_optimizer)
         made = rule(inner_optimizer, initial_scale, dynamic_growth_steps, policy, loss_scale_factor)
         hand_over(inner_optimizer, {n: UNUSED[n] if value is None else value for n, value in given.items()})
         inner_optimizer.loss_scale_factor = None  # the wrapper has it now; gradients are divided once
         # Not the constructor of Keras's own: it takes these arguments only to refuse them.
         super(BaseLossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
-        self._scaler = ScalerVariables(made, self._scalar)
+        self._scaler = ScalerVariables(made, self._variable, guard)
         policy_state = self._scaler.state.policy_state
         self.dynamic_scale, self.step_counter = policy_state.scale, policy_state.good
         self._was_scaled = False
         self._scaled_losses = ScaledLosses()
+        self._noted_losses = NotedLosses()  # for the guard
         self._scaled_loss: Any = None  # the loss that was scaled last
         self._loss_of_step: tuple[Any, Any] | None = None  # a step's loss, and how many steps there were then
         self.inner_optimizer = inner_optimizer
@@ -175,6 +183,11 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     def policy(self) -> Policy[Any]:
         """The rule in force."""
         return self._scaler.policy
+
+    @property
+    def guard(self) -> Guard[Any] | None:
+        """The rule that skips spikes; None without one."""
+        return self._scaler.guard
 
     @property
     def initial_scale(self) -> float:
@@ -233,14 +246,15 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """The record of the last step, copied to the host; None before the first.
 
         It includes the loss if its value was known when it was scaled, which it is not in a compiled program
-        or inside `jax.grad`.
+        or inside `jax.grad`, or if a guard uses it.
         """
         if self._loss_of_step is None:
-            return to_step(self._scaler.state_of(self._numbers()))
+            state = self._scaler.state_of(self._numbers())
+            return to_step(state, loss=_loss_of_guard(state))
         *numbers, loss, at = self._numbers(*self._loss_of_step)
         state = self._scaler.state_of(numbers)
         # A compiled step leaves the loss of an older one there.
-        return to_step(state, loss=loss if state.steps == at else None)
+        return to_step(state, loss=loss if state.steps == at else _loss_of_guard(state))
 
     def check_exhausted(self) -> None:
         """Raise if the policy gave up in a compiled step, which cannot raise, until a state is loaded.
@@ -284,7 +298,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                 "optimizer.stateless_scale_loss(optimizer_variables, loss), with optimizer_variables an "
                 "argument of the function that is compiled."
             )
-        self._scaled_loss = backend.known_scalar(loss)
+        self._note_loss(loss)
         return self._scaled_losses.note(keras.ops.multiply(loss, self.dynamic_scale))
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
@@ -447,7 +461,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         check_store(store)
         if isinstance(store, dict):
             self.inner_optimizer.save_own_variables(store)
-        for variable in self._scaler.variables:
+        for variable in self._scaler.saved:
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
@@ -495,6 +509,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         else:
             find, name_of = keras.saving.get_registered_object, keras.saving.get_registered_name
             described = {"policy": to_json(self.policy, name_of, find)}
+        if self.guard is not None:
+            described["guard"] = _guard_to_json(self.guard)
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner, **described}
 
@@ -511,6 +527,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         if settings.get("policy") is not None:
             find = partial(keras.saving.get_registered_object, custom_objects=custom_objects)
             settings["policy"] = from_json(settings["policy"], find)
+        if settings.get("guard") is not None:
+            find = partial(keras.saving.get_registered_object, custom_objects=custom_objects)
+            settings["guard"] = guard_registry.from_json(settings["guard"], find)
         return cls(inner, **settings)
 
     def __getattr__(self, name: str) -> Any:
@@ -539,11 +558,23 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Return whether an attribute that the wrapper lacks is forwarded to the inner optimizer."""
         return is_hyperparameter(inner, name)
 
-    def _scalar(self, name: str, value: float, dtype: str) -> Any:
-        """Create a scalar variable of the optimizer, with the same value on all replicas."""
+    def _note_loss(self, loss: object) -> None:
+        """Remember the loss of a step, for its record and for the guard."""
+        self._scaled_loss = backend.known_scalar(loss)
+        if self.guard is not None and "loss" in self.guard.uses:
+            self._noted_losses.note(backend.replica(), backend.scalar(loss))
+
+    def _variable(self, name: str, value: float | tuple[float, ...], dtype: str) -> Any:
+        """Create a variable of the optimizer, with the same value on all replicas.
+
+        Args:
+            name: of the variable.
+            value: a number, or a tuple of the entries of a vector.
+            dtype: of the variable.
+        """
         return self.add_variable(
-            shape=(),
-            initializer=keras.initializers.Constant(value),
+            shape=(len(value),) if isinstance(value, tuple) else (),
+            initializer=lambda shape, dtype: keras.ops.convert_to_tensor(np.asarray(value), dtype),
             dtype=dtype,
             aggregation="only_first_replica",
             name=name,
@@ -574,7 +605,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     @backend.untraced
     def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
         """Take one step. With a scale of None the gradients have been unscaled already."""
-        step = ScaledStep(backend, arrays, self.inner_optimizer, self._scaler, gradients, variables, scale)
+        inner, loss = self.inner_optimizer, self._noted_losses.take(backend.replica())
+        step = ScaledStep(backend, arrays, inner, self._scaler, gradients, variables, scale, loss)
         if backend.take_traced(step):
             return
         try:
@@ -590,6 +622,15 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             loss, self._scaled_loss = self._scaled_loss, None
             # The sum is a copy of the variable.
             self._loss_of_step = None if loss is None else (loss, self._scaler.state.steps.value + 0)
+
+
+def _guard_to_json(guard: Guard[Any]) -> dict[str, Any]:
+    return guard_registry.to_json(guard, keras.saving.get_registered_name, keras.saving.get_registered_object)
+
+
+def _loss_of_guard(state: ScalerState[Any, float]) -> float | None:
+    """Return the last loss, if a guard has used it."""
+    return None if state.guard is None or np.isnan(state.guard.loss) else state.guard.loss
 
 
 def _tensor(gradient: object) -> Any:

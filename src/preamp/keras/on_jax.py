@@ -8,6 +8,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.experimental.sparse import JAXSparse
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # Keras exports the scope alone
 
@@ -51,11 +52,20 @@ def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
         return _updated(step.inner, step.unscaled().gradients, step.variables, before)
 
     _, finite, norm = step.unscaled()
-    after = jax.lax.cond(finite, take, lambda: before)
+    # A loss of another trace, or one that was computed outside, is of another step.
+    loss = step.loss_where(_trace_of(step.loss) is _trace_of(step.scale))
+    measured = step.scaler.measured(finite, norm, step.gradient_stats(), loss)
+    verdict = step.scaler.judge(measured, _where)
+    after = jax.lax.cond(finite if verdict is None else verdict.taken, take, lambda: before)
     for variable, value in zip(mutable, after, strict=True):
         variable.assign(value)
-    step.scaler.advance(finite, norm, step.gradient_stats(), _where)
+    step.scaler.advance(measured, _where, verdict)
     return True
+
+
+def _trace_of(value: object) -> object:
+    """Return the trace that a tracer belongs to; None for an array."""
+    return getattr(value, "_trace", None)
 
 
 def _where(condition: jax.Array, yes: jax.Array | float, no: jax.Array | float) -> jax.Array:
@@ -114,15 +124,35 @@ def unscale(
     return arrays.unscale(gradients, scale)
 
 
-def write(values: Sequence[tuple[keras.Variable, float]]) -> None:
+def write(values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]]) -> None:
     for variable, value in values:
-        variable.assign(value)
+        variable.assign(np.asarray(value, variable.dtype))
 
 
 def known_scalar(value: object) -> jax.Array | None:
     if not isinstance(value, jax.Array | float) or isinstance(value, jax.core.Tracer):
         return None
     return jnp.asarray(value) if jnp.ndim(value) == 0 and not _is_compiled() else None
+
+
+def scalar(value: object) -> jax.Array | None:
+    """Return the scalar without the derivatives that it carries inside `jax.grad`.
+
+    What remains belongs to the trace around `jax.grad`, where gradients are applied.
+    """
+    while isinstance(value, jax.core.Tracer) and hasattr(value, "primal"):
+        value = value.primal
+    if not isinstance(value, jax.Array | float) or jnp.ndim(value) != 0:
+        return None
+    return value if isinstance(value, jax.core.Tracer) else jnp.asarray(value)
+
+
+def is_concrete(value: jax.Array | None) -> bool:
+    return not isinstance(value, jax.core.Tracer)
+
+
+def replica() -> int:
+    return 0  # a program is for all devices
 
 
 def becomes_constant(value: jax.Array) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 from preamp.arrays import Unscaled
 from preamp.arrays import tensorflow as arrays
 from preamp.arrays.tensorflow import Gradient, unconverted
+from preamp.errors import PolicyError
 from preamp.keras.scaler import ScaledStep, ScalerVariables
 
 untraced = unconverted
@@ -31,9 +33,16 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
     replica = tf.distribute.get_replica_context()
     if tf.executing_eagerly() and replica.num_replicas_in_sync == 1:
         return False
+    if replica.num_replicas_in_sync > 1 and step.needs_norm:
+        raise PolicyError(
+            f"{step.scaler.guard!r} uses the norm of the gradients, which is not known with several replicas: "
+            'Keras sums their gradients later. Write guard=SpikeGuard(watch="loss").'
+        )
+    loss = step.loss_where(tf.executing_eagerly() or _is_within(step.loss))
     stats = step.gradient_stats()
     gradients, finite, norm = step.unscaled()
-    measured = {"finite": finite, "norm": norm, **stats}
+    finite, loss = _agreed(replica, finite, loss)
+    measured = {"finite": finite, "norm": norm, **({} if loss is None else {"loss": loss}), **stats}
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         _update_or_skip(step.scaler, measured, lambda: update(step.inner, gradients, step.variables))
     else:
@@ -73,18 +82,47 @@ def _update_or_skip(
 ) -> None:
     """Advance in each branch, not after both: there `finite` is constant, and half of the rule drops out."""
     stats = dict(measured)
-    finite, norm = stats.pop("finite"), stats.pop("norm")
+    loss = stats.pop("loss", None)
+    read = scaler.measured(stats.pop("finite"), stats.pop("norm"), stats, loss)
+    verdict = scaler.judge(read, _where)
 
     def take() -> tf.Tensor:
         update()
-        scaler.advance(True, norm, stats, _where)
+        taken = None if verdict is None else verdict._replace(taken=True)
+        scaler.advance(read._replace(finite=True), _where, taken)
         return tf.constant(True)
 
     def skip() -> tf.Tensor:
-        scaler.advance(False, norm, stats, _where)
+        skipped = None if verdict is None else verdict._replace(taken=False)
+        scaler.advance(read if skipped else read._replace(finite=False), _where, skipped)
         return tf.constant(False)
 
-    tf.cond(finite, take, skip)
+    tf.cond(read.finite if verdict is None else verdict.taken, take, skip)
+
+
+def _agreed(
+    replica: tf.distribute.ReplicaContext, finite: tf.Tensor, loss: tf.Tensor | None
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Return whether the gradients of all replicas are finite, and the sum of their losses.
+
+    The sum is the mean over the batch of all replicas: each has the share of its rows as its loss, as in
+    `fit`, because their gradients are summed as well.
+    """
+    if replica.num_replicas_in_sync == 1:
+        return finite, loss
+    numbers = [tf.cast(tf.logical_not(finite), tf.float32), *([] if loss is None else [loss])]
+    overflows, *losses = replica.all_reduce(tf.distribute.ReduceOp.SUM, numbers)
+    return tf.equal(overflows, 0.0), losses[0] if losses else None
+
+
+def _is_within(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor belongs to the graph that is being built, or to one around it."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if getattr(tensor, "graph", None) is graph:
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def _where(condition: bool | tf.Tensor, yes: float | tf.Tensor, no: float | tf.Tensor) -> float | tf.Tensor:
@@ -102,7 +140,7 @@ def update(
 def unscale(
     gradients: Sequence[Gradient], variables: Sequence[keras.Variable], scale: tf.Tensor | None
 ) -> Unscaled[Gradient, tf.Tensor]:
-    """Unscale gradients; with several replicas they are finite if their sum over replicas is as well.
+    """Unscale gradients. With several replicas these are one's, finite if the sum over replicas will be.
 
     The norm of that sum is not known then: the inner optimizer computes the sum.
     """
@@ -111,12 +149,11 @@ def unscale(
     if replica.num_replicas_in_sync == 1:
         return arrays.unscale(gradients, divisor)
     unscaled = arrays.divide(gradients, divisor)
-    mine = arrays.sum_is_finite(unscaled, times=float(replica.num_replicas_in_sync))
-    overflows = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(mine), tf.float32))
-    return Unscaled(unscaled, tf.equal(overflows, 0.0), tf.constant(math.nan))
+    is_finite = arrays.sum_is_finite(unscaled, times=float(replica.num_replicas_in_sync))
+    return Unscaled(unscaled, is_finite, tf.constant(math.nan))
 
 
-def write(values: Sequence[tuple[keras.Variable, float]]) -> None:
+def write(values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]]) -> None:
     for variable, value in values:
         variable.assign(value)
 
@@ -125,6 +162,22 @@ def known_scalar(value: object) -> tf.Tensor | None:
     if not tf.executing_eagerly() or not (tf.is_tensor(value) or isinstance(value, float)):
         return None
     return tf.convert_to_tensor(value) if len(getattr(value, "shape", ())) == 0 else None
+
+
+def scalar(value: object) -> tf.Tensor | None:
+    if not (tf.is_tensor(value) or isinstance(value, float)):
+        return None
+    tensor = tf.convert_to_tensor(value)
+    return tf.cast(tensor, tf.float32) if tensor.shape.rank == 0 else None
+
+
+def is_concrete(value: tf.Tensor | None) -> bool:
+    return not isinstance(value, tf.Tensor) or hasattr(value, "numpy")
+
+
+def replica() -> int:
+    # Under a strategy each replica's code runs in a thread of its own.
+    return threading.get_ident()
 
 
 def becomes_constant(value: tf.Tensor) -> bool:

@@ -69,10 +69,13 @@ def unscale(
     return arrays.unscale(gradients, scale, own)
 
 
-def write(values: Sequence[tuple[keras.Variable, float]]) -> None:
+def write(values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]]) -> None:
     with torch.no_grad():
         for variable, value in values:
-            variable.value.fill_(value)
+            if isinstance(value, tuple):
+                variable.value.copy_(torch.tensor(value))
+            else:
+                variable.value.fill_(value)
 
 
 def known_scalar(value: object) -> Tensor | None:
@@ -81,6 +84,20 @@ def known_scalar(value: object) -> Tensor | None:
     if isinstance(value, float):
         return torch.tensor(value)
     return value.detach() if value.ndim == 0 else None
+
+
+def scalar(value: object) -> Tensor | None:
+    if isinstance(value, float):
+        return torch.tensor(value)
+    return value.detach() if isinstance(value, Tensor) and value.ndim == 0 else None
+
+
+def is_concrete(value: Tensor | None) -> bool:
+    return True
+
+
+def replica() -> int:
+    return 0  # each process has an optimizer of its own
 
 
 def becomes_constant(value: Tensor) -> bool:

@@ -7,6 +7,7 @@ a compiled program differs between Keras's backends: `Backend` is what `on_jax`,
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,18 @@ import numpy as np
 from preamp.arrays import Arrays, Unscaled
 from preamp.checks import level_of_caller
 from preamp.errors import PolicyError, UsageError
-from preamp.policy import Policy, Where
-from preamp.scaling import Measured, ScalerState, advance, start
-from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
+from preamp.guards import Guard, Verdict
+from preamp.guards.base import map_state
+from preamp.policy import Policy, Where, choose
+from preamp.scaling import GuardRecord, Measured, ScalerState, advance, judge, start
+from preamp.systems.arguments import (
+    check_counts,
+    check_resumed,
+    guard_leaves,
+    is_out_of_bounds,
+    resumed_guard,
+    warn_if_out_of_bounds,
+)
 
 # The advice for a scale outside the policy's bounds.
 REMEDY = "optimizer.dynamic_scale.assign({bound!r}) after loading"
@@ -33,6 +43,12 @@ POLICY_NAMES = {
     "age": "age_counter",
 }
 NAMES = {"finite": "last_finite", "grad_norm": "last_grad_norm", "peak": "last_peak"}
+GUARD_NAMES = {
+    "taken": "last_taken",
+    "loss": "last_loss",
+    "loss_fits": "last_loss_fits",
+    "limit": "last_limit",
+}
 COUNTS = ("steps", "skipped_steps")
 
 OVERWRITTEN = "overwrite_with_gradient"  # true of variables that are overwritten with their "gradients"
@@ -43,24 +59,48 @@ T = TypeVar("T")  # a scalar of the backend, or a number
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class NotedLosses:
+    """The loss that was scaled last on each replica, until its step, for guards that use it."""
+
+    def __init__(self) -> None:
+        self._losses: dict[int, Any] = {}
+
+    def note(self, replica: int, loss: object) -> None:
+        """Remember a scalar of the backend, which may be traced; None for a loss that is none."""
+        self._losses[replica] = loss
+
+    def take(self, replica: int) -> Any:
+        """Return the loss and forget it; None if there is none."""
+        return self._losses.pop(replica, None)
+
+
 class ScalerVariables(Generic[S]):
     """The Keras variables that hold a `ScalerState`: saved, traced and distributed like any other.
 
     Args:
         policy: the rule in force.
-        make: makes a scalar variable of (name, first value, dtype).
+        make: makes a variable of (name, first value, dtype): a scalar, or of a tuple a vector.
+        guard: the rule that skips spikes, if there is one.
 
     Attributes:
         policy: the rule in force. Another one with the same kind of state may be put in its place.
+        guard: the rule that skips spikes, if there is one.
         state: the variables, in the place of the numbers that they hold. `steps` and `skipped_steps` are
             integers, the others float32.
-        floats: the float32 ones, in the order of the state's fields.
-        variables: all of them.
+        floats: the float32 scalars that a step's record is read from: all but the guard's own state.
+        guard_leaves: by name, the variables of the guard's own state: float32 scalars and vectors.
+        variables: `floats`, and the two integers.
+        saved: all of them.
     """
 
-    def __init__(self, policy: Policy[S], make: Callable[[str, float, str], keras.Variable]) -> None:
-        first = start(policy, takes_norm=True)
-        self.policy = policy
+    def __init__(
+        self,
+        policy: Policy[S],
+        make: Callable[[str, float | tuple[float, ...], str], keras.Variable],
+        guard: Guard[Any] | None = None,
+    ) -> None:
+        first = start(policy, takes_norm=True, guard=guard)
+        self.policy, self.guard = policy, guard
         policy_variables = [
             make(POLICY_NAMES.get(name, name), value, "float32")
             for name, value in first.policy_state._asdict().items()
@@ -68,70 +108,153 @@ class ScalerVariables(Generic[S]):
         others = {
             name: None if value is None else make(NAMES.get(name, name), value, "float32")
             for name, value in first._asdict().items()
-            if name not in ("policy_state", *COUNTS)
+            if name not in ("policy_state", "guard", *COUNTS)
         }
+        record, of_record = None, []
+        self.guard_leaves: dict[str, keras.Variable] = {}
+        if first.guard is not None:
+            of_record = [make(n, float(getattr(first.guard, f)), "float32") for f, n in GUARD_NAMES.items()]
+            leaves = guard_leaves(first.guard.state)
+            self.guard_leaves = {name: make(name, value, "float32") for name, value in leaves.items()}
+            remaining = iter(self.guard_leaves.values())
+            record = GuardRecord(map_state(lambda _: next(remaining), first.guard.state), *of_record)
         steps, skipped_steps = (make(name, 0, "int") for name in COUNTS)
         self.state: ScalerState[Any, keras.Variable] = ScalerState(
             type(first.policy_state)(*policy_variables),
             **others,
             steps=steps,
             skipped_steps=skipped_steps,
+            guard=record,
         )
-        self.floats = [*policy_variables, *(variable for variable in others.values() if variable is not None)]
+        present = [variable for variable in others.values() if variable is not None]
+        self.floats = [*policy_variables, *present, *of_record]
         self.variables = [*self.floats, steps, skipped_steps]
+        self.saved = [*self.variables, *self.guard_leaves.values()]
         self._checked: tuple[float, ...] = tuple(first.policy_state)  # values that are known to be valid
         self._is_outside = False
 
-    def advance(self, finite: T | bool, grad_norm: T, stats: Mapping[str, T], where: Where) -> None:
-        """Advance the state in a program that is being compiled.
+    def measured(
+        self, finite: T | bool, grad_norm: T, stats: Mapping[str, T], loss: T | None
+    ) -> Measured[Any]:
+        """Return what was measured in a step of a program that is being compiled.
 
         Args:
             finite: whether the gradients are finite.
             grad_norm: global L2 norm of the unscaled gradients.
             stats: the `peak` and `share` of the scaled ones, as far as the policy needs them.
+            loss: the loss, for a guard that uses it.
+        """
+        # The sum is a copy: TensorFlow may read the variable's own memory, which is about to be written.
+        scale = self.state.policy_state.scale.value + 0.0
+        return Measured(finite, scale, grad_norm, loss=loss, **stats)
+
+    def judge(self, measured: Measured[Any], where: Where) -> Verdict | None:
+        """Return the guard's verdict in a program that is being compiled; None without a guard."""
+        if self.guard is None:
+            return None
+        state = self.state._replace(guard=self._guard_record(lambda variable: variable.value + 0.0))
+        return judge(self.guard, state, measured, where)
+
+    def advance(self, measured: Measured[Any], where: Where, verdict: Verdict | None = None) -> None:
+        """Advance the state in a program that is being compiled.
+
+        Args:
+            measured: of `measured`.
             where: the backend's ``where(condition, yes, no)``.
+            verdict: of `judge`.
         """
         # `advance` uses nothing of the last step's record but `exhausted_*`, if the policy can give up.
-        first, last = len(self.state.policy_state), len(self.floats) - (2 if self.policy.gives_up else 0)
-        # The sum is a copy: TensorFlow may read the variable's own memory, which is about to be written.
-        before = [
-            variable.value + 0.0 if place < first or place >= last else None
+        first, gives_up = len(self.state.policy_state), self.policy.gives_up
+        exhausted = [self.state.exhausted_scale, self.state.exhausted_overflows]
+        is_used = [
+            place < first or (gives_up and any(variable is other for other in exhausted))
             for place, variable in enumerate(self.floats)
         ]
+        before = [
+            variable.value + 0.0 if used else None
+            for variable, used in zip(self.floats, is_used, strict=True)
+        ]
         state = self._state_of(before)
-        measured = Measured(finite, state.policy_state.scale, grad_norm, **stats)
-        after, _ = advance(self.policy, state, measured, where)
-        after = after._replace(finite=where(finite, 1.0, 0.0))
-        for variable, old, new in zip(self.floats, before, _floats(after), strict=True):
+        state = state._replace(guard=self._guard_record(lambda variable: variable.value + 0.0))
+        after, _ = advance(self.policy, state, measured, where, self.guard, verdict)
+        after = after._replace(finite=where(measured.finite, 1.0, 0.0))
+        if after.guard is not None and state.guard is not None:
+            flags = {name: where(getattr(after.guard, name), 1.0, 0.0) for name in ("taken", "loss_fits")}
+            after = after._replace(guard=after.guard._replace(**flags))
+            pairs = zip(_leaves(state.guard.state), _leaves(after.guard.state), strict=True)
+            for variable, (old, new) in zip(self.guard_leaves.values(), pairs, strict=True):
+                if new is not old:
+                    variable.assign(new)
+        for variable, old, new in zip(self.floats, before, self._floats_of(after), strict=True):
             if new is not old:
                 variable.assign(new)
         self._count(after)
 
+    def read_guard(self, numbers: Sequence[float]) -> Any:
+        """Return the guard's state on the host; None without a guard.
+
+        Args:
+            numbers: the values of `guard_scalars`.
+        """
+        if self.guard is None:
+            return None
+        scalars = iter(numbers)
+
+        def value_of(variable: keras.Variable) -> float | tuple[float, ...]:
+            if not len(variable.shape):
+                return next(scalars)
+            return tuple(keras.ops.convert_to_numpy(variable.value).tolist())
+
+        assert self.state.guard is not None  # `start` was given the guard
+        return map_state(value_of, self.state.guard.state)
+
+    @property
+    def guard_scalars(self) -> list[keras.Variable]:
+        """Those of the guard's state that are scalars."""
+        return [variable for variable in self.guard_leaves.values() if not len(variable.shape)]
+
+    def judge_on_host(self, guard_state: Any, measured: Measured[float]) -> Verdict | None:
+        """Return the guard's verdict; None without a guard.
+
+        Args:
+            guard_state: of `read_guard`.
+            measured: what was measured, in numbers.
+        """
+        if self.guard is None:
+            return None
+        record = GuardRecord(guard_state, True, 0.0, True, 0.0)
+        return judge(self.guard, self.state._replace(guard=record), measured)
+
     def advance_on_host(
         self,
         numbers: Sequence[float],
-        finite: bool,
-        grad_norm: float,
-        stats: Mapping[str, float],
-        write: Callable[[Sequence[tuple[keras.Variable, float]]], None],
+        measured: Measured[float],
+        write: Callable[[Sequence[tuple[keras.Variable, float | tuple[float, ...]]]], None],
+        guard_state: Any = None,
+        verdict: Verdict | None = None,
     ) -> None:
         """Advance the state where its numbers have been read.
 
         Args:
             numbers: the values of `floats`.
-            finite: as in `advance`.
-            grad_norm: as in `advance`, a number.
-            stats: as in `advance`, numbers.
-            write: sets variables to numbers.
+            measured: what was measured, in numbers.
+            write: sets variables to numbers, and vectors to tuples.
+            guard_state: of `read_guard`.
+            verdict: of `judge_on_host`.
 
         Raises:
             ScaleExhausted: if the policy gives up on this step.
         """
         state = self._state_of(numbers)
-        measured = Measured(finite, state.policy_state.scale, grad_norm, **stats)
-        after, gave_up = advance(self.policy, state, measured)
+        if state.guard is not None:
+            state = state._replace(guard=state.guard._replace(state=guard_state))
+        after, gave_up = advance(self.policy, state, measured, choose, self.guard, verdict)
         self._checked = tuple(after.policy_state)
-        changes = zip(self.floats, numbers, _floats(after), strict=True)
+        changes = list(zip(self.floats, numbers, self._floats_of(after), strict=True))
+        if after.guard is not None:
+            changes += zip(
+                self.guard_leaves.values(), _leaves(guard_state), _leaves(after.guard.state), strict=True
+            )
         write([(variable, new) for variable, old, new in changes if new != old])
         self._count(after)
         if gave_up:
@@ -192,6 +315,12 @@ class ScalerVariables(Generic[S]):
                 variable.assign(0.0)
             elif variable.name in saved:
                 variable.assign(saved[variable.name])
+        if self.guard is not None:
+            first = GuardRecord(None, True, math.nan, True, math.inf)
+            for field, name in GUARD_NAMES.items():
+                getattr(self.state.guard, field).assign(saved.get(name, float(getattr(first, field))))
+            for name, value in resumed_guard(self.guard, saved).items():
+                self.guard_leaves[name].assign(np.asarray(value, "float32"))
 
     def state_of(self, numbers: Sequence[float]) -> ScalerState[S, float]:
         """Return the state for the numbers that `variables` hold.
@@ -206,20 +335,30 @@ class ScalerVariables(Generic[S]):
 
     def _state_of(self, values: Sequence[T]) -> ScalerState[S, T]:
         """Return the state for the values of `floats`. Its counts are 0."""
-        count = len(self.state.policy_state)
-        last_scale, finite, grad_norm, *peak, exhausted_scale, overflows = values[count:]
-        policy_state = type(self.state.policy_state)(*values[:count])
-        return ScalerState(
-            policy_state,
-            last_scale,
-            finite,
-            grad_norm,
-            peak[0] if peak else None,
-            exhausted_scale,
-            overflows,
-            steps=0,
-            skipped_steps=0,
-        )
+        remaining = iter(values)
+        policy_state = type(self.state.policy_state)(*[next(remaining) for _ in self.state.policy_state])
+        record = {
+            name: None if variable is None else next(remaining) for name, variable in self._record().items()
+        }
+        guard = None if self.guard is None else GuardRecord(None, *remaining)
+        return ScalerState(policy_state, **record, steps=0, skipped_steps=0, guard=guard)  # type: ignore[arg-type]
+
+    def _floats_of(self, state: ScalerState[S, T]) -> list[Any]:
+        """Return the values for `floats`."""
+        record = [getattr(state, name) for name, v in self._record().items() if v is not None]
+        of_guard = [] if state.guard is None else [getattr(state.guard, field) for field in GUARD_NAMES]
+        return [*state.policy_state, *record, *of_guard]
+
+    def _record(self) -> dict[str, keras.Variable | None]:
+        """Return the variables among `floats` that are neither the policy's nor the guard's."""
+        others = ("policy_state", "guard", *COUNTS)
+        return {name: one for name, one in self.state._asdict().items() if name not in others}
+
+    def _guard_record(self, value_of: Callable[[keras.Variable], Any]) -> GuardRecord[Any] | None:
+        """Return the guard's record with its own state only; None without a guard."""
+        if self.state.guard is None:
+            return None
+        return GuardRecord(map_state(value_of, self.state.guard.state), True, 0.0, True, 0.0)
 
     def _count(self, after: ScalerState[S, T]) -> None:
         """Count a step. `_state_of` starts the counts at 0, so that a step's counts are its increments."""
@@ -228,29 +367,21 @@ class ScalerVariables(Generic[S]):
             self.state.skipped_steps.assign_add(after.skipped_steps)
 
 
-def _floats(state: ScalerState[S, T]) -> list[Any]:
-    """Return the values for `ScalerVariables.floats`."""
-    peaks = [] if state.peak is None else [state.peak]
-    return [
-        *state.policy_state,
-        state.last_scale,
-        state.finite,
-        state.grad_norm,
-        *peaks,
-        state.exhausted_scale,
-        state.exhausted_overflows,
-    ]
+def _leaves(guard_state: Any) -> list[Any]:
+    return list(guard_leaves(guard_state).values())
 
 
-def saved_state(store: Mapping[str, Any]) -> dict[str, float] | None:
+def saved_state(store: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the saved state of a loss scale, by the names of `ScalerVariables`; None if there is none.
+
+    Vectors are lists.
 
     Args:
         store: the optimizer's own variables in a file: names or numbers to arrays.
     """
     names = set(store.keys())
     if "dynamic_scale" in names:
-        return {name: float(np.asarray(store[name])) for name in names if not name.isdecimal()}
+        return {name: np.asarray(store[name], float).tolist() for name in names if not name.isdecimal()}
     if not {"2", "3"} <= names:
         return None
     # Keras numbers them: iteration, learning rate, counter, scale, then the inner optimizer's.
@@ -283,11 +414,20 @@ class Backend(Protocol[G, T]):
     ) -> Unscaled[G, T]:
         """Unscale as `Arrays` does. With a scale of None the gradients have been divided already."""
 
-    def write(self, values: Sequence[tuple[keras.Variable, float]], /) -> None:
-        """Set scalar variables to numbers."""
+    def write(self, values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]], /) -> None:
+        """Set scalar variables to numbers, and vectors to tuples of them."""
 
     def known_scalar(self, value: object, /) -> T | None:
         """Return a scalar that can be read later; None for one that is being traced, and anything else."""
+
+    def scalar(self, value: object, /) -> T | None:
+        """Return a scalar that `apply` of the same step can use, traced or not; None for anything else."""
+
+    def is_concrete(self, value: T | None, /) -> bool:
+        """Return whether a result of `scalar` can be read."""
+
+    def replica(self) -> int:
+        """Return a number for the replica whose code this is."""
 
     def becomes_constant(self, value: T, /) -> bool:
         """Return whether a value that is read now would be a constant of the program being compiled."""
@@ -308,6 +448,7 @@ class ScaledStep(Generic[G, T]):
         gradients: one for each variable; None for one without.
         variables: to be updated.
         scale: the divisor of the gradients; None if they have been divided.
+        loss: the loss that was scaled for this step, if the guard uses it.
     """
 
     backend: Backend[G, T]
@@ -317,6 +458,36 @@ class ScaledStep(Generic[G, T]):
     gradients: Sequence[G | None]
     variables: Sequence[keras.Variable]
     scale: T | None
+    loss: T | None = None
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a guard decides by the norm."""
+        return self.scaler.guard is not None and "grad_norm" in self.scaler.guard.uses
+
+    def loss_where(self, is_usable: bool) -> T | None:
+        """Return the loss for the guard; None if it uses none.
+
+        Args:
+            is_usable: whether the loss, if there is one, belongs to the program that this code is part of.
+
+        Raises:
+            PolicyError: if the guard uses the loss, and it is not known here.
+        """
+        guard = self.scaler.guard
+        if guard is None or "loss" not in guard.uses:
+            return None
+        if self.loss is None or not is_usable:
+            why = (
+                "no scalar loss was scaled since the last step"
+                if self.loss is None
+                else ("the loss was scaled in another program than this one, which is compiled by itself")
+            )
+            raise PolicyError(
+                f"{guard!r} uses the loss, and {why}. Scale the loss of each step, a scalar, in the function "
+                'that applies its gradients; or write guard=SpikeGuard(watch="grad_norm").'
+            )
+        return self.loss
 
     def unscaled(self) -> Unscaled[G | None, T]:
         """Return unscaled gradients.
@@ -385,15 +556,25 @@ class ScaledStep(Generic[G, T]):
         scaler = self.scaler
         stats = self.gradient_stats()  # before they are unscaled in place
         unscaled = self.unscaled()
-        state_values = [variable.value for variable in scaler.floats]
+        loss = self.loss_where(self.backend.is_concrete(self.loss))
+        if loss is not None:
+            stats = {**stats, "loss": loss}
+        state_values = [variable.value for variable in [*scaler.floats, *scaler.guard_scalars]]
         numbers = self.arrays.read([unscaled.finite, unscaled.norm, *stats.values(), *state_values])
         finite, norm = bool(numbers[0]), numbers[1]
-        state = numbers[2 + len(stats) :]
+        first = 2 + len(stats)
+        state, guard_numbers = (
+            numbers[first : first + len(scaler.floats)],
+            numbers[first + len(scaler.floats) :],
+        )
         scaler.check(state)
         if finite and self.scale is not None and state[0] < 1.0:  # dividing by it can overflow
             present = [gradient for gradient in unscaled.gradients if gradient is not None]
             finite = bool(self.arrays.read([self.arrays.all_finite(present)])[0])
-        if finite:
+        found = dict(zip(stats, numbers[2:], strict=False)) if stats else {}
+        measured = Measured(finite, state[0], norm, **found)
+        guard_state = scaler.read_guard(guard_numbers)
+        verdict = scaler.judge_on_host(guard_state, measured)
+        if finite if verdict is None else verdict.taken:
             self.backend.update(self.inner, unscaled.gradients, self.variables)
-        measured = dict(zip(stats, numbers[2:], strict=False)) if stats else {}
-        scaler.advance_on_host(state, finite, norm, measured, self.backend.write)
+        scaler.advance_on_host(state, measured, self.backend.write, guard_state, verdict)

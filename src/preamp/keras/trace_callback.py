@@ -43,8 +43,9 @@ class TraceCallback(keras.callbacks.Callback):
         on_step: called with each `Step` once it is recorded.
         restore_buffers: whether to restore variables that layers keep beside their weights, such as
             BatchNorm's moving statistics, after an overflow in the forward pass: those that are not finite
-            after a skipped step get the values from before it. Costs a copy of them on their device before
-            every batch. False: a warning names them, once.
+            after a skipped step get the values from before it, and all of them after a spike that a guard
+            has skipped. Costs a copy of them on their device before every batch. False: a warning names those
+            that are not finite, once.
         on_error: what happens if the file cannot be written, as for a `Trace`.
         only_rank: the number of the only process that writes the file, as for a `Trace`.
         **about: anything JSON can hold that describes the run.
@@ -136,6 +137,8 @@ class TraceCallback(keras.callbacks.Callback):
         steps, skipped = map(int, numbers[-2:])
         self._warn_if_unrecorded(steps - self._steps - 1, skipped - self._skipped - step.skipped)
         buffers = self._not_finite_buffers() if skipped > self._skipped else ()
+        if step.reason == "spike" and self.restore_buffers and steps == self._steps + 1:
+            self._buffers.restore()  # finite, but of a batch that was skipped
         self._steps, self._skipped = steps, skipped
         step = step._replace(loss=loss, buffers=buffers)
         self.trace(step)
@@ -302,11 +305,15 @@ class Buffers:
         flags = read([keras.ops.all(keras.ops.isfinite(value)) for value in values]) if values else []
         return [variable for variable, finite in zip(variables, flags, strict=True) if not finite]
 
-    def restore(self, variables: Sequence[Any]) -> None:
-        """Set variables to the values that were kept last."""
+    def restore(self, variables: Sequence[Any] | None = None) -> None:
+        """Set variables to the values that were kept last.
+
+        Args:
+            variables: some of them. None: all.
+        """
         if hasattr(self._model, "jax_state_sync"):
             self._model.jax_state_sync()  # on JAX `fit` keeps the values itself, and reads them again
-        for variable in variables:
+        for variable in self._variables() if variables is None else variables:
             variable.assign(self._kept[id(variable)])
 
     def _variables(self) -> list[Any]:

@@ -14,7 +14,8 @@ import tensorflow as tf
 from preamp.arrays.tensorflow import Gradient, as_stored, unconverted
 from preamp.checks import paired
 from preamp.errors import PolicyError, UsageError
-from preamp.keras import on_tensorflow
+from preamp.guards import Guard
+from preamp.guards import registry as guard_registry
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossScaleOptimizer
 from preamp.policy import Policy
 from preamp.policy.registry import to_json
@@ -42,6 +43,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
+        guard: Guard[Any] | None = None,
         name: str | None = None,
         model: Any = None,
         restore_buffers: bool = False,
@@ -57,7 +59,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
                 f"inner_optimizer has loss_scale_factor={inner_optimizer.loss_scale_factor!r} already. Leave "
                 "it out. A fixed scale is LossScaleOptimizer(opt, dynamic=False, initial_scale=2.0**15)."
             )
-        KerasLossScaleOptimizer.__init__(self, inner_optimizer, policy=made, name=name)
+        KerasLossScaleOptimizer.__init__(self, inner_optimizer, policy=made, guard=guard, name=name)
         self._policy_was_given = policy is not None
 
     @property
@@ -114,7 +116,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             self._check_loss(loss)
         self._gradients_are_scaled, self._was_scaled = False, True
         if not callable(loss):
-            self._scaled_loss = on_tensorflow.known_scalar(loss)
+            self._note_loss(loss)
         return super().get_scaled_loss(loss)
 
     @unconverted
@@ -182,8 +184,10 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
         }
+        find, name_of = keras.saving.get_registered_object, keras.saving.get_registered_name
+        if self.guard is not None:
+            config["guard"] = guard_registry.to_json(self.guard, name_of, find)
         if self._policy_was_given:
-            find, name_of = keras.saving.get_registered_object, keras.saving.get_registered_name
             return {**config, "policy": to_json(self.policy, name_of, find)}
         names = ("dynamic", "initial_scale", "dynamic_growth_steps")
         return {**config, **{name: getattr(self, name) for name in names}}

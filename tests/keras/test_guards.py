@@ -1,0 +1,325 @@
+"""Guards: steps that are skipped because of a spike, on every backend, in loops and in `fit`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from preamp import Dynamic, PolicyError, Reading, Static, guards, simulate
+from preamp.guards import SpikeGuard
+from preamp.guards.systems import Scored
+from preamp.keras import LossScaleOptimizer, TraceCallback
+
+from tests.keras.driving import BACKEND, INF, WAYS, Run, array, same, tensor
+
+QUICK = SpikeGuard(warmup=4, patience=3)
+RULES = {
+    "spike": QUICK,
+    "norm": guards.NormLimit(6.0),
+    "olmo": guards.OLMO(rolling_interval_length=24),
+    "levanter": guards.LEVANTER(rolling_interval_length=8),
+    "maxtext": guards.MAXTEXT(interval=9),
+    "llm_c": Scored(window=12, loss=3.0, grad_norm=3.0),
+    "metaseq": guards.METASEQ(max_loss_to_skip_batch=30.0, ewm_ratio_to_skip_batch=3.0),
+    "axlearn": guards.AXLEARN(drop_norm=6.0),
+}
+
+
+class Guarded(Run):
+    """A run whose steps have a loss and one gradient, in one program where it is compiled."""
+
+    def __init__(self, optimizer: Any, way: str = "eager") -> None:
+        super().__init__(optimizer, [1.0, -2.0], way="eager")
+        self._take = {"eager": self._eager_step, "compiled": getattr(self, f"_{BACKEND}_step")}[way]
+
+    def take(self, loss: float, gradient: float) -> None:
+        """Take a step with this loss, and this gradient of both entries."""
+        self._take(tensor(loss), tensor([gradient, gradient]))
+
+    def _eager_step(self, loss: Any, gradient: Any) -> None:
+        self.optimizer.scale_loss(loss)
+        self.optimizer.apply([gradient * self.optimizer.dynamic_scale.value], self.variables)
+
+    _torch_step = _eager_step
+
+    def _tensorflow_step(self, loss: Any, gradient: Any) -> None:
+        import tensorflow as tf
+
+        if not hasattr(self, "function"):
+            self.function = tf.function(self._eager_step)
+        self.function(loss, gradient)
+
+    def _jax_step(self, loss: Any, gradient: Any) -> None:
+        import jax
+
+        def program(state: Any, weights: Any, loss: Any, gradient: Any) -> Any:
+            def scaled(weights: Any) -> Any:
+                apart = weights[0] - jax.lax.stop_gradient(weights[0])
+                return self.optimizer.stateless_scale_loss(state, loss + apart.sum())  # derivatives of 1
+
+            (scaled_ones,) = jax.grad(scaled)(weights)
+            return self.optimizer.stateless_apply(state, [scaled_ones * gradient], weights)
+
+        if not hasattr(self, "function"):
+            self.function = jax.jit(program)
+        state = [v.value for v in self.optimizer.variables]
+        weights, state = self.function(state, [v.value for v in self.variables], loss, gradient)
+        for variable, value in zip(self.variables, weights, strict=True):
+            variable.assign(value)
+        for variable, value in zip(self.optimizer.variables, state, strict=True):
+            variable.assign(value)
+
+
+def script(seed: int, steps: int = 60) -> list[tuple[float, float]]:
+    """Return losses and gradients: noise, single spikes of either, three in a row, overflows, a NaN loss."""
+    draw = np.random.default_rng(seed)
+    losses = 3.0 - 0.01 * np.arange(steps) + 0.1 * draw.normal(size=steps)
+    gradients = np.exp(0.1 * draw.normal(size=steps))
+    losses[[20, 30, 31, 32]] = 40.0
+    gradients[[25, 40, 41]] = 50.0
+    gradients[[15, 45]] = INF
+    losses[50] = np.nan
+    return list(zip(losses.astype("float32").tolist(), gradients.astype("float32").tolist(), strict=True))
+
+
+def wrapped(guard: Any, **settings: Any) -> LossScaleOptimizer:
+    return LossScaleOptimizer(
+        keras.optimizers.Adam(0.01),
+        guard=guard,
+        policy=Dynamic(init_scale=64.0, growth_interval=7),
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rule", RULES)
+def test_decisions_are_those_of_a_simulation(rule: str, way: str) -> None:
+    run = Guarded(wrapped(RULES[rule]), way)
+    steps = []
+    for loss, gradient in script(len(rule)):
+        before = run.trained()
+        run.take(loss, gradient)
+        step = run.optimizer.last_step
+        steps.append(step)
+        assert same(run.trained(), before) == step.skipped
+    norms = [float(np.float32(abs(g) * np.sqrt(2.0))) for _, g in script(len(rule))]
+    readings = [
+        Reading(step.finite, loss=loss, grad_norm=norm if step.finite else None)
+        for step, (loss, _), norm in zip(steps, script(len(rule)), norms, strict=True)
+    ]
+    expected = simulate(run.optimizer.policy, readings, guard=RULES[rule])
+    assert [s.reason for s in steps] == [s.reason for s in expected]
+    assert [s.new_scale for s in steps] == [s.new_scale for s in expected]
+    assert {"overflow", "spike"} <= {s.reason for s in steps}
+    assert run.optimizer.skipped_steps == sum(s.skipped for s in steps)
+    spikes = [(s.spike, e.spike) for s, e in zip(steps, expected, strict=True) if s.spike]
+    for ours, theirs in spikes:
+        assert ours.of == theirs.of
+        assert ours[1:] == pytest.approx(theirs[1:], rel=1e-3, nan_ok=True)
+    if BACKEND == "tensorflow" and way == "compiled":
+        assert run.function.experimental_get_tracing_count() == 1
+    if BACKEND == "jax" and way == "compiled":
+        assert run.function._cache_size() == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_spike_changes_nothing_that_trains(way: str) -> None:
+    optimizer = wrapped(QUICK, use_ema=True, gradient_accumulation_steps=2)
+    run = Guarded(optimizer, way)
+    for loss, gradient in script(0)[:9]:
+        run.take(loss, gradient)
+    before, scale = run.trained(), (run.scale, run.counter)
+    run.take(40.0, 1.0)
+    assert same(run.trained(), before) and (run.scale, run.counter) == scale
+    step = optimizer.last_step
+    assert (step.reason, step.finite, step.skipped, step.spike.of, step.spike.value) == (
+        "spike",
+        True,
+        True,
+        "loss",
+        40.0,
+    )
+    assert step.loss == 40.0 and step.spike.limit < 10.0
+    run.take(3.0, 1.0)
+    assert not same(run.trained(), before) and optimizer.last_step.reason is None
+
+
+def model_of(guard: Any, *, norm: bool = False, **settings: Any) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.BatchNormalization()] if norm else []
+    model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(0.01), guard=guard)
+    model.compile(optimizer, loss="mse", **settings)
+    return model
+
+
+def rows(spike_at: int = 12, steps: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    """Return batches of 8, all with the same rows, of which one has targets that are far away."""
+    x = np.tile(np.random.default_rng(1).normal(size=(8, 4)), (steps, 1)).astype("float32")
+    x *= 1.0 + 0.01 * (np.arange(len(x)) // 8 % 3)[:, None].astype("float32")  # moving statistics move
+    y = x.sum(axis=1, keepdims=True) + 0.1
+    y[8 * spike_at : 8 * spike_at + 8] += 1000.0
+    return x, y
+
+
+def fit(model: keras.Model, callback: Any, steps: int = 20) -> None:
+    x, y = rows(steps=steps)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback])
+
+
+@pytest.mark.parametrize("watch", ["both", "loss", "grad_norm"])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_fit_skips_the_spike(watch: str, compiles: bool) -> None:
+    if compiles and BACKEND == "torch":
+        pytest.skip("Keras's jit_compile on torch is for CUDA")
+    model = model_of(SpikeGuard(warmup=8, watch=watch), jit_compile=compiles)
+    callback = TraceCallback()
+    fit(model, callback)
+    reasons = {step.index: step.reason for step in callback.trace if step.skipped}
+    assert reasons == {12: "spike"}
+    step = callback.trace[12]
+    assert step.spike.of == ("grad_norm" if watch == "grad_norm" else "loss")
+    assert step.spike.value > 100.0 > step.spike.limit
+    if step.spike.of == "loss":
+        assert step.spike.value == pytest.approx(step.loss, rel=1e-3)
+    assert int(model.optimizer.iterations) == 19 and model.optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_moving_statistics_after_a_spike(restores: bool) -> None:
+    model = model_of(SpikeGuard(warmup=8), norm=True)
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if hasattr(model, "jax_state_sync"):
+                model.jax_state_sync()
+            seen.append([array(v) for v in model.layers[0].non_trainable_variables])
+
+    x, y = rows()
+    callbacks = [TraceCallback(restore_buffers=restores), Watch()]
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+    assert callbacks[0].trace[12].reason == "spike" and callbacks[0].trace[12].buffers == ()
+    assert same(seen[12], seen[11]) == restores
+    assert not same(seen[13], seen[12])
+
+
+@pytest.mark.parametrize("rule", ["spike", "olmo", "dialect", "norm"])
+def test_saved_files_continue(rule: str, tmp_path: Path) -> None:
+    guard = {**RULES, "dialect": guards.LEVANTER}[rule]
+    model = model_of(guard)
+    fit(model, TraceCallback(), steps=10)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert repr(again.optimizer.guard) == repr(guard)
+    assert same([array(v) for v in again.optimizer.variables], [array(v) for v in model.optimizer.variables])
+    assert again.optimizer.last_step._replace(loss=None) == model.optimizer.last_step._replace(loss=None)
+    json.dumps(model.optimizer.get_config())
+
+
+def states(model: keras.Model) -> dict[str, np.ndarray]:
+    return {name: array(v) for name, v in model.optimizer._scaler.guard_leaves.items()}
+
+
+def test_files_with_and_without_a_guard(tmp_path: Path) -> None:
+    with_guard, without = model_of(QUICK), model_of(None)
+    fit(with_guard, TraceCallback(), steps=10)
+    fit(without, TraceCallback(), steps=10)
+    with_guard.save_weights(tmp_path / "with.weights.h5")
+    without.save_weights(tmp_path / "without.weights.h5")
+    start = states(model_of(QUICK))
+    assert not same(list(states(with_guard).values()), list(start.values()))
+    with_guard.load_weights(tmp_path / "without.weights.h5")
+    assert same(list(states(with_guard).values()), list(start.values()))
+    without.load_weights(tmp_path / "with.weights.h5")
+    assert without.optimizer.last_step.index == 9
+    other = model_of(guards.OLMO(rolling_interval_length=30))
+    other.optimizer.build(other.trainable_variables)
+    with pytest.warns(UserWarning, match="starts again: what was saved is the state of another guard"):
+        other.load_weights(tmp_path / "with.weights.h5")
+
+
+@keras.saving.register_keras_serializable("test_guards")
+@dataclass(frozen=True, repr=False)
+class Mine(guards.NormLimit):
+    """A guard of a user's own."""
+
+
+@dataclass(frozen=True, repr=False)
+class Unknown(guards.NormLimit):
+    """One that is not registered."""
+
+
+def test_configurations() -> None:
+    for guard in (
+        Mine(3.0),
+        QUICK,
+        guards.OLMO,
+        guards.AXLEARN(4.0),
+        guards.METASEQ,
+        SpikeGuard(watch="loss"),
+    ):
+        config = LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=guard).get_config()
+        again = LossScaleOptimizer.from_config(json.loads(json.dumps(config)))
+        assert repr(again.guard) == repr(guard) and type(again.guard) is type(guard)
+    assert "guard" not in LossScaleOptimizer(keras.optimizers.SGD(0.1)).get_config()
+    with pytest.raises(PolicyError, match="could not be found again"):
+        LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=Unknown()).get_config()
+    config["guard"] = {"class": "Nobody", "settings": {}}
+    with pytest.raises(PolicyError, match="'Nobody' of a saved optimizer is not known"):
+        LossScaleOptimizer.from_config(config)
+    config["guard"] = {"class": "SpikeGuard", "settings": {"nothing": 1}}
+    with pytest.raises(PolicyError, match="Make a new guard"):
+        LossScaleOptimizer.from_config(config)
+    config["guard"] = "SpikeGuard"
+    with pytest.raises(PolicyError, match="not a saved guard"):
+        LossScaleOptimizer.from_config(config)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(PolicyError, match="is not a guard"):
+        LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=0.5)
+    with pytest.raises(PolicyError, match="watch='norm' is unknown"):
+        SpikeGuard(watch="norm")
+    run = Run(wrapped(QUICK), [1.0])
+    before = run.everything()
+    with pytest.raises(PolicyError, match='no scalar loss was scaled.*watch="grad_norm"'), pytest.warns():
+        run.apply([1.0])
+    run.optimizer.scale_loss(tensor([1.0, 2.0]))
+    with pytest.raises(PolicyError, match="no scalar loss"):
+        run.apply([1.0])
+    assert same(run.everything(), before)
+    run.optimizer.scale_loss(tensor(1.0))
+    run.apply([1.0])
+    with pytest.raises(PolicyError, match="no scalar loss"):  # that one was of the step before
+        run.apply([1.0])
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="nothing is compiled by itself")
+def test_a_loss_of_another_program_is_refused() -> None:
+    run = Run(wrapped(QUICK), [1.0], way="compiled")
+    run.optimizer.scale_loss(tensor(1.0))  # would be a constant of the program
+    # AutoGraph raises an error of its own with the message of ours.
+    with pytest.raises(Exception, match="another program"):
+        run.apply([1.0])
+
+
+def test_a_norm_alone_needs_no_loss() -> None:
+    run = Run(wrapped(SpikeGuard(watch="grad_norm", warmup=2)), [1.0], way="compiled")
+    for gradient in (1.0, 1.1, 0.9, 50.0, 1.0):
+        run.step([gradient])
+    assert run.optimizer.skipped_steps == 1 and run.optimizer.guard.watch == "grad_norm"
+
+
+def test_a_fixed_scale() -> None:
+    run = Guarded(
+        LossScaleOptimizer(keras.optimizers.SGD(0.1), policy=Static(1.0), guard=guards.NormLimit(2.0))
+    )
+    run.take(1.0, 2.0)
+    assert run.optimizer.last_step.reason == "spike" and run.scale == 1.0
+    assert run.optimizer.last_step.spike == ("grad_norm", pytest.approx(2.0 * np.sqrt(2.0)), 2.0)
