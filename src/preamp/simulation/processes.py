@@ -8,6 +8,8 @@ largest magnitude is
 where the typical peak is 2**(level + trend(t)) and the excess is random and independent from step to step.
 Below the typical peak the entries are log-normal: log2 of their magnitude is normal around a middle `depth`
 powers of two down, with a standard deviation of `spread`, and cut off at the typical peak.
+
+Losses with spikes, to try guards on, are in `preamp.simulation.losses` and can be had from here too.
 """
 
 from __future__ import annotations
@@ -27,18 +29,40 @@ from preamp.errors import TraceError
 from preamp.record.exponents import BANDS, Band
 from preamp.record.trace import Trace
 from preamp.scaling import Step
+from preamp.simulation.losses import (
+    FallingLoss,
+    HeavyTailedNorms,
+    Losses,
+    NaNLoss,
+    PlateauLoss,
+    RestingLoss,
+    ShiftingLoss,
+    SpikeOutcome,
+    SpikeRuns,
+    WideningLoss,
+)
 
 __all__ = [
     "ENTRIES",
     "Drawn",
     "Drifting",
+    "FallingLoss",
     "Gradients",
     "HeavyTailed",
+    "HeavyTailedNorms",
+    "Losses",
+    "NaNLoss",
     "Outcome",
+    "PlateauLoss",
     "Process",
     "Recorded",
+    "RestingLoss",
+    "ShiftingLoss",
+    "SpikeOutcome",
+    "SpikeRuns",
     "Spiky",
     "Stationary",
+    "WideningLoss",
     "has_peak",
 ]
 
