@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from preamp import Dynamic, PolicyError, Static, guards, processes, simulate
-from preamp.simulation.losses import Losses, SpikeOutcome
+from preamp.simulation.processes import Losses, SpikeOutcome
 
 KINDS: list[type[Losses]] = [
     processes.RestingLoss,

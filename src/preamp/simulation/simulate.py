@@ -11,8 +11,7 @@ from preamp.guards import Guard
 from preamp.policy import Policy, Reading
 from preamp.record.trace import Trace
 from preamp.scaling import Measured, Step, advance, given_guard, judge, start, to_step
-from preamp.simulation.losses import Losses
-from preamp.simulation.processes import Gradients, Process
+from preamp.simulation.processes import Gradients, Losses, Process
 
 __all__ = ["simulate"]
 
@@ -111,17 +110,21 @@ def _played(
     if not policy.needs:  # a policy that uses a single bit goes through few states, over and over
         advanced = lru_cache(maxsize=2**13)(advanced)
     state = policy.start()
+    loss = norm = None
+    keeps = not isinstance(steps, Process)
     for index, item in enumerate(steps):
         scale = state.scale
         reading, peak, zeros = measure(item, scale)
         finite = reading.finite
+        if keeps and isinstance(item, Reading | Step):
+            loss, norm = item.loss, item.grad_norm if finite else None
         try:
             after = advanced(state, reading)
         except ScaleExhausted as reason:
-            yield index, scale, finite, not finite, scale, None, None, peak, zeros, (), None, (), None
+            yield index, scale, finite, not finite, scale, loss, norm, peak, zeros, (), None, (), None
             trace.stop(str(reason))
             return
-        yield index, scale, finite, not finite, after.scale, None, None, peak, zeros, (), None, (), None
+        yield index, scale, finite, not finite, after.scale, loss, norm, peak, zeros, (), None, (), None
         state = after
 
 
