@@ -16,6 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import preamp
+from preamp.guards import GuardDialect
 from preamp.policy import Reading
 from preamp.systems.definition import Dialect
 
@@ -58,7 +59,7 @@ def _entry(path: str, value: Any) -> list[str]:
     """Return the directive that shows a name."""
     if inspect.ismodule(value):
         return [f".. py:module:: {path}"]
-    if isinstance(value, Dialect):
+    if isinstance(value, Dialect | GuardDialect):
         return [f".. py:function:: {path}{inspect.signature(value._make)}", "", f"   {value.__doc__}"]
     if inspect.isclass(value):
         return [f".. autoclass:: {path}", "   :members:"]

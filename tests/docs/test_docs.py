@@ -72,3 +72,42 @@ def test_the_mismatch_of_two_programs_is_ordered_as_its_page_says():
         "10",
         "(3.00 ± 1.00)e-3",
     )
+
+
+def test_the_page_of_guards_measures_every_guard_and_process():
+    page, computed = (DOCS / "guards.md").read_text(), load_benchmark("guard_tables")
+    one = computed.Total(1, 1, 1, 1)
+    found = {(guard, process): one for guard in computed.GUARDS for process in computed.PROCESSES}
+    for heading in ("missed spikes", "false alarms", "longest run of skips"):
+        head, *_ = computed.table(found, heading, lambda total: total.spikes)
+        assert head in page
+    for guard in computed.GUARDS:
+        assert page.count(f"\n| `{guard}` | ") >= 3
+    for losses in computed.PROCESSES.values():
+        assert f"`{losses.__name__}`" in page
+
+
+def test_the_page_of_guards_has_what_is_measured_of_the_first():
+    """Of SpikeGuard: the other rows take minutes."""
+    page, computed = (DOCS / "guards.md").read_text(), load_benchmark("guard_tables")
+    seeds = range(computed.FIRST_SEED, computed.FIRST_SEED + computed.SEEDS)
+    totals = [
+        [computed.played(("SpikeGuard()", process, seed)) for seed in seeds]
+        for process in ("falling", "shifts")
+    ]
+    missed, alarms = [[sum(one[place] for one in each) for each in totals] for place in (1, 2)]
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `SpikeGuard()`")]
+    assert [[int(row[2]), int(row[5])] for row in rows[:2]] == [missed, alarms]
+
+
+@pytest.mark.slow
+def test_the_page_of_guards_has_what_is_simulated():
+    page, computed = (DOCS / "guards.md").read_text(), load_benchmark("guard_tables")
+    seeds = range(computed.FIRST_SEED, computed.FIRST_SEED + computed.SEEDS)
+    jobs = [
+        (guard, process, seed)
+        for guard in computed.GUARDS
+        for process in computed.PROCESSES
+        for seed in seeds
+    ]
+    assert computed.tables(computed.summed(jobs, map(computed.played, jobs))) in page

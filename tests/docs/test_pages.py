@@ -27,6 +27,7 @@ CORE = [
         "errors",
         "autocasting.tables",
         "systems.dialects",
+        "guards",
         "simulation.processes",
         "simulation.simulate",
     ),
@@ -51,7 +52,7 @@ def test_every_public_name_stands_on_the_page_of_the_module_it_is_imported_from(
     for path, value in itertools.chain.from_iterable(names.items() for names in found):
         module, _, name = path.rpartition(".")
         assert getattr(import_module(module), name) is value
-    modules = {f"preamp.{name}" for name in ("casting", "dialects", "processes", "__version__")}
+    modules = {f"preamp.{name}" for name in ("casting", "dialects", "guards", "processes", "__version__")}
     assert {f"preamp.{name}" for name in preamp.__all__} - modules <= set(paths)
 
 

@@ -17,7 +17,17 @@ from cyclopts.validators import Number
 from preamp import __version__
 from preamp.cli import comparison
 from preamp.cli.comparison import events, footer, scale_row, stops
-from preamp.cli.flags import SHORT_INTERVAL, Given, find_dialect, precisions_and_rule, rules, setting_flags
+from preamp.cli.flags import (
+    GUARDS,
+    SHORT_INTERVAL,
+    Given,
+    find_dialect,
+    guard_flags,
+    guards_of,
+    precisions_and_rule,
+    rules,
+    setting_flags,
+)
 from preamp.cli.lab import Framework, Precision, Task
 from preamp.cli.terminal import (
     Row,
@@ -68,9 +78,27 @@ NAMES = f"{', '.join(map(kebab, RULES))}, or another system's (see preamp dialec
 FIRST = "Without a name, the first that has all the settings given."
 SHORT = f"The default growth interval of {Dynamic.growth_interval} is {SHORT_INTERVAL} here."
 NAME = Parameter(name=["--policy", "--rule"], group=POLICY, show_default=False)
+GUARD = Group("Guard against spikes", sort_key=50)
+GUARD_NAME = Parameter(
+    name="--guard",
+    group=GUARD,
+    show_default=False,
+    help=f'{", ".join(GUARDS)}, or "all"; can be repeated. Others\' settings by their own names.',
+)
 if TYPE_CHECKING:
     _Settings: TypeAlias = Given
+    _GuardSettings: TypeAlias = Given
 else:
+    _GuardSettings = TypedDict(
+        "_GuardSettings",
+        {
+            name: Annotated[
+                flag.type, Parameter(help=flag.help, group=GUARD, show_default=False, show=bool(flag.heading))
+            ]
+            for name, flag in guard_flags().items()
+        },
+        total=False,
+    )
     headings = dict.fromkeys(flag.heading for flag in setting_flags().values())
     GROUPS = {heading: Group(heading, sort_key=1 + n) for n, heading in enumerate(headings)}
     _Settings = TypedDict(
@@ -85,6 +113,7 @@ else:
     )
 NO_DEFAULT = Parameter(show_default=False)  # help would show it as ()
 SETTINGS = Parameter(name="--policy", show_default=False)
+GUARD_SETTINGS = Parameter(name="--guard", show_default=False)
 
 CUT_OFF, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
@@ -222,8 +251,10 @@ def simulate(
     policy: Annotated[_Settings | None, SETTINGS] = None,
     dialect: Annotated[tuple[str, ...], NO_DEFAULT] = (),
     config: Annotated[tuple[Path, ...], NO_DEFAULT] = (),
+    guard: Annotated[tuple[str, ...], GUARD_NAME] = (),
+    guard_settings: Annotated[_GuardSettings | None, GUARD_SETTINGS] = None,
     trace: Path | None = None,
-    process: comparison.ProcessName | None = None,
+    process: comparison.ProcessName | comparison.LossesName | None = None,
     dtype: LowPrecision | None = None,
     ranks: Count | None = None,
     overflow_rate: Share | None = None,
@@ -231,18 +262,21 @@ def simulate(
     seed: Seed | None = None,
     out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/simulate.html"),
 ) -> int:
-    """Play gradients or overflows through policies and compare what they do to the scale.
+    """Play gradients or overflows through policies, or losses through guards, and compare what they do.
 
     With --process, or a trace with peaks, overflows and flushed entries follow from each policy's own scale.
-    Otherwise the same steps overflow for every policy.
+    Otherwise the same steps overflow for every policy. With --guard, the losses and norms of a trace, or of a
+    process that has them, are played through each guard; it shows which steps each would skip.
 
     Args:
         rule: the names of policies.
         policy: the settings of the policy.
         dialect: another system's policy (see preamp dialects), or "all"; can be repeated.
         config: the policy of a DeepSpeed configuration; can be repeated.
+        guard: the names of guards.
+        guard_settings: the settings of the guards.
         trace: replay a recorded run.
-        process: draw the size of the gradients; see preamp.processes.
+        process: draw the size of the gradients, or losses with spikes; see preamp.processes.
         dtype: the low precision that overflows and flushes. [that of the trace, or float16]
         ranks: the number of ranks, of which the largest gradient counts. [1]
         overflow_rate: instead of gradients, draw overflows with this chance at each step. [0.0005]
@@ -257,6 +291,16 @@ def simulate(
             "trace", process=process, ranks=ranks, overflow_rate=overflow_rate, steps=steps, seed=seed
         )
         _refuse_to_overwrite([trace], out_file)
+    if guard or guard_settings is not None or process in comparison.LOSSES:
+        if process is not None:
+            _refuse_together("process", overflow_rate=overflow_rate)
+        if dtype is not None or ranks is not None:
+            raise PreampError("A guard reads losses, which have neither --dtype nor --ranks. Leave them out.")
+        losses = comparison.losses(trace, process, steps=steps, seed=seed)
+        chosen = rules(rule, policy, dialect, config)
+        comparison.compare_guards(guards_of(guard, guard_settings), chosen, losses, out_file)
+        return 0
+    if trace is not None:
         played = comparison.recorded(trace, dtype)
     elif process is not None:
         _refuse_together("process", overflow_rate=overflow_rate)

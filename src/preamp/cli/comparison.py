@@ -1,4 +1,4 @@
-"""`preamp simulate`: several policies on the same steps, compared in a table, sentences and a report."""
+"""`preamp simulate`: policies or guards on the same steps, compared in a table, sentences and a report."""
 
 from __future__ import annotations
 
@@ -11,19 +11,62 @@ from typing import Any, Literal, TypeAlias
 from preamp import __version__
 from preamp.cli.terminal import Row, print_lines, print_open, print_table, read_trace
 from preamp.errors import PreampError, TraceError
+from preamp.guards import Guard
 from preamp.policy import Policy
 from preamp.record.exponents import BANDS
 from preamp.record.formatting import percent, power, sparkline
 from preamp.record.trace import Trace
-from preamp.simulation.processes import Drawn, Drifting, HeavyTailed, Process, Recorded, Spiky, Stationary
+from preamp.simulation.processes import (
+    Drawn,
+    Drifting,
+    FallingLoss,
+    HeavyTailed,
+    HeavyTailedNorms,
+    Losses,
+    NaNLoss,
+    PlateauLoss,
+    Process,
+    Recorded,
+    RestingLoss,
+    ShiftingLoss,
+    SpikeRuns,
+    Spiky,
+    Stationary,
+    WideningLoss,
+    longest_skipped_run,
+)
 from preamp.simulation.simulate import simulate
 
 ProcessName: TypeAlias = Literal["stationary", "drifting", "spiky", "heavy-tailed"]
-PROCESSES: dict[ProcessName, type[Drawn]] = {
+PROCESSES: dict[str, type[Drawn]] = {
     "stationary": Stationary,
     "drifting": Drifting,
     "spiky": Spiky,
     "heavy-tailed": HeavyTailed,
+}
+LossesName: TypeAlias = Literal[
+    "resting-loss",
+    "falling-loss",
+    "plateau-loss",
+    "spike-runs",
+    "shifting-loss",
+    "nan-loss",
+    "heavy-tailed-norms",
+    "widening-loss",
+]
+LOSSES: dict[str, type[Losses]] = {
+    "resting-loss": RestingLoss,
+    "falling-loss": FallingLoss,
+    "plateau-loss": PlateauLoss,
+    "spike-runs": SpikeRuns,
+    "shifting-loss": ShiftingLoss,
+    "nan-loss": NaNLoss,
+    "heavy-tailed-norms": HeavyTailedNorms,
+    "widening-loss": WideningLoss,
+}
+MEANING = {
+    True: "Missed: planted spikes that the guard took. False alarms: ordinary steps that it skipped.",
+    False: "Spikes: steps that did not overflow and that the guard skipped.",
 }
 RANDOM_STEPS, RANDOM_RATE = 20_000, 0.0005
 
@@ -61,10 +104,100 @@ def random_overflows(steps: int | None, rate: float | None, seed: int | None) ->
     return Played(overflows, f"drawn at random, each step with a chance of {chance:g}")
 
 
-def process(name: ProcessName, **settings: Any) -> Played:
+def process(name: ProcessName | LossesName, **settings: Any) -> Played:
     """Return a process of `preamp.processes`; settings that are None keep their defaults."""
     drawn = PROCESSES[name](**{key: value for key, value in settings.items() if value is not None})
     return Played(drawn, f"drawn from {drawn!r}")
+
+
+def losses(path: Path | None, name: str | None, **settings: Any) -> tuple[Losses | Trace, str]:
+    """Return losses and norms to play through guards, recorded or drawn, and where they are from.
+
+    Args:
+        path: a recorded run.
+        name: a process of `LOSSES`.
+        settings: of the process; those that are None keep their defaults.
+    """
+    if path is not None:
+        trace = read_trace(path)
+        if all(step.loss is None and step.grad_norm is None for step in trace):
+            raise PreampError(
+                f"{path} has neither losses nor norms, which a guard needs. Write --process resting-loss, or "
+                "record a run with max_norm=, which measures the norm."
+            )
+        return trace, f"recorded in {path}"
+    if name not in LOSSES:
+        said = f"--process {name} has neither losses nor norms" if name else "A guard needs losses or norms"
+        raise PreampError(f"{said}. Write --trace FILE, or --process {' or '.join(LOSSES)}.")
+    drawn = LOSSES[name](**{key: value for key, value in settings.items() if value is not None})
+    return drawn, f"drawn from {drawn!r}"
+
+
+def compare_guards(
+    guards: Mapping[str, Guard[Any]],
+    rules: Mapping[str, Policy[Any]],
+    played: tuple[Losses | Trace, str],
+    path: Path,
+) -> None:
+    """Play losses through guards, print the results and write the report.
+
+    Args:
+        guards: by name.
+        rules: the policy for the scale, by name.
+        played: what `losses` returned.
+        path: of the report.
+    """
+    from preamp.report import Curve, write_report
+
+    if len(rules) > 1:
+        raise PreampError(f"--guard goes with one policy, and these are {len(rules)}. Write one --policy.")
+    (policy,) = rules.values()
+    steps, source = played
+    for name, guard in guards.items():
+        if isinstance(steps, Trace) and (lacking := _lacking(guard, steps)):
+            raise PreampError(f"{name} needs the {lacking} of every step, and this trace lacks some.")
+    traces = {name: simulate(policy, steps, guard=guard) for name, guard in guards.items()}
+    rows = [_guard_row(name, trace, steps) for name, trace in traces.items()]
+    said = stops(traces.items())
+    print_table(rows)
+    print_lines(said)
+    write_report(
+        path,
+        title="The same losses, different guards",
+        lead=[
+            f"{len(list(steps)):,} steps: {source}.",
+            MEANING[isinstance(steps, Losses)],
+            *said,
+        ],
+        curves=[Curve(name, trace) for name, trace in traces.items()],
+        table=rows,
+        footer=footer([f"policy: {policy!r}", *(f"{name}: {guard!r}" for name, guard in guards.items())]),
+    )
+    print_open(path)
+
+
+def _lacking(guard: Guard[Any], trace: Trace) -> str:
+    """Return what a guard uses and a clean step of a trace has nothing of; "" if there is no such step."""
+    columns = [trace.column(name) for name in sorted(guard.uses)]
+    for finite, *values in zip(trace.column("finite"), *columns, strict=True):
+        if finite and all(value is None for value in values):
+            return " or ".join(sorted(guard.uses))
+    return ""
+
+
+def _guard_row(name: str, trace: Trace, steps: Losses | Trace) -> Row:
+    summary = trace.summary()
+    row = {"run": name, "steps": f"{summary.steps:,}", "skipped": f"{summary.skipped:,}"}
+    if isinstance(steps, Losses):
+        done = steps.outcome(trace)
+        row |= {
+            "planted": f"{done.spikes:,}",
+            "missed": f"{done.missed:,}",
+            "false alarms": f"{done.false_alarms:,}",
+        }
+    else:
+        row["spikes"] = f"{summary.spikes:,}"
+    return row | {"longest run": f"{longest_skipped_run(trace):,}"}
 
 
 def compare(rules: Mapping[str, Policy[Any]], played: Played, path: Path) -> None:

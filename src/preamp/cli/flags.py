@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from preamp.cli.lab import Precision
 from preamp.errors import PreampError
+from preamp.guards import ALL as GUARD_DIALECTS
+from preamp.guards import Guard, GuardDialect, NormLimit, SpikeGuard
 from preamp.policy import Dynamic, Policy
 from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab
@@ -24,6 +27,11 @@ COMMON = 3  # a setting that fewer policies have is listed under their names
 
 
 Given: TypeAlias = Mapping[str, object]  # settings by name
+GUARDS: dict[str, type[Guard[Any]] | GuardDialect[...]] = {
+    "spike": SpikeGuard,
+    "norm-limit": NormLimit,
+    **{dialect.name.lower().replace("_", "-"): dialect for dialect in GUARD_DIALECTS},
+}
 
 
 def _kinds_with(setting: str) -> list[str]:
@@ -210,3 +218,61 @@ def _own(names: Sequence[str], policy: Given | None, is_alone: bool) -> dict[str
             for name, kind in kinds.items()
         }
     return {"preamp": policy_of(None, policy)} if policy is not None or is_alone else {}
+
+
+def guard_flags() -> dict[str, SettingFlag]:
+    """Return the settings of all guards; those of other systems have no heading, and help leaves them out."""
+    flags: dict[str, SettingFlag] = {}
+    for kind in GUARDS.values():
+        if isinstance(kind, GuardDialect):
+            types = get_type_hints(kind._make)
+            for name, parameter in inspect.signature(kind._make).parameters.items():
+                help = f"As of {kind.system}. [{_shown(parameter.default)}]"
+                flags.setdefault(name, SettingFlag(types[name], help, ""))
+        else:
+            for name, field in _guard_settings(kind).items():
+                flags[name] = SettingFlag(get_type_hints(kind)[name], _help({"": field}), "Guard")
+    return flags
+
+
+def guards_of(names: Sequence[str], given: Given | None) -> dict[str, Guard[Any]]:
+    """Return the guards that `--guard NAME` and `--guard.*` ask for, by name.
+
+    Args:
+        names: of guards, or "all"; without one, the first that has the settings.
+        given: the settings. Each goes to all of these guards that have it.
+    """
+    settings = {**(given or {})}
+    known = {_key(name): name for name in GUARDS}
+    for name in names:
+        if name != "all" and _key(name) not in known:
+            raise _unknown("guard", name, GUARDS)
+    chosen = list(GUARDS) if "all" in names else [known[_key(name)] for name in dict.fromkeys(names)]
+    if not chosen:
+        chosen = [name for name in GUARDS if settings.keys() <= set(_names_of_settings(GUARDS[name]))][:1]
+    for setting in settings:
+        owners = [name for name, kind in GUARDS.items() if setting in _names_of_settings(kind)]
+        if not set(owners) & set(chosen):
+            flag = f"--guard.{setting.replace('_', '-')}"
+            raise PreampError(
+                f"{flag} is not a setting of {', '.join(chosen) or 'one guard'}. Leave it out, or write "
+                f"--guard {owners[0]}."
+            )
+    return {name: _guard(GUARDS[name], settings) for name in chosen}
+
+
+def _guard(kind: type[Guard[Any]] | GuardDialect[...], settings: Given) -> Guard[Any]:
+    own = {name: value for name, value in settings.items() if name in _names_of_settings(kind)}
+    if isinstance(kind, GuardDialect):
+        return kind(**own) if own else kind
+    return kind(**own)
+
+
+def _guard_settings(kind: type[Guard[Any]]) -> dict[str, Field[Any]]:
+    return {field.name: field for field in fields(kind)}
+
+
+def _names_of_settings(kind: type[Guard[Any]] | GuardDialect[...]) -> list[str]:
+    if isinstance(kind, GuardDialect):
+        return list(inspect.signature(kind._make).parameters)
+    return list(_guard_settings(kind))

@@ -14,8 +14,11 @@ from preamp.policy.base import Reading, Scalar, Where, choose, setting
 LEVEL_MEMORY = 16.0
 WIDTH_MEMORY = 128.0
 ABOUT_NORMAL = 0.8862269254527580  # mean of |x - y| of two normal numbers, to their standard deviation
-LEAST_LOSS_WIDTH = 0.002  # of the loss itself
-LEAST_NORM_WIDTH = 0.05
+# A rise of a loss by 12 percent is never a spike at the default of six widths, nor one of a norm by 77.
+LEAST_LOSS_WIDTH = 0.02  # of the loss itself
+LEAST_NORM_WIDTH = 0.1
+FEW = 8.0  # a width of n values is taken to be larger by the factor 1 + FEW / n
+NEAR = 2.0  # a step within so many times the distance of the limit is near it
 LARGEST = 1e30  # a limit stays below inf
 
 
@@ -38,17 +41,19 @@ class Track(NamedTuple):
 
 
 class SpikeState(NamedTuple):
-    """The state of a `SpikeGuard`: eleven floats.
+    """The state of a `SpikeGuard`: twelve floats.
 
     Attributes:
         loss: of the losses.
         grad_norm: of the norms.
         run: steps that were skipped in a row.
+        near: 1 if the last of these was near its limit, else 0.
     """
 
     loss: Track
     grad_norm: Track
     run: Scalar
+    near: Scalar
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -60,12 +65,16 @@ class SpikeGuard(Guard[SpikeState]):
     norm limit = level * (1 + width)**sigmas       width: of the ratios of successive norms, minus 1
     a step above a limit is skipped, and enters nothing
     a step below enters: level and width are exponential means over about 16 and 128 steps
-    after `patience` skipped steps in a row the next one is taken, and the level starts there
+    after `patience` skipped steps in a row the next finite one is taken, and the level starts there
+    a step is near if it is above a limit, but not above level + 2 * (limit - level); with norms as powers
+    after a near step that was skipped, another near one is taken, and the level starts there
     ```
 
     The statistics are taken of successive steps, so a loss that falls does not widen them. They have
     no use for values that were skipped, so several spikes in a row are all skipped. Only values above a limit
-    are spikes.
+    are spikes. A width is at least 2 percent of the loss, and 0.1 of the norm, so that on a plateau the
+    limits are 12 percent above the loss and 77 above the norm at the least; while it is known from n values
+    only, it is taken to be 1 + 8 / n times as large.
 
     >>> guard = SpikeGuard(warmup=2)
     >>> state = guard.start()
@@ -96,57 +105,74 @@ class SpikeGuard(Guard[SpikeState]):
 
     def start(self) -> SpikeState:
         track = Track(0.0, 0.0, 0.0, 0.0, 0.0)
-        return SpikeState(track, track, 0.0)
+        return SpikeState(track, track, 0.0, 0.0)
 
     def judge(self, state: SpikeState, reading: Reading, where: Where = choose) -> Verdict:
         self.require(reading)
-        loss_limit, norm_limit = self._limits(state, where)
-        verdict = Verdict(True, loss_limit, norm_limit)
-        for name, limit in (("loss", loss_limit), ("grad_norm", norm_limit)):
+        reading = self._watched(reading)
+        verdict = Verdict(True, *self._limits(state, self.sigmas, where))
+        beyond = self._limits(state, NEAR * self.sigmas, where)
+        for name, limit, far in zip(("loss", "grad_norm"), verdict[1:3], beyond, strict=True):
             value = getattr(reading, name)
-            if value is not None and name in self.uses:
-                most = where(state.run >= self.patience, LARGEST, limit)  # any finite value: a new level
+            if value is not None:
+                most = where(state.near > 0.0, far, limit)
+                most = where(state.run >= self.patience, LARGEST, most)  # any finite value: a new level
                 verdict = verdict.also(name, (value <= most) & (value >= -LARGEST), limit)
         return verdict
 
     def advance(self, state: SpikeState, reading: Reading, where: Where = choose) -> SpikeState:
+        reading = self._watched(reading)
         taken = self.judge(state, reading, where).taken & reading.finite
-        restarts = state.run >= self.patience
-        loss_limit, norm_limit = self._limits(state, where)
-        loss, norm = state.loss, state.grad_norm
-        if reading.loss is not None and "loss" in self.uses:
+        restarts = (state.run >= self.patience) | (state.near > 0.0)
+        far_loss, far_norm = self._limits(state, NEAR * self.sigmas, where)
+        loss, norm, is_near = state.loss, state.grad_norm, True
+        if reading.loss is not None:
             apart = reading.loss - loss.last
             apart = where(apart < 0.0, -apart, apart) * ABOUT_NORMAL
-            loss = self._entered(loss, reading.loss, apart, loss_limit, taken, restarts, where)
-        if reading.grad_norm is not None and "grad_norm" in self.uses:
+            is_near = is_near & (reading.loss <= far_loss) & (reading.loss >= -LARGEST)
+            loss = self._entered(loss, reading.loss, apart, taken, restarts, where)
+        if reading.grad_norm is not None:
             value = where(reading.grad_norm > 0.0, reading.grad_norm, norm.last)
             small, large = (
                 where(value < norm.last, value, norm.last),
                 where(value < norm.last, norm.last, value),
             )
             apart = where(small > 0.0, large / where(small > 0.0, small, 1.0) - 1.0, 0.0) * ABOUT_NORMAL
-            norm = self._entered(norm, value, apart, norm_limit, taken, restarts, where)
-        skipped_run = where(restarts, state.run, state.run + 1.0)
-        run = where(taken, 0.0, where(reading.finite, skipped_run, state.run))
-        return SpikeState(loss, norm, run)
+            is_near = is_near & (reading.grad_norm <= far_norm)
+            norm = self._entered(norm, value, apart, taken, restarts, where)
+        full = state.run >= self.patience
+        run = where(taken, 0.0, where(reading.finite, where(full, state.run, state.run + 1.0), state.run))
+        near = where(taken, 0.0, where(reading.finite, where(is_near, 1.0, 0.0), state.near))
+        return SpikeState(loss, norm, run, near)
 
-    def _limits(self, state: SpikeState, where: Where) -> tuple[Scalar, Scalar]:
-        """Return the largest loss and norm that are no spikes."""
+    def _watched(self, reading: Reading) -> Reading:
+        """Return a reading without what is not watched."""
+        loss = reading.loss if "loss" in self.uses else None
+        return reading._replace(loss=loss, grad_norm=reading.grad_norm if "grad_norm" in self.uses else None)
+
+    def _limits(self, state: SpikeState, sigmas: float, where: Where) -> tuple[Scalar, Scalar]:
+        """Return the loss and the norm that are so many widths above their levels."""
         loss, norm = state.loss, state.grad_norm
         size = where(loss.level < 0.0, -loss.level, loss.level)
-        width = where(loss.width < LEAST_LOSS_WIDTH * size, LEAST_LOSS_WIDTH * size, loss.width)
-        loss_limit = where(loss.steps < self.warmup, LARGEST, loss.level + self.sigmas * width)
-        width = where(norm.width < LEAST_NORM_WIDTH, LEAST_NORM_WIDTH, norm.width)
-        ratio = (1.0 + where(width < 100.0, width, 100.0)) ** self.sigmas
+        width = self._cautious(loss, where)
+        width = where(width < LEAST_LOSS_WIDTH * size, LEAST_LOSS_WIDTH * size, width)
+        loss_limit = where(loss.steps < self.warmup, LARGEST, loss.level + sigmas * width)
+        width = self._cautious(norm, where)
+        width = where(width < LEAST_NORM_WIDTH, LEAST_NORM_WIDTH, width)
+        most = LARGEST ** (0.5 / sigmas) - 1.0  # so that the limit stays finite
+        ratio = (1.0 + where(width < most, width, most)) ** sigmas
         norm_limit = where((norm.steps < self.warmup) | (norm.level <= 0.0), LARGEST, norm.level * ratio)
         return loss_limit, norm_limit
+
+    def _cautious(self, track: Track, where: Where) -> Scalar:
+        """Return the width of a series, larger while it is known from few values."""
+        return track.width * (1.0 + FEW / where(track.steps < 1.0, 1.0, track.steps))
 
     def _entered(
         self,
         track: Track,
         value: Scalar,
         apart: Scalar,
-        limit: Scalar,
         taken: Scalar,
         restarts: Scalar,
         where: Where,
@@ -157,7 +183,6 @@ class SpikeGuard(Guard[SpikeState]):
             track: before the step.
             value: the new one.
             apart: how far it is from the last one, in units of the width.
-            limit: the largest value that is no spike.
             taken: whether the step is taken; if not, nothing changes.
             restarts: whether the level starts again, at this value.
             where: the framework's.

@@ -94,8 +94,8 @@ class ScoredState(NamedTuple):
 class Scored(Guard[ScoredState]):
     """Skip a step by the z-score of its loss or norm in a window that holds the new value already.
 
-    A score in a window of n values is at most (n - 1) / sqrt(n), 7.9 of 64: a higher limit never skips. An
-    outlier is taken out of the window again, unless it is the third in a row.
+    A score in a window of n values is at most sqrt(n - 1), 7.94 of 64: a higher limit never skips. An outlier
+    is taken out of the window again, unless it is the third in a row.
     """
 
     remembers_overflows: ClassVar[bool] = True
@@ -269,6 +269,12 @@ def _threshold(name: str, value: object) -> float:
     return float(value)
 
 
+def _score(name: str, value: object) -> float:
+    if not (is_number(value) and value >= 0.0):
+        raise PolicyError(f"{name}={shown(value)} is not a number of at least 0. Write {name}=5.0.")
+    return float(value)
+
+
 def _dialect(system: str, odd: str) -> Callable[[Callable[P, Guard[Any]]], GuardDialect[P]]:
     """Turn a function of a system's own arguments into a `GuardDialect`."""
     return lambda make: GuardDialect(make, system, odd)
@@ -280,6 +286,7 @@ def _dialect(system: str, odd: str) -> Callable[[Callable[P, Guard[Any]]], Guard
 )
 def OLMO(*, rolling_interval_length: int = 128, sigma_factor: float = 6) -> Guard[Any]:
     whole("rolling_interval_length", rolling_interval_length, least=2, instead="rolling_interval_length=128")
+    positive("sigma_factor", sigma_factor, "sigma_factor=6.0")
     history = max(20, rolling_interval_length // 2) - 1  # where the current value is counted, too
     return Rolling(
         window=rolling_interval_length, factor=float(sigma_factor), history=history, two_sided=True
@@ -292,6 +299,7 @@ def OLMO(*, rolling_interval_length: int = 128, sigma_factor: float = 6) -> Guar
 )
 def LEVANTER(*, rolling_interval_length: int = 128, sigma_factor: float = 6.0) -> Guard[Any]:
     whole("rolling_interval_length", rolling_interval_length, least=2, instead="rolling_interval_length=128")
+    positive("sigma_factor", sigma_factor, "sigma_factor=6.0")
     return Rolling(
         window=rolling_interval_length,
         factor=float(sigma_factor),
@@ -307,6 +315,7 @@ def LEVANTER(*, rolling_interval_length: int = 128, sigma_factor: float = 6.0) -
 )
 def MAXTEXT(interval: int = 128, scaling_factor: float = 6.0) -> Guard[Any]:
     whole("interval", interval, least=2, instead="interval=128")
+    positive("scaling_factor", scaling_factor, "scaling_factor=6.0")
     return Rolling(window=interval, factor=float(scaling_factor), history=max(2, interval // 2) - 1)
 
 
@@ -328,10 +337,11 @@ def AXLEARN(drop_norm: float = math.inf) -> Guard[Any]:
 
 @_dialect(
     "llm.c's -sl and -sg",
-    "Its score cannot exceed 7.9, so a higher limit never skips. Without limits it skips nothing.",
+    "Its score cannot exceed 7.94, so a higher limit never skips. Without limits it skips nothing.",
 )
 def LLM_C(skip_update_lossz: float = 0.0, skip_update_gradz: float = 0.0) -> Guard[Any]:
-    return Scored(loss=float(skip_update_lossz), grad_norm=float(skip_update_gradz))
+    loss = _score("skip_update_lossz", skip_update_lossz)
+    return Scored(loss=loss, grad_norm=_score("skip_update_gradz", skip_update_gradz))
 
 
 @_dialect(

@@ -11,7 +11,7 @@ from preamp.guards import Guard
 from preamp.policy import Policy, Reading
 from preamp.record.trace import Trace
 from preamp.scaling import Measured, Step, advance, given_guard, judge, start, to_step
-from preamp.simulation.processes import Gradients, Process
+from preamp.simulation.processes import Gradients, Losses, Process
 
 __all__ = ["simulate"]
 
@@ -22,7 +22,7 @@ Measure: TypeAlias = Callable[[Any, float], Measurement]  # of a step, at a scal
 
 def simulate(
     policy: Policy[Any],
-    overflows: Process | Iterable[bool | Reading | Step],
+    overflows: Process | Losses | Iterable[bool | Reading | Step],
     guard: Guard[Any] | None = None,
 ) -> Trace:
     """Play steps through a policy, and through a guard, and return the trace.
@@ -30,10 +30,11 @@ def simulate(
     Args:
         policy: any policy or dialect.
         overflows: a process, such as those of `preamp.processes`: overflows and gradient statistics then
-            depend on the policy's own scale. Or, the same at every scale, for each step True if its gradients
-            overflow, or a `Reading`, or a `Step` of a recorded run; a `Trace` is a series of steps. A guard
-            needs readings or steps with a loss or a norm. Steps that a guard skipped in a recorded run are
-            taken for what they would be without it.
+            depend on the policy's own scale. Or losses with spikes, such as `processes.RestingLoss()`, for
+            a guard: `process.outcome(trace)` then counts the spikes that it missed. Or, the same at every
+            scale, for each step True if its gradients overflow, or a `Reading`, or a `Step` of a recorded
+            run; a `Trace` is a series of steps. A guard needs readings or steps with a loss or a norm.
+            Steps that a guard skipped in a recorded run are taken for what they would be without it.
         guard: any guard or dialect of `preamp.guards`, to skip spikes.
 
     Returns:
@@ -54,10 +55,15 @@ def simulate(
     >>> readings = [Reading(True, grad_norm=norm) for norm in (1.0, 9.0, 2.0)]
     >>> [step.reason for step in simulate(Static(1.0), readings, guard=guards.NormLimit(5.0))]
     [None, 'spike', None]
+    >>> losses = processes.SpikeRuns(steps=1000, seed=3)
+    >>> losses.outcome(simulate(Static(1.0), losses, guard=guards.SpikeGuard()))
+    SpikeOutcome(steps=1000, skipped=24, spikes=24, missed=0, false_alarms=0, longest_run=6)
     """
     if isinstance(overflows, (str, bytes)):
         raise TypeError(f"overflows={overflows!r} is text. Write [c == '1' for c in {overflows!r}].")
     trace = Trace(policy=repr(policy))
+    if isinstance(overflows, Losses):
+        trace.about["process"] = repr(overflows)
     if given_guard(guard) is not None:
         trace.about["guard"] = repr(guard)
         steps = _guarded(policy, guard, overflows, trace)  # type: ignore[arg-type]
@@ -80,9 +86,9 @@ def _guarded(
     for item in steps:
         if isinstance(item, Gradients):
             raise PolicyError(
-                f"{guard!r} needs a loss or a norm of every step, and a process has neither. Write "
-                "simulate(policy, [Reading(True, loss=loss, grad_norm=norm), ...], guard=guard), or give it "
-                "a recorded trace."
+                f"{guard!r} needs a loss or a norm of every step, and this process has neither. Write "
+                "simulate(policy, processes.RestingLoss(), guard=guard), or give it a recorded trace or "
+                "[Reading(True, loss=loss, grad_norm=norm), ...]."
             )
         reading = _reading(item)
         scale, norm = state.policy_state.scale, reading.grad_norm
@@ -104,17 +110,21 @@ def _played(
     if not policy.needs:  # a policy that uses a single bit goes through few states, over and over
         advanced = lru_cache(maxsize=2**13)(advanced)
     state = policy.start()
+    loss = norm = None
+    keeps = not isinstance(steps, Process)
     for index, item in enumerate(steps):
         scale = state.scale
         reading, peak, zeros = measure(item, scale)
         finite = reading.finite
+        if keeps and isinstance(item, Reading | Step):
+            loss, norm = item.loss, item.grad_norm if finite else None
         try:
             after = advanced(state, reading)
         except ScaleExhausted as reason:
-            yield index, scale, finite, not finite, scale, None, None, peak, zeros, (), None, (), None
+            yield index, scale, finite, not finite, scale, loss, norm, peak, zeros, (), None, (), None
             trace.stop(str(reason))
             return
-        yield index, scale, finite, not finite, after.scale, None, None, peak, zeros, (), None, (), None
+        yield index, scale, finite, not finite, after.scale, loss, norm, peak, zeros, (), None, (), None
         state = after
 
 

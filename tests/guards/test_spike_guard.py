@@ -1,0 +1,229 @@
+"""What SpikeGuard and NormLimit promise, on series that Hypothesis draws."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from preamp import Dynamic, PolicyError, Reading, Static, Step, Trace, guards, simulate
+from preamp.guards import NormLimit, SpikeGuard
+from preamp.guards.base import leaves_of
+
+many = settings(deadline=None, max_examples=100)
+spike_guards = st.builds(
+    SpikeGuard,
+    sigmas=st.floats(2.0, 10.0),
+    warmup=st.integers(2, 20),
+    patience=st.integers(1, 12),
+)
+ordinary = st.floats(1.9, 2.1)
+anything = st.one_of(
+    ordinary,
+    st.floats(-1e6, 1e6),
+    st.sampled_from([math.nan, math.inf, -math.inf, 0.0, 1e38, 1e308, -1e308]),
+)
+norms = st.one_of(st.floats(0.5, 2.0), anything.map(abs))
+readings = st.lists(
+    st.builds(
+        Reading,
+        finite=st.sampled_from([True] * 9 + [False]),
+        peak=st.none(),
+        share=st.none(),
+        loss=anything,
+        grad_norm=norms,
+    ),
+    max_size=120,
+)
+
+
+def states_of(guard: Any, series: list[Reading]) -> list[tuple[Any, bool, Any]]:
+    """Return for each step the state before it, whether it is taken, and the state after it."""
+    found, state = [], guard.start()
+    for reading in series:
+        taken = bool(reading.finite) and bool(guard.takes(state, reading))
+        after = guard.advance(state, reading)
+        found.append((state, taken, after))
+        state = after
+    return found
+
+
+@many
+@given(guard=spike_guards, series=readings)
+def test_what_is_skipped_does_not_enter_the_statistics(guard: SpikeGuard, series: list[Reading]) -> None:
+    for before, taken, after in states_of(guard, series):
+        assert all(math.isfinite(value) for _, value in leaves_of(after))
+        if not taken:
+            assert (after.loss, after.grad_norm) == (before.loss, before.grad_norm)
+
+
+@many
+@given(guard=spike_guards, series=readings)
+def test_nan_and_inf_are_never_taken(guard: SpikeGuard, series: list[Reading]) -> None:
+    for reading, (_, taken, _) in zip(series, states_of(guard, series), strict=True):
+        if not (math.isfinite(reading.loss) and math.isfinite(reading.grad_norm)):
+            assert not taken
+
+
+@many
+@given(guard=spike_guards, series=readings, last=st.floats(-1e6, 1e6), norm=st.floats(0.0, 1e6))
+def test_it_cannot_skip_for_ever(guard: SpikeGuard, series: list[Reading], last: float, norm: float) -> None:
+    state, run = guard.start(), 0
+    for reading in [*series, *[Reading(True, loss=last, grad_norm=norm)] * (guard.patience + 1)]:
+        taken = guard.takes(state, reading) and reading.finite
+        state = guard.advance(state, reading)
+        run = 0 if taken else run + reading.finite
+    assert run == 0
+    for reading in series:
+        # Whatever came before, the patience is for steps in a row.
+        is_finite = math.isfinite(reading.loss) and math.isfinite(reading.grad_norm)
+        if state.run >= guard.patience and reading.finite and is_finite and abs(reading.loss) < 1e30:
+            assert guard.takes(state, reading) or reading.grad_norm > 1e30
+        state = guard.advance(state, reading)
+
+
+@many
+@given(guard=spike_guards, series=readings, drop=st.floats(0.0, 1e6), share=st.floats(0.0, 1.0))
+def test_a_lower_value_is_taken_where_a_higher_one_is(
+    guard: SpikeGuard, series: list[Reading], drop: float, share: float
+) -> None:
+    for reading, (before, taken, _) in zip(series, states_of(guard, series), strict=True):
+        if taken:
+            lower = reading._replace(loss=reading.loss - drop, grad_norm=share * reading.grad_norm)
+            assert guard.takes(before, lower)
+
+
+@many
+@given(series=readings)
+def test_no_step_of_the_warmup_is_skipped(series: list[Reading]) -> None:
+    sane = [one for one in series if one.finite and abs(one.loss) < 1e30 and one.grad_norm < 1e30]
+    taken = [taken for _, taken, _ in states_of(SpikeGuard(warmup=16), sane)]
+    assert all(taken[:16])
+
+
+@many
+@given(guard=spike_guards, series=readings)
+def test_the_limit_that_is_said_is_the_one_that_decides(guard: SpikeGuard, series: list[Reading]) -> None:
+    for reading, (before, taken, _) in zip(series, states_of(guard, series), strict=True):
+        verdict = guard.judge(before, reading)
+        over = reading.loss > verdict.loss_limit or reading.grad_norm > verdict.grad_norm_limit
+        broken = math.isnan(reading.loss) or math.isnan(reading.grad_norm) or reading.loss < -1e30
+        if reading.finite and not taken:
+            assert over or broken
+        if over and taken:
+            assert before.run >= guard.patience or before.near
+
+
+def series(losses: list[float], norms: list[float] | None = None) -> list[Reading]:
+    known = norms or [1.0] * len(losses)
+    return [Reading(True, loss=a, grad_norm=b) for a, b in zip(losses, known, strict=True)]
+
+
+def skipped(guard: Any, losses: list[float], norms: list[float] | None = None) -> list[int]:
+    trace = simulate(Static(1.0), series(losses, norms), guard=guard)
+    return [step.index for step in trace if step.reason == "spike"]
+
+
+NOISE = [2.0 + 0.01 * math.sin(7.0 * step) for step in range(200)]
+
+
+def test_a_level_far_above_is_accepted_after_patience() -> None:
+    shifted = [3.0 * loss for loss in NOISE]
+    assert skipped(SpikeGuard(patience=5), [*NOISE, *shifted]) == list(range(200, 205))
+    assert skipped(SpikeGuard(), [*NOISE, *shifted]) == list(range(200, 216))
+
+
+def test_a_level_a_little_above_the_limit_is_accepted_after_one_step() -> None:
+    shifted = [1.2 * loss for loss in NOISE]
+    assert skipped(SpikeGuard(), [*NOISE, *shifted]) == [200]
+
+
+def test_a_ramp_of_spikes_is_skipped_although_it_begins_small() -> None:
+    ramp = [2.4, 6.0, 9.0, 20.0]
+    assert skipped(SpikeGuard(), [*NOISE, *ramp, *NOISE]) == list(range(200, 204))
+
+
+def test_a_spike_of_the_norm_alone_is_one() -> None:
+    norms = [1.0 + 0.1 * math.sin(5.0 * step) for step in range(200)]
+    trace = simulate(Static(1.0), series([*NOISE, 2.0], [*norms, 30.0]), guard=SpikeGuard())
+    spike = trace[200].spike
+    assert spike is not None
+    assert spike.of == "grad_norm"
+    assert spike.value == 30.0
+    assert 1.7 < spike.limit < 5.0
+
+
+def test_a_spike_right_after_a_quick_fall_is_found() -> None:
+    fall = [2.0 + 8.0 * math.exp(-step / 25.0) for step in range(100)]
+    assert skipped(SpikeGuard(), [*fall, 6.0, *fall[-1:] * 20]) == [100]
+
+
+@pytest.mark.parametrize("policy", [Static(1.0), Dynamic(init_scale=8.0, growth_interval=4)])
+def test_a_spike_neither_backs_off_nor_counts_as_a_clean_step(policy: Any) -> None:
+    steps = series([*NOISE[:19], 50.0, *NOISE[:21]])
+    trace = simulate(policy, steps, guard=SpikeGuard())
+    plain = simulate(policy, [*steps[:19], *steps[20:]])
+    assert [step.index for step in trace if step.skipped] == [19]
+    assert trace[19].scale == trace[19].new_scale
+    assert [step.scale for step in trace if not step.skipped] == [step.scale for step in plain]
+
+
+def test_a_recorded_run_is_replayed_with_another_guard() -> None:
+    recorded = simulate(Static(1.0), series([*NOISE, 50.0, *NOISE], [1.0] * 200 + [9.0] + [1.0] * 200))
+    plain = Trace(policy="")
+    plain.extend(Step(n, 1.0, True, False, 1.0, loss=loss) for n, loss in enumerate([*NOISE, 50.0, *NOISE]))
+    assert len(recorded) == 401
+    assert [step.index for step in simulate(Static(1.0), plain, guard=SpikeGuard()) if step.skipped] == [200]
+    assert [step.index for step in simulate(Static(1.0), plain, guard=guards.OLMO) if step.skipped] == [200]
+
+
+def test_a_guard_says_what_a_reading_lacks() -> None:
+    with pytest.raises(PolicyError, match="needs the grad_norm or loss of the step"):
+        SpikeGuard().takes(SpikeGuard().start(), Reading(True))
+    with pytest.raises(
+        PolicyError, match=r"needs the grad_norm of the step.*Write Reading\(finite, grad_norm"
+    ):
+        NormLimit(2.0).takes(NormLimit(2.0).start(), Reading(True, loss=1.0))
+    with pytest.raises(PolicyError, match="guard='olmo' is not a guard"):
+        simulate(Static(1.0), series([1.0]), guard="olmo")  # type: ignore[arg-type]
+    from preamp import processes
+
+    with pytest.raises(PolicyError, match="this process has neither"):
+        simulate(Static(1.0), processes.Stationary(steps=10), guard=SpikeGuard())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: SpikeGuard(sigmas=0.0), "sigmas=0.0 is not a finite number above 0"),
+        (lambda: SpikeGuard(warmup=1), "warmup=1 must be a whole number of at least 2"),
+        (lambda: SpikeGuard(patience=0), "patience=0"),
+        (lambda: NormLimit(-1.0), "threshold=-1.0"),
+        (lambda: NormLimit(math.inf), "threshold=inf"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    "saved", [{}, None, 3.0, {"run": 1.0}, {"loss": 1.0, "grad_norm": 1.0, "run": 0.0, "near": 0.0}]
+)
+def test_a_state_of_another_guard_is_refused(saved: Any) -> None:
+    with pytest.raises(PolicyError, match="is not part of a state of"):
+        SpikeGuard().restore(saved)
+
+
+def test_guards_are_shown_pickled_and_compared_by_their_settings() -> None:
+    guard = SpikeGuard(sigmas=4.0)
+    assert repr(guard) == "guards.SpikeGuard(sigmas=4.0)"
+    assert repr(NormLimit(2.0)) == "guards.NormLimit(threshold=2.0)"
+    assert pickle.loads(pickle.dumps(guard)) == guard == replace(SpikeGuard(), sigmas=4.0)
+    assert guard != SpikeGuard()
+    assert hash(guard) == hash(SpikeGuard(sigmas=4.0))

@@ -1,0 +1,142 @@
+"""Synthetic losses: what is planted, and what guards make of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from preamp import Dynamic, PolicyError, Static, guards, processes, simulate
+from preamp.simulation.processes import Losses, SpikeOutcome
+
+KINDS: list[type[Losses]] = [
+    processes.RestingLoss,
+    processes.FallingLoss,
+    processes.PlateauLoss,
+    processes.SpikeRuns,
+    processes.ShiftingLoss,
+    processes.NaNLoss,
+    processes.HeavyTailedNorms,
+    processes.WideningLoss,
+]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+ALWAYS = guards.NormLimit(1e-30)  # skips everything
+
+
+@each_kind
+def test_a_process_is_the_same_whenever_it_is_iterated_over(kind: type[Losses]) -> None:
+    process = kind(steps=300, seed=4)
+    assert repr([*process]) == repr([*process]) == repr([*kind(steps=300, seed=4)])
+    assert repr([*process]) != repr([*kind(steps=300, seed=5)])
+    assert len([*process]) == 300
+    assert process.planted == kind(steps=300, seed=4).planted
+
+
+@each_kind
+def test_planted_spikes_are_as_high_as_is_said(kind: type[Losses]) -> None:
+    process = kind(steps=4000, seed=1)
+    without = kind(steps=4000, seed=1, chance=0.0)
+    assert without.planted == frozenset()
+    readings = [*process]
+    assert len(process.planted) >= 8
+    for step in process.planted:
+        usual = process.level(step)
+        assert readings[step].loss > 1.15 * usual
+        assert readings[step].grad_norm > 2.0 * process.norm_level(step)
+        assert readings[step].finite
+
+
+@each_kind
+def test_an_outcome_counts(kind: type[Losses]) -> None:
+    process = kind(steps=2000, seed=2)
+    overflows = sum(not reading.finite for reading in process)
+    spikes = len(process.planted)
+    nothing = process.outcome(simulate(Static(1.0), process, guard=guards.MEGATRON_NORM))
+    run = 1 if overflows else 0
+    assert nothing == SpikeOutcome(2000, overflows, spikes, spikes, 0, run)
+    everything = process.outcome(simulate(Static(1.0), process, guard=ALWAYS))
+    assert everything == SpikeOutcome(2000, 2000, spikes, 0, 2000 - overflows - spikes, 2000)
+    assert process.outcome(simulate(Static(1.0), process)).missed == spikes
+    assert process.outcome(simulate(Static(1.0), [*process][:100], guard=ALWAYS)).steps == 100
+
+
+def test_the_trace_says_which_process_and_guard() -> None:
+    process = processes.RestingLoss(steps=50)
+    about = simulate(Dynamic(), process, guard=guards.SpikeGuard()).about
+    assert about["process"] == repr(process)
+    assert about["guard"] == "guards.SpikeGuard()"
+
+
+def test_runs_have_their_length() -> None:
+    process = processes.SpikeRuns(steps=5000, length=6, chance=0.0005)
+    starts = [step for step in process.planted if step - 1 not in process.planted]
+    assert starts
+    assert any({*range(step, step + 6)} <= process.planted for step in starts)
+    assert {step + 6 for step in starts}.isdisjoint(process.planted)
+
+
+def test_a_shift_stays() -> None:
+    readings = [*processes.ShiftingLoss(steps=1000, chance=0.0, noise=0.0, jitter=0.0, shift=2.0)]
+    assert {reading.loss for reading in readings[:500]} == {2.5}
+    assert {reading.loss for reading in readings[500:]} == {5.0}
+    assert {reading.grad_norm for reading in readings[500:]} == {4.0}
+
+
+def test_nan_comes_with_an_overflow() -> None:
+    process = processes.NaNLoss(steps=3000, rate=0.01)
+    broken = [reading for reading in process if math.isnan(reading.loss)]
+    assert 10 < len(broken) < 60
+    assert not any(reading.finite for reading in broken)
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+@each_kind
+def test_spike_guard_misses_less_than_the_rolling_rules(kind: type[Losses], seed: int) -> None:
+    process = kind(seed=seed)
+
+    def outcome(guard: Any) -> SpikeOutcome:
+        return process.outcome(simulate(Static(1.0), process, guard=guard))
+
+    ours = outcome(guards.SpikeGuard())
+    for guard in (guards.OLMO, guards.LEVANTER, guards.MAXTEXT):
+        theirs = outcome(guard)
+        assert ours.missed <= theirs.missed
+        assert ours.false_alarms <= theirs.false_alarms
+    assert ours.missed == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"chance": 1.5}, "chance=1.5"),
+        ({"noise": -0.1}, "noise=-0.1"),
+        ({"loss": 0.0}, "loss=0.0"),
+        ({"jitter": math.nan}, "jitter=nan"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        processes.RestingLoss(**settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: processes.FallingLoss(time=0.0), "time=0.0"),
+        (lambda: processes.FallingLoss(fall=0.0), "fall=0.0"),
+        (lambda: processes.PlateauLoss(rate=2.0), "rate=2.0"),
+        (lambda: processes.SpikeRuns(length=0), "length=0"),
+        (lambda: processes.ShiftingLoss(shift=0.0), "shift=0.0"),
+        (lambda: processes.ShiftingLoss(every=0), "every=0"),
+        (lambda: processes.NaNLoss(rate=-1.0), "rate=-1.0"),
+        (lambda: processes.HeavyTailedNorms(tail=0.0), "tail=0.0"),
+        (lambda: processes.WideningLoss(factor=0.0), "factor=0.0"),
+        (lambda: processes.WideningLoss(period=0.0), "period=0.0"),
+    ],
+)
+def test_settings_of_one_process_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        make()
