@@ -19,6 +19,7 @@ LEAST_LOSS_WIDTH = 0.02  # of the loss itself
 LEAST_NORM_WIDTH = 0.1
 FEW = 8.0  # a width of n values is taken to be larger by the factor 1 + FEW / n
 NEAR = 2.0  # a step within so many times the distance of the limit is near it
+LARGEST_RATIO = 1e6  # of successive norms: the next limit must not be inf
 LARGEST = 1e30  # a limit stays below inf
 
 
@@ -137,7 +138,8 @@ class SpikeGuard(Guard[SpikeState]):
                 where(value < norm.last, value, norm.last),
                 where(value < norm.last, norm.last, value),
             )
-            apart = where(small > 0.0, large / where(small > 0.0, small, 1.0) - 1.0, 0.0) * ABOUT_NORMAL
+            ratio = where(small > 0.0, large / where(small > 0.0, small, 1.0), 1.0)
+            apart = (where(ratio < LARGEST_RATIO, ratio, LARGEST_RATIO) - 1.0) * ABOUT_NORMAL
             is_near = is_near & (reading.grad_norm <= far_norm)
             norm = self._entered(norm, value, apart, taken, restarts, where)
         full = state.run >= self.patience
