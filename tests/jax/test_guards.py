@@ -387,18 +387,26 @@ def test_devices_with_other_parameters_decide_by_the_mean_of_the_losses_they_are
     assert checked or counts["guarded"] == 1
 
 
-def test_a_loss_that_no_device_knows_is_not_averaged(mesh: Mesh) -> None:
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("known", [0, 1, 3])
+def test_a_loss_that_a_device_does_not_know_is_not_known(checked: bool, known: int) -> None:
+    """The number that stands for it would be -inf in a sum."""
+    three = Mesh(np.array(jax.devices("cpu")[:3]), ("d",))
     optimizer = loss_scaled(
         optax.sgd(0.1), Dynamic(init_scale=4.0), axis_name="d", guard=SpikeGuard(warmup=3)
     )
 
-    def update(params: Any, state: Any, scaled: Any) -> Any:
-        return apply_gradients(optimizer, scaled, state, params)
+    def update(params: Any, state: Any, gradients: Any, value: Any) -> Any:
+        scaled = ScaledGradients(gradients, state.policy_state.scale)
+        return apply_gradients(optimizer, scaled, state, params, value=value[0])
 
-    train = jax.jit(shard_map(update, mesh, (WHOLE, WHOLE, WHOLE), (WHOLE, WHOLE), False))
-    params = jnp.ones(TWO)
-    _, state = train(params, optimizer.init(params), through_jit(ScaledGradients(jnp.ones(TWO), 4.0)))
-    assert last_step(state).loss is None
+    train = jax.jit(shard_map(update, three, (SPLIT, WHOLE, SPLIT, SPLIT), (SPLIT, WHOLE), checked))
+    params, unknown = jnp.ones(3), ScaledGradients(PARAMS, 1.0).loss
+    values = jnp.array([2.0] * known + [unknown] * (3 - known))
+    _, state = train(params, optimizer.init(params), params, values)
+    assert last_step(state).loss == (2.0 if known == 3 else None)
+    assert float(state.guard.state.loss.steps) == (1.0 if known == 3 else 0.0)
+    assert float(state.guard.state.grad_norm.steps) == 1.0
     assert bool(state.taken)
 
 

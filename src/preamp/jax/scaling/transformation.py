@@ -1,4 +1,4 @@
-"""Loss scaling as an optax transformation: one step of it skips what is not finite, and keeps a record."""
+"""Loss scaling as an optax transformation: one step of it skips overflows and spikes, and keeps a record."""
 
 from __future__ import annotations
 
