@@ -54,6 +54,7 @@ LossesName: TypeAlias = Literal[
     "heavy-tailed-norms",
     "widening-loss",
 ]
+SomeName: TypeAlias = Literal[ProcessName, LossesName]
 LOSSES: dict[str, type[Losses]] = {
     "resting-loss": RestingLoss,
     "falling-loss": FallingLoss,
@@ -104,7 +105,7 @@ def random_overflows(steps: int | None, rate: float | None, seed: int | None) ->
     return Played(overflows, f"drawn at random, each step with a chance of {chance:g}")
 
 
-def process(name: ProcessName | LossesName, **settings: Any) -> Played:
+def process(name: SomeName, **settings: Any) -> Played:
     """Return a process of `preamp.processes`; settings that are None keep their defaults."""
     drawn = PROCESSES[name](**{key: value for key, value in settings.items() if value is not None})
     return Played(drawn, f"drawn from {drawn!r}")

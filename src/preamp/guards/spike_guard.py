@@ -85,9 +85,9 @@ class SpikeGuard(Guard[SpikeState]):
     True True True True False True
     """
 
-    sigmas: float = setting(6.0, "how many standard deviations above the level is a spike.")
-    warmup: int = setting(16, "how many steps are taken before any is skipped.")
-    patience: int = setting(16, "how many steps in a row are skipped before a new level is accepted.")
+    sigmas: float = setting(6.0, "how many widths above the level a spike begins.")
+    warmup: int = setting(16, "the first steps, none of which is skipped.")
+    patience: int = setting(16, "skipped steps in a row until one is taken.")
 
     def __post_init__(self) -> None:
         positive("sigmas", self.sigmas, "SpikeGuard(sigmas=6.0)")
