@@ -16,7 +16,7 @@ from cyclopts.validators import Number
 
 from preamp import __version__
 from preamp.cli import comparison
-from preamp.cli.comparison import events, footer, scale_row, stops
+from preamp.cli.comparison import events, footer, scale_row, spikes, stops
 from preamp.cli.flags import (
     GUARDS,
     SHORT_INTERVAL,
@@ -331,16 +331,17 @@ def report(
     _refuse_to_overwrite(traces, out_file)
     named = _named(traces, list(map(read_trace, traces)))
     rows = [scale_row(name, one) for name, one in named.items()]
+    said = [*spikes(named.items()), *events(named.items())]
     write_report(
         out_file,
         title="What loss scaling did",
-        lead=events(named.items()),
+        lead=said,
         curves=[_curve(name, one) for name, one in named.items()],
         table=rows,
         footer=footer(map(str, traces)),
     )
     print_table(rows)
-    print_lines(events(named.items()))
+    print_lines(said)
     print_open(out_file)
     return 0
 

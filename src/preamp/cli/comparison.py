@@ -284,6 +284,16 @@ def stops(traces: Iterable[tuple[str, Trace]]) -> list[str]:
     return [f"{name} stopped: {trace.stopped}" for name, trace in traces if trace.stopped]
 
 
+def spikes(traces: Iterable[tuple[str, Trace]]) -> list[str]:
+    """Say how many steps guards skipped because of a spike."""
+    counts = [(name, trace.summary().spikes) for name, trace in traces]
+    return [
+        f"{name}: a guard skipped {count:,} step{'' if count == 1 else 's'} because of a spike."
+        for name, count in counts
+        if count
+    ]
+
+
 def events(traces: Iterable[tuple[str, Trace]]) -> list[str]:
     """Say which traces were resumed or stopped, and where ranks disagree."""
     traces = list(traces)
