@@ -111,8 +111,8 @@ class Record:
 
     Attributes:
         scales: the scale of every step and, last, the next one.
-        skipped: for every step, 1 if it was skipped because it overflowed. A spike that a guard skipped is
-            none: its gradients were finite at that scale.
+        skipped: for every step, 1 if it was skipped because it overflowed. A spike that a guard skipped does
+            not count: its gradients were finite at that scale.
         snapshots: of single steps; parts that were recorded of the same step are merged.
     """
 

@@ -111,8 +111,13 @@ class SpikeGuard(Guard[SpikeState]):
         return verdict
 
     def advance(self, state: SpikeState, reading: Reading, where: Where = choose) -> SpikeState:
-        taken = self.judge(state, reading, where).taken & reading.finite
-        restarts = (state.run >= self.patience) | (state.near > 0.0)
+        verdict = self.judge(state, reading, where)
+        taken = verdict.taken & reading.finite
+        restarts: Scalar = False  # a step above a limit, if it is taken all the same
+        if reading.loss is not None:
+            restarts = restarts | (reading.loss > verdict.loss_limit)
+        if reading.grad_norm is not None:
+            restarts = restarts | (reading.grad_norm > verdict.grad_norm_limit)
         far_loss, far_norm = self._limits(state, NEAR * self.sigmas, where)
         loss, norm, is_near = state.loss, state.grad_norm, True
         if reading.loss is not None:
