@@ -143,6 +143,19 @@ def test_a_level_a_little_above_the_limit_is_accepted_after_one_step() -> None:
     assert skipped(SpikeGuard(), [*NOISE, *shifted]) == [200]
 
 
+def test_an_ordinary_step_after_a_spike_does_not_start_the_level_again() -> None:
+    guard, state = SpikeGuard(), SpikeGuard().start()
+    for reading in series([*NOISE, 2.4]):
+        state = guard.advance(state, reading)
+    assert state.near == 1.0
+    after = guard.advance(state, Reading(True, loss=1.99, grad_norm=1.0))
+    assert after.loss.count == state.loss.count
+    assert abs(after.loss.level - 2.0) < 0.01
+    again = guard.advance(state, Reading(True, loss=2.35, grad_norm=1.0))
+    assert again.loss.count == 1.0
+    assert again.loss.level == pytest.approx(2.35)
+
+
 def test_a_ramp_of_spikes_is_skipped_although_it_begins_small() -> None:
     ramp = [2.4, 6.0, 9.0, 20.0]
     assert skipped(SpikeGuard(), [*NOISE, *ramp, *NOISE]) == list(range(200, 204))

@@ -16,7 +16,7 @@ from cyclopts.validators import Number
 
 from preamp import __version__
 from preamp.cli import comparison
-from preamp.cli.comparison import events, footer, scale_row, stops
+from preamp.cli.comparison import events, footer, scale_row, spikes, stops
 from preamp.cli.flags import (
     GUARDS,
     SHORT_INTERVAL,
@@ -83,7 +83,7 @@ GUARD_NAME = Parameter(
     name="--guard",
     group=GUARD,
     show_default=False,
-    help=f'{", ".join(GUARDS)}, or "all"; can be repeated. Others\' settings by their own names.',
+    help=f'{", ".join(GUARDS)}, or "all"; can be repeated.',
 )
 if TYPE_CHECKING:
     _Settings: TypeAlias = Given
@@ -254,7 +254,7 @@ def simulate(
     guard: Annotated[tuple[str, ...], GUARD_NAME] = (),
     guard_settings: Annotated[_GuardSettings | None, GUARD_SETTINGS] = None,
     trace: Path | None = None,
-    process: comparison.ProcessName | comparison.LossesName | None = None,
+    process: Annotated[comparison.SomeName | None, Parameter(show_choices=False)] = None,
     dtype: LowPrecision | None = None,
     ranks: Count | None = None,
     overflow_rate: Share | None = None,
@@ -262,27 +262,27 @@ def simulate(
     seed: Seed | None = None,
     out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/simulate.html"),
 ) -> int:
-    """Play gradients or overflows through policies, or losses through guards, and compare what they do.
+    """Play gradients or overflows through policies, or losses through guards.
 
     With --process, or a trace with peaks, overflows and flushed entries follow from each policy's own scale.
-    Otherwise the same steps overflow for every policy. With --guard, the losses and norms of a trace, or of a
-    process that has them, are played through each guard; it shows which steps each would skip.
+    Otherwise the same steps overflow for every policy. With --guard, each guard is told the losses and norms.
 
     Args:
         rule: the names of policies.
         policy: the settings of the policy.
-        dialect: another system's policy (see preamp dialects), or "all"; can be repeated.
+        dialect: another system's policy, or "all"; can be repeated.
         config: the policy of a DeepSpeed configuration; can be repeated.
         guard: the names of guards.
         guard_settings: the settings of the guards.
         trace: replay a recorded run.
-        process: draw the size of the gradients, or losses with spikes; see preamp.processes.
+        process: gradients to draw, such as stationary, or losses, such as resting-loss; see
+            preamp.processes.
         dtype: the low precision that overflows and flushes. [that of the trace, or float16]
-        ranks: the number of ranks, of which the largest gradient counts. [1]
+        ranks: how many ranks; the largest gradient counts. [1]
         overflow_rate: instead of gradients, draw overflows with this chance at each step. [0.0005]
         steps: how many steps to draw. [20,000]
         seed: of what is drawn. [0]
-        out_file: the report with the picture of the scales.
+        out_file: the report.
     """
     import preamp.report  # noqa: F401  # report a missing extra before the work, not after
 
@@ -331,16 +331,17 @@ def report(
     _refuse_to_overwrite(traces, out_file)
     named = _named(traces, list(map(read_trace, traces)))
     rows = [scale_row(name, one) for name, one in named.items()]
+    said = [*spikes(named.items()), *events(named.items())]
     write_report(
         out_file,
         title="What loss scaling did",
-        lead=events(named.items()),
+        lead=said,
         curves=[_curve(name, one) for name, one in named.items()],
         table=rows,
         footer=footer(map(str, traces)),
     )
     print_table(rows)
-    print_lines(events(named.items()))
+    print_lines(said)
     print_open(out_file)
     return 0
 

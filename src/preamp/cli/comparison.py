@@ -54,6 +54,7 @@ LossesName: TypeAlias = Literal[
     "heavy-tailed-norms",
     "widening-loss",
 ]
+SomeName: TypeAlias = Literal[ProcessName, LossesName]
 LOSSES: dict[str, type[Losses]] = {
     "resting-loss": RestingLoss,
     "falling-loss": FallingLoss,
@@ -104,7 +105,7 @@ def random_overflows(steps: int | None, rate: float | None, seed: int | None) ->
     return Played(overflows, f"drawn at random, each step with a chance of {chance:g}")
 
 
-def process(name: ProcessName | LossesName, **settings: Any) -> Played:
+def process(name: SomeName, **settings: Any) -> Played:
     """Return a process of `preamp.processes`; settings that are None keep their defaults."""
     drawn = PROCESSES[name](**{key: value for key, value in settings.items() if value is not None})
     return Played(drawn, f"drawn from {drawn!r}")
@@ -281,6 +282,16 @@ def scale_row(name: str, trace: Trace) -> Row:
 def stops(traces: Iterable[tuple[str, Trace]]) -> list[str]:
     """Say which traces ended early, and why."""
     return [f"{name} stopped: {trace.stopped}" for name, trace in traces if trace.stopped]
+
+
+def spikes(traces: Iterable[tuple[str, Trace]]) -> list[str]:
+    """Say how many steps guards skipped because of a spike."""
+    counts = [(name, trace.summary().spikes) for name, trace in traces]
+    return [
+        f"{name}: a guard skipped {count:,} step{'' if count == 1 else 's'} because of a spike."
+        for name, count in counts
+        if count
+    ]
 
 
 def events(traces: Iterable[tuple[str, Trace]]) -> list[str]:

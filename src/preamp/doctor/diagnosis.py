@@ -20,6 +20,7 @@ from preamp.doctor.skipped_steps import (
     oscillating,
     skips_nearly_all,
     slow,
+    spikes,
     too_high,
     wrong_start,
 )
@@ -27,7 +28,7 @@ from preamp.doctor.snapshots import bfloat16_would_do, limited, needs_no_scale, 
 from preamp.doctor.updates import loss_spike
 from preamp.policy import Policy
 from preamp.record.formatting import of_steps, power, powers
-from preamp.record.trace import Trace
+from preamp.record.trace import Summary, Trace
 from preamp.simulation.processes import Recorded, has_peak
 from preamp.simulation.simulate import simulate
 
@@ -157,15 +158,15 @@ def _findings(record: Record) -> list[Finding]:
         return [_no_steps(record), *_all(SNAPSHOTS, record)]
     if broken := _first(STANDSTILL, record):
         # A run that does not train at all needs no advice on how to train better.
-        return [*broken, *_all((poisoned_buffers,), record)]
+        return [*broken, *_all((poisoned_buffers, spikes), record)]
     if unscaled := _first((not_scaled,), record):
-        return [*unscaled, *_all(SNAPSHOTS, record)]
+        return [*unscaled, *_all((spikes, *SNAPSHOTS), record)]
     groups: tuple[tuple[Rule, ...], ...] = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
     if record.opening_is_lost:  # the scale fell for other reasons than the size of the gradients
         groups = (DAMAGED, SKIPPED)
     found = [*_all((poisoned_buffers,), record)]
     found += [found for rules in groups for found in _first(rules, record)]
-    return [*(found or [_healthy(record)]), *_all(SNAPSHOTS, record)]
+    return [*(found or [_healthy(record)]), *_all((spikes, *SNAPSHOTS), record)]
 
 
 def _no_steps(record: Record) -> Finding:
@@ -186,17 +187,23 @@ def _healthy(record: Record) -> Finding:
     summary = record.summary
     if needs_no_scale(record.band) and summary.max_scale == 1.0:
         return Finding(kind="healthy", severity="fine", sentence=f"{record.band.name} needs no loss scale.")
-    if summary.skipped >= OFTEN * summary.steps:
-        return _too_few(summary.skipped, summary.steps)
+    overflows = summary.skipped - summary.spikes
+    if overflows >= OFTEN * summary.steps:
+        return _too_few(overflows, summary.steps)
     low, high = power(summary.min_scale), power(summary.max_scale)
     moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
     return Finding(
         kind="healthy",
         severity="fine",
         sentence=f"Nothing is wrong with the scale: "
-        f"{of_steps(summary.skipped, summary.steps)} were skipped while it {moved}.{_headroom_words(record)}",
-        numbers={"skipped": summary.skipped, "steps": summary.steps, "headroom": record.headroom or 0},
+        f"{of_steps(overflows, summary.steps)} {_skipped_words(summary)} while it {moved}."
+        f"{_headroom_words(record)}",
+        numbers={"skipped": overflows, "steps": summary.steps, "headroom": record.headroom or 0},
     )
+
+
+def _skipped_words(summary: Summary) -> str:
+    return "overflowed" if summary.spikes else "were skipped"
 
 
 def _too_few(skipped: int, steps: int) -> Finding:

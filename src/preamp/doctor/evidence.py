@@ -21,6 +21,7 @@ from preamp.policy import Policy
 from preamp.record.exponents import BANDS, Band, exponent_of
 from preamp.record.snapshots import Snapshot, SnapshotRow, merge_snapshots
 from preamp.record.trace import Summary, Trace
+from preamp.scaling import Spike
 
 Cause: TypeAlias = Literal["growth", "streak", "sudden"]
 CAUSES: Final[tuple[Cause, ...]] = ("growth", "streak", "sudden")
@@ -110,7 +111,8 @@ class Record:
 
     Attributes:
         scales: the scale of every step and, last, the next one.
-        skipped: for every step, 1 if it was skipped.
+        skipped: for every step, 1 if it was skipped because it overflowed. A spike that a guard skipped does
+            not count: its gradients were finite at that scale.
         snapshots: of single steps; parts that were recorded of the same step are merged.
     """
 
@@ -126,7 +128,10 @@ class Record:
         )
         if self._left_out:
             self.scales = array("d", self._kept("scale"))
-        self.skipped: bytearray = bytearray(self._kept("skipped"))
+        self._is_spike = bytearray(spike is not None for spike in self._kept("spike"))
+        self.skipped: bytearray = bytearray(
+            skip and not spike for skip, spike in zip(self._kept("skipped"), self._is_spike, strict=True)
+        )
         if self.scales:
             self.scales.append(self._last_scale() or self.scales[-1])
 
@@ -153,13 +158,23 @@ class Record:
 
     @cached_property
     def loss(self) -> Column:
-        """The loss of every step."""
-        return Column(self._kept("loss"))
+        """The loss of every step; not that of a spike, which did nothing to the weights."""
+        return Column(self._without_spikes("loss"))
 
     @cached_property
     def grad_norm(self) -> Column:
-        """The norm of the unscaled gradients of every step."""
-        return Column(self._kept("grad_norm"))
+        """The norm of the unscaled gradients of every step; not that of a spike."""
+        return Column(self._without_spikes("grad_norm"))
+
+    def _without_spikes(self, name: str) -> Iterator[Any]:
+        pairs = zip(self._kept(name), self._is_spike, strict=True)
+        return (None if is_spike else value for value, is_spike in pairs)
+
+    @cached_property
+    def spikes(self) -> Mapping[int, Spike]:
+        """Why a guard skipped a step, by place."""
+        found = enumerate(self._kept("spike"))
+        return {place: spike for place, spike in found if spike is not None}
 
     @cached_property
     def peak(self) -> Column:

@@ -25,7 +25,9 @@ class NormLimit(Guard[NoState]):
 
     uses: ClassVar[frozenset[str]] = frozenset(["grad_norm"])
 
-    threshold: float = setting(10.0, "the largest norm of the unscaled gradients with which a step is taken.")
+    threshold: float = setting(
+        10.0, "the largest norm with which a step is taken. Of the unscaled gradients."
+    )
 
     def __post_init__(self) -> None:
         positive("threshold", self.threshold, "NormLimit(10.0)")

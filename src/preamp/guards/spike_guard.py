@@ -86,12 +86,10 @@ class SpikeGuard(Guard[SpikeState]):
     True True True True False True
     """
 
-    sigmas: float = setting(6.0, "how many standard deviations above the level is a spike.")
-    warmup: int = setting(16, "how many steps are taken before any is skipped.")
-    patience: int = setting(16, "how many steps in a row are skipped before a new level is accepted.")
-    watch: Literal["both", "loss", "grad_norm"] = setting(
-        "both", "what is watched: the loss, the norm of the gradients, or both of them, as far as given."
-    )
+    sigmas: float = setting(6.0, "how many widths above the level a spike begins.")
+    warmup: int = setting(16, "the first steps, none of which is skipped.")
+    patience: int = setting(16, "skipped steps in a row until one is taken.")
+    watch: Literal["both", "loss", "grad_norm"] = setting("both", "what can be a spike.")
 
     def __post_init__(self) -> None:
         one_of("watch", self.watch, ("both", "loss", "grad_norm"))
@@ -123,8 +121,13 @@ class SpikeGuard(Guard[SpikeState]):
 
     def advance(self, state: SpikeState, reading: Reading, where: Where = choose) -> SpikeState:
         reading = self._watched(reading)
-        taken = self.judge(state, reading, where).taken & reading.finite
-        restarts = (state.run >= self.patience) | (state.near > 0.0)
+        verdict = self.judge(state, reading, where)
+        taken = verdict.taken & reading.finite
+        restarts: Scalar = False  # a step above a limit, if it is taken all the same
+        if reading.loss is not None:
+            restarts = restarts | (reading.loss > verdict.loss_limit)
+        if reading.grad_norm is not None:
+            restarts = restarts | (reading.grad_norm > verdict.grad_norm_limit)
         far_loss, far_norm = self._limits(state, NEAR * self.sigmas, where)
         loss, norm, is_near = state.loss, state.grad_norm, True
         if reading.loss is not None:

@@ -94,8 +94,8 @@ class ScoredState(NamedTuple):
 class Scored(Guard[ScoredState]):
     """Skip a step by the z-score of its loss or norm in a window that holds the new value already.
 
-    A score in a window of n values is at most sqrt(n - 1), 7.94 of 64: a higher limit never skips. An outlier
-    is taken out of the window again, unless it is the third in a row.
+    A score in a window of n values is at most (n - 1) / sqrt(n), 7.875 of 64: a higher limit never skips. An
+    outlier is taken out of the window again, unless it is the third in a row.
     """
 
     remembers_overflows: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class Scored(Guard[ScoredState]):
     def _scored(self, window: Window, value: Scalar, most: float, where: Where) -> tuple[Window, Any, Any]:
         """Return the window with the value, whether that is an outlier, and the largest that is none."""
         pushed = push(window, value, where)
-        mean, std = mean_and_std(pushed, where, unbiased=False)
+        mean, std = mean_and_std(pushed, where, unbiased=True)
         # The first score is that of the value after those that filled the window.
         begins = window.count >= self.window
         is_outlier = begins & (value - mean > most * std) & (std > 0.0)
@@ -337,7 +337,7 @@ def AXLEARN(drop_norm: float = math.inf) -> Guard[Any]:
 
 @_dialect(
     "llm.c's -sl and -sg",
-    "Its score cannot exceed 7.94, so a higher limit never skips. Without limits it skips nothing.",
+    "Its score cannot exceed 7.9, so a higher limit never skips. Without limits it skips nothing.",
 )
 def LLM_C(skip_update_lossz: float = 0.0, skip_update_gradz: float = 0.0) -> Guard[Any]:
     loss = _score("skip_update_lossz", skip_update_lossz)

@@ -86,19 +86,23 @@ def zeros_figure(curves: Sequence[Curve]) -> str:
 
 
 def scale_figure(curves: Sequence[Curve]) -> str:
-    """Return the loss scale in powers of two, with a mark for every skipped step.
+    """Return the loss scale in powers of two, with a mark for every skipped step, another for spikes.
 
     If there are more than `MOST_MARKS` skipped steps, those too close together share a mark, and the title
     says so.
     """
     count = sum(skipped for curve in curves for skipped in curve.trace.column("skipped"))
-    title = f"loss scale (▾ skipped step{'' if count <= MOST_MARKS else 's, one mark where they are close'})"
+    has_spikes = any(spike is not None for curve in curves for spike in curve.trace.column("spike"))
+    what = "▾ overflow, ✕ spike" if has_spikes else f"▾ skipped step{'' if count <= MOST_MARKS else 's'}"
+    title = f"loss scale ({what}{'' if count <= MOST_MARKS else ', one mark where they are close'})"
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
         axes.step(*_moves(curve.trace), where="post", **style)
-        marks = _marks(curve.trace, MOST_MARKS // len(curves) if count > MOST_MARKS else None)
-        if marks:
-            axes.plot(*zip(*marks, strict=True), "v", color="#222222", markersize=5, zorder=3)
+        most = MOST_MARKS // len(curves) if count > MOST_MARKS else None
+        for marker, color, of_spikes in (("v", "#222222", False), ("x", "#d55e00", True)):
+            marks = _marks(curve.trace, most, of_spikes=of_spikes)
+            if marks:
+                axes.plot(*zip(*marks, strict=True), marker, color=color, markersize=5, zorder=3)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
 
@@ -173,11 +177,13 @@ def _averaged(trace: Trace, name: str) -> _Means:
     return means
 
 
-def _marks(trace: Trace, most: int | None) -> list[tuple[float, float]]:
-    """Return the step and power of two of skipped steps; of very many, one for each part of the axis."""
-    columns = (trace.column(name) for name in ("index", "scale", "skipped"))
+def _marks(trace: Trace, most: int | None, *, of_spikes: bool = False) -> list[tuple[float, float]]:
+    """Return the step and power of two of overflows or spikes; of very many, one for each part of an axis."""
+    columns = (trace.column(name) for name in ("index", "scale", "skipped", "spike"))
     skips = (
-        (float(index), exponent(scale)) for index, scale, skipped in zip(*columns, strict=True) if skipped
+        (float(index), exponent(scale))
+        for index, scale, skipped, spike in zip(*columns, strict=True)
+        if skipped and (spike is not None) == of_spikes
     )
     if most is None:
         return list(skips)
