@@ -319,14 +319,21 @@ class Stage0(EngineAccess):
         kept.update({self.names.get(name, name): value for name, value in attributes.items()})
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        return ((p, p.grad) for group in self.optimizer.fp16_groups for p in group)
+        """As in the base class; the fused optimizer moves them to flat tensors in the course of its step."""
+        flats = getattr(self.optimizer, "fp32_groups_flat", None)
+        for number, group in enumerate(self.optimizer.fp16_groups):
+            moved, start = None if flats is None else flats[number].grad, 0
+            for parameter in group:
+                length = parameter.numel()
+                if parameter.grad is None and moved is not None:
+                    yield parameter, moved.narrow(0, start, length)
+                else:
+                    yield parameter, parameter.grad
+                start += length
 
     def require_guardable(self, needs_norm: bool) -> None:
         super().require_guardable(needs_norm)
         require(self.optimizer, ("optimizer",))
-
-    def largest(self) -> tuple[str, ...]:
-        return ()  # the step has moved the gradients
 
     def hold(self) -> Callable[[], None]:
         """Make the inner optimizer skip its steps until the function that is returned is called.
