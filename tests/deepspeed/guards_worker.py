@@ -109,6 +109,18 @@ def resumed(kind: str) -> Seen:
     return {"traces": traces, "left": "preamp_guard" in attributes, "alone": step and step.reason}
 
 
+def without_a_norm() -> list[int]:
+    """A guard that uses the loss only, where DeepSpeed computes no norm."""
+    trace = Trace()
+    engine = engine_of("1", zero_optimization={"stage": 1, "compute_grad_norm": False})
+    attach(engine, on_step=trace, guard=guards.METASEQ(max_loss_to_skip_batch=5.0))
+    for loss in (2.0, 20.0, 2.0, 20.0):
+        before = contents(engine)
+        update(engine, loss, 1.0)
+        assert (before == contents(engine)) == (loss > 5.0)
+    return [step.index for step in trace if step.reason == "spike"]
+
+
 def another_guards_state() -> None:
     engine = engine_of("1")
     attach(engine, guard=RULES["spike"]())
@@ -173,6 +185,7 @@ def scenarios() -> dict[str, Callable[[], Any]]:
         found |= {f"accumulated {kind}": partial(accumulated, kind) for kind in ("0", "0 fused", "2")}
         found |= {f"resumed {kind}": partial(resumed, kind) for kind in RESUMED}
         found["refused"] = refused
+        found["without_a_norm"] = without_a_norm
     return found
 
 

@@ -249,6 +249,10 @@ def test_deepspeeds_checkpoints_hold_the_guards_state(play: Play, kind: str) -> 
     assert answer["alone"] is None  # step 31 is a spike
 
 
+def test_a_guard_of_the_loss_needs_no_norm(play: Play) -> None:
+    assert play(1, "without_a_norm") == [[1, 3]]
+
+
 def test_what_cannot_be_guarded_is_refused(play: Play) -> None:
     [answer] = play(1, "refused")
     for name, said in {
