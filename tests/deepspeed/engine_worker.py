@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from preamp import Trace, guards
 from preamp.deepspeed import Engine, initialize
 from preamp.errors import PreampError
+from tests.deepspeed import guards_script
 
 RANKS, ROWS, STEPS = 2, 4, 6
 FLOAT16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
@@ -74,6 +76,18 @@ def train(
     return {"steps": steps, "weights": weights, "states": states, "counters": counters}
 
 
+def guarded(config: dict[str, Any], rank: int) -> list[list[Any]]:
+    """Train with a guard by a script of losses and norms; the losses of ranks differ, and have its mean."""
+    trace, model = Trace(), guards_script.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    guard = guards_script.RULES["spike"]()
+    engine = initialize(model=model, optimizer=optimizer, config=config, on_step=trace, guard=guard)[0]
+    for loss, norm in guards_script.script():
+        engine.backward(engine(loss * 2 * rank, norm))
+        engine.step()
+    return guards_script.decisions(trace)
+
+
 def refused(call: Any) -> str:
     try:
         call()
@@ -97,6 +111,9 @@ def scenarios(rank: int, folder: Path) -> dict[str, Any]:
     seen["seldom"] = train(made(FLOAT16, RANKS), rank, RANKS, seldom=True)
     seen["initial"] = initial(made(FLOAT16, RANKS, seed=rank))
 
+    for name, config in {**CONFIGS, "fp16": {"fp16": guards_script.FP16}}.items():
+        seen[f"guarded {name}"] = guarded(config, rank)
+    seen["other guard"] = refused(lambda: made(FLOAT16, RANKS, guard=guards.NormLimit(1.0 + rank)))
     seen["other configuration"] = refused(lambda: made(FLOAT16, RANKS, micro_steps=1 + rank))
     model = nn.ModuleList([nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)])
     engine = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config={})[0]

@@ -30,7 +30,7 @@ NORM = pytest.approx(math.sqrt(10.0), rel=1e-6)
 Play = Callable[[int, str], Any]
 
 
-def start(folder: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, rank: int, ranks: int, worker: Path = WORKER) -> subprocess.Popen[bytes]:
     variables = {
         "PYTHONPATH": os.pathsep.join(
             map(str, (Path(inspect.getfile(preamp)).parents[1], WORKER.parents[2]))
@@ -45,7 +45,7 @@ def start(folder: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
     }
     with (folder / f"{rank}.out").open("w") as out:
         return subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder)],
+            [sys.executable, str(worker), str(folder)],
             env={**os.environ, **variables},
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -55,8 +55,15 @@ def start(folder: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="module")
 def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
     """Return what a scenario came to on all ranks, which have played every one of them by then."""
+    yield from playing(tmp_path_factory, WORKER)
+
+
+def playing(tmp_path_factory: pytest.TempPathFactory, worker: Path) -> Iterator[Play]:
+    """Have one rank and two play all scenarios of a worker; yield what asks for their answers."""
     folders = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
-    processes = [start(folder, rank, ranks) for ranks, folder in folders.items() for rank in range(ranks)]
+    processes = [
+        start(folder, rank, ranks, worker) for ranks, folder in folders.items() for rank in range(ranks)
+    ]
 
     def ask(ranks: int, scenario: str) -> list[Any]:
         answers = []

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import preamp
-from preamp import UsageError
+from preamp import Static, UsageError
 from preamp.deepspeed import initialize
 
 from . import engine_worker as worker
+from . import guards_script
 
 PATIENCE = 120.0  # seconds
 
@@ -31,7 +32,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launcher = {"WORLD_SIZE": str(worker.RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    library = {"PYTHONPATH": str(Path(inspect.getfile(preamp)).parents[1]), "OMP_NUM_THREADS": "1"}
+    paths = (Path(inspect.getfile(preamp)).parents[1], Path(__file__).parents[2])
+    library = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, worker.__file__, str(rank), str(folder)],
@@ -75,6 +77,15 @@ def test_an_overflow_on_one_rank_skips_on_all(ranks):
     assert others == []
 
 
+@pytest.mark.parametrize("precision", worker.CONFIGS)
+def test_ranks_with_other_losses_skip_the_same_spikes(ranks, precision):
+    first, second = (answer[f"guarded {precision}"] for answer in ranks)
+    policy = guards_script.CONFIGURED if precision == "fp16" else Static(1.0)
+    expected = guards_script.simulated(policy, "spike", guards_script.script())
+    assert first == second == guards_script.decisions(expected)
+    assert [reason for reason, *_ in first].count("spike") == 6
+
+
 def test_a_parameter_that_one_rank_does_not_use_is_trained(ranks):
     first, second = (answer["seldom"] for answer in ranks)
     assert first == second
@@ -93,6 +104,7 @@ def test_all_ranks_begin_with_rank_0s_weights(ranks):
 def test_what_would_drift_apart_or_hang_is_refused_on_all_ranks(ranks):
     for answer in ranks:
         assert "on ranks [1] differs from that on rank 0" in answer["other configuration"]
+        assert "on ranks [1] differs from that on rank 0" in answer["other guard"]
         assert "Write Embedding(..., sparse=False)" in answer["sparse"]
         assert "checkpoint 'bad' was not written" in answer["unwritten"]
         assert "checkpoint 'unsaved' was not written" in answer["unsaved"]

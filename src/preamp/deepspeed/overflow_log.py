@@ -1,4 +1,4 @@
-"""Log skipped steps: the scale before and after, and the parameters with non-finite gradients.
+"""Log skipped steps: why, the scale before and after, and the parameters concerned.
 
 The records go to the logger "preamp.deepspeed" as warnings, from rank 0 only. A run that diverges skips
 every step, on a thousand nodes at once: beyond a few records a minute, skipped steps are counted instead of
@@ -24,7 +24,7 @@ class OverflowLog:
     """Logs the skipped ones among the steps it is called with, so it can be given to any `on_step=`.
 
     The numbers are attributes of the `logging.LogRecord` too, for handlers that do not read prose: `step`,
-    `scale`, `new_scale`, `hysteresis_left`, `culprits` (all names, as a tuple) and `left_out`.
+    `reason`, `scale`, `new_scale`, `hysteresis_left`, `culprits` (all names, as a tuple) and `left_out`.
 
     Args:
         limit: how many records are written in a period.
@@ -42,6 +42,9 @@ class OverflowLog:
     >>> log(Step(8, 65536.0, False, True, 32768.0))
     step 8 skipped: loss scale 65536 -> 32768
     >>> log(Step(9, 32768.0, True, False, 32768.0))
+    >>> from preamp.scaling import Spike
+    >>> log(Step(10, 32768.0, True, True, 32768.0, spike=Spike("loss", 21.5, 2.75)))
+    step 10 skipped: loss 21.5, limit 2.75; loss scale stays 32768
     >>> LOGGER.removeHandler(handler)
     """
 
@@ -65,9 +68,10 @@ class OverflowLog:
         """
         if not step.skipped or rank() or not self._admits():
             return
-        message = _move(step, hysteresis_left) + not_finite(step.culprits) + self._rationing()
+        message = _explained(step, hysteresis_left) + self._rationing()
         numbers = {
             "step": step.index,
+            "reason": step.reason,
             "scale": step.scale,
             "new_scale": step.new_scale,
             "hysteresis_left": hysteresis_left,
@@ -97,8 +101,20 @@ class OverflowLog:
 
 def not_finite(culprits: Sequence[str]) -> str:
     """Return the first few of the parameters' names and how many more there are; nothing for none."""
-    more = f" and {len(culprits) - NAMES} more" if len(culprits) > NAMES else ""
-    return f"; not finite: {', '.join(culprits[:NAMES])}{more}" if culprits else ""
+    return f"; not finite: {_first(culprits)}" if culprits else ""
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+
+
+def _explained(step: Step, hysteresis_left: int | None) -> str:
+    """Return what a record says about a skipped step."""
+    if step.reason != "spike" or step.spike is None:
+        return _move(step, hysteresis_left) + not_finite(step.culprits)
+    of, value, limit = step.spike
+    largest = f"; largest: {_first(step.culprits)}" if step.culprits else ""
+    return f"{of.replace('_', ' ')} {value:.6g}, limit {limit:.6g}; {_move(step, None)}{largest}"
 
 
 def _move(step: Step, hysteresis_left: int | None) -> str:

@@ -6,6 +6,7 @@ All names of DeepSpeed that are used are in `uses`, and checked before anything 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -19,10 +20,12 @@ from preamp.arrays.torch_devices import widest
 from preamp.deepspeed.scalers import DynamicLossScaler
 from preamp.errors import MissingExtra, UsageError
 from preamp.systems.formats.deepspeed import OURS as RECORD
+from preamp.torch.scaling.culprits import largest_of
 from preamp.torch.scaling.gradient_stats import GradientStats, gradient_stats
 
 TESTED = "0.19.8"
 COMPRESSED = "deepspeed.runtime.fp16.onebit"
+GUARD = "preamp_guard"  # the attribute of DeepSpeed's loss scaler that holds the state of a guard
 
 Combination: TypeAlias = Literal["MAX", "SUM"]
 
@@ -38,6 +41,10 @@ class DeepSpeedEngine(Protocol):
     def gradient_accumulation_steps(self) -> int: ...
 
     def fp16_enabled(self) -> bool: ...
+
+    def bfloat16_enabled(self) -> bool: ...
+
+    def zero_optimization_stage(self) -> int: ...
 
 
 def require(owner: object, names: tuple[str, ...]) -> None:
@@ -58,6 +65,8 @@ class EngineAccess(ABC):
         engine_uses: those of the engine.
         norm_at: which argument of `unscale_and_clip_grads` is the norm of the scaled gradients.
         measures_first: whether statistics have to be taken before the step, which moves the gradients.
+        norm_from: the method that computes the norm of the scaled gradients before `_update_scale`. None:
+            the norm is known first when `unscale_and_clip_grads` is called, after it.
     """
 
     uses: ClassVar[tuple[str, ...]] = (
@@ -70,6 +79,7 @@ class EngineAccess(ABC):
     engine_uses: ClassVar[tuple[str, ...]] = ("backward", "global_steps", "param_names", "_config")
     norm_at: ClassVar[int] = 1
     measures_first: ClassVar[bool] = False
+    norm_from: ClassVar[str | None] = None
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine: DeepSpeedEngine = engine
@@ -102,6 +112,22 @@ class EngineAccess(ABC):
         """Return whether some gradients are offloaded and unreadable."""
         return False
 
+    def require_guardable(self, needs_norm: bool) -> None:
+        """Refuse a guard where it could not decide, or a skipped step would leave something behind.
+
+        Args:
+            needs_norm: whether the guard uses the norm of the gradients.
+        """
+        require(self.optimizer, ("overflow", *([] if self.norm_from is None else [self.norm_from])))
+
+    def norm_of(self, result: Any) -> float:
+        """Return the norm of the scaled gradients, from what DeepSpeed's methods call the norm or norms."""
+        found = result if isinstance(result, list | tuple) else [result]
+        device = device_of_ranks()
+        norms = torch.stack([torch.as_tensor(one).to(device, widest(device)).view(()) for one in found])
+        norms = torch.where(norms >= 0.0, norms, math.nan)  # DeepSpeed writes -1 for one that is not finite
+        return float(torch.linalg.vector_norm(norms))
+
     def gradient_stats(self, edge: float | None) -> GradientStats:
         """Return statistics of the scaled gradients of all ranks, as floats. Every rank has to call it.
 
@@ -110,7 +136,7 @@ class EngineAccess(ABC):
                 counts as entries of 0.
         """
         tensors = [gradient for _, gradient in self.gradients() if gradient is not None]
-        device = _device()
+        device = device_of_ranks()
         wide = widest(device)
         mine = gradient_stats(Gradients([], tensors), edge, device, read=True)
         peak = torch.tensor([mine.peak], dtype=wide, device=device)
@@ -128,12 +154,26 @@ class EngineAccess(ABC):
         """
         names = self.engine.param_names
         places = {id(parameter): place for place, parameter in enumerate(names)}
-        flags = torch.zeros(len(places), dtype=torch.uint8, device=_device())
+        flags = torch.zeros(len(places), dtype=torch.uint8, device=device_of_ranks())
         for parameter, gradient in self.gradients():
             if gradient is not None and id(parameter) in places:
                 flags[places[id(parameter)]] |= DynamicLossScaler._has_inf_or_nan(gradient).to(flags)
         self.combine(flags)
         return tuple(name for name, flag in zip(names.values(), flags.tolist(), strict=True) if flag)[::-1]
+
+    def largest(self) -> tuple[str, ...]:
+        """Return the parameters that have the largest shares of the norm, over all ranks.
+
+        Every rank has to call, and the gradients have to be finite. One number per parameter is sent.
+        """
+        names = self.engine.param_names
+        places = {id(parameter): place for place, parameter in enumerate(names)}
+        squares = torch.zeros(len(places), dtype=torch.float32, device=device_of_ranks())
+        for parameter, gradient in self.gradients():
+            if gradient is not None and id(parameter) in places:
+                squares[places[id(parameter)]] += gradient.float().norm().square().to(squares)
+        self.combine(squares, "SUM")
+        return largest_of(list(names.values()), squares.tolist())
 
 
 class _Zero(EngineAccess):
@@ -156,13 +196,28 @@ class _Zero(EngineAccess):
 
     def save(self, attributes: Mapping[str, Any]) -> None:
         scaler = self._scaler_that_is(attributes["dynamic"])
-        vars(scaler).pop(RECORD, None)
+        for name in (RECORD, GUARD):
+            vars(scaler).pop(name, None)
         vars(scaler).update(attributes)
         self.optimizer.loss_scaler, self.optimizer.dynamic_loss_scale = scaler, scaler.dynamic
 
     def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
         operation = _all_reduce(numbers, how, self.optimizer.dp_process_group)
         self.optimizer._model_parallel_all_reduce(tensor=numbers, op=operation)
+
+    def require_guardable(self, needs_norm: bool) -> None:
+        super().require_guardable(needs_norm)
+        if needs_norm and not getattr(self.optimizer, "compute_grad_norm", True):
+            raise UsageError(
+                'a guard needs the norm of the gradients, and "zero_optimization" has "compute_grad_norm": '
+                "false. Write true."
+            )
+        keeps_momentum = hasattr(self.optimizer, "_commit_muon_momentum")
+        if getattr(self.optimizer, "use_muon", False) and not keeps_momentum:
+            raise UsageError(
+                "ZeRO 3 moves Muon's momentum before the norm is known, so a step that a guard skips would "
+                'leave that behind. Write "stage": 2, or attach without guard=.'
+            )
 
     def _scaler_that_is(self, dynamic: bool) -> Any:
         """Return a scaler of DeepSpeed's own class, so that DeepSpeed can load it without preamp."""
@@ -176,6 +231,7 @@ class _Zero(EngineAccess):
 
 
 class _Zero12(_Zero):
+    norm_from = "scaled_global_norm"
     uses = (*_Zero.uses, "params_in_partition")
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -186,6 +242,7 @@ class _Zero12(_Zero):
 
 
 class _Zero12Offloaded(_Zero):
+    norm_from = "scaled_global_norm"
     uses = (
         *_Zero.uses,
         "params_in_partition",
@@ -204,6 +261,7 @@ class _Zero12Offloaded(_Zero):
 
 
 class _Zero3(_Zero):
+    norm_from = "_get_norm_groups"
     uses = (*_Zero.uses, "fp16_groups")
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -212,6 +270,7 @@ class _Zero3(_Zero):
 
 
 class _Zero3Offloaded(_Zero):
+    norm_from = "_get_norm_groups"
     uses = (
         *_Zero.uses,
         "fp16_groups",
@@ -246,7 +305,7 @@ class Stage0(EngineAccess):
     uses = (*EngineAccess.uses, "loss_scale_config", "fp16_groups", "mpu", "state_dict", "load_state_dict")
     engine_uses = (*EngineAccess.engine_uses, "gradient_accumulation_steps")
     names: ClassVar[dict[str, str]] = {"dynamic": "dynamic_loss_scale", "min_scale": "min_loss_scale"}
-    unsaved: ClassVar[tuple[str, ...]] = ("delayed_shift", "cur_hysteresis", RECORD)
+    unsaved: ClassVar[tuple[str, ...]] = ("delayed_shift", "cur_hysteresis", RECORD, GUARD)
     entry: ClassVar[str] = "preamp"
     measures_first = True
 
@@ -255,11 +314,41 @@ class Stage0(EngineAccess):
 
     def save(self, attributes: Mapping[str, Any]) -> None:
         kept = vars(self.optimizer.loss_scale_config)
-        kept.pop(RECORD, None)
+        for name in (RECORD, GUARD):
+            kept.pop(name, None)
         kept.update({self.names.get(name, name): value for name, value in attributes.items()})
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        return ((p, p.grad) for group in self.optimizer.fp16_groups for p in group)
+        """As in the base class; the fused optimizer moves them to flat tensors in the course of its step."""
+        flats = getattr(self.optimizer, "fp32_groups_flat", None)
+        for number, group in enumerate(self.optimizer.fp16_groups):
+            moved, start = None if flats is None else flats[number].grad, 0
+            for parameter in group:
+                length = parameter.numel()
+                if parameter.grad is None and moved is not None:
+                    yield parameter, moved.narrow(0, start, length)
+                else:
+                    yield parameter, parameter.grad
+                start += length
+
+    def require_guardable(self, needs_norm: bool) -> None:
+        super().require_guardable(needs_norm)
+        require(self.optimizer, ("optimizer",))
+
+    def hold(self) -> Callable[[], None]:
+        """Make the inner optimizer skip its steps until the function that is returned is called.
+
+        DeepSpeed then copies the float32 weights to the model's, which are rounded from them already.
+        """
+        inner = self.optimizer.optimizer
+        before = {"step": vars(inner)["step"]} if "step" in vars(inner) else {}
+        inner.step = _no_step
+
+        def release() -> None:
+            del inner.step
+            vars(inner).update(before)
+
+        return release
 
     def combine(self, numbers: Tensor, how: Combination = "MAX") -> None:
         if self.optimizer.mpu is not None:  # all other ranks have the same gradients
@@ -279,6 +368,10 @@ class Stage0(EngineAccess):
         for name in self.unsaved:
             kept.pop(name, None)
         kept.update(state_dict.get(self.entry, {}))
+
+
+def _no_step(*_: object, **__: object) -> None:
+    """Take the place of the step of an optimizer."""
 
 
 class _Unfused(Stage0):
@@ -303,19 +396,23 @@ def _all_reduce(numbers: Tensor, how: Combination, group: object) -> Any:
     return operation
 
 
-def _device() -> torch.device:
+def device_of_ranks() -> torch.device:
     return torch.device(import_module("deepspeed.accelerator").get_accelerator().current_device_name())
 
 
-def access_to(engine: Any) -> EngineAccess:
+def access_to(engine: Any, *, guarded: bool = False) -> EngineAccess:
     """Return the access to an engine.
+
+    Args:
+        engine: DeepSpeed's.
+        guarded: whether a guard is attached, which is of use in bfloat16, too.
 
     Raises:
         UsageError: for an engine that a policy cannot be attached to. The engine is unchanged.
         MissingExtra: without DeepSpeed.
     """
     _check_engine(engine)
-    _check_precision(engine)
+    _check_precision(engine, guarded)
     optimizer = engine.optimizer
     own = type(optimizer)
     offloads = any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
@@ -358,12 +455,20 @@ def _check_engine(engine: object) -> None:
         )
 
 
-def _check_precision(engine: DeepSpeedEngine) -> None:
+def _check_precision(engine: DeepSpeedEngine, guarded: bool) -> None:
     scalers = ((engine, "torch_autocast_z0_gradscaler"), (engine.optimizer, "torch_autocast_gradscaler"))
     if any(getattr(owner, name, None) is not None for owner, name in scalers):
         raise UsageError(
             'the section "torch_autocast" scales with a torch.amp.GradScaler of its own. '
             'Write "fp16": {"enabled": true} instead, or "dtype": "bfloat16", which needs no loss scale.'
+        )
+    if guarded and not engine.fp16_enabled():
+        if engine.bfloat16_enabled() and engine.zero_optimization_stage() > 0:
+            return
+        raise UsageError(
+            "attach cannot guard this engine: it guards float16 at every ZeRO stage, and bfloat16 at stages "
+            '1 to 3. Write "bf16": {"enabled": true} and "zero_optimization": {"stage": 1}, or '
+            "preamp.deepspeed.initialize(..., guard=...), which guards every precision without ZeRO."
         )
     if not engine.fp16_enabled():
         raise UsageError(

@@ -12,35 +12,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from preamp.checks import callable_or_none
 from preamp.deepspeed.attaching.access import (
+    GUARD,
     TESTED,
     DeepSpeedEngine,
     EngineAccess,
     Stage0,
     access_to,
+    device_of_ranks,
     require,
 )
 from preamp.deepspeed.attaching.method_patches import MethodPatches
 from preamp.deepspeed.attaching.scaler_attributes import ScalerAttributes
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
-from preamp.errors import ScaleExhausted, UsageError
-from preamp.policy import Policy
-from preamp.scaling import Measured, ScalerState, Step, advance, start, to_step
+from preamp.errors import PolicyError, ScaleExhausted, UsageError
+from preamp.guards import Guard
+from preamp.guards.base import dump_state
+from preamp.policy import Policy, Static
+from preamp.scaling import (
+    Measured,
+    ScalerState,
+    Step,
+    advance,
+    given_guard,
+    judge,
+    spike_of,
+    start,
+    to_step,
+)
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
 from preamp.torch.scaling.gradient_stats import GradientStats, Losses, UnreadLoss, combined
+from preamp.torch.scaling.guarding import loss_of, mean_over_all_ranks
 
 Original: TypeAlias = Callable[..., Any]  # the method of DeepSpeed that was replaced
 
 
 def attach(
-    engine: object, policy: Policy[Any] | None = None, *, on_step: Callable[[Step], object] | None = None
+    engine: object,
+    policy: Policy[Any] | None = None,
+    *,
+    on_step: Callable[[Step], object] | None = None,
+    guard: Guard[Any] | None = None,
 ) -> Attached:
     """Put a policy into a DeepSpeed engine that trains in float16, at any ZeRO stage.
 
@@ -60,18 +79,32 @@ def attach(
         on_step: called with a `Step` after every update; a `Trace` is such a callable. The step's `loss` is
             this rank's: the sum over the micro-steps of what `engine.backward` or `engine.scale` was given,
             divided by `gradient_accumulation_steps` as DeepSpeed divides the gradients.
+        guard: any guard of `preamp.guards`, to skip steps whose loss or gradient norm is a spike, also of an
+            engine that trains in bfloat16 with ZeRO 1 to 3. It decides by the norm that DeepSpeed computes
+            for clipping, after Muon if that is used, and by the mean of the `loss` above over all ranks,
+            which costs one all-reduce of two numbers a step. A spike is skipped as DeepSpeed skips an
+            overflow, but the scale and the hysteresis stay. The guard's state is saved and loaded with the
+            scale; a checkpoint without it starts the guard again.
 
     Returns:
         A handle with the latest step and `detach()`.
 
     Raises:
-        UsageError: for an engine that a policy cannot be attached to. It is unchanged.
-        PolicyError: for something that is not a policy, and for an `on_step` that cannot be called.
+        UsageError: for an engine that a policy, or the guard, cannot be attached to. It is unchanged.
+        PolicyError: for something that is not a policy or a guard, and for an `on_step` that cannot be
+            called.
         ConfigError: for a section "fp16" that DeepSpeed takes and that cannot work.
     """
     callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
-    access = access_to(engine)
+    access = access_to(engine, guarded=given_guard(guard) is not None)
+    if guard is not None:
+        access.require_guardable("grad_norm" in guard.uses)
     rule = _configured(access.engine) if policy is None else given_policy(policy, {})
+    if not (access.engine.fp16_enabled() or (isinstance(rule, Static) and rule.scale == 1.0)):
+        raise UsageError(
+            f"this engine trains in bfloat16, which needs no loss scale, so policy={rule!r} cannot be "
+            f"attached. Write attach(engine, guard={guard!r})."
+        )
     if access.saved().get("cur_iter"):
         warn_if_out_of_bounds(
             rule, access.scale, "cur_scale={bound!r} into the engine's loss scaler", of="engine"
@@ -81,7 +114,7 @@ def attach(
             f"{rule!r} uses gradient statistics, and these gradients are offloaded to a disk. "
             'Write "offload_optimizer": {"device": "cpu"}, or policy=Dynamic(), which needs none.'
         )
-    return Attached(access, rule, on_step)
+    return Attached(access, rule, on_step, guard)
 
 
 class _Decision(NamedTuple):
@@ -90,7 +123,7 @@ class _Decision(NamedTuple):
     Attributes:
         state: after the step, without the norm, which DeepSpeed takes later.
         attributes: of DeepSpeed's loss scaler after the step; None if the policy gave up and nothing moves.
-        culprits: names of the parameters whose gradients were not finite.
+        culprits: names of the parameters whose gradients were not finite or, after a spike, were largest.
     """
 
     state: ScalerState[Any, float]
@@ -103,15 +136,21 @@ class Attached:
 
     Attributes:
         policy: the rule in force.
+        guard: the rule that skips spikes; None without one.
         last_step: the record of the latest update. None before the first.
         on_step: called with every `Step`.
         overflow_log: called with every `Step`, too.
     """
 
     def __init__(
-        self, access: EngineAccess, policy: Policy[Any], on_step: Callable[[Step], object] | None
+        self,
+        access: EngineAccess,
+        policy: Policy[Any],
+        on_step: Callable[[Step], object] | None,
+        guard: Guard[Any] | None = None,
     ) -> None:
         self.policy: Policy[Any] = policy
+        self.guard: Guard[Any] | None = guard
         self.on_step: Callable[[Step], object] | None = on_step
         self.last_step: Step | None = None
         self.overflow_log: OverflowLog = OverflowLog()
@@ -119,6 +158,8 @@ class Attached:
         self._decision: _Decision | None = None
         self._norm: float | None = None
         self._stats: GradientStats | None = None
+        self._guard_state: Any = None  # before the step
+        self._until_stepped = ExitStack()  # what is undone after DeepSpeed's step
         self._seed_is_known = False
         self._losses = Losses()
         self._patch_methods()
@@ -143,6 +184,8 @@ class Attached:
         place(access.optimizer, "unscale_and_clip_grads", self._note_norm)
         place(access.optimizer, "override_loss_scale", self._refuse_override)
         place(access.engine, "backward", self._backward)
+        if self.guard is not None and access.norm_from is not None:
+            place(access.optimizer, access.norm_from, self._note_norm_early)
         if isinstance(access, Stage0):
             place(access.optimizer, "state_dict", access.state_dict)
             place(access.optimizer, "load_state_dict", access.load_state_dict)
@@ -216,8 +259,13 @@ class Attached:
         if not 0.0 < scale < math.inf:
             self.policy.restore({"scale": scale})  # refuses it, and says why
         self._decision = self._norm = None
+        if self.guard is not None:
+            self._guard_state = self._saved_guard_state(self.guard)
+            if "loss" in self.guard.uses:
+                loss_of(self._losses, "engine.backward(loss)", self.guard, may_lack=False)  # or this raises
         self._stats = self._measure() if self._access.measures_first else None
-        result = original(*arguments, **named)
+        with ExitStack() as self._until_stepped:
+            result = original(*arguments, **named)
         decision = self._decision
         if decision is None:
             raise UsageError(
@@ -232,16 +280,55 @@ class Attached:
 
     def _decide(self, original: Original, overflow: bool | Tensor = False) -> None:
         """Apply the policy instead of DeepSpeed's rule. The scale does not change until the step is done."""
-        finite, saved = not overflow, self._access.saved()
+        if self.guard is None or overflow or self._access.norm_from is not None:
+            self._decision = self._decided(not overflow)
+        # Otherwise the norm is not known yet: `_note_norm` decides.
+
+    def _decided(self, finite: bool) -> _Decision:
+        """Return the decision about a step; have DeepSpeed skip it if it is a spike."""
+        saved, guard = self._access.saved(), self.guard
         self._losses.read()  # the CPU has just waited for the gradients; later it would for the update
-        culprits = () if finite else self._access.culprits()
+        before = start(self.policy, guard=guard)._replace(policy_state=self._attributes.read(saved))
+        loss = norm = verdict = None
+        if guard is not None:
+            norm = self._norm
+            finite = finite and (norm is None or math.isfinite(norm))  # in bfloat16 DeepSpeed does not check
+            loss = self._mean_loss(guard) if "loss" in guard.uses else None
         stats = (self._stats or self._measure()) if finite else None
         peak, share = (None, None) if stats is None else combined([stats])
-        measured = Measured(finite, self._access.scale, None, peak, share)
-        before = start(self.policy)._replace(policy_state=self._attributes.read(saved))
-        after, gave_up = advance(self.policy, before, measured)
-        attributes = None if gave_up else self._attributes.written(saved, after.policy_state, finite)
-        self._decision = _Decision(after, attributes, culprits)
+        measured = Measured(finite, self._access.scale, norm, peak, share, loss)
+        if guard is not None and before.guard is not None:
+            before = before._replace(guard=before.guard._replace(state=self._guard_state))
+            verdict = judge(guard, before, measured)
+        after, gave_up = advance(self.policy, before, measured, guard=guard, verdict=verdict)
+        spike = spike_of(after._replace(grad_norm=norm))
+        if spike is not None:  # the policy's state is as before
+            attributes = saved
+        else:
+            attributes = self._attributes.written(saved, after.policy_state, finite)
+        if after.guard is not None:
+            attributes[GUARD] = dump_state(after.guard.state)
+            if not after.guard.taken:
+                self._access.optimizer.overflow = True  # DeepSpeed reads it next, and skips the step
+        culprits = () if finite else self._access.culprits()
+        if spike is not None:
+            culprits = self._access.largest()
+        return _Decision(after, None if gave_up else attributes, culprits)
+
+    def _saved_guard_state(self, guard: Guard[Any]) -> Any:
+        """Return the guard's state in the attributes of DeepSpeed's loss scaler."""
+        saved = self._access.saved().get(GUARD)
+        try:
+            return guard.start() if saved is None else guard.restore(saved)
+        except PolicyError as error:
+            holder = "loss_scale_config" if isinstance(self._access, Stage0) else "loss_scaler"
+            error.add_note(f"To start the guard again, write del engine.optimizer.{holder}.{GUARD}.")
+            raise
+
+    def _mean_loss(self, guard: Guard[Any]) -> float:
+        """Return the mean loss over all ranks."""
+        loss = loss_of(self._losses, "engine.backward(loss)", guard, may_lack=False)
+        return float(mean_over_all_ranks(loss, device_of_ranks()))
 
     def _measure(self) -> GradientStats | None:
         """Return statistics of the scaled gradients of all ranks, for a policy that uses them."""
@@ -249,17 +336,28 @@ class Attached:
             return None
         return self._access.gradient_stats(self.policy.edge if "share" in self.policy.needs else None)
 
+    def _note_norm_early(self, original: Original, *arguments: object, **named: object) -> Any:
+        """Record the norm of the scaled gradients for the guard."""
+        norm = original(*arguments, **named)
+        self._norm = self._access.norm_of(norm) / self._access.scale
+        return norm
+
     def _note_norm(self, original: Original, *arguments: Any, **named: object) -> Any:
         """Record the norm of the scaled gradients, read here, before the update is launched."""
         if self._norm is None and len(arguments) > self._access.norm_at:
             norm = arguments[self._access.norm_at]
             self._norm = None if norm is None else float(norm) / self._access.scale
+        if self._decision is None and self.guard is not None and isinstance(self._access, Stage0):
+            self._decision = self._decided(finite=True)
+            if self._decision.state.guard is not None and not self._decision.state.guard.taken:
+                self._until_stepped.callback(self._access.hold())
         return original(*arguments, **named)
 
     def _publish(self, decision: _Decision) -> None:
         if decision.attributes is not None:
             self._access.save(decision.attributes)
-        if isinstance(self._access, Stage0) and self._norm is not None:
+        is_spike = spike_of(decision.state) is not None  # DeepSpeed writes inf, as after an overflow
+        if (isinstance(self._access, Stage0) or is_spike) and self._norm is not None:
             self._access.optimizer._global_grad_norm = self._norm  # unfused: DeepSpeed leaves it scaled
 
     def _record(self, index: int, scale: float, decision: _Decision) -> None:
@@ -289,6 +387,8 @@ class Attached:
 
 def _configured(engine: DeepSpeedEngine) -> Policy[Any]:
     """Return the rule of the engine's configuration."""
+    if not engine.fp16_enabled():
+        return Static(1.0)
     require(engine._config, ("float16_config",))
     policy = config.load({"fp16": engine._config.float16_config.model_dump()}).policy
     assert policy is not None  # fp16 is enabled, or the engine was refused

@@ -26,7 +26,7 @@ from preamp.deepspeed.overflow_log import LOGGER
 from preamp.deepspeed.ranks import all_agree, unlike
 from preamp.errors import CheckpointError, UsageError
 from preamp.systems.deepspeed_config import Settings
-from preamp.torch import LossScaleOptimizer
+from preamp.torch import GradScaler, LossScaleOptimizer
 from preamp.torch.scaling.loss_scale_optimizer import OURS
 
 COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
@@ -200,6 +200,15 @@ def _check_schedule(path: Path, scheduler: Any, saved: object) -> None:
         )
 
 
+def _with_guard_of(saved: Mapping[str, Any], scaler: GradScaler) -> dict[str, Any]:
+    """Return a scaler's state with the guard's that was saved. A scale fits one precision only."""
+    own = scaler.state_dict()
+    if scaler.guard is not None:
+        guard = saved.get("preamp_state", {}).get("guard", [])
+        own["preamp_state"] = {**own["preamp_state"], "guard": guard}
+    return own
+
+
 def _load_optimizer(path: Path, engine: Trainer, state: dict[str, Any], whole: bool) -> None:
     """Load the optimizer with its loss scale, or the loss scale alone; all of it or nothing."""
     optimizer: Any = engine.optimizer
@@ -218,7 +227,7 @@ def _load_optimizer(path: Path, engine: Trainer, state: dict[str, Any], whole: b
     try:
         entries = dict(saved[OURS])
         if state.get("precision") != engine.settings.precision or not entries["scaler"]:
-            entries["scaler"] = optimizer.scaler.state_dict()  # a scale fits one precision only
+            entries["scaler"] = _with_guard_of(entries["scaler"], optimizer.scaler)
         if whole:
             optimizer.load_state_dict({**saved, OURS: entries})
         else:

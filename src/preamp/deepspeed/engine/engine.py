@@ -357,7 +357,7 @@ class Engine(nn.Module):
         assert step is not None  # `optimizer.step` was called
         step = step._replace(index=self.global_steps, culprits=self._named(optimizer, step.culprits))
         self.last_step, self._step_applied = step, not step.skipped
-        self._norm = math.inf if step.skipped else step.grad_norm if norm is None else norm
+        self._norm = math.inf if not step.finite else step.grad_norm if norm is None else norm
         self._begin_update()
         self.micro_steps += 1
         self.global_steps += 1
@@ -391,7 +391,7 @@ class Engine(nn.Module):
 
     def _clip_unchecked(self, optimizer: LossScaleOptimizer) -> Tensor | None:
         """Clip gradients that no policy checks, as PyTorch does; return their norm."""
-        if self.settings.policy is not None or self.settings.max_norm is None:
+        if optimizer.scaler.is_enabled() or self.settings.max_norm is None:
             return None
         return nn.utils.clip_grad_norm_(optimizer.model_parameters(), self.settings.max_norm)
 

@@ -21,7 +21,9 @@ from preamp.deepspeed.engine.precision import cast_model, dtype_named
 from preamp.deepspeed.engine.sections import DEEPSPEED_ITSELF, optimizer_of, scheduler_of
 from preamp.deepspeed.ranks import begin_alike, join, rank
 from preamp.errors import ConfigError, MissingExtra, UsageError
-from preamp.scaling import Step
+from preamp.guards import Guard
+from preamp.policy import Static
+from preamp.scaling import Step, given_guard
 from preamp.systems.deepspeed_config import Settings, load
 from preamp.torch import GradScaler, LossScaleOptimizer
 from preamp.torch.scaling.optimizers import parameters_of
@@ -59,6 +61,7 @@ def initialize(
     config_params: str | os.PathLike[str] | Mapping[str, Any] | Settings | None = None,
     *,
     on_step: Callable[[Step], object] | None = None,
+    guard: Guard[Any] | None = None,
 ) -> tuple[Engine, LossScaleOptimizer | None, DataLoader[Any] | None, Any]:
     """Return an engine for a model, with the arguments and by the configuration of DeepSpeed 0.19.8.
 
@@ -86,13 +89,17 @@ def initialize(
         mesh_param: refused, as `mpu`.
         config_params: an older name of `config`.
         on_step: called with a `Step` after every update; a `Trace` is such a callable.
+        guard: any guard of `preamp.guards`, to skip updates whose loss or gradient norm is a spike. It
+            decides by the norm of the averaged gradients before clipping and by the loss of the update: the
+            mean over its micro-steps and, in one more all-reduce, over all ranks. In bfloat16 and float32 an
+            update whose gradients are not finite is then skipped, too.
 
     Returns:
         The engine, its optimizer, a loader or None, its scheduler or None.
 
     Raises:
         ConfigError: for an invalid configuration.
-        PolicyError: for an `on_step` that cannot be called.
+        PolicyError: for an `on_step` that cannot be called, and for what is not a guard.
         UsageError: for what only DeepSpeed itself can do, and for arguments that contradict each other.
 
     >>> import torch
@@ -108,6 +115,7 @@ def initialize(
     (True, 256.0)
     """
     callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
+    given_guard(guard)
     settings = _settings(args, config if config is not None else config_params)
     _refuse_others(mpu=mpu, mesh_param=mesh_param)
     bare = _bare(model)
@@ -119,14 +127,21 @@ def initialize(
     join(device, dist_init_required, distributed_port)
     batch = _batch(settings, number_of_ranks())
     inner = _inner(optimizer, model_parameters, bare, settings)
-    begin_alike([*bare.parameters(), *bare.buffers()], about=(settings.precision, settings.autocast, batch))
+    if inner is None and guard is not None:
+        raise UsageError(
+            f"there is no optimizer whose steps guard={guard!r} could skip. Write initialize(..., optimizer="
+            'torch.optim.AdamW(model.parameters())), or an "optimizer" section in the configuration.'
+        )
+    begin_alike(
+        [*bare.parameters(), *bare.buffers()], about=(settings.precision, settings.autocast, batch, guard)
+    )
     if casts:
         data_types = settings.ignored.get("data_types") or {}
         wanted = data_types.get("buffer_dtype")
         cast_model(bare, getattr(torch, settings.precision), None if wanted is None else dtype_named(wanted))
     bare.zero_grad()  # older gradients may be in another precision
-    wrapped = None if inner is None else _wrapped(inner, settings, bare)
-    if wrapped is not None and settings.policy is None and on_step is None:
+    wrapped = None if inner is None else _wrapped(inner, settings, bare, guard)
+    if wrapped is not None and not wrapped.scaler.is_enabled() and on_step is None:
         wrapped.scaler._losses.stop()  # no step reads the device here, so losses must not be read either
     scheduler = None if inner is None else _scheduler(lr_scheduler, inner, settings)
     engine = Engine(bare, wrapped, scheduler, settings, batch, on_step)
@@ -278,16 +293,22 @@ def _check_inner(inner: object, model: nn.Module, settings: Settings) -> None:
         )
 
 
-def _wrapped(inner: torch.optim.Optimizer, settings: Settings, model: nn.Module) -> LossScaleOptimizer:
-    """Return the optimizer with the configured loss scale, clipping and master weights."""
+def _wrapped(
+    inner: torch.optim.Optimizer, settings: Settings, model: nn.Module, guard: Guard[Any] | None
+) -> LossScaleOptimizer:
+    """Return the optimizer with the configured loss scale, clipping, master weights, and the guard."""
+    policy = settings.policy
+    if policy is None and guard is not None:
+        policy = Static(1.0)  # only a scaler at work skips steps
     scaled = LossScaleOptimizer(
         inner,
-        policy=settings.policy,
+        policy=policy,
         global_clipnorm=settings.max_norm,
         master_weights=True,
         model=model,
+        guard=guard,
     )
-    if settings.policy is None:
+    if policy is None:
         scaled.scaler, scaled.global_clipnorm = GradScaler("cpu", enabled=False), None
     elif settings.max_norm is None:
         scaled.global_clipnorm = math.inf  # measured, not clipped

@@ -57,14 +57,20 @@ def largest(
         parameters: those that have a gradient.
         sizes: the norm of each of these gradients, all finite.
     """
-    squares = [size * size for size in sizes]
+    named = names(optimizer)
+    return largest_of([named[id(parameter)] for parameter in parameters], [size * size for size in sizes])
+
+
+def largest_of(named: Sequence[str], squares: Sequence[float]) -> tuple[str, ...]:
+    """`largest`, of parameters by their names, with the squared norms of their gradients."""
     order = sorted(range(len(squares)), key=lambda index: -squares[index])[:3]
-    named, found, share = names(optimizer), [], 0.0
+    found: list[str] = []
+    share = 0.0
     for index in order:
         if share >= 0.5 * math.fsum(squares):
             break
         share += squares[index]
-        found.append(named[id(parameters[index])])
+        found.append(named[index])
     return tuple(found)
 
 
