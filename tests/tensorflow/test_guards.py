@@ -73,6 +73,8 @@ def test_decisions_are_those_of_a_simulation(rule: str, compiles: bool, kind: st
         before = values(optimizer, variable)
         take(loss, gradient)
         steps.append(optimizer.last_step)
+        if len(steps) == 1:
+            traced = called.experimental_get_tracing_count() if compiles else 0
         after = values(optimizer, variable)
         if len(before) == len(after):  # the first step makes the moments
             assert all(map(np.array_equal, before, after)) == steps[-1].skipped
@@ -90,7 +92,7 @@ def test_decisions_are_those_of_a_simulation(rule: str, compiles: bool, kind: st
             assert ours.spike.of == theirs.spike.of
             assert ours.spike[1:] == pytest.approx(theirs.spike[1:], rel=1e-3, nan_ok=True)
     if compiles:
-        assert called.experimental_get_tracing_count() == 1
+        assert called.experimental_get_tracing_count() == traced <= 2  # one more makes the moments
 
 
 def model_of(optimizer: Any, norm: Any = None) -> tf_keras.Model:
@@ -211,20 +213,24 @@ def test_what_is_refused(kind: str) -> None:
     optimizer.apply_gradients([(gradient, variable)])
     with pytest.raises(PolicyError, match=r'uses the loss.*watch="grad_norm"'):
         optimizer.apply_gradients([(gradient, variable)])  # that loss was of the step before
-    with pytest.raises(PolicyError, match="scalar"):
+
+    def step_with_losses() -> None:
         optimizer.get_scaled_loss(tf.constant([1.0, 2.0]))
         optimizer.apply_gradients([(gradient, variable)])
+
+    with pytest.raises(PolicyError, match="scalar"):
+        step_with_losses()
     assert variable.numpy() == 0.5
 
 
+@pytest.fixture(scope="module")
+def strategy() -> Any:
+    """Return a strategy of two replicas."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+
+
 @each_kind
-def test_replicas_decide_alike(kind: str) -> None:
-    devices = [
-        device.name.removeprefix("/physical_device:") for device in tf.config.list_logical_devices("CPU")
-    ]
-    if len(devices) < 2:
-        pytest.skip("one device")
-    strategy = tf.distribute.MirroredStrategy(devices[:2])
+def test_replicas_decide_alike(kind: str, strategy: Any) -> None:
     guard = SpikeGuard(warmup=3, watch="loss")
     with strategy.scope():
         variable = tf.Variable([1.0])
@@ -257,8 +263,7 @@ def test_replicas_decide_alike(kind: str) -> None:
     assert optimizer.skipped_steps == 1
 
 
-def test_keras_has_no_norm_on_replicas() -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+def test_keras_has_no_norm_on_replicas(strategy: Any) -> None:
     with strategy.scope():
         variable = tf.Variable([1.0])
         optimizer = wrapped("keras", guard=guards.NormLimit(1.0))

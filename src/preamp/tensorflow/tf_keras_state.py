@@ -64,7 +64,8 @@ DTYPES = {"good": tf.int64, "steps": tf.int64, "skipped_steps": tf.int64, "finit
 GUARD_DTYPES = {"taken": tf.bool, "loss_fits": tf.bool}
 
 # A sum of no losses. Adding 0.0 makes it 0.0, so that a loss of 0.0 is not taken for none; one of -0.0 is.
-NONE = -0.0
+# An array, because TensorFlow keeps Python's numbers: it takes -0.0 for the 0.0 that it was given before.
+NONE = np.array(-0.0, np.float32)
 # Added for a loss that is not a single real number. Sums with it stay below half of it, and finite.
 UNKNOWN = -(2.0**100)
 
