@@ -10,11 +10,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+
 from preamp import Dynamic, PolicyError, Reading, Static, guards, simulate
 from preamp.guards import SpikeGuard
 from preamp.guards.systems import Scored
 from preamp.keras import LossScaleOptimizer, TraceCallback
-
 from tests.keras.driving import BACKEND, INF, WAYS, Run, array, same, tensor
 
 QUICK = SpikeGuard(warmup=4, patience=3)
@@ -135,7 +135,8 @@ def test_a_spike_changes_nothing_that_trains(way: str) -> None:
         run.take(loss, gradient)
     before, scale = run.trained(), (run.scale, run.counter)
     run.take(40.0, 1.0)
-    assert same(run.trained(), before) and (run.scale, run.counter) == scale
+    assert same(run.trained(), before)
+    assert (run.scale, run.counter) == scale
     step = optimizer.last_step
     assert (step.reason, step.finite, step.skipped, step.spike.of, step.spike.value) == (
         "spike",
@@ -144,9 +145,11 @@ def test_a_spike_changes_nothing_that_trains(way: str) -> None:
         "loss",
         40.0,
     )
-    assert step.loss == 40.0 and step.spike.limit < 10.0
+    assert step.loss == 40.0
+    assert step.spike.limit < 10.0
     run.take(3.0, 1.0)
-    assert not same(run.trained(), before) and optimizer.last_step.reason is None
+    assert not same(run.trained(), before)
+    assert optimizer.last_step.reason is None
 
 
 def model_of(guard: Any, *, norm: bool = False, **settings: Any) -> keras.Model:
@@ -187,7 +190,8 @@ def test_fit_skips_the_spike(watch: str, compiles: bool) -> None:
     assert step.spike.value > 100.0 > step.spike.limit
     if step.spike.of == "loss":
         assert step.spike.value == pytest.approx(step.loss, rel=1e-3)
-    assert int(model.optimizer.iterations) == 19 and model.optimizer.skipped_steps == 1
+    assert int(model.optimizer.iterations) == 19
+    assert model.optimizer.skipped_steps == 1
 
 
 @pytest.mark.parametrize("restores", [True, False])
@@ -204,7 +208,8 @@ def test_moving_statistics_after_a_spike(restores: bool) -> None:
     x, y = rows()
     callbacks = [TraceCallback(restore_buffers=restores), Watch()]
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
-    assert callbacks[0].trace[12].reason == "spike" and callbacks[0].trace[12].buffers == ()
+    assert callbacks[0].trace[12].reason == "spike"
+    assert callbacks[0].trace[12].buffers == ()
     assert same(seen[12], seen[11]) == restores
     assert not same(seen[13], seen[12])
 
@@ -266,7 +271,8 @@ def test_configurations() -> None:
     ):
         config = LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=guard).get_config()
         again = LossScaleOptimizer.from_config(json.loads(json.dumps(config)))
-        assert repr(again.guard) == repr(guard) and type(again.guard) is type(guard)
+        assert repr(again.guard) == repr(guard)
+        assert type(again.guard) is type(guard)
     assert "guard" not in LossScaleOptimizer(keras.optimizers.SGD(0.1)).get_config()
     with pytest.raises(PolicyError, match="could not be found again"):
         LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=Unknown()).get_config()
@@ -288,7 +294,7 @@ def test_what_is_refused() -> None:
         SpikeGuard(watch="norm")
     run = Run(wrapped(QUICK), [1.0])
     before = run.everything()
-    with pytest.raises(PolicyError, match='no scalar loss was scaled.*watch="grad_norm"'), pytest.warns():
+    with pytest.raises(PolicyError, match=r'no scalar loss was scaled.*watch="grad_norm"'), pytest.warns():
         run.apply([1.0])
     run.optimizer.scale_loss(tensor([1.0, 2.0]))
     with pytest.raises(PolicyError, match="no scalar loss"):
@@ -313,7 +319,8 @@ def test_a_norm_alone_needs_no_loss() -> None:
     run = Run(wrapped(SpikeGuard(watch="grad_norm", warmup=2)), [1.0], way="compiled")
     for gradient in (1.0, 1.1, 0.9, 50.0, 1.0):
         run.step([gradient])
-    assert run.optimizer.skipped_steps == 1 and run.optimizer.guard.watch == "grad_norm"
+    assert run.optimizer.skipped_steps == 1
+    assert run.optimizer.guard.watch == "grad_norm"
 
 
 def test_a_fixed_scale() -> None:
@@ -321,5 +328,6 @@ def test_a_fixed_scale() -> None:
         LossScaleOptimizer(keras.optimizers.SGD(0.1), policy=Static(1.0), guard=guards.NormLimit(2.0))
     )
     run.take(1.0, 2.0)
-    assert run.optimizer.last_step.reason == "spike" and run.scale == 1.0
+    assert run.optimizer.last_step.reason == "spike"
+    assert run.scale == 1.0
     assert run.optimizer.last_step.spike == ("grad_norm", pytest.approx(2.0 * np.sqrt(2.0)), 2.0)

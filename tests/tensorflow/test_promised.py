@@ -60,7 +60,13 @@ class Registered(LossScaleOptimizer):
 def test_the_signature_is_the_documented_one() -> None:
     shown = inspect.signature(LossScaleOptimizer)
     theirs = inspect.signature(type(Peer(inner("legacy"))).__init__)
-    assert list(shown.parameters) == [*list(theirs.parameters)[1:], "policy", "model", "restore_buffers"]
+    assert list(shown.parameters) == [
+        *list(theirs.parameters)[1:],
+        "policy",
+        "guard",
+        "model",
+        "restore_buffers",
+    ]
     for name, parameter in shown.parameters.items():
         default = False if name == "restore_buffers" else None
         assert parameter.default == getattr(theirs.parameters.get(name), "default", default)

@@ -24,6 +24,8 @@ from preamp.checks import (
     shown,
 )
 from preamp.errors import PolicyError, ScaleExhausted, UsageError
+from preamp.guards import Guard
+from preamp.guards import registry as guard_registry
 from preamp.keras.arguments import check_config, check_rule, rule
 from preamp.keras.inner import (
     BaseLossScaleOptimizer,
@@ -33,8 +35,6 @@ from preamp.keras.inner import (
     hand_over,
     is_hyperparameter,
 )
-from preamp.guards import Guard
-from preamp.guards import registry as guard_registry
 from preamp.keras.scaler import Backend, NotedLosses, ScaledStep, ScalerVariables, saved_state
 from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.registry import from_json, to_json

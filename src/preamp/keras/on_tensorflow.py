@@ -35,8 +35,8 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
         return False
     if replica.num_replicas_in_sync > 1 and step.needs_norm:
         raise PolicyError(
-            f"{step.scaler.guard!r} uses the norm of the gradients, which is not known with several replicas: "
-            'Keras sums their gradients later. Write guard=SpikeGuard(watch="loss").'
+            f"{step.scaler.guard!r} uses the norm of the gradients, which is not known with several "
+            'replicas: Keras sums their gradients later. Write guard=SpikeGuard(watch="loss").'
         )
     loss = step.loss_where(tf.executing_eagerly() or _is_within(step.loss))
     stats = step.gradient_stats()
@@ -110,9 +110,12 @@ def _agreed(
     """
     if replica.num_replicas_in_sync == 1:
         return finite, loss
-    numbers = [tf.cast(tf.logical_not(finite), tf.float32), *([] if loss is None else [loss])]
-    overflows, *losses = replica.all_reduce(tf.distribute.ReduceOp.SUM, numbers)
-    return tf.equal(overflows, 0.0), losses[0] if losses else None
+    overflows = tf.cast(tf.logical_not(finite), tf.float32)
+    if loss is None:
+        return tf.equal(replica.all_reduce(tf.distribute.ReduceOp.SUM, overflows), 0.0), None
+    # One vector: an all-reduce of several tensors may pack them differently on each replica.
+    sums = replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.stack([overflows, loss]))
+    return tf.equal(sums[0], 0.0), sums[1]
 
 
 def _is_within(tensor: tf.Tensor) -> bool:

@@ -175,13 +175,14 @@ class ScalerVariables(Generic[S]):
             for variable, used in zip(self.floats, is_used, strict=True)
         ]
         state = self._state_of(before)
-        state = state._replace(guard=self._guard_record(lambda variable: variable.value + 0.0))
+        record = self._guard_record(lambda variable: variable.value + 0.0)
+        state = state._replace(guard=record)
         after, _ = advance(self.policy, state, measured, where, self.guard, verdict)
         after = after._replace(finite=where(measured.finite, 1.0, 0.0))
-        if after.guard is not None and state.guard is not None:
+        if after.guard is not None and record is not None:
             flags = {name: where(getattr(after.guard, name), 1.0, 0.0) for name in ("taken", "loss_fits")}
+            pairs = zip(_leaves(record.state), _leaves(after.guard.state), strict=True)
             after = after._replace(guard=after.guard._replace(**flags))
-            pairs = zip(_leaves(state.guard.state), _leaves(after.guard.state), strict=True)
             for variable, (old, new) in zip(self.guard_leaves.values(), pairs, strict=True):
                 if new is not old:
                     variable.assign(new)

@@ -25,6 +25,7 @@ from preamp.checks import (
     shown,
 )
 from preamp.errors import PolicyError, UsageError
+from preamp.guards import Guard
 from preamp.policy import Policy, Static
 from preamp.scaling import Step
 from preamp.systems.arguments import UNUSED
@@ -66,12 +67,15 @@ class LossScaleOptimizer:
         dynamic_growth_steps: finite steps in a row after which the scale is doubled. None: 2000.
         policy: any preamp policy or dialect instead of these three. The rule without it is tf_keras's, with a
             floor of 1, or `initial_scale` where that is less.
+        guard: any guard of `preamp.guards`, such as `SpikeGuard()`, which skips steps whose loss or gradient
+            norm is a spike, as if they overflowed; the scale does not move. The loss is that of `last_step`.
         model: the tf_keras model whose buffers to check after a skipped step: an overflow in the forward
             pass is in BatchNorm's moving statistics before the step can be skipped. `last_step.buffers` names
             those that are not finite. Costs nothing while steps are taken. Over an optimizer of Keras 3
             `preamp.keras.TraceCallback` does that.
         restore_buffers: give such a buffer the value that it had after the last step that was taken, or when
-            the optimizer was made or its state loaded, if that was later: load the model first. Costs a copy
+            the optimizer was made or its state loaded, if that was later: load the model first. After a spike
+            that a guard has skipped, give it to all buffers. Costs a copy
             of these variables a step, on their device. Neither argument is part of `get_config`.
 
     Attributes:
@@ -164,6 +168,7 @@ class LossScaleOptimizer:
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
+        guard: Guard[Any] | None = None,
         model: Any = None,
         restore_buffers: bool = False,
     ) -> None:
@@ -173,6 +178,9 @@ class LossScaleOptimizer:
 
         @property
         def policy(self) -> Policy[Any]: ...
+
+        @property
+        def guard(self) -> Guard[Any] | None: ...
 
         @property
         def inner_optimizer(self) -> tf.keras.optimizers.Optimizer: ...

@@ -56,18 +56,21 @@ class Buffers:
         for variable, copy in zip(self._variables, self.copies, strict=False):
             copy.assign(tf.where(_is_finite(variable), variable, copy))
 
-    def end_step(self, finite: bool | tf.Tensor) -> None:
-        """Copy the variables after a step that was taken. After a skipped step restore those not finite.
+    def end_step(self, taken: bool | tf.Tensor, finite: bool | tf.Tensor) -> None:
+        """Copy the variables after a step that was taken.
+
+        After an overflow restore those that are not finite, after a spike all of them.
 
         Args:
-            finite: a bool, or a boolean tensor in a graph.
+            taken: a bool, or a boolean tensor in a graph.
+            finite: whether the gradients were finite, the same.
         """
         if not self._variables:
             return
-        if isinstance(finite, bool):
-            (self._keep if finite else self._restore)()
+        if isinstance(taken, bool):
+            self._keep() if taken else self._restore(finite)
         else:
-            tf.cond(finite, self._keep, self._restore)
+            tf.cond(taken, self._keep, lambda: self._restore(finite))
 
     def ruined(self) -> tuple[str, ...]:
         """Return the names of those that the last skipped step has left not finite. Reads a few flags."""
@@ -101,12 +104,12 @@ class Buffers:
             copy.assign(tf.identity(variable))
         return tf.constant(True)
 
-    def _restore(self) -> tf.Tensor:
+    def _restore(self, all_of_them: bool | tf.Tensor) -> tf.Tensor:
         assert self._ruined is not None  # there are variables
         ruined = [tf.logical_not(_is_finite(variable)) for variable in self._variables]
         self._ruined.assign(tf.stack(ruined))
         for variable, copy, is_ruined in zip(self._variables, self.copies, ruined, strict=False):
-            variable.assign(tf.where(is_ruined, copy, variable))
+            variable.assign(tf.where(tf.logical_or(is_ruined, all_of_them), copy, variable))
         return tf.constant(False)
 
 

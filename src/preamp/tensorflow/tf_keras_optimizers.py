@@ -6,6 +6,7 @@ so that `Model.compile` and checkpoints find the classes that they know.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -19,9 +20,11 @@ from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs
 from preamp.arrays.tensorflow import Gradient, as_stored, unconverted
 from preamp.checks import check_store, listed_variables, paired
 from preamp.errors import UsageError
+from preamp.guards import Guard
+from preamp.guards import registry as guard_registry
 from preamp.policy import Policy
 from preamp.policy.registry import from_json, to_json
-from preamp.scaling import Step
+from preamp.scaling import Step, given_guard
 from preamp.tensorflow.arguments import check_buffers, rule
 from preamp.tensorflow.optimizer import (
     Loss,
@@ -54,22 +57,28 @@ class OverTfKeras(BaseLossScaleOptimizer):
         dynamic_growth_steps: float | None = None,
         *,
         policy: Policy[Any] | None = None,
+        guard: Guard[Any] | None = None,
         model: Any = None,
         restore_buffers: bool = False,
     ) -> None:
         check_buffers(model, restore_buffers)
         buffers = None if model is None else Buffers(model, restores=restore_buffers)
+        guard = given_guard(guard)
         made = rule(dynamic, initial_scale, dynamic_growth_steps, policy)
         # With a fixed scale tf_keras checks the optimizer and makes no state of its own.
         self._theirs().__init__(inner_optimizer, dynamic=False, initial_scale=1.0)
         own = vars(self)  # past `__setattr__`, which would track the state under this name as well
-        own["_loss_scale"] = LossScaleState(made, buffers)
+        own["_loss_scale"] = LossScaleState(made, buffers, guard)
         own["_given_policy"] = None if policy is None else made
         self._theirs()._track_trackable(self._loss_scale, "loss_scale")
 
     @property
     def policy(self) -> Policy[Any]:
         return self._loss_scale.policy
+
+    @property
+    def guard(self) -> Guard[Any] | None:
+        return self._loss_scale.guard
 
     @property
     def inner_optimizer(self) -> tf.keras.optimizers.Optimizer:
@@ -123,13 +132,16 @@ class OverTfKeras(BaseLossScaleOptimizer):
         tf_keras's older file formats have no other place for that state.
         """
         config: dict[str, Any] = self._theirs().get_config()
+        saving = tf_keras.saving
         if self._given_policy is not None:
-            saving = tf_keras.saving
             saved = to_json(self._given_policy, saving.get_registered_name, saving.get_registered_object)
             config = {"inner_optimizer": config["inner_optimizer"], "policy": saved}
+        if self.guard is not None:
+            find, name_of = saving.get_registered_object, saving.get_registered_name
+            config["guard"] = guard_registry.to_json(self.guard, name_of, find)
         with tf.init_scope():
             if tf.executing_eagerly():
-                config["state"] = self._loss_scale.numbers()
+                config["state"] = {name: _plain(value) for name, value in self._loss_scale.numbers().items()}
         return config
 
     @classmethod
@@ -141,9 +153,12 @@ class OverTfKeras(BaseLossScaleOptimizer):
         if "policy" in settings:
             find = partial(tf_keras.saving.get_registered_object, custom_objects=custom_objects)
             settings["policy"] = from_json(settings["policy"], find)
+        if "guard" in settings:
+            find = partial(tf_keras.saving.get_registered_object, custom_objects=custom_objects)
+            settings["guard"] = guard_registry.from_json(settings["guard"], find)
         made: Self = super(BaseLossScaleOptimizer, cls).from_config(settings, custom_objects)  # type: ignore[misc]
         if state is not None:
-            made._loss_scale.restore(state)
+            made._loss_scale.restore({name: _numbers(value) for name, value in state.items()})
         return made
 
     def _theirs(self) -> Any:
@@ -269,7 +284,7 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
         inner = {name: value for name, value in saved.items() if name.isdecimal()}
         if inner:
             self._optimizer.load_own_variables(inner)
-        state = {name: np.asarray(value).item() for name, value in saved.items() if name not in inner}
+        state = {name: np.asarray(value).tolist() for name, value in saved.items() if name not in inner}
         if state:
             self._loss_scale.restore(state)
 
@@ -287,6 +302,20 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, or a list of them, as JSON can hold it: inf and NaN as text."""
+    if isinstance(value, list):
+        return [_plain(number) for number in value]
+    return value if math.isfinite(value) else str(value)
+
+
+def _numbers(value: Any) -> Any:
+    """Return what `_plain` was given."""
+    if isinstance(value, list):
+        return [_numbers(number) for number in value]
+    return float(value) if isinstance(value, str) else value
 
 
 def _copied(value: T) -> T:

@@ -7,9 +7,10 @@ it decides whether to apply them: here that object follows a policy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_keras exports only a facade
 
@@ -21,9 +22,29 @@ from preamp.arrays.tensorflow import (
     gradient_stats,
     unconverted,
 )
-from preamp.policy import Policy, Static
-from preamp.scaling import Measured, ScalerState, Step, advance, raise_if_exhausted, start, to_step
-from preamp.systems.arguments import check_counts, check_resumed, is_out_of_bounds, warn_if_out_of_bounds
+from preamp.errors import PolicyError
+from preamp.guards import Guard
+from preamp.guards.base import map_state
+from preamp.policy import Policy, Static, choose
+from preamp.scaling import (
+    GuardRecord,
+    Measured,
+    ScalerState,
+    Step,
+    advance,
+    judge,
+    raise_if_exhausted,
+    start,
+    to_step,
+)
+from preamp.systems.arguments import (
+    check_counts,
+    check_resumed,
+    guard_leaves,
+    is_out_of_bounds,
+    resumed_guard,
+    warn_if_out_of_bounds,
+)
 from preamp.tensorflow.tf_keras_buffers import Buffers
 
 # The advice for a scale outside the policy's bounds: tf_keras has no way to set one.
@@ -32,10 +53,19 @@ REMEDY = "load the model without its optimizer"
 # The names of the variables in checkpoints. Those of a policy's state are tf_keras's own where it has one.
 POLICY_NAMES = {"scale": "current_loss_scale", "good": "good_steps"}
 NAMES = {"finite": "last_finite", "grad_norm": "last_grad_norm", "peak": "last_peak"}
+GUARD_NAMES = {
+    "taken": "last_taken",
+    "loss": "last_loss",
+    "loss_fits": "last_loss_fits",
+    "limit": "last_limit",
+}
+FIRST_RECORD: GuardRecord[float] = GuardRecord(None, True, math.nan, True, math.inf)
 DTYPES = {"good": tf.int64, "steps": tf.int64, "skipped_steps": tf.int64, "finite": tf.bool}
+GUARD_DTYPES = {"taken": tf.bool, "loss_fits": tf.bool}
 
 # A sum of no losses. Adding 0.0 makes it 0.0, so that a loss of 0.0 is not taken for none; one of -0.0 is.
-NONE = -0.0
+# An array, because TensorFlow keeps Python's numbers: it takes -0.0 for the 0.0 that it was given before.
+NONE = np.array(-0.0, np.float32)
 # Added for a loss that is not a single real number. Sums with it stay below half of it, and finite.
 UNKNOWN = -(2.0**100)
 
@@ -49,19 +79,23 @@ class LossScaleState(theirs._DynamicLossScaleState):
     Args:
         policy: the rule in force.
         buffers: those of the model, to check after a skipped step.
+        guard: the rule that skips spikes, if there is one.
 
     Attributes:
         policy: the rule in force.
+        guard: the rule that skips spikes, if there is one.
         losses: the loss of a step.
         counter: an int64 variable: the policy's count of clean steps.
     """
 
-    def __init__(self, policy: Policy[Any], buffers: Buffers | None = None) -> None:
+    def __init__(
+        self, policy: Policy[Any], buffers: Buffers | None = None, guard: Guard[Any] | None = None
+    ) -> None:
         tf.__internal__.tracking.Trackable.__init__(self)
-        self.policy = policy
-        self.losses = Losses()
+        self.policy, self.guard = policy, guard
+        self.losses = Losses(guard if guard is not None and "loss" in guard.uses else None)
         self._buffers = buffers
-        first = start(policy, takes_norm=True)
+        first = start(policy, takes_norm=True, guard=guard)
         self._checked: Any = first.policy_state  # a state that is known to be valid
         self._is_outside = False
         self._weights: dict[Any, tf.Variable] = {}
@@ -75,11 +109,23 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self._record = {
             name: self._variable(NAMES.get(name, name), DTYPES.get(name, tf.float32), 0)
             for name, value in first._asdict().items()
-            if name != "policy_state" and value is not None
+            if name not in ("policy_state", "guard") and value is not None
         }
+        self._guard_record: dict[str, tf.Variable] = {}  # by the fields of `GuardRecord`
+        self._guard_leaves: dict[str, tf.Variable] = {}  # the guard's own state, scalars and vectors
+        if first.guard is not None:
+            self._guard_record = {
+                field: self._variable(name, GUARD_DTYPES.get(field, tf.float32), getattr(FIRST_RECORD, field))
+                for field, name in GUARD_NAMES.items()
+            }
+            self._guard_leaves = {
+                name: self._variable(name, tf.float32, value)
+                for name, value in guard_leaves(first.guard.state).items()
+            }
 
-    def _variable(self, name: str, dtype: tf.DType, value: float) -> tf.Variable:
-        return self._add_weight(name=name, dtype=dtype, initial_value=dtype.as_numpy_dtype(value))
+    def _variable(self, name: str, dtype: tf.DType, value: float | tuple[float, ...]) -> tf.Variable:
+        initial = np.asarray(value, dtype.as_numpy_dtype)
+        return self._add_weight(name=name, dtype=dtype, initial_value=initial)
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, Any]:
         children: dict[str, Any] = super()._trackable_children(save_type, **options)
@@ -108,28 +154,38 @@ class LossScaleState(theirs._DynamicLossScaleState):
             grads: unscaled gradients, maybe nested; in a cross-replica context those of each replica.
 
         Returns:
-            The op that does it, and whether the gradients are finite.
+            The op that does it, and whether to take the step.
 
         Raises:
             ScaleExhausted: eagerly, if the policy gives up on this step.
+            PolicyError: for a guard that uses the loss, if none was scaled.
         """
         scale = tf.convert_to_tensor(self.current_loss_scale)  # once, before it is written
         measured = self._measured(tf.nest.flatten(grads), scale)
         if tf.executing_eagerly():  # tf_keras reads it next, to decide: the rest is for Python to compute
             on_host = Measured(*[None if value is None else value.numpy().item() for value in measured])
             return self._update_on_host(on_host)
-        after, _ = advance(self.policy, self._tensors(scale), measured, tf.where)
-        return tf.group(*self._write(after)), measured.finite
+        before = self._tensors(scale)
+        verdict = None if self.guard is None else judge(self.guard, before, measured, tf.where)
+        after, _ = advance(self.policy, before, measured, tf.where, self.guard, verdict)
+        taken = measured.finite if verdict is None else verdict.taken
+        return tf.group(*self._write(after, taken)), taken
 
     def _update_on_host(self, measured: Measured[float]) -> tuple[tf.Operation, bool]:
         before = self._numbers()._replace(steps=0, skipped_steps=0)
         self._check(before.policy_state)
-        after, gave_up = advance(self.policy, before, measured)
-        written = self._write(after)
+        verdict = None
+        if self.guard is not None:
+            record = self._guard_state(lambda variable: _on_host(tf.convert_to_tensor(variable)))
+            before = before._replace(guard=record)
+            verdict = judge(self.guard, before, measured)
+        after, gave_up = advance(self.policy, before, measured, choose, self.guard, verdict)
+        taken = measured.finite if verdict is None else bool(verdict.taken)
+        written = self._write(after, taken)
         self._checked = after.policy_state
         if gave_up:
             raise self.policy.exhaustion_from(before.policy_state)
-        return tf.group(*written), measured.finite
+        return tf.group(*written), taken
 
     def check_exhausted(self) -> None:
         """Raise if the policy gave up in a graph, which cannot raise, until a state is loaded.
@@ -140,19 +196,24 @@ class LossScaleState(theirs._DynamicLossScaleState):
         if self.policy.gives_up:
             raise_if_exhausted(self.policy, self._numbers())
 
-    def numbers(self) -> dict[str, float]:
-        """Return the values of the variables, copied to the host, for `restore`.
+    def numbers(self) -> dict[str, Any]:
+        """Return the values of the variables, copied to the host, for `restore`. Vectors are lists.
 
         That the policy gave up is left out: training that resumes may recover.
         """
         check_eager()
         named = {NAMES.get(name, name): variable for name, variable in self._record.items()}
-        values = _values({**self._policy_variables, **named})
+        of_guard = {GUARD_NAMES[field]: variable for field, variable in self._guard_record.items()}
+        values = _values({**self._policy_variables, **named, **of_guard})
         # JSON has no inf and NaN, which a norm can be.
-        return {n: x for n, x in values.items() if not n.startswith("exhausted") and math.isfinite(x)}
+        finite = {n: x for n, x in values.items() if not n.startswith("exhausted") and math.isfinite(x)}
+        leaves = {
+            name: tf.convert_to_tensor(one).numpy().tolist() for name, one in self._guard_leaves.items()
+        }
+        return {**finite, **leaves}
 
-    def restore(self, saved: Mapping[str, float]) -> None:
-        """Set the variables to the result of `numbers`, perhaps of another policy.
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Set the variables to the result of `numbers`, perhaps of another policy or guard.
 
         Raises:
             PolicyError: for numbers that training cannot resume from. Nothing was changed.
@@ -165,6 +226,12 @@ class LossScaleState(theirs._DynamicLossScaleState):
         for name, variable in self._record.items():
             missing = math.nan if name == "grad_norm" else 0
             variable.assign(variable.dtype.as_numpy_dtype(saved.get(NAMES.get(name, name), missing)))
+        for field, variable in self._guard_record.items():
+            value = saved.get(GUARD_NAMES[field], getattr(FIRST_RECORD, field))
+            variable.assign(variable.dtype.as_numpy_dtype(value))
+        if self.guard is not None:
+            for name, value in resumed_guard(self.guard, saved).items():
+                self._guard_leaves[name].assign(np.asarray(value, np.float32))
         self.losses.forget()
         if self._buffers is not None:
             self._buffers.keep_finite()
@@ -203,8 +270,8 @@ class LossScaleState(theirs._DynamicLossScaleState):
         stats = gradient_stats(needs, self.policy.edge / scale, grads) if needs else {}
         if "peak" in stats:
             stats["peak"] *= scale
-        finite, norm = _finite_and_norm(grads)
-        return Measured(finite, scale, norm, **stats)
+        finite, norm = _finite_and_norm(grads, agrees=self.guard is not None)
+        return Measured(finite, scale, norm, loss=self.losses.of_step(), **stats)
 
     def _tensors(self, scale: tf.Tensor) -> ScalerState[Any, tf.Tensor]:
         """Return the state in a graph, for a scale that has been read."""
@@ -216,22 +283,38 @@ class LossScaleState(theirs._DynamicLossScaleState):
                 name: tf.convert_to_tensor(v) if name.startswith("exhausted") and self.policy.gives_up else v
                 for name, v in self._record.items()
             },
-        )._replace(steps=0, skipped_steps=0)  # so that the counts after a step are its increments
+        )._replace(  # counts of 0, so that those after a step are its increments
+            steps=0, skipped_steps=0, guard=self._guard_state(tf.convert_to_tensor)
+        )
+
+    def _guard_state(self, value_of: Callable[[tf.Variable], Any]) -> GuardRecord[Any] | None:
+        """Return the guard's record with its own state only; None without a guard."""
+        if self.guard is None:
+            return None
+        variables = iter(self._guard_leaves.values())
+        state = map_state(lambda _: value_of(next(variables)), self.guard.start())
+        return FIRST_RECORD._replace(state=state)
 
     def _numbers(self) -> ScalerState[Any, float]:
         """Return the state, read from its device."""
         check_eager()
         policy_variables = {**self._policy_variables, "scale": self.current_loss_scale}
         numbers = {name: float(value) for name, value in _values(policy_variables).items()}
-        return self._state(numbers, _values(self._record))
+        record = GuardRecord(None, **_values(self._guard_record)) if self._guard_record else None
+        return self._state(numbers, _values(self._record))._replace(guard=record)
 
     def _state(self, policy_values: Mapping[str, T], record: Mapping[str, T]) -> ScalerState[Any, T]:
         policy_state = type(self._checked)(**policy_values)
         missing = {"peak": None} if "peak" not in record else {}
         return ScalerState(policy_state=policy_state, **missing, **record)  # type: ignore[arg-type]
 
-    def _write(self, after: ScalerState[Any, Number]) -> list[tf.Operation]:
-        """Write a state whose counts are the increments of a step."""
+    def _write(self, after: ScalerState[Any, Number], taken: bool | tf.Tensor) -> list[tf.Operation]:
+        """Write a state whose counts are the increments of a step.
+
+        Args:
+            after: the state.
+            taken: whether the step is taken.
+        """
         written = self._write_policy(after.policy_state)
         for name, variable in self._record.items():
             value = getattr(after, name)
@@ -239,9 +322,16 @@ class LossScaleState(theirs._DynamicLossScaleState):
                 written.append(variable.assign_add(_cast(value, variable.dtype)))
             elif self.policy.gives_up or not name.startswith("exhausted"):
                 written.append(variable.assign(_cast(value, variable.dtype)))
+        if after.guard is not None:
+            written += [
+                variable.assign(_cast(getattr(after.guard, field), variable.dtype))
+                for field, variable in self._guard_record.items()
+            ]
+            leaves = guard_leaves(after.guard.state)
+            written += [self._guard_leaves[name].assign(value) for name, value in leaves.items()]
         self.losses.end_step(self._record["steps"])
         if self._buffers is not None:
-            self._buffers.end_step(after.finite)
+            self._buffers.end_step(taken, after.finite)
         return written
 
     def _write_policy(self, state: NamedTuple) -> list[tf.Operation]:
@@ -256,11 +346,15 @@ class Losses:
     it is the sum over them, as that of the gradients is. It is not known if one of the losses is not a
     single real number, and in graphs of TensorFlow 1, which run no assignment that nothing depends on.
 
+    Args:
+        guard: the guard that uses the loss, if there is one.
+
     Attributes:
         variables: by name, scalars. A checkpoint does not need them, an exported function does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard[Any] | None = None) -> None:
+        self._guard, self._was_added = guard, False
         self.variables: dict[str, tf.Variable] = {}
         if tf.executing_eagerly():
             self.variables = {name: _summed_over_replicas(name) for name in ("losses", "losses_of_step")}
@@ -273,11 +367,39 @@ class Losses:
         if not self._can_write() or tf.distribute.in_cross_replica_context():
             return  # in a cross-replica context no gradients can be applied either
         if loss.shape.num_elements() != 1 or not loss.dtype.is_floating:
+            if self._guard is not None:
+                raise PolicyError(
+                    f"{self._guard!r} uses the loss, and this one is of shape {loss.shape}, not a scalar. "
+                    'Write tf.reduce_mean(loss), or guard=SpikeGuard(watch="grad_norm").'
+                )
             loss = tf.constant(UNKNOWN)
+        self._was_added = True
         number = tf.cast(loss, tf.float32)
         if number.shape.rank:
             number = tf.reshape(number, ())
         self.variables["losses"].assign_add(number, read_value=False)
+
+    def of_step(self) -> tf.Tensor | None:
+        """Return the sum before the step ends, over all replicas; None if no guard uses it.
+
+        Raises:
+            PolicyError: if a guard uses the loss, and none was scaled.
+        """
+        if self._guard is None:
+            return None
+        if self._was_added and self._can_write():
+            total = tf.convert_to_tensor(self.variables["losses"])
+            if not tf.distribute.in_cross_replica_context():
+                replica = tf.distribute.get_replica_context()
+                if replica.num_replicas_in_sync > 1:
+                    total = replica.all_reduce(tf.distribute.ReduceOp.SUM, total)
+            if not (tf.executing_eagerly() and _is_none(float(total))):
+                return total
+        raise PolicyError(
+            f"{self._guard!r} uses the loss, and none was scaled since the last step. Write loss = "
+            "opt.get_scaled_loss(loss) for each step, or opt.minimize(loss_fn, variables); or write "
+            'guard=SpikeGuard(watch="grad_norm").'
+        )
 
     def end_step(self, steps: tf.Variable) -> None:
         """Keep the sum as the loss of the step that ends, and start a new one.
@@ -305,11 +427,20 @@ class Losses:
         if not self.variables or int(tf.convert_to_tensor(self.variables["steps"])) != steps:
             return None
         loss = float(tf.convert_to_tensor(self.variables["losses_of_step"]))
-        is_none = loss == 0.0 and math.copysign(1.0, loss) < 0.0
-        return None if is_none or -math.inf < loss < UNKNOWN / 2 else loss
+        return None if _is_none(loss) or -math.inf < loss < UNKNOWN / 2 else loss
 
     def _can_write(self) -> bool:
         return bool(self.variables) and (tf.executing_eagerly() or tf.inside_function())
+
+
+def _is_none(loss: float) -> bool:
+    return loss == 0.0 and math.copysign(1.0, loss) < 0.0
+
+
+def _on_host(value: tf.Tensor) -> float | tuple[float, ...]:
+    """Return a scalar as a number, a vector as a tuple."""
+    numbers = value.numpy().tolist()
+    return tuple(numbers) if isinstance(numbers, list) else numbers
 
 
 def _summed_over_replicas(name: str) -> tf.Variable:
@@ -324,11 +455,17 @@ def _summed_over_replicas(name: str) -> tf.Variable:
     )
 
 
-def _finite_and_norm(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor]:
+def _finite_and_norm(
+    grads: Sequence[Gradient | None], *, agrees: bool = False
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Return whether the gradients of all replicas are finite, and their global L2 norm.
 
     tf_keras hands over the sum over replicas, which all of them have. If it was told not to sum, the norm is
-    that of the first replica.
+    that of the first replica or, where they must agree on it, the mean over replicas.
+
+    Args:
+        grads: unscaled; in a cross-replica context those of each replica.
+        agrees: whether all replicas need the same norm, because a guard decides by it.
     """
 
     def measured(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -344,6 +481,9 @@ def _finite_and_norm(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Te
     if replica.num_replicas_in_sync == 1:
         return all_finite(grads), global_norm(grads)
     overflows, norm = measured(grads)
+    if agrees:
+        sums = replica.all_reduce(total, tf.stack([overflows, norm]))
+        return tf.equal(sums[0], 0.0), sums[1] / float(replica.num_replicas_in_sync)
     return tf.equal(replica.all_reduce(total, overflows), 0.0), norm
 
 

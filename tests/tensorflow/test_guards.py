@@ -1,0 +1,277 @@
+"""Guards over optimizers of all kinds: steps that are skipped because of a spike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from preamp import Dynamic, PolicyError, Reading, guards, simulate
+from preamp.guards import SpikeGuard
+from preamp.guards.systems import Scored
+from preamp.tensorflow import LossScaleOptimizer
+from tests.tensorflow.kinds import each_kind, inner, of_tf_keras, wrapped
+
+INF = float("inf")
+QUICK = SpikeGuard(warmup=4, patience=3)
+RULES = {
+    "spike": QUICK,
+    "norm": guards.NormLimit(6.0),
+    "olmo": guards.OLMO(rolling_interval_length=24),
+    "levanter": guards.LEVANTER(rolling_interval_length=8),
+    "llm_c": Scored(window=12, loss=3.0, grad_norm=3.0),
+    "metaseq": guards.METASEQ(max_loss_to_skip_batch=30.0),
+}
+POLICY = Dynamic(init_scale=64.0, growth_interval=7)
+
+
+def script(seed: int, steps: int = 55) -> list[tuple[float, float]]:
+    """Return losses and gradients: noise, single spikes of either, three in a row, overflows, a NaN loss."""
+    draw = np.random.default_rng(seed)
+    losses = 3.0 - 0.01 * np.arange(steps) + 0.1 * draw.normal(size=steps)
+    gradients = np.exp(0.1 * draw.normal(size=steps))
+    losses[[20, 30, 31, 32]] = 40.0
+    gradients[[25, 40, 41]] = 50.0
+    gradients[[15, 45]] = INF
+    losses[50] = np.nan
+    return list(zip(losses.astype("float32").tolist(), gradients.astype("float32").tolist(), strict=True))
+
+
+def taker(optimizer: Any, variable: tf.Variable, *, compiles: bool) -> Any:
+    """Return a function that takes a step with a loss and a gradient."""
+
+    def take(loss: tf.Tensor, gradient: tf.Tensor) -> None:
+        optimizer.get_scaled_loss(loss)
+        (unscaled,) = optimizer.get_unscaled_gradients([gradient[None] * optimizer.loss_scale])
+        optimizer.apply_gradients([(unscaled, variable)])
+
+    called = tf.function(take) if compiles else take
+    return lambda loss, gradient: called(tf.constant(loss), tf.constant(gradient)), called
+
+
+def values(optimizer: Any, variable: tf.Variable) -> list[np.ndarray]:
+    """Return the weights and moments; tf_keras counts skipped steps in `iterations`."""
+    variables = optimizer.inner_optimizer.variables
+    variables = variables() if callable(variables) else variables
+    return [np.array(v) for v in [variable, *variables] if np.array(v).dtype.kind == "f"]
+
+
+@each_kind
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_decisions_are_those_of_a_simulation(rule: str, compiles: bool, kind: str) -> None:
+    optimizer = LossScaleOptimizer(inner(kind, "Adam", 0.01), policy=POLICY, guard=RULES[rule])
+    variable = tf.Variable([1.0])
+    take, called = taker(optimizer, variable, compiles=compiles)
+    steps = []
+    for loss, gradient in script(len(rule)):
+        before = values(optimizer, variable)
+        take(loss, gradient)
+        steps.append(optimizer.last_step)
+        if len(steps) == 1:
+            traced = called.experimental_get_tracing_count() if compiles else 0
+        after = values(optimizer, variable)
+        if len(before) == len(after):  # the first step makes the moments
+            assert all(map(np.array_equal, before, after)) == steps[-1].skipped
+    readings = [
+        Reading(step.finite, loss=loss, grad_norm=gradient if step.finite else None)
+        for step, (loss, gradient) in zip(steps, script(len(rule)), strict=True)
+    ]
+    expected = simulate(POLICY, readings, guard=RULES[rule])
+    assert [s.reason for s in steps] == [s.reason for s in expected]
+    assert [s.new_scale for s in steps] == [s.new_scale for s in expected]
+    assert {"overflow", "spike"} <= {s.reason for s in steps}
+    assert optimizer.skipped_steps == sum(s.skipped for s in steps)
+    for ours, theirs in zip(steps, expected, strict=True):
+        if ours.spike:
+            assert ours.spike.of == theirs.spike.of
+            assert ours.spike[1:] == pytest.approx(theirs.spike[1:], rel=1e-3, nan_ok=True)
+    if compiles:
+        assert called.experimental_get_tracing_count() == traced <= 2  # one more makes the moments
+
+
+def model_of(optimizer: Any, norm: Any = None) -> tf_keras.Model:
+    tf_keras.utils.set_random_seed(0)
+    layers = [] if norm is None else [norm]
+    model = tf_keras.Sequential([tf_keras.layers.Input((4,)), *layers, tf_keras.layers.Dense(1)])
+    if optimizer is not None:
+        model.compile(optimizer, "mse")
+    return model
+
+
+def batches(spike_at: int, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    x = np.random.default_rng(1).normal(size=(8, 4)).astype("float32")
+    shifts = [1000.0 if place == spike_at else 0.1 for place in range(steps)]
+    return [(x * (1.0 + 0.01 * (i % 3)), x.sum(1, keepdims=True) + shift) for i, shift in enumerate(shifts)]
+
+
+@of_tf_keras
+@pytest.mark.parametrize("watch", ["both", "grad_norm"])
+def test_fit_skips_the_spike(watch: str, kind: str) -> None:
+    optimizer = LossScaleOptimizer(inner(kind, "Adam", 0.01), guard=SpikeGuard(warmup=8, watch=watch))
+    model, steps = model_of(optimizer), []
+    listen = tf_keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.append(optimizer.last_step)
+    )
+    x, y = map(np.concatenate, zip(*batches(12, 16), strict=True))
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[listen])
+    assert [step.index for step in steps if step.reason] == [12]
+    assert steps[12].spike.of == ("loss" if watch == "both" else "grad_norm")
+    assert steps[12].reason == "spike"
+    if watch == "both":
+        assert steps[12].spike.value == steps[12].loss
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("restores", [False, True])
+def test_moving_statistics_after_a_spike(restores: bool, compiles: bool) -> None:
+    norm = tf_keras.layers.BatchNormalization()
+    model = model_of(None, norm)
+    optimizer = LossScaleOptimizer(
+        tf_keras.optimizers.SGD(0.01), guard=SpikeGuard(warmup=4), model=model, restore_buffers=restores
+    )
+    model.compile(optimizer, "mse", run_eagerly=not compiles)
+    seen = []
+    for x, y in batches(6, 8):
+        model.train_on_batch(x, y)
+        seen.append((optimizer.last_step, [array.tolist() for array in map(np.array, norm.moving_mean)]))
+    assert [step.reason for step, _ in seen] == [None] * 6 + ["spike", None]
+    assert [step.buffers for step, _ in seen] == [()] * 8
+    assert (seen[6][1] == seen[5][1]) == restores
+    assert seen[7][1] != seen[6][1]
+
+
+@each_kind
+@pytest.mark.parametrize("rule", ["spike", "levanter", "dialect"])
+def test_configurations_and_checkpoints_continue(rule: str, kind: str, tmp_path: Path) -> None:
+    guard = {**RULES, "dialect": guards.MAXTEXT}[rule]
+    optimizer = LossScaleOptimizer(inner(kind, "Adam", 0.01), guard=guard)
+    variable = tf.Variable([1.0])
+    take, _ = taker(optimizer, variable, compiles=False)
+    for loss, gradient in [*script(3)[:8], (np.nan, 1.0)]:
+        take(loss, gradient)
+    config = json.loads(json.dumps(optimizer.get_config(), allow_nan=False))
+    again = LossScaleOptimizer.from_config(config)
+    assert repr(again.guard) == repr(guard)
+    if kind != "keras":  # whose configuration has no state
+        assert states(again) == states(optimizer) != states(LossScaleOptimizer(inner(kind), guard=guard))
+    path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "checkpoint"))
+    restored = LossScaleOptimizer(inner(kind, "Adam", 0.01), guard=guard)
+    tf.train.Checkpoint(optimizer=restored).restore(path).expect_partial()
+    assert states(restored) == states(optimizer)
+
+
+def states(optimizer: Any) -> str:
+    """Return the guard's state, NaN included, in a form that can be compared."""
+    keras = getattr(optimizer, "_scaler", None)
+    leaves = optimizer._loss_scale._guard_leaves if keras is None else keras.guard_leaves
+    return repr({name: np.array(one).tolist() for name, one in leaves.items()})
+
+
+def test_keras_files_with_and_without_a_guard(tmp_path: Path) -> None:
+    def trained(guard: Any) -> tf_keras.Model:
+        model = model_of(LossScaleOptimizer(tf_keras.optimizers.SGD(0.01), guard=guard))
+        for x, y in batches(99, 6):
+            model.train_on_batch(x, y)
+        return model
+
+    with_guard, without, fresh = trained(QUICK), trained(None), wrapped("tf_keras", guard=QUICK)
+    for name, model in (("with", with_guard), ("without", without)):
+        model.save(tmp_path / f"{name}.keras")
+        model.save_weights(tmp_path / f"{name}.weights.h5")
+    again = tf_keras.saving.load_model(tmp_path / "with.keras")
+    assert states(again.optimizer) == states(with_guard.optimizer) != states(fresh)
+    assert again.optimizer.last_step._replace(loss=None) == with_guard.optimizer.last_step._replace(loss=None)
+    store: dict[str, Any] = {}
+    without.optimizer.save_own_variables(store)
+    with_guard.optimizer.load_own_variables(store)
+    assert states(with_guard.optimizer) == states(fresh)
+    store = {}
+    again.optimizer.save_own_variables(store)
+    without.optimizer.load_own_variables(store)
+    assert without.optimizer.last_step.index == 5
+    other = LossScaleOptimizer(tf_keras.optimizers.SGD(0.01), guard=guards.OLMO)
+    own = {name: value for name, value in store.items() if not name.isdecimal()}
+    with pytest.warns(UserWarning, match="starts again: what was saved is the state of another guard"):
+        other.load_own_variables(own)
+
+
+@each_kind
+def test_what_is_refused(kind: str) -> None:
+    with pytest.raises(PolicyError, match="is not a guard"):
+        wrapped(kind, guard=1.0)
+    optimizer, variable = wrapped(kind, guard=QUICK), tf.Variable([1.0])
+    gradient = tf.constant([1.0])
+    with pytest.raises(PolicyError, match="uses the loss"), pytest.warns():
+        optimizer.apply_gradients([(gradient, variable)])
+    optimizer.get_scaled_loss(tf.constant(1.0))
+    optimizer.apply_gradients([(gradient, variable)])
+    with pytest.raises(PolicyError, match=r'uses the loss.*watch="grad_norm"'):
+        optimizer.apply_gradients([(gradient, variable)])  # that loss was of the step before
+
+    def step_with_losses() -> None:
+        optimizer.get_scaled_loss(tf.constant([1.0, 2.0]))
+        optimizer.apply_gradients([(gradient, variable)])
+
+    with pytest.raises(PolicyError, match="scalar"):
+        step_with_losses()
+    assert variable.numpy() == 0.5
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Any:
+    """Return a strategy of two replicas."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+
+
+@each_kind
+def test_replicas_decide_alike(kind: str, strategy: Any) -> None:
+    guard = SpikeGuard(warmup=3, watch="loss")
+    with strategy.scope():
+        variable = tf.Variable([1.0])
+        optimizer = wrapped(kind, guard=guard)
+
+    @tf.function
+    def train(losses: Any) -> None:
+        def replica_step(loss: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                scaled = optimizer.get_scaled_loss(loss + 0.0 * tf.reduce_sum(variable))
+            (gradient,) = optimizer.get_unscaled_gradients([tape.gradient(scaled, variable)])
+            optimizer.apply_gradients([(gradient + 1.0, variable)])
+
+        strategy.run(replica_step, args=(losses,))
+
+    for pair in ((1.0, 2.0), (1.1, 1.9), (1.0, 2.1), (1.2, 1.8), (1.0, 80.0), (1.0, 2.0)):
+        before = [np.array(one) for one in strategy.experimental_local_results(variable)]
+        train(
+            strategy.experimental_distribute_values_from_function(
+                lambda context, pair=pair: tf.constant(pair[context.replica_id_in_sync_group])
+            )
+        )
+        after = [np.array(one) for one in strategy.experimental_local_results(variable)]
+        step = optimizer.last_step
+        assert step.skipped == (80.0 in pair)
+        assert [np.array_equal(*both) for both in zip(before, after, strict=True)] == [step.skipped] * 2
+        if step.skipped:
+            assert step.spike.of == "loss"
+            assert step.spike.value == pytest.approx(81.0)
+    assert optimizer.skipped_steps == 1
+
+
+def test_keras_has_no_norm_on_replicas(strategy: Any) -> None:
+    with strategy.scope():
+        variable = tf.Variable([1.0])
+        optimizer = wrapped("keras", guard=guards.NormLimit(1.0))
+
+    def step() -> None:
+        optimizer.get_scaled_loss(tf.constant(1.0))
+        optimizer.get_unscaled_gradients([tf.constant([1.0])])
+        optimizer.apply_gradients([(tf.constant([1.0]), variable)])
+
+    with pytest.raises(PolicyError, match=r'norm.*several replicas.*watch="loss"'):
+        strategy.run(step)
