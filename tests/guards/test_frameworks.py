@@ -81,7 +81,7 @@ def ages_aside(state: Any) -> list[Any]:
 def host(window: Window) -> list[Any]:
     """Return a window as numbers, oldest first; in frameworks the ages say where that is."""
     order = np.argsort(-np.asarray(window.ages))
-    return [np.asarray(window.values)[order], np.asarray(window.ages)[order], np.asarray(window.count)]
+    return [np.asarray(window.values)[order], np.asarray(window.ages)[order], np.asarray(window.known)]
 
 
 @each_guard
@@ -221,7 +221,7 @@ def test_a_window_is_the_last_values(unbiased: bool, size: int, values: list[flo
         vector = drop_newest(vector, push(vector, value, np.where), dropped, np.where)
         if not dropped:
             plain = [*plain, value][-size:]
-    assert tuples.count == vector.count == len(plain)
+    assert tuples.known == vector.known == len(plain)
     assert host(vector)[0].tolist() == list(tuples.values)
     assert list(tuples.values) == [0.0] * (size - len(plain)) + plain
     with np.errstate(all="ignore"):

@@ -149,10 +149,10 @@ def test_an_ordinary_step_after_a_spike_does_not_start_the_level_again() -> None
         state = guard.advance(state, reading)
     assert state.near == 1.0
     after = guard.advance(state, Reading(True, loss=1.99, grad_norm=1.0))
-    assert after.loss.count == state.loss.count
+    assert after.loss.averaged == state.loss.averaged
     assert abs(after.loss.level - 2.0) < 0.01
     again = guard.advance(state, Reading(True, loss=2.35, grad_norm=1.0))
-    assert again.loss.count == 1.0
+    assert again.loss.averaged == 1.0
     assert again.loss.level == pytest.approx(2.35)
 
 

@@ -87,7 +87,7 @@ class LlmC:
                 self.window[name] = [*before, value]
                 continue
             held = [*before[1:], value]
-            std = np.std(held)
+            std = np.std(held, ddof=1)
             if std > 0.0 and (value - np.mean(held)) / std > self.limits[name]:
                 taken = False
                 self.run[name] += 1
@@ -259,8 +259,8 @@ def test_olmo_alone_skips_a_loss_that_is_unusually_low() -> None:
 
 def test_a_higher_limit_than_its_score_can_reach_never_skips() -> None:
     values = [(loss, 1.0) for loss in [*settled(), 1e6, *settled()]]
-    assert decisions(guards.LLM_C(7.93), values, with_norm=False).count(False) == 1
-    assert all(decisions(guards.LLM_C(7.94), values, with_norm=False))
+    assert decisions(guards.LLM_C(7.87), values, with_norm=False).count(False) == 1
+    assert all(decisions(guards.LLM_C(7.88), values, with_norm=False))
 
 
 def test_a_nan_blinds_llm_c_and_metaseq() -> None:

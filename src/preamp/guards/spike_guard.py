@@ -30,14 +30,14 @@ class Track(NamedTuple):
         level: where the series is.
         width: the standard deviation of one step, of a norm that of its logarithm, about.
         last: the last value that entered.
-        count: how many values the level is the mean of.
+        averaged: how many values the level is the mean of.
         steps: how many values have entered so far.
     """
 
     level: Scalar
     width: Scalar
     last: Scalar
-    count: Scalar
+    averaged: Scalar
     steps: Scalar
 
 
@@ -193,7 +193,7 @@ class SpikeGuard(Guard[SpikeState]):
             where: the framework's.
         """
         steps = track.steps
-        count = where(restarts, 1.0, where(track.count < LEVEL_MEMORY, track.count + 1.0, LEVEL_MEMORY))
+        count = where(restarts, 1.0, where(track.averaged < LEVEL_MEMORY, track.averaged + 1.0, LEVEL_MEMORY))
         level = track.level + (value - track.level) / count
         # A difference that is large by itself, such as that of a restart, must not open the guard.
         seen = where(steps < WIDTH_MEMORY, where(steps < 1.0, 1.0, steps), WIDTH_MEMORY)

@@ -70,7 +70,7 @@ class Rolling(Guard[RollingState]):
             fits, limit = apart <= most, mean + most
             if self.two_sided:
                 fits, limit = fits & (-apart <= most), where(apart < 0.0, mean - most, limit)
-            begins = window.count >= self.history
+            begins = window.known >= self.history
             verdict = verdict.also(name, where(begins, fits, True), where(begins, limit, math.inf))
         return verdict
 
@@ -140,7 +140,7 @@ class Scored(Guard[ScoredState]):
         pushed = push(window, value, where)
         mean, std = mean_and_std(pushed, where, unbiased=True)
         # The first score is that of the value after those that filled the window.
-        begins = window.count >= self.window
+        begins = window.known >= self.window
         is_outlier = begins & (value - mean > most * std) & (std > 0.0)
         return pushed, is_outlier, where(begins, mean + most * std, math.inf)
 

@@ -19,12 +19,12 @@ class Window(NamedTuple):
     Attributes:
         values: a vector; a place that has no value yet holds 0.
         ages: of each place, 0 for the newest value.
-        count: how many values there were so far, at most the size.
+        known: how many values there were so far, at most the size.
     """
 
     values: Scalar
     ages: Scalar
-    count: Scalar
+    known: Scalar
 
 
 def empty(size: int) -> Window:
@@ -54,13 +54,13 @@ def mean_and_std(window: Window, where: Where, *, unbiased: bool) -> tuple[Scala
     """Return mean and standard deviation; NaN without enough values, or with NaN or inf among them."""
     values, ages, count = window
     if isinstance(values, tuple):
-        known = _oldest_first(window)[len(values) - int(count) :]
-        few = len(known) < (2 if unbiased else 1)
-        mean = sum(known) / len(known) if known else math.nan
+        given = _oldest_first(window)[len(values) - int(count) :]
+        few = len(given) < (2 if unbiased else 1)
+        mean = sum(given) / len(given) if given else math.nan
         if few:
             return mean, math.nan
-        squares = sum([(value - mean) * (value - mean) for value in known])
-        return mean, math.sqrt(squares / (len(known) - 1 if unbiased else len(known)))
+        squares = sum([(value - mean) * (value - mean) for value in given])
+        return mean, math.sqrt(squares / (len(given) - 1 if unbiased else len(given)))
     is_known = ages < count
     mean = _total(where(is_known, values, 0.0)) / count
     apart = where(is_known, values - mean, 0.0)
