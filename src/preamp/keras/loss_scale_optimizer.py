@@ -605,7 +605,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     @backend.untraced
     def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
         """Take one step. With a scale of None the gradients have been unscaled already."""
-        inner, loss = self.inner_optimizer, self._noted_losses.take(backend.replica())
+        inner = self.inner_optimizer
+        loss = None if self._scaler.guard is None else self._noted_losses.take(backend.replica())
         step = ScaledStep(backend, arrays, inner, self._scaler, gradients, variables, scale, loss)
         if backend.take_traced(step):
             return

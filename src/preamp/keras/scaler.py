@@ -126,8 +126,9 @@ class ScalerVariables(Generic[S]):
             skipped_steps=skipped_steps,
             guard=record,
         )
-        present = [variable for variable in others.values() if variable is not None]
-        self.floats = [*policy_variables, *present, *of_record]
+        present = {name: variable for name, variable in others.items() if variable is not None}
+        self._measured = list(present)  # the fields of `floats` between the policy's and the guard's
+        self.floats = [*policy_variables, *present.values(), *of_record]
         self.variables = [*self.floats, steps, skipped_steps]
         self.saved = [*self.variables, *self.guard_leaves.values()]
         self._checked: tuple[float, ...] = tuple(first.policy_state)  # values that are known to be valid
@@ -192,13 +193,11 @@ class ScalerVariables(Generic[S]):
         self._count(after)
 
     def read_guard(self, numbers: Sequence[float]) -> Any:
-        """Return the guard's state on the host; None without a guard.
+        """Return the guard's state on the host.
 
         Args:
             numbers: the values of `guard_scalars`.
         """
-        if self.guard is None:
-            return None
         scalars = iter(numbers)
 
         def value_of(variable: keras.Variable) -> float | tuple[float, ...]:
@@ -214,15 +213,14 @@ class ScalerVariables(Generic[S]):
         """Those of the guard's state that are scalars."""
         return [variable for variable in self.guard_leaves.values() if not len(variable.shape)]
 
-    def judge_on_host(self, guard_state: Any, measured: Measured[float]) -> Verdict | None:
-        """Return the guard's verdict; None without a guard.
+    def judge_on_host(self, guard_state: Any, measured: Measured[float]) -> Verdict:
+        """Return the guard's verdict.
 
         Args:
             guard_state: of `read_guard`.
             measured: what was measured, in numbers.
         """
-        if self.guard is None:
-            return None
+        assert self.guard is not None  # asked only with one
         record = GuardRecord(guard_state, True, 0.0, True, 0.0)
         return judge(self.guard, self.state._replace(guard=record), measured)
 
@@ -338,22 +336,15 @@ class ScalerVariables(Generic[S]):
         """Return the state for the values of `floats`. Its counts are 0."""
         remaining = iter(values)
         policy_state = type(self.state.policy_state)(*[next(remaining) for _ in self.state.policy_state])
-        record = {
-            name: None if variable is None else next(remaining) for name, variable in self._record().items()
-        }
+        record = dict.fromkeys(("grad_norm", "peak")) | {name: next(remaining) for name in self._measured}
         guard = None if self.guard is None else GuardRecord(None, *remaining)
-        return ScalerState(policy_state, **record, steps=0, skipped_steps=0, guard=guard)  # type: ignore[arg-type]
+        return ScalerState(policy_state, **record, steps=0, skipped_steps=0, guard=guard)
 
     def _floats_of(self, state: ScalerState[S, T]) -> list[Any]:
         """Return the values for `floats`."""
-        record = [getattr(state, name) for name, v in self._record().items() if v is not None]
+        record = [getattr(state, name) for name in self._measured]
         of_guard = [] if state.guard is None else [getattr(state.guard, field) for field in GUARD_NAMES]
         return [*state.policy_state, *record, *of_guard]
-
-    def _record(self) -> dict[str, keras.Variable | None]:
-        """Return the variables among `floats` that are neither the policy's nor the guard's."""
-        others = ("policy_state", "guard", *COUNTS)
-        return {name: one for name, one in self.state._asdict().items() if name not in others}
 
     def _guard_record(self, value_of: Callable[[keras.Variable], Any]) -> GuardRecord[Any] | None:
         """Return the guard's record with its own state only; None without a guard."""
@@ -554,28 +545,29 @@ class ScaledStep(Generic[G, T]):
         Raises:
             ScaleExhausted: if the policy gives up on this step.
         """
-        scaler = self.scaler
+        scaler, guard = self.scaler, self.scaler.guard
+        loss = None if guard is None else self.loss_where(self.backend.is_concrete(self.loss))
         stats = self.gradient_stats()  # before they are unscaled in place
         unscaled = self.unscaled()
-        loss = self.loss_where(self.backend.is_concrete(self.loss))
         if loss is not None:
             stats = {**stats, "loss": loss}
-        state_values = [variable.value for variable in [*scaler.floats, *scaler.guard_scalars]]
+        variables = scaler.floats if guard is None else [*scaler.floats, *scaler.guard_scalars]
+        state_values = [variable.value for variable in variables]
         numbers = self.arrays.read([unscaled.finite, unscaled.norm, *stats.values(), *state_values])
         finite, norm = bool(numbers[0]), numbers[1]
-        first = 2 + len(stats)
-        state, guard_numbers = (
-            numbers[first : first + len(scaler.floats)],
-            numbers[first + len(scaler.floats) :],
-        )
+        first, last = 2 + len(stats), 2 + len(stats) + len(scaler.floats)
+        state = numbers[first:last]
         scaler.check(state)
         if finite and self.scale is not None and state[0] < 1.0:  # dividing by it can overflow
             present = [gradient for gradient in unscaled.gradients if gradient is not None]
             finite = bool(self.arrays.read([self.arrays.all_finite(present)])[0])
         found = dict(zip(stats, numbers[2:], strict=False)) if stats else {}
         measured = Measured(finite, state[0], norm, **found)
-        guard_state = scaler.read_guard(guard_numbers)
-        verdict = scaler.judge_on_host(guard_state, measured)
-        if finite if verdict is None else verdict.taken:
+        guard_state, verdict, taken = None, None, finite
+        if guard is not None:
+            guard_state = scaler.read_guard(numbers[last:])
+            verdict = scaler.judge_on_host(guard_state, measured)
+            taken = verdict.taken
+        if taken:
             self.backend.update(self.inner, unscaled.gradients, self.variables)
         scaler.advance_on_host(state, measured, self.backend.write, guard_state, verdict)
