@@ -281,7 +281,8 @@ def _consequence(name: str, here: Any, there: Any) -> str:
 
 def unused_of(remembered: Mapping[str, Any]) -> list[str]:
     """List what was remembered for another policy, except for numbers that are still 0."""
-    return [f"{name}={value!r}" for name, value in remembered.items() if name not in SHARED and value]
+    left = {name: value for name, value in remembered.items() if name not in SHARED and value}
+    return ["the guard's state" if name == "guard" else f"{name}={value!r}" for name, value in left.items()]
 
 
 def _unknown_rule(policy: Policy[Any]) -> list[str]:

@@ -45,7 +45,9 @@ class Torch(Counting):
         return count(ours, "bad") if "bad" in ours else 0
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return numbers(saved.get(OURS))
+        ours = entries_of(saved.get(OURS))
+        guard = {"guard": ours["guard"]} if "guard" in ours else {}
+        return {**numbers(ours, without="guard"), **guard}
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
         return {**saved, OURS: dict(remembered)}  # PyTorch's own scaler ignores it
