@@ -1,4 +1,4 @@
-"""One overflow script through every adapter: one trace, and skipped steps that leave no mark.
+"""Scripts of overflows and of spikes through every adapter: one trace, and skipped steps leave no mark.
 
 Each backend of Keras runs in a process of its own (`conformance_worker.py`), and with it what else is on that
 framework; the core plays the same script here.
@@ -13,9 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preamp import Reading, ScaleExhausted
+from preamp import Reading, ScaleExhausted, simulate
 
-from .conformance_worker import EXHAUSTING, GIVES_UP_TWICE, POLICIES, ROWS, SCRIPT, Row, factors
+from .conformance_worker import (
+    EXHAUSTING,
+    GIVES_UP_TWICE,
+    GUARDS,
+    POLICIES,
+    ROWS,
+    SCRIPT,
+    SPIKY,
+    Row,
+    factors,
+)
 
 
 def each(rows):
@@ -27,13 +37,14 @@ def each(rows):
 
 each_row = each(ROWS)
 each_row_of_all_policies = each([row for row in ROWS if not row.only])
+each_row_with_guards = each([row for row in ROWS if row.guards])
 
 
 def trace_of_the_core(policy):
     """Return (scale, finite, skipped, new_scale) of every step; None for the one at which it gives up."""
     state, trace = policy.start(), []
     for number, mark in enumerate(SCRIPT):
-        reading = seen(policy, state.scale, factors(number, mark == "1"))
+        reading = seen(policy, state.scale, factors(number, mark))
         try:
             after = policy.step(state, reading)
         except ScaleExhausted:
@@ -88,7 +99,7 @@ def run_worker(backend: str, file: Path, rows: list[Row]):
 
 @each_row
 def test_the_trace_is_the_cores(walks, row):
-    walked, _ = walks(row)
+    walked = walks(row)[0]
     traces = {policy: [step["trace"] for step in steps] for policy, steps in walked.items()}
     assert traces == {name: trace_of_the_core(policy) for name, policy in row.policies().items()}
 
@@ -102,7 +113,7 @@ def test_a_skipped_step_leaves_every_bit_and_others_move_weights_and_state(walks
 
 def norm_of(number, mark):
     """Return the norm of a step's unscaled gradients; None after an overflow."""
-    entries = np.concatenate([one.ravel() for one in factors(number, False)])
+    entries = np.concatenate([one.ravel() for one in factors(number, "0")])
     return None if mark == "1" else pytest.approx(float(np.linalg.norm(entries)), rel=1e-6)
 
 
@@ -138,3 +149,38 @@ def test_the_script_tells_the_policies_apart():
         assert any(new > old for old, _, _, new in steps), name
         assert any(new < old for old, _, _, new in steps), name
     assert [name for name, trace in traces.items() if trace[-1] is None] == ["gives up"]
+
+
+@each_row_with_guards
+@pytest.mark.parametrize("guard", GUARDS)
+def test_guards_decide_as_in_a_simulation(walks, row, guard):
+    walked, readings = walks(row)[2][guard], []
+    for number, (mark, step) in enumerate(zip(SPIKY, walked, strict=True)):
+        assert step["loss"] is not None or "loss" not in GUARDS[guard].uses
+        norm = None
+        if mark != "1":
+            norm = float(np.linalg.norm(np.concatenate([one.ravel() for one in factors(number, mark)])))
+            assert row.framework == "torch" or step["norm"] == pytest.approx(norm, rel=1e-6)
+        readings.append(Reading(mark != "1", loss=step["loss"], grad_norm=norm))
+    expected = simulate(POLICIES["keras"], readings, guard=GUARDS[guard])
+    assert [step["reason"] for step in walked] == [step.reason for step in expected]
+    assert [step["trace"] for step in walked] == [
+        [step.scale, step.finite, step.skipped, step.new_scale] for step in expected
+    ]
+    skipped = [step["trace"][2] for step in walked]
+    assert [step["moved"] for step in walked] == [
+        {"weights": not skip, "state": not skip} for skip in skipped
+    ]
+    assert {"spike", "overflow", None} == {step["reason"] for step in walked}
+
+
+def test_the_spikes_tell_the_guards_apart():
+    losses = [3.0 + 0.1 * (number % 3) for number in range(len(SPIKY))]
+    readings = [
+        Reading(
+            mark != "1", loss=64.0 * loss if mark == "2" else loss, grad_norm=64.0 if mark == "2" else 1.0
+        )
+        for mark, loss in zip(SPIKY, losses, strict=True)
+    ]
+    found = {name: simulate(POLICIES["keras"], readings, guard=guard) for name, guard in GUARDS.items()}
+    assert len({str([step.reason for step in trace]) for trace in found.values()}) == len(GUARDS)
