@@ -89,7 +89,7 @@ class SpikeGuard(Guard[SpikeState]):
     sigmas: float = setting(6.0, "how many widths above the level a spike begins.")
     warmup: int = setting(16, "the first steps, none of which is skipped.")
     patience: int = setting(16, "skipped steps in a row until one is taken.")
-    watch: Literal["both", "loss", "grad_norm"] = setting("both", "what can be a spike.")
+    watch: Literal["both", "loss", "grad_norm"] = setting("both", "what it uses.")
 
     def __post_init__(self) -> None:
         one_of("watch", self.watch, ("both", "loss", "grad_norm"))
