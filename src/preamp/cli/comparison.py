@@ -178,7 +178,7 @@ def compare_guards(
 
 
 def _lacking(guard: Guard[Any], trace: Trace) -> str:
-    """Return what a guard uses and a clean step of a trace has nothing of; "" if there is no such step."""
+    """Return which values the guard uses and no clean step of the trace has; "" if none is missing."""
     columns = [trace.column(name) for name in sorted(guard.uses)]
     for finite, *values in zip(trace.column("finite"), *columns, strict=True):
         if finite and all(value is None for value in values):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from preamp.checks import shown
-from preamp.errors import PolicyError
 from preamp.guards.base import Guard
 from preamp.guards.norm_limit import NormLimit
 from preamp.guards.spike_guard import SpikeGuard
 from preamp.guards.systems import ALL, GuardDialect, LossRatio, NormThreshold, Rolling, Scored
+from preamp.policy.registry import made_of, name_to_save, saved_parts
 
 RULES: dict[str, type[Guard[Any]]] = {
     rule.__name__: rule for rule in (LossRatio, NormLimit, NormThreshold, Rolling, Scored, SpikeGuard)
 }
 DIALECTS = {dialect.name: dialect for dialect in ALL}
-REGISTER = '@keras.saving.register_keras_serializable(package="mine")'
 
 
 def to_json(
@@ -35,14 +32,7 @@ def to_json(
     """
     if isinstance(guard, GuardDialect):
         return {"class": guard.name, "settings": {}}
-    kind = type(guard)
-    name = kind.__name__ if RULES.get(kind.__name__) is kind else name_of(kind)
-    if RULES.get(name, find(name)) is not kind:
-        raise PolicyError(
-            f"guard={guard!r} cannot be saved: {kind.__name__} could not be found again. "
-            f"Write {REGISTER} above the class."
-        )
-    return {"class": name, "settings": guard.get_config()}
+    return {"class": name_to_save("guard", guard, RULES, name_of, find), "settings": guard.get_config()}
 
 
 def from_json(saved: object, find: Callable[[str], object]) -> Guard[Any]:
@@ -51,23 +41,9 @@ def from_json(saved: object, find: Callable[[str], object]) -> Guard[Any]:
     Raises:
         PolicyError: for an unknown class, and for anything that `to_json` did not write.
     """
-    parts = saved if isinstance(saved, Mapping) else {}
-    name, settings = parts.get("class"), parts.get("settings")
-    if not (isinstance(name, str) and isinstance(settings, Mapping)):
-        raise PolicyError(
-            f"{shown(saved)} is not a saved guard: that has a class and settings. "
-            'Write {"class": "SpikeGuard", "settings": {}}.'
-        )
+    name, settings = saved_parts("guard", saved, "SpikeGuard")
     if name in DIALECTS:
         return DIALECTS[name]
-    kind = RULES.get(name) or find(name)
-    if not (inspect.isclass(kind) and issubclass(kind, Guard)):
-        raise PolicyError(
-            f"the guard {shown(name)} of a saved optimizer is not known. Import its module, where "
-            f"{REGISTER} stands above the class."
-        )
-    try:
-        guard: Guard[Any] = kind(**settings)
-    except TypeError as error:  # settings of another release, or of something else
-        raise PolicyError(f"the saved settings of {name} cannot work: {error}. Make a new guard.") from None
+    kind: object = RULES.get(name) or find(name)
+    guard: Guard[Any] = made_of("guard", kind, Guard, name, settings)
     return guard

@@ -71,7 +71,7 @@ def _widened(name: str, values: object) -> Array:
     array = lax.stop_gradient(jnp.asarray(values))
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise UsageError(
-            f"{name} has the dtype {array.dtype}: these are no log-probabilities, perhaps the tokens. Write "
+            f"{name} has the dtype {array.dtype}: log-probabilities are floats. Are these the tokens? Write "
             f"{name}=jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]."
         )
     return array if array.dtype == jnp.float64 else array.astype(jnp.float32)

@@ -1,4 +1,7 @@
-"""The list of our policies, and their conversion to and from JSON, for a saved model."""
+"""The list of our policies, and their conversion to and from JSON, for a saved model.
+
+Guards are saved in the same form, by the functions that are shared here.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +41,7 @@ def to_json(
     Raises:
         PolicyError: for a class that could not be found again.
     """
-    kind = type(policy)
-    name = kind.__name__ if RULES.get(kind.__name__) is kind else name_of(kind)
-    if RULES.get(name, find(name)) is not kind:
-        raise PolicyError(
-            f"policy={policy!r} cannot be saved: {kind.__name__} could not be found again. "
-            f"Write {REGISTER} above the class."
-        )
-    return {"class": name, "settings": policy.get_config()}
+    return {"class": name_to_save("policy", policy, RULES, name_of, find), "settings": policy.get_config()}
 
 
 def from_json(saved: Mapping[str, Any], find: Callable[[str], object]) -> Policy[Any]:
@@ -54,32 +50,79 @@ def from_json(saved: Mapping[str, Any], find: Callable[[str], object]) -> Policy
     Raises:
         PolicyError: for an unknown class, and for anything that `to_json` did not write.
     """
-    name, settings = _parts(saved)
-    kind = RULES.get(name) or find(name)
-    if not (inspect.isclass(kind) and issubclass(kind, Policy)):
-        raise PolicyError(
-            f"the policy {shown(name)} of a saved optimizer is not known. Import its module, where "
-            f"{REGISTER} stands above the class."
-        )
-    try:
-        with warnings.catch_warnings(action="ignore", category=InexactScale):  # warned of when it was made
-            policy: Policy[Any] = kind(**{key: _tuples(value) for key, value in settings.items()})
-    except TypeError as error:  # settings of another release, or of something else
-        raise PolicyError(f"the saved settings of {name} cannot work: {error}. Make a new policy.") from None
+    name, settings = saved_parts("policy", saved, "Dynamic")
+    with warnings.catch_warnings(action="ignore", category=InexactScale):  # warned of when it was made
+        policy: Policy[Any] = made_of("policy", RULES.get(name) or find(name), Policy, name, settings)
     return policy
 
 
-def _parts(saved: object) -> tuple[str, Mapping[str, Any]]:
-    """Return the name of the class and the settings."""
-    name, settings = (
-        (saved.get("class"), saved.get("settings")) if isinstance(saved, Mapping) else (None, None)
-    )
+def name_to_save(
+    what: str,
+    rule: object,
+    ours: Mapping[str, type],
+    name_of: Callable[[type], str],
+    find: Callable[[str], object],
+) -> str:
+    """Return the name under which the class of a rule can be found again.
+
+    Args:
+        what: "policy" or "guard", for the message.
+        rule: of the class.
+        ours: the classes of this library by their names.
+        name_of: as for `to_json`.
+        find: as for `to_json`.
+
+    Raises:
+        PolicyError: if it could not be found again.
+    """
+    kind = type(rule)
+    name = kind.__name__ if ours.get(kind.__name__) is kind else name_of(kind)
+    if ours.get(name, find(name)) is not kind:
+        raise PolicyError(
+            f"{what}={rule!r} cannot be saved: {kind.__name__} could not be found again. "
+            f"Write {REGISTER} above the class."
+        )
+    return name
+
+
+def saved_parts(what: str, saved: object, example: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of the class and the settings.
+
+    Raises:
+        PolicyError: for what has not both.
+    """
+    parts = saved if isinstance(saved, Mapping) else {}
+    name, settings = parts.get("class"), parts.get("settings")
     if not (isinstance(name, str) and isinstance(settings, Mapping)):
         raise PolicyError(
-            f"{shown(saved)} is not a saved policy: that has a class and settings. "
-            'Write {"class": "Dynamic", "settings": {}}.'
+            f"{shown(saved)} is not a saved {what}: that has a class and settings. "
+            f'Write {{"class": "{example}", "settings": {{}}}}.'
         )
     return name, settings
+
+
+def made_of(what: str, kind: object, base: type, name: str, settings: Mapping[str, Any]) -> Any:
+    """Return a rule made of saved settings.
+
+    Args:
+        what: "policy" or "guard", for the messages.
+        kind: the class that was found, if one was.
+        base: what it has to be a subclass of.
+        name: of the class.
+        settings: by name.
+
+    Raises:
+        PolicyError: for an unknown class, and for settings that it does not have.
+    """
+    if not (inspect.isclass(kind) and issubclass(kind, base)):
+        raise PolicyError(
+            f"the {what} {shown(name)} of a saved optimizer is not known. Import its module, where "
+            f"{REGISTER} stands above the class."
+        )
+    try:
+        return kind(**{key: _tuples(value) for key, value in settings.items()})
+    except TypeError as error:  # settings of another release, or of something else
+        raise PolicyError(f"the saved settings of {name} cannot work: {error}. Make a new {what}.") from None
 
 
 def _tuples(value: object) -> object:

@@ -619,7 +619,7 @@ class SpikeRuns(Losses):
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftingLoss(Losses):
-    """The loss moves to another level and stays there, as where the data change: these steps are no spikes.
+    """The loss moves to another level and stays there, as when the data mix changes: not a spike.
 
     In every second stretch of `every` steps the level is multiplied by `shift`, and the norm's by its square.
 

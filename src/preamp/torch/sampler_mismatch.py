@@ -65,7 +65,7 @@ def _widened(name: str, values: object) -> Tensor:
         raise UsageError(f"{name}={shown(values)} is not a tensor. Write {name}=torch.as_tensor({name}).")
     if not values.is_floating_point():
         raise UsageError(
-            f"{name} has the dtype {values.dtype}: these are no log-probabilities, perhaps the tokens. Write "
+            f"{name} has the dtype {values.dtype}: log-probabilities are floats. Are these the tokens? Write "
             f"{name}=logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]."
         )
     values = values.detach()

@@ -129,7 +129,8 @@ def initialize(
     inner = _inner(optimizer, model_parameters, bare, settings)
     if inner is None and guard is not None:
         raise UsageError(
-            f"there is no optimizer whose steps guard={guard!r} could skip. Write initialize(..., optimizer="
+            f"guard={guard!r} skips steps of an optimizer, and there is none. Write initialize(..., "
+            "optimizer="
             'torch.optim.AdamW(model.parameters())), or an "optimizer" section in the configuration.'
         )
     begin_alike(

@@ -77,7 +77,8 @@ class ScaledGradients(metaclass=ExplainedType):
     """
 
     gradients: Any
-    # Whether there is no loss. It is lost where JAX takes the object apart: then the number alone says so.
+    # Whether the loss is known to be missing. JAX drops this attribute when it flattens the object; then only
+    # the value UNKNOWN_LOSS tells.
     _lacks_loss: bool = False
 
     def __init__(self, gradients: object, scale: object, loss: object = None) -> None:
