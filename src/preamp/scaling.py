@@ -2,8 +2,8 @@
 
 ```
 measured = Measured(finite, scale, grad_norm, peak, share, loss)    # by the adapter, in its gradients
-verdict = judge(guard, state, measured, where)                # whether to take the step, if there is a guard
-state, gave_up = advance(policy, state, measured, where, guard, verdict)
+judged = judge(guard, state.guard.state, measured, where)     # if there is a guard: whether to take the step
+state, gave_up = advance(policy, state, measured, where, judged)
 if gave_up: raise policy.exhaustion_from(before)              # where the program can raise
 last_step = to_step(state, loss=loss)
 raise_if_exhausted(policy, state)                             # after a compiled program, which cannot
@@ -19,7 +19,7 @@ import math
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from preamp.errors import PolicyError
-from preamp.guards import Guard, Verdict
+from preamp.guards import Guard
 from preamp.guards.base import map_state
 from preamp.policy import Policy, Reading, Where, choose
 
@@ -30,10 +30,8 @@ __all__ = [
     "Spike",
     "Step",
     "advance",
-    "advance_guard",
     "given_guard",
     "judge",
-    "judge_from",
     "raise_if_exhausted",
     "spike_in",
     "spike_of",
@@ -193,28 +191,36 @@ def start(
 
 
 def judge(
-    guard: Guard[Any], state: ScalerState[Any, Any], measured: Measured[Any], where: Where = choose
-) -> Verdict:
-    """Return whether a step is taken: its gradients are finite, and the guard does not object.
+    guard: Guard[Any], guard_state: Any, measured: Measured[Any], where: Where = choose
+) -> GuardRecord[Any]:
+    """Return whether a step is taken, and what the guard remembers of it.
+
+    A step is taken if its gradients are finite and the guard does not object.
 
     Args:
         guard: the rule.
-        state: before the step.
-        measured: what was measured in it.
+        guard_state: its state before the step.
+        measured: what was measured in the step.
         where: the framework's ``where(condition, yes, no)``.
     """
-    assert state.guard is not None  # `start` was given the guard
-    return judge_from(guard, state.guard.state, measured, where)
-
-
-def judge_from(
-    guard: Guard[Any], guard_state: Any, measured: Measured[Any], where: Where = choose
-) -> Verdict:
-    """`judge`, where the guard's state is kept apart."""
-    verdict = guard.judge(guard_state, _guard_reading(guard, measured), where)
-    if isinstance(measured.finite, bool) and isinstance(verdict.taken, bool):
-        return verdict._replace(taken=measured.finite and verdict.taken)
-    return verdict._replace(taken=where(measured.finite, verdict.taken, False))
+    finite = measured.finite
+    loss = measured.loss if "loss" in guard.uses else None
+    norm = measured.grad_norm if "grad_norm" in guard.uses and finite is not False else None
+    reading = Reading(finite, loss=loss, grad_norm=norm)
+    verdict, after = guard.decide(guard_state, reading, where)
+    if guard.remembers_overflows and norm is not None and finite is not True:
+        # After an overflow the norm is undefined.
+        without = guard.advance(guard_state, Reading(finite, loss=loss), where)
+        after = map_state(lambda new, old: where(finite, new, old), after, without)
+    if isinstance(finite, bool) and isinstance(verdict.taken, bool):
+        taken: Any = finite and verdict.taken
+    else:
+        taken = where(finite, verdict.taken, False)
+    limits = [verdict.grad_norm_limit, verdict.loss_limit]
+    norm_limit, loss_limit = [math.inf if limit is None else limit for limit in limits]
+    fits = verdict.loss_fits
+    limit = norm_limit if fits is True else where(fits, norm_limit, loss_limit)
+    return GuardRecord(after, taken, math.nan if measured.loss is None else measured.loss, fits, limit)
 
 
 def advance(
@@ -222,8 +228,7 @@ def advance(
     state: ScalerState[S, Any],
     measured: Measured[Any],
     where: Where = choose,
-    guard: Guard[Any] | None = None,
-    verdict: Verdict | None = None,
+    judged: GuardRecord[Any] | None = None,
 ) -> tuple[ScalerState[S, Any], Any]:
     """Return the state after a step, and whether the policy gave up on this step.
 
@@ -236,8 +241,7 @@ def advance(
         state: before the step.
         measured: what was measured in its gradients.
         where: the framework's ``where(condition, yes, no)``.
-        guard: the rule that skips spikes, if there is one.
-        verdict: what `judge` returned for this step.
+        judged: what `judge` returned for this step, if there is a guard.
     """
     before, reading = state.policy_state, measured.reading
     finite = reading.finite
@@ -252,13 +256,11 @@ def advance(
         scale, overflows = where(gave_up, before.scale, 0.0), where(gave_up, before.bad + 1.0, 0.0)
         exhausted_scale = where(gave_up_before, exhausted_scale, scale)
         exhausted_overflows = where(gave_up_before, exhausted_overflows, overflows)
-    taken, record = finite, None
-    if guard is not None and verdict is not None:
-        taken = verdict.taken
+    taken = finite
+    if judged is not None:
+        taken = judged.taken
         unmoved = where(finite, where(taken, False, True), False)
         after = type(before)(*[where(unmoved, old, new) for old, new in zip(before, after, strict=True)])
-        assert state.guard is not None  # `judge` has seen to it
-        record = advance_guard(guard, state.guard.state, measured, verdict, where)
     after_step = ScalerState(
         policy_state=after,
         last_scale=measured.scale,
@@ -269,7 +271,7 @@ def advance(
         exhausted_overflows=exhausted_overflows,
         steps=state.steps + 1,
         skipped_steps=state.skipped_steps + where(taken, 0, 1),
-        guard=record,
+        guard=judged,
     )
     return after_step, gave_up
 
@@ -286,31 +288,6 @@ def given_guard(guard: Any) -> Guard[Any] | None:
         f"guard={guard!r:.60} is not a guard. Write guard=SpikeGuard() with from preamp.guards import "
         "SpikeGuard, or guard=guards.OLMO."
     )
-
-
-def _guard_reading(guard: Guard[Any], measured: Measured[Any]) -> Reading:
-    """Return what a guard is told of a step."""
-    loss = measured.loss if "loss" in guard.uses else None
-    norm = measured.grad_norm if "grad_norm" in guard.uses and measured.finite is not False else None
-    return Reading(measured.finite, loss=loss, grad_norm=norm)
-
-
-def advance_guard(
-    guard: Guard[Any], guard_state: Any, measured: Measured[Any], verdict: Verdict, where: Where = choose
-) -> GuardRecord[Any]:
-    """Return what a scaler remembers of its guard after a step: a part of `advance`."""
-    reading = _guard_reading(guard, measured)
-    after = guard.advance(guard_state, reading, where)
-    if guard.remembers_overflows and reading.grad_norm is not None and measured.finite is not True:
-        # After an overflow the norm is undefined.
-        without = guard.advance(guard_state, reading._replace(grad_norm=None), where)
-        after = map_state(lambda new, old: where(measured.finite, new, old), after, without)
-    limits = [verdict.grad_norm_limit, verdict.loss_limit]
-    norm_limit, loss_limit = [math.inf if limit is None else limit for limit in limits]
-    fits = verdict.loss_fits
-    limit = norm_limit if fits is True else where(fits, norm_limit, loss_limit)
-    loss = math.nan if measured.loss is None else measured.loss
-    return GuardRecord(after, verdict.taken, loss, verdict.loss_fits, limit)
 
 
 def raise_if_exhausted(policy: Policy[Any], state: ScalerState[Any, float]) -> None:

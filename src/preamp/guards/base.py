@@ -93,6 +93,10 @@ class Guard(ABC, Generic[S]):
     def advance(self, state: S, reading: Reading, where: Where = choose) -> S:
         """Return the state after a step, taken or not. Pure, with the arguments of `judge`."""
 
+    def decide(self, state: S, reading: Reading, where: Where = choose) -> tuple[Verdict, S]:
+        """Return what `judge` and `advance` return. Both at once can be less to compute."""
+        return self.judge(state, reading, where), self.advance(state, reading, where)
+
     def takes(self, state: S, reading: Reading, where: Where = choose) -> Scalar:
         """Return whether a step is taken."""
         return self.judge(state, reading, where).taken

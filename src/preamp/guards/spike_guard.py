@@ -107,67 +107,68 @@ class SpikeGuard(Guard[SpikeState]):
         return SpikeState(track, track, 0.0, 0.0)
 
     def judge(self, state: SpikeState, reading: Reading, where: Where = choose) -> Verdict:
-        self.require(reading)
-        reading = self._watched(reading)
-        verdict = Verdict(True, *self._limits(state, self.sigmas, where))
-        beyond = self._limits(state, NEAR * self.sigmas, where)
-        for name, limit, far in zip(("loss", "grad_norm"), verdict[1:3], beyond, strict=True):
-            value = getattr(reading, name)
-            if value is not None:
-                most = where(state.near > 0.0, far, limit)
-                most = where(state.run >= self.patience, LARGEST, most)  # any finite value: a new level
-                verdict = verdict.also(name, (value <= most) & (value >= -LARGEST), limit)
-        return verdict
+        return self.decide(state, reading, where)[0]
 
     def advance(self, state: SpikeState, reading: Reading, where: Where = choose) -> SpikeState:
-        reading = self._watched(reading)
-        verdict = self.judge(state, reading, where)
-        taken = verdict.taken & reading.finite
+        return self.decide(state, reading, where)[1]
+
+    def decide(
+        self, state: SpikeState, reading: Reading, where: Where = choose
+    ) -> tuple[Verdict, SpikeState]:
+        """Return what `judge` and `advance` return, of limits that are computed once."""
+        loss = reading.loss if "loss" in self.uses else None
+        norm = reading.grad_norm if "grad_norm" in self.uses else None
+        self.require(Reading(reading.finite, loss=loss, grad_norm=norm))
+        is_full, was_near = state.run >= self.patience, state.near > 0.0
+        verdict, is_near = Verdict(True), True
         restarts: Scalar = False  # a step above a limit, if it is taken all the same
-        if reading.loss is not None:
-            restarts = restarts | (reading.loss > verdict.loss_limit)
-        if reading.grad_norm is not None:
-            restarts = restarts | (reading.grad_norm > verdict.grad_norm_limit)
-        far_loss, far_norm = self._limits(state, NEAR * self.sigmas, where)
-        loss, norm, is_near = state.loss, state.grad_norm, True
-        if reading.loss is not None:
-            apart = reading.loss - loss.last
+        for name, value in (("loss", loss), ("grad_norm", norm)):
+            if value is not None:
+                of = self._loss_limits if name == "loss" else self._norm_limits
+                limit, far = of(getattr(state, name), where)
+                most = where(is_full, LARGEST, where(was_near, far, limit))  # full: any finite value
+                is_number = value >= -LARGEST
+                verdict = verdict.also(name, (value <= most) & is_number, limit)
+                is_near = is_near & (value <= far) & is_number
+                restarts = restarts | (value > limit)
+        taken = verdict.taken & reading.finite
+        losses, norms = state.loss, state.grad_norm
+        if loss is not None:
+            apart = loss - losses.last
             apart = where(apart < 0.0, -apart, apart) * ABOUT_NORMAL
-            is_near = is_near & (reading.loss <= far_loss) & (reading.loss >= -LARGEST)
-            loss = self._entered(loss, reading.loss, apart, taken, restarts, where)
-        if reading.grad_norm is not None:
-            value = where(reading.grad_norm > 0.0, reading.grad_norm, norm.last)
-            small, large = (
-                where(value < norm.last, value, norm.last),
-                where(value < norm.last, norm.last, value),
-            )
+            losses = self._entered(losses, loss, apart, taken, restarts, where)
+        if norm is not None:
+            last = norms.last
+            value = where(norm > 0.0, norm, last)
+            small, large = where(value < last, value, last), where(value < last, last, value)
             ratio = where(small > 0.0, large / where(small > 0.0, small, 1.0), 1.0)
             apart = (where(ratio < LARGEST_RATIO, ratio, LARGEST_RATIO) - 1.0) * ABOUT_NORMAL
-            is_near = is_near & (reading.grad_norm <= far_norm)
-            norm = self._entered(norm, value, apart, taken, restarts, where)
-        full = state.run >= self.patience
-        run = where(taken, 0.0, where(reading.finite, where(full, state.run, state.run + 1.0), state.run))
+            norms = self._entered(norms, value, apart, taken, restarts, where)
+        run = where(is_full, state.run, state.run + 1.0)
+        run = where(taken, 0.0, where(reading.finite, run, state.run))
         near = where(taken, 0.0, where(reading.finite, where(is_near, 1.0, 0.0), state.near))
-        return SpikeState(loss, norm, run, near)
+        return verdict, SpikeState(losses, norms, run, near)
 
-    def _watched(self, reading: Reading) -> Reading:
-        """Return a reading without what is not watched."""
-        loss = reading.loss if "loss" in self.uses else None
-        return reading._replace(loss=loss, grad_norm=reading.grad_norm if "grad_norm" in self.uses else None)
+    def _loss_limits(self, track: Track, where: Where) -> tuple[Scalar, Scalar]:
+        """Return the loss that is `sigmas` widths above the level, and the one that is NEAR times as far."""
+        level, width = track.level, self._cautious(track, where)
+        least = LEAST_LOSS_WIDTH * where(level < 0.0, -level, level)
+        rise = self.sigmas * where(width < least, least, width)
+        is_open = track.steps < self.warmup
+        return where(is_open, LARGEST, level + rise), where(is_open, LARGEST, level + NEAR * rise)
 
-    def _limits(self, state: SpikeState, sigmas: float, where: Where) -> tuple[Scalar, Scalar]:
-        """Return the loss and the norm that are so many widths above their levels."""
-        loss, norm = state.loss, state.grad_norm
-        size = where(loss.level < 0.0, -loss.level, loss.level)
-        width = self._cautious(loss, where)
-        width = where(width < LEAST_LOSS_WIDTH * size, LEAST_LOSS_WIDTH * size, width)
-        loss_limit = where(loss.steps < self.warmup, LARGEST, loss.level + sigmas * width)
-        width = self._cautious(norm, where)
+    def _norm_limits(self, track: Track, where: Where) -> tuple[Scalar, Scalar]:
+        """Return the norm that is `sigmas` widths above the level, and the one that is NEAR times as far."""
+        width = self._cautious(track, where)
         width = where(width < LEAST_NORM_WIDTH, LEAST_NORM_WIDTH, width)
-        most = LARGEST ** (0.5 / sigmas) - 1.0  # so that the limit stays finite
-        ratio = (1.0 + where(width < most, width, most)) ** sigmas
-        norm_limit = where((norm.steps < self.warmup) | (norm.level <= 0.0), LARGEST, norm.level * ratio)
-        return loss_limit, norm_limit
+        is_open = (track.steps < self.warmup) | (track.level <= 0.0)
+
+        def at(sigmas: float) -> Scalar:
+            most = LARGEST ** (0.5 / sigmas) - 1.0  # so that the limit stays finite
+            ratio = (1.0 + where(width < most, width, most)) ** sigmas
+            return where(is_open, LARGEST, track.level * ratio)
+
+        return at(self.sigmas), at(NEAR * self.sigmas)
 
     def _cautious(self, track: Track, where: Where) -> Scalar:
         """Return the width of a series, larger while it is known from few values."""

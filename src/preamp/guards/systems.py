@@ -75,10 +75,12 @@ class Rolling(Guard[RollingState]):
         return verdict
 
     def advance(self, state: RollingState, reading: Reading, where: Where = choose) -> RollingState:
-        values = {name: getattr(reading, name) for name in SERIES}
-        return state._replace(
-            **{n: push(getattr(state, n), value, where) for n, value in values.items() if value is not None}
-        )
+        loss, norm = state.loss, state.grad_norm
+        if reading.loss is not None:
+            loss = push(loss, reading.loss, where)
+        if reading.grad_norm is not None:
+            norm = push(norm, reading.grad_norm, where)
+        return RollingState(loss, norm)
 
 
 class ScoredState(NamedTuple):

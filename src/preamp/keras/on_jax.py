@@ -55,11 +55,11 @@ def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
     # A loss of another trace, or one that was computed outside, is of another step.
     loss = step.loss_where(_trace_of(step.loss) is _trace_of(step.scale))
     measured = step.scaler.measured(finite, norm, step.gradient_stats(), loss)
-    verdict = step.scaler.judge(measured, _where)
-    after = jax.lax.cond(finite if verdict is None else verdict.taken, take, lambda: before)
+    judged = step.scaler.judge(measured, _where)
+    after = jax.lax.cond(finite if judged is None else judged.taken, take, lambda: before)
     for variable, value in zip(mutable, after, strict=True):
         variable.assign(value)
-    step.scaler.advance(measured, _where, verdict)
+    step.scaler.advance(measured, _where, judged)
     return True
 
 

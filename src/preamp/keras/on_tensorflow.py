@@ -84,20 +84,20 @@ def _update_or_skip(
     stats = dict(measured)
     loss = stats.pop("loss", None)
     read = scaler.measured(stats.pop("finite"), stats.pop("norm"), stats, loss)
-    verdict = scaler.judge(read, _where)
+    judged = scaler.judge(read, _where)
 
     def take() -> tf.Tensor:
         update()
-        taken = None if verdict is None else verdict._replace(taken=True)
+        taken = None if judged is None else judged._replace(taken=True)
         scaler.advance(read._replace(finite=True), _where, taken)
         return tf.constant(True)
 
     def skip() -> tf.Tensor:
-        skipped = None if verdict is None else verdict._replace(taken=False)
+        skipped = None if judged is None else judged._replace(taken=False)
         scaler.advance(read if skipped else read._replace(finite=False), _where, skipped)
         return tf.constant(False)
 
-    tf.cond(read.finite if verdict is None else verdict.taken, take, skip)
+    tf.cond(read.finite if judged is None else judged.taken, take, skip)
 
 
 def _agreed(

@@ -19,7 +19,7 @@ import numpy as np
 from preamp.arrays import Arrays, Unscaled
 from preamp.checks import level_of_caller
 from preamp.errors import PolicyError, UsageError
-from preamp.guards import Guard, Verdict
+from preamp.guards import Guard
 from preamp.guards.base import map_state
 from preamp.policy import Policy, Where, choose
 from preamp.scaling import GuardRecord, Measured, ScalerState, advance, judge, start
@@ -149,20 +149,19 @@ class ScalerVariables(Generic[S]):
         scale = self.state.policy_state.scale.value + 0.0
         return Measured(finite, scale, grad_norm, loss=loss, **stats)
 
-    def judge(self, measured: Measured[Any], where: Where) -> Verdict | None:
-        """Return the guard's verdict in a program that is being compiled; None without a guard."""
+    def judge(self, measured: Measured[Any], where: Where) -> GuardRecord[Any] | None:
+        """Return what the guard decides in a program that is being compiled; None without a guard."""
         if self.guard is None:
             return None
-        state = self.state._replace(guard=self._guard_record(lambda variable: variable.value + 0.0))
-        return judge(self.guard, state, measured, where)
+        return judge(self.guard, self._guard_state(lambda variable: variable.value + 0.0), measured, where)
 
-    def advance(self, measured: Measured[Any], where: Where, verdict: Verdict | None = None) -> None:
+    def advance(self, measured: Measured[Any], where: Where, judged: GuardRecord[Any] | None = None) -> None:
         """Advance the state in a program that is being compiled.
 
         Args:
             measured: of `measured`.
             where: the backend's ``where(condition, yes, no)``.
-            verdict: of `judge`.
+            judged: of `judge`.
         """
         # `advance` uses nothing of the last step's record but `exhausted_*`, if the policy can give up.
         first, gives_up = len(self.state.policy_state), self.policy.gives_up
@@ -176,17 +175,13 @@ class ScalerVariables(Generic[S]):
             for variable, used in zip(self.floats, is_used, strict=True)
         ]
         state = self._state_of(before)
-        record = self._guard_record(lambda variable: variable.value + 0.0)
-        state = state._replace(guard=record)
-        after, _ = advance(self.policy, state, measured, where, self.guard, verdict)
+        after, _ = advance(self.policy, state, measured, where, judged)
         after = after._replace(finite=where(measured.finite, 1.0, 0.0))
-        if after.guard is not None and record is not None:
-            flags = {name: where(getattr(after.guard, name), 1.0, 0.0) for name in ("taken", "loss_fits")}
-            pairs = zip(_leaves(record.state), _leaves(after.guard.state), strict=True)
-            after = after._replace(guard=after.guard._replace(**flags))
-            for variable, (old, new) in zip(self.guard_leaves.values(), pairs, strict=True):
-                if new is not old:
-                    variable.assign(new)
+        if judged is not None:
+            flags = {name: where(getattr(judged, name), 1.0, 0.0) for name in ("taken", "loss_fits")}
+            after = after._replace(guard=judged._replace(**flags))
+            for variable, new in zip(self.guard_leaves.values(), _leaves(judged.state), strict=True):
+                variable.assign(new)
         for variable, old, new in zip(self.floats, before, self._floats_of(after), strict=True):
             if new is not old:
                 variable.assign(new)
@@ -205,24 +200,12 @@ class ScalerVariables(Generic[S]):
                 return next(scalars)
             return tuple(keras.ops.convert_to_numpy(variable.value).tolist())
 
-        assert self.state.guard is not None  # `start` was given the guard
-        return map_state(value_of, self.state.guard.state)
+        return self._guard_state(value_of)
 
     @property
     def guard_scalars(self) -> list[keras.Variable]:
         """Those of the guard's state that are scalars."""
         return [variable for variable in self.guard_leaves.values() if not len(variable.shape)]
-
-    def judge_on_host(self, guard_state: Any, measured: Measured[float]) -> Verdict:
-        """Return the guard's verdict.
-
-        Args:
-            guard_state: of `read_guard`.
-            measured: what was measured, in numbers.
-        """
-        assert self.guard is not None  # asked only with one
-        record = GuardRecord(guard_state, True, 0.0, True, 0.0)
-        return judge(self.guard, self.state._replace(guard=record), measured)
 
     def advance_on_host(
         self,
@@ -230,7 +213,7 @@ class ScalerVariables(Generic[S]):
         measured: Measured[float],
         write: Callable[[Sequence[tuple[keras.Variable, float | tuple[float, ...]]]], None],
         guard_state: Any = None,
-        verdict: Verdict | None = None,
+        judged: GuardRecord[float] | None = None,
     ) -> None:
         """Advance the state where its numbers have been read.
 
@@ -239,15 +222,13 @@ class ScalerVariables(Generic[S]):
             measured: what was measured, in numbers.
             write: sets variables to numbers, and vectors to tuples.
             guard_state: of `read_guard`.
-            verdict: of `judge_on_host`.
+            judged: what the guard decides, if there is one.
 
         Raises:
             ScaleExhausted: if the policy gives up on this step.
         """
         state = self._state_of(numbers)
-        if state.guard is not None:
-            state = state._replace(guard=state.guard._replace(state=guard_state))
-        after, gave_up = advance(self.policy, state, measured, choose, self.guard, verdict)
+        after, gave_up = advance(self.policy, state, measured, choose, judged)
         self._checked = tuple(after.policy_state)
         changes = list(zip(self.floats, numbers, self._floats_of(after), strict=True))
         if after.guard is not None:
@@ -346,11 +327,10 @@ class ScalerVariables(Generic[S]):
         of_guard = [] if state.guard is None else [getattr(state.guard, field) for field in GUARD_NAMES]
         return [*state.policy_state, *record, *of_guard]
 
-    def _guard_record(self, value_of: Callable[[keras.Variable], Any]) -> GuardRecord[Any] | None:
-        """Return the guard's record with its own state only; None without a guard."""
-        if self.state.guard is None:
-            return None
-        return GuardRecord(map_state(value_of, self.state.guard.state), True, 0.0, True, 0.0)
+    def _guard_state(self, value_of: Callable[[keras.Variable], Any]) -> Any:
+        """Return the guard's state, with what a function makes of its variables."""
+        assert self.state.guard is not None  # asked only with a guard
+        return map_state(value_of, self.state.guard.state)
 
     def _count(self, after: ScalerState[S, T]) -> None:
         """Count a step. `_state_of` starts the counts at 0, so that a step's counts are its increments."""
@@ -563,11 +543,11 @@ class ScaledStep(Generic[G, T]):
             finite = bool(self.arrays.read([self.arrays.all_finite(present)])[0])
         found = dict(zip(stats, numbers[2:], strict=False)) if stats else {}
         measured = Measured(finite, state[0], norm, **found)
-        guard_state, verdict, taken = None, None, finite
+        guard_state, judged, taken = None, None, finite
         if guard is not None:
             guard_state = scaler.read_guard(numbers[last:])
-            verdict = scaler.judge_on_host(guard_state, measured)
-            taken = verdict.taken
+            judged = judge(guard, guard_state, measured)
+            taken = judged.taken
         if taken:
             self.backend.update(self.inner, unscaled.gradients, self.variables)
-        scaler.advance_on_host(state, measured, self.backend.write, guard_state, verdict)
+        scaler.advance_on_host(state, measured, self.backend.write, guard_state, judged)

@@ -82,7 +82,7 @@ def _guarded(
     policy: Policy[Any], guard: Guard[Any], steps: Iterable[Any], trace: Trace
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of steps that are given, played through a policy and a guard."""
-    state = start(policy, takes_norm=True, guard=guard)
+    state, guard_state = start(policy, takes_norm=True, guard=guard), guard.start()
     for item in steps:
         if isinstance(item, Gradients):
             raise PolicyError(
@@ -93,8 +93,9 @@ def _guarded(
         reading = _reading(item)
         scale, norm = state.policy_state.scale, reading.grad_norm
         measured = Measured(reading.finite, scale, norm, reading.peak, reading.share, reading.loss)
-        verdict = judge(guard, state, measured)
-        state, gave_up = advance(policy, state, measured, guard=guard, verdict=verdict)
+        judged = judge(guard, guard_state, measured)
+        guard_state = judged.state
+        state, gave_up = advance(policy, state, measured, judged=judged)
         step = to_step(state, loss=reading.loss)
         assert step is not None  # there was one
         yield step._replace(grad_norm=norm, peak=reading.peak)

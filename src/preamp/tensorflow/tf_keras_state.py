@@ -166,21 +166,22 @@ class LossScaleState(theirs._DynamicLossScaleState):
             on_host = Measured(*[None if value is None else value.numpy().item() for value in measured])
             return self._update_on_host(on_host)
         before = self._tensors(scale)
-        verdict = None if self.guard is None else judge(self.guard, before, measured, tf.where)
-        after, _ = advance(self.policy, before, measured, tf.where, self.guard, verdict)
-        taken = measured.finite if verdict is None else verdict.taken
+        judged, taken = None, measured.finite
+        if self.guard is not None:
+            judged = judge(self.guard, self._guard_state(tf.convert_to_tensor), measured, tf.where)
+            taken = judged.taken
+        after, _ = advance(self.policy, before, measured, tf.where, judged)
         return tf.group(*self._write(after, taken)), taken
 
     def _update_on_host(self, measured: Measured[float]) -> tuple[tf.Operation, bool]:
         before = self._numbers()._replace(steps=0, skipped_steps=0)
         self._check(before.policy_state)
-        verdict = None
+        judged, taken = None, measured.finite
         if self.guard is not None:
-            record = self._guard_state(lambda variable: _on_host(tf.convert_to_tensor(variable)))
-            before = before._replace(guard=record)
-            verdict = judge(self.guard, before, measured)
-        after, gave_up = advance(self.policy, before, measured, choose, self.guard, verdict)
-        taken = measured.finite if verdict is None else bool(verdict.taken)
+            guard_state = self._guard_state(lambda variable: _on_host(tf.convert_to_tensor(variable)))
+            judged = judge(self.guard, guard_state, measured)
+            taken = bool(judged.taken)
+        after, gave_up = advance(self.policy, before, measured, choose, judged)
         written = self._write(after, taken)
         self._checked = after.policy_state
         if gave_up:
@@ -283,17 +284,13 @@ class LossScaleState(theirs._DynamicLossScaleState):
                 name: tf.convert_to_tensor(v) if name.startswith("exhausted") and self.policy.gives_up else v
                 for name, v in self._record.items()
             },
-        )._replace(  # counts of 0, so that those after a step are its increments
-            steps=0, skipped_steps=0, guard=self._guard_state(tf.convert_to_tensor)
-        )
+        )._replace(steps=0, skipped_steps=0)  # so that those after a step are its increments
 
-    def _guard_state(self, value_of: Callable[[tf.Variable], Any]) -> GuardRecord[Any] | None:
-        """Return the guard's record with its own state only; None without a guard."""
-        if self.guard is None:
-            return None
+    def _guard_state(self, value_of: Callable[[tf.Variable], Any]) -> Any:
+        """Return the guard's state, with what a function makes of its variables."""
+        assert self.guard is not None  # asked only with a guard
         variables = iter(self._guard_leaves.values())
-        state = map_state(lambda _: value_of(next(variables)), self.guard.start())
-        return FIRST_RECORD._replace(state=state)
+        return map_state(lambda _: value_of(next(variables)), self.guard.start())
 
     def _numbers(self) -> ScalerState[Any, float]:
         """Return the state, read from its device."""

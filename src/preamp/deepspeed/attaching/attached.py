@@ -289,7 +289,7 @@ class Attached:
         saved, guard = self._access.saved(), self.guard
         self._losses.read()  # the CPU has just waited for the gradients; later it would for the update
         before = start(self.policy, guard=guard)._replace(policy_state=self._attributes.read(saved))
-        loss = norm = verdict = None
+        loss = norm = judged = None
         if guard is not None:
             norm = self._norm
             finite = finite and (norm is None or math.isfinite(norm))  # in bfloat16 DeepSpeed does not check
@@ -297,10 +297,9 @@ class Attached:
         stats = (self._stats or self._measure()) if finite else None
         peak, share = (None, None) if stats is None else combined([stats])
         measured = Measured(finite, self._access.scale, norm, peak, share, loss)
-        if guard is not None and before.guard is not None:
-            before = before._replace(guard=before.guard._replace(state=self._guard_state))
-            verdict = judge(guard, before, measured)
-        after, gave_up = advance(self.policy, before, measured, guard=guard, verdict=verdict)
+        if guard is not None:
+            judged = judge(guard, self._guard_state, measured)
+        after, gave_up = advance(self.policy, before, measured, judged=judged)
         spike = spike_of(after._replace(grad_norm=norm))
         if spike is not None:  # the policy's state is as before
             attributes = saved

@@ -243,11 +243,11 @@ class Scaling:
         inverse = 1.0 / backward.scale.astype(norm.dtype)
         # The state's scalars are copies, since donated buffers must not alias.
         stored = measured._replace(scale=measured.scale + 0.0, grad_norm=norm.astype(jnp.float32))
-        before, taken, verdict = state.scaler_state, measured.finite, None
-        if guard is not None:
-            verdict = judge(guard, before, stored, jnp.where)
-            taken = verdict.taken
-        scaler_state, _ = advance(self.policy, before, stored, jnp.where, guard, verdict)
+        judged, taken = None, measured.finite
+        if guard is not None and state.guard is not None:
+            judged = judge(guard, state.guard.state, stored, jnp.where)
+            taken = judged.taken
+        scaler_state, _ = advance(self.policy, state.scaler_state, stored, jnp.where, judged)
 
         def take() -> tuple[Any, object]:
             whole = backward.finish(leaves) if backward.finish else leaves

@@ -17,7 +17,7 @@ from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.guards.base import dump_state, map_state
 from preamp.policy import choose
-from preamp.scaling import GuardRecord, Measured, advance_guard, judge_from
+from preamp.scaling import GuardRecord, Measured, judge
 from preamp.torch.scaling.gradient_stats import Losses, MeasuredGradients, Number, UnreadLoss
 from preamp.torch.scaling.ranks import number_of_ranks
 
@@ -63,8 +63,7 @@ class Guarding:
             loss, norm = [None if one is None else float(one) for one in (loss, norm)]
             where = choose
         one = Measured(finite, measured.scale, norm, loss=loss)
-        verdict = judge_from(self.guard, state, one, where)
-        self._after[place] = record = advance_guard(self.guard, state, one, verdict, where)
+        self._after[place] = record = judge(self.guard, state, one, where)
         return record
 
     @torch.no_grad()
