@@ -133,7 +133,7 @@ def test_a_guard_costs_no_pass_and_no_conditional(guard: Guard[Any]) -> None:
 
     clipped, guarded = (update(loss_scaled(ADAM, max_norm=1.0, guard=one)) for one in (None, guard))
     assert guarded.passes == pytest.approx(clipped.passes, rel=0.001)
-    assert guarded.temporaries < 0.001
+    assert guarded.temporaries - clipped.temporaries < 0.001
     assert guarded.conditionals == clipped.conditionals == 1
 
 
