@@ -107,7 +107,10 @@ class Guard(ABC, Generic[S]):
         Raises:
             PolicyError: if it was not measured, unless a Python False says that the step overflowed.
         """
-        if reading.finite is not False and all([getattr(reading, name) is None for name in self.uses]):
+        # The compiler of PyTorch 2.6 cannot iterate over a frozenset.
+        loss = reading.loss if "loss" in self.uses else None
+        norm = reading.grad_norm if "grad_norm" in self.uses else None
+        if reading.finite is not False and loss is None and norm is None:
             needed = " or ".join(sorted(self.uses))
             raise PolicyError(
                 f"{self!r} needs the {needed} of the step, and this reading has none. "
