@@ -85,6 +85,17 @@ def run_in(
     return compiled(run, backend, **options) if way == "inside" else run
 
 
+def linear_of_every_state() -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a linear layer that is compiled once for each state of autocast that it is called in."""
+
+    def linear(x: Tensor, w: Tensor, precision: torch.dtype) -> Tensor:
+        return {precision: F.linear}[precision](x, w)
+
+    # PyTorch 2.6 keeps to the precision of the first region, unless an argument tells it.
+    made = torch.compile(linear, backend="aot_eager", fullgraph=True, dynamic=False)
+    return lambda x, w: made(x, w, torch.get_autocast_dtype("cpu"))
+
+
 def state(device: str = "cpu") -> tuple[bool, torch.dtype, bool]:
     """Return what the framework knows of a device type's autocast in this thread."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

@@ -597,9 +597,9 @@ def test_python_operators_follow_the_edits_of_what_they_compute(way):
 @pytest.mark.parametrize("operation", PYTHON.values(), ids=list(PYTHON))
 def test_python_operators_are_refused_as_what_they_compute(way, operation):
     make = partial(autocast, "cpu", casting=EDIT.refuse("div", "mul", "sub"))
-    with pytest.raises(
-        UsageError if way == "eager" else Exception, match="is refused in this autocast region"
-    ):
+    # The compiler of torch 2.8 shows which error it met, and not what that says.
+    said = r"is refused in this autocast region" + ("" if way == "eager" else r"|\(UsageError\)")
+    with pytest.raises(UsageError if way == "eager" else Exception, match=said):
         run_in(way, make, operation)(torch.rand(4, 4).bfloat16())
 
 

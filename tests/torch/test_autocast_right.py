@@ -28,6 +28,7 @@ from .regions import (
     compiled_ways,
     in_step,
     in_thread,
+    linear_of_every_state,
     numbers,
     same,
     since_2_7,
@@ -40,10 +41,8 @@ makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["prea
 lows = pytest.mark.parametrize("low", [HALF, BRAIN])
 
 
-# What the tests call in regions: eagerly, and compiled, for each state that it is called in.
-COMPILED_LINEAR = torch.compile(
-    lambda x, w: F.linear(x, w), backend="aot_eager", fullgraph=True, dynamic=False
-)
+# What the tests call in regions: eagerly, and compiled.
+COMPILED_LINEAR = linear_of_every_state()
 linears = pytest.mark.parametrize("linear", [F.linear, COMPILED_LINEAR], ids=["eager", "compiled"])
 
 

@@ -21,15 +21,14 @@ from .regions import (
     all_same,
     compiled,
     in_thread,
+    linear_of_every_state,
     numbers,
     state,
 )
 
 X, ONES = numbers(5, 4), torch.ones(3, 4)
 # What runs between two waits may be compiled; generators and coroutines themselves are not.
-COMPILED_LINEAR = torch.compile(
-    lambda x, w: F.linear(x, w), backend="aot_eager", fullgraph=True, dynamic=False
-)
+COMPILED_LINEAR = linear_of_every_state()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,8 +39,7 @@ def _many_states():
 
 def dtypes():
     """Return in which precision a linear layer runs, eagerly and compiled."""
-    linears = (F.linear, COMPILED_LINEAR) if RELEASE > (2, 6) else (F.linear,)  # 2.6 keeps to one precision
-    (dtype,) = {linear(X, ONES).dtype for linear in linears}
+    (dtype,) = {linear(X, ONES).dtype for linear in (F.linear, COMPILED_LINEAR)}
     return dtype
 
 

@@ -22,6 +22,7 @@ from .regions import (
     by_hand,
     compiled,
     in_thread,
+    linear_of_every_state,
     numbers,
     run_in,
     same,
@@ -33,10 +34,7 @@ from .regions import (
 X, ONES = numbers(5, 4), torch.ones(3, 4)
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
 lows = pytest.mark.parametrize("low", [HALF, BRAIN])
-# One for all tests, as it is compiled once for each state that it is called in.
-COMPILED_LINEAR = torch.compile(
-    lambda x, w: F.linear(x, w), backend="aot_eager", fullgraph=True, dynamic=False
-)
+COMPILED_LINEAR = linear_of_every_state()  # one for all tests
 
 
 @pytest.fixture(autouse=True, scope="module")
