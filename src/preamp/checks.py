@@ -91,12 +91,12 @@ def one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise PolicyError(f"{name}={shown(value)} is unknown. Write one of {', '.join(map(repr, choices))}.")
 
 
-def whole(name: str, value: object, *, least: int, instead: str) -> None:
-    """Refuse anything but a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise PolicyError(
-            f"{name}={shown(value)} must be a whole number of at least {least}. Write {instead}."
-        )
+def whole(name: str, value: object, *, least: int, most: int | None = None, instead: str) -> None:
+    """Refuse anything but a whole number of at least `least`, and at most `most`."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise PolicyError(f"{name}={shown(value)} must be a whole number {bounds}. Write {instead}.")
 
 
 def callable_or_none(name: str, value: object, instead: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from preamp.checks import one_of, positive, whole
+from preamp.checks import between, one_of, whole
 from preamp.guards.base import Guard, Verdict
 from preamp.policy.base import Reading, Scalar, Where, choose, setting
 
@@ -18,9 +18,12 @@ ABOUT_NORMAL = 0.8862269254527580  # mean of |x - y| of two normal numbers, to t
 LEAST_LOSS_WIDTH = 0.02  # of the loss itself
 LEAST_NORM_WIDTH = 0.1
 FEW = 8.0  # a width of n values is taken to be larger by the factor 1 + FEW / n
+FORGIVEN = 0.25  # skipped steps, of those that count towards `patience`, for each step that is taken
 NEAR = 2.0  # a step within so many times the distance of the limit is near it
 LARGEST_RATIO = 1e6  # of successive norms: the next limit must not be inf
 LARGEST = 1e30  # a limit stays below inf
+MOST_SIGMAS = 1000.0
+MOST_STEPS = 1_000_000  # float32 counts to 16 times as many
 
 
 class Track(NamedTuple):
@@ -28,9 +31,9 @@ class Track(NamedTuple):
 
     Attributes:
         level: where the series is.
-        width: the standard deviation of one step, of a norm that of its logarithm, about.
+        width: about the standard deviation of the values, of the logarithms of norms.
         last: the last value that entered.
-        averaged: how many values the level is the mean of.
+        averaged: the number of values in the level, 16 at most.
         steps: how many values have entered so far.
     """
 
@@ -47,7 +50,7 @@ class SpikeState(NamedTuple):
     Attributes:
         loss: of the losses.
         grad_norm: of the norms.
-        run: steps that were skipped in a row.
+        run: skipped steps, less a quarter of those that were taken since.
         near: 1 if the last of these was near its limit, else 0.
     """
 
@@ -59,23 +62,27 @@ class SpikeState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SpikeGuard(Guard[SpikeState]):
-    """Skip a step whose loss or gradient norm is far above where it was, or not finite.
+    """Skip a step whose loss or gradient norm is far above its recent values, or not finite.
 
     ```
     loss limit = level + sigmas * width            width: of the differences of successive losses
     norm limit = level * (1 + width)**sigmas       width: of the ratios of successive norms, minus 1
-    a step above a limit is skipped, and enters nothing
-    a step below enters: level and width are exponential means over about 16 and 128 steps
-    after `patience` skipped steps in a row the next finite one is taken, and the level starts there
-    a step is near if it is above a limit, but not above level + 2 * (limit - level); with norms as powers
-    after a near step that was skipped, another near one is taken, and the level starts there
+    a step above a limit is skipped and does not change the level
+    level and width are exponential means over about 16 and 128 steps; no difference counts as more than
+        sigmas widths
+    run: one more with each skipped step, a quarter less with each that is taken
+    once run >= patience, the next finite step above a limit is taken, and the guard starts again with its
+        warm-up
+    near: above a limit, but not above level + 2 * (limit - level); of norms, in their logarithms
+    after a near step was skipped, another near one is taken, and the level restarts there
     ```
 
-    The statistics are taken of successive steps, so a loss that falls does not widen them. They have
-    no use for values that were skipped, so several spikes in a row are all skipped. Only values above a limit
-    are spikes. A width is at least 2 percent of the loss, and 0.1 of the norm, so that on a plateau the
-    limits are 12 percent above the loss and 77 above the norm at the least; while it is known from n values
-    only, it is taken to be 1 + 8 / n times as large.
+    Differences are taken between successive steps, so a loss that falls does not widen the limits. Skipped
+    steps widen them a little, by 4 percent each: several spikes in a row are all skipped, and noise that has
+    grown is accepted soon. NaN and inf change nothing, and are skipped in the warm-up too. Only values above
+    a limit are spikes. A width is at least 2 percent of the loss, and 0.1 of the norm, so that on a plateau
+    the limits are at least 12 percent above the loss and 77 above the norm. After n values it is multiplied
+    by 1 + 8 / n.
 
     >>> guard = SpikeGuard(warmup=2)
     >>> state = guard.start()
@@ -87,15 +94,15 @@ class SpikeGuard(Guard[SpikeState]):
     """
 
     sigmas: float = setting(6.0, "how many widths above the level a spike begins.")
-    warmup: int = setting(16, "the first steps, none of which is skipped.")
-    patience: int = setting(16, "skipped steps in a row until one is taken.")
-    watch: Literal["both", "loss", "grad_norm"] = setting("both", "what it uses.")
+    warmup: int = setting(16, "accepted steps before spikes are skipped; NaN and inf always are.")
+    patience: int = setting(16, "skipped steps in a row after which it starts again.")
+    watch: Literal["both", "loss", "grad_norm"] = setting("both", "which values it checks.")
 
     def __post_init__(self) -> None:
         one_of("watch", self.watch, ("both", "loss", "grad_norm"))
-        positive("sigmas", self.sigmas, "SpikeGuard(sigmas=6.0)")
-        whole("warmup", self.warmup, least=2, instead="SpikeGuard(warmup=16)")
-        whole("patience", self.patience, least=1, instead="SpikeGuard(patience=16)")
+        between("sigmas", self.sigmas, 0.0, MOST_SIGMAS, instead="SpikeGuard(sigmas=6.0)")
+        whole("warmup", self.warmup, least=2, most=MOST_STEPS, instead="SpikeGuard(warmup=16)")
+        whole("patience", self.patience, least=1, most=MOST_STEPS, instead="SpikeGuard(patience=16)")
 
     @property
     def uses(self) -> frozenset[str]:  # type: ignore[override]  # of a class it is a constant
@@ -132,20 +139,24 @@ class SpikeGuard(Guard[SpikeState]):
                 is_near = is_near & (value <= far) & is_number
                 restarts = restarts | (value > limit)
         taken = verdict.taken & reading.finite
+        starts_again = is_full & restarts
         losses, norms = state.loss, state.grad_norm
         if loss is not None:
             apart = loss - losses.last
             apart = where(apart < 0.0, -apart, apart) * ABOUT_NORMAL
-            losses = self._entered(losses, loss, apart, taken, restarts, where)
+            widens = reading.finite & (loss >= -LARGEST) & (loss <= LARGEST)
+            losses = self._entered(losses, loss, apart, taken, widens, restarts, starts_again, where)
         if norm is not None:
             last = norms.last
             value = where(norm > 0.0, norm, last)
             small, large = where(value < last, value, last), where(value < last, last, value)
             ratio = where(small > 0.0, large / where(small > 0.0, small, 1.0), 1.0)
             apart = (where(ratio < LARGEST_RATIO, ratio, LARGEST_RATIO) - 1.0) * ABOUT_NORMAL
-            norms = self._entered(norms, value, apart, taken, restarts, where)
-        run = where(is_full, state.run, state.run + 1.0)
-        run = where(taken, 0.0, where(reading.finite, run, state.run))
+            widens = reading.finite & (norm <= LARGEST)
+            norms = self._entered(norms, value, apart, taken, widens, restarts, starts_again, where)
+        less = where(state.run > FORGIVEN, state.run - FORGIVEN, 0.0)
+        more = where(is_full, state.run, state.run + 1.0)
+        run = where(taken, where(restarts, 0.0, less), where(reading.finite, more, state.run))
         near = where(taken, 0.0, where(reading.finite, where(is_near, 1.0, 0.0), state.near))
         return verdict, SpikeState(losses, norms, run, near)
 
@@ -180,7 +191,9 @@ class SpikeGuard(Guard[SpikeState]):
         value: Scalar,
         apart: Scalar,
         taken: Scalar,
+        widens: Scalar,
         restarts: Scalar,
+        starts_again: Scalar,
         where: Where,
     ) -> Track:
         """Return what is remembered of a series after a step.
@@ -189,17 +202,22 @@ class SpikeGuard(Guard[SpikeState]):
             track: before the step.
             value: the new one.
             apart: how far it is from the last one, in units of the width.
-            taken: whether the step is taken; if not, nothing changes.
+            taken: whether the step is taken; if not, no more than the width changes.
+            widens: whether the value is finite, in a step that did not overflow.
             restarts: whether the level starts again, at this value.
+            starts_again: whether everything does.
             where: the framework's.
         """
-        steps = track.steps
+        steps = where(starts_again, 0.0, track.steps)
         count = where(restarts, 1.0, where(track.averaged < LEVEL_MEMORY, track.averaged + 1.0, LEVEL_MEMORY))
         level = track.level + (value - track.level) / count
-        # A difference that is large by itself, such as that of a restart, must not open the guard.
+        # A large difference counts as `sigmas` widths, so that no single one opens the guard. Those of
+        # skipped steps count too: where the noise has grown, most differences are large.
         seen = where(steps < WIDTH_MEMORY, where(steps < 1.0, 1.0, steps), WIDTH_MEMORY)
         most = where(steps < self.warmup, apart, self.sigmas * track.width)
         moved = where(restarts, track.width, where(apart < most, apart, most))
         width = where(steps < 1.0, 0.0, track.width + (moved - track.width) / seen)
-        after = Track(level, width, value, count, where(steps < 1e6, steps + 1.0, steps))
-        return Track(*[where(taken, new, old) for new, old in zip(after, track, strict=True)])
+        after = Track(level, width, value, count, where(steps < MOST_STEPS, steps + 1.0, steps))
+        entered = Track(*[where(taken, new, old) for new, old in zip(after, track, strict=True)])
+        widens = taken | (widens & (steps >= self.warmup))
+        return Track(entered.level, where(widens, width, track.width), *entered[2:])
