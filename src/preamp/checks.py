@@ -93,9 +93,9 @@ def one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def whole(name: str, value: object, *, least: int, most: int | None = None, instead: str) -> None:
     """Refuse anything but a whole number of at least `least`, and at most `most`."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_whole or value < least or (most is not None and value > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    if not (is_whole and least <= value and (most is None or value <= most)):  # type: ignore[operator]
         raise PolicyError(f"{name}={shown(value)} must be a whole number {bounds}. Write {instead}.")
 
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from preamp.checks import shown
 from preamp.errors import PolicyError
-from preamp.guards import Guard
+from preamp.guards import Guard, Verdict
 from preamp.guards.base import map_state
 from preamp.policy import Policy, Reading, Where, choose
 
@@ -276,18 +277,63 @@ def advance(
     return after_step, gave_up
 
 
-def given_guard(guard: Any) -> Guard[Any] | None:
+def given_guard(guard: Any, *, may_be_idle: bool = False) -> Guard[Any] | None:
     """Return the guard that an adapter was given, or None.
 
+    Args:
+        guard: what was given.
+        may_be_idle: whether it may be one that can skip no step.
+
     Raises:
-        PolicyError: for what is not a guard.
+        PolicyError: for what is not a guard, for one that can skip no step, and for a class whose methods do
+            not return what they have to.
     """
-    if guard is None or isinstance(guard, Guard):
-        return guard
-    raise PolicyError(
-        f"guard={guard!r:.60} is not a guard. Write guard=SpikeGuard() with from preamp.guards import "
-        "SpikeGuard, or guard=guards.OLMO."
-    )
+    if guard is None:
+        return None
+    if not isinstance(guard, Guard):
+        raise PolicyError(
+            f"guard={shown(guard)} is not a guard. Write guard=SpikeGuard() with from preamp.guards import "
+            "SpikeGuard, or guard=guards.OLMO."
+        )
+    if guard.idle is not None and not may_be_idle:
+        raise PolicyError(f"{guard!r} can skip no step: {guard.idle}")
+    _check_rule(guard)
+    return guard
+
+
+def _check_rule(guard: Guard[Any]) -> None:
+    """Have a guard judge one step in Python numbers, and refuse what would fail, or be lost, in training."""
+    name, uses = type(guard).__name__, guard.uses
+    if not uses or not set(uses) <= {"loss", "grad_norm"}:
+        raise PolicyError(
+            f"{name}.uses is {shown(uses)}: a guard uses the loss, the grad_norm or both. "
+            'Write uses: ClassVar = frozenset(["loss"]).'
+        )
+    state = guard.start()
+    verdict, after = guard.decide(state, Reading(True, **dict.fromkeys(uses, 1.0)))
+    if not isinstance(verdict, Verdict):
+        raise PolicyError(
+            f"{name}.judge returned {shown(verdict)}, which is not a Verdict. "
+            'Write Verdict(True).also("loss", reading.loss <= limit, limit).'
+        )
+    for of in sorted(uses):
+        if getattr(verdict, f"{of}_limit") is None:
+            raise PolicyError(
+                f"{name}.judge names no limit of the {of}, which it uses. "
+                f'Write Verdict(True).also("{of}", reading.{of} <= limit, limit).'
+            )
+    if _structure(after) != _structure(state):
+        raise PolicyError(
+            f"{name}.advance returned {shown(after)}, which is not a state like that of start, "
+            f"{shown(state)}. Write return {type(state).__name__}(...)."
+        )
+
+
+def _structure(state: object) -> object:
+    """Return the types of a state's parts, and the lengths of its vectors."""
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        return type(state), *map(_structure, state)
+    return ("vector", len(state)) if isinstance(state, tuple) else isinstance(state, float | int)
 
 
 def raise_if_exhausted(policy: Policy[Any], state: ScalerState[Any, float]) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import Dynamic, PolicyError, Reading, Static, Step, Trace, guards, simulate
-from preamp.guards import NormLimit, SpikeGuard
-from preamp.guards.base import leaves_of
+from preamp.guards import Guard, NormLimit, SpikeGuard, Verdict
+from preamp.guards.base import dump_state, leaves_of
+from preamp.scaling import given_guard
 
 many = settings(deadline=None, max_examples=100)
 spike_guards = st.builds(
@@ -141,7 +143,8 @@ NOISE = [2.0 + 0.01 * math.sin(7.0 * step) for step in range(200)]
 
 
 @pytest.mark.parametrize(
-    ("level", "noise", "most"), [(3.0, 0.5, 20), (1.0, 0.5, 30), (1.0, 0.3, 65), (1.0, 0.2, 50), (1.0, 0.1, 20)]
+    ("level", "noise", "most"),
+    [(3.0, 0.5, 20), (1.0, 0.5, 30), (1.0, 0.3, 65), (1.0, 0.2, 50), (1.0, 0.1, 20)],
 )
 def test_noise_that_grows_at_once_is_accepted_soon(level: float, noise: float, most: int) -> None:
     for seed in range(8):
@@ -268,7 +271,7 @@ def test_settings_that_make_no_sense_are_refused(make: Any, said: str) -> None:
     "saved", [{}, None, 3.0, {"run": 1.0}, {"loss": 1.0, "grad_norm": 1.0, "run": 0.0, "near": 0.0}]
 )
 def test_a_state_of_another_guard_is_refused(saved: Any) -> None:
-    with pytest.raises(PolicyError, match="is not part of a state of"):
+    with pytest.raises(PolicyError, match="the saved state is not one of"):
         SpikeGuard().restore(saved)
 
 
@@ -279,3 +282,101 @@ def test_guards_are_shown_pickled_and_compared_by_their_settings() -> None:
     assert pickle.loads(pickle.dumps(guard)) == guard == replace(SpikeGuard(), sigmas=4.0)
     assert guard != SpikeGuard()
     assert hash(guard) == hash(SpikeGuard(sigmas=4.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("run", -5.0),
+        ("near", math.nan),
+        ("width", -1.0),
+        ("width", math.inf),
+        ("steps", math.inf),
+        ("level", math.nan),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(name: str, value: float) -> None:
+    guard = SpikeGuard()
+    saved = dump_state(guard.start())
+    assert guard.restore(saved) == guard.start()
+    saved = {**saved, name: value} if name in saved else {**saved, "loss": {**saved["loss"], name: value}}
+    with pytest.raises(PolicyError, match=f"{name} is {value!r}"):
+        guard.restore(saved)
+
+
+@pytest.mark.parametrize(
+    ("guard", "said"),
+    [
+        (guards.MEGATRON_NORM, r"Write guards.MEGATRON_NORM\(10.0\)"),
+        (guards.AXLEARN, r"Write guards.AXLEARN\(10.0\)"),
+        (guards.LLM_C, r"no limit below 7.875, which no score exceeds"),
+        (guards.LLM_C(8.0, 8.0), r"no limit below 7.875"),
+        (guards.METASEQ, "ewm_ratio_to_skip_batch=1.5"),
+    ],
+    ids=repr,
+)
+def test_adapters_refuse_what_can_skip_no_step(guard: Any, said: str) -> None:
+    with pytest.raises(PolicyError, match=f"can skip no step: .*{said}"):
+        given_guard(guard)
+    assert not skipped(guard, [*NOISE, 1e6], [*[1.0] * 200, 1e6])
+
+
+def test_what_can_skip_a_step_is_not_refused() -> None:
+    for guard in (guards.MEGATRON_NORM(2.0), guards.AXLEARN(2.0), guards.LLM_C(5.0), guards.METASEQ(9.0)):
+        assert given_guard(guard) is guard
+    assert given_guard(None) is None
+
+
+class Seen(NamedTuple):
+    steps: float
+
+
+SEEN, OF_A_LOSS = Seen(1.0), Verdict(True, 1.0)
+
+
+@dataclass(frozen=True, repr=False)
+class Mine(Guard[Seen]):
+    """A guard whose methods return what they are told to."""
+
+    uses: ClassVar = frozenset(["loss"])
+    verdict: Any = OF_A_LOSS
+    after: Any = SEEN
+
+    def start(self) -> Seen:
+        return Seen(0.0)
+
+    def judge(self, state: Seen, reading: Reading, where: Any = None) -> Verdict:
+        return self.verdict
+
+    def advance(self, state: Seen, reading: Reading, where: Any = None) -> Seen:
+        return self.after
+
+
+class OtherUses(Mine):
+    uses: ClassVar = frozenset(["norm"])
+
+
+@pytest.mark.parametrize(
+    ("guard", "said"),
+    [
+        (Mine(verdict=True), "Mine.judge returned True, which is not a Verdict"),
+        (Mine(verdict=Verdict(True)), "names no limit of the loss, which it uses"),
+        (Mine(verdict=Verdict(True, None, 1.0)), "names no limit of the loss"),
+        (Mine(after=None), r"Mine.advance returned None.*Write return Seen\(...\)"),
+        (Mine(after=(1.0,)), "Mine.advance returned"),
+        (Mine(after=Seen((1.0, 2.0))), "Mine.advance returned"),
+        (OtherUses(), "OtherUses.uses is"),
+    ],
+)
+def test_a_class_whose_methods_return_something_else_is_refused(guard: Any, said: str) -> None:
+    assert given_guard(Mine()) is not None
+    with pytest.raises(PolicyError, match=said):
+        given_guard(guard)
+
+
+def test_a_dialect_shows_the_arguments_of_its_system_and_its_rule_is_code() -> None:
+    assert list(inspect.signature(guards.OLMO).parameters) == ["rolling_interval_length", "sigma_factor"]
+    for guard in (guards.OLMO(sigma_factor=4), guards.LLM_C(5.0), guards.METASEQ(9.0), guards.AXLEARN(3.0)):
+        assert eval(repr(guard), {"guards": guards}) == guard
+    with pytest.raises(PolicyError, match=r"ewm_ratio_to_skip_batch=0\.5 is not above 1"):
+        guards.METASEQ(ewm_ratio_to_skip_batch=0.5)

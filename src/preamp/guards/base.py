@@ -51,6 +51,9 @@ class Guard(ABC, Generic[S]):
     NamedTuple of floats, of tuples of floats (vectors), or of further such NamedTuples. Adapters keep it as
     scalars and vectors of their framework, so its structure is the same for all states of one guard.
 
+    `judge` and `advance` run in compiled programs too, so they decide with `where`, `&` and `|`, not with
+    `if`, `and` and `or`.
+
     A guard has no say about a step that overflowed. It is told of it, with a loss that may not be finite and
     no `grad_norm`, and decides in `advance` what to remember of it.
 
@@ -96,6 +99,11 @@ class Guard(ABC, Generic[S]):
     def decide(self, state: S, reading: Reading, where: Where = choose) -> tuple[Verdict, S]:
         """Return what `judge` and `advance` return. Both at once can be less to compute."""
         return self.judge(state, reading, where), self.advance(state, reading, where)
+
+    @property
+    def idle(self) -> str | None:
+        """Why the guard can skip no step, and what to write instead; None if it can."""
+        return None
 
     def takes(self, state: S, reading: Reading, where: Where = choose) -> Scalar:
         """Return whether a step is taken."""
@@ -177,8 +185,8 @@ def _restored(like: Any, saved: Any, guard: Guard[Any]) -> Any:
     elif _is_float(saved):
         return float(saved)
     raise PolicyError(
-        f"{shown(saved)} is not part of a state of {guard!r}: another guard saved it, or the same with "
-        "another window. Leave it out to start the guard again."
+        f"the saved state is not one of {guard!r}: another guard saved it, or the same with another window. "
+        f"What does not fit is {shown(saved)}."
     )
 
 

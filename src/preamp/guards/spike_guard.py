@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from preamp.checks import between, one_of, whole
-from preamp.guards.base import Guard, Verdict
+from preamp.errors import PolicyError
+from preamp.guards.base import Guard, Verdict, leaves_of
 from preamp.policy.base import Reading, Scalar, Where, choose, setting
 
 # How much of the last values the statistics remember. The level follows a loss that falls; the width has to
@@ -113,6 +115,16 @@ class SpikeGuard(Guard[SpikeState]):
         track = Track(0.0, 0.0, 0.0, 0.0, 0.0)
         return SpikeState(track, track, 0.0, 0.0)
 
+    def restore(self, saved: Any) -> SpikeState:
+        state = super().restore(saved)
+        for name, value in leaves_of(state):
+            if not math.isfinite(value) or (value < 0.0 and not name.startswith("loss.l")):  # level and last
+                raise PolicyError(
+                    f"the saved state is none that {self!r} can have: {name} is {value!r}. "
+                    "Start the guard again."
+                )
+        return state
+
     def judge(self, state: SpikeState, reading: Reading, where: Where = choose) -> Verdict:
         return self.decide(state, reading, where)[0]
 
@@ -210,7 +222,7 @@ class SpikeGuard(Guard[SpikeState]):
         """
         steps = where(starts_again, 0.0, track.steps)
         count = where(restarts, 1.0, where(track.averaged < LEVEL_MEMORY, track.averaged + 1.0, LEVEL_MEMORY))
-        level = track.level + (value - track.level) / count
+        level = where(restarts, value, track.level + (value - track.level) / count)
         # A large difference counts as `sigmas` widths, so that no single one opens the guard. Those of
         # skipped steps count too: where the noise has grown, most differences are large.
         seen = where(steps < WIDTH_MEMORY, where(steps < 1.0, 1.0, steps), WIDTH_MEMORY)

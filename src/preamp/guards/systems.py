@@ -9,6 +9,7 @@ with that system's defaults; calling it takes the system's own arguments:
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,6 +111,13 @@ class Scored(Guard[ScoredState]):
     def __post_init__(self) -> None:
         whole("window", self.window, least=2, instead="window=64")
 
+    @property
+    def idle(self) -> str | None:
+        bound = (self.window - 1) / math.sqrt(self.window)
+        if any(0.0 < score < bound for score in (self.loss, self.grad_norm)):
+            return None
+        return f"it has no limit below {bound:.4g}, which no score exceeds. Write guards.LLM_C(5.0, 5.0)."
+
     def start(self) -> ScoredState:
         return ScoredState(empty(self.window), empty(self.window), 0.0, 0.0)
 
@@ -124,18 +132,21 @@ class Scored(Guard[ScoredState]):
         return verdict
 
     def advance(self, state: ScoredState, reading: Reading, where: Where = choose) -> ScoredState:
-        after = state._asdict()
-        for name in SERIES:
-            value, most = getattr(reading, name), getattr(self, name)
-            if value is None or not most:
-                continue
-            window, before = getattr(state, name), getattr(state, f"{name}_run")
-            pushed, is_outlier, _ = self._scored(window, value, most, where)
-            run = where(is_outlier, before + 1.0, 0.0)
-            dropped = is_outlier & (run < self.patience)
-            after[name] = drop_newest(window, pushed, dropped, where)
-            after[f"{name}_run"] = run
-        return ScoredState(**after)
+        loss, loss_run = self._entered(state.loss, state.loss_run, reading.loss, self.loss, where)
+        norm, norm_run = self._entered(
+            state.grad_norm, state.grad_norm_run, reading.grad_norm, self.grad_norm, where
+        )
+        return ScoredState(loss, norm, loss_run, norm_run)
+
+    def _entered(
+        self, window: Window, run: Scalar, value: Scalar, most: float, where: Where
+    ) -> tuple[Window, Scalar]:
+        """Return a window after a value, and how many outliers there were in a row."""
+        if value is None or not most:
+            return window, run
+        pushed, is_outlier, _ = self._scored(window, value, most, where)
+        run = where(is_outlier, run + 1.0, 0.0)
+        return drop_newest(window, pushed, is_outlier & (run < self.patience), where), run
 
     def _scored(self, window: Window, value: Scalar, most: float, where: Where) -> tuple[Window, Any, Any]:
         """Return the window with the value, whether that is an outlier, and the largest that is none."""
@@ -166,6 +177,12 @@ class LossRatio(Guard[AverageState]):
     limit: float = setting(math.inf, "the largest loss.")
     ratio: float = setting(math.inf, "the largest ratio of the loss to its mean.")
     span: float = setting(9.0, "of the mean: the newest loss weighs 2 / (span + 1).")
+
+    @property
+    def idle(self) -> str | None:
+        if math.isfinite(self.limit) or math.isfinite(self.ratio):
+            return None
+        return "it has no limit. Write guards.METASEQ(ewm_ratio_to_skip_batch=1.5)."
 
     def start(self) -> AverageState:
         return AverageState(0.0, 0.0)
@@ -198,6 +215,13 @@ class NormThreshold(Guard[NoState]):
     threshold: float = setting(math.inf, "the largest norm.")
     itself: bool = setting(True, "whether a norm that equals the threshold is taken.")
 
+    @property
+    def idle(self) -> str | None:
+        if math.isfinite(self.threshold):
+            return None
+        name = "MEGATRON_NORM" if self.itself else "AXLEARN"
+        return f"it has no threshold. Write guards.{name}(10.0)."
+
     def start(self) -> NoState:
         return NoState()
 
@@ -219,12 +243,13 @@ class GuardDialect(Guard[Any], Generic[P]):
     Attributes:
         name: the name in `preamp.guards`, such as "OLMO".
         system: the system whose rule this is.
-        odd: what is odd about it, in one line.
+        odd: its pitfalls, in one line.
         guard: the guard with the system's defaults.
     """
 
     def __init__(self, make: Callable[P, Guard[Any]], system: str, odd: str) -> None:
-        values = {"_make": make, "name": make.__name__, "system": system, "odd": odd}
+        values: dict[str, Any] = {"_make": make, "name": make.__name__, "system": system, "odd": odd}
+        values["__signature__"] = inspect.signature(make)
         values |= {"__doc__": f"{system}. {odd}", "__module__": make.__module__, "guard": make(*(), **{})}  # type: ignore[call-arg]
         for name, value in values.items():
             object.__setattr__(self, name, value)  # guards are frozen
@@ -244,6 +269,11 @@ class GuardDialect(Guard[Any], Generic[P]):
     def remembers_overflows(self) -> bool:  # type: ignore[override]
         """As of `guard`."""
         return self.guard.remembers_overflows
+
+    @property
+    def idle(self) -> str | None:
+        """As of `guard`."""
+        return self.guard.idle
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Guard[Any]:
         """Return the guard for the system's own arguments."""
@@ -348,15 +378,21 @@ def LLM_C(skip_update_lossz: float = 0.0, skip_update_gradz: float = 0.0) -> Gua
 
 @_dialect(
     "metaseq's limits of the loss",
-    "Without limits it skips nothing.",
+    "Without limits it skips nothing; a multiple of the mean skips every step whose loss is negative.",
 )
 def METASEQ(
     max_loss_to_skip_batch: float = math.inf, ewm_ratio_to_skip_batch: float = math.inf, span: float = 9
 ) -> Guard[Any]:
     positive("span", span, "span=9")
+    ratio = _threshold("ewm_ratio_to_skip_batch", ewm_ratio_to_skip_batch)
+    if ratio <= 1.0:
+        raise PolicyError(
+            f"ewm_ratio_to_skip_batch={ewm_ratio_to_skip_batch!r} is not above 1, so every loss would be "
+            "skipped. Write ewm_ratio_to_skip_batch=1.5."
+        )
     return LossRatio(
         limit=_threshold("max_loss_to_skip_batch", max_loss_to_skip_batch),
-        ratio=_threshold("ewm_ratio_to_skip_batch", ewm_ratio_to_skip_batch),
+        ratio=ratio,
         span=float(span),
     )
 

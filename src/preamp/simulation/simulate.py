@@ -64,7 +64,7 @@ def simulate(
     trace = Trace(policy=repr(policy))
     if isinstance(overflows, Losses):
         trace.about["process"] = repr(overflows)
-    if given_guard(guard) is not None:
+    if given_guard(guard, may_be_idle=True) is not None:
         trace.about["guard"] = repr(guard)
         steps = _guarded(policy, guard, overflows, trace)  # type: ignore[arg-type]
         trace.extend(steps)
