@@ -334,6 +334,28 @@ def test_folders_of_preamp_deepspeed_are_of_pytorchs_format(
         assert "Nothing was lost." in line
 
 
+def test_states_of_preamp_jax_are_refused_with_what_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import jax.numpy as jnp
+    import optax
+    from flax import serialization
+
+    from preamp.jax import loss_scaled
+
+    policy = Dynamic(init_scale=64.0)
+    opt_state = loss_scaled(optax.sgd(0.1), policy, guard=guards.SpikeGuard()).init({"w": jnp.ones(2)})
+    (tmp_path / "in.msgpack").write_bytes(serialization.to_bytes({"opt_state": opt_state}))
+    for origin in ("flax", "torch"):
+        names = [str(tmp_path / name) for name in ("in.msgpack", "out.json")]
+        assert run(["convert", *names, "--from", origin, "--to", "torch"]) == 2
+        said = capsys.readouterr().err
+        assert "in.msgpack holds nothing that" in said
+        assert "preamp.jax saved it" in said
+        assert "dialects.TORCH.dump(opt_state.policy_state, policy)" in said
+    assert dialects.TORCH.dump(opt_state.policy_state, policy)["scale"] == 64.0
+
+
 def test_policies_of_deepspeed_without_the_counts_of_hysteresis_are_read() -> None:
     saved = entries("DEEPSPEED_FUSED", [state_of(RULES["spike"])])
     saved["preamp"] = {"preamp_guard": saved["preamp"]["preamp_guard"]}  # as converted from another system
