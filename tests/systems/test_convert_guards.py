@@ -343,7 +343,7 @@ def test_states_of_preamp_jax_are_refused_with_what_to_write(
 
     from preamp.jax import loss_scaled
 
-    policy = Dynamic(init_scale=64.0)
+    policy = dialects.TORCH(init_scale=64.0)
     opt_state = loss_scaled(optax.sgd(0.1), policy, guard=guards.SpikeGuard()).init({"w": jnp.ones(2)})
     (tmp_path / "in.msgpack").write_bytes(serialization.to_bytes({"opt_state": opt_state}))
     for origin in ("flax", "torch"):

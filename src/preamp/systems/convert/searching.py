@@ -66,8 +66,8 @@ def _nothing(tree: object, dialect: Dialect[...], source: Path) -> CheckpointErr
     if not known and any("policy_state" in entries_of(node) for _, node in _nodes(tree)):
         hint = (
             " preamp.jax saved it, and such states are not converted. Restore opt_state in JAX, and write "
-            "dialects.TORCH.dump(opt_state.policy_state, policy) or that of another dialect to a file; a guard "
-            "starts again there."
+            "dialects.TORCH.dump(opt_state.policy_state, policy), or that of another dialect, to a file; a "
+            "guard starts again there."
         )
     return CheckpointError(f"{source} holds nothing that {dialect.system} saves.{hint}")
 
