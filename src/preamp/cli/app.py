@@ -464,6 +464,7 @@ def convert(
 
     done = convert_file(source, find_dialect("from", origin), out_file, find_dialect("to", target))
     counts = ", ".join(f"{name} {value:g}" for name, value in done.counts.items())
+    counts += ", the guard's state" if done.guards else ""
     rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."
     if done.equal:
         rest = f"An equal one is at {' and '.join(done.equal)}; the one at {done.where} was taken. {rest}"

@@ -12,6 +12,7 @@ from preamp.guards import Guard
 from preamp.guards.base import leaves_of
 from preamp.policy import Policy
 from preamp.systems.definition import Dialect
+from preamp.systems.formats.keras import nested_guard
 
 INITIAL_SCALE = 2.0**15
 INTERVAL = 2000
@@ -87,18 +88,11 @@ def resumed_guard(guard: Guard[Any], saved: Mapping[str, Any]) -> dict[str, Any]
         saved: by name, vectors as lists; other names are left out.
     """
     start = guard.start()
-    found = {name: value for name, value in saved.items() if name.startswith("guard.")}
-    if not found:
+    state = nested_guard(saved)
+    if not state:
         return guard_leaves(start)
-    nested: dict[str, Any] = {}
-    for name, value in found.items():
-        *path, last = name.split(".")[1:]
-        inside = nested
-        for part in path:
-            inside = inside.setdefault(part, {})
-        inside[last] = value
     try:
-        return guard_leaves(guard.restore(nested))
+        return guard_leaves(guard.restore(state))
     except PolicyError:
         warnings.warn(
             f"{guard!r} starts again: what was saved is the state of another guard, or of the same with "

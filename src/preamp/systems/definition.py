@@ -87,14 +87,22 @@ class Dialect(Policy[Any], Generic[P]):
 
         Warns:
             LossyConversion: of what preamp saved besides the system's entries and a state of this dialect
-                cannot hold, such as the memory of a `Headroom`.
+                cannot hold, such as the memory of a `Headroom` or the state of a guard.
         """
         state = self.load_quietly(saved, policy)
-        unused = unused_of(self.known_format().remembered(self._entries(saved)))
+        entries = self._entries(saved)
+        unused = unused_of(self.known_format().remembered(entries))
         if unused:
             warnings.warn(
                 f"this was saved with a policy that {self.system} does not have, and {', '.join(unused)} is "
                 "left out. To continue with that policy, load it into the adapter that saved it.",
+                LossyConversion,
+                stacklevel=level_of_caller(),
+            )
+        if self.known_format().guards(entries):
+            warnings.warn(
+                f"this was saved with a guard, and the guard's state is left out: a state of {self!r} has "
+                "the loss scale alone. To continue with the guard, load it into the adapter that saved it.",
                 LossyConversion,
                 stacklevel=level_of_caller(),
             )
@@ -282,7 +290,7 @@ def _consequence(name: str, here: Any, there: Any) -> str:
 def unused_of(remembered: Mapping[str, Any]) -> list[str]:
     """List what was remembered for another policy, except for numbers that are still 0."""
     left = {name: value for name, value in remembered.items() if name not in SHARED and value}
-    return ["the guard's state" if name == "guard" else f"{name}={value!r}" for name, value in left.items()]
+    return [f"{name}={value!r}" for name, value in left.items()]
 
 
 def _unknown_rule(policy: Policy[Any]) -> list[str]:

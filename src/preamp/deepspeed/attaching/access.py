@@ -19,13 +19,13 @@ from preamp.arrays.torch import Gradients
 from preamp.arrays.torch_devices import widest
 from preamp.deepspeed.scalers import DynamicLossScaler
 from preamp.errors import MissingExtra, UsageError
+from preamp.systems.formats.deepspeed import GUARD
 from preamp.systems.formats.deepspeed import OURS as RECORD
 from preamp.torch.scaling.culprits import largest_of
 from preamp.torch.scaling.gradient_stats import GradientStats, gradient_stats
 
 TESTED = "0.19.8"
 COMPRESSED = "deepspeed.runtime.fp16.onebit"
-GUARD = "preamp_guard"  # the attribute of DeepSpeed's loss scaler that holds the state of a guard
 
 Combination: TypeAlias = Literal["MAX", "SUM"]
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from preamp.checks import callable_or_none
 from preamp.deepspeed.attaching.access import (
-    GUARD,
     TESTED,
     DeepSpeedEngine,
     EngineAccess,
@@ -48,6 +47,7 @@ from preamp.scaling import (
 )
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
+from preamp.systems.formats.deepspeed import GUARD
 from preamp.torch.scaling.gradient_stats import GradientStats, Losses, UnreadLoss, combined
 from preamp.torch.scaling.guarding import loss_of, mean_over_all_ranks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ class Conversion(NamedTuple):
         lost: what the target's format cannot hold, as text.
         equal: the other places in the file where an equal state was found.
         assumed: the settings that the origin's checkpoints do not hold, as "name=default".
+        guards: the number of optimizers for which a guard's state was carried.
     """
 
     where: str
@@ -35,6 +36,7 @@ class Conversion(NamedTuple):
     lost: list[str]
     equal: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
+    guards: int = 0
 
     @property
     def counts(self) -> dict[str, float]:
@@ -72,11 +74,15 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
         carried = target.known_format().with_remembered(entries, found.remembered)
     if carried is None:
         lost += _uncounted(found.state, found.policy) + _left_out(found.remembered)
-    write(out, carried or entries, target)
+    guarded = target.known_format().with_guards(carried or entries, found.guards) if found.guards else None
+    if found.guards and guarded is None:
+        lost.append(_of_guards(found.guards))
+    write(out, guarded or carried or entries, target)
     assumed = tuple(f"{name}={value!r}" for name, value in origin.unsaved_arguments().items())
     if found.remembered and carried is None:
         assumed += _unsaved_of_policy(origin, found.policy)
-    return Conversion(found.where, found.state, found.policy, lost, found.equal, assumed)
+    guards = 0 if guarded is None else len(found.guards)
+    return Conversion(found.where, found.state, found.policy, lost, found.equal, assumed, guards)
 
 
 def _uncounted(state: Any, policy: Any) -> list[str]:
@@ -104,3 +110,9 @@ def _left_out(remembered: Mapping[str, Any]) -> list[str]:
     """List what our own adapter saved and the target cannot hold."""
     steps = [f"steps={remembered['steps']:g}"] if remembered.get("steps") else []
     return [f"{name} (saved by preamp)" for name in unused_of(remembered) + steps]
+
+
+def _of_guards(guards: Sequence[object]) -> str:
+    """Name the states of a guard that the target cannot hold."""
+    whose = f" for {len(guards)} optimizers" if len(guards) > 1 else ""
+    return f"the guard's state{whose} (saved by preamp)"

@@ -28,6 +28,7 @@ HDF5, ZIP = b"\x89HDF\r\n\x1a\n", b"PK\x03\x04"
 TRACE = b'{"preamp_trace"'
 MOST_GROWTH, SMALL = 10, 2**26
 PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+OF_GUARDS = "guard."  # how the names of a guard's variables begin, which may be vectors
 WEIGHTS, CONFIG = "model.weights.h5", "config.json"  # in a .keras archive
 
 
@@ -168,7 +169,7 @@ def _keras_weights(path: Path) -> Any:
 
 
 def _keras_variables(path: Path, file: object, config: dict[str, Any]) -> Any:
-    """Return the optimizer's scalar variables, and the arguments of its configuration."""
+    """Return the optimizer's scalar variables and a guard's, and the arguments of its configuration."""
     import h5py  # type: ignore[import-untyped]
 
     with h5py.File(file, "r") as weights:
@@ -178,7 +179,11 @@ def _keras_variables(path: Path, file: object, config: dict[str, Any]) -> Any:
         for name, value in found.items():
             if not isinstance(value, h5py.Dataset):
                 raise CheckpointError(f"{path} is damaged: its variable optimizer/vars/{name} is missing.")
-        variables = {name: value[()] for name, value in found.items() if value.shape == ()}
+        variables = {
+            name: value[()]
+            for name, value in found.items()
+            if value.shape == () or name.startswith(OF_GUARDS)
+        }
     arguments = {}
     with suppress(KeyError, TypeError, ValueError):  # of a configuration of another shape
         arguments = dict(config["compile_config"]["optimizer"]["config"])
@@ -186,7 +191,7 @@ def _keras_variables(path: Path, file: object, config: dict[str, Any]) -> Any:
 
 
 def _tensorflow(path: Path) -> Any:
-    """Return the scalar variables, by the parts of their names."""
+    """Return the scalar variables and a guard's, by the parts of their names."""
     before_tensorflow()
     import tensorflow as tf
 
@@ -194,8 +199,9 @@ def _tensorflow(path: Path) -> Any:
     tree: dict[str, Any] = {}
     kinds = reader.get_variable_to_dtype_map()
     for name, shape in reader.get_variable_to_shape_map().items():
-        if shape == [] and kinds[name] != tf.string:
-            *parts, last = name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE").split("/")
+        parts = name.removesuffix("/.ATTRIBUTES/VARIABLE_VALUE").replace("..", ".").split("/")
+        last = parts.pop()
+        if (shape == [] or last.startswith(OF_GUARDS)) and kinds[name] != tf.string:
             node = tree
             for part in parts:
                 node = node.setdefault(part, {})

@@ -11,18 +11,21 @@ from preamp.policy import Policy
 from preamp.systems.definition import Dialect
 from preamp.systems.dialects import ALL
 from preamp.systems.formats import entries_of
+from preamp.systems.formats.base import GuardState
 
 
 class Found(NamedTuple):
     """A state in a checkpoint, the path to it, its policy, and what our own adapter saved with it.
 
-    `equal` has the paths to the other places where the same was found.
+    `guards` are the states of a guard, one for each optimizer. `equal` has the paths to the other places
+    where the same was found.
     """
 
     where: str
     state: Any
     policy: Policy[Any]
     remembered: dict[str, Any]
+    guards: list[GuardState]
     equal: tuple[str, ...] = ()
 
 
@@ -44,7 +47,8 @@ def find(tree: object, dialect: Dialect[...], source: Path) -> Found:
 
 def _compared(found: Found) -> object:
     """Return what must be the same in all places: everything but the number of steps."""
-    return found.state, found.policy, {**found.remembered, "steps": 0}
+    guards = repr(found.guards)  # in which NaN is NaN
+    return found.state, found.policy, {**found.remembered, "steps": 0}, guards
 
 
 def _nothing(tree: object, dialect: Dialect[...], source: Path) -> CheckpointError:
@@ -56,6 +60,14 @@ def _nothing(tree: object, dialect: Dialect[...], source: Path) -> CheckpointErr
             f" preamp.deepspeed saved it, with the loss scale in PyTorch's format.{hint} Hysteresis, "
             "min_scale and the other settings that PyTorch does not save are not in it: they are in the "
             "configuration's fp16 section."
+            if known
+            else " preamp.deepspeed saved it, from a training without a loss scale and without a guard."
+        )
+    if not known and any("policy_state" in entries_of(node) for _, node in _nodes(tree)):
+        hint = (
+            " preamp.jax saved it, and such states are not converted. Restore opt_state in JAX, and write "
+            "dialects.TORCH.dump(opt_state.policy_state, policy), or that of another dialect, to a file; a "
+            "guard starts again there."
         )
     return CheckpointError(f"{source} holds nothing that {dialect.system} saves.{hint}")
 
@@ -73,8 +85,9 @@ def _loadable(tree: object, dialect: Dialect[...]) -> tuple[list[Found], list[Ex
             ):
                 visited.append((where, entries))
                 state, policy = dialect.load_quietly(entries), dialect.load_policy(entries)
-                remembered = dialect.known_format().remembered(entries)
-                found.append(Found(where or "the top", state, policy, remembered))
+                form = dialect.known_format()
+                remembered, guards = form.remembered(entries), form.guards(entries)
+                found.append(Found(where or "the top", state, policy, remembered, guards))
         except (CheckpointError, PolicyError) as problem:
             problems.append(problem)
     return found, problems

@@ -8,11 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from preamp.checks import shown
 from preamp.errors import CheckpointError, PolicyError
 from preamp.policy import Compat, Dynamic, Moving, Policy, State
+
+GuardState: TypeAlias = "dict[str, float | list[float] | GuardState]"
 
 
 class Format(ABC):
@@ -65,6 +67,14 @@ class Format(ABC):
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return entries together with what `remembered` returned; None if the format cannot hold both."""
+        return None
+
+    def guards(self, saved: Mapping[str, Any]) -> list[GuardState]:
+        """Return the states of the guard that preamp saves besides: one, or one for each optimizer."""
+        return []
+
+    def with_guards(self, saved: Mapping[str, Any], guards: list[GuardState]) -> dict[str, Any] | None:
+        """Return entries together with what `guards` returned; None if the format cannot hold both."""
         return None
 
 
@@ -133,6 +143,23 @@ def numbers(saved: object, *, without: str = "") -> dict[str, float]:
     """Return all entries as numbers, except for one."""
     named = entries_of(saved)
     return {name: number(named, name) for name in named if name != without}
+
+
+def guard_state(saved: object) -> GuardState:
+    """Return a guard's saved state in Python numbers. Which names it has is known to the guard alone."""
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(
+            f"the saved {shown(saved)} is not a guard's state. Leave it out to start again."
+        )
+    state: GuardState = {}
+    for name, part in saved.items():
+        if isinstance(part, Mapping):
+            state[name] = guard_state(part)
+        elif isinstance(part, list | tuple) or getattr(part, "shape", ()) != ():
+            state[name] = [number({name: one}, name) for one in part]
+        else:
+            state[name] = number(saved, name)
+    return state
 
 
 def compat_of(policy: Policy[Any]) -> Compat:

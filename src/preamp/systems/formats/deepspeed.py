@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 from preamp.policy import Policy, State, Static
 from preamp.systems.formats.base import (
     Format,
+    GuardState,
     count,
     entries_of,
     flag,
+    guard_state,
     hysteresis,
     number,
     numbers,
@@ -18,6 +20,7 @@ from preamp.systems.formats.base import (
 )
 
 OURS, BESIDE = "preamp_state", "beside"  # the state of a rule DeepSpeed lacks, and the counts it is valid for
+GUARD = "preamp_guard"  # the state of a guard
 COUNTS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -108,6 +111,12 @@ class DeepSpeedZero(DeepSpeed):
         beside = {name: saved[name] for name in COUNTS if name in saved}
         return {**saved, OURS: {BESIDE: beside, **remembered}}
 
+    def guards(self, saved: Mapping[str, Any]) -> list[GuardState]:
+        return [guard_state(saved[GUARD])] if GUARD in saved else []
+
+    def with_guards(self, saved: Mapping[str, Any], guards: list[GuardState]) -> dict[str, Any] | None:
+        return {**saved, GUARD: guards[0]} if len(guards) == 1 else None
+
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         common = DeepSpeed.save(self, state, policy)
         if isinstance(policy, Static):
@@ -130,15 +139,25 @@ class DeepSpeedStage0(DeepSpeed):
 
     def settings(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         ours = entries_of(saved.get("preamp"))
-        counted = {"hysteresis": count(ours, "delayed_shift")} if ours else {}
+        counted = {"hysteresis": count(ours, "delayed_shift")} if "delayed_shift" in ours else {}
         return {**DeepSpeed.settings(self, saved), **counted}
 
     def bad(self, saved: Mapping[str, Any]) -> int:
         ours = entries_of(saved.get("preamp"))
-        return count(ours, "delayed_shift") - count(ours, "cur_hysteresis") if ours else 0
+        counts = "delayed_shift" in ours
+        return count(ours, "delayed_shift") - count(ours, "cur_hysteresis") if counts else 0
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         return numbers(entries_of(saved.get("preamp")).get(OURS), without=BESIDE)
+
+    def guards(self, saved: Mapping[str, Any]) -> list[GuardState]:
+        ours = entries_of(saved.get("preamp"))
+        return [guard_state(ours[GUARD])] if GUARD in ours else []
+
+    def with_guards(self, saved: Mapping[str, Any], guards: list[GuardState]) -> dict[str, Any] | None:
+        if len(guards) != 1:
+            return None
+        return {**saved, "preamp": {**entries_of(saved.get("preamp")), GUARD: guards[0]}}
 
     def save(self, state: object, policy: object) -> dict[str, Any]:
         return {"cur_iter": 0, **DeepSpeed.save(self, state, policy)}

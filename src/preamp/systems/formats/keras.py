@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from preamp.errors import CheckpointError
 from preamp.policy import FloorState, HeadroomState, LogMaxState, State, TolerantState
-from preamp.systems.formats.base import Counting, Format, count, entries_of, number
+from preamp.systems.formats.base import (
+    Counting,
+    Format,
+    GuardState,
+    count,
+    entries_of,
+    guard_state,
+    number,
+)
 
 STATES = (FloorState, HeadroomState, LogMaxState, TolerantState)
 MEMORY = sorted({name for kind in STATES for name in kind._fields}.difference(State._fields))  # as variables
@@ -25,6 +34,13 @@ class TfKeras(Counting):
         ours = {name: number(saved, name) for name in MEMORY if name in saved}
         policy = entries_of(saved.get("policy"))
         return {"policy": policy["class"], **ours} if "class" in policy else ours
+
+    def guards(self, saved: Mapping[str, Any]) -> list[GuardState]:
+        state = nested_guard(saved)
+        return [guard_state(state)] if state else []
+
+    def with_guards(self, saved: Mapping[str, Any], guards: list[GuardState]) -> dict[str, Any] | None:
+        return {**saved, **_flat("guard", guards[0])} if len(guards) == 1 else None
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {**Counting.save(self, state, policy), self.INTERVAL: policy.growth_interval}
@@ -45,3 +61,29 @@ class Keras(TfKeras):
 
     def bad(self, saved: Mapping[str, Any], policy: object) -> int:
         return count(saved, "overflow_counter") if "overflow_counter" in saved else 0
+
+
+def nested_guard(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a guard's state for variables by name, such as "guard.loss.level"; empty if there are none."""
+    state: dict[str, Any] = {}
+    for name, value in saved.items():
+        parts = str(name).split(".")
+        if parts[0] == "guard" and len(parts) > 1:
+            inside: Any = state
+            for part in parts[1:-1]:
+                inside = inside.setdefault(part, {})
+                if not isinstance(inside, dict):
+                    raise CheckpointError(
+                        f"the saved {name} is inside a number. Leave it out to start again."
+                    )
+            inside[parts[-1]] = value
+    return state
+
+
+def _flat(name: str, state: Any) -> dict[str, Any]:
+    """Return the names and values of variables for what is in a guard's state under a name."""
+    if not isinstance(state, Mapping):
+        return {name: state}
+    return {
+        key: value for inner, part in state.items() for key, value in _flat(f"{name}.{inner}", part).items()
+    }

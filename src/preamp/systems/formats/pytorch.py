@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from preamp.checks import shown
 from preamp.errors import CheckpointError
 from preamp.policy import TolerantState
 from preamp.systems.formats.base import (
     Counting,
     Format,
+    GuardState,
     backoff_factor,
     count,
     entries_of,
+    guard_state,
     hysteresis,
     number,
     numbers,
@@ -45,12 +48,21 @@ class Torch(Counting):
         return count(ours, "bad") if "bad" in ours else 0
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        ours = entries_of(saved.get(OURS))
-        guard = {"guard": ours["guard"]} if "guard" in ours else {}
-        return {**numbers(ours, without="guard"), **guard}
+        return numbers(saved.get(OURS), without="guard")
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
         return {**saved, OURS: dict(remembered)}  # PyTorch's own scaler ignores it
+
+    def guards(self, saved: Mapping[str, Any]) -> list[GuardState]:
+        states = entries_of(saved.get(OURS)).get("guard", [])
+        if not isinstance(states, list | tuple):
+            raise CheckpointError(
+                f"the saved guard={shown(states)} is not a list of states. Leave it out to start again."
+            )
+        return list(map(guard_state, states))
+
+    def with_guards(self, saved: Mapping[str, Any], guards: list[GuardState]) -> dict[str, Any] | None:
+        return {**saved, OURS: {**saved.get(OURS, {}), "guard": guards}}
 
     def save(self, state: Any, policy: Any) -> dict[str, Any]:
         return {
@@ -70,6 +82,9 @@ class Nemo(Torch):
         return hysteresis(policy) - count(saved, "_hysteresis_tracker")
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> None:
+        return None
+
+    def with_guards(self, saved: Mapping[str, Any], guards: list[GuardState]) -> None:
         return None
 
     def save(self, state: object, policy: object) -> dict[str, Any]:
