@@ -155,7 +155,7 @@ def test_a_guard_of_a_scaler_resumes_after_a_conversion_and_back(
         assert ", the guard's state from" in line
         assert "guard's state (saved" not in line
     saved = torch.load(back)
-    assert saved["preamp_state"]["guard"] == scaler.state_dict()["preamp_state"]["guard"]
+    assert saved["preamp_state"]["guard"] == list(scaler.state_dict()["preamp_state"]["guard"])
     for state_dict, reason in ((saved, "spike"), ({**saved, "preamp_state": {}}, None)):
         again = GradScaler("cpu", guard=guard)
         again.load_state_dict(state_dict)

@@ -389,7 +389,8 @@ def guarded(
     Args:
         losses: of each step, one for each rank.
         norms: of each step's gradients, over all ranks.
-        agree: "world", "half" for a group of this rank alone, "reduce" or None.
+        agree: "world", "half" for a group of this rank alone, "reduce", "reduce alone" of this rank's numbers
+            alone, "trainers" where only the first two ranks train, or None.
         sharded: whether each rank has a part of the gradients, or all of them.
         capturable: as for the scaler.
     """
@@ -399,12 +400,23 @@ def guarded(
         how = {"process_group": [dist.new_group([one]) for one in range(ranks)][rank]}
     if agree == "reduce":
         how = {"reduce": lambda numbers: dist.all_reduce(numbers)}
+    if agree == "reduce alone":
+        how = {"reduce": lambda numbers: numbers if numbers.shape == (2,) else 1 / 0}
+    if agree == "trainers":
+        trainers = dist.new_group([0, 1])
+        if rank > 1:  # they sample, and meet nobody
+            return {"seen": [], "calls": [], "losses": []}
+        how = {"loss_group": trainers}
+        if sharded:
+            how["process_group"] = trainers
+            ranks = 2
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1e-3)
     guard = preamp.guards.SpikeGuard(warmup=4)
     scaler = preamp.torch.GradScaler("cpu", guard=guard, capturable=capturable, **how)
     seen: list[Any] = []
     calls: list[int] = []
+    told: list[float | None] = []
     with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as all_reduce:
         for mine, norm in zip(losses, norms, strict=True):
             optimizer.zero_grad()
@@ -417,7 +429,8 @@ def guarded(
             step = scaler.last_step
             assert step is not None
             seen.append([step.reason, step.spike and step.spike.of, step.scale, weight.item()])
-    return {"seen": seen, "calls": calls}
+            told.append(step.loss)
+    return {"seen": seen, "calls": calls, "losses": told}
 
 
 SCENARIOS: dict[str, Callable[..., Seen]] = {

@@ -476,7 +476,8 @@ def test_gradients_that_are_final_only_after_communication_cannot_be_watched(two
 GUARDED: dict[str, tuple[dict[str, Any], int]] = {  # and how many all-reduces a step costs
     "DDP, whose gradients need none": ({"agree": None, "sharded": False}, 1),
     "shards, in the all-reduce of the norm": ({"agree": "world", "sharded": True}, 1),
-    "a function of the user's": ({"agree": "reduce", "sharded": True}, 1),
+    "a function of the user's": ({"agree": "reduce", "sharded": True}, 2),
+    "a function over the shards of a copy": ({"agree": "reduce alone", "sharded": False}, 1),
     "groups that hold copies of each other": ({"agree": "half", "sharded": False}, 2),
 }
 
@@ -484,13 +485,24 @@ GUARDED: dict[str, tuple[dict[str, Any], int]] = {  # and how many all-reduces a
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("kind", GUARDED)
 def test_ranks_with_other_losses_skip_the_same_spikes(two: Ranks, kind: str, capturable: bool) -> None:
-    how, calls = GUARDED[kind]
+    check_guarded(two, *GUARDED[kind], capturable)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_group_of_ranks_trains_with_a_guard_while_the_others_do_something_else(
+    four: Ranks, sharded: bool
+) -> None:
+    check_guarded(four, {"agree": "trainers", "sharded": sharded}, 1, False)
+
+
+def check_guarded(ranks: Ranks, how: dict[str, Any], calls: int, capturable: bool) -> None:
+    """Have two ranks train with losses of their own, and compare with a simulation."""
     losses = [[2.0 + 0.1 * (step % 3), 2.5 - 0.1 * (step % 2)] for step in range(14)]
     norms = [1.0 + 0.1 * (step % 4) for step in range(14)]
     losses[8][1] = 60.0  # on one rank only
     norms[10] = 30.0
     losses[12][0] = math.nan
-    first, second = two("guarded", losses=losses, norms=norms, capturable=capturable, **how)
+    first, second, *_ = ranks("guarded", losses=losses, norms=norms, capturable=capturable, **how)
     assert repr(first["seen"]) == repr(second["seen"])
     means = [sum(pair) / 2 for pair in losses]
     readings = [
@@ -502,3 +514,6 @@ def test_ranks_with_other_losses_skip_the_same_spikes(two: Ranks, kind: str, cap
     ]
     assert [step.index for step in expected if step.skipped] == [8, 10, 12]
     assert set(first["calls"]) == {calls}
+    # The record has the loss that the guard was given, so that the trace of one rank can be replayed.
+    assert repr(first["losses"]) == repr(second["losses"])
+    assert first["losses"] == pytest.approx(means, rel=1e-6, nan_ok=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import Dynamic, LossyConversion, Reading, Static, Trace, dialects, guards, simulate
@@ -310,13 +313,137 @@ def test_a_checkpoint_of_another_guard_is_refused_and_changes_nothing() -> None:
     first, second = Run(guards.OLMO), Run(guards.SpikeGuard())
     first.step(2.0, 1.0)
     before = second.scaler.state_dict()
-    with pytest.raises(PolicyError, match="Leave it out to start the guard again"):
+    with pytest.raises(PolicyError, match=r"del state_dict\['preamp_state'\]\['guard'\]"):
         second.scaler.load_state_dict(first.scaler.state_dict())
     assert second.scaler.state_dict() == before
     torch_one = torch.amp.GradScaler("cpu", init_scale=4.0)
     torch_one.scale(torch.ones(()))
     second.scaler.load_state_dict(torch_one.state_dict())  # without a guard it starts again
     assert second.scaler.get_scale() == 4.0
+
+
+class Pair:
+    """Two optimizers of one scaler, as of a GAN; the losses of the second are a hundred times as large."""
+
+    def __init__(self, sizes: tuple[int, int] = (1, 3)) -> None:
+        self.scaler = GradScaler("cpu", policy=Static(1.0), guard=guards.SpikeGuard())
+        weights = [[torch.nn.Parameter(torch.ones(1)) for _ in range(size)] for size in sizes]
+        self.optimizers = [torch.optim.SGD(some, lr=1e-6) for some in weights]
+        self.drawn = random.Random(0)
+
+    def step(self, which: int, factor: float = 1.0) -> bool:
+        """Take a step of one of them; return whether it was skipped."""
+        optimizer = self.optimizers[which]
+        optimizer.zero_grad()
+        value = factor * 100.0**which * (1.0 + 0.01 * self.drawn.random())
+        loss: torch.Tensor = sum(w.sum() for w in optimizer.param_groups[0]["params"])  # type: ignore[assignment]
+        self.scaler.scale(loss * (value / loss.item())).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        assert self.scaler.last_step is not None
+        return self.scaler.last_step.skipped
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            assert not self.step(0)
+            assert not self.step(1)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_each_optimizer_gets_its_own_state_from_a_checkpoint_whichever_steps_first(first: int) -> None:
+    before, after = Pair(), Pair()
+    before.steps(40)
+    after.scaler.load_state_dict(pickle.loads(pickle.dumps(before.scaler.state_dict())))
+    for which in (first, 1 - first):
+        assert not after.step(which)
+        assert after.step(which, 5.0)
+    assert after.scaler.state_dict()["preamp_state"]["guard_of"] == tuple(
+        (size, size) for size in ((1, 3) if first == 0 else (3, 1))
+    )
+
+
+def test_what_a_scaler_remembers_of_optimizers_follows_a_checkpoint_in_the_process() -> None:
+    pair = Pair()
+    assert not pair.step(0)
+    early = copy.deepcopy(pair.scaler.state_dict())
+    pair.steps(30)
+    pair.scaler.load_state_dict(early)
+    assert not pair.step(1, 50.0)  # in its warm-up
+    other = Pair((2, 4))
+    other.scaler.load_state_dict(early)
+    with pytest.warns(UserWarning, match="again for an optimizer of 4 parameters.* for optimizers of 1"):
+        other.step(1)
+    plain = GradScaler("cpu", policy=Static(1.0))
+    plain.scale(torch.ones(()))
+    pair.scaler.load_state_dict(plain.state_dict())
+    assert not pair.step(1)
+    assert not pair.step(0, 50.0)
+
+
+def test_optimizers_of_one_size_get_their_states_in_order_and_a_warning_says_so() -> None:
+    before, after = Pair((2, 2)), Pair((2, 2))
+    before.steps(20)
+    after.scaler.load_state_dict(before.scaler.state_dict())
+    with pytest.warns(UserWarning, match="in the order in which the optimizers take their first steps"):
+        after.step(0)
+    assert after.step(1, 5.0)
+
+
+def test_an_optimizer_that_is_gone_is_forgotten() -> None:
+    pair = Pair()
+    pair.steps(20)
+    for _ in range(3):
+        pair.optimizers[0] = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-6)
+        assert not pair.step(0, 50.0)  # a new one, in its warm-up
+    gc.collect()
+    assert len(pair.scaler.state_dict()["preamp_state"]["guard"]) == 2
+
+
+def test_a_scaler_without_a_guard_warns_that_it_drops_the_state_of_one() -> None:
+    pair, plain = Pair(), GradScaler("cpu", policy=Static(1.0))
+    pair.steps(2)
+    with pytest.warns(UserWarning, match="and this scaler has none: spikes are taken. Write GradScaler"):
+        plain.load_state_dict(pair.scaler.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_is_saved_and_loaded_by_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    before, after = Pair(), Pair()
+    before.steps(20)
+    dcp.save({"scaler": before.scaler}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"scaler": after.scaler}, checkpoint_id=tmp_path, no_dist=True)
+    assert after.scaler.state_dict() == before.scaler.state_dict()
+    assert after.step(1, 5.0)
+
+
+def test_a_loss_of_a_validation_is_none_of_the_next_step() -> None:
+    run = Run(guards.SpikeGuard())
+    for _ in range(20):
+        run.step(2.0, 1.0)
+    with torch.no_grad():
+        run.scaler.scale(loss_of(run.weight, 50.0, 1.0))
+    run.step(2.0, 1.0)
+    assert run.trace[20].loss == 2.0
+    assert not run.trace[20].skipped
+
+
+def test_a_guard_that_skips_and_skips_is_told_of() -> None:
+    run = Run(guards.NormLimit(0.5))
+    for _ in range(99):
+        run.step(2.0, 1.0)
+    said = r"NormLimit\(threshold=0.5\) has skipped 100 steps in a row"
+    with pytest.warns(UserWarning, match=said) as found:
+        run.step(2.0, 1.0)
+    assert [warning.filename for warning in found] == [__file__]
+    for _ in range(150):
+        run.step(2.0, 1.0)
+
+
+def test_a_group_of_losses_needs_a_guard_that_uses_them() -> None:
+    with pytest.raises(PolicyError, match="is for a guard that uses the loss"):
+        GradScaler("cpu", loss_group=object(), guard=guards.NormLimit(1.0))
+    with pytest.raises(PolicyError, match=r"loss_group=3 is not a ProcessGroup. Write"):
+        GradScaler("cpu", loss_group=3, guard=guards.SpikeGuard())
 
 
 def test_a_scaler_with_a_guard_can_be_pickled() -> None:

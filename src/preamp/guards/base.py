@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from preamp.checks import is_number, shown
+from preamp.checks import is_number
 from preamp.errors import PolicyError
 from preamp.policy.base import Reading, Scalar, Where, changed_settings, choose, describe_settings
 
@@ -185,8 +185,7 @@ def _restored(like: Any, saved: Any, guard: Guard[Any]) -> Any:
     elif _is_float(saved):
         return float(saved)
     raise PolicyError(
-        f"the saved state is not one of {guard!r}: another guard saved it, or the same with another window. "
-        f"What does not fit is {shown(saved)}."
+        f"the saved state is not one of {guard!r}: another guard saved it, or the same with another window."
     )
 
 

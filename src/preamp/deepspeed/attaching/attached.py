@@ -49,7 +49,7 @@ from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
 from preamp.systems.formats.deepspeed import GUARD
 from preamp.torch.scaling.gradient_stats import GradientStats, Losses, UnreadLoss, combined
-from preamp.torch.scaling.guarding import loss_of, mean_over_all_ranks
+from preamp.torch.scaling.guarding import loss_of, mean_over_ranks
 
 Original: TypeAlias = Callable[..., Any]  # the method of DeepSpeed that was replaced
 
@@ -327,7 +327,7 @@ class Attached:
     def _mean_loss(self, guard: Guard[Any]) -> float:
         """Return the mean loss over all ranks."""
         loss = loss_of(self._losses, "engine.backward(loss)", guard, may_lack=False)
-        return float(mean_over_all_ranks(loss, device_of_ranks()))
+        return float(mean_over_ranks(loss, device_of_ranks()))
 
     def _measure(self) -> GradientStats | None:
         """Return statistics of the scaled gradients of all ranks, for a policy that uses them."""

@@ -6,7 +6,7 @@ A number is anything that `float` takes, so that no framework is needed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -139,10 +139,10 @@ def flag(saved: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def numbers(saved: object, *, without: str = "") -> dict[str, float]:
-    """Return all entries as numbers, except for one."""
+def numbers(saved: object, *, without: Collection[str] = ()) -> dict[str, float]:
+    """Return all entries as numbers, except for some."""
     named = entries_of(saved)
-    return {name: number(named, name) for name in named if name != without}
+    return {name: number(named, name) for name in named if name not in without}
 
 
 def guard_state(saved: object) -> GuardState:

@@ -105,7 +105,7 @@ class DeepSpeedZero(DeepSpeed):
         return patience - count(saved, "cur_hysteresis") if patience > 1 else 0
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return numbers(saved.get(OURS), without=BESIDE)
+        return numbers(saved.get(OURS), without=(BESIDE,))
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
         beside = {name: saved[name] for name in COUNTS if name in saved}
@@ -148,7 +148,7 @@ class DeepSpeedStage0(DeepSpeed):
         return count(ours, "delayed_shift") - count(ours, "cur_hysteresis") if counts else 0
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return numbers(entries_of(saved.get("preamp")).get(OURS), without=BESIDE)
+        return numbers(entries_of(saved.get("preamp")).get(OURS), without=(BESIDE,))
 
     def guards(self, saved: Mapping[str, Any]) -> list[GuardState]:
         ours = entries_of(saved.get("preamp"))

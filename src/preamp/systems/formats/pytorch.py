@@ -48,7 +48,7 @@ class Torch(Counting):
         return count(ours, "bad") if "bad" in ours else 0
 
     def remembered(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return numbers(saved.get(OURS), without="guard")
+        return numbers(saved.get(OURS), without=("guard", "guard_of"))
 
     def with_remembered(self, saved: dict[str, Any], remembered: Mapping[str, Any]) -> dict[str, Any] | None:
         return {**saved, OURS: dict(remembered)}  # PyTorch's own scaler ignores it

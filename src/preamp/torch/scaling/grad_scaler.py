@@ -43,11 +43,12 @@ from preamp.torch.scaling.gradient_stats import (
     MeasuredGradients,
     Number,
     gradient_stats,
+    mean_in,
     measured_of,
     recorded,
     step_of,
 )
-from preamp.torch.scaling.guarding import Guarding, loss_and_count, loss_of, mean_over_all_ranks
+from preamp.torch.scaling.guarding import Guarding, loss_and_count, loss_of, mean_over_ranks
 from preamp.torch.scaling.loss_scale import (
     SETTINGS,
     DeviceScale,
@@ -69,7 +70,7 @@ from preamp.torch.scaling.optimizers import (
     step_takes,
     warn_of_small_eps,
 )
-from preamp.torch.scaling.ranks import Agreement, number_of_ranks
+from preamp.torch.scaling.ranks import Agreement, check_loss_group, number_of_ranks
 from preamp.torch.scaling.shared_gradients import AlreadyUnscaled
 from preamp.torch.scaling.undo import Snapshot, init_optimizer_state, step_where
 
@@ -216,14 +217,18 @@ class GradScaler(torch.amp.GradScaler):
             that was taken, or when the scaler was made or loaded, if that was later. Costs a copy of all
             buffers of `model` a step, on their device, and on an accelerator one read.
         guard: any guard of `preamp.guards`, to skip steps whose loss or gradient norm is a spike. Measures
-            the norm as `max_norm` does. To guard without scaling: `policy=Static(1.0)`. The loss is the mean
-            over all ranks, at the cost of one all-reduce a step where gradients need none.
+            the norm as `max_norm` does. To guard without scaling: `policy=Static(1.0)`.
+        loss_group: the ranks over which a guard takes the mean of the losses: all that have to make the same
+            decision, such as every replica and every shard of one model. Without it all ranks of the job,
+            which then all have to step. One all-reduce a step, unless that of the gradients is over the same
+            ranks.
 
     Attributes:
         policy: the rule in force.
         last_step: the latest `Step`: available after `step`, complete after `update`. None before. Its `loss`
             is the sum of the losses that were scaled on this rank since the previous update; if a closure is
-            evaluated several times, as by LBFGS, those of the last evaluation. It is None if one of them was
+            evaluated several times, as by LBFGS, those of the last evaluation. With a guard that uses the
+            loss it is the mean over ranks, which the guard was given. It is None if one of them was
             not a single number, or was changed in place (`loss.mul_(2)`) before it was read. With
             `enabled=False`, `skipped` is False, and `finite` is True unless `max_norm` found a norm that is
             not finite; `grad_norm` is that norm.
@@ -264,6 +269,7 @@ class GradScaler(torch.amp.GradScaler):
         model: torch.nn.Module | None = None,
         restore_buffers: bool = False,
         guard: Guard[Any] | None = None,
+        loss_group: Any = None,
     ) -> None:
         check_device(device)
         callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
@@ -277,10 +283,11 @@ class GradScaler(torch.amp.GradScaler):
         self._meter = GradientMeter(Agreement(process_group, reduce))
         if given_guard(guard) is not None and not enabled:
             raise PolicyError(
-                f"enabled=False skips no step, so guard={guard!r} would do nothing. To guard without "
-                "scaling, write GradScaler(policy=Static(1.0), guard=guard)."
+                f"guard={guard!r} has no effect with enabled=False. To guard without scaling, write "
+                "GradScaler(policy=Static(1.0), guard=guard)."
             )
-        self._guarding = None if guard is None else Guarding(guard)
+        check_loss_group(loss_group, guard)
+        self._guarding = None if guard is None else Guarding(guard, loss_group)
         self._capturable = capturable
         if capturable and on_step is not None:
             raise _needs_reads(
@@ -554,7 +561,7 @@ class GradScaler(torch.amp.GradScaler):
             more = {name: value for name, value in numbers.items() if name not in ("scale", "good")}
         steps = int(self._loss_scale.steps)
         if self._guarding is not None:
-            more["guard"] = self._guarding.state_dict()
+            more |= self._guarding.state_dict()
         if steps or more:
             state["preamp_state"] = {**more, "steps": steps}
         return state
@@ -575,9 +582,15 @@ class GradScaler(torch.amp.GradScaler):
             numbers, settings = self._saved(state_dict)
             before = self._known_scale()
             policy_state = self.policy.restore(numbers)
-            guards = [] if self._guarding is None else self._guarding.check(numbers.get("guard", []))
             if self._guarding is not None:
-                self._guarding.load(guards)
+                self._guarding.load(self._guarding.check(numbers))
+            elif numbers.get("guard"):
+                warnings.warn(
+                    "The checkpoint holds the state of a guard, and this scaler has none: spikes are taken. "
+                    "Write GradScaler(..., guard=SpikeGuard()), or del state_dict['preamp_state']['guard'] "
+                    "before load_state_dict.",
+                    stacklevel=level_of_caller("torch"),
+                )
             if self._owns_policy:
                 self._set_policy(changed_policy(self.policy, **settings))
             self._loss_scale.set_state(policy_state)
@@ -606,7 +619,7 @@ class GradScaler(torch.amp.GradScaler):
         numbers, settings = numbers_and_settings(state_dict)
         self.policy.restore(numbers)
         if self._guarding is not None:
-            self._guarding.check(numbers.get("guard", []))
+            self._guarding.check(numbers)
         if self._owns_policy:
             changed_policy(self.policy, **settings)
         return numbers, settings
@@ -1090,7 +1103,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         assert self._guarding is not None  # the caller asked
         if loss is not None:
-            loss = float(mean_over_all_ranks(loss, torch.device(self._device)))
+            loss = float(mean_over_ranks(loss, torch.device(self._device), self._guarding.loss_group))
         measured = MeasuredGradients(self._loss_scale.snapshot(), finite, norm)
         measured.guard = self._guarding.judge(optimizer, measured, loss)
         self._guarding.commit()
@@ -1264,8 +1277,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> tuple[Number | None, Tensor | None]:
         """Return the mean loss over ranks or, if it is to join an all-reduce of gradients, its addends.
 
-        It joins where the ranks of the gradients are all there are. Ranks that hold copies of a model see
-        other losses, and have to decide alike: then all ranks agree on the loss by itself.
+        It joins where the ranks of the gradients are those of the loss. Ranks that hold copies of a model see
+        other losses, and have to make the same decision: then the loss has an all-reduce of its own.
         """
         guarding = self._guarding
         if guarding is None or not guarding.uses_loss:
@@ -1273,11 +1286,12 @@ class GradScaler(torch.amp.GradScaler):
         if read:
             self._losses.read()
         agreement = self._meter.agreement
-        lacks = self._loss_is_elsewhere() and number_of_ranks() > 1
+        group = guarding.loss_group
+        lacks = self._loss_is_elsewhere() and number_of_ranks(group) > 1
         loss = loss_of(self._losses, self._how_to_scale, guarding.guard, may_lack=lacks)
-        if joins and agreement.needed(gradients.meshes) and agreement.spans_all(gradients.meshes):
+        if joins and agreement.needed(gradients.meshes) and agreement.is_over(group, gradients.meshes):
             return None, loss_and_count(loss, device)
-        return mean_over_all_ranks(loss, device), None
+        return mean_over_ranks(loss, device, group), None
 
     def _inverse(self, scale: Tensor) -> Tensor:
         known = self._known_scale()
@@ -1468,6 +1482,8 @@ class GradScaler(torch.amp.GradScaler):
         loss = self._losses.take()
         if not steps:
             return
+        if self._guarding is not None and self._guarding.uses_loss and number_of_ranks() > 1:
+            loss = mean_in(list(steps.values())[-1]) or loss
         index = (self._loss_scale.steps if state is None else state.steps) - 1
         buffers = tuple if self._buffers is None else self._buffers_after(self._buffers, steps)
         record = partial(step_of, index=index, new_scale=new_scale, loss=loss, buffers=buffers)

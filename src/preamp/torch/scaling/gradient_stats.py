@@ -467,6 +467,14 @@ def read_loss(loss: UnreadLoss | float | None) -> float | None:
     return loss.read() if isinstance(loss, UnreadLoss) else loss
 
 
+def mean_in(step: MeasuredGradients) -> UnreadLoss | float | None:
+    """Return the mean loss over ranks that a guard was given, unread if it is on a device."""
+    if step.guard is None:
+        return None
+    loss = step.guard.loss
+    return UnreadLoss(loss, Stamp.of(loss)) if isinstance(loss, Tensor) else float(loss)
+
+
 def culprits_of(steps: Sequence[MeasuredGradients]) -> tuple[str, ...]:
     """Return the names of the parameters whose gradients are not finite, of all optimizers."""
     return tuple(name for step in steps for name in step.culprits())
@@ -499,7 +507,8 @@ class UnreadLoss:
 class Losses:
     """The sum of the losses on this rank that were scaled since the last update, not scaled themselves.
 
-    That is the loss whose gradients the step applies, where each is scaled once. One loss is kept as it is;
+    That is the loss whose gradients the step applies, where each is scaled once. One that is scaled while
+    gradients are disabled is none of them. One loss is kept as it is;
     every further one costs an addition. Of a closure that is evaluated several times, the last evaluation
     counts. The sum is not known if one of the losses is not a single number, is a tensor of another class (a
     DTensor may be read by all ranks together only), was scaled inside a function transform, or was changed in
@@ -537,6 +546,8 @@ class Losses:
 
     def add(self, loss: Any) -> None:
         """Add a loss that is about to be scaled. It is not read."""
+        if not torch.is_grad_enabled():  # of a validation
+            return
         if torch.compiler.is_compiling():
             if self.keeps_in_graphs and isinstance(loss, Tensor) and loss.numel() == 1:
                 number = loss.detach().float().view(())

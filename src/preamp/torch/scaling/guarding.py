@@ -5,39 +5,86 @@ Each optimizer has statistics of its own: the norms of two optimizers' gradients
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from preamp.arrays.torch_devices import widest
-from preamp.checks import shown
+from preamp.checks import level_of_caller, shown
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.guards.base import dump_state, map_state
+from preamp.guards.skips import SkipsInARow
 from preamp.policy import choose
 from preamp.scaling import GuardRecord, Measured, judge
 from preamp.torch.scaling.gradient_stats import Losses, MeasuredGradients, Number, UnreadLoss
 from preamp.torch.scaling.ranks import number_of_ranks
 
+TO_RESTART = "To start the guard again, write del state_dict['preamp_state']['guard'] before load_state_dict."
+
+
+class Size(NamedTuple):
+    """What an optimizer is recognized by in a checkpoint.
+
+    Attributes:
+        tensors: how many parameters it has.
+        entries: how many entries these have; on this rank, where shards are flat.
+    """
+
+    tensors: int
+    entries: int
+
+    @classmethod
+    def of(cls, optimizer: Any) -> Size:
+        """Return the size of an optimizer."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return cls(len(parameters), sum(parameter.numel() for parameter in parameters))
+
+
+@dataclass
+class Track:
+    """What a guard remembers of one optimizer.
+
+    Attributes:
+        state: the guard's state, in Python numbers or in tensors.
+        size: of the optimizer; None for a state from another framework.
+        after: what was decided in this iteration, until it is committed.
+        finite: whether its last gradients were.
+        optimizer: a reference that does not keep it alive.
+    """
+
+    state: Any
+    size: Size | None
+    after: GuardRecord[Any] | None = None
+    finite: bool | Tensor = True
+    optimizer: weakref.ref[Any] | None = None
+
 
 class Guarding:
-    """A guard's states, one for each optimizer in the order in which they first stepped.
+    """A guard's states, one for each optimizer.
 
     Args:
         guard: the rule.
+        loss_group: the ranks whose mean loss it judges; None for all.
     """
 
-    def __init__(self, guard: Guard[Any]) -> None:
-        self.guard = guard
+    def __init__(self, guard: Guard[Any], loss_group: Any = None) -> None:
+        self.guard, self.loss_group = guard, loss_group
         self.uses_loss, self.uses_norm = "loss" in guard.uses, "grad_norm" in guard.uses
-        self._states: list[Any] = []
-        self._places: dict[int, int] = {}  # by the optimizer's id
-        self._after: dict[int, GuardRecord[Any]] = {}  # of this iteration, by place
+        self._skips = SkipsInARow(guard)
+        self._tracks: dict[int, Track] = {}  # by the optimizer's id, in the order of their first steps
+        self._saved: list[Track] = []  # of a checkpoint, until an optimizer takes its first step
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_states": self._on_host(), "_places": {}, "_after": {}}
+        return {**self.__dict__, "_tracks": {}, "_saved": self._on_host()}
 
     @torch.no_grad()
     def judge(self, optimizer: object, measured: MeasuredGradients, loss: Number | None) -> GuardRecord[Any]:
@@ -48,67 +95,131 @@ class Guarding:
             measured: what was found in its gradients, in Python numbers or in tensors.
             loss: the mean over ranks; None for a guard that does not use it.
         """
-        place = self._places.setdefault(id(optimizer), len(self._places))
-        if place == len(self._states):
-            self._states.append(self.guard.start())
-        state = self._states[place]
+        if id(optimizer) not in self._tracks:
+            self._begin(optimizer)
+        track = self._tracks[id(optimizer)]
         norm = None if measured.norm is None else measured.norm / measured.divisor
         finite = measured.finite
         if isinstance(finite, Tensor):
-            state = self._states[place] = _to_device(state, finite.device)
+            track.state = _to_device(track.state, finite.device)
             loss, norm = [_here(one, finite.device) for one in (loss, norm)]
             where: Any = torch.where
         else:
-            state = self._states[place] = _to_host(state)
+            track.state = _to_host(track.state)
             loss, norm = [None if one is None else float(one) for one in (loss, norm)]
             where = choose
         one = Measured(finite, measured.scale, norm, loss=loss)
-        self._after[place] = record = judge(self.guard, state, one, where)
+        track.after = record = judge(self.guard, track.state, one, where)
+        track.finite = finite
         return record
 
     @torch.no_grad()
     def commit(self) -> None:
         """Remember the steps of this iteration."""
-        for place, record in self._after.items():
-            before = self._states[place]
-            if isinstance(record.taken, Tensor):  # in place: a captured graph reads and writes these tensors
-                for old, new in zip(_tensors(before), _tensors(record.state), strict=True):
-                    old.copy_(new)
+        for track in self._tracks.values():
+            record, track.after = track.after, None
+            if record is None:
+                continue
+            if isinstance(record.taken, Tensor):
+                _write(track.state, record.state)
             else:
-                self._states[place] = record.state
-        self._after = {}
+                track.state = record.state
+                self._skips.note(record.taken, record.taken or bool(track.finite), "torch")
 
     def forget(self) -> None:
         """Forget what was judged in this iteration."""
-        self._after = {}
+        for track in self._tracks.values():
+            track.after = None
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the states in Python numbers. Reads the device they are on."""
-        return list(map(dump_state, self._on_host()))
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states and the sizes of their optimizers, in Python numbers. Reads the device.
 
-    def check(self, saved: object) -> list[Any]:
+        Tuples, because `torch.distributed.checkpoint` saves them whole, of whatever length.
+        """
+        tracks = self._on_host()
+        sizes = tuple(None if track.size is None else tuple(track.size) for track in tracks)
+        return {"guard": tuple(dump_state(track.state) for track in tracks), "guard_of": sizes}
+
+    def check(self, saved: Mapping[str, Any]) -> list[Track]:
         """Return the states that a checkpoint holds.
+
+        Args:
+            saved: the entries of `state_dict`, among others. Without them there are no states.
 
         Raises:
             PolicyError: for what this guard has not saved.
         """
-        if not isinstance(saved, list | tuple):
-            raise PolicyError(f"{shown(saved)} is not a list of a guard's states. Leave it out to start it.")
-        return list(map(self.guard.restore, saved))
+        states, sizes = saved.get("guard", ()), saved.get("guard_of")
+        if not isinstance(states, list | tuple):
+            raise PolicyError(f"{shown(states)} is not a list of a guard's states. {TO_RESTART}")
+        if not isinstance(sizes, list | tuple) or len(sizes) != len(states):
+            sizes = [None] * len(states)  # another framework's
+        try:
+            restored = list(map(self.guard.restore, states))
+        except PolicyError as error:
+            raise PolicyError(f"{error} {TO_RESTART}") from None
+        return [
+            Track(state, None if size is None else Size(*size))
+            for state, size in zip(restored, sizes, strict=True)
+        ]
 
-    def load(self, states: list[Any]) -> None:
-        """Resume from states, of optimizers in the order in which they step."""
-        on_device = [isinstance(leaf, Tensor) for state in self._states for leaf in _leaves(state)]
-        if any(on_device) and len(states) == len(self._states):
-            for state, before in zip(states, self._states, strict=True):  # a captured graph uses the tensors
-                moved = _to_device(state, _tensors(before)[0].device)
-                for old, new in zip(_tensors(before), _tensors(moved), strict=True):
-                    old.copy_(new)
-            return
-        self._states, self._after = list(states), {}
+    def load(self, saved: list[Track]) -> None:
+        """Resume from what `check` returned.
 
-    def _on_host(self) -> list[Any]:
-        return list(map(_to_host, self._states))
+        Raises:
+            UserWarning: a warning, for an optimizer whose state is not among it.
+        """
+        self._saved = list(saved)
+        for track in self._tracks.values():
+            found = self._claimed(track.size)
+            state = self.guard.start() if found is None else found.state
+            leaf = next(iter(_tensors(track.state)), None)
+            if leaf is None:
+                track.state = state
+            else:
+                _write(track.state, _to_device(state, leaf.device))
+            track.after = None
+
+    def _begin(self, optimizer: Any) -> None:
+        """Begin to remember an optimizer that takes its first step, with what a checkpoint holds of it."""
+        size = Size.of(optimizer)
+        found = self._claimed(size)
+        track = Track(self.guard.start() if found is None else found.state, size)
+        self._tracks[id(optimizer)] = track
+        if not torch.compiler.is_compiling():
+            with suppress(TypeError):  # an object of a class with __slots__
+                forget = partial(_forget, self._tracks, id(optimizer))
+                track.optimizer = weakref.ref(optimizer, forget)  # another object may get its id
+
+    def _claimed(self, size: Size | None) -> Track | None:
+        """Return the saved state of an optimizer of some size; None if there is none."""
+        if not self._saved:
+            return None
+        known = [] if size is None else [track for track in self._saved if track.size is not None]
+        alike = [track for track in known if track.size == size]
+        # Flat shards have other sizes with another number of ranks, but there are as many.
+        alike = alike or [track for track in known if track.size and size and track.size[0] == size[0]]
+        if known and not alike:
+            tensors = ", ".join(str(track.size.tensors) for track in known if track.size)
+            warnings.warn(
+                f"{self.guard!r} starts again for an optimizer of {size and size.tensors} "
+                f"parameters: the checkpoint holds its state for optimizers of {tensors}.",
+                stacklevel=level_of_caller("torch"),
+            )
+            return None
+        if len(alike) > 1:
+            warnings.warn(
+                f"{self.guard!r} has states for {len(alike)} optimizers of the same size, and gives them out "
+                "in the order in which the optimizers take their first steps. Keep that order.",
+                stacklevel=level_of_caller("torch"),
+            )
+        found = (alike or self._saved)[0]
+        self._saved = [track for track in self._saved if track is not found]
+        return found
+
+    def _on_host(self) -> list[Track]:
+        tracks = [*self._tracks.values(), *self._saved]
+        return [Track(_to_host(track.state), track.size) for track in tracks]
 
 
 def loss_of(losses: Losses, how_to_scale: str, guard: Guard[Any], *, may_lack: bool) -> Number | None:
@@ -143,18 +254,19 @@ def loss_of(losses: Losses, how_to_scale: str, guard: Guard[Any], *, may_lack: b
     )
 
 
-def mean_over_all_ranks(loss: Number | None, device: torch.device) -> Number:
+def mean_over_ranks(loss: Number | None, device: torch.device, group: Any = None) -> Number:
     """Return the mean of a loss over all ranks that have one, in one all-reduce.
 
     Args:
         loss: of this rank; None where it has none.
         device: where the ranks meet.
+        group: the ranks; None for all.
     """
-    if number_of_ranks() == 1:
+    if number_of_ranks(group) == 1:
         assert loss is not None  # `loss_of` has seen to it
         return loss
     pair = loss_and_count(loss, device)
-    dist.all_reduce(pair)
+    dist.all_reduce(pair, group=group)
     mean = pair[0] / pair[1]
     return mean if isinstance(loss, Tensor) else float(mean)
 
@@ -166,6 +278,16 @@ def loss_and_count(loss: Number | None, device: torch.device) -> Tensor:
         value = loss.to(device, dtype)
         return torch.stack([value, torch.ones_like(value)])
     return torch.tensor([0.0, 0.0] if loss is None else [loss, 1.0], dtype=dtype, device=device)
+
+
+def _forget(tracks: dict[int, Track], key: int, _: object) -> None:
+    tracks.pop(key, None)
+
+
+def _write(state: Any, new: Any) -> None:
+    """Write a state into the tensors of another: a captured graph reads and writes these."""
+    for old, leaf in zip(_tensors(state), _tensors(new), strict=True):
+        old.copy_(leaf)
 
 
 def _to_host(state: Any) -> Any:
@@ -199,4 +321,4 @@ def _leaves(state: Any) -> list[Any]:
 
 
 def _tensors(state: Any) -> list[Tensor]:
-    return _leaves(state)
+    return [leaf for leaf in _leaves(state) if isinstance(leaf, Tensor)]

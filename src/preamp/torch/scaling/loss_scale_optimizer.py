@@ -78,6 +78,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         restore_buffers: as for `GradScaler`.
         guard: as for `GradScaler`. With `gradient_accumulation_steps` it decides about updates, by the mean
             of the gradients and of the losses.
+        loss_group: as for `GradScaler`.
 
     Attributes:
         inner_optimizer: the wrapped optimizer.
@@ -125,6 +126,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         model: torch.nn.Module | None = None,
         restore_buffers: bool = False,
         guard: Guard[Any] | None = None,
+        loss_group: Any = None,
     ) -> None:
         apart = (gradient_accumulation_steps, master_weights, clipnorm, weight_decay)
         _check_inner(inner_optimizer, weight_decay, steps_apart=any(apart))
@@ -149,6 +151,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
             model=model,
             restore_buffers=restore_buffers,
             guard=guard,
+            loss_group=loss_group,
         )
         self.scaler._loss_factor = 1.0 if loss_scale_factor is None else float(loss_scale_factor)
         self.scaler._always_reads = True  # whether a step was taken decides what follows here

@@ -19,8 +19,10 @@ from preamp.errors import PolicyError
 WORLD = "world"
 
 
-def number_of_ranks() -> int:
-    """Return how many processes train together."""
+def number_of_ranks(group: Any = None) -> int:
+    """Return how many processes train together: all, or those of a group."""
+    if group is not None:
+        return int(group.size())
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -36,8 +38,6 @@ class Agreement:
             gradients); sums it over ranks in place, or returns the sum. For a policy that uses gradient
             statistics the shape is [282]: then come 278 bins, one for each binary exponent of float32 from
             -149 to 128, with a one for this rank's peak; entries at the policy's edge or above; all entries.
-            For a guard that uses the loss there are two more after the first two: the loss, and a one. It
-            then has to sum over all ranks of the job.
             On a device without float64, such as MPS, it is float32: there a norm above 1.8e19 counts as not
             finite.
 
@@ -62,13 +62,19 @@ class Agreement:
         """Return whether other ranks are needed, for gradients on these meshes."""
         return self.always or bool(meshes)
 
-    def spans_all(self, meshes: Sequence[Any]) -> bool:
-        """Return whether a sum is over all ranks of the job. Of a `reduce` it is assumed."""
+    def is_over(self, group: Any, meshes: Sequence[Any]) -> bool:
+        """Return whether a sum is over the ranks of a group, None for all. Of a `reduce` it is unknown."""
         if self.reduce is not None:
-            return True
+            return False
         if self.process_group is not None:
+            if group is not None:
+                return self.process_group is group
             return _is_world(self.process_group) or self.process_group.size() == number_of_ranks()
-        return any(mesh.size() == number_of_ranks() for mesh in meshes[:1]) and len(meshes) == 1
+        if len(meshes) != 1:
+            return False
+        if group is not None:
+            return bool(meshes[0].ndim == 1 and meshes[0].get_group() is group)
+        return bool(meshes[0].size() == number_of_ranks())
 
     def __call__(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
         """Return the sum over ranks of a tensor, of one shape and dtype on all. Every rank has to call.
@@ -147,6 +153,26 @@ def _checked_sum(returned: Any, readings: Tensor) -> Tensor:
 
 def _is_world(group: Any) -> bool:
     return isinstance(group, str) and group == WORLD
+
+
+def check_loss_group(group: Any, guard: Any) -> None:
+    """Check the ranks whose mean loss a guard judges.
+
+    Raises:
+        PolicyError: for what is not a group, and without a guard that uses the loss.
+    """
+    if group is None:
+        return
+    if guard is None or "loss" not in guard.uses:
+        raise PolicyError(
+            f"loss_group={shown(group)} is for a guard that uses the loss, and guard={guard!r} is none. "
+            "Leave it out, or write guard=SpikeGuard()."
+        )
+    if not _is_group(group):
+        raise PolicyError(
+            f"loss_group={shown(group)} is not a ProcessGroup. Write loss_group=torch.distributed.new_group("
+            "ranks), with the ranks that train, or leave it out for all ranks."
+        )
 
 
 def _is_group(group: Any) -> bool:
