@@ -328,7 +328,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
             written += [self._guard_leaves[name].assign(value) for name, value in leaves.items()]
         self.losses.end_step(self._record["steps"])
         if self._buffers is not None:
-            self._buffers.end_step(taken, after.finite)
+            self._buffers.end_step(taken)
         return written
 
     def _write_policy(self, state: NamedTuple) -> list[tf.Operation]:
