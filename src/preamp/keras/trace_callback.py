@@ -333,7 +333,8 @@ class Buffers:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor: computed, as an assignment may write to the memory of a value read before."""
+    """Return a copy of a tensor."""
+    # Computed, because an assignment may write to the memory of a value that was read before.
     is_bool = keras.backend.standardize_dtype(value.dtype) == "bool"
     return keras.ops.logical_or(value, False) if is_bool else value * 1
 
