@@ -8,8 +8,6 @@ from typing import Any
 
 from preamp.checks import FLOAT32_MAX, is_number, level_of_caller, not_subnormal, positive, shown, whole
 from preamp.errors import PolicyError
-from preamp.guards import Guard
-from preamp.guards.base import leaves_of
 from preamp.policy import Policy
 from preamp.systems.definition import Dialect
 
@@ -70,42 +68,6 @@ def check_resumed(policy: Policy[Any], saved: Mapping[str, Any], instead: str) -
     state = policy.restore(saved)
     warn_if_out_of_bounds(policy, state.scale, instead)
     return state
-
-
-def guard_leaves(state: Any) -> dict[str, Any]:
-    """Return the numbers and vectors of a guard's state, by the names that variables and files have."""
-    return {f"guard.{name}": leaf for name, leaf in leaves_of(state)}
-
-
-def resumed_guard(guard: Guard[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the guard's state for what was saved, by the names of `guard_leaves`.
-
-    Without a guard's state among it the guard starts; so it does, with a warning, if it is another guard's.
-
-    Args:
-        guard: the rule.
-        saved: by name, vectors as lists; other names are left out.
-    """
-    start = guard.start()
-    found = {name: value for name, value in saved.items() if name.startswith("guard.")}
-    if not found:
-        return guard_leaves(start)
-    nested: dict[str, Any] = {}
-    for name, value in found.items():
-        *path, last = name.split(".")[1:]
-        inside = nested
-        for part in path:
-            inside = inside.setdefault(part, {})
-        inside[last] = value
-    try:
-        return guard_leaves(guard.restore(nested))
-    except PolicyError:
-        warnings.warn(
-            f"{guard!r} starts again: what was saved is the state of another guard, or of the same with "
-            "another window.",
-            stacklevel=level_of_caller("keras", "tensorflow", "tf_keras"),
-        )
-        return guard_leaves(start)
 
 
 def check_counts(saved: Mapping[str, Any], names: Iterable[str]) -> None:
