@@ -4,7 +4,8 @@ Run: python benchmarks/jax_step.py [--model mlp] [--device cuda] [--quick]. Repo
 
 Whole steps of AdamW with donated state take turns: forward, backward, check, clip, update. The peers and the
 step without loss scaling clip with optax. Bytes are the compiler's count. In float16 all train the same
-network, cast by hand; mpx casts its arguments besides, as it always does.
+network, cast by hand; mpx casts its arguments besides, as it always does. A step with a guard is compared
+with ours without.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flax.training.dynamic_scale import DynamicScale
 from rows import Area, Options, Row, main
 from timing import Work
 
-from preamp import Dynamic
+from preamp import Dynamic, guards
 from preamp.jax import autocast, loss_scaled, scaled_value_and_grad, step
 
 INIT, RATE, MAX_NORM = 2.0**15, 1e-4, 1.0
@@ -69,9 +70,11 @@ def unscaled(task: Task, params: Any) -> tuple[State, Step]:
     return (params, optimizer.init(params)), advance
 
 
-def preamp_step(task: Task, params: Any, loss_fn: Loss | None = None) -> tuple[State, Step]:
+def preamp_step(
+    task: Task, params: Any, loss_fn: Loss | None = None, guard: guards.Guard[Any] | None = None
+) -> tuple[State, Step]:
     """Our whole step, in one conditional."""
-    optimizer = loss_scaled(adamw(), Dynamic(init_scale=INIT), max_norm=task.max_norm)
+    optimizer = loss_scaled(adamw(), Dynamic(init_scale=INIT), max_norm=task.max_norm, guard=guard)
     whole = step(loss_fn or task.hand, optimizer)
 
     def advance(state: State, batch: Any) -> tuple[State, Any]:
@@ -84,6 +87,11 @@ def preamp_step(task: Task, params: Any, loss_fn: Loss | None = None) -> tuple[S
 def preamp_step_autocast(task: Task, params: Any) -> tuple[State, Step]:
     """The same, of a network that autocast casts instead of a hand."""
     return preamp_step(task, params, autocast(task.plain, jnp.float16))
+
+
+def preamp_step_guarded(task: Task, params: Any) -> tuple[State, Step]:
+    """The same, with a guard."""
+    return preamp_step(task, params, guard=guards.SpikeGuard())
 
 
 def preamp_loss_scaled(task: Task, params: Any) -> tuple[State, Step]:
@@ -168,6 +176,7 @@ def by_hand(task: Task, params: Any) -> tuple[State, Step]:
 
 STEP, TRANSFORMATION, CAST = "preamp's step", "preamp's loss_scaled", "preamp's step and autocast"
 NONE = "no loss scaling"
+GUARDED, UNGUARDED = "preamp's step with SpikeGuard", "preamp without a guard"
 PEERS: dict[str, Make] = {
     "jmp": with_jmp,
     "flax DynamicScale": with_flax,
@@ -175,6 +184,7 @@ PEERS: dict[str, Make] = {
 }
 VARIANTS = {STEP: preamp_step, TRANSFORMATION: preamp_loss_scaled, **PEERS, NONE: unscaled}
 IN_FLOAT16: dict[str, Make] = {CAST: preamp_step_autocast, "mpx": with_mpx}
+WITH_CLIP: dict[str, Make] = {GUARDED: preamp_step_guarded}
 
 
 class Compiled(NamedTuple):
@@ -210,6 +220,11 @@ def rows_of(area: Area, what: str, steps: dict[str, Compiled], options: Options)
         for other in (*same, *less):
             sizes = steps[ours].megabytes, steps[other].megabytes
             yield area.counted(f"{way}: {what}, bytes accessed", other, *sizes, "MB", other in same)
+    if GUARDED in steps:
+        named = {GUARDED: times[GUARDED], UNGUARDED: times[STEP]}
+        yield from area.timed(f"step: {what}, guard", named, GUARDED, floors=[UNGUARDED])
+        sizes = steps[GUARDED].megabytes, steps[STEP].megabytes
+        yield area.counted(f"step: {what}, guard, bytes accessed", UNGUARDED, *sizes, "MB", peer=False)
 
 
 def prepare(model: str, quick: bool) -> tuple[Any, Any, Callable[[Any], Loss]]:
@@ -233,7 +248,7 @@ def measure(options: Options) -> Iterator[Row]:
     for low in (jnp.float16,) if options.quick else (None, jnp.float16):
         for max_norm in (MAX_NORM,) if options.quick else (None, MAX_NORM):
             task = Task(make_loss(low), make_loss(None), max_norm)
-            made = {**VARIANTS, **(IN_FLOAT16 if low else {})}
+            made = {**VARIANTS, **(IN_FLOAT16 if low else {}), **(WITH_CLIP if max_norm else {})}
             steps = {name: compiled(make, task, params, batch) for name, make in made.items()}
             what = f"{size}, {'float16' if low else 'float32'}, {'clip' if max_norm else 'no clip'}"
             yield from rows_of(area, what, steps, options)

@@ -3,8 +3,9 @@
 Run: python benchmarks/keras_optimizer.py [--backend jax] [--device cuda] [--quick]. Reports; asserts nothing.
 
 A 784-512-512-10 network, Adam, 128 rows. Training steps take turns, compiled as Keras compiles them: Adam
-alone, Keras's wrapper around it and ours. On JAX and TensorFlow the compiled update is measured alone too, as
-what a wrapper adds drowns in a whole step's noise. One process has one backend.
+alone, Keras's wrapper around it and ours, without a guard and with one. On JAX and TensorFlow the compiled
+update is measured alone too, as what a wrapper adds drowns in a whole step's noise. One process has one
+backend.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rows import Area, Options, Row, main
-from timing import Work
+from timing import Times, Work
 
 ROWS = 128
 ALONE, KERAS = "Adam alone", "keras.optimizers.LossScaleOptimizer"
 KINDS = ("preamp", KERAS, ALONE)
+GUARDED, BY_NORM = "preamp with SpikeGuard", "preamp with SpikeGuard on the norm"
+UNGUARDED = "preamp without a guard"
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
@@ -44,21 +47,32 @@ def measure(options: Options) -> Iterator[Row]:
 
 def steps(options: Options, area: Area, policy: str) -> Iterator[Row]:
     """Yield rows of whole training steps, and of what is counted in them."""
-    made = {kind: prepare(kind) for kind in KINDS}
+    made = {kind: prepare(kind) for kind in (*KINDS, GUARDED)}
     times = options.interleaved({kind: step for kind, (step, _) in made.items()})
     yield from area.timed(f"a training step, {policy}", times, "preamp", [KERAS], [ALONE])
     yield area.added(f"what is added to a training step, {policy}", times, ALONE, KERAS)
-    ours, theirs = (made[kind][1]() for kind in ("preamp", KERAS))
+    yield from guarded_rows(area, f"a training step, {policy}", times, GUARDED)
+    guarded, ours, theirs = (made[kind][1]() for kind in (GUARDED, "preamp", KERAS))
     for unit, figure in ours.items():
         yield area.counted(f"in a training step, {policy}", KERAS, figure, theirs[unit], unit)
+    for unit, figure in guarded.items():
+        what = f"in a training step, {policy}, guard"
+        yield area.counted(what, UNGUARDED, figure, ours[unit], unit, peer=False)
 
 
 def updates(options: Options, area: Area) -> Iterator[Row]:
     """Yield rows of the compiled update."""
     update = {"jax": update_on_jax, "tensorflow": update_on_tensorflow}[options.backend]
-    times = options.interleaved({kind: update(wrapped(kind)) for kind in KINDS})
+    times = options.interleaved({kind: update(wrapped(kind)) for kind in (*KINDS, BY_NORM)})
     yield from area.timed("the compiled update", times, "preamp", [KERAS], [ALONE])
     yield area.added("what is added to the compiled update", times, ALONE, KERAS)
+    yield from guarded_rows(area, "the compiled update", times, BY_NORM)
+
+
+def guarded_rows(area: Area, what: str, times: Times, guarded: str) -> Iterator[Row]:
+    """Yield the row of a guard beside the same without one."""
+    named = {guarded: times[guarded], UNGUARDED: times["preamp"]}
+    yield from area.timed(f"{what}, guard", named, guarded, floors=[UNGUARDED])
 
 
 def weights_of(optimizer: Any) -> tuple[list[Any], list[Any]]:
@@ -105,11 +119,17 @@ def wrapped(kind: str) -> Any:
     """Return Adam, bare or wrapped."""
     import keras
 
+    from preamp.guards import SpikeGuard
     from preamp.keras import LossScaleOptimizer
 
-    wrap = {KERAS: keras.optimizers.LossScaleOptimizer, "preamp": LossScaleOptimizer}
     adam = keras.optimizers.Adam(1e-3)
-    return adam if kind == ALONE else wrap[kind](adam)
+    if kind == ALONE:
+        return adam
+    if kind == KERAS:
+        return keras.optimizers.LossScaleOptimizer(adam)
+    # The compiled update is given gradients only, so a guard of it cannot use the loss.
+    guards = {GUARDED: SpikeGuard(), BY_NORM: SpikeGuard(watch="grad_norm")}
+    return LossScaleOptimizer(adam, guard=guards.get(kind))
 
 
 def prepare(kind: str) -> tuple[Work, Callable[[], dict[str, Any]]]:

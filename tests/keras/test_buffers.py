@@ -1,4 +1,4 @@
-"""An overflow in the forward pass spoils moving statistics of a step that is skipped: named, or put back."""
+"""The forward pass of a step that is skipped writes moving statistics and counts: named, or put back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from preamp import PolicyError, Trace
+from preamp.guards import SpikeGuard
 from preamp.keras import LossScaleOptimizer, TraceCallback
 
 from .driving import BACKEND, INF, array, close, same
@@ -39,7 +40,11 @@ def model_of(optimizer: Any = None, **arguments: Any) -> Any:
 
 
 def fit(model: Any, bad: int | None = BAD, **arguments: Any) -> Any:
-    return model.fit(*data(bad), batch_size=BATCH, shuffle=False, verbose=0, **arguments)
+    return fit_on(model, *data(bad), **arguments)
+
+
+def fit_on(model: Any, x: np.ndarray, y: np.ndarray, **arguments: Any) -> Any:
+    return model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, **arguments)
 
 
 def statistics(model: Any) -> list[np.ndarray]:
@@ -85,6 +90,62 @@ def test_what_a_forward_pass_has_spoiled_is_put_back(jit_compile: bool) -> None:
     assert not same(seen[BAD + 1], seen[BAD])
 
 
+class Counts(keras.layers.Layer):
+    """Has variables that are not floats: how many batches it was trained on, and whether that is odd."""
+
+    def build(self, shape: Any) -> None:
+        whole = {"initializer": "zeros", "trainable": False}
+        self.count = self.add_weight(shape=(), dtype="int32", name="count", **whole)
+        self.odd = self.add_weight(shape=(), dtype="bool", name="odd", **whole)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        if training:
+            self.count.assign(self.count + 1)
+            self.odd.assign(self.count % 2 == 1)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("reason", "at"),
+    [("forward pass", 0), ("forward pass", BAD), ("gradients", 0), ("gradients", BAD), ("spike", BAD)],
+)
+@jit
+def test_every_skipped_step_leaves_all_as_before(jit_compile: bool, reason: str, at: int) -> None:
+    keras.utils.set_random_seed(0)
+    norm, counts = keras.layers.BatchNormalization(momentum=0.5, name="norm"), Counts()
+    model = keras.Sequential([keras.Input((3,)), norm, counts, keras.layers.Dense(1)])
+    optimizer = LossScaleOptimizer(adam(), guard=SpikeGuard(watch="loss", warmup=2))
+    model.compile(optimizer, "mse", jit_compile=jit_compile)
+    x, y = data(at if reason == "forward pass" else None)
+    if reason != "forward pass":
+        y[at * BATCH] = INF if reason == "gradients" else 1e4
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def values(self) -> list[np.ndarray]:
+            if hasattr(self.model, "jax_state_sync"):
+                self.model.jax_state_sync()
+            return [array(v) for v in (norm.moving_mean, norm.moving_variance, counts.count, counts.odd)]
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            seen.append(self.values())
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(self.values())
+
+    callback = TraceCallback(restore_buffers=True)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        fit_on(model, x, y, callbacks=[callback, Watch()])
+    skipped = [step.skipped for step in callback.trace]
+    assert skipped == [place == at for place in range(ROWS // BATCH)]
+    assert callback.trace[at].reason == ("spike" if reason == "spike" else "overflow")
+    paths = tuple("/".join(path.split("/")[-2:]) for path in callback.trace[at].buffers)
+    assert paths == (PATHS if reason == "forward pass" else ())
+    for before, after, is_skipped in zip(seen[:-1], seen[1:], skipped, strict=True):
+        assert [same([a], [b]) for a, b in zip(before, after, strict=True)] == [is_skipped] * 4
+    assert int(seen[-1][2]) == ROWS // BATCH - 1
+
+
 def test_without_an_overflow_nothing_differs() -> None:
     values = []
     for callbacks in ([], [TraceCallback()], [TraceCallback(restore_buffers=True)]):
@@ -101,7 +162,7 @@ def test_an_overflow_in_the_gradients_alone_spoils_nothing() -> None:
     y[BAD * BATCH] = INF
     model, callback = model_of(), TraceCallback()
     with warnings.catch_warnings(action="error", category=UserWarning):
-        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[callback])
+        fit_on(model, x, y, callbacks=[callback])
     assert [(step.skipped, step.buffers) for step in callback.trace][BAD] == (True, ())
 
 
@@ -135,6 +196,20 @@ def test_a_skip_is_noticed_among_several_steps_of_one_execution(steps: int) -> N
         warnings.simplefilter("always")
         fit(model, callbacks=[TraceCallback()])
     assert any("not finite" in str(one.message) for one in told)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras allows 1 step on torch")
+def test_of_several_steps_of_one_execution_the_finite_ones_stay() -> None:
+    """Others of these steps were taken. What is not finite gets the values from before all of them."""
+    for spoils_forward in (True, False):
+        model = model_of(steps_per_execution=2)
+        x, y = data(0 if spoils_forward else None)
+        y[0] = INF
+        before = statistics(model)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            fit_on(model, x[: 2 * BATCH], y[: 2 * BATCH], callbacks=[TraceCallback(restore_buffers=True)])
+        assert model.optimizer.skipped_steps == 1
+        assert same(statistics(model), before) == spoils_forward
 
 
 @pytest.mark.parametrize("value", ["no", 1, None])

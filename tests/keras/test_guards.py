@@ -11,23 +11,11 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import Dynamic, PolicyError, Reading, Static, guards, simulate
+from preamp import PolicyError, Static, guards
 from preamp.guards import SpikeGuard
-from preamp.guards.systems import Scored
 from preamp.keras import LossScaleOptimizer, TraceCallback
-from tests.keras.driving import BACKEND, INF, WAYS, Run, array, same, tensor
-
-QUICK = SpikeGuard(warmup=4, patience=3)
-RULES = {
-    "spike": QUICK,
-    "norm": guards.NormLimit(6.0),
-    "olmo": guards.OLMO(rolling_interval_length=24),
-    "levanter": guards.LEVANTER(rolling_interval_length=8),
-    "maxtext": guards.MAXTEXT(interval=9),
-    "llm_c": Scored(window=12, loss=3.0, grad_norm=3.0),
-    "metaseq": guards.METASEQ(max_loss_to_skip_batch=30.0, ewm_ratio_to_skip_batch=3.0),
-    "axlearn": guards.AXLEARN(drop_norm=6.0),
-}
+from tests.guarding import POLICY, QUICK, RULES, batches, check_simulated, script
+from tests.keras.driving import BACKEND, WAYS, Run, array, same, tensor
 
 
 class Guarded(Run):
@@ -75,52 +63,23 @@ class Guarded(Run):
             variable.assign(value)
 
 
-def script(seed: int, steps: int = 60) -> list[tuple[float, float]]:
-    """Return losses and gradients: noise, single spikes of either, three in a row, overflows, a NaN loss."""
-    draw = np.random.default_rng(seed)
-    losses = 3.0 - 0.01 * np.arange(steps) + 0.1 * draw.normal(size=steps)
-    gradients = np.exp(0.1 * draw.normal(size=steps))
-    losses[[20, 30, 31, 32]] = 40.0
-    gradients[[25, 40, 41]] = 50.0
-    gradients[[15, 45]] = INF
-    losses[50] = np.nan
-    return list(zip(losses.astype("float32").tolist(), gradients.astype("float32").tolist(), strict=True))
-
-
 def wrapped(guard: Any, **settings: Any) -> LossScaleOptimizer:
-    return LossScaleOptimizer(
-        keras.optimizers.Adam(0.01),
-        guard=guard,
-        policy=Dynamic(init_scale=64.0, growth_interval=7),
-        **settings,
-    )
+    return LossScaleOptimizer(keras.optimizers.Adam(0.01), guard=guard, policy=POLICY, **settings)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rule", RULES)
 def test_decisions_are_those_of_a_simulation(rule: str, way: str) -> None:
     run = Guarded(wrapped(RULES[rule]), way)
-    steps = []
-    for loss, gradient in script(len(rule)):
+    steps, played = [], script(len(rule))
+    for loss, gradient in played:
         before = run.trained()
         run.take(loss, gradient)
         step = run.optimizer.last_step
         steps.append(step)
         assert same(run.trained(), before) == step.skipped
-    norms = [float(np.float32(abs(g) * np.sqrt(2.0))) for _, g in script(len(rule))]
-    readings = [
-        Reading(step.finite, loss=loss, grad_norm=norm if step.finite else None)
-        for step, (loss, _), norm in zip(steps, script(len(rule)), norms, strict=True)
-    ]
-    expected = simulate(run.optimizer.policy, readings, guard=RULES[rule])
-    assert [s.reason for s in steps] == [s.reason for s in expected]
-    assert [s.new_scale for s in steps] == [s.new_scale for s in expected]
-    assert {"overflow", "spike"} <= {s.reason for s in steps}
+    check_simulated(steps, RULES[rule], played, entries=2)
     assert run.optimizer.skipped_steps == sum(s.skipped for s in steps)
-    spikes = [(s.spike, e.spike) for s, e in zip(steps, expected, strict=True) if s.spike]
-    for ours, theirs in spikes:
-        assert ours.of == theirs.of
-        assert ours[1:] == pytest.approx(theirs[1:], rel=1e-3, nan_ok=True)
     if BACKEND == "tensorflow" and way == "compiled":
         assert run.function.experimental_get_tracing_count() == 1
     if BACKEND == "jax" and way == "compiled":
@@ -161,18 +120,9 @@ def model_of(guard: Any, *, norm: bool = False, **settings: Any) -> keras.Model:
     return model
 
 
-def rows(spike_at: int = 12, steps: int = 20) -> tuple[np.ndarray, np.ndarray]:
-    """Return batches of 8, all with the same rows, of which one has targets that are far away."""
-    x = np.tile(np.random.default_rng(1).normal(size=(8, 4)), (steps, 1)).astype("float32")
-    x *= 1.0 + 0.01 * (np.arange(len(x)) // 8 % 3)[:, None].astype("float32")  # moving statistics move
-    y = x.sum(axis=1, keepdims=True) + 0.1
-    y[8 * spike_at : 8 * spike_at + 8] += 1000.0
-    return x, y
-
-
-def fit(model: keras.Model, callback: Any, steps: int = 20) -> None:
-    x, y = rows(steps=steps)
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback])
+def fit(model: keras.Model, *callbacks: keras.callbacks.Callback, steps: int = 20) -> None:
+    x, y = map(np.concatenate, zip(*batches(12, steps), strict=True))
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
 @pytest.mark.parametrize("watch", ["both", "loss", "grad_norm"])
@@ -205,11 +155,10 @@ def test_moving_statistics_after_a_spike(restores: bool) -> None:
                 model.jax_state_sync()
             seen.append([array(v) for v in model.layers[0].non_trainable_variables])
 
-    x, y = rows()
-    callbacks = [TraceCallback(restore_buffers=restores), Watch()]
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
-    assert callbacks[0].trace[12].reason == "spike"
-    assert callbacks[0].trace[12].buffers == ()
+    callback = TraceCallback(restore_buffers=restores)
+    fit(model, callback, Watch())
+    assert callback.trace[12].reason == "spike"
+    assert callback.trace[12].buffers == ()
     assert same(seen[12], seen[11]) == restores
     assert not same(seen[13], seen[12])
 

@@ -1,7 +1,9 @@
-"""An overflow in the forward pass ruins BatchNorm's moving statistics: named, or put back."""
+"""The forward pass of a step that is skipped writes moving statistics and counts: named, or put back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import tensorflow as tf
 import tf_keras
 
 from preamp import PolicyError
+from preamp.guards import SpikeGuard
 from preamp.tensorflow import LossScaleOptimizer
 from tests.combinations import combinations
 
@@ -52,14 +55,29 @@ def statistics(model: Any) -> list[list[float]]:
     return [tf.convert_to_tensor(v).numpy().tolist() for v in (norm.moving_mean, norm.moving_variance)]
 
 
-def train(model: Any, optimizer: Any, way: str) -> list[tuple[Any, list[list[float]]]]:
-    """Return the record of each step, and the moving statistics after it."""
-    seen = []
+def train(
+    model: Any,
+    optimizer: Any,
+    way: str,
+    on: list[tuple[Any, Any]] | None = None,
+    note: Callable[[Any], None] | None = None,
+) -> list[tuple[Any, list[list[float]]]]:
+    """Return the record of each step, and the moving statistics after it.
+
+    Args:
+        model: to be trained.
+        optimizer: of the model.
+        way: one of `WAYS`.
+        on: other batches than `batches`.
+        note: called with each record, instead of keeping it.
+    """
+    seen: list[tuple[Any, list[list[float]]]] = []
+    note = note or (lambda step: seen.append((step, statistics(model))))
     if way.startswith("fit"):
         model.compile(optimizer, "mse", run_eagerly="eagerly" in way)
-        for x, y in batches():
+        for x, y in on or batches():
             model.fit(x, y, batch_size=BATCH, verbose=0)
-            seen.append((optimizer.last_step, statistics(model)))
+            note(optimizer.last_step)
         return seen
 
     def step(x: Any, y: Any) -> None:
@@ -70,9 +88,9 @@ def train(model: Any, optimizer: Any, way: str) -> list[tuple[Any, list[list[flo
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     take = step if "eagerly" in way else tf.function(step)
-    for x, y in batches():
+    for x, y in on or batches():
         take(tf.constant(x), tf.constant(y))
-        seen.append((optimizer.last_step, statistics(model)))
+        note(optimizer.last_step)
     return seen
 
 
@@ -112,16 +130,64 @@ def test_without_an_overflow_nothing_differs(kind: str, way: str, monkeypatch: p
     assert records[0] == records[1] == records[2]
 
 
+class Counts(tf_keras.layers.Layer):
+    """Has variables that are not floats: how many batches it was trained on, and whether that is odd."""
+
+    def build(self, shape: Any) -> None:
+        whole = {"initializer": "zeros", "trainable": False}
+        self.count = self.add_weight(shape=(), dtype="int64", name="count", **whole)
+        self.odd = self.add_weight(shape=(), dtype="bool", name="odd", **whole)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        if training:
+            self.count.assign_add(1)
+            self.odd.assign(self.count % 2 == 1)
+        return x
+
+
+@combinations(
+    [("tf_keras", way, why) for way, why in (("fit", "spike"), ("loop", "gradients"), ("loop", "forward"))],
+    kind=KINDS,
+    way=WAYS,
+    reason=["forward", "gradients", "spike"],
+)
+def test_every_skipped_step_leaves_all_as_before(kind: str, way: str, reason: str) -> None:
+    norm, counts = tf_keras.layers.BatchNormalization(momentum=0.5, name="norm"), Counts()
+    tf_keras.utils.set_random_seed(0)
+    model = tf_keras.Sequential([tf_keras.layers.Input((3,)), norm, counts, tf_keras.layers.Dense(1)])
+    guard = SpikeGuard(watch="loss", warmup=2)
+    optimizer = wrapped(kind, model=model, restore_buffers=True, guard=guard)
+    seen = []
+
+    def note(step: Any) -> None:
+        variables = (norm.moving_mean, norm.moving_variance, counts.count, counts.odd)
+        seen.append((step, [tf.convert_to_tensor(v).numpy().tolist() for v in variables]))
+
+    note(None)
+    bad = {"forward": (np.inf, 1.0), "gradients": (1.0, np.inf), "spike": (1.0, 1e4)}[reason]
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(BATCH, 3)).astype("float32"), np.ones((BATCH, 1), "float32")
+    train_on = [(x * (i + 1) * bad[0], y * bad[1]) if i == BAD else (x * (i + 1), y) for i in range(STEPS)]
+    train(model, optimizer, way, train_on, note)
+    for place, ((_, before), (step, after)) in enumerate(pairwise(seen)):
+        assert step.skipped == (place == BAD)
+        assert [a == b for a, b in zip(before, after, strict=True)] == [step.skipped] * 4
+    step = seen[BAD + 1][0]
+    assert step.reason == ("spike" if reason == "spike" else "overflow")
+    assert step.buffers == (NAMES if reason == "forward" else ())
+    assert seen[-1][1][2] == STEPS - 1
+
+
 @of_tf_keras_trained
-def test_an_overflow_in_the_gradients_alone_ruins_nothing(kind: str) -> None:
+def test_without_copies_what_the_forward_pass_wrote_stays(kind: str) -> None:
     model = model_of()
-    optimizer = wrapped(kind, model=model, restore_buffers=True)
+    optimizer = wrapped(kind, model=model)
     model.compile(optimizer, "mse")
     x, y = batches()[0]
     model.fit(x, y * np.inf, batch_size=BATCH, verbose=0)
     assert optimizer.last_step.skipped
     assert optimizer.last_step.buffers == ()
-    assert statistics(model) != statistics(model_of())  # what the forward pass wrote stays
+    assert statistics(model) != statistics(model_of())
 
 
 @of_tf_keras_trained

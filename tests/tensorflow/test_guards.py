@@ -11,35 +11,11 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from preamp import Dynamic, PolicyError, Reading, guards, simulate
+from preamp import PolicyError, guards
 from preamp.guards import SpikeGuard
-from preamp.guards.systems import Scored
 from preamp.tensorflow import LossScaleOptimizer
+from tests.guarding import POLICY, QUICK, RULES, batches, check_simulated, script
 from tests.tensorflow.kinds import each_kind, inner, of_tf_keras, wrapped
-
-INF = float("inf")
-QUICK = SpikeGuard(warmup=4, patience=3)
-RULES = {
-    "spike": QUICK,
-    "norm": guards.NormLimit(6.0),
-    "olmo": guards.OLMO(rolling_interval_length=24),
-    "levanter": guards.LEVANTER(rolling_interval_length=8),
-    "llm_c": Scored(window=12, loss=3.0, grad_norm=3.0),
-    "metaseq": guards.METASEQ(max_loss_to_skip_batch=30.0),
-}
-POLICY = Dynamic(init_scale=64.0, growth_interval=7)
-
-
-def script(seed: int, steps: int = 55) -> list[tuple[float, float]]:
-    """Return losses and gradients: noise, single spikes of either, three in a row, overflows, a NaN loss."""
-    draw = np.random.default_rng(seed)
-    losses = 3.0 - 0.01 * np.arange(steps) + 0.1 * draw.normal(size=steps)
-    gradients = np.exp(0.1 * draw.normal(size=steps))
-    losses[[20, 30, 31, 32]] = 40.0
-    gradients[[25, 40, 41]] = 50.0
-    gradients[[15, 45]] = INF
-    losses[50] = np.nan
-    return list(zip(losses.astype("float32").tolist(), gradients.astype("float32").tolist(), strict=True))
 
 
 def taker(optimizer: Any, variable: tf.Variable, *, compiles: bool) -> Any:
@@ -63,13 +39,15 @@ def values(optimizer: Any, variable: tf.Variable) -> list[np.ndarray]:
 
 @each_kind
 @pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", [name for name in RULES if name not in ("maxtext", "axlearn")]
+)  # as in Keras
 def test_decisions_are_those_of_a_simulation(rule: str, compiles: bool, kind: str) -> None:
     optimizer = LossScaleOptimizer(inner(kind, "Adam", 0.01), policy=POLICY, guard=RULES[rule])
     variable = tf.Variable([1.0])
     take, called = taker(optimizer, variable, compiles=compiles)
-    steps = []
-    for loss, gradient in script(len(rule)):
+    steps, played = [], script(len(rule))
+    for loss, gradient in played:
         before = values(optimizer, variable)
         take(loss, gradient)
         steps.append(optimizer.last_step)
@@ -78,19 +56,8 @@ def test_decisions_are_those_of_a_simulation(rule: str, compiles: bool, kind: st
         after = values(optimizer, variable)
         if len(before) == len(after):  # the first step makes the moments
             assert all(map(np.array_equal, before, after)) == steps[-1].skipped
-    readings = [
-        Reading(step.finite, loss=loss, grad_norm=gradient if step.finite else None)
-        for step, (loss, gradient) in zip(steps, script(len(rule)), strict=True)
-    ]
-    expected = simulate(POLICY, readings, guard=RULES[rule])
-    assert [s.reason for s in steps] == [s.reason for s in expected]
-    assert [s.new_scale for s in steps] == [s.new_scale for s in expected]
-    assert {"overflow", "spike"} <= {s.reason for s in steps}
+    check_simulated(steps, RULES[rule], played)
     assert optimizer.skipped_steps == sum(s.skipped for s in steps)
-    for ours, theirs in zip(steps, expected, strict=True):
-        if ours.spike:
-            assert ours.spike.of == theirs.spike.of
-            assert ours.spike[1:] == pytest.approx(theirs.spike[1:], rel=1e-3, nan_ok=True)
     if compiles:
         assert called.experimental_get_tracing_count() == traced <= 2  # one more makes the moments
 
@@ -102,12 +69,6 @@ def model_of(optimizer: Any, norm: Any = None) -> tf_keras.Model:
     if optimizer is not None:
         model.compile(optimizer, "mse")
     return model
-
-
-def batches(spike_at: int, steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    x = np.random.default_rng(1).normal(size=(8, 4)).astype("float32")
-    shifts = [1000.0 if place == spike_at else 0.1 for place in range(steps)]
-    return [(x * (1.0 + 0.01 * (i % 3)), x.sum(1, keepdims=True) + shift) for i, shift in enumerate(shifts)]
 
 
 @of_tf_keras

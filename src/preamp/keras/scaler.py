@@ -7,7 +7,6 @@ a compiled program differs between Keras's backends: `Backend` is what `on_jax`,
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,31 +22,18 @@ from preamp.guards import Guard
 from preamp.guards.base import map_state
 from preamp.policy import Policy, Where, choose
 from preamp.scaling import GuardRecord, Measured, ScalerState, advance, judge, start
-from preamp.systems.arguments import (
-    check_counts,
-    check_resumed,
-    guard_leaves,
-    is_out_of_bounds,
-    resumed_guard,
-    warn_if_out_of_bounds,
-)
+from preamp.systems.arguments import check_counts
+from preamp.systems.variables import GUARD_NAMES, NAMES, KnownState, guard_leaves, resumed_guard
 
 # The advice for a scale outside the policy's bounds.
 REMEDY = "optimizer.dynamic_scale.assign({bound!r}) after loading"
 
-# The names of the variables, also in files. Those of a policy's state are Keras's own where it has one.
+# The names of the variables of a policy's state, also in files: Keras's own where it has one.
 POLICY_NAMES = {
     "scale": "dynamic_scale",
     "good": "step_counter",
     "bad": "overflow_counter",
     "age": "age_counter",
-}
-NAMES = {"finite": "last_finite", "grad_norm": "last_grad_norm", "peak": "last_peak"}
-GUARD_NAMES = {
-    "taken": "last_taken",
-    "loss": "last_loss",
-    "loss_fits": "last_loss_fits",
-    "limit": "last_limit",
 }
 COUNTS = ("steps", "skipped_steps")
 
@@ -131,8 +117,7 @@ class ScalerVariables(Generic[S]):
         self.floats = [*policy_variables, *present.values(), *of_record]
         self.variables = [*self.floats, steps, skipped_steps]
         self.saved = [*self.variables, *self.guard_leaves.values()]
-        self._checked: tuple[float, ...] = tuple(first.policy_state)  # values that are known to be valid
-        self._is_outside = False
+        self._known = KnownState(first.policy_state, REMEDY)
 
     def measured(
         self, finite: T | bool, grad_norm: T, stats: Mapping[str, T], loss: T | None
@@ -229,7 +214,7 @@ class ScalerVariables(Generic[S]):
         """
         state = self._state_of(numbers)
         after, gave_up = advance(self.policy, state, measured, choose, judged)
-        self._checked = tuple(after.policy_state)
+        self._known.state = after.policy_state
         changes = list(zip(self.floats, numbers, self._floats_of(after), strict=True))
         if after.guard is not None:
             changes += zip(
@@ -250,15 +235,7 @@ class ScalerVariables(Generic[S]):
             PolicyError: for a scale or count that training cannot resume from.
             UserWarning: a warning, once, for a scale outside the policy's bounds.
         """
-        fields = self.state.policy_state._fields
-        values = tuple(numbers[: len(fields)])
-        if values == self._checked:
-            return
-        restored = self.policy.restore(dict(zip(fields, values, strict=True)))
-        was_outside, self._is_outside = self._is_outside, is_out_of_bounds(self.policy, restored.scale)
-        if self._is_outside and not was_outside:
-            warn_if_out_of_bounds(self.policy, restored.scale, REMEDY, of="optimizer")
-        self._checked = values
+        self._known.check(self.policy, numbers[: len(self.state.policy_state)])
 
     def checked_state(self, saved: Mapping[str, float]) -> S:
         """Return the policy's state for numbers by variable name. Numbers that are missing start again.
@@ -270,9 +247,7 @@ class ScalerVariables(Generic[S]):
         check_counts(saved, [self.state.steps.name, self.state.skipped_steps.name])
         pairs = self.state.policy_state._asdict().items()
         found = {name: saved[variable.name] for name, variable in pairs if variable.name in saved}
-        state: S = check_resumed(self.policy, found, REMEDY)
-        self._is_outside = is_out_of_bounds(self.policy, state.scale)  # the user has been warned
-        return state
+        return self._known.resume(self.policy, found)
 
     def load(self, saved: Mapping[str, float]) -> None:
         """Set the variables to saved numbers, by name; warn of a state that training cannot resume from.
@@ -282,21 +257,21 @@ class ScalerVariables(Generic[S]):
         try:
             state = self.checked_state(saved)
         except PolicyError as problem:
-            state, saved = self.policy.start(), {}
+            state = self._known.state = self.policy.start()
+            saved = {}
             warnings.warn(
                 f"the loss scale starts again, at {state.scale}, and not where the file has it: {problem}",
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
         for variable, value in zip(self.state.policy_state, state, strict=True):
             variable.assign(value)
-        self._checked = tuple(state)
         for variable in self.variables[len(state) :]:
             if variable.name.startswith("exhausted"):
                 variable.assign(0.0)
             elif variable.name in saved:
                 variable.assign(saved[variable.name])
         if self.guard is not None:
-            first = GuardRecord(None, True, math.nan, True, math.inf)
+            first = start(self.policy, guard=self.guard).guard
             for field, name in GUARD_NAMES.items():
                 getattr(self.state.guard, field).assign(saved.get(name, float(getattr(first, field))))
             for name, value in resumed_guard(self.guard, saved).items():

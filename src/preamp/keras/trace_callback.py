@@ -42,10 +42,10 @@ class TraceCallback(keras.callbacks.Callback):
         mode: for a file that is there: "new" refuses, "append" continues it, "replace" overwrites it.
         on_step: called with each `Step` once it is recorded.
         restore_buffers: whether to restore variables that layers keep beside their weights, such as
-            BatchNorm's moving statistics, after an overflow in the forward pass: those that are not finite
-            after a skipped step get the values from before it, and all of them after a spike that a guard
-            has skipped. Costs a copy of them on their device before every batch. False: a warning names those
-            that are not finite, once.
+            BatchNorm's moving statistics: after every skipped step all of them get the values from before it.
+            With `steps_per_execution` above 1, those that are not finite get the values from before these
+            steps. Costs a copy of them on their device before every batch. False: a warning names those that
+            are not finite, once.
         on_error: what happens if the file cannot be written, as for a `Trace`.
         only_rank: the number of the only process that writes the file, as for a `Trace`.
         **about: anything JSON can hold that describes the run.
@@ -136,9 +136,8 @@ class TraceCallback(keras.callbacks.Callback):
         loss = self._losses.loss(of_losses, numbers[-2], (logs or {}).get("loss"))
         steps, skipped = map(int, numbers[-2:])
         self._warn_if_unrecorded(steps - self._steps - 1, skipped - self._skipped - step.skipped)
-        buffers = self._not_finite_buffers() if skipped > self._skipped else ()
-        if step.reason == "spike" and self.restore_buffers and steps == self._steps + 1:
-            self._buffers.restore()  # finite, but of a batch that was skipped
+        is_alone = steps == self._steps + 1  # no step was taken since the buffers were copied
+        buffers = self._not_finite_buffers(is_alone) if skipped > self._skipped else ()
         self._steps, self._skipped = steps, skipped
         step = step._replace(loss=loss, buffers=buffers)
         self.trace(step)
@@ -186,13 +185,17 @@ class TraceCallback(keras.callbacks.Callback):
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
 
-    def _not_finite_buffers(self) -> tuple[str, ...]:
-        """Return the paths of buffers that are not finite. Restore them if asked to, or warn."""
+    def _not_finite_buffers(self, restores_all: bool) -> tuple[str, ...]:
+        """Return the paths of buffers that are not finite after a skipped step. Restore, or warn.
+
+        Args:
+            restores_all: whether to restore the finite ones as well, if asked to restore.
+        """
         not_finite = self._buffers.not_finite(arrays.read)
         remaining = not_finite
-        if not_finite and self.restore_buffers:
-            self._buffers.restore(not_finite)
-            remaining = self._buffers.not_finite(arrays.read)
+        if self.restore_buffers:
+            self._buffers.restore(None if restores_all else not_finite)
+            remaining = self._buffers.not_finite(arrays.read) if not_finite else []
         if remaining and not self._has_warned:
             self._has_warned = True
             instead = (
@@ -274,10 +277,10 @@ class Losses:
 
 
 class Buffers:
-    """The float variables that a model's layers made as not trainable, such as BatchNorm's moving statistics.
+    """The variables that a model's layers made as not trainable, such as BatchNorm's moving statistics.
 
     A forward pass writes them, so a step whose gradients are skipped has changed them already. The weights
-    of frozen layers, which no forward pass writes, are not among them.
+    of frozen layers, which no forward pass writes, are not among them, nor are the seeds of dropout.
 
     Args:
         model: the model that is trained.
@@ -290,9 +293,8 @@ class Buffers:
     def keep(self) -> None:
         """Copy the values, on their device, for `restore`."""
         variables = self._variables()
-        values = _state_values(self._model, variables, self._model.non_trainable_variables, "non_trainable")
-        # A product is a copy on every backend. An assignment may write to the memory of a value read before.
-        self._kept = {id(v): value * 1 for v, value in zip(variables, values, strict=True)}
+        values = zip(variables, self._values_of(variables), strict=True)
+        self._kept = {id(variable): _copied(value) for variable, value in values}
 
     def not_finite(self, read: Callable[[Sequence[Any]], list[float]]) -> list[Any]:
         """Return the variables that hold an inf or NaN: one read to the host.
@@ -300,13 +302,13 @@ class Buffers:
         Args:
             read: reads scalars of the backend to the host.
         """
-        variables = self._variables()
-        values = _state_values(self._model, variables, self._model.non_trainable_variables, "non_trainable")
+        variables = [v for v in self._variables() if keras.backend.is_float_dtype(v.dtype)]
+        values = self._values_of(variables)
         flags = read([keras.ops.all(keras.ops.isfinite(value)) for value in values]) if values else []
         return [variable for variable, finite in zip(variables, flags, strict=True) if not finite]
 
     def restore(self, variables: Sequence[Any] | None = None) -> None:
-        """Set variables to the values that were kept last.
+        """Set variables to the values that were kept last; those that were made since stay as they are.
 
         Args:
             variables: some of them. None: all.
@@ -314,17 +316,27 @@ class Buffers:
         if hasattr(self._model, "jax_state_sync"):
             self._model.jax_state_sync()  # on JAX `fit` keeps the values itself, and reads them again
         for variable in self._variables() if variables is None else variables:
-            variable.assign(self._kept[id(variable)])
+            if id(variable) in self._kept:
+                variable.assign(self._kept[id(variable)])
+
+    def _values_of(self, variables: Sequence[Any]) -> list[Any]:
+        return _state_values(self._model, variables, self._model.non_trainable_variables, "non_trainable")
 
     def _variables(self) -> list[Any]:
         """Return the variables. Keras has no public name for those that a layer made as not trainable."""
         found: dict[int, Any] = {}
         for layer in self._model._flatten_layers():
             for variable in getattr(layer, "_non_trainable_variables", ()):
-                if keras.backend.is_float_dtype(variable.dtype):
-                    found.setdefault(id(variable), variable)
+                found.setdefault(id(variable), variable)
         known = {id(variable) for variable in self._model.non_trainable_variables}
         return [variable for key, variable in found.items() if key in known]
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor."""
+    # Computed, because an assignment may write to the memory of a value that was read before.
+    is_bool = keras.backend.standardize_dtype(value.dtype) == "bool"
+    return keras.ops.logical_or(value, False) if is_bool else value * 1
 
 
 def _state_values(model: keras.Model, variables: Sequence[Any], among: Sequence[Any], kind: str) -> list[Any]:

@@ -8,11 +8,8 @@ from typing import Any
 
 from preamp.checks import FLOAT32_MAX, is_number, level_of_caller, not_subnormal, positive, shown, whole
 from preamp.errors import PolicyError
-from preamp.guards import Guard
-from preamp.guards.base import leaves_of
 from preamp.policy import Policy
 from preamp.systems.definition import Dialect
-from preamp.systems.formats.keras import nested_guard
 
 INITIAL_SCALE = 2.0**15
 INTERVAL = 2000
@@ -71,35 +68,6 @@ def check_resumed(policy: Policy[Any], saved: Mapping[str, Any], instead: str) -
     state = policy.restore(saved)
     warn_if_out_of_bounds(policy, state.scale, instead)
     return state
-
-
-def guard_leaves(state: Any) -> dict[str, Any]:
-    """Return the numbers and vectors of a guard's state, by the names that variables and files have."""
-    return {f"guard.{name}": leaf for name, leaf in leaves_of(state)}
-
-
-def resumed_guard(guard: Guard[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the guard's state for what was saved, by the names of `guard_leaves`.
-
-    Without a guard's state among it the guard starts; so it does, with a warning, if it is another guard's.
-
-    Args:
-        guard: the rule.
-        saved: by name, vectors as lists; other names are left out.
-    """
-    start = guard.start()
-    state = nested_guard(saved)
-    if not state:
-        return guard_leaves(start)
-    try:
-        return guard_leaves(guard.restore(state))
-    except PolicyError:
-        warnings.warn(
-            f"{guard!r} starts again: what was saved is the state of another guard, or of the same with "
-            "another window.",
-            stacklevel=level_of_caller("keras", "tensorflow", "tf_keras"),
-        )
-        return guard_leaves(start)
 
 
 def check_counts(saved: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -73,10 +73,10 @@ class LossScaleOptimizer:
             pass is in BatchNorm's moving statistics before the step can be skipped. `last_step.buffers` names
             those that are not finite. Costs nothing while steps are taken. Over an optimizer of Keras 3
             `preamp.keras.TraceCallback` does that.
-        restore_buffers: give such a buffer the value that it had after the last step that was taken, or when
-            the optimizer was made or its state loaded, if that was later: load the model first. After a spike
-            that a guard has skipped, give it to all buffers. Costs a copy
-            of these variables a step, on their device. Neither argument is part of `get_config`.
+        restore_buffers: after every skipped step give all buffers the values that they had after the last
+            step that was taken, or when the optimizer was made or its state loaded, if that was later: load
+            the model first. Costs a copy of these variables a step, on their device. Neither argument is part
+            of `get_config`.
 
     Attributes:
         dynamic: whether the scale moves.

@@ -13,9 +13,10 @@ from preamp.errors import PolicyError
 
 
 class Buffers:
-    """The float variables that a model's layers made as not trainable, checked after a skipped step.
+    """The variables that a model's layers made as not trainable, checked after a skipped step.
 
-    Steps that are taken cost nothing, unless copies are kept.
+    Steps that are taken cost nothing, unless copies are kept. Integers only where copies are kept: they are
+    always finite.
 
     Args:
         model: the model that is trained, a `tf_keras` model or layer.
@@ -56,21 +57,18 @@ class Buffers:
         for variable, copy in zip(self._variables, self.copies, strict=False):
             copy.assign(tf.where(_is_finite(variable), variable, copy))
 
-    def end_step(self, taken: bool | tf.Tensor, finite: bool | tf.Tensor) -> None:
-        """Copy the variables after a step that was taken.
-
-        After an overflow restore those that are not finite, after a spike all of them.
+    def end_step(self, taken: bool | tf.Tensor) -> None:
+        """Copy the variables after a step that was taken; restore them after one that was skipped.
 
         Args:
             taken: a bool, or a boolean tensor in a graph.
-            finite: whether the gradients were finite, the same.
         """
         if not self._variables:
             return
         if isinstance(taken, bool):
-            self._keep() if taken else self._restore(finite)
+            self._keep() if taken else self._restore()
         else:
-            tf.cond(taken, self._keep, lambda: self._restore(finite))
+            tf.cond(taken, self._keep, self._restore)
 
     def ruined(self) -> tuple[str, ...]:
         """Return the names of those that the last skipped step has left not finite. Reads a few flags."""
@@ -86,6 +84,8 @@ class Buffers:
 
     def _build(self) -> None:
         for name, variable in _variables_of(self._model):
+            if not (self._restores or variable.dtype.is_floating):
+                continue
             # Under a strategy each replica has its own, in which it has written.
             parts = variable.values if isinstance(variable, tf.distribute.DistributedValues) else [variable]
             self._names += [name] * len(parts)
@@ -104,16 +104,18 @@ class Buffers:
             copy.assign(tf.identity(variable))
         return tf.constant(True)
 
-    def _restore(self, all_of_them: bool | tf.Tensor) -> tf.Tensor:
+    def _restore(self) -> tf.Tensor:
+        """Note which variables are not finite, and set all to their copies, if there are any."""
         assert self._ruined is not None  # there are variables
-        ruined = [tf.logical_not(_is_finite(variable)) for variable in self._variables]
-        self._ruined.assign(tf.stack(ruined))
-        for variable, copy, is_ruined in zip(self._variables, self.copies, ruined, strict=False):
-            variable.assign(tf.where(tf.logical_or(is_ruined, all_of_them), copy, variable))
+        self._ruined.assign(tf.stack([tf.logical_not(_is_finite(variable)) for variable in self._variables]))
+        for variable, copy in zip(self._variables, self.copies, strict=False):
+            variable.assign(tf.identity(copy))
         return tf.constant(False)
 
 
 def _is_finite(variable: tf.Variable) -> tf.Tensor:
+    if not variable.dtype.is_floating:
+        return tf.constant(True)
     return tf.reduce_all(tf.math.is_finite(variable))
 
 
@@ -122,7 +124,6 @@ def _variables_of(model: tf_keras.layers.Layer) -> list[tuple[str, tf.Variable]]
     found: dict[int, tuple[str, tf.Variable]] = {}
     for layer in model._flatten_layers():
         for variable in layer._non_trainable_weights:
-            if variable.dtype.is_floating:
-                stored = getattr(variable, "_variable", variable)  # under a policy of mixed precision
-                found.setdefault(id(stored), (variable.name.partition(":")[0], stored))
+            stored = getattr(variable, "_variable", variable)  # under a policy of mixed precision
+            found.setdefault(id(stored), (variable.name.partition(":")[0], stored))
     return list(found.values())

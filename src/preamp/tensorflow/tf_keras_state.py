@@ -37,29 +37,15 @@ from preamp.scaling import (
     start,
     to_step,
 )
-from preamp.systems.arguments import (
-    check_counts,
-    check_resumed,
-    guard_leaves,
-    is_out_of_bounds,
-    resumed_guard,
-    warn_if_out_of_bounds,
-)
+from preamp.systems.arguments import check_counts
+from preamp.systems.variables import GUARD_NAMES, NAMES, KnownState, guard_leaves, resumed_guard
 from preamp.tensorflow.tf_keras_buffers import Buffers
 
 # The advice for a scale outside the policy's bounds: tf_keras has no way to set one.
 REMEDY = "load the model without its optimizer"
 
-# The names of the variables in checkpoints. Those of a policy's state are tf_keras's own where it has one.
+# The names of the variables of a policy's state in checkpoints: tf_keras's own where it has one.
 POLICY_NAMES = {"scale": "current_loss_scale", "good": "good_steps"}
-NAMES = {"finite": "last_finite", "grad_norm": "last_grad_norm", "peak": "last_peak"}
-GUARD_NAMES = {
-    "taken": "last_taken",
-    "loss": "last_loss",
-    "loss_fits": "last_loss_fits",
-    "limit": "last_limit",
-}
-FIRST_RECORD: GuardRecord[float] = GuardRecord(None, True, math.nan, True, math.inf)
 DTYPES = {"good": tf.int64, "steps": tf.int64, "skipped_steps": tf.int64, "finite": tf.bool}
 GUARD_DTYPES = {"taken": tf.bool, "loss_fits": tf.bool}
 
@@ -96,8 +82,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self.losses = Losses(guard if guard is not None and "loss" in guard.uses else None)
         self._buffers = buffers
         first = start(policy, takes_norm=True, guard=guard)
-        self._checked: Any = first.policy_state  # a state that is known to be valid
-        self._is_outside = False
+        self._known = KnownState(first.policy_state, REMEDY)
         self._weights: dict[Any, tf.Variable] = {}
         self._policy_variables = {
             name: self._variable(POLICY_NAMES.get(name, name), DTYPES.get(name, tf.float32), value)
@@ -115,7 +100,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self._guard_leaves: dict[str, tf.Variable] = {}  # the guard's own state, scalars and vectors
         if first.guard is not None:
             self._guard_record = {
-                field: self._variable(name, GUARD_DTYPES.get(field, tf.float32), getattr(FIRST_RECORD, field))
+                field: self._variable(name, GUARD_DTYPES.get(field, tf.float32), getattr(first.guard, field))
                 for field, name in GUARD_NAMES.items()
             }
             self._guard_leaves = {
@@ -175,7 +160,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
 
     def _update_on_host(self, measured: Measured[float]) -> tuple[tf.Operation, bool]:
         before = self._numbers()._replace(steps=0, skipped_steps=0)
-        self._check(before.policy_state)
+        self._known.check(self.policy, before.policy_state)
         judged, taken = None, measured.finite
         if self.guard is not None:
             guard_state = self._guard_state(lambda variable: _on_host(tf.convert_to_tensor(variable)))
@@ -183,7 +168,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
             taken = bool(judged.taken)
         after, gave_up = advance(self.policy, before, measured, choose, judged)
         written = self._write(after, taken)
-        self._checked = after.policy_state
+        self._known.state = after.policy_state
         if gave_up:
             raise self.policy.exhaustion_from(before.policy_state)
         return tf.group(*written), taken
@@ -221,14 +206,13 @@ class LossScaleState(theirs._DynamicLossScaleState):
             UserWarning: a warning, for a scale outside the policy's bounds, which is kept.
         """
         check_counts(saved, ["steps", "skipped_steps"])
-        state = check_resumed(self.policy, saved, REMEDY)
-        self._checked, self._is_outside = state, is_out_of_bounds(self.policy, state.scale)
-        self._write_policy(state)
+        self._write_policy(self._known.resume(self.policy, saved))
         for name, variable in self._record.items():
             missing = math.nan if name == "grad_norm" else 0
             variable.assign(variable.dtype.as_numpy_dtype(saved.get(NAMES.get(name, name), missing)))
+        first = start(self.policy, guard=self.guard).guard
         for field, variable in self._guard_record.items():
-            value = saved.get(GUARD_NAMES[field], getattr(FIRST_RECORD, field))
+            value = saved.get(GUARD_NAMES[field], getattr(first, field))
             variable.assign(variable.dtype.as_numpy_dtype(value))
         if self.guard is not None:
             for name, value in resumed_guard(self.guard, saved).items():
@@ -240,7 +224,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
     def step(self) -> Step | None:
         """Return the record of the last step, copied to the host; None before the first."""
         state = self._numbers()
-        self._check(state.policy_state)
+        self._known.check(self.policy, state.policy_state)
         if not state.steps:
             return None
         buffers = () if state.finite or self._buffers is None else self._buffers.ruined()
@@ -249,21 +233,6 @@ class LossScaleState(theirs._DynamicLossScaleState):
     def skipped(self) -> int:
         """Return how many steps have been skipped, copied to the host."""
         return int(self._numbers().skipped_steps)
-
-    def _check(self, state: NamedTuple) -> None:
-        """Check a policy's state that `tf.train.Checkpoint` has restored past `restore`.
-
-        Raises:
-            PolicyError: for a scale or count that training cannot resume from.
-            UserWarning: a warning, once, for a scale outside the policy's bounds.
-        """
-        if state == self._checked:
-            return
-        restored = self.policy.restore(state._asdict())
-        was_outside, self._is_outside = self._is_outside, is_out_of_bounds(self.policy, restored.scale)
-        if self._is_outside and not was_outside:
-            warn_if_out_of_bounds(self.policy, restored.scale, REMEDY, of="optimizer")
-        self._checked = state
 
     def _measured(self, grads: Sequence[Gradient | None], scale: tf.Tensor) -> Measured[tf.Tensor]:
         """Measure unscaled gradients. The statistics for the policy are those from before unscaling."""
@@ -301,7 +270,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         return self._state(numbers, _values(self._record))._replace(guard=record)
 
     def _state(self, policy_values: Mapping[str, T], record: Mapping[str, T]) -> ScalerState[Any, T]:
-        policy_state = type(self._checked)(**policy_values)
+        policy_state = type(self._known.state)(**policy_values)
         missing = {"peak": None} if "peak" not in record else {}
         return ScalerState(policy_state=policy_state, **missing, **record)  # type: ignore[arg-type]
 
@@ -328,7 +297,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
             written += [self._guard_leaves[name].assign(value) for name, value in leaves.items()]
         self.losses.end_step(self._record["steps"])
         if self._buffers is not None:
-            self._buffers.end_step(taken, after.finite)
+            self._buffers.end_step(taken)
         return written
 
     def _write_policy(self, state: NamedTuple) -> list[tf.Operation]:
