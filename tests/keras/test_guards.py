@@ -194,7 +194,7 @@ def test_files_with_and_without_a_guard(tmp_path: Path) -> None:
     assert without.optimizer.last_step.index == 9
     other = model_of(guards.OLMO(rolling_interval_length=30))
     other.optimizer.build(other.trainable_variables)
-    with pytest.warns(UserWarning, match="starts again: what was saved is the state of another guard"):
+    with pytest.warns(UserWarning, match="starts again: the saved state belongs to another guard"):
         other.load_weights(tmp_path / "with.weights.h5")
 
 
@@ -215,7 +215,7 @@ def test_configurations() -> None:
         QUICK,
         guards.OLMO,
         guards.AXLEARN(4.0),
-        guards.METASEQ,
+        guards.METASEQ(ewm_ratio_to_skip_batch=2.0),
         SpikeGuard(watch="loss"),
     ):
         config = LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=guard).get_config()

@@ -158,7 +158,7 @@ def test_keras_files_with_and_without_a_guard(tmp_path: Path) -> None:
     assert without.optimizer.last_step.index == 5
     other = LossScaleOptimizer(tf_keras.optimizers.SGD(0.01), guard=guards.OLMO)
     own = {name: value for name, value in store.items() if not name.isdecimal()}
-    with pytest.warns(UserWarning, match="starts again: what was saved is the state of another guard"):
+    with pytest.warns(UserWarning, match="starts again: the saved state belongs to another guard"):
         other.load_own_variables(own)
 
 
