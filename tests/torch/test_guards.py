@@ -410,8 +410,8 @@ def test_a_scaler_without_a_guard_warns_that_it_drops_the_state_of_one() -> None
 def test_a_checkpoint_is_saved_and_loaded_by_torch_distributed_checkpoint(tmp_path: Path) -> None:
     before, after = Pair(), Pair()
     before.steps(20)
-    dcp.save({"scaler": before.scaler}, checkpoint_id=tmp_path, no_dist=True)
-    dcp.load({"scaler": after.scaler}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"scaler": before.scaler}, checkpoint_id=tmp_path)
+    dcp.load({"scaler": after.scaler}, checkpoint_id=tmp_path)
     assert after.scaler.state_dict() == before.scaler.state_dict()
     assert after.step(1, 5.0)
 

@@ -152,7 +152,8 @@ def test_a_loss_of_inference_mode_has_no_count_of_changes():
     run = Run()
     run.step(1.0)
     with torch.inference_mode():
-        run.scaler.scale(torch.ones(()))
+        one = torch.ones(())
+    run.scaler.scale(one)
     run.scaler.scale(run.loss()).backward()
     run.finish()
     assert run.scaler.last_step.loss == 1.0 + 2.0  # the weight is 0.5 now

@@ -229,7 +229,11 @@ class SpikeGuard(Guard[SpikeState]):
         most = where(steps < self.warmup, apart, self.sigmas * track.width)
         moved = where(restarts, track.width, where(apart < most, apart, most))
         width = where(steps < 1.0, 0.0, track.width + (moved - track.width) / seen)
-        after = Track(level, width, value, count, where(steps < MOST_STEPS, steps + 1.0, steps))
-        entered = Track(*[where(taken, new, old) for new, old in zip(after, track, strict=True)])
         widens = taken | (widens & (steps >= self.warmup))
-        return Track(entered.level, where(widens, width, track.width), *entered[2:])
+        return Track(
+            where(taken, level, track.level),
+            where(widens, width, track.width),
+            where(taken, value, track.last),
+            where(taken, count, track.averaged),
+            where(taken, where(steps < MOST_STEPS, steps + 1.0, steps), track.steps),
+        )
