@@ -13,7 +13,7 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterable
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +207,9 @@ def test_a_trace_cut_anywhere_lacks_the_step_that_was_cut_and_no_other(
     Trace(recorded).write(path)
     whole = path.read_bytes()
     part = whole[: data.draw(st.integers(len(HEAD), len(whole)))]
-    kept = part.count(b"}\n") - 1 + part.endswith(b"}")
-    path.write_bytes(part + b"\0" * 9 * (zeros and not part.endswith(b"}")))
+    ends = list(accumulate(map(len, whole.splitlines(keepends=True))))  # the heading's, and those of steps
+    kept = sum(len(part) >= end - 1 for end in ends) - 1  # without a line break it is whole, too
+    path.write_bytes(part + b"\0" * 9 * (zeros and len(part) + 1 not in ends))
     assert repr(list(Trace.read(path))) == repr(recorded[:kept])
     with Trace(path=path, mode="append") as trace:
         trace(recorded[0]._replace(index=recorded[-1].index + 1))
