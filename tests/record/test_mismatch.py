@@ -378,7 +378,9 @@ def test_arrays_that_are_not_of_the_same_tokens_are_refused(framework, trainer, 
 
 def test_tensors_on_two_devices_are_refused_with_the_line_that_moves_one() -> None:
     here, there = torch.zeros(2), torch.zeros(2, device="meta")
-    said = r"^logp_sampler is on meta and logp_trainer on cpu\. Write logp_sampler\.to\(logp_trainer\.device\)\.$"
+    said = (
+        r"^logp_sampler is on meta and logp_trainer on cpu\. Write logp_sampler\.to\(logp_trainer\.device\)\."
+    )
     with pytest.raises(UsageError, match=said):
         in_torch(here, there)
     said = r"^mask is on meta and logp_trainer on cpu\. Write mask\.to\(logp_trainer\.device\)\.$"

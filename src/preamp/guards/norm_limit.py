@@ -30,7 +30,7 @@ class NormLimit(Guard[NoState]):
     )
 
     def __post_init__(self) -> None:
-        positive("threshold", self.threshold, "NormLimit(10.0)")
+        positive("threshold", self.threshold, "NormLimit(threshold=10.0)")
 
     def start(self) -> NoState:
         return NoState()
