@@ -87,7 +87,7 @@ def test_both_causes_are_counted() -> None:
 
 
 def norms(often: float) -> list[Reading]:
-    """Return 400 steps with norms from 1 to 9; every tenth norm is larger, and none of these twice as large."""
+    """Return 400 steps with norms from 1 to 9; every tenth norm is larger, up to twice `often`."""
     return [
         Reading(True, loss=2.0, grad_norm=often * (1.0 + step / 400.0) if step % 10 == 9 else 1.0 + step % 9)
         for step in range(400)
