@@ -1,9 +1,9 @@
 """The rules that decide whether a step whose gradients are finite is taken: a guard against spikes.
 
-A guard is told the loss and the norm of the gradients before the update, and skips the step if one of them
-is far above what it was. Like a policy it is Python operators plus an injected ``where``, so one rule runs on
-Python floats, NumPy, torch, JAX and TensorFlow. `SpikeGuard` is the one to use; what other systems do is in
-`OLMO`, `LEVANTER`, `MAXTEXT`, `MEGATRON_NORM`, `AXLEARN`, `LLM_C` and `METASEQ`, oddities included.
+A guard receives the loss and the norm of the gradients before the update, and skips the step if one of them
+is far above its recent values. Like a policy it is Python operators plus an injected ``where``, so one rule
+runs on Python floats, NumPy, torch, JAX and TensorFlow. `SpikeGuard` is the one to use; `OLMO`, `LEVANTER`,
+`MAXTEXT`, `MEGATRON_NORM`, `AXLEARN`, `LLM_C` and `METASEQ` do what other systems do, oddities included.
 """
 
 from preamp.guards.base import Guard, Verdict

@@ -59,7 +59,7 @@ class SpikeState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SpikeGuard(Guard[SpikeState]):
-    """Skip a step whose loss or gradient norm is far above where it was, or not finite.
+    """Skip a step whose loss or gradient norm is far above its recent values, or not finite.
 
     ```
     loss limit = level + sigmas * width            width: of the differences of successive losses

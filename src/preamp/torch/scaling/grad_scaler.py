@@ -277,7 +277,7 @@ class GradScaler(torch.amp.GradScaler):
         self._meter = GradientMeter(Agreement(process_group, reduce))
         if given_guard(guard) is not None and not enabled:
             raise PolicyError(
-                f"enabled=False skips no step, so guard={guard!r} would do nothing. To guard without "
+                f"guard={guard!r} has no effect with enabled=False. To guard without "
                 "scaling, write GradScaler(policy=Static(1.0), guard=guard)."
             )
         self._guarding = None if guard is None else Guarding(guard)
@@ -1265,7 +1265,7 @@ class GradScaler(torch.amp.GradScaler):
         """Return the mean loss over ranks or, if it is to join an all-reduce of gradients, its addends.
 
         It joins where the ranks of the gradients are all there are. Ranks that hold copies of a model see
-        other losses, and have to decide alike: then all ranks agree on the loss by itself.
+        other losses, and have to make the same decision: then all ranks agree on the loss by itself.
         """
         guarding = self._guarding
         if guarding is None or not guarding.uses_loss:
