@@ -230,6 +230,13 @@ def test_preamp_exports_what_it_imports_and_nothing_else() -> None:
         assert getattr(importlib.import_module(home), name) is getattr(preamp, name)
 
 
+@pytest.mark.parametrize("name", sorted(MODULES_OFFERED))
+def test_a_module_of_preamp_can_be_imported_by_the_name_that_the_documentation_uses(name: str) -> None:
+    code = f"import preamp.{name}; from preamp.{name} import *; print(preamp.{name}.__name__)"
+    done = run(code)
+    assert (done.stdout.strip(), done.stderr) == (getattr(preamp, name).__name__, "")
+
+
 def test_the_tree_of_errors_in_the_docstring_is_the_tree() -> None:
     assert errors.__doc__
     _, tree, _ = errors.__doc__.split("```")

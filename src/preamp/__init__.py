@@ -3,6 +3,8 @@
 The names here need no framework. The adapters are modules: `from preamp.torch import GradScaler`.
 """
 
+from sys import modules as _modules
+
 from preamp import guards
 from preamp.autocasting import tables as casting
 from preamp.errors import (
@@ -93,3 +95,6 @@ __all__ = [
 ]
 
 __version__ = "0.2.0.dev0"
+
+# These modules are in other packages. With this, `import preamp.processes` finds them too.
+_modules.update({"preamp.casting": casting, "preamp.dialects": dialects, "preamp.processes": processes})

@@ -172,7 +172,28 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(here, tmp_path):
         (["train", "--precision", "float8"], "float8"),
         (["train", "--dialect", "tork"], "torch"),
         (["train", "--dialect", "torch", "--policy.scale", "8"], "both"),
-        (["train", "--policy.growth-interval", "0"], "growth_interval=0"),
+        (
+            ["train", "--policy.growth-interval", "0"],
+            "--policy.growth-interval 0 must be a whole number of at least 1. "
+            "Write --policy.growth-interval 2000.",
+        ),
+        (
+            ["train", "--policy.scale", "0"],
+            "--policy.scale 0.0 is not a finite number above 0. Write --policy.scale 65536.",
+        ),
+        (
+            ["train", "--policy.growth-interval", "2000.5"],
+            "--policy.growth-interval: 2000.5 is not a whole number",
+        ),
+        (
+            ["train", "--policy.max-consecutive-overflows", "0.5"],
+            "--policy.max-consecutive-overflows: 0.5 is not a whole number",
+        ),
+        (
+            ["train", "--policy.floors", "0.5", "1"],
+            'Invalid value for --policy.floors: unable to convert "0.5"',
+        ),
+        (["train", "--policy.floors", "0", "-1"], "Write floors=((0, 1.0), (40_000, 8192.0))."),
         (["train", "--policy.scale", "8", "--policy.tolerance", "0.1"], "Tolerant"),
         (["train", "--rule", "maxlog"], "log-max"),
         (["train", "--policy", "headrom"], "Write one of headroom, "),

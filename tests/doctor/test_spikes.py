@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +40,9 @@ def test_a_single_spike_is_a_note_and_the_rest_is_what_it_was() -> None:
     (finding,) = [finding for finding in found.findings if finding.kind == "spikes"]
     assert finding.severity == "note"
     assert finding.numbers == {"spikes": 1, "share": 1 / 400, "longest_run": 1}
-    assert "1 for the loss" in finding.sentence
+    assert (
+        finding.sentence == "The guard skipped 1 of 400 steps (0.25 %) because of the loss; longest run: 1."
+    )
 
 
 def test_many_spikes_are_a_warning_and_no_overflows() -> None:
@@ -64,9 +68,10 @@ def test_a_long_run_says_where_it_began(until: int | None, severity: str) -> Non
     losses = [*LEVEL[:200], *[30.0] * 12, *(LEVEL[212:] if until else [])]
     (finding,) = [one for one in diagnose(recorded(losses)).findings if one.kind == "a long run of spikes"]
     assert finding.severity == severity
-    assert "at most 12 in a row" in finding.sentence
+    assert "longest run: 12." in finding.sentence
     assert "began at step 200" in finding.sentence
-    assert "patience" in finding.advice
+    assert ("the trace ends during that run" in finding.sentence) == (until is None)
+    assert "lower `patience`" in finding.advice
 
 
 def test_both_causes_are_counted() -> None:
@@ -78,7 +83,119 @@ def test_both_causes_are_counted() -> None:
         for one in diagnose(simulate(Static(1.0), readings, guard=guards.SpikeGuard())).findings
         if one.kind == "spikes"
     ]
-    assert "1 for the loss and 1 for the gradient norm" in finding.sentence
+    assert "because of the loss (1) and the gradient norm (1); longest run: 1." in finding.sentence
+
+
+def norms(often: float) -> list[Reading]:
+    """Return 400 steps with norms from 1 to 9; every tenth norm is larger, up to twice `often`."""
+    return [
+        Reading(True, loss=2.0, grad_norm=often * (1.0 + step / 400.0) if step % 10 == 9 else 1.0 + step % 9)
+        for step in range(400)
+    ]
+
+
+LOSSES = [
+    Reading(True, loss=loss + (9.0 if step % 10 == 9 and step > 150 else 0.0), grad_norm=1.0)
+    for step, loss in enumerate(LEVEL)
+]
+
+
+@pytest.mark.parametrize(
+    ("guard", "readings", "said"),
+    [
+        (guards.NormLimit(50.0), norms(60.0), "NormLimit(threshold=120.0)"),
+        (guards.MEGATRON_NORM(50.0), norms(60.0), "grad_norm_skip_threshold=120.0"),
+        (guards.AXLEARN(50.0), norms(60.0), "drop_norm=120.0"),
+        (guards.METASEQ(max_loss_to_skip_batch=5.0), LOSSES, "max_loss_to_skip_batch=11.0"),
+        (guards.METASEQ(ewm_ratio_to_skip_batch=1.5), LOSSES, "ewm_ratio_to_skip_batch=2.0"),
+        (guards.LLM_C(skip_update_lossz=1.5), LOSSES, "skip_update_lossz=2.0"),
+        (guards.LLM_C(skip_update_gradz=1.5), norms(60.0), "skip_update_gradz=2.0"),
+        (guards.OLMO(sigma_factor=2.25), LOSSES, "sigma_factor=3.0"),
+        (guards.LEVANTER(sigma_factor=1.5), LOSSES, "sigma_factor=2.0"),
+        (guards.MAXTEXT(scaling_factor=1.5), LOSSES, "scaling_factor=2.0"),
+        (guards.SpikeGuard(), LOSSES, "SpikeGuard(sigmas=8.0)"),
+        (guards.SpikeGuard(sigmas=12.0, patience=9), LOSSES, "SpikeGuard(sigmas=16.0, patience=9)"),
+    ],
+    ids=repr,
+)
+def test_the_advice_is_an_argument_of_the_guard_that_was_used(
+    guard: guards.Guard[Any], readings: list[Reading], said: str
+) -> None:
+    (finding,) = [
+        one for one in diagnose(simulate(Static(1.0), readings, guard=guard)).findings if "spikes" in one.kind
+    ]
+    assert finding.kind == "many spikes"
+    assert finding.advice.endswith(f"raise the limit of the guard: {said}.")
+
+
+def test_the_limit_that_is_advised_takes_99_percent_of_the_steps() -> None:
+    guard, readings = guards.NormLimit(50.0), norms(60.0)
+    assert diagnose(simulate(Static(1.0), readings, guard=guard)).findings[0].kind == "many spikes"
+    again = simulate(Static(1.0), readings, guard=guards.NormLimit(120.0))
+    assert again.summary().spikes <= 4
+
+
+@dataclass(frozen=True, repr=False)
+class Own(guards.NormLimit):
+    """A guard that the doctor does not know."""
+
+
+@pytest.mark.parametrize(
+    ("guard", "readings", "keeps", "end"),
+    [
+        (Own(50.0), norms(60.0), True, "raise the limit of the guard, 50, to 120."),
+        (guards.NormLimit(50.0), norms(60.0), False, "raise the limit of the guard, 50, to 120."),
+        (guards.SpikeGuard(), LOSSES, False, "raise the limit of the guard (for SpikeGuard: sigmas=8.0)."),
+    ],
+    ids=["own", "fixed", "SpikeGuard"],
+)
+def test_a_guard_that_the_doctor_does_not_know_gets_no_argument(
+    guard: guards.Guard[Any], readings: list[Reading], keeps: bool, end: str
+) -> None:
+    trace = simulate(Static(1.0), readings, guard=guard)
+    trace.about = trace.about if keeps else {}
+    (finding,) = [one for one in diagnose(trace).findings if one.kind == "many spikes"]
+    assert finding.advice.endswith(end)
+
+
+@pytest.mark.parametrize("policy", [Static(1.0), Dynamic(), Static(2.0**10)], ids=repr)
+def test_a_fixed_limit_that_skips_every_step_is_the_only_finding(policy: Dynamic | Static) -> None:
+    readings = [Reading(True, loss=2.0, grad_norm=60.0 + step / 100.0) for step in range(100)]
+    found = diagnose(simulate(policy, readings, guard=guards.NormLimit(50.0)))
+    assert not found.healthy
+    (finding,) = found.findings
+    assert finding.severity == "problem"
+    assert "skipped 100 of 100 steps (100 %) because of the gradient norm" in finding.sentence
+    assert "raise the limit of the guard: NormLimit(threshold=61.0)" in finding.advice
+    assert "patience" not in finding.advice
+    assert "checkpoint" not in finding.advice  # there is none before the first step
+
+
+def test_nine_of_ten_steps_skipped_are_a_problem_without_a_long_run() -> None:
+    readings = [Reading(True, loss=2.0, grad_norm=60.0 if step % 9 else 1.0) for step in range(300)]
+    found = diagnose(simulate(Static(1.0), readings, guard=guards.NormLimit(50.0)))
+    assert [(one.kind, one.severity) for one in found.findings] == [("many spikes", "problem")]
+
+
+def test_nan_is_not_called_an_ordinary_step() -> None:
+    losses = [loss if step < 300 else math.nan for step, loss in enumerate(LEVEL)]
+    (finding,) = [one for one in diagnose(recorded(losses)).findings if "spikes" in one.kind]
+    assert finding.advice.startswith("These values are inf or NaN: look at the data and the forward pass")
+    losses = [loss if step != 200 else math.nan for step, loss in enumerate(LEVEL)]
+    readings = [Reading(True, loss=loss, grad_norm=1.0) for loss in losses]
+    trace = simulate(Static(1.0), readings, guard=guards.OLMO)
+    (finding,) = [one for one in diagnose(trace).findings if "spikes" in one.kind]
+    assert "A NaN entered the statistics of the guard" in finding.advice
+
+
+def test_a_run_without_loss_scaling_is_not_told_that_its_scale_could_be_higher() -> None:
+    def healthy(policy: Static) -> str:
+        (found,) = diagnose(simulate(policy, [False] * 400)).findings
+        assert found.kind == "healthy"
+        return found.sentence
+
+    assert "could be higher" not in healthy(Static(1.0))
+    assert "could be higher" in healthy(Static(2.0**10))
 
 
 def test_an_overflow_among_spikes_is_still_one() -> None:

@@ -255,7 +255,7 @@ def test_a_guard_says_what_a_reading_lacks() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: SpikeGuard(sigmas=0.0), "sigmas=0.0 must be a number between 0 and 1000"),
+        (lambda: SpikeGuard(sigmas=0.0), "sigmas=0.0 is not a finite number above 0"),
         (lambda: SpikeGuard(warmup=1), "warmup=1 must be a whole number from 2 to 1000000"),
         (lambda: SpikeGuard(patience=0), "patience=0"),
         (lambda: NormLimit(-1.0), "threshold=-1.0"),

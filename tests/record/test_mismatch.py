@@ -45,11 +45,11 @@ def oracle(trainer: Any, sampler: Any, mask: Any, low: float, high: float) -> di
     chosen = [
         (float(a), float(b)) for a, b, m in zip(trainer.flat, sampler.flat, mask.flat, strict=True) if m
     ]
-    tokens = [(a, b) for a, b in chosen if math.isfinite(a) and math.isfinite(b)]
+    tokens = [(a, b) for a, b in chosen if math.isfinite(a) and math.isfinite(b) and max(a, b) <= 0.01]
     logs = [Fraction(a) - Fraction(b) for a, b in tokens]
     ratios = [math.exp(x) for x in logs]
     count = len(tokens)
-    found: dict[str, float] = {"tokens": count, "nonfinite": len(chosen) - count}
+    found: dict[str, float] = {"tokens": count, "invalid": len(chosen) - count}
     if not count:
         return found | dict.fromkeys(Mismatch._fields[2:], NAN)
     gaps = [abs(math.exp(a) - math.exp(b)) for a, b in tokens]
@@ -107,7 +107,7 @@ def test_every_number_is_as_defined_in_both_frameworks(drawn: Any, low: float, h
     for name, one, other in zip(
         found._fields, found, measure("jax", *drawn, clip_low=low, clip_high=high), strict=True
     ):
-        assert one.dtype == (np.float32 if name not in ("tokens", "nonfinite") else one.dtype)
+        assert one.dtype == (np.float32 if name not in ("tokens", "invalid") else one.dtype)
         assert float(other) == pytest.approx(
             float(one), rel=1e-5, abs=3e-7 if "prob" in name or name == "k1" else 0, nan_ok=True
         ), name
@@ -118,7 +118,7 @@ def test_no_mask_counts_every_token(framework: str) -> None:
     trainer, sampler = np.array([[-1.0, -2.0], [-3.0, NAN]]), np.array([[-1.5, -2.0], [-2.5, -1.0]])
     found = measure(framework, np.float32(trainer), np.float32(sampler))
     assert_as_defined(found, oracle(trainer, sampler, np.ones((2, 2)), 0.2, 0.2))
-    assert (found.tokens, found.nonfinite) == (3, 1)
+    assert (found.tokens, found.invalid) == (3, 1)
 
 
 @BOTH
@@ -127,7 +127,29 @@ def test_a_mask_may_have_any_dtype(framework: str, dtype: str) -> None:
     trainer, sampler = np.float32([-1.0, NAN, -2.0]), np.float32([-1.5, -1.0, -2.0])
     with enable_x64(True):
         found = measure(framework, trainer, sampler, np.array([1, 0, 1], dtype))
-    assert (found.tokens, found.nonfinite, found.max_abs_diff) == (2, 0, 0.5)
+    assert (found.tokens, found.invalid, found.max_abs_diff) == (2, 0, 0.5)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
+def test_only_mask_entries_above_0_count(framework: str, dtype: str) -> None:
+    """Neither NaN nor a negative entry is a token."""
+    mask = np.array([1.0, -1.0, 0.0, 2.0, 0.0 if dtype == "int32" else NAN]).astype(dtype)
+    found = measure(framework, np.float32([-1.0] * 5), np.float32([-1.5] * 5), mask)
+    assert (found.tokens, found.invalid) == (2, 0)
+
+
+@BOTH
+def test_logits_and_probabilities_are_invalid(framework: str) -> None:
+    """Only rounding brings a log-probability above 0, and never far."""
+    logits, sampler = np.float32([5.0, 3.0, 0.004, 0.0, -1.0]), np.float32([-1.0, -1.0, -1.0, 0.004, -1.0])
+    for one, other in ((logits, sampler), (sampler, logits)):
+        found = measure(framework, one, other)
+        assert (found.tokens, found.invalid) == (3, 2)
+        assert found.max_prob_diff < 1.0
+    probabilities = np.float32([0.9, 0.2, 0.05])
+    found = measure(framework, probabilities, probabilities)
+    assert (found.tokens, found.invalid) == (0, 3)
 
 
 @BOTH
@@ -156,7 +178,7 @@ def test_models_that_agree_have_no_mismatch(framework: str) -> None:
 )
 def test_k3_keeps_its_digits(framework: str, gap: float) -> None:
     """The naive formula is off by a factor at 1e-7, and 0 or negative at 1e-9."""
-    found = measure(framework, np.float32([gap]), np.float32([0.0]))
+    found = measure(framework, np.float32([min(gap, 0.0)]), np.float32([min(-gap, 0.0)]))
     x = Fraction(float(np.float32(gap)))
     assert float(found.k3) == pytest.approx(
         float(sum(x**n / math.factorial(n) for n in range(2, 120))), rel=2e-6
@@ -167,7 +189,7 @@ def test_k3_keeps_its_digits(framework: str, gap: float) -> None:
 def test_a_ratio_that_overflows_is_inf_where_it_has_to_be(framework: str) -> None:
     found = measure(framework, np.float32([-1.0, -200.0, -1.0]), np.float32([-200.0, -1.0, -1.0]))
     assert (found.max_ratio, found.mean_ratio, found.k3) == (INF, INF, INF)
-    assert (found.min_ratio, found.nonfinite, found.k1, found.max_abs_diff) == (0.0, 0, 0.0, 199.0)
+    assert (found.min_ratio, found.invalid, found.k1, found.max_abs_diff) == (0.0, 0, 0.0, 199.0)
     assert found.effective_share == pytest.approx(1 / 3)
     assert found.clipped == pytest.approx(2 / 3)
 
@@ -176,7 +198,7 @@ def test_a_ratio_that_overflows_is_inf_where_it_has_to_be(framework: str) -> Non
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (4,)])
 def test_without_tokens_there_are_no_numbers(framework: str, shape: tuple[int, ...]) -> None:
     found = measure(framework, np.zeros(shape, "float32"), np.zeros(shape, "float32"), np.zeros(shape, bool))
-    assert (found.tokens, found.nonfinite) == (0, 0)
+    assert (found.tokens, found.invalid) == (0, 0)
     assert all(np.isnan(value) for value in found[2:])
 
 
@@ -208,7 +230,7 @@ def test_float64_stays(framework: str, other: str) -> None:
 @BOTH
 def test_a_million_tokens(framework: str) -> None:
     random = np.random.default_rng(0)
-    sampler = -random.exponential(2.0, (1000, 1000)).astype(np.float32)
+    sampler = -0.1 - random.exponential(2.0, (1000, 1000)).astype(np.float32)
     trainer = (sampler + 0.01 * random.normal(size=sampler.shape)).astype(np.float32)
     found, x = measure(framework, trainer, sampler), (trainer.astype(np.float64) - sampler)
     assert found.tokens == 1_000_000
@@ -339,7 +361,7 @@ def test_torch_autocast_changes_nothing() -> None:
             [3, 4],
             [-1.0, -2.0],
             None,
-            r"logp_trainer has the dtype (torch\.)?int64: .* tokens\. Write logp_trainer=",
+            r"logp_trainer has the dtype (torch\.)?int64: .* tokens\? Write logp_trainer=",
         ),
         (
             [-1.0, -2.0],
@@ -352,6 +374,18 @@ def test_torch_autocast_changes_nothing() -> None:
 def test_arrays_that_are_not_of_the_same_tokens_are_refused(framework, trainer, sampler, mask, said) -> None:
     with enable_x64(True), pytest.raises(UsageError, match=said):
         measure(framework, np.array(trainer), np.array(sampler), None if mask is None else np.array(mask))
+
+
+def test_tensors_on_two_devices_are_refused_with_the_line_that_moves_one() -> None:
+    here, there = torch.zeros(2), torch.zeros(2, device="meta")
+    said = (
+        r"^logp_sampler is on meta and logp_trainer on cpu\. Write logp_sampler\.to\(logp_trainer\.device\)\."
+    )
+    with pytest.raises(UsageError, match=said):
+        in_torch(here, there)
+    said = r"^mask is on meta and logp_trainer on cpu\. Write mask\.to\(logp_trainer\.device\)\.$"
+    with pytest.raises(UsageError, match=said):
+        in_torch(here, here, there > 0)
 
 
 @BOTH

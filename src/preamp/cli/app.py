@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypedDict
+from types import GenericAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict, get_args, get_origin
 
 from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.validators import Number
@@ -68,6 +69,21 @@ def _whole(_: object, tokens: Sequence[Token]) -> int:
     raise ValueError(f"{text} is not a whole number. Write one, such as 100.")
 
 
+def _whole_or_none(kind: object, tokens: Sequence[Token]) -> int | None:
+    return None if tokens[0].value.lower() in ("none", "null") else _whole(kind, tokens)
+
+
+def _refusing_fractions(kind: Any) -> Any:
+    """Return the type of a setting for cyclopts, with `_whole` to read its whole numbers."""
+    if kind is int:
+        return Annotated[int, Parameter(converter=_whole)]
+    if kind == int | None:
+        return Annotated[int | None, Parameter(converter=_whole_or_none)]
+    if get_origin(kind) is tuple:
+        return GenericAlias(tuple, tuple(map(_refusing_fractions, get_args(kind))))
+    return kind
+
+
 Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000), converter=_whole)]
 Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
@@ -93,7 +109,8 @@ else:
         "_GuardSettings",
         {
             name: Annotated[
-                flag.type, Parameter(help=flag.help, group=GUARD, show_default=False, show=bool(flag.heading))
+                _refusing_fractions(flag.type),
+                Parameter(help=flag.help, group=GUARD, show_default=False, show=bool(flag.heading)),
             ]
             for name, flag in guard_flags().items()
         },
@@ -105,7 +122,8 @@ else:
         "_Settings",
         {
             name: Annotated[
-                flag.type, Parameter(help=flag.help, group=GROUPS[flag.heading], show_default=False)
+                _refusing_fractions(flag.type),
+                Parameter(help=flag.help, group=GROUPS[flag.heading], show_default=False),
             ]
             for name, flag in setting_flags().items()
         },
@@ -262,10 +280,10 @@ def simulate(
     seed: Seed | None = None,
     out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/simulate.html"),
 ) -> int:
-    """Play gradients or overflows through policies, or losses through guards.
+    """Simulate policies on gradients or overflows, and guards on losses.
 
     With --process, or a trace with peaks, overflows and flushed entries follow from each policy's own scale.
-    Otherwise the same steps overflow for every policy. With --guard, each guard is told the losses and norms.
+    Otherwise the same steps overflow for every policy. With --guard, each guard receives losses and norms.
 
     Args:
         rule: the names of policies.

@@ -151,7 +151,7 @@ def compare_guards(
     from preamp.report import Curve, write_report
 
     if len(rules) > 1:
-        raise PreampError(f"--guard goes with one policy, and these are {len(rules)}. Write one --policy.")
+        raise PreampError(f"--guard requires exactly one --policy (got {len(rules)}). Write one.")
     (policy,) = rules.values()
     steps, source = played
     for name, guard in guards.items():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, get_args, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args, get_type_hints
 
 from preamp.cli.lab import Precision
-from preamp.errors import PreampError
+from preamp.errors import PolicyError, PreampError
 from preamp.guards import ALL as GUARD_DIALECTS
 from preamp.guards import Guard, GuardDialect, NormLimit, SpikeGuard
 from preamp.policy import Dynamic, Policy
@@ -25,7 +25,7 @@ from preamp.systems.dialects import ALL
 SHORT_INTERVAL = 100
 COMMON = 3  # a setting that fewer policies have is listed under their names
 
-
+T = TypeVar("T")
 Given: TypeAlias = Mapping[str, object]  # settings by name
 GUARDS: dict[str, type[Guard[Any]] | GuardDialect[...]] = {
     "spike": SpikeGuard,
@@ -111,7 +111,7 @@ def policy_of(name: str | None, given: Given | None, short: bool = False) -> Pol
         )
     if short and getattr(kind, "growth_interval", None) == Dynamic.growth_interval:
         settings = {"growth_interval": SHORT_INTERVAL, **settings}
-    return kind(**settings)
+    return _made(kind, settings, "policy", _settings(kind))
 
 
 def _rule_with(settings: Collection[str]) -> str:
@@ -160,8 +160,29 @@ def _key(name: str) -> str:
     return re.sub("[-_]", "", name).lower()
 
 
-def _flag(setting: str) -> str:
-    return f"--policy.{setting.replace('_', '-')}"
+def _flag(setting: str, of: str = "policy") -> str:
+    return f"--{of}.{setting.replace('_', '-')}"
+
+
+def _made(kind: Callable[..., T], settings: Given, of: str, names: Iterable[str]) -> T:
+    """Call a policy's or a guard's class; what it refuses is said in flags, and not in Python's arguments.
+
+    Args:
+        kind: the class, or a dialect.
+        settings: its arguments.
+        of: "policy" or "guard", with which the flags begin.
+        names: of all its settings.
+    """
+    try:
+        return kind(**settings)
+    except PolicyError as error:
+        said = re.sub(r"\b[A-Z]\w*\((\w+=[^()]*)\)", r"\1", str(error))  # SpikeGuard(sigmas=6.0)
+        said = re.sub(
+            r"(\d+\.\d+)\*\*(-?\d+)", lambda power: f"{float(power[1]) ** int(power[2]):.17g}", said
+        )
+        settings_in_python = rf"\b({'|'.join(names)})=(?!\()"  # a tuple stays: in flags it is repeated
+        said = re.sub(settings_in_python, lambda name: f"{_flag(name[1], of)} ", said)
+        raise PolicyError(said) from None
 
 
 def precisions_and_rule(
@@ -239,7 +260,8 @@ def guards_of(names: Sequence[str], given: Given | None) -> dict[str, Guard[Any]
     """Return the guards that `--guard NAME` and `--guard.*` ask for, by name.
 
     Args:
-        names: of guards, or "all"; without one, the first that has the settings.
+        names: of guards, or "all" for those that can skip a step; without one, the first that has the
+            settings.
         given: the settings. Each goes to all of these guards that have it.
     """
     settings = {**(given or {})}
@@ -253,19 +275,21 @@ def guards_of(names: Sequence[str], given: Given | None) -> dict[str, Guard[Any]
     for setting in settings:
         owners = [name for name, kind in GUARDS.items() if setting in _names_of_settings(kind)]
         if not set(owners) & set(chosen):
-            flag = f"--guard.{setting.replace('_', '-')}"
             raise PreampError(
-                f"{flag} is not a setting of {', '.join(chosen) or 'one guard'}. Leave it out, or write "
-                f"--guard {owners[0]}."
+                f"{_flag(setting, 'guard')} is not a setting of {', '.join(chosen) or 'one guard'}. "
+                f"Leave it out, or write --guard {owners[0]}."
             )
-    return {name: _guard(GUARDS[name], settings) for name in chosen}
+    made = {name: _guard(GUARDS[name], settings) for name in chosen}
+    asked = {known[_key(name)] for name in names if name != "all"}
+    return {name: guard for name, guard in made.items() if name in asked or guard.idle is None}
 
 
 def _guard(kind: type[Guard[Any]] | GuardDialect[...], settings: Given) -> Guard[Any]:
-    own = {name: value for name, value in settings.items() if name in _names_of_settings(kind)}
-    if isinstance(kind, GuardDialect):
-        return kind(**own) if own else kind
-    return kind(**own)
+    names = _names_of_settings(kind)
+    own = {name: value for name, value in settings.items() if name in names}
+    if isinstance(kind, GuardDialect) and not own:
+        return kind
+    return _made(kind, own, "guard", names)
 
 
 def _guard_settings(kind: type[Guard[Any]]) -> dict[str, Field[Any]]:

@@ -14,19 +14,20 @@ from preamp.doctor.finding import OFTEN, Finding
 from preamp.doctor.headroom import at_ceiling, never_grew, not_scaled, too_low, vanished
 from preamp.doctor.not_learning import clipped_while_scaled, dead_units, not_learning, poisoned_buffers
 from preamp.doctor.skipped_steps import (
+    NEARLY_ALL,
     backs_off_too_far,
     dragged,
     lost_scale,
     oscillating,
     skips_nearly_all,
     slow,
-    spikes,
     too_high,
     wrong_start,
 )
 from preamp.doctor.snapshots import bfloat16_would_do, limited, needs_no_scale, overflowed
+from preamp.doctor.spikes import spikes
 from preamp.doctor.updates import loss_spike
-from preamp.policy import Policy
+from preamp.policy import Moving, Policy
 from preamp.record.formatting import of_steps, power, powers
 from preamp.record.trace import Summary, Trace
 from preamp.simulation.processes import Recorded, has_peak
@@ -164,9 +165,14 @@ def _findings(record: Record) -> list[Finding]:
     groups: tuple[tuple[Rule, ...], ...] = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
     if record.opening_is_lost:  # the scale fell for other reasons than the size of the gradients
         groups = (DAMAGED, SKIPPED)
+    if len(record.spikes) >= NEARLY_ALL * len(record):  # of so few clean steps the scale could not grow
+        groups = tuple(rules for rules in groups if rules is not UNUSED)
     found = [*_all((poisoned_buffers,), record)]
     found += [found for rules in groups for found in _first(rules, record)]
-    return [*(found or [_healthy(record)]), *_all((spikes, *SNAPSHOTS), record)]
+    spiked = _all((spikes,), record)
+    if not found and not any(finding.severity == "problem" for finding in spiked):
+        found = [_healthy(record)]
+    return [*found, *spiked, *_all(SNAPSHOTS, record)]
 
 
 def _no_steps(record: Record) -> Finding:
@@ -218,6 +224,9 @@ def _too_few(skipped: int, steps: int) -> Finding:
 
 def _headroom_words(record: Record) -> str:
     if record.headroom is None:
+        is_unscaled = record.summary.min_scale == record.summary.max_scale == 1.0
+        if is_unscaled and not isinstance(record.policy, Moving):
+            return ""
         return " Whether it could be higher is unknown without recorded peaks of gradients or snapshots."
     if record.headroom <= 0:
         return (

@@ -1,7 +1,4 @@
-"""Findings about skipped steps: a scale that starts too high, oscillates, is dragged down, or was lost.
-
-Of spikes, which a guard skipped: whether they are too many, or a whole stretch of the run.
-"""
+"""Findings about skipped steps: a scale that starts too high, oscillates, is dragged down, or was lost."""
 
 from __future__ import annotations
 
@@ -26,9 +23,6 @@ LOAD: Final = "Save and load the scaler with the model: scaler.state_dict() and 
 LEAST_STEPS: Final = 10
 NEARLY_ALL: Final = 0.8
 """The share of skipped steps from which on a run makes no progress."""
-
-LONG_RUN: Final = 10
-"""So many spikes in a row are a new level of the loss rather than bad batches."""
 
 Remedy: TypeAlias = tuple[str, Mapping[str, Any]]
 """Advice, in words and as settings."""
@@ -289,49 +283,3 @@ def backs_off_too_far(record: Record) -> Finding | None:
         numbers={"powers": fall, "times": len(falls)},
         settings={"backoff_factor": 0.5},
     )
-
-
-def spikes(record: Record) -> Finding | None:
-    """Find steps that a guard skipped: many of them, many in a row, or only some."""
-    count, share = len(record.spikes), len(record.spikes) / max(len(record), 1)
-    if not count:
-        return None
-    of = Counter[str](spike.of for spike in record.spikes.values())
-    start, length = _longest_run(sorted(record.spikes))
-    ends_with = start + length == len(record)
-    causes = {"loss": "loss", "grad_norm": "gradient norm"}
-    because = " and ".join(f"{of[name]:,} for the {word}" for name, word in causes.items() if of[name])
-    sentence = f"The guard skipped {of_steps(count, len(record))}, {because}: at most {length:,} in a row."
-    numbers = {"spikes": count, "share": share, "longest_run": length}
-    if length >= LONG_RUN:
-        return Finding(
-            kind="a long run of spikes",
-            severity="problem" if ends_with else "warning",
-            sentence=f"{sentence} That run began at step {record.index[start]:,}"
-            f"{', and the record ends in it' if ends_with else ''}.",
-            advice="If the loss stays up where the data changed, let the guard accept that sooner: lower its "
-            "patience. If not, the weights were damaged before: return to an earlier checkpoint.",
-            numbers=numbers,
-        )
-    is_often = share >= OFTEN and count >= FEWEST
-    look = (
-        "Look at the data of these steps and at the learning rate. If they are ordinary, raise the limit of "
-    )
-    return Finding(
-        kind="many spikes" if is_often else "spikes",
-        severity="warning" if is_often else "note",
-        sentence=sentence,
-        advice=f"{look}the guard: SpikeGuard(sigmas=8.0)." if is_often else "",
-        numbers=numbers,
-    )
-
-
-def _longest_run(places: list[int]) -> tuple[int, int]:
-    """Return the first place and the length of the longest run of successive places."""
-    best = (places[0], 0)
-    start = before = places[0]
-    for place in places:
-        start = place if place > before + 1 else start
-        best = max(best, (start, place - start + 1), key=lambda run: run[1])
-        before = place
-    return best

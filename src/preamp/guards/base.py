@@ -22,7 +22,8 @@ class Verdict(NamedTuple):
         loss_limit: the limit that the loss is compared with; None if the guard does not look at it, inf where
             any loss will do.
         grad_norm_limit: the same of the gradients' norm.
-        loss_fits: whether the loss is within its limit. If it is and the step is not taken, the norm is not.
+        loss_fits: whether the loss is within its limit. If True on a skipped step, the norm
+            exceeded its limit.
     """
 
     taken: Scalar
@@ -54,8 +55,8 @@ class Guard(ABC, Generic[S]):
     `judge` and `advance` run in compiled programs too, so they decide with `where`, `&` and `|`, not with
     `if`, `and` and `or`.
 
-    A guard has no say about a step that overflowed. It is told of it, with a loss that may not be finite and
-    no `grad_norm`, and decides in `advance` what to remember of it.
+    A step that overflowed is skipped whatever the guard says. `advance` receives it too, with a loss that may
+    not be finite and no `grad_norm`, and decides what to remember of it.
 
     Attributes:
         uses: the fields of a `Reading` that the rule uses besides `finite`: `loss`, `grad_norm`, or both.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, between
+from preamp.checks import FLOAT32_MAX, FLOAT32_TINY, between, positive
 from preamp.guards.base import Guard, Verdict
 from preamp.policy.base import Reading, Where, choose, setting
 
@@ -30,7 +30,8 @@ class NormLimit(Guard[NoState]):
     )
 
     def __post_init__(self) -> None:
-        between("threshold", self.threshold, FLOAT32_TINY, FLOAT32_MAX, instead="NormLimit(10.0)")
+        positive("threshold", self.threshold, "NormLimit(threshold=10.0)")
+        between("threshold", self.threshold, FLOAT32_TINY, FLOAT32_MAX, instead="NormLimit(threshold=10.0)")
 
     def start(self) -> NoState:
         return NoState()

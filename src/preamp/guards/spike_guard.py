@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from preamp.checks import between, one_of, whole
+from preamp.checks import between, one_of, positive, whole
 from preamp.errors import PolicyError
 from preamp.guards.base import Guard, Verdict, leaves_of
 from preamp.policy.base import Reading, Scalar, Where, choose, setting
@@ -96,12 +96,13 @@ class SpikeGuard(Guard[SpikeState]):
     """
 
     sigmas: float = setting(6.0, "how many widths above the level a spike begins.")
-    warmup: int = setting(16, "accepted steps before spikes are skipped; NaN and inf always are.")
-    patience: int = setting(16, "skipped steps in a row after which it starts again.")
-    watch: Literal["both", "loss", "grad_norm"] = setting("both", "which values it checks.")
+    warmup: int = setting(16, "accepted steps before it skips.")
+    patience: int = setting(16, "skips in a row until it starts again.")
+    watch: Literal["both", "loss", "grad_norm"] = setting("both", "what to check.")
 
     def __post_init__(self) -> None:
         one_of("watch", self.watch, ("both", "loss", "grad_norm"))
+        positive("sigmas", self.sigmas, "SpikeGuard(sigmas=6.0)")
         between("sigmas", self.sigmas, 0.0, MOST_SIGMAS, instead="SpikeGuard(sigmas=6.0)")
         whole("warmup", self.warmup, least=2, most=MOST_STEPS, instead="SpikeGuard(warmup=16)")
         whole("patience", self.patience, least=1, most=MOST_STEPS, instead="SpikeGuard(patience=16)")

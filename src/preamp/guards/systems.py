@@ -243,7 +243,7 @@ class GuardDialect(Guard[Any], Generic[P]):
     Attributes:
         name: the name in `preamp.guards`, such as "OLMO".
         system: the system whose rule this is.
-        odd: its pitfalls, in one line.
+        odd: known pitfalls, in one line.
         guard: the guard with the system's defaults.
     """
 
@@ -361,7 +361,7 @@ def MEGATRON_NORM(grad_norm_skip_threshold: float = math.inf) -> Guard[Any]:
 
 @_dialect(
     "axlearn's skip_and_clip_by_global_norm",
-    "A norm that equals the threshold is skipped. What it clips is an adapter's max_norm.",
+    "A norm that equals the threshold is skipped. Its clipping corresponds to an adapter's max_norm.",
 )
 def AXLEARN(drop_norm: float = math.inf) -> Guard[Any]:
     return NormThreshold(threshold=_threshold("drop_norm", drop_norm), itself=False)

@@ -27,7 +27,7 @@ def mismatch(
     """Measure how far the trainer's probabilities are from the sampler's, on tokens that the sampler drew.
 
     In reinforcement learning of language models one program samples (vLLM, SGLang) and another trains, with
-    the same weights and other kernels. What they round differently makes training off-policy.
+    the same weights and other kernels. Their different rounding makes training off-policy.
 
     It works under `jit`, `vmap` and `grad`; no gradient flows. Under `jit` sharded arrays are measured as a
     whole; inside `shard_map` each device measures its own tokens.
@@ -37,8 +37,8 @@ def mismatch(
             the sampler had. Any shape and floating dtype; narrower than float32 is computed in float32.
         logp_sampler: log-probabilities of the same tokens in the same order, from the sampler, at the same
             temperature. Of the same shape.
-        mask: of the same shape, not 0 for the tokens to count: the generated ones, without prompt and
-            padding. Elsewhere log-probabilities may be anything, NaN as well.
+        mask: of the same shape, True or above 0 for the tokens to count: the generated ones, without prompt
+            and padding. Elsewhere log-probabilities may be anything, NaN as well.
         clip_low: a ratio below 1 - clip_low counts as clipped.
         clip_high: a ratio above 1 + clip_high counts as clipped.
 
@@ -58,7 +58,8 @@ def mismatch(
     if mask is None:
         counts = jnp.ones(trainer.shape, bool)
     elif isinstance(mask, Array | np.ndarray):
-        counts = jnp.asarray(mask).astype(bool)
+        counts = jnp.asarray(mask)
+        counts = counts if counts.dtype == bool else counts > 0
     else:
         raise UsageError(f"mask={shown(mask)} is not an array. Write mask=jnp.asarray(mask).")
     return Mismatch.of_log_probs(jnp, trainer, sampler, counts, clip_low=clip_low, clip_high=clip_high)

@@ -46,9 +46,10 @@ class Reading(NamedTuple):
             overflow.
         share: the share of the entries of the scaled gradients whose magnitude is `Policy.edge` or more,
             from 0 to 1; None where the policy does not need it. Undefined, possibly NaN, after an overflow.
-        loss: the loss, not scaled, the mean over ranks; None where it is not known. For guards.
+        loss: the loss, not scaled, the mean over ranks; None where it is not known. Used by
+            guards only.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None where it is not known, as
-            after an overflow. For guards.
+            after an overflow. Used by guards only.
     """
 
     finite: Scalar

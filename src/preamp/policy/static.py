@@ -24,9 +24,9 @@ class Static(Policy[State]):
     scale: float = setting(2.0**16, "what the loss is multiplied by. Kept in float32.")
 
     def __post_init__(self) -> None:
-        positive("scale", self.scale, "Static(2.0**16)")
+        positive("scale", self.scale, "Static(scale=2.0**16)")
         assign(self, scale=to_float32(float(self.scale)))
-        positive("scale", self.scale, "Static(2.0**16)")  # again: in float32 1e39 is inf
+        positive("scale", self.scale, "Static(scale=2.0**16)")  # again: in float32 1e39 is inf
         warn_if_inexact("scale", self.scale)
 
     def start(self) -> State:

@@ -14,21 +14,23 @@ __all__ = ["Mismatch"]
 T = TypeVar("T")
 Values: TypeAlias = Any  # an array of any framework: no type that Python knows has the operators of all
 SMALL = 0.25  # below, a difference of logarithms is taken as a series
+HIGHEST = 0.01  # of a log-probability: 0, and some room for rounding in low precision
 
 
 class Mismatch(NamedTuple, Generic[T]):
     """The mismatch between a trainer and a sampler, measured on tokens that the sampler drew.
 
-    Every field is a scalar array of the framework, on the arrays' device and unread: integers for `tokens`
-    and `nonfinite`, else float32, or float64 where log-probabilities are. The ratio of a token is
-    p_trainer / p_sampler, its importance weight. Everything but the counts is NaN where `tokens` is 0. To
-    average means over several batches, weight them by `tokens`.
+    Every field is a scalar array of the framework, on the arrays' device and not copied to the host:
+    integers for `tokens` and `invalid`, else float32, or float64 where log-probabilities are. The ratio of a
+    token is p_trainer / p_sampler, its importance weight. Everything but the counts is NaN where `tokens` is
+    0. To average means over several batches, weight them by `tokens`.
 
     Attributes:
         tokens: how many tokens the other numbers are about.
-        nonfinite: tokens of the mask that are left out because a log-probability is NaN or infinite. If it is
-            not 0, a model has overflowed, padding is not masked, or the trainer gives a sampled token the
-            probability 0, and then the KL divergence is infinite.
+        invalid: tokens of the mask that are left out because a log-probability is NaN, infinite or above
+            0.01. If it is not 0, a model has overflowed, padding is not masked, logits or probabilities were
+            passed, or the trainer gives a sampled token the probability 0, and then the KL divergence is
+            infinite.
         k1: KL(sampler || trainer) per token, estimated as the mean of -log(ratio). Unbiased; may be negative.
         k3: the same, estimated as the mean of ratio - 1 - log(ratio). Unbiased, never negative, and of less
             variance where the two are close. It is computed without cancellation, also for ratios near 1.
@@ -40,7 +42,7 @@ class Mismatch(NamedTuple, Generic[T]):
         effective_share: the effective sample size of the ratios as weights, (sum of w)^2 / sum of w^2,
             divided by `tokens`: 1 if all are equal.
         mean_abs_diff: the mean distance between the two log-probabilities of a token.
-        max_abs_diff: the largest: the logarithm of the ratio that is farthest from 1, in either direction.
+        max_abs_diff: the largest distance between them, which is the largest absolute log-ratio.
         mean_prob_diff: the mean distance between the two probabilities of a token.
         max_prob_diff: the largest of these distances.
 
@@ -49,7 +51,7 @@ class Mismatch(NamedTuple, Generic[T]):
     """
 
     tokens: T
-    nonfinite: T
+    invalid: T
     k1: T
     k3: T
     mean_ratio: T
@@ -93,7 +95,8 @@ class Mismatch(NamedTuple, Generic[T]):
         _check_limit("clip_low", clip_low, 1.0)
         _check_limit("clip_high", clip_high, math.inf)
         difference = trainer - sampler
-        counted = xp.isfinite(difference) & mask
+        valid = xp.isfinite(difference) & (trainer <= HIGHEST) & (sampler <= HIGHEST)
+        counted = valid & mask
         tokens = xp.sum(counted)
         count = xp.asarray(tokens, dtype=difference.dtype)  # JAX's strict promotion divides by no integer
 
@@ -113,7 +116,7 @@ class Mismatch(NamedTuple, Generic[T]):
         gap = xp.abs(xp.exp(trainer) - xp.exp(sampler))
         return cls(
             tokens=tokens,
-            nonfinite=xp.sum(mask) - tokens,
+            invalid=xp.sum(mask) - tokens,
             k1=-mean(log_ratio),
             k3=mean(_k3(xp, log_ratio)),
             mean_ratio=mean(ratio),

@@ -30,7 +30,7 @@ class Dialect(Policy[Any], Generic[P]):
     Attributes:
         name: the name in `dialects`, such as "TORCH".
         system: the system, and the release whose rule this is.
-        odd: what is odd about it, in one line.
+        odd: known pitfalls, in one line.
         format: how the system saves its loss scale; None if that is not supported.
         policy: the policy with the system's defaults.
     """

@@ -21,7 +21,7 @@ def mismatch(
     """Measure how far the trainer's probabilities are from the sampler's, on tokens that the sampler drew.
 
     In reinforcement learning of language models one program samples (vLLM, SGLang) and another trains, with
-    the same weights and other kernels. What they round differently makes training off-policy.
+    the same weights and other kernels. Their different rounding makes training off-policy.
 
     Nothing is read on the host, no gradient flows, and it compiles with `fullgraph=True`. The result is the
     same under `autocast`. Each rank measures its own tokens; gather the log-probabilities to measure all.
@@ -31,8 +31,8 @@ def mismatch(
             the sampler had. Any shape and floating dtype; narrower than float32 is computed in float32.
         logp_sampler: log-probabilities of the same tokens in the same order, from the sampler, at the same
             temperature. Of the same shape.
-        mask: of the same shape, not 0 for the tokens to count: the generated ones, without prompt and
-            padding. Elsewhere log-probabilities may be anything, NaN as well.
+        mask: of the same shape, True or above 0 for the tokens to count: the generated ones, without prompt
+            and padding. Elsewhere log-probabilities may be anything, NaN as well.
         clip_low: a ratio below 1 - clip_low counts as clipped. verl's `clip_ratio_low`.
         clip_high: a ratio above 1 + clip_high counts as clipped. verl's `clip_ratio_high`.
 
@@ -40,7 +40,8 @@ def mismatch(
         0-dim tensors.
 
     Raises:
-        UsageError: for what is not a floating tensor, for shapes that differ, and for a limit out of range.
+        UsageError: for what is not a floating tensor, for shapes or devices that differ, and for a limit out
+            of range.
 
     >>> measured = mismatch(torch.tensor([-1.0, -2.25]), torch.tensor([-1.0, -2.0]))
     >>> print(f"{measured.k1:.3f} {measured.k3:.4f} {measured.max_ratio:.2f} {measured.clipped:.2f}")
@@ -48,12 +49,14 @@ def mismatch(
     """
     trainer = _widened("logp_trainer", logp_trainer)
     sampler = _widened("logp_sampler", logp_sampler)
+    _check_device("logp_sampler", sampler, trainer)
     if trainer.dtype != sampler.dtype:
         trainer, sampler = trainer.double(), sampler.double()
     if mask is None:
         counts = torch.ones_like(trainer, dtype=torch.bool)
     elif isinstance(mask, Tensor):
-        counts = mask.bool()
+        _check_device("mask", mask, trainer)
+        counts = mask > 0
     else:
         raise UsageError(f"mask={shown(mask)} is not a tensor. Write mask=torch.as_tensor(mask).")
     return Mismatch.of_log_probs(torch, trainer, sampler, counts, clip_low=clip_low, clip_high=clip_high)
@@ -70,3 +73,11 @@ def _widened(name: str, values: object) -> Tensor:
         )
     values = values.detach()
     return values if values.dtype == torch.float64 else values.float()
+
+
+def _check_device(name: str, values: Tensor, trainer: Tensor) -> None:
+    if values.device != trainer.device:
+        raise UsageError(
+            f"{name} is on {values.device} and logp_trainer on {trainer.device}. "
+            f"Write {name}.to(logp_trainer.device)."
+        )

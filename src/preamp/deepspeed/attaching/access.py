@@ -421,13 +421,13 @@ def access_to(engine: Any, *, guarded: bool = False) -> EngineAccess:
         raise UsageError(
             f"{own.__name__} moves its scale in a way that attach does not support: it was tested "
             f"with ZeRO 0 to 3 of deepspeed {TESTED}, offloading included. Write a configuration without "
-            "ZenFlow, SuperOffload, MiCS and the like, or do without attach."
+            "ZenFlow, SuperOffload, MiCS and the like, or do not call attach."
         )
     inner = type(getattr(optimizer, "optimizer", None))
     if inner.__module__.startswith(COMPRESSED):
         raise UsageError(
             f"{inner.__name__} exchanges gradients between ranks itself, which attach was not tested with. "
-            'Write "type": "Adam" or "Lamb" in the section "optimizer", or do without attach.'
+            'Write "type": "Adam" or "Lamb" in the section "optimizer", or do not call attach.'
         )
     if getattr(optimizer, "custom_loss_scaler", False):
         raise UsageError(
@@ -451,7 +451,7 @@ def _check_engine(engine: object) -> None:
     if isinstance(engine, pipelines.PipelineEngine):
         raise UsageError(
             "a PipelineEngine scales the loss of its last stage alone, past engine.backward. "
-            "Write model=... without PipelineModule, or do without attach."
+            "Write model=... without PipelineModule, or do not call attach."
         )
 
 
@@ -473,5 +473,5 @@ def _check_precision(engine: DeepSpeedEngine, guarded: bool) -> None:
     if not engine.fp16_enabled():
         raise UsageError(
             'this engine does not train in float16, and nothing else needs a loss scale. Write "fp16": '
-            '{"enabled": true} in the configuration, or do without attach.'
+            '{"enabled": true} in the configuration, or do not call attach.'
         )

@@ -249,7 +249,7 @@ class Attached:
             raise UsageError(
                 f"the gradient of the loss is {gradient.item():g} where {seed:g} was expected: this release "
                 "of DeepSpeed scales the loss itself. "
-                f"Write pip install deepspeed=={TESTED}, or do without attach."
+                f"Write pip install deepspeed=={TESTED}, or do not call attach."
             )
         self._seed_is_known = True
 

@@ -1,4 +1,4 @@
-"""A guard beside a scaler: its state for each optimizer, and the loss that it is told.
+"""A guard beside a scaler: its state for each optimizer, and the loss that it receives.
 
 Each optimizer has statistics of its own: the norms of two optimizers' gradients need not be alike.
 """
@@ -223,7 +223,7 @@ class Guarding:
 
 
 def loss_of(losses: Losses, how_to_scale: str, guard: Guard[Any], *, may_lack: bool) -> Number | None:
-    """Return the loss of this rank that a guard is told, unread if it is on a device.
+    """Return the loss of this rank for a guard, not copied to the host if it is on a device.
 
     Args:
         losses: those that were scaled since the last update.
