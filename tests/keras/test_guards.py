@@ -190,7 +190,9 @@ def test_files_with_and_without_a_guard(tmp_path: Path) -> None:
     assert not same(list(states(with_guard).values()), list(start.values()))
     with_guard.load_weights(tmp_path / "without.weights.h5")
     assert same(list(states(with_guard).values()), list(start.values()))
-    without.load_weights(tmp_path / "with.weights.h5")
+    with pytest.warns(UserWarning, match=r"holds the state of a guard, and this optimizer has none") as told:
+        without.load_weights(tmp_path / "with.weights.h5")
+    assert [one.filename for one in told] == [__file__]
     assert without.optimizer.last_step.index == 9
     other = model_of(guards.OLMO(rolling_interval_length=30))
     other.optimizer.build(other.trainable_variables)

@@ -23,7 +23,15 @@ from preamp.guards.base import map_state
 from preamp.policy import Policy, Where, choose
 from preamp.scaling import GuardRecord, Measured, ScalerState, advance, judge, start
 from preamp.systems.arguments import check_counts
-from preamp.systems.variables import GUARD_NAMES, NAMES, KnownState, guard_leaves, resumed_guard
+from preamp.systems.variables import (
+    GUARD_NAMES,
+    NAMES,
+    KnownState,
+    guard_leaves,
+    has_guard,
+    resumed_guard,
+    warn_of_dropped_guard,
+)
 
 # The advice for a scale outside the policy's bounds.
 REMEDY = "optimizer.dynamic_scale.assign({bound!r}) after loading"
@@ -276,6 +284,8 @@ class ScalerVariables(Generic[S]):
                 getattr(self.state.guard, field).assign(saved.get(name, float(getattr(first, field))))
             for name, value in resumed_guard(self.guard, saved).items():
                 self.guard_leaves[name].assign(np.asarray(value, "float32"))
+        elif has_guard(saved):
+            warn_of_dropped_guard()
 
     def state_of(self, numbers: Sequence[float]) -> ScalerState[S, float]:
         """Return the state for the numbers that `variables` hold.

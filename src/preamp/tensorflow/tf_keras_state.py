@@ -38,7 +38,17 @@ from preamp.scaling import (
     to_step,
 )
 from preamp.systems.arguments import check_counts
-from preamp.systems.variables import GUARD_NAMES, NAMES, KnownState, guard_leaves, resumed_guard
+from preamp.systems.variables import (
+    GUARD_NAMES,
+    NAMES,
+    KnownState,
+    checkpoint_key,
+    guard_leaves,
+    has_guard,
+    resumed_guard,
+    warn_if_other_guard,
+    warn_of_dropped_guard,
+)
 from preamp.tensorflow.tf_keras_buffers import Buffers
 
 # The advice for a scale outside the policy's bounds: tf_keras has no way to set one.
@@ -107,6 +117,10 @@ class LossScaleState(theirs._DynamicLossScaleState):
                 name: self._variable(name, tf.float32, value)
                 for name, value in guard_leaves(first.guard.state).items()
             }
+            # An object of its own in checkpoints, so that another guard's state can be told from this one's.
+            self._tracked_guard = tf.__internal__.tracking.AutoTrackable()
+            for name, variable in self._guard_leaves.items():
+                self._tracked_guard._track_trackable(variable, name)
 
     def _variable(self, name: str, dtype: tf.DType, value: float | tuple[float, ...]) -> tf.Variable:
         initial = np.asarray(value, dtype.as_numpy_dtype)
@@ -115,9 +129,18 @@ class LossScaleState(theirs._DynamicLossScaleState):
     def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, Any]:
         children: dict[str, Any] = super()._trackable_children(save_type, **options)
         if save_type == "checkpoint":
+            if self.guard is not None:
+                children = {name: one for name, one in children.items() if name not in self._guard_leaves}
+                children[checkpoint_key(self.guard)] = self._tracked_guard
             return children
         buffers = {} if self._buffers is None else self._buffers.tracked()
         return {**children, **{f"loss_{name}": one for name, one in self.losses.variables.items()}, **buffers}
+
+    def _lookup_dependency(self, name: str, *cached: Any, **options: Any) -> Any:
+        found = super()._lookup_dependency(name, *cached, **options)
+        if found is None:
+            warn_if_other_guard(self.guard, name)
+        return found
 
     def begin(self) -> None:
         """Make the copies of the model's buffers, before the first step is applied."""
@@ -217,6 +240,8 @@ class LossScaleState(theirs._DynamicLossScaleState):
         if self.guard is not None:
             for name, value in resumed_guard(self.guard, saved).items():
                 self._guard_leaves[name].assign(np.asarray(value, np.float32))
+        elif has_guard(saved):
+            warn_of_dropped_guard()
         self.losses.forget()
         if self._buffers is not None:
             self._buffers.keep_finite()
