@@ -15,7 +15,7 @@ from preamp import PolicyError, Static, guards
 from preamp.guards import SpikeGuard
 from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.guarding import POLICY, QUICK, RULES, batches, check_simulated, script
-from tests.keras.driving import BACKEND, WAYS, Run, array, same, tensor
+from tests.keras.driving import BACKEND, INF, WAYS, Run, array, same, tensor
 
 
 class Guarded(Run):
@@ -125,6 +125,44 @@ def fit(model: keras.Model, *callbacks: keras.callbacks.Callback, steps: int = 2
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
+SKIPS_ON = r"has skipped 100 steps in a row, and nothing was trained"
+
+
+def test_a_guard_that_skips_on_and_on_warns_once() -> None:
+    run = Guarded(wrapped(guards.NormLimit(1.0)))
+    for number in range(60):
+        run.take(1.0, 1.0 if number != 20 else INF)  # an overflow is no spike, and ends no row of them
+    run.take(1.0, 0.5)
+    for _ in range(99):
+        run.take(1.0, 1.0)
+    with pytest.warns(UserWarning, match=SKIPS_ON) as caught:
+        run.take(1.0, 1.0)
+    assert [one.filename for one in caught if "in a row" in str(one.message)] == [__file__]
+    for _ in range(120):
+        run.take(1.0, 1.0)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_fit_warns_of_a_guard_that_skips_on_and_on(eager: bool) -> None:
+    model, callback = model_of(guards.NormLimit(1e-6), run_eagerly=eager), TraceCallback()
+    fit(model, callback, steps=99)
+    with pytest.warns(UserWarning, match=SKIPS_ON) as caught:
+        fit(model, callback, steps=1)
+    assert [one.filename for one in caught if "in a row" in str(one.message)] == [__file__]
+    fit(model, callback, steps=120)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="has no steps_per_execution")
+def test_steps_that_were_taken_between_the_recorded_ones_count() -> None:
+    model = model_of(guards.METASEQ(max_loss_to_skip_batch=100.0), steps_per_execution=2)
+    pairs = [pair for spike in [False, True] * 105 for pair in batches(0 if spike else 9, 1)]
+    x, y = map(np.concatenate, zip(*pairs, strict=True))
+    callback = TraceCallback()
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback])
+    assert model.optimizer.skipped_steps == 105
+    assert all(step.skipped for step in callback.trace if step.index % 2)
+
+
 @pytest.mark.parametrize("watch", ["both", "loss", "grad_norm"])
 @pytest.mark.parametrize("compiles", [True, False])
 def test_fit_skips_the_spike(watch: str, compiles: bool) -> None:
@@ -192,7 +230,7 @@ def test_files_with_and_without_a_guard(tmp_path: Path) -> None:
     assert same(list(states(with_guard).values()), list(start.values()))
     with pytest.warns(UserWarning, match=r"holds the state of a guard, and this optimizer has none") as told:
         without.load_weights(tmp_path / "with.weights.h5")
-    assert [one.filename for one in told] == [__file__]
+    assert [one.filename for one in told if "guard" in str(one.message)] == [__file__]
     assert without.optimizer.last_step.index == 9
     other = model_of(guards.OLMO(rolling_interval_length=30))
     other.optimizer.build(other.trainable_variables)

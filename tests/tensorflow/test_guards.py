@@ -64,6 +64,19 @@ def test_decisions_are_those_of_a_simulation(rule: str, compiles: bool, kind: st
         assert called.experimental_get_tracing_count() == traced <= 2  # one more makes the moments
 
 
+@each_kind
+def test_a_guard_that_skips_on_and_on_warns_once(kind: str) -> None:
+    optimizer = LossScaleOptimizer(inner(kind), guard=guards.NormLimit(1.0))
+    take, _ = taker(optimizer, tf.Variable([1.0]), compiles=False)
+    for gradient in [2.0] * 60 + [0.5] + [2.0] * 99:
+        take(1.0, gradient)
+    with pytest.warns(UserWarning, match="has skipped 100 steps in a row") as caught:
+        take(1.0, 2.0)
+    assert [one.filename for one in caught] == [__file__]
+    for _ in range(120):
+        take(1.0, 2.0)
+
+
 def model_of(optimizer: Any, norm: Any = None) -> tf_keras.Model:
     tf_keras.utils.set_random_seed(0)
     layers = [] if norm is None else [norm]

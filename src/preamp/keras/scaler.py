@@ -20,6 +20,7 @@ from preamp.checks import level_of_caller
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.guards.base import map_state
+from preamp.guards.skips import SkipsInARow
 from preamp.policy import Policy, Where, choose
 from preamp.scaling import GuardRecord, Measured, ScalerState, advance, judge, start
 from preamp.systems.arguments import check_counts
@@ -126,6 +127,8 @@ class ScalerVariables(Generic[S]):
         self.variables = [*self.floats, steps, skipped_steps]
         self.saved = [*self.variables, *self.guard_leaves.values()]
         self._known = KnownState(first.policy_state, REMEDY)
+        self._skips = None if guard is None else SkipsInARow(guard)
+        self._is_compiled = False
 
     def measured(
         self, finite: T | bool, grad_norm: T, stats: Mapping[str, T], loss: T | None
@@ -146,7 +149,16 @@ class ScalerVariables(Generic[S]):
         """Return what the guard decides in a program that is being compiled; None without a guard."""
         if self.guard is None:
             return None
+        self._is_compiled = True
         return judge(self.guard, self._guard_state(lambda variable: variable.value + 0.0), measured, where)
+
+    def note_compiled(self, taken: bool, finite: bool) -> None:
+        """Note a step of a compiled program that has been read, for the warning of a guard that skips all.
+
+        Steps that are decided on the host have been noted there.
+        """
+        if self._skips is not None and self._is_compiled:
+            self._skips.note(taken, finite, "keras", "tensorflow", "torch")
 
     def advance(self, measured: Measured[Any], where: Where, judged: GuardRecord[Any] | None = None) -> None:
         """Advance the state in a program that is being compiled.
@@ -230,6 +242,9 @@ class ScalerVariables(Generic[S]):
             )
         write([(variable, new) for variable, old, new in changes if new != old])
         self._count(after)
+        if self._skips is not None and judged is not None:
+            self._is_compiled = False
+            self._skips.note(bool(judged.taken), measured.finite, "keras", "tensorflow", "torch")
         if gave_up:
             raise self.policy.exhaustion_from(state.policy_state)
 

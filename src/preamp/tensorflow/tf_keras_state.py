@@ -25,6 +25,7 @@ from preamp.arrays.tensorflow import (
 from preamp.errors import PolicyError
 from preamp.guards import Guard
 from preamp.guards.base import map_state
+from preamp.guards.skips import SkipsInARow
 from preamp.policy import Policy, Static, choose
 from preamp.scaling import (
     GuardRecord,
@@ -108,6 +109,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         }
         self._guard_record: dict[str, tf.Variable] = {}  # by the fields of `GuardRecord`
         self._guard_leaves: dict[str, tf.Variable] = {}  # the guard's own state, scalars and vectors
+        self._skips = None if guard is None else SkipsInARow(guard)
         if first.guard is not None:
             self._guard_record = {
                 field: self._variable(name, GUARD_DTYPES.get(field, tf.float32), getattr(first.guard, field))
@@ -192,6 +194,8 @@ class LossScaleState(theirs._DynamicLossScaleState):
         after, gave_up = advance(self.policy, before, measured, choose, judged)
         written = self._write(after, taken)
         self._known.state = after.policy_state
+        if self._skips is not None:
+            self._skips.note(taken, measured.finite, "tensorflow", "tf_keras")
         if gave_up:
             raise self.policy.exhaustion_from(before.policy_state)
         return tf.group(*written), taken
