@@ -129,6 +129,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     _trainable_variables_indices = Handed()
 
     built: bool
+    _scale_loss_is = "optimizer.scale_loss"  # for messages
 
     def __init__(
         self,
@@ -594,7 +595,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Remember the loss of a step, for its record and for the guard."""
         self._scaled_loss = backend.known_scalar(loss)
         if self.guard is not None and "loss" in self.guard.uses:
-            self._noted_losses.note(backend.replica(), backend.scalar(loss))
+            self._noted_losses.note(backend.replica(), loss, backend.scalar(loss))
 
     def _variable(self, name: str, value: float | tuple[float, ...], dtype: str) -> Any:
         """Create a variable of the optimizer, with the same value on all replicas.
@@ -638,8 +639,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
         """Take one step. With a scale of None the gradients have been unscaled already."""
         inner = self.inner_optimizer
-        loss = None if self._scaler.guard is None else self._noted_losses.take(backend.replica())
-        step = ScaledStep(backend, arrays, inner, self._scaler, gradients, variables, scale, loss)
+        step = ScaledStep(backend, arrays, inner, self._scaler, gradients, variables, scale)
+        if self._scaler.guard is not None:
+            step.loss, step.no_loss = self._noted_losses.take(backend.replica())
+            step.scale_loss = self._scale_loss_is
         if backend.take_traced(step):
             return
         try:

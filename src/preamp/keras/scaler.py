@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -58,15 +59,28 @@ class NotedLosses:
     """The loss that was scaled last on each replica, until its step, for guards that use it."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, Any] = {}
+        self._losses: dict[int, tuple[Any, object]] = {}
 
-    def note(self, replica: int, loss: object) -> None:
-        """Remember a scalar of the backend, which may be traced; None for a loss that is none."""
-        self._losses[replica] = loss
+    def note(self, replica: int, loss: object, scalar: object) -> None:
+        """Remember a loss.
 
-    def take(self, replica: int) -> Any:
-        """Return the loss and forget it; None if there is none."""
-        return self._losses.pop(replica, None)
+        Args:
+            replica: whose loss it is.
+            loss: as it was given.
+            scalar: the same as a scalar of the backend, which may be traced; None if it is not a scalar.
+        """
+        self._losses[replica] = scalar, getattr(loss, "shape", ())
+
+    def take(self, replica: int) -> tuple[Any, str]:
+        """Return the loss and forget it. If it is None, the text says why."""
+        if replica not in self._losses:
+            return None, "no loss was scaled since the last step"
+        loss, shape = self._losses.pop(replica)
+        if loss is not None:
+            return loss, ""
+        with suppress(TypeError, ValueError):  # TensorFlow may not know how many dimensions there are
+            shape = tuple(shape)  # type: ignore[call-overload]
+        return None, f"the loss that was scaled last has shape {shape}, and is not a floating-point scalar"
 
 
 class ScalerVariables(Generic[S]):
@@ -421,6 +435,8 @@ class ScaledStep(Generic[G, T]):
         variables: to be updated.
         scale: the divisor of the gradients; None if they have been divided.
         loss: the loss that was scaled for this step, if the guard uses it.
+        no_loss: why there is none.
+        scale_loss: what the user writes to scale a loss.
     """
 
     backend: Backend[G, T]
@@ -431,6 +447,8 @@ class ScaledStep(Generic[G, T]):
     variables: Sequence[keras.Variable]
     scale: T | None
     loss: T | None = None
+    no_loss: str = ""
+    scale_loss: str = "optimizer.scale_loss"
 
     @property
     def needs_norm(self) -> bool:
@@ -450,14 +468,13 @@ class ScaledStep(Generic[G, T]):
         if guard is None or "loss" not in guard.uses:
             return None
         if self.loss is None or not is_usable:
-            why = (
-                "no scalar loss was scaled since the last step"
-                if self.loss is None
-                else ("the loss was scaled in another program than this one, which is compiled by itself")
-            )
+            why, what = self.no_loss, f"{self.scale_loss}(keras.ops.mean(loss)), a scalar, in each step"
+            if self.loss is not None:
+                why = "the loss was scaled in another program than this one, which is compiled by itself"
+                what = f"{self.scale_loss}(loss) in the function that is compiled"
             raise PolicyError(
-                f"{guard!r} uses the loss, and {why}. Scale the loss of each step, a scalar, in the function "
-                'that applies its gradients; or write guard=SpikeGuard(watch="grad_norm").'
+                f"{guard!r} uses the loss, and {why}. Write {what}, before its gradients are applied; or "
+                'guard=SpikeGuard(watch="grad_norm"), which needs no loss.'
             )
         return self.loss
 

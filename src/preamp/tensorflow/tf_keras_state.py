@@ -364,8 +364,10 @@ class Losses:
         if loss.shape.num_elements() != 1 or not loss.dtype.is_floating:
             if self._guard is not None:
                 raise PolicyError(
-                    f"{self._guard!r} uses the loss, and this one is of shape {loss.shape}, not a scalar. "
-                    'Write tf.reduce_mean(loss), or guard=SpikeGuard(watch="grad_norm").'
+                    f"{self._guard!r} uses the loss, and this one has shape {loss.shape} and dtype "
+                    f"{loss.dtype.name}, and is not a floating-point scalar. Write "
+                    "opt.get_scaled_loss(tf.reduce_mean(loss)); or "
+                    'guard=SpikeGuard(watch="grad_norm"), which needs no loss.'
                 )
             loss = tf.constant(UNKNOWN)
         self._was_added = True
