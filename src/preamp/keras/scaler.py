@@ -59,7 +59,7 @@ class NotedLosses:
     """The loss that was scaled last on each replica, until its step, for guards that use it."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, tuple[Any, object]] = {}
+        self._losses: dict[int, tuple[Any, Any]] = {}  # the scalar, and the shape
 
     def note(self, replica: int, loss: object, scalar: object) -> None:
         """Remember a loss.
@@ -79,7 +79,7 @@ class NotedLosses:
         if loss is not None:
             return loss, ""
         with suppress(TypeError, ValueError):  # TensorFlow may not know how many dimensions there are
-            shape = tuple(shape)  # type: ignore[call-overload]
+            shape = tuple(shape)
         return None, f"the loss that was scaled last has shape {shape}, and is not a floating-point scalar"
 
 
