@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -143,6 +144,19 @@ def without_a_norm() -> list[int]:
     return [step.index for step in trace if step.reason == "spike"]
 
 
+def skips_on() -> list[list[Any]]:
+    """A guard that skips every step: in which steps there was a warning, which, and of which file."""
+    engine, told = engine_of("1"), []
+    attach(engine, guard=guards.NormLimit(0.5))
+    for step in range(1, 211):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            update(engine, 2.0, 1.0)
+        ours = [one for one in caught if "in a row" in str(one.message)]
+        told += [[step, str(one.message), Path(one.filename).name] for one in ours]
+    return told
+
+
 def another_guards_state() -> None:
     engine = engine_of("1")
     attach(engine, guard=RULES["spike"]())
@@ -208,6 +222,7 @@ def scenarios() -> dict[str, Callable[[], Any]]:
         found |= {f"resumed {kind}": partial(resumed, kind) for kind in RESUMED}
         found["refused"] = refused
         found["without_a_norm"] = without_a_norm
+        found["skips_on"] = skips_on
     return found
 
 

@@ -254,6 +254,13 @@ def test_a_guard_of_the_loss_needs_no_norm(play: Play) -> None:
     assert play(1, "without_a_norm") == [[1, 3]]
 
 
+def test_an_attached_guard_that_skips_on_and_on_warns_once(play: Play) -> None:
+    [[[step, message, file]]] = play(1, "skips_on")
+    assert step == 100
+    assert "NormLimit(threshold=0.5) has skipped 100 steps in a row" in message
+    assert file == WORKER.name
+
+
 def test_what_cannot_be_guarded_is_refused(play: Play) -> None:
     [answer] = play(1, "refused")
     for name, said in {

@@ -15,7 +15,7 @@ from preamp import PolicyError, Static, guards
 from preamp.guards import SpikeGuard
 from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.guarding import POLICY, QUICK, RULES, batches, check_simulated, script
-from tests.keras.driving import BACKEND, WAYS, Run, array, same, tensor
+from tests.keras.driving import BACKEND, INF, WAYS, Run, array, same, tensor
 
 
 class Guarded(Run):
@@ -125,6 +125,44 @@ def fit(model: keras.Model, *callbacks: keras.callbacks.Callback, steps: int = 2
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
+SKIPS_ON = r"has skipped 100 steps in a row, and nothing was trained"
+
+
+def test_a_guard_that_skips_on_and_on_warns_once() -> None:
+    run = Guarded(wrapped(guards.NormLimit(1.0)))
+    for number in range(60):
+        run.take(1.0, 1.0 if number != 20 else INF)  # an overflow is no spike, and ends no row of them
+    run.take(1.0, 0.5)
+    for _ in range(99):
+        run.take(1.0, 1.0)
+    with pytest.warns(UserWarning, match=SKIPS_ON) as caught:
+        run.take(1.0, 1.0)
+    assert [one.filename for one in caught if "in a row" in str(one.message)] == [__file__]
+    for _ in range(120):
+        run.take(1.0, 1.0)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_fit_warns_of_a_guard_that_skips_on_and_on(eager: bool) -> None:
+    model, callback = model_of(guards.NormLimit(1e-6), run_eagerly=eager), TraceCallback()
+    fit(model, callback, steps=99)
+    with pytest.warns(UserWarning, match=SKIPS_ON) as caught:
+        fit(model, callback, steps=1)
+    assert [one.filename for one in caught if "in a row" in str(one.message)] == [__file__]
+    fit(model, callback, steps=120)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="has no steps_per_execution")
+def test_steps_that_were_taken_between_the_recorded_ones_count() -> None:
+    model = model_of(guards.METASEQ(max_loss_to_skip_batch=100.0), steps_per_execution=2)
+    pairs = [pair for spike in [False, True] * 105 for pair in batches(0 if spike else 9, 1)]
+    x, y = map(np.concatenate, zip(*pairs, strict=True))
+    callback = TraceCallback()
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback])
+    assert model.optimizer.skipped_steps == 105
+    assert all(step.skipped for step in callback.trace if step.index % 2)
+
+
 @pytest.mark.parametrize("watch", ["both", "loss", "grad_norm"])
 @pytest.mark.parametrize("compiles", [True, False])
 def test_fit_skips_the_spike(watch: str, compiles: bool) -> None:
@@ -190,7 +228,9 @@ def test_files_with_and_without_a_guard(tmp_path: Path) -> None:
     assert not same(list(states(with_guard).values()), list(start.values()))
     with_guard.load_weights(tmp_path / "without.weights.h5")
     assert same(list(states(with_guard).values()), list(start.values()))
-    without.load_weights(tmp_path / "with.weights.h5")
+    with pytest.warns(UserWarning, match=r"holds the state of a guard, and this optimizer has none") as told:
+        without.load_weights(tmp_path / "with.weights.h5")
+    assert [one.filename for one in told if "guard" in str(one.message)] == [__file__]
     assert without.optimizer.last_step.index == 9
     other = model_of(guards.OLMO(rolling_interval_length=30))
     other.optimizer.build(other.trainable_variables)
@@ -243,15 +283,16 @@ def test_what_is_refused() -> None:
         SpikeGuard(watch="norm")
     run = Run(wrapped(QUICK), [1.0])
     before = run.everything()
-    with pytest.raises(PolicyError, match=r'no scalar loss was scaled.*watch="grad_norm"'), pytest.warns():
+    with pytest.raises(PolicyError, match=r'no loss was scaled since.*watch="grad_norm"'), pytest.warns():
         run.apply([1.0])
     run.optimizer.scale_loss(tensor([1.0, 2.0]))
-    with pytest.raises(PolicyError, match="no scalar loss"):
+    mean = r"optimizer.scale_loss\(keras.ops.mean\(loss\)\)"
+    with pytest.raises(PolicyError, match=rf"has shape \(2,\), and is not a .*scalar\. Write {mean}"):
         run.apply([1.0])
     assert same(run.everything(), before)
     run.optimizer.scale_loss(tensor(1.0))
     run.apply([1.0])
-    with pytest.raises(PolicyError, match="no scalar loss"):  # that one was of the step before
+    with pytest.raises(PolicyError, match="no loss was scaled"):  # that one was of the step before
         run.apply([1.0])
 
 

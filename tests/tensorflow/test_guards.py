@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from preamp import PolicyError, guards
+from preamp import Headroom, PolicyError, Static, dialects, guards
 from preamp.guards import SpikeGuard
+from preamp.systems.convert import convert
+from preamp.systems.variables import guard_leaves
 from preamp.tensorflow import LossScaleOptimizer
 from tests.guarding import POLICY, QUICK, RULES, batches, check_simulated, script
 from tests.tensorflow.kinds import each_kind, inner, of_tf_keras, wrapped
@@ -60,6 +64,19 @@ def test_decisions_are_those_of_a_simulation(rule: str, compiles: bool, kind: st
     assert optimizer.skipped_steps == sum(s.skipped for s in steps)
     if compiles:
         assert called.experimental_get_tracing_count() == traced <= 2  # one more makes the moments
+
+
+@each_kind
+def test_a_guard_that_skips_on_and_on_warns_once(kind: str) -> None:
+    optimizer = LossScaleOptimizer(inner(kind), guard=guards.NormLimit(1.0))
+    take, _ = taker(optimizer, tf.Variable([1.0]), compiles=False)
+    for gradient in [2.0] * 60 + [0.5] + [2.0] * 99:
+        take(1.0, gradient)
+    with pytest.warns(UserWarning, match="has skipped 100 steps in a row") as caught:
+        take(1.0, 2.0)
+    assert [one.filename for one in caught] == [__file__]
+    for _ in range(120):
+        take(1.0, 2.0)
 
 
 def model_of(optimizer: Any, norm: Any = None) -> tf_keras.Model:
@@ -127,6 +144,92 @@ def test_configurations_and_checkpoints_continue(rule: str, kind: str, tmp_path:
     assert states(restored) == states(optimizer)
 
 
+DROPPED = r"holds the state of a guard, and this optimizer has none.*LossScaleOptimizer\(\.\.\., guard="
+OTHER = r"The state of guards\..* is not restored: the saved state belongs to another guard.*guard= as in"
+LONG = guards.OLMO
+SHORT = guards.OLMO(rolling_interval_length=24)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("saved", "given", "warning"),
+    [
+        (None, QUICK, None),
+        (QUICK, None, DROPPED),
+        (QUICK, LONG, OTHER),
+        (LONG, SHORT, OTHER),  # the same names, of vectors of another length
+        (SHORT, QUICK, OTHER),
+        (guards.NormLimit(6.0), None, DROPPED),  # which has no state
+        (None, None, None),
+    ],
+)
+def test_a_checkpoint_restores_with_another_guard(
+    saved: Any, given: Any, warning: str | None, kind: str, tmp_path: Path
+) -> None:
+    def made(guard: Any) -> tuple[Any, tf.Variable]:
+        return LossScaleOptimizer(inner(kind, "Adam", 0.01), policy=POLICY, guard=guard), tf.Variable([1.0])
+
+    optimizer, variable = made(saved)
+    take, _ = taker(optimizer, variable, compiles=False)
+    for loss, gradient in script(3)[:9]:
+        take(loss, gradient)
+    path = tf.train.Checkpoint(optimizer=optimizer, variable=variable).save(str(tmp_path / "checkpoint"))
+    other, copy = made(given)
+    fresh = states(other)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tf.train.Checkpoint(optimizer=other, variable=copy).restore(path)
+    caught = [one for one in caught if issubclass(one.category, UserWarning)]
+    assert len(caught) == (warning is not None)
+    for one in caught:
+        assert re.search(str(warning), str(one.message))
+        assert one.filename == __file__
+    assert states(other) == fresh
+    assert float(other.loss_scale) == float(optimizer.loss_scale) != 64.0
+    for each, weights in ((optimizer, variable), (other, copy)):
+        taker(each, weights, compiles=False)[0](2.9, 1.0)
+    assert all(map(np.array_equal, values(other, copy), values(optimizer, variable)))
+    assert other.last_step._replace(loss=None) == optimizer.last_step._replace(loss=None)
+
+
+@each_kind
+@pytest.mark.parametrize("guard", [QUICK, SHORT], ids=["spike", "olmo"])
+def test_a_checkpoint_converts_with_the_guards_state(guard: Any, kind: str, tmp_path: Path) -> None:
+    optimizer = LossScaleOptimizer(inner(kind, "Adam", 0.01), guard=guard)
+    take, _ = taker(optimizer, tf.Variable([1.0]), compiles=False)
+    for loss, gradient in script(3)[:8]:
+        take(loss, gradient)
+    path = tf.train.Checkpoint(optimizer=optimizer).write(str(tmp_path / "checkpoint"))
+    origin = dialects.KERAS if kind == "keras" else dialects.TF_KERAS
+    convert(Path(path), origin, tmp_path / "torch.json", dialects.TORCH)
+    [state] = json.loads((tmp_path / "torch.json").read_text())["preamp_state"]["guard"]
+    assert repr(
+        {name: np.array(one).tolist() for name, one in guard_leaves(guard.restore(state)).items()}
+    ) == (states(optimizer))
+
+
+@each_kind
+def test_a_checkpoint_restores_with_another_policy(kind: str, tmp_path: Path) -> None:
+    """What the policies have in common is restored, and all that comes after it."""
+    policies = [POLICY, Headroom(init_scale=256.0), Static(8.0)]
+    for saved in policies:
+        optimizer, variable = LossScaleOptimizer(inner(kind, "Adam", 0.01), policy=saved), tf.Variable([1.0])
+        take, _ = taker(optimizer, variable, compiles=False)
+        for loss, gradient in [*script(3)[:9], (1.0, np.inf)]:
+            take(loss, gradient)
+        path = tf.train.Checkpoint(optimizer=optimizer, variable=variable).save(str(tmp_path / "checkpoint"))
+        for policy in policies:
+            other, copy = LossScaleOptimizer(inner(kind, "Adam", 0.01), policy=policy), tf.Variable([0.0])
+            tf.train.Checkpoint(optimizer=other, variable=copy).restore(path)
+            assert copy.numpy() == variable.numpy()
+            assert other.skipped_steps == 1
+            assert other.last_step.index == 9
+            if not isinstance(policy, Static) and not isinstance(saved, Static):
+                assert float(other.loss_scale) == float(optimizer.loss_scale)
+            taker(other, copy, compiles=False)[0](1.0, 1.0)
+            assert int(other.inner_optimizer.iterations) == (10 if kind == "keras" else 11)
+
+
 def states(optimizer: Any) -> str:
     """Return the guard's state, NaN included, in a form that can be compared."""
     keras = getattr(optimizer, "_scaler", None)
@@ -154,12 +257,17 @@ def test_keras_files_with_and_without_a_guard(tmp_path: Path) -> None:
     assert states(with_guard.optimizer) == states(fresh)
     store = {}
     again.optimizer.save_own_variables(store)
-    without.optimizer.load_own_variables(store)
+    with pytest.warns(UserWarning, match=DROPPED):
+        without.optimizer.load_own_variables(store)
     assert without.optimizer.last_step.index == 5
     other = LossScaleOptimizer(tf_keras.optimizers.SGD(0.01), guard=guards.OLMO)
     own = {name: value for name, value in store.items() if not name.isdecimal()}
-    with pytest.warns(UserWarning, match="starts again: the saved state belongs to another guard"):
+    with pytest.warns(UserWarning, match=r"starts again: the saved state belongs to another.*guard= as in"):
         other.load_own_variables(own)
+    config = with_guard.optimizer.get_config()
+    del config["guard"]
+    with pytest.warns(UserWarning, match=DROPPED):
+        assert LossScaleOptimizer.from_config(config).guard is None
 
 
 @each_kind
@@ -179,7 +287,9 @@ def test_what_is_refused(kind: str) -> None:
         optimizer.get_scaled_loss(tf.constant([1.0, 2.0]))
         optimizer.apply_gradients([(gradient, variable)])
 
-    with pytest.raises(PolicyError, match="scalar"):
+    with pytest.raises(
+        PolicyError, match=r"\(2,\).*not a floating-point scalar\. Write opt\.get_scaled_loss"
+    ):
         step_with_losses()
     assert variable.numpy() == 0.5
 

@@ -40,6 +40,7 @@ from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.registry import from_json, to_json
 from preamp.scaling import ScalerState, Step, given_guard, raise_if_exhausted, to_step
 from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole
+from preamp.systems.variables import checkpoint_key, warn_if_other_guard
 
 if TYPE_CHECKING:
     import jax
@@ -128,6 +129,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     _trainable_variables_indices = Handed()
 
     built: bool
+    _scale_loss_is = "optimizer.scale_loss"  # for messages
 
     def __init__(
         self,
@@ -558,11 +560,42 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Return whether an attribute that the wrapper lacks is forwarded to the inner optimizer."""
         return is_hyperparameter(inner, name)
 
+    def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, Any]:
+        """Return what TensorFlow saves. Only there is this method called.
+
+        Keras has its variables in a list, and checkpoints then know them by their places: one variable more
+        or less, because of another policy or guard, and no later one could be restored. Here they have names.
+        """
+        children: dict[str, Any] = super()._trackable_children(save_type, **options)
+        if save_type != "checkpoint":
+            return children
+        children.pop("_variables", None)
+        have_names = {id(one) for one in [*children.values(), *self._scaler.guard_leaves.values()]}
+        children |= {v.name: v for v in self._variables if id(v) not in have_names}
+        if self.guard is not None:
+            children[checkpoint_key(self.guard)] = self._tracked_guard()
+        return children
+
+    def _lookup_dependency(self, name: str, *cached: Any, **options: Any) -> Any:
+        """Return what TensorFlow restores under a name; None if there is nothing of that name."""
+        found = super()._lookup_dependency(name, *cached, **options)
+        if found is None and "_scaler" in self.__dict__:
+            warn_if_other_guard(self.guard, name)
+        return found
+
+    def _tracked_guard(self) -> Any:
+        """Return an object that TensorFlow saves, with the guard's state by name."""
+        if "_guard_in_checkpoint" not in self.__dict__:
+            from preamp.keras.on_tensorflow import tracked
+
+            self.__dict__["_guard_in_checkpoint"] = tracked(self._scaler.guard_leaves)
+        return self.__dict__["_guard_in_checkpoint"]
+
     def _note_loss(self, loss: object) -> None:
         """Remember the loss of a step, for its record and for the guard."""
         self._scaled_loss = backend.known_scalar(loss)
         if self.guard is not None and "loss" in self.guard.uses:
-            self._noted_losses.note(backend.replica(), backend.scalar(loss))
+            self._noted_losses.note(backend.replica(), loss, backend.scalar(loss))
 
     def _variable(self, name: str, value: float | tuple[float, ...], dtype: str) -> Any:
         """Create a variable of the optimizer, with the same value on all replicas.
@@ -606,8 +639,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
         """Take one step. With a scale of None the gradients have been unscaled already."""
         inner = self.inner_optimizer
-        loss = None if self._scaler.guard is None else self._noted_losses.take(backend.replica())
-        step = ScaledStep(backend, arrays, inner, self._scaler, gradients, variables, scale, loss)
+        step = ScaledStep(backend, arrays, inner, self._scaler, gradients, variables, scale)
+        if self._scaler.guard is not None:
+            step.loss, step.no_loss = self._noted_losses.take(backend.replica())
+            step.scale_loss = self._scale_loss_is
         if backend.take_traced(step):
             return
         try:

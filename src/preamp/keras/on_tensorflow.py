@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -159,6 +159,14 @@ def unscale(
 def write(values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]]) -> None:
     for variable, value in values:
         variable.assign(value)
+
+
+def tracked(variables: Mapping[str, keras.Variable]) -> tf.__internal__.tracking.AutoTrackable:
+    """Return an object of which a `tf.train.Checkpoint` saves these variables by name."""
+    parent = tf.__internal__.tracking.AutoTrackable()
+    for name, variable in variables.items():
+        parent._track_trackable(variable, name)
+    return parent
 
 
 def known_scalar(value: object) -> tf.Tensor | None:

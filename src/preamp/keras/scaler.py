@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,10 +21,19 @@ from preamp.checks import level_of_caller
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.guards.base import map_state
+from preamp.guards.skips import SkipsInARow
 from preamp.policy import Policy, Where, choose
 from preamp.scaling import GuardRecord, Measured, ScalerState, advance, judge, start
 from preamp.systems.arguments import check_counts
-from preamp.systems.variables import GUARD_NAMES, NAMES, KnownState, guard_leaves, resumed_guard
+from preamp.systems.variables import (
+    GUARD_NAMES,
+    NAMES,
+    KnownState,
+    guard_leaves,
+    has_guard,
+    resumed_guard,
+    warn_of_dropped_guard,
+)
 
 # The advice for a scale outside the policy's bounds.
 REMEDY = "optimizer.dynamic_scale.assign({bound!r}) after loading"
@@ -49,15 +59,28 @@ class NotedLosses:
     """The loss that was scaled last on each replica, until its step, for guards that use it."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, Any] = {}
+        self._losses: dict[int, tuple[Any, Any]] = {}  # the scalar, and the shape
 
-    def note(self, replica: int, loss: object) -> None:
-        """Remember a scalar of the backend, which may be traced; None for a loss that is none."""
-        self._losses[replica] = loss
+    def note(self, replica: int, loss: object, scalar: object) -> None:
+        """Remember a loss.
 
-    def take(self, replica: int) -> Any:
-        """Return the loss and forget it; None if there is none."""
-        return self._losses.pop(replica, None)
+        Args:
+            replica: whose loss it is.
+            loss: as it was given.
+            scalar: the same as a scalar of the backend, which may be traced; None if it is not a scalar.
+        """
+        self._losses[replica] = scalar, getattr(loss, "shape", ())
+
+    def take(self, replica: int) -> tuple[Any, str]:
+        """Return the loss and forget it. If it is None, the text says why."""
+        if replica not in self._losses:
+            return None, "no loss was scaled since the last step"
+        loss, shape = self._losses.pop(replica)
+        if loss is not None:
+            return loss, ""
+        with suppress(TypeError, ValueError):  # TensorFlow may not know how many dimensions there are
+            shape = tuple(shape)
+        return None, f"the loss that was scaled last has shape {shape}, and is not a floating-point scalar"
 
 
 class ScalerVariables(Generic[S]):
@@ -118,6 +141,8 @@ class ScalerVariables(Generic[S]):
         self.variables = [*self.floats, steps, skipped_steps]
         self.saved = [*self.variables, *self.guard_leaves.values()]
         self._known = KnownState(first.policy_state, REMEDY)
+        self._skips = None if guard is None else SkipsInARow(guard)
+        self._is_compiled = False
 
     def measured(
         self, finite: T | bool, grad_norm: T, stats: Mapping[str, T], loss: T | None
@@ -138,7 +163,16 @@ class ScalerVariables(Generic[S]):
         """Return what the guard decides in a program that is being compiled; None without a guard."""
         if self.guard is None:
             return None
+        self._is_compiled = True
         return judge(self.guard, self._guard_state(lambda variable: variable.value + 0.0), measured, where)
+
+    def note_compiled(self, taken: bool, finite: bool) -> None:
+        """Note a step of a compiled program that has been read, for the warning of a guard that skips all.
+
+        Steps that are decided on the host have been noted there.
+        """
+        if self._skips is not None and self._is_compiled:
+            self._skips.note(taken, finite, "keras", "tensorflow", "torch")
 
     def advance(self, measured: Measured[Any], where: Where, judged: GuardRecord[Any] | None = None) -> None:
         """Advance the state in a program that is being compiled.
@@ -222,6 +256,9 @@ class ScalerVariables(Generic[S]):
             )
         write([(variable, new) for variable, old, new in changes if new != old])
         self._count(after)
+        if self._skips is not None and judged is not None:
+            self._is_compiled = False
+            self._skips.note(bool(judged.taken), measured.finite, "keras", "tensorflow", "torch")
         if gave_up:
             raise self.policy.exhaustion_from(state.policy_state)
 
@@ -276,6 +313,8 @@ class ScalerVariables(Generic[S]):
                 getattr(self.state.guard, field).assign(saved.get(name, float(getattr(first, field))))
             for name, value in resumed_guard(self.guard, saved).items():
                 self.guard_leaves[name].assign(np.asarray(value, "float32"))
+        elif has_guard(saved):
+            warn_of_dropped_guard()
 
     def state_of(self, numbers: Sequence[float]) -> ScalerState[S, float]:
         """Return the state for the numbers that `variables` hold.
@@ -396,6 +435,8 @@ class ScaledStep(Generic[G, T]):
         variables: to be updated.
         scale: the divisor of the gradients; None if they have been divided.
         loss: the loss that was scaled for this step, if the guard uses it.
+        no_loss: why there is none.
+        scale_loss: what the user writes to scale a loss.
     """
 
     backend: Backend[G, T]
@@ -406,6 +447,8 @@ class ScaledStep(Generic[G, T]):
     variables: Sequence[keras.Variable]
     scale: T | None
     loss: T | None = None
+    no_loss: str = ""
+    scale_loss: str = "optimizer.scale_loss"
 
     @property
     def needs_norm(self) -> bool:
@@ -425,14 +468,13 @@ class ScaledStep(Generic[G, T]):
         if guard is None or "loss" not in guard.uses:
             return None
         if self.loss is None or not is_usable:
-            why = (
-                "no scalar loss was scaled since the last step"
-                if self.loss is None
-                else ("the loss was scaled in another program than this one, which is compiled by itself")
-            )
+            why, what = self.no_loss, f"{self.scale_loss}(keras.ops.mean(loss)), a scalar, in each step"
+            if self.loss is not None:
+                why = "the loss was scaled in another program than this one, which is compiled by itself"
+                what = f"{self.scale_loss}(loss) in the function that is compiled"
             raise PolicyError(
-                f"{guard!r} uses the loss, and {why}. Scale the loss of each step, a scalar, in the function "
-                'that applies its gradients; or write guard=SpikeGuard(watch="grad_norm").'
+                f"{guard!r} uses the loss, and {why}. Write {what}, before its gradients are applied; or "
+                'guard=SpikeGuard(watch="grad_norm"), which needs no loss.'
             )
         return self.loss
 

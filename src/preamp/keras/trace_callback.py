@@ -136,6 +136,9 @@ class TraceCallback(keras.callbacks.Callback):
         loss = self._losses.loss(of_losses, numbers[-2], (logs or {}).get("loss"))
         steps, skipped = map(int, numbers[-2:])
         self._warn_if_unrecorded(steps - self._steps - 1, skipped - self._skipped - step.skipped)
+        if steps > self._steps:
+            all_skipped = skipped - self._skipped == steps - self._steps
+            optimizer._scaler.note_compiled(taken=not all_skipped, finite=step.finite)
         is_alone = steps == self._steps + 1  # no step was taken since the buffers were copied
         buffers = self._not_finite_buffers(is_alone) if skipped > self._skipped else ()
         self._steps, self._skipped = steps, skipped

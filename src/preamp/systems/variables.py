@@ -6,6 +6,7 @@ Keras, tf_keras and `tf.train.Checkpoint` save such variables like any other, an
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +26,11 @@ GUARD_NAMES = {
     "loss_fits": "last_loss_fits",
     "limit": "last_limit",
 }
+TRACKED_GUARD = "guard_"  # begins the name of the object that has a guard's state in a `tf.train.Checkpoint`
+OTHER_GUARD = (
+    "the saved state belongs to another guard, or to the same with another window. To resume from it write "
+    "guard= as in the run that saved it."
+)
 
 S = TypeVar("S", bound=Any)  # a policy's state, a NamedTuple of floats
 
@@ -81,6 +87,48 @@ def guard_leaves(state: Any) -> dict[str, Any]:
     return {f"guard.{name}": leaf for name, leaf in leaves_of(state)}
 
 
+def checkpoint_key(guard: Guard[Any]) -> str:
+    """Return the name that the state of a guard has in a `tf.train.Checkpoint`.
+
+    TensorFlow restores variables by name, and fails for another shape. So the name depends on the names and
+    lengths in the state: the state of another guard is not restored into this one's, not even in part.
+    """
+    lengths = [(name, len(leaf) if isinstance(leaf, tuple) else 0) for name, leaf in leaves_of(guard.start())]
+    return f"{TRACKED_GUARD}{zlib.crc32(repr(lengths).encode()):08x}"
+
+
+def warn_if_other_guard(guard: Guard[Any] | None, name: str) -> None:
+    """Warn if a name in a `tf.train.Checkpoint` is that of a guard's state which is not restored.
+
+    Args:
+        guard: the rule, if there is one.
+        name: any name beside which `checkpoint_key` may be.
+    """
+    if not name.startswith(TRACKED_GUARD):
+        return
+    if guard is None:
+        warn_of_dropped_guard()
+    elif name != checkpoint_key(guard):
+        warnings.warn(
+            f"The state of {guard!r} is not restored: {OTHER_GUARD}",
+            stacklevel=level_of_caller("keras", "tensorflow", "tf_keras"),
+        )
+
+
+def has_guard(saved: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer with a guard saved this, by name."""
+    return GUARD_NAMES["taken"] in saved or bool(nested_guard(saved))
+
+
+def warn_of_dropped_guard() -> None:
+    """Warn that a guard's state is not loaded, because there is no guard."""
+    warnings.warn(
+        "The checkpoint holds the state of a guard, and this optimizer has none: spikes are taken. Write "
+        "LossScaleOptimizer(..., guard=SpikeGuard()), with the guard that was saved, and load it again.",
+        stacklevel=level_of_caller("keras", "tensorflow", "tf_keras"),
+    )
+
+
 def resumed_guard(guard: Guard[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the guard's state for what was saved, by the names of `guard_leaves`.
 
@@ -97,8 +145,7 @@ def resumed_guard(guard: Guard[Any], saved: Mapping[str, Any]) -> dict[str, Any]
         return guard_leaves(guard.restore(state))
     except PolicyError:
         warnings.warn(
-            f"{guard!r} starts again: the saved state belongs to another guard, or to the same with another "
-            "window.",
+            f"{guard!r} starts again: {OTHER_GUARD}",
             stacklevel=level_of_caller("keras", "tensorflow", "tf_keras"),
         )
         return guard_leaves(start)

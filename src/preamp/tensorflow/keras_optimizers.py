@@ -34,6 +34,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
 
     KIND = "keras"
     _gradients_are_scaled = False
+    _scale_loss_is = "opt.get_scaled_loss"
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from preamp.arrays.tensorflow import (
 from preamp.errors import PolicyError
 from preamp.guards import Guard
 from preamp.guards.base import map_state
+from preamp.guards.skips import SkipsInARow
 from preamp.policy import Policy, Static, choose
 from preamp.scaling import (
     GuardRecord,
@@ -38,7 +39,17 @@ from preamp.scaling import (
     to_step,
 )
 from preamp.systems.arguments import check_counts
-from preamp.systems.variables import GUARD_NAMES, NAMES, KnownState, guard_leaves, resumed_guard
+from preamp.systems.variables import (
+    GUARD_NAMES,
+    NAMES,
+    KnownState,
+    checkpoint_key,
+    guard_leaves,
+    has_guard,
+    resumed_guard,
+    warn_if_other_guard,
+    warn_of_dropped_guard,
+)
 from preamp.tensorflow.tf_keras_buffers import Buffers
 
 # The advice for a scale outside the policy's bounds: tf_keras has no way to set one.
@@ -98,6 +109,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         }
         self._guard_record: dict[str, tf.Variable] = {}  # by the fields of `GuardRecord`
         self._guard_leaves: dict[str, tf.Variable] = {}  # the guard's own state, scalars and vectors
+        self._skips = None if guard is None else SkipsInARow(guard)
         if first.guard is not None:
             self._guard_record = {
                 field: self._variable(name, GUARD_DTYPES.get(field, tf.float32), getattr(first.guard, field))
@@ -107,6 +119,10 @@ class LossScaleState(theirs._DynamicLossScaleState):
                 name: self._variable(name, tf.float32, value)
                 for name, value in guard_leaves(first.guard.state).items()
             }
+            # An object of its own in checkpoints, so that another guard's state can be told from this one's.
+            self._tracked_guard = tf.__internal__.tracking.AutoTrackable()
+            for name, variable in self._guard_leaves.items():
+                self._tracked_guard._track_trackable(variable, name)
 
     def _variable(self, name: str, dtype: tf.DType, value: float | tuple[float, ...]) -> tf.Variable:
         initial = np.asarray(value, dtype.as_numpy_dtype)
@@ -115,9 +131,18 @@ class LossScaleState(theirs._DynamicLossScaleState):
     def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, Any]:
         children: dict[str, Any] = super()._trackable_children(save_type, **options)
         if save_type == "checkpoint":
+            if self.guard is not None:
+                children = {name: one for name, one in children.items() if name not in self._guard_leaves}
+                children[checkpoint_key(self.guard)] = self._tracked_guard
             return children
         buffers = {} if self._buffers is None else self._buffers.tracked()
         return {**children, **{f"loss_{name}": one for name, one in self.losses.variables.items()}, **buffers}
+
+    def _lookup_dependency(self, name: str, *cached: Any, **options: Any) -> Any:
+        found = super()._lookup_dependency(name, *cached, **options)
+        if found is None:
+            warn_if_other_guard(self.guard, name)
+        return found
 
     def begin(self) -> None:
         """Make the copies of the model's buffers, before the first step is applied."""
@@ -169,6 +194,8 @@ class LossScaleState(theirs._DynamicLossScaleState):
         after, gave_up = advance(self.policy, before, measured, choose, judged)
         written = self._write(after, taken)
         self._known.state = after.policy_state
+        if self._skips is not None:
+            self._skips.note(taken, measured.finite, "tensorflow", "tf_keras")
         if gave_up:
             raise self.policy.exhaustion_from(before.policy_state)
         return tf.group(*written), taken
@@ -217,6 +244,8 @@ class LossScaleState(theirs._DynamicLossScaleState):
         if self.guard is not None:
             for name, value in resumed_guard(self.guard, saved).items():
                 self._guard_leaves[name].assign(np.asarray(value, np.float32))
+        elif has_guard(saved):
+            warn_of_dropped_guard()
         self.losses.forget()
         if self._buffers is not None:
             self._buffers.keep_finite()
@@ -335,8 +364,10 @@ class Losses:
         if loss.shape.num_elements() != 1 or not loss.dtype.is_floating:
             if self._guard is not None:
                 raise PolicyError(
-                    f"{self._guard!r} uses the loss, and this one is of shape {loss.shape}, not a scalar. "
-                    'Write tf.reduce_mean(loss), or guard=SpikeGuard(watch="grad_norm").'
+                    f"{self._guard!r} uses the loss, and this one has shape {loss.shape} and dtype "
+                    f"{loss.dtype.name}, and is not a floating-point scalar. Write "
+                    "opt.get_scaled_loss(tf.reduce_mean(loss)); or "
+                    'guard=SpikeGuard(watch="grad_norm"), which needs no loss.'
                 )
             loss = tf.constant(UNKNOWN)
         self._was_added = True

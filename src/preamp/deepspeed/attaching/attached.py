@@ -33,6 +33,7 @@ from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.guards import Guard
 from preamp.guards.base import dump_state
+from preamp.guards.skips import SkipsInARow
 from preamp.policy import Policy, Static
 from preamp.scaling import (
     Measured,
@@ -159,6 +160,7 @@ class Attached:
         self._norm: float | None = None
         self._stats: GradientStats | None = None
         self._guard_state: Any = None  # before the step
+        self._skips = None if guard is None else SkipsInARow(guard)
         self._until_stepped = ExitStack()  # what is undone after DeepSpeed's step
         self._seed_is_known = False
         self._losses = Losses()
@@ -367,6 +369,8 @@ class Attached:
         assert step is not None  # index + 1 steps were taken
         self.last_step = step
         self.overflow_log(step, self._attributes.overflows_left(state.policy_state))
+        if self._skips is not None and state.guard is not None:
+            self._skips.note(bool(state.guard.taken), bool(state.finite), "deepspeed", "torch")
         if self.on_step is not None:
             self.on_step(step)
 

@@ -21,6 +21,7 @@ from typing import Any
 from preamp.arrays.load_order import before_tensorflow
 from preamp.errors import CheckpointError, MissingExtra
 from preamp.record.files import packed_as
+from preamp.systems.variables import TRACKED_GUARD
 
 SHELLS = ("argparse", "deepspeed", "megatron", "numpy", "omegaconf", "preamp")
 OF_ENUMS = "builtins.getattr"  # how Python 3.11.0 to 3.11.3 saved members of enums
@@ -204,6 +205,8 @@ def _tensorflow(path: Path) -> Any:
         if (shape == [] or last.startswith(OF_GUARDS)) and kinds[name] != tf.string:
             node = tree
             for part in parts:
+                if part.startswith(TRACKED_GUARD):
+                    continue  # a guard's state belongs to the loss scale's
                 node = node.setdefault(part, {})
                 if not isinstance(node, dict):
                     raise CheckpointError(f"{path} is damaged: {name} is inside a variable.")
