@@ -226,7 +226,7 @@ class SpikeGuard(Guard[SpikeState]):
         level = where(restarts, value, track.level + (value - track.level) / count)
         # A large difference counts as `sigmas` widths, so that no single one opens the guard. Those of
         # skipped steps count too: where the noise has grown, most differences are large.
-        seen = where(steps < WIDTH_MEMORY, where(steps < 1.0, 1.0, steps), WIDTH_MEMORY)
+        seen = where(taken & (steps < WIDTH_MEMORY), where(steps < 1.0, 1.0, steps), WIDTH_MEMORY)
         most = where(steps < self.warmup, apart, self.sigmas * track.width)
         moved = where(restarts, track.width, where(apart < most, apart, most))
         width = where(steps < 1.0, 0.0, track.width + (moved - track.width) / seen)

@@ -48,7 +48,14 @@ from preamp.torch.scaling.gradient_stats import (
     recorded,
     step_of,
 )
-from preamp.torch.scaling.guarding import Guarding, loss_and_count, loss_of, mean_over_ranks
+from preamp.torch.scaling.guarding import (
+    DROPS_GUARD,
+    Guarding,
+    has_guard,
+    loss_and_count,
+    loss_of,
+    mean_over_ranks,
+)
 from preamp.torch.scaling.loss_scale import (
     SETTINGS,
     DeviceScale,
@@ -576,21 +583,17 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: for the empty state of a disabled scaler.
             KeyError: for a missing entry.
             PolicyError: for an invalid scale or setting. The scaler is not changed.
-            UserWarning: a warning, for a scale outside the policy's bounds, which is kept.
+            UserWarning: a warning, for a scale outside the policy's bounds, which is kept, and for the state
+                of a guard where there is none.
         """
+        if self._guarding is None and has_guard(state_dict):
+            warnings.warn(DROPS_GUARD, stacklevel=level_of_caller("torch", "deepspeed"))
         if self._enabled:
             numbers, settings = self._saved(state_dict)
             before = self._known_scale()
             policy_state = self.policy.restore(numbers)
             if self._guarding is not None:
                 self._guarding.load(self._guarding.check(numbers))
-            elif numbers.get("guard"):
-                warnings.warn(
-                    "The checkpoint holds the state of a guard, and this scaler has none: spikes are taken. "
-                    "Write GradScaler(..., guard=SpikeGuard()), or del state_dict['preamp_state']['guard'] "
-                    "before load_state_dict.",
-                    stacklevel=level_of_caller("torch"),
-                )
             if self._owns_policy:
                 self._set_policy(changed_policy(self.policy, **settings))
             self._loss_scale.set_state(policy_state)

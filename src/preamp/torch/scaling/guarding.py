@@ -31,6 +31,18 @@ from preamp.torch.scaling.ranks import number_of_ranks
 TO_RESTART = "To start the guard again, write del state_dict['preamp_state']['guard'] before load_state_dict."
 
 
+DROPS_GUARD = (
+    "The checkpoint holds the state of a guard, and there is none here: spikes are taken. Write guard= as in "
+    "the run that saved it, and load it again."
+)
+
+
+def has_guard(state_dict: object) -> bool:
+    """Return whether the state dict of a scaler holds the state of a guard."""
+    ours = state_dict.get("preamp_state") if isinstance(state_dict, Mapping) else None
+    return isinstance(ours, Mapping) and bool(ours.get("guard"))
+
+
 class Size(NamedTuple):
     """What an optimizer is recognized by in a checkpoint.
 
