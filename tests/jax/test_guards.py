@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,14 +351,14 @@ def averaged(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("told", ["own", "averaged"])
-@pytest.mark.parametrize("way", ["pmap", "shard_map", "eager shard_map", "a sum"])
+@pytest.mark.parametrize("way", ["pmap", "vmap", "shard_map", "a sum"])
 def test_devices_that_average_gradients_by_hand_decide_by_their_mean_loss(
     way: str, told: str, mesh: Mesh
 ) -> None:
     """`value` may be each device's own loss."""
     guard = SpikeGuard(warmup=3)
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
-    each, together = parted(1, TWO, 12 if way == "eager shard_map" else 60)
+    each, together = parted(1, TWO)
     each[:, 9] = [[2.0, 1.0], [90.0, 1.0]]
     together[9] = [46.0, 1.0]
 
@@ -370,25 +371,41 @@ def test_devices_that_average_gradients_by_hand_decide_by_their_mean_loss(
         return apply_gradients(optimizer, mean, state, params, value=value)
 
     params, state = PARAMS, optimizer.init(PARAMS)
-    run: Any = shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked=False)
-    run = run if way == "eager shard_map" else jax.jit(run)
-    if way == "pmap":
-        run = jax.pmap(one, axis_name="d", devices=jax.devices("cpu")[:TWO])
+    run: Any = jax.jit(shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked=False))
+    if stacked := way in ("pmap", "vmap"):
+        run = jax.jit(jax.vmap(one, axis_name="d"))
+        if way == "pmap":
+            run = jax.pmap(one, axis_name="d", devices=jax.devices("cpu")[:TWO])
         params, state = jax.tree.map(lambda leaf: jnp.stack([leaf] * TWO), (params, state))
+
+    def of_device(number: int, leaf: Any) -> Any:
+        return leaf[number] if stacked else leaf.addressable_shards[number].data
+
     why = []
     for number in range(each.shape[1]):
         rows = each[:, number]
-        params, state = run(params, state, rows[:, None] if way == "pmap" else rows)
-        replicas = [
-            jax.tree.map(
-                lambda leaf, i=i: leaf.addressable_shards[i].data.reshape(leaf.shape[:0]), state.taken
-            )
-            for i in range(TWO)
-        ]
-        assert identical(*replicas)
-        why.append(last_step(jax.tree.map(lambda leaf: leaf[0], state) if way == "pmap" else state).reason)
+        params, state = run(params, state, rows[:, None] if stacked else rows)
+        first, second = (jax.tree.map(partial(of_device, one), (params, state)) for one in range(TWO))
+        assert identical(first, second)
+        why.append(last_step(first[1]).reason)
     assert why == [one.reason for one in on_host(guard, together)]
     assert why[9] == "spike"
+
+
+def test_the_mean_of_losses_is_one_reduction_and_only_of_a_loss_that_is_given(mesh: Mesh) -> None:
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=NormLimit(5.0))
+    counts = []
+    for told in ([], ["value"]):
+
+        def one(params: Any, state: Any, row: Any, told: Any = told) -> Any:
+            value, scaled = scaled_value_and_grad(loss)(state, params, row[0], 1.0)
+            extra = dict.fromkeys(told, value)
+            return apply_gradients(optimizer, scaled.map(averaged), state, params, **extra)
+
+        run = shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked=False)
+        equations = traced(run, PARAMS, optimizer.init(PARAMS), jnp.ones(TWO))
+        counts.append(sum(one.primitive.name.startswith("psum") for one in equations))
+    assert counts == [len(PARAMS), len(PARAMS) + 1]
 
 
 def test_last_step_warns_of_devices_that_judge_other_losses(mesh: Mesh) -> None:

@@ -55,9 +55,10 @@ def measure(
     finite = jnp.isfinite(norm)
     if loss is not None:
         # `shard_map` knows the other axes along which the loss differs, and the step does not.
-        apart = set(axes.varying(loss) - axes.varying(finite))
+        apart = axes.varying(loss) - axes.varying(finite)
         apart |= {name for name in loss_names if name not in names and not axes.tracked([name])}
-        loss = _joined(lax.pmean(_split(loss), tuple(apart))) if apart else loss + 0.0
+        in_order = tuple(sorted(apart, key=str))  # the same program in each process
+        loss = _joined(lax.pmean(_split(loss), in_order)) if in_order else loss + 0.0
     return Measured(finite, scale, norm, **stats, loss=loss)
 
 

@@ -125,11 +125,11 @@ class ScaledGradients(metaclass=ExplainedType):
             raise UsageError(
                 f"map({function!r:.60}) needs a function of one array. Write scaled.map(lambda g: g / 4)."
             )
-        names = {*self._reduced_over, *_checked_reductions(function, self.gradients)}
+        names = self._reduced_over + _checked_reductions(function, self.gradients)
         scale = self.scale
         numbers = _pack(scale, jnp.full_like(scale, UNKNOWN_LOSS))
         mapped = trees.map_inexact(function, self.gradients)
-        return _new(mapped, numbers, lacks_loss=True, reduced_over=tuple(names))
+        return _new(mapped, numbers, lacks_loss=True, reduced_over=names)
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale: float32 where they were narrower."""
@@ -148,7 +148,7 @@ class ScaledGradients(metaclass=ExplainedType):
         converted = trees.multiply(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
         total = jax.tree.map(_sum, trees.widen(self.gradients), converted)
         numbers = _pack(common, _sum_of_losses(self.loss, other.loss))
-        names = tuple({*self._reduced_over, *other._reduced_over})
+        names = self._reduced_over + other._reduced_over
         return _new(total, numbers, lacks_loss=self._lacks_loss or other._lacks_loss, reduced_over=names)
 
     def __radd__(self, other: object) -> ScaledGradients:
@@ -300,7 +300,7 @@ def as_loss(
     return jnp.asarray(float(value) if kind is int else value).astype(jnp.float32)
 
 
-def _checked_reductions(function: Callable[[Array], object], gradients: object) -> list[Hashable]:
+def _checked_reductions(function: Callable[[Array], object], gradients: object) -> tuple[Hashable, ...]:
     """Return the axes over which a function sums or gathers gradients that may differ along them.
 
     Raises:
@@ -308,7 +308,7 @@ def _checked_reductions(function: Callable[[Array], object], gradients: object) 
     """
     leaves = [leaf for leaf in trees.split(gradients)[0] if isinstance(leaf, jax.core.Tracer)]
     one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves}
-    found: list[Hashable] = []
+    found: tuple[Hashable, ...] = ()
     for leaf in one_of_each_kind.values():
         names = axes.reduced(function, leaf)
         found += names
