@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,94 @@ def test_devices_with_other_losses_decide_by_their_mean(way: str, mesh: Mesh) ->
     assert why.count("spike") > 2
 
 
+def averaged(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, "d"), tree)
+
+
+@pytest.mark.parametrize("told", ["own", "averaged"])
+@pytest.mark.parametrize("way", ["pmap", "vmap", "shard_map", "a sum"])
+def test_devices_that_average_gradients_by_hand_decide_by_their_mean_loss(
+    way: str, told: str, mesh: Mesh
+) -> None:
+    """`value` may be each device's own loss."""
+    guard = SpikeGuard(warmup=3)
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+    each, together = parted(1, TWO)
+    each[:, 9] = [[2.0, 1.0], [90.0, 1.0]]
+    together[9] = [46.0, 1.0]
+
+    def one(params: Any, state: Any, row: Any) -> Any:
+        value, scaled = scaled_value_and_grad(loss)(state, params, row[0, 0], row[0, 1])
+        mean = scaled.map(averaged)
+        if way == "a sum":
+            mean = (mean + scaled.map(averaged)).map(lambda g: g / 2)
+        value = averaged(value) if told == "averaged" else value
+        return apply_gradients(optimizer, mean, state, params, value=value)
+
+    params, state = PARAMS, optimizer.init(PARAMS)
+    run: Any = jax.jit(shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked=False))
+    if stacked := way in ("pmap", "vmap"):
+        run = jax.jit(jax.vmap(one, axis_name="d"))
+        if way == "pmap":
+            run = jax.pmap(one, axis_name="d", devices=jax.devices("cpu")[:TWO])
+        params, state = jax.tree.map(lambda leaf: jnp.stack([leaf] * TWO), (params, state))
+
+    def of_device(number: int, leaf: Any) -> Any:
+        return leaf[number] if stacked else leaf.addressable_shards[number].data
+
+    why = []
+    for number in range(each.shape[1]):
+        rows = each[:, number]
+        params, state = run(params, state, rows[:, None] if stacked else rows)
+        first, second = (jax.tree.map(partial(of_device, one), (params, state)) for one in range(TWO))
+        assert identical(first, second)
+        why.append(last_step(first[1]).reason)
+    assert why == [one.reason for one in on_host(guard, together)]
+    assert why[9] == "spike"
+
+
+def test_the_mean_of_losses_is_one_reduction_and_only_of_a_loss_that_is_given(mesh: Mesh) -> None:
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=NormLimit(5.0))
+    counts = []
+    for told in ([], ["value"]):
+
+        def one(params: Any, state: Any, row: Any, told: Any = told) -> Any:
+            value, scaled = scaled_value_and_grad(loss)(state, params, row[0], 1.0)
+            extra = dict.fromkeys(told, value)
+            return apply_gradients(optimizer, scaled.map(averaged), state, params, **extra)
+
+        run = shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked=False)
+        equations = traced(run, PARAMS, optimizer.init(PARAMS), jnp.ones(TWO))
+        counts.append(sum(one.primitive.name.startswith("psum") for one in equations))
+    assert counts == [len(PARAMS), len(PARAMS) + 1]
+
+
+def test_last_step_warns_of_devices_that_judge_other_losses(mesh: Mesh) -> None:
+    def run(guard: Guard[Any], values: list[float], *, average: bool = False) -> Any:
+        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+
+        def one(params: Any, state: Any, row: Any) -> Any:
+            value, scaled = scaled_value_and_grad(loss)(state, params, row[0], 1.0)
+            mean = ScaledGradients(averaged(scaled.gradients), scaled.scale)
+            return apply_gradients(
+                optimizer, mean, state, params, value=averaged(value) if average else value
+            )
+
+        train = jax.jit(shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked=False))
+        return train(PARAMS, optimizer.init(PARAMS), jnp.array(values))[1]
+
+    state = run(SpikeGuard(), [2.0, 3.0])
+    with pytest.warns(UserWarning, match=r"another loss on each device.*value=jax\.lax\.pmean\(value"):
+        last_step(state)
+    for quiet in (
+        run(SpikeGuard(), [2.0, 3.0], average=True),
+        run(SpikeGuard(), [2.0, 2.0]),
+        run(SpikeGuard(), [math.nan, math.nan]),
+        run(NormLimit(5.0), [2.0, 3.0]),
+    ):
+        last_step(quiet)  # warnings are errors here
+
+
 @pytest.mark.parametrize("checked", [True, False])
 def test_devices_with_other_parameters_decide_by_the_mean_of_the_losses_they_are_given(
     mesh: Mesh, checked: bool
@@ -404,7 +493,11 @@ def test_a_loss_that_a_device_does_not_know_is_not_known(checked: bool, known: i
     params, unknown = jnp.ones(3), ScaledGradients(PARAMS, 1.0).loss
     values = jnp.array([2.0] * known + [unknown] * (3 - known))
     _, state = train(params, optimizer.init(params), params, values)
-    assert last_step(state).loss == (2.0 if known == 3 else None)
+    if known == 3:
+        assert last_step(state).loss == 2.0
+    else:
+        with pytest.warns(UserWarning, match="the last step came without one"):
+            assert last_step(state).loss is None
     assert float(state.guard.state.loss.steps) == (1.0 if known == 3 else 0.0)
     assert float(state.guard.state.grad_norm.steps) == 1.0
     assert bool(state.taken)
@@ -471,7 +564,11 @@ def without_loss(state: Any, scaled: ScaledGradients) -> dict[str, ScaledGradien
 @pytest.mark.parametrize("case", ["by hand", "mapped", "a sum"])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_gradients_without_a_loss_are_refused(case: str, compiled: bool) -> None:
-    for guard, refused in ((SpikeGuard(), True), (guards.METASEQ, True), (NormLimit(5.0), False)):
+    for guard, refused in (
+        (SpikeGuard(), True),
+        (guards.METASEQ(ewm_ratio_to_skip_batch=2.0), True),
+        (NormLimit(5.0), False),
+    ):
         optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
         state = optimizer.init(PARAMS)
 
@@ -523,7 +620,16 @@ def test_a_loss_that_turns_out_to_be_missing_enters_nothing() -> None:
         reading = Reading(finite, loss=value, grad_norm=norm if finite else None)
         assert bool(state.taken) is (finite and guard.takes(host, reading))
         host = guard.advance(host, reading)
-        assert last_step(state).loss == (None if value is None else np.float32(value))
+        if value is None:
+            with pytest.warns(UserWarning, match="the last step came without one"):
+                last = last_step(state)
+        else:
+            last = last_step(state)
+        assert last.loss == (None if value is None else np.float32(value))
+        if norm == 90.0:
+            assert last.spike.of == "grad_norm"
+            assert last.spike.value == pytest.approx(90.0)
+            assert 1.1 < last.spike.limit < 10.0
         assert np.array_equal(state.guard.loss, np.float32(value or math.nan), equal_nan=True)
         for ours, theirs in zip(*map(sorted_numbers, (state.guard.state, host)), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
@@ -545,6 +651,60 @@ def test_a_guard_of_the_loss_alone_takes_a_step_without_one() -> None:
     assert bool(after.taken)
     assert identical(after.guard.state, state.guard.state)
     assert not train(after, through_jit(ScaledGradients(gradients, 4.0, 7.0))).taken
+
+
+@pytest.mark.parametrize(
+    "guard", [SpikeGuard(), SpikeGuard(watch="loss"), guards.OLMO, NormLimit(5.0)], ids=repr
+)
+def test_last_step_warns_of_a_guard_that_is_never_told_the_loss(guard: Guard[Any]) -> None:
+    """Gradients that `map` returned in one compiled function, and that another one applies."""
+    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+
+    @jax.jit
+    def differentiate(state: Any, value: Any) -> Any:
+        value, scaled = scaled_value_and_grad(loss)(state, PARAMS, value, 1.0)
+        return value, scaled.map(lambda g: g / 2)
+
+    @jax.jit
+    def update(state: Any, scaled: Any, **told: Any) -> Any:
+        return apply_gradients(optimizer, scaled, state, PARAMS, **told)[1]
+
+    state = optimizer.init(PARAMS)
+    assert last_step(state) is None
+    for _ in range(2):
+        value, scaled = differentiate(state, 2.0)
+        state = update(state, scaled)
+        if isinstance(guard, NormLimit):
+            assert last_step(state).loss is None
+        else:
+            with pytest.warns(
+                UserWarning, match=r"uses the loss.*apply_gradients\(.*value=value\)"
+            ) as caught:
+                assert last_step(state).loss is None
+            assert [warning.filename for warning in caught] == [__file__]
+    assert last_step(update(state, scaled, value=value)).loss == 2.0
+    assert last_step(restart_guard(state, guard)).loss is None  # which has judged no step yet
+
+
+@pytest.mark.parametrize("value", [jnp.ones(3), True, "a", 1j], ids=repr)
+def test_what_is_not_a_loss_has_to_be_replaced_by_one_if_the_guard_uses_it(value: Any) -> None:
+    for guard, ending in (
+        (SpikeGuard(), r"; guards\.SpikeGuard\(\) uses it\.$"),
+        (NormLimit(5.0), r", or leave it out\.$"),
+        (None, r", or leave it out\.$"),
+    ):
+        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
+        scaled, state = ScaledGradients(PARAMS, 4.0), optimizer.init(PARAMS)
+        for run in (
+            lambda scaled=scaled, state=state, o=optimizer: o.update(scaled, state, PARAMS, value=value),
+            lambda scaled=scaled, state=state, o=optimizer: apply_gradients(
+                o, scaled, state, PARAMS, value=value
+            ),
+        ):
+            with pytest.raises(UsageError, match="is not a real scalar. Write value=value .*" + ending):
+                run()
+        if guard is None or isinstance(guard, NormLimit):  # what the error says can be done
+            optimizer.update(scaled, state, PARAMS)
 
 
 # States: in files, in other programs, of other guards
@@ -613,6 +773,72 @@ def test_a_guard_is_put_on_and_taken_off() -> None:
     assert not step(loss, loss_scaled(inner, Headroom(), guard=guard))(params, resumed, 90.0, 1.0)[2].taken
     with pytest.raises(UsageError, match="restart_guard was given a LossScale"):
         restart_guard(LossScale(), guard)  # type: ignore[arg-type]
+
+
+def in_orbax(state: Any, template: Any, path: Path) -> Any:
+    with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", state)
+        args = orbax.checkpoint.checkpoint_utils.construct_restore_args(template)
+        return checkpointer.restore(path / "state", template, restore_args=args)
+
+
+def in_flax(state: Any, template: Any, path: Path) -> Any:
+    return serialization.from_bytes(template, serialization.to_bytes(state))
+
+
+FILES = {"pickle": lambda state, template, path: state, "orbax": in_orbax, "flax": in_flax}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "guard", [SpikeGuard(), NormLimit(5.0), guards.LEVANTER(rolling_interval_length=16)], ids=repr
+)
+def test_a_file_with_a_guard_does_not_continue_without_or_the_other_way_round(
+    guard: Guard[Any], file: str, tmp_path: Path
+) -> None:
+    """The library that restores may raise itself; otherwise the next step does, and says what to write."""
+    inner = optax.adam(0.1)
+    plain, guarded = loss_scaled(inner, POLICY), loss_scaled(inner, POLICY, guard=guard)
+    for saving, restoring, to in ((guarded, plain, None), (plain, guarded, guard)):
+        _, params, state = step(loss, saving)(PARAMS, saving.init(PARAMS), 2.0, 1.0)
+        try:
+            restored = FILES[file](state, restoring.init(PARAMS), tmp_path / str(to is None))
+        except (ValueError, AttributeError):
+            assert file != "pickle"
+            restored = FILES[file](state, saving.init(PARAMS), tmp_path / f"again {to is None}")
+        for run in (step(loss, restoring), jax.jit(step(loss, restoring))):
+            with pytest.raises(UsageError, match=r"guard.*restart_guard\(opt_state, (None|guard)\)"):
+                run(params, restored, 2.0, 1.0)
+        restarted = restart_guard(restored, to)
+        assert identical(restarted._replace(guard=None), state._replace(guard=None))
+        _, _, after = jax.jit(step(loss, restoring))(params, restarted, 2.0, 1.0)
+        assert last_step(after).index == 1
+        assert (after.guard is None) is (to is None)
+
+
+def test_a_guard_that_a_file_left_as_a_dict_is_named() -> None:
+    guarded = loss_scaled(optax.adam(0.1), POLICY, guard=SpikeGuard())
+    plain = loss_scaled(optax.adam(0.1), POLICY).init(PARAMS)
+    restored = in_flax(guarded.init(PARAMS), plain, Path())
+    for read in (last_step, lambda state: check_exhausted(state, POLICY)):
+        with pytest.raises(UsageError, match=r"opt_state\.guard is a dict.*restart_guard\(opt_state, None\)"):
+            read(restored)
+    assert identical(restart_guard(restored, None), plain)
+
+
+@pytest.mark.parametrize(
+    "other", [SpikeGuard(), NormLimit(5.0), guards.OLMO, guards.METASEQ(30.0), None], ids=repr
+)
+@pytest.mark.parametrize("guard", [SpikeGuard(), NormLimit(5.0), guards.OLMO, None], ids=repr)
+def test_the_last_step_stays_readable_after_each_change_of_guard(guard: Any, other: Any) -> None:
+    inner = optax.adam(0.1)
+    before, after = (loss_scaled(inner, POLICY, guard=one) for one in (guard, other))
+    _, params, state = step(loss, before)(PARAMS, before.init(PARAMS), 2.0, 1.0)
+    changed = restart_guard(state, other)
+    assert jax.tree.structure(changed) == jax.tree.structure(after.init(PARAMS))
+    assert last_step(changed) == last_step(state)
+    _, _, state = step(loss, after)(params, changed, 2.0, 1.0)
+    assert (last_step(state).index, last_step(state).loss, last_step(state).skipped) == (1, 2.0, False)
 
 
 @pytest.mark.parametrize(

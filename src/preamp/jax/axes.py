@@ -92,15 +92,12 @@ def mean(names: Sequence[Hashable], gradient: Array) -> Array:
     return total
 
 
-def redundant_reduction(function: Callable[[Array], object], array: Array) -> Hashable:
-    """Return an axis over which a function sums or gathers an array that does not vary along it, or None.
+def reduced(function: Callable[[Array], object], array: Array) -> tuple[Hashable, ...]:
+    """Return the axes over which a function sums or gathers an array.
 
     The function is traced, and nothing is computed.
     """
-    for name in _reduced(jax.make_jaxpr(function)(array).jaxpr):
-        if name not in varying(array) and tracked([name]):
-            return name
-    return None
+    return tuple(dict.fromkeys(_reduced(jax.make_jaxpr(function)(array).jaxpr)))
 
 
 def _reduced(program: jaxprs.Jaxpr) -> Iterator[Hashable]:

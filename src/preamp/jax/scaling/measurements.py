@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ def measure(
     scale: Array,
     names: tuple[Hashable, ...] = (),
     loss: Array | None = None,
+    loss_names: Iterable[Hashable] = (),
 ) -> Measured[Array]:
     """Return what one step's gradients and loss are like, on all devices of the step.
 
@@ -35,6 +36,8 @@ def measure(
         scale: the scale that was in the loss, a float32 scalar.
         names: axes along which devices hold other gradients of the same step.
         loss: not scaled, a float32 scalar; `UNKNOWN_LOSS` where it is not known.
+        loss_names: axes along which devices may have other losses and have the same gradients. Those that
+            JAX tracks need not be named.
 
     Returns:
         The norm is a float64 if any gradient is, else a float32. The loss is the mean over the devices that
@@ -52,8 +55,10 @@ def measure(
     finite = jnp.isfinite(norm)
     if loss is not None:
         # `shard_map` knows the other axes along which the loss differs, and the step does not.
-        apart = tuple(axes.varying(loss) - axes.varying(finite))
-        loss = _joined(lax.pmean(_split(loss), apart)) if apart else loss + 0.0
+        apart = axes.varying(loss) - axes.varying(finite)
+        apart |= {name for name in loss_names if name not in names and not axes.tracked([name])}
+        in_order = tuple(sorted(apart, key=str))  # the same program in each process
+        loss = _joined(lax.pmean(_split(loss), in_order)) if in_order else loss + 0.0
     return Measured(finite, scale, norm, **stats, loss=loss)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -80,6 +80,8 @@ class ScaledGradients(metaclass=ExplainedType):
     # Whether the loss is known to be missing. JAX drops this attribute when it flattens the object; then only
     # the value UNKNOWN_LOSS tells.
     _lacks_loss: bool = False
+    # The axes over which `map` has summed or gathered, likewise. Along them devices may have other losses.
+    _reduced_over: tuple[Hashable, ...] = ()
 
     def __init__(self, gradients: object, scale: object, loss: object = None) -> None:
         if isinstance(gradients, ScaledGradients):
@@ -110,9 +112,10 @@ class ScaledGradients(metaclass=ExplainedType):
         Clipping is not linear: write ``loss_scaled(inner, max_norm=...)`` for it.
 
         For a mean over devices write ``scaled_value_and_grad(loss_fn, axis_name="data")``. A ``map(lambda g:
-        lax.pmean(g, "data"))`` is right in `pmap`, and in `shard_map` with ``check_vma=False``. With its
-        checks the gradients of parameters that all devices share are the sum over devices already, which a
-        mean leaves as it is: n times too large, for n devices.
+        lax.pmean(g, "data"))`` is right in `pmap`, and in `shard_map` with ``check_vma=False``. Average the
+        value too, and pass it: ``apply_gradients(..., value=lax.pmean(value, "data"))``. With the checks of
+        `shard_map` the gradients of parameters that all devices share are the sum over devices already, which
+        a mean leaves as it is: n times too large, for n devices.
 
         Raises:
             UsageError: for what cannot be called, and for a function that sums, averages or gathers over
@@ -122,10 +125,11 @@ class ScaledGradients(metaclass=ExplainedType):
             raise UsageError(
                 f"map({function!r:.60}) needs a function of one array. Write scaled.map(lambda g: g / 4)."
             )
-        _check_reduction(function, self.gradients)
+        names = self._reduced_over + _checked_reductions(function, self.gradients)
         scale = self.scale
         numbers = _pack(scale, jnp.full_like(scale, UNKNOWN_LOSS))
-        return _new(trees.map_inexact(function, self.gradients), numbers, lacks_loss=True)
+        mapped = trees.map_inexact(function, self.gradients)
+        return _new(mapped, numbers, lacks_loss=True, reduced_over=names)
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale: float32 where they were narrower."""
@@ -144,7 +148,8 @@ class ScaledGradients(metaclass=ExplainedType):
         converted = trees.multiply(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
         total = jax.tree.map(_sum, trees.widen(self.gradients), converted)
         numbers = _pack(common, _sum_of_losses(self.loss, other.loss))
-        return _new(total, numbers, lacks_loss=self._lacks_loss or other._lacks_loss)
+        names = self._reduced_over + other._reduced_over
+        return _new(total, numbers, lacks_loss=self._lacks_loss or other._lacks_loss, reduced_over=names)
 
     def __radd__(self, other: object) -> ScaledGradients:
         """Add to the 0 that `sum` starts with."""
@@ -266,8 +271,15 @@ def _checked(scale: Any) -> Array:
     return jnp.asarray(scale).astype(jnp.float32)
 
 
-def as_loss(value: Any, name: str = "loss") -> Array:
+def as_loss(
+    value: Any, name: str = "loss", otherwise: str = ", or leave it out if no guard uses it"
+) -> Array:
     """Return a loss as a float32 scalar, `UNKNOWN_LOSS` for None.
+
+    Args:
+        value: a number or an array.
+        name: that of the argument, for the error.
+        otherwise: how the error ends: what else there is to do.
 
     Raises:
         UsageError: for what is not a real scalar.
@@ -280,26 +292,36 @@ def as_loss(value: Any, name: str = "loss") -> Array:
     )
     if not is_real or jnp.shape(value):
         what = f"{value!r:.60}" if not is_real else f"an array of shape {jnp.shape(value)}"
+        mean = ", such as the mean of an array of losses" if is_real else ""
         raise UsageError(
-            f"{name}={what} is not a real scalar, such as the loss is. Write {name}=value with what "
-            "scaled_value_and_grad returned, or leave it out."
+            f"{name}={what} is not a real scalar. Write {name}=value with the loss of the step, one real "
+            f"number{mean}{otherwise}."
         )
     return jnp.asarray(float(value) if kind is int else value).astype(jnp.float32)
 
 
-def _check_reduction(function: Callable[[Array], object], gradients: object) -> None:
-    """Raise for a mean over devices of gradients that are the sum over them."""
+def _checked_reductions(function: Callable[[Array], object], gradients: object) -> tuple[Hashable, ...]:
+    """Return the axes over which a function sums or gathers gradients that may differ along them.
+
+    Raises:
+        UsageError: for gradients that do not: a mean over devices of what is the sum over them.
+    """
     leaves = [leaf for leaf in trees.split(gradients)[0] if isinstance(leaf, jax.core.Tracer)]
     one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves}
+    found: tuple[Hashable, ...] = ()
     for leaf in one_of_each_kind.values():
-        name = axes.redundant_reduction(function, leaf)
-        if name is not None:
+        names = axes.reduced(function, leaf)
+        found += names
+        for name in names:
+            if name in axes.varying(leaf) or not axes.tracked([name]):
+                continue
             raise UsageError(
                 f"map was given a sum, mean or gather over the axis {name!r}, along which these gradients do "
                 "not differ: shard_map has summed them over devices already, since the parameters are the "
                 "same on all of them. The mean of equal numbers would leave the sum. Write "
                 f"scaled_value_and_grad(loss_fn, axis_name={name!r}), which averages value and gradients."
             )
+    return found
 
 
 def _sum_of_losses(first: Array, second: Array) -> Array:
@@ -312,10 +334,13 @@ def _sum(first: Array, second: Array) -> Array:
     return first + second if is_inexact(first) else first
 
 
-def _new(gradients: object, numbers: Any, *, lacks_loss: bool = False) -> ScaledGradients:
+def _new(
+    gradients: object, numbers: Any, *, lacks_loss: bool = False, reduced_over: tuple[Hashable, ...] = ()
+) -> ScaledGradients:
     """Return an instance, unchecked: JAX puts other things than arrays into trees."""
     scaled = object.__new__(ScaledGradients)
-    scaled.gradients, scaled._numbers, scaled._lacks_loss = gradients, numbers, lacks_loss
+    scaled.gradients, scaled._numbers = gradients, numbers
+    scaled._lacks_loss, scaled._reduced_over = lacks_loss, reduced_over
     return scaled
 
 

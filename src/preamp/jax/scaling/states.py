@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import optax
 from jax import Array
 from jax.typing import DTypeLike
 
-from preamp.checks import shown
+from preamp.checks import level_of_caller, shown
 from preamp.errors import UsageError
 from preamp.guards import Guard
 from preamp.guards.base import leaves_of
@@ -47,7 +48,8 @@ class LossScaledState(NamedTuple):
         peak: float32; the largest magnitude among the last scaled gradients; undefined if they were not
             finite. None, which is not a leaf, where the policy does not need it.
         guard: the guard's state, float32 scalars and vectors, and what it decided in the last step. None,
-            which is not a leaf, without a guard.
+            which is not a leaf, without a guard. `guard.loss` is NaN if the guard does not use it, and
+            `guard.loss_fits` is false if it does and the loss was not known.
     """
 
     policy_state: Any
@@ -191,6 +193,12 @@ def check_dtypes(state: LossScaledState) -> None:
 
 def _check_fields(state: LossScaledState) -> None:
     """Raise for a field that a number was taken out of, or that something else was put into."""
+    if isinstance(state.guard, dict):
+        raise UsageError(
+            "opt_state.guard is a dict: a file has the state of a guard, and it was restored into the state "
+            "of an optimizer without one. Write opt_state = restart_guard(opt_state, None) to continue "
+            "without a guard; or restore into loss_scaled(..., guard=guard).init(params)."
+        )
     for name, value, _ in [*_scalars(state), *_guard_leaves(state)]:
         # JAX itself puts other things in the places of arrays: shapes, shardings, booleans of a filter.
         if value is None or isinstance(value, str | dict | list):
@@ -312,7 +320,9 @@ def restart_guard(opt_state: LossScaledState, guard: Guard[Any] | None) -> LossS
             "guard=guard)."
         )
     first = start(Dynamic(), given_guard(guard))
-    return find(opt_state)._replace(guard=first.guard)
+    if isinstance(opt_state, LossScaledState):
+        opt_state = opt_state._replace(guard=first.guard)  # whatever a file has left in its place
+    return find(opt_state)
 
 
 def last_step(opt_state: LossScaledState) -> Step | None:
@@ -320,6 +330,9 @@ def last_step(opt_state: LossScaledState) -> Step | None:
 
     The loss is in it where it is known: `step` knows it, the gradients of `scaled_value_and_grad` carry it,
     and for others, such as those that `map` returns, pass it as `update(..., value=loss)`.
+
+    It warns (UserWarning) if a guard that uses the loss was not given one in that step, and if devices that
+    took the step together were given different ones. A compiled step cannot.
 
     Args:
         opt_state: the state of an optimizer made with `loss_scaled`, after the step.
@@ -341,12 +354,36 @@ def last_step(opt_state: LossScaledState) -> Step | None:
     count = len(policy_state)
     record |= zip(known, numbers[count:], strict=False)
     if guard is not None:
-        record["guard"] = guard._replace(
-            **dict(zip(GUARD_DTYPES, numbers[count + len(known) :], strict=True))
-        )
+        decision = dict(zip(GUARD_DTYPES, numbers[count + len(known) :], strict=True))
+        lacked_loss = loss == UNKNOWN_LOSS and not decision["loss_fits"]
+        _warn_of_losses(guard, lacked_loss)
+        record["guard"] = guard._replace(**decision | {"loss_fits": lacked_loss or decision["loss_fits"]})
     state: ScalerState[Any, float] = ScalerState(type(policy_state)(*numbers[:count]), **record)
     Dynamic().restore({"scale": state.policy_state.scale})  # raises for what no policy can resume from
     return to_step(state, loss=None if loss == UNKNOWN_LOSS else loss)
+
+
+def _warn_of_losses(guard: GuardRecord[Array], lacked_loss: bool) -> None:
+    """Warn if the guard was not given the loss that it uses, or another one on each device."""
+    if lacked_loss:
+        warnings.warn(
+            "the guard in opt_state uses the loss, and the last step came without one: its gradients had "
+            "lost it, as in map, and no value= was given. Losses are not judged in such steps. Write "
+            "apply_gradients(optimizer, scaled, opt_state, params, value=value) or update(scaled, opt_state, "
+            "params, value=value), with the value that scaled_value_and_grad returned.",
+            UserWarning,
+            stacklevel=level_of_caller("jax"),
+        )
+    losses = [shard.data for shard in getattr(guard.loss, "addressable_shards", ())]
+    if len(losses) > 1 and len({np.asarray(loss).tobytes() for loss in jax.device_get(losses)}) > 1:
+        warnings.warn(
+            "the guard was given another loss on each device, in a step that they took together. Some may "
+            "skip a step that others take, and their parameters differ from then on. Write "
+            'scaled_value_and_grad(loss_fn, axis_name="data"), which averages value and gradients, or pass '
+            'value=jax.lax.pmean(value, "data"), with the name of your axis.',
+            UserWarning,
+            stacklevel=level_of_caller("jax"),
+        )
 
 
 def check_exhausted(opt_state: LossScaledState, policy: Policy[Any]) -> None:

@@ -38,7 +38,9 @@ def apply_gradients(
         opt_state: of `optimizer.init(params)`.
         params: a tree of arrays.
         extra: more arguments of the inner optimizer's `update`, such as `value`, which is also recorded as
-            the step's loss. A `grad` may be `ScaledGradients`; by default it is the gradients of this step.
+            the step's loss and judged by the guard. Where gradients were averaged over devices by hand,
+            average it too: ``value=lax.pmean(value, axis)``. A `grad` may be `ScaledGradients`; by default
+            it is the gradients of this step.
 
     Raises:
         UsageError: for an optimizer or a state that is not of `loss_scaled`, gradients without a scale, and
@@ -48,7 +50,7 @@ def apply_gradients(
         raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
     find(opt_state)
     scaling = _scaling(optimizer)
-    scaled, extra = with_scale(scaled_gradients, extra)
+    scaled, extra = with_scale(scaled_gradients, extra, scaling.guard)
     scaling.check_state(opt_state)
     check_gradients(scaled.gradients, params)
     return scaling.apply(backward_of(scaled, extra), opt_state, params, extra)

@@ -71,7 +71,8 @@ def loss_scaled(
         guard: any guard or dialect of `preamp.guards`: it skips steps whose gradients are finite, by their
             loss and by their norm before clipping. One that uses the loss is given it by `step`, and by the
             gradients of `scaled_value_and_grad`; elsewhere write ``update(..., value=loss)``. Devices that
-            take the same step are judged by the mean of their losses.
+            take the same step have to be given the same loss: where gradients are averaged by hand, in `pmap`
+            or in `shard_map` with ``check_vma=False``, write ``value=lax.pmean(loss, axis)``.
 
     Raises:
         PolicyError: for a policy, norm or guard that cannot work.
@@ -137,6 +138,7 @@ class Backward(NamedTuple):
         loss: not scaled.
         finish: turns the leaves into those of the gradients; called where the step is not skipped.
         loss_is_known: whether the loss is certain not to be `UNKNOWN_LOSS`.
+        loss_names: axes over which the gradients were summed, and the loss may not have been.
     """
 
     gradients: object
@@ -144,6 +146,7 @@ class Backward(NamedTuple):
     loss: object
     finish: Callable[[list[Array]], list[Array]] | None = None
     loss_is_known: bool = False
+    loss_names: tuple[Hashable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -175,9 +178,13 @@ class Scaling:
     def update(
         self, scaled: object, state: LossScaledState, params: object = None, **extra: object
     ) -> tuple[Any, LossScaledState]:
-        """Return updates, in the dtypes of the unscaled gradients, and the state after the step."""
+        """Return updates, in the dtypes of the unscaled gradients, and the state after the step.
+
+        A `value` among the further arguments is recorded as the step's loss, and judged by the guard. Where
+        gradients were averaged over devices by hand, average it too.
+        """
         self.check_state(state)
-        gradients, extra = with_scale(scaled, extra)
+        gradients, extra = with_scale(scaled, extra, self.guard)
         if caller := optax_caller():
             raise UsageError(
                 f"the update of loss_scaled was called by {caller}: what is around loss_scaled is given "
@@ -236,7 +243,7 @@ class Scaling:
         leaves, rebuild = trees.split(backward.gradients)
         loss = as_loss(backward.loss, "value")
         guard = self._guard_told(backward, loss)
-        measured = measure(self.policy, leaves, backward.scale, self.names, loss)
+        measured = measure(self.policy, leaves, backward.scale, self.names, loss, backward.loss_names)
         norm = measured.grad_norm
         assert norm is not None
         assert measured.loss is not None
@@ -269,13 +276,18 @@ class Scaling:
             result, inner = jax.lax.cond(taken, take, skip)
         else:
             result, inner = take() if taken else skip()  # known now: nothing is compiled
-        if scaler_state.guard is not None:
-            known = jnp.where(measured.loss == UNKNOWN_LOSS, jnp.nan, measured.loss)
+        if guard is not None and scaler_state.guard is not None:
+            used, record = jnp.float32(jnp.nan), scaler_state.guard
+            if "loss" in guard.uses:
+                is_known = measured.loss != UNKNOWN_LOSS
+                used = jnp.where(is_known, measured.loss, jnp.nan)
+                # The only trace of a loss that was missing, which `last_step` warns of.
+                record = record._replace(loss_fits=record.loss_fits & is_known)
             # Python numbers, such as the limit of a guard that always has the same, become arrays that vary
             # along the same axes as the others.
             record = jax.tree.map(
                 lambda new, old: jnp.where(taken, new, new).astype(old.dtype),
-                scaler_state.guard._replace(loss=known),
+                record._replace(loss=used),
                 state.guard,
             )
             scaler_state = scaler_state._replace(guard=record)
@@ -420,18 +432,28 @@ def backward_of(scaled: ScaledGradients, extra: dict[str, object]) -> Backward:
     loss: object = None if scaled._lacks_loss else scaled.loss
     if extra.get("value") is not None:
         loss = extra["value"]
-    return Backward(scaled.gradients, scaled.scale, loss)
+    names = () if loss is None else scaled._reduced_over
+    return Backward(scaled.gradients, scaled.scale, loss, loss_names=names)
 
 
-def with_scale(scaled: object, extra: dict[str, object]) -> tuple[ScaledGradients, dict[str, object]]:
+def with_scale(
+    scaled: object, extra: dict[str, object], guard: Guard[Any] | None
+) -> tuple[ScaledGradients, dict[str, object]]:
     """Return gradients with their scale, and the other arguments of the inner optimizer.
+
+    Args:
+        scaled: what an update was given as gradients.
+        extra: its other arguments.
+        guard: that of the optimizer.
 
     Raises:
         UsageError: for gradients without a scale, which may be scaled or not; for two scales; for
             a `value` that is not a real scalar.
     """
     others = {name: _plain(value) for name, value in extra.items() if name != "loss_scale"}
-    as_loss(extra.get("value"), "value")  # before anything is computed with it
+    needs_loss = guard is not None and "loss" in guard.uses
+    otherwise = f"; {guard!r} uses it" if needs_loss else ", or leave it out"
+    as_loss(extra.get("value"), "value", otherwise)  # before anything is computed with it
     if isinstance(scaled, ScaledGradients):
         if extra.get("loss_scale") is not None:
             raise UsageError(
