@@ -70,11 +70,10 @@ class SpikeGuard(Guard[SpikeState]):
     loss limit = level + sigmas * width            width: of the differences of successive losses
     norm limit = level * (1 + width)**sigmas       width: of the ratios of successive norms, minus 1
     a step above a limit is skipped and does not change the level
-    level and width are exponential means over about 16 and 128 steps; no difference counts as more than
-        sigmas widths
+    level and width are exponential means over about 16 and 128 steps
+    no difference of successive values counts as more than sigmas widths
     run: one more with each skipped step, a quarter less with each that is taken
-    once run >= patience, the next finite step above a limit is taken, and the guard starts again with its
-        warm-up
+    once run >= patience, the next finite step above a limit is taken, and the warm-up starts again
     near: above a limit, but not above level + 2 * (limit - level); of norms, in their logarithms
     after a near step was skipped, another near one is taken, and the level restarts there
     ```
