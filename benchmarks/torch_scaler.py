@@ -272,9 +272,8 @@ def as_on_an_accelerator(area: Area, device: str) -> Iterator[Row]:
     yield area.counted(f"{what}: {BEYOND}", PYTORCH, *calls, "calls")
     yield area.counted(f"{what}: reads to the host", PYTORCH, ours.reads, theirs.reads, "reads")
     yield area.counted(f"{what}, guard: reads to the host", PYTORCH, guarded.reads, theirs.reads, "reads")
-    yield area.counted(
-        f"{what}, guard: {BEYOND}", UNGUARDED, guarded.calls - own.calls, ours.calls - own.calls, "calls"
-    )
+    calls = guarded.calls - own.calls, ours.calls - own.calls
+    yield area.counted(f"{what}, guard: {BEYOND}", UNGUARDED, *calls, "calls", peer=False)
 
 
 def network(options: Options) -> Iterator[Row]:
