@@ -406,7 +406,7 @@ def test_a_scaler_without_a_guard_warns_that_it_drops_the_state_of_one() -> None
         plain.load_state_dict(pair.scaler.state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_a_checkpoint_is_saved_and_loaded_by_torch_distributed_checkpoint(tmp_path: Path) -> None:
     before, after = Pair(), Pair()
     before.steps(20)
