@@ -58,7 +58,17 @@ def test_guards_are_compared_on_losses_that_are_drawn(name: str, command: Comman
         done = process.outcome(simulate(Dynamic(), process, guard=one))
         said = [done.steps, done.skipped, done.spikes, done.missed, done.false_alarms, done.longest_run]
         assert rows[guard] == [f"{number:,}" for number in said]
+    assert "they skip nothing: megatron-norm (--guard." in " ".join(printed.split())
     assert "planted spikes that the guard took" in Path("runs/simulate.html").read_text()
+
+
+def test_a_guard_without_a_limit_is_said_to_skip_nothing(command: Command) -> None:
+    flags = ("--process", "spike-runs", "--steps", "300", "--guard", "megatron-norm")
+    _, printed, _ = command(*flags)
+    said = "Without a limit megatron-norm skips nothing. Write --guard.grad-norm-skip-threshold 5."
+    assert said in " ".join(printed.split())
+    _, printed, _ = command(*flags, "--guard.grad-norm-skip-threshold", "5")
+    assert "Without a limit" not in printed
 
 
 def test_spike_guard_is_the_default_and_settings_are_flags(command: Command) -> None:

@@ -166,6 +166,23 @@ def test_checkpoints_travel_between_engines_with_a_guard_and_without(precision: 
     assert plain.trace[-1].reason is guarded.trace[-1].reason is None
 
 
+def test_a_checkpoint_of_another_guard_starts_the_guard_again(tmp_path: Path) -> None:
+    saved, other = Run(FP16, RULES["spike"]()), Run(FP16, guards.OLMO)
+    for step in script()[:12]:
+        saved.step(*step)
+    saved.engine.save_checkpoint(tmp_path)
+    said = r"guards.OLMO starts again: the saved state is not one of guards.OLMO"
+    with pytest.warns(UserWarning, match=said) as found:
+        other.engine.load_checkpoint(tmp_path)
+    assert [warning.filename for warning in found] == [__file__]
+    ours, theirs = saved.engine.optimizer.state_dict(), other.engine.optimizer.state_dict()
+    assert same(ours["state"], theirs["state"])
+    assert saved.engine.cur_scale == other.engine.cur_scale
+    saved.step(200.0, 1.0)
+    other.step(200.0, 1.0)
+    assert (saved.trace[-1].reason, other.trace[-1].reason) == ("spike", None)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
 def test_a_guard_clips_as_the_engine_does_without(precision: str) -> None:
     guarded, plain = (Run(CONFIGS[precision], guard, clip=0.5) for guard in (guards.NormLimit(1e3), None))

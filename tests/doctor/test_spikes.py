@@ -144,7 +144,12 @@ class Own(guards.NormLimit):
     ("guard", "readings", "keeps", "end"),
     [
         (Own(50.0), norms(60.0), True, "raise the limit of the guard, 50, to 120."),
-        (guards.NormLimit(50.0), norms(60.0), False, "raise the limit of the guard, 50, to 120."),
+        (
+            guards.NormLimit(50.0),
+            norms(60.0),
+            False,
+            "(for one with a fixed limit: from 50 to 120; for SpikeGuard: sigmas=8.0).",
+        ),
         (guards.SpikeGuard(), LOSSES, False, "raise the limit of the guard (for SpikeGuard: sigmas=8.0)."),
     ],
     ids=["own", "fixed", "SpikeGuard"],
@@ -188,6 +193,25 @@ def test_nan_is_not_called_an_ordinary_step() -> None:
     assert "A NaN entered the statistics of the guard" in finding.advice
 
 
+def test_losses_that_are_nan_are_bad_data_where_a_guard_skipped_them_too() -> None:
+    lost = (120, 160, 213, 300)
+    losses = [math.nan if step in lost else loss for step, loss in enumerate(LEVEL)]
+    trace = recorded(losses)
+    (data,) = [one for one in diagnose(trace).findings if one.kind == "bad data"]
+    assert data.sentence.startswith("In 4 steps (120, 160, 213, 300), the loss itself was inf or NaN")
+    readings = [Reading(step != 213, loss=loss, grad_norm=1.0) for step, loss in enumerate(losses)]
+    trace = simulate(Dynamic(init_scale=64.0), readings, guard=guards.SpikeGuard())
+    (data,) = [one for one in diagnose(trace).findings if one.kind == "bad data"]
+    assert data.numbers["steps"] == 4
+
+
+def test_a_higher_limit_is_not_advised_against_nan() -> None:
+    trace = recorded([math.nan if step % 40 == 20 else loss for step, loss in enumerate(LEVEL)])
+    (found,) = [one for one in diagnose(trace).findings if one.kind == "many spikes"]
+    assert "sigmas" not in found.advice
+    assert "Most of these values are inf or NaN" in found.advice
+
+
 def test_a_run_without_loss_scaling_is_not_told_that_its_scale_could_be_higher() -> None:
     def healthy(policy: Static) -> str:
         (found,) = diagnose(simulate(policy, [False] * 400)).findings
@@ -223,6 +247,11 @@ def test_the_report_marks_and_counts_spikes(
     page = Path("guarded.html").read_text()
     assert f"a guard skipped {spikes} steps because of a spike" in page
     assert "✕ spike" in page
+    readings = [Reading(True, loss=math.nan if step == 90 else loss) for step, loss in enumerate(LEVEL)]
+    simulate(Dynamic(), readings, guard=guards.SpikeGuard()).write("nan.jsonl")
+    assert run(["report", "nan.jsonl", "--out", "nan.html"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a guard skipped 1 step because of a loss that was inf or NaN." in printed
     assert run(["report", "plain.jsonl", "--out", "plain.html"]) == 0
     assert "spike" not in capsys.readouterr().out
     assert "✕ spike" not in Path("plain.html").read_text()

@@ -105,6 +105,25 @@ def by_hand(
     return taken, ages_aside(state)
 
 
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", ["olmo", "levanter", "maxtext", "llm-c", "spike"])
+@pytest.mark.parametrize("value", [1e18, 1e20, 1e25, 1e36])
+def test_values_whose_squares_exceed_float32_are_judged_as_in_float64(name: str, value: float) -> None:
+    guard, rng = GUARDS[name], np.random.default_rng(0)
+    norms = np.exp(0.1 * rng.normal(size=300)).astype(np.float32)
+    norms[[90, 91, 150, 201]] = value
+    norms[200] = 40.0
+    taken: dict[Any, list[bool]] = {np.float32: [], np.float64: []}
+    for dtype, decided in taken.items():
+        state = map_state(lambda entry, dtype=dtype: np.asarray(entry, dtype), guard.start())
+        for norm in norms:
+            reading = Reading(np.bool_(True), loss=dtype(1.0), grad_norm=dtype(norm))
+            decided.append(bool(guard.takes(state, reading, np.where)))
+            state = guard.advance(state, reading, np.where)
+    assert taken[np.float32] == taken[np.float64]
+    assert not taken[np.float32][90]
+
+
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")
 @each_guard
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

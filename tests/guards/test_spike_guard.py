@@ -164,6 +164,41 @@ def test_a_loss_that_was_constant_is_watched_again_once_it_is_not() -> None:
     assert len(skipped(SpikeGuard(), [*[0.0] * 300, *wild])) <= 25
 
 
+@many
+@given(guard=spike_guards, series=readings, at=st.integers(0, 120), count=st.integers(1, 40))
+def test_zeros_between_change_no_decision(
+    guard: SpikeGuard, series: list[Reading], at: int, count: int
+) -> None:
+    positive = [one._replace(loss=abs(one.loss) or 1.0, grad_norm=one.grad_norm or 1.0) for one in series]
+    zeros = [Reading(True, loss=0.0, grad_norm=0.0)] * count
+    place = min(at, len(positive))
+    decided = [taken for _, taken, _ in states_of(guard, positive)]
+    between = [taken for _, taken, _ in states_of(guard, [*positive[:place], *zeros, *positive[place:]])]
+    assert between == [*decided[:place], *[True] * count, *decided[place:]]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.15, 0.5])
+def test_a_loss_that_is_often_zero_is_judged_by_the_rest(share: float) -> None:
+    for seed in range(6):
+        random = Random(seed)
+        losses = [random.uniform(0.5, 1.5) if random.random() < share else 0.0 for _ in range(2000)]
+        norms = [4.0 * loss for loss in losses]
+        assert len(skipped(SpikeGuard(), losses, norms)) <= 3
+        places = [place for place, loss in enumerate(losses) if loss][40:60:5]
+        for place in places:
+            losses[place] = 50.0
+        assert {*places} <= {*skipped(SpikeGuard(), losses, norms)}
+
+
+def test_a_norm_after_many_of_zero_is_accepted_at_once() -> None:
+    assert not skipped(SpikeGuard(watch="grad_norm"), [2.0] * 150, [*[0.0] * 50, *[1.0] * 100])
+
+
+@pytest.mark.parametrize("sigmas", [1e-3, 0.04, 0.3])
+def test_a_small_number_of_sigmas_is_one_too(sigmas: float) -> None:
+    assert skipped(SpikeGuard(sigmas=sigmas), [2.0] * 40, [*[1.0] * 39, 1e29]) == [39]
+
+
 def test_after_patience_it_starts_again_with_its_warmup() -> None:
     places = skipped(SpikeGuard(patience=5), [*NOISE, *[20.0] * 6, *[300.0] * 3, *[20.0] * 30, 300.0])
     assert places == [*range(200, 205), 239]

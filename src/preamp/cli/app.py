@@ -28,6 +28,7 @@ from preamp.cli.flags import (
     precisions_and_rule,
     rules,
     setting_flags,
+    without_limits,
 )
 from preamp.cli.lab import Framework, Precision, Task
 from preamp.cli.terminal import (
@@ -316,7 +317,8 @@ def simulate(
             raise PreampError("A guard reads losses, which have neither --dtype nor --ranks. Leave them out.")
         losses = comparison.losses(trace, process, steps=steps, seed=seed)
         chosen = rules(rule, policy, dialect, config)
-        comparison.compare_guards(guards_of(guard, guard_settings), chosen, losses, out_file)
+        guards = guards_of(guard, guard_settings)
+        comparison.compare_guards(guards, chosen, losses, out_file, without_limits(guard, guards))
         return 0
     if trace is not None:
         played = comparison.recorded(trace, dtype)

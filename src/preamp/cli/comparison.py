@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -139,6 +140,7 @@ def compare_guards(
     rules: Mapping[str, Policy[Any]],
     played: tuple[Losses | Trace, str],
     path: Path,
+    idle: Sequence[str] = (),
 ) -> None:
     """Play losses through guards, print the results and write the report.
 
@@ -147,6 +149,7 @@ def compare_guards(
         rules: the policy for the scale, by name.
         played: what `losses` returned.
         path: of the report.
+        idle: sentences about guards that can skip no step.
     """
     from preamp.report import Curve, write_report
 
@@ -156,10 +159,13 @@ def compare_guards(
     steps, source = played
     for name, guard in guards.items():
         if isinstance(steps, Trace) and (lacking := _lacking(guard, steps)):
-            raise PreampError(f"{name} needs the {lacking} of every step, and this trace lacks some.")
+            raise PreampError(
+                f"{name} needs the {lacking} of every step that did not overflow, and some steps of this "
+                "trace do not have it. Record the loss of each step, or the norm with max_norm=."
+            )
     traces = {name: simulate(policy, steps, guard=guard) for name, guard in guards.items()}
     rows = [_guard_row(name, trace, steps) for name, trace in traces.items()]
-    said = stops(traces.items())
+    said = [*idle, *stops(traces.items())]
     print_table(rows)
     print_lines(said)
     write_report(
@@ -285,13 +291,19 @@ def stops(traces: Iterable[tuple[str, Trace]]) -> list[str]:
 
 
 def spikes(traces: Iterable[tuple[str, Trace]]) -> list[str]:
-    """Say how many steps guards skipped because of a spike."""
-    counts = [(name, trace.summary().spikes) for name, trace in traces]
-    return [
-        f"{name}: a guard skipped {count:,} step{'' if count == 1 else 's'} because of a spike."
-        for name, count in counts
-        if count
-    ]
+    """Say how many steps guards skipped."""
+    said = []
+    for name, trace in traces:
+        found = [spike.value for spike in trace.column("spike") if spike is not None]
+        lost = sum(not math.isfinite(value) for value in found)
+        if found:
+            steps = f"{len(found):,} step{'' if len(found) == 1 else 's'}"
+            why = {"a spike": len(found) - lost, "a loss that was inf or NaN": lost}
+            causes = [f"of {cause} ({count:,})" for cause, count in why.items() if count]
+            if len(causes) == 1:
+                causes = [causes[0].partition(" (")[0]]
+            said.append(f"{name}: a guard skipped {steps} because {' and '.join(causes)}.")
+    return said
 
 
 def events(traces: Iterable[tuple[str, Trace]]) -> list[str]:

@@ -284,6 +284,24 @@ def guards_of(names: Sequence[str], given: Given | None) -> dict[str, Guard[Any]
     return {name: guard for name, guard in made.items() if name in asked or guard.idle is None}
 
 
+def without_limits(names: Sequence[str], made: Mapping[str, Guard[Any]]) -> list[str]:
+    """Say which guards skip nothing, and which "all" leaves out for that reason.
+
+    Args:
+        names: what `guards_of` was given.
+        made: what it returned.
+    """
+    flags = {name: _flag(_names_of_settings(kind)[0], "guard") for name, kind in GUARDS.items()}
+    said = [
+        f"Without a limit {name} skips nothing. Write {flags[name]} 5."
+        for name, guard in made.items()
+        if guard.idle
+    ]
+    if left_out := [f"{name} ({flags[name]})" for name in GUARDS if name not in made and "all" in names]:
+        said.append(f"Left out, because without a limit they skip nothing: {', '.join(left_out)}.")
+    return said
+
+
 def _guard(kind: type[Guard[Any]] | GuardDialect[...], settings: Given) -> Guard[Any]:
     names = _names_of_settings(kind)
     own = {name: value for name, value in settings.items() if name in names}

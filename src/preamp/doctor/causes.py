@@ -233,8 +233,7 @@ def _unknown_nan(extent: Extent) -> Finding:
 
 def sporadic_failures(record: Record) -> Finding | None:
     """Find what makes single steps fail at any scale."""
-    lost = lost_places(record)
-    if lost:
+    if lost := sorted({*lost_places(record), *record.lost_spikes}):
         return _lost_steps(record, lost)
     if found := _extreme_batches(record) or unnoticed(record) or sporadic_nan(record):
         return found
@@ -289,7 +288,7 @@ def _extreme_batches(record: Record) -> Finding | None:
 def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
     extent = Extent.of_steps(record, lost)
     source = most_common_origin(origin_of(record, snapshot) for snapshot in lost_snapshots(record))
-    is_inf = any(math.isinf(record.loss.values[place]) for place in lost)
+    is_inf = any(math.isinf(record.lost_spikes.get(place, record.loss.values[place])) for place in lost)
     if source is not None:
         large = given_far_larger(record, source.snapshot)
         if source.stage == "data" and source.row is not None:

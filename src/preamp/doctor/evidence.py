@@ -177,6 +177,12 @@ class Record:
         return {place: spike for place, spike in found if spike is not None}
 
     @cached_property
+    def lost_spikes(self) -> Mapping[int, float]:
+        """The losses that a guard skipped because they were inf or NaN, by place."""
+        lost = ((place, spike) for place, spike in self.spikes.items() if spike.of == "loss")
+        return {place: spike.value for place, spike in lost if not math.isfinite(spike.value)}
+
+    @cached_property
     def peak(self) -> Column:
         """The largest finite magnitude among the scaled gradients of every step."""
         return Column(self._kept("peak"))

@@ -55,11 +55,18 @@ def spikes(record: Record) -> Finding | None:
         kind="many spikes" if is_often else "spikes",
         severity="problem" if is_always else "warning" if is_often else "note",
         sentence=sentence,
-        advice="Look at the data of these steps and at the learning rate. If they are ordinary, "
-        f"{_raise(record, list(record.spikes.values()), len(record))}."
-        if is_often
-        else "",
+        advice=_advice_on_many(record) if is_often else "",
         numbers=numbers,
+    )
+
+
+def _advice_on_many(record: Record) -> str:
+    finite = [spike for spike in record.spikes.values() if math.isfinite(spike.value)]
+    if len(finite) < len(record.spikes) / 2:
+        return "Most of these values are inf or NaN: look at the data and the forward pass."
+    return (
+        "Look at the data of these steps and at the learning rate. If they are ordinary, "
+        f"{_raise(record, finite, len(record))}."
     )
 
 
@@ -119,11 +126,11 @@ def _raise(record: Record, skipped: Sequence[Spike], steps: int) -> str:
     if guard is not None:
         argument = _with_higher_limit(guard, of, own[0].limit, higher)
         return f"raise the limit of the guard{argument and f': {argument}'}"
-    if higher is not None and _is_fixed(record, of):
-        return f"raise the limit of the guard, {own[0].limit:g}, to {higher:g}"
+    is_fixed = higher is not None and _is_fixed(record, of)
     if "guard" in record.trace.about:  # one that a user wrote
-        return "raise the limit of the guard"
-    return f"raise the limit of the guard (for SpikeGuard: sigmas={_wider(SpikeGuard.sigmas)})"
+        return f"raise the limit of the guard{f', {own[0].limit:g}, to {higher:g}' if is_fixed else ''}"
+    fixed = f"for one with a fixed limit: from {own[0].limit:g} to {higher:g}; " if is_fixed else ""
+    return f"raise the limit of the guard ({fixed}for SpikeGuard: sigmas={_wider(SpikeGuard.sigmas)})"
 
 
 def _is_fixed(record: Record, of: str) -> bool:

@@ -75,13 +75,15 @@ class SpikeGuard(Guard[SpikeState]):
     run: one more with each skipped step, a quarter less with each that is taken
     once run >= patience, the next finite step above a limit is taken, and the warm-up starts again
     near: above a limit, but not above level + 2 * (limit - level); of norms, in their logarithms
+    a value of exactly 0 is compared with its limit and enters nothing
     after a near step was skipped, another near one is taken, and the level restarts there
     ```
 
     Differences are taken between successive steps, so a loss that falls does not widen the limits. Skipped
     steps widen them a little, by 4 percent each: several spikes in a row are all skipped, and noise that has
     grown is accepted soon. NaN and inf change nothing, and are skipped in the warm-up too. Only values above
-    a limit are spikes. A width is at least 2 percent of the loss, and 0.1 of the norm, so that on a plateau
+    a limit are spikes. Losses that are often exactly 0, such as hinge losses, are judged by the other ones.
+    A width is at least 2 percent of the loss, and 0.1 of the norm, so that on a plateau
     the limits are at least 12 percent above the loss and 77 above the norm. After n values it is multiplied
     by 1 + 8 / n.
 
@@ -153,23 +155,30 @@ class SpikeGuard(Guard[SpikeState]):
         taken = verdict.taken & reading.finite
         starts_again = is_full & restarts
         losses, norms = state.loss, state.grad_norm
+        informs: Scalar = False  # whether a value is not 0: with zeros, no limit can be told from noise
         if loss is not None:
             apart = loss - losses.last
             apart = where(apart < 0.0, -apart, apart) * ABOUT_NORMAL
-            widens = reading.finite & (loss >= -LARGEST) & (loss <= LARGEST)
-            losses = self._entered(losses, loss, apart, taken, widens, restarts, starts_again, where)
+            counts = (loss != 0.0) | restarts
+            informs = informs | counts
+            widens = counts & reading.finite & (loss >= -LARGEST) & (loss <= LARGEST)
+            losses = self._entered(losses, loss, apart, taken & counts, widens, restarts, starts_again, where)
         if norm is not None:
             last = norms.last
             value = where(norm > 0.0, norm, last)
+            counts = (norm != 0.0) | restarts
+            informs = informs | counts
             small, large = where(value < last, value, last), where(value < last, last, value)
             ratio = where(small > 0.0, large / where(small > 0.0, small, 1.0), 1.0)
             apart = (where(ratio < LARGEST_RATIO, ratio, LARGEST_RATIO) - 1.0) * ABOUT_NORMAL
-            widens = reading.finite & (norm <= LARGEST)
-            norms = self._entered(norms, value, apart, taken, widens, restarts, starts_again, where)
+            widens = counts & reading.finite & (norm <= LARGEST)
+            norms = self._entered(norms, value, apart, taken & counts, widens, restarts, starts_again, where)
         less = where(state.run > FORGIVEN, state.run - FORGIVEN, 0.0)
         more = where(is_full, state.run, state.run + 1.0)
-        run = where(taken, where(restarts, 0.0, less), where(reading.finite, more, state.run))
-        near = where(taken, 0.0, where(reading.finite, where(is_near, 1.0, 0.0), state.near))
+        skipped_run = where(reading.finite, more, state.run)
+        run = where(taken & informs, where(restarts, 0.0, less), where(taken, state.run, skipped_run))
+        skipped_near = where(reading.finite, where(is_near, 1.0, 0.0), state.near)
+        near = where(taken & informs, 0.0, where(taken, state.near, skipped_near))
         return verdict, SpikeState(losses, norms, run, near)
 
     def _loss_limits(self, track: Track, where: Where) -> tuple[Scalar, Scalar]:
@@ -187,7 +196,7 @@ class SpikeGuard(Guard[SpikeState]):
         is_open = (track.steps < self.warmup) | (track.level <= 0.0)
 
         def at(sigmas: float) -> Scalar:
-            most = LARGEST ** (0.5 / sigmas) - 1.0  # so that the limit stays finite
+            most = LARGEST ** min(0.5 / sigmas, 1.0) - 1.0  # so that the limit stays finite
             ratio = (1.0 + where(width < most, width, most)) ** sigmas
             return where(is_open, LARGEST, track.level * ratio)
 

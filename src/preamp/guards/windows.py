@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 from preamp.policy.base import Scalar, Where
 
+LARGE = 1e15
+"""Differences above it are divided before they are squared: float32 ends at 3e38."""
+
 
 class Window(NamedTuple):
     """The last values of a series.
@@ -64,7 +67,10 @@ def mean_and_std(window: Window, where: Where, *, unbiased: bool) -> tuple[Scala
     is_known = ages < count
     mean = _total(where(is_known, values, 0.0)) / count
     apart = where(is_known, values - mean, 0.0)
-    return mean, (_total(apart * apart) / (count - 1.0 if unbiased else count)) ** 0.5
+    size = _largest(where(apart < 0.0, -apart, apart), where)
+    unit = where(size > LARGE, size, 1.0)
+    apart = apart / unit
+    return mean, (_total(apart * apart) / (count - 1.0 if unbiased else count)) ** 0.5 * unit
 
 
 def _oldest_first(window: Window) -> tuple[float, ...]:
@@ -85,6 +91,18 @@ def _total(vector: Scalar) -> Scalar:
             rest = rest + vector[size - 1]
         vector, size = vector[:half] + vector[half : 2 * half], half
     return vector[0] + rest
+
+
+def _largest(vector: Scalar, where: Where) -> Scalar:
+    """Return the largest entry of a vector, by halves as `_total` does."""
+    size, rest = vector.shape[0], vector[0]
+    while size > 1:
+        half = size // 2
+        if size % 2:
+            rest = where(vector[size - 1] > rest, vector[size - 1], rest)
+        first, second = vector[:half], vector[half : 2 * half]
+        vector, size = where(first > second, first, second), half
+    return where(vector[0] > rest, vector[0], rest)
 
 
 def _chosen(condition: Scalar, yes: Scalar, no: Scalar, where: Where) -> Scalar:

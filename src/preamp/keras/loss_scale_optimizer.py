@@ -593,6 +593,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     def _note_loss(self, loss: object) -> None:
         """Remember the loss of a step, for its record and for the guard."""
+        if isinstance(loss, np.floating):
+            loss = float(loss)
         self._scaled_loss = backend.known_scalar(loss)
         if self.guard is not None and "loss" in self.guard.uses:
             self._noted_losses.note(backend.replica(), loss, backend.scalar(loss))

@@ -59,7 +59,7 @@ class NotedLosses:
     """The loss that was scaled last on each replica, until its step, for guards that use it."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, tuple[Any, Any]] = {}  # the scalar, and the shape
+        self._losses: dict[int, tuple[Any, object]] = {}  # the scalar, and what was given
 
     def note(self, replica: int, loss: object, scalar: object) -> None:
         """Remember a loss.
@@ -69,18 +69,20 @@ class NotedLosses:
             loss: as it was given.
             scalar: the same as a scalar of the backend, which may be traced; None if it is not a scalar.
         """
-        self._losses[replica] = scalar, getattr(loss, "shape", ())
+        self._losses[replica] = scalar, loss
 
     def take(self, replica: int) -> tuple[Any, str]:
         """Return the loss and forget it. If it is None, the text says why."""
         if replica not in self._losses:
             return None, "no loss was scaled since the last step"
-        loss, shape = self._losses.pop(replica)
-        if loss is not None:
-            return loss, ""
+        scalar, loss = self._losses.pop(replica)
+        if scalar is not None:
+            return scalar, ""
+        shape = getattr(loss, "shape", ())
         with suppress(TypeError, ValueError):  # TensorFlow may not know how many dimensions there are
             shape = tuple(shape)
-        return None, f"the loss that was scaled last has shape {shape}, and is not a floating-point scalar"
+        what = f"has shape {shape} and type {type(loss).__name__}, and is not a floating-point scalar"
+        return None, f"the loss that was scaled last {what}"
 
 
 class ScalerVariables(Generic[S]):

@@ -6,6 +6,7 @@ All ranks call, rank 0 writes, and a checkpoint that does not fit is refused bef
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from preamp.checks import level_of_caller
 from preamp.deepspeed.engine.checkpoint_files import (
     LATEST,
     STATES,
@@ -24,7 +26,8 @@ from preamp.deepspeed.engine.checkpoint_files import (
 )
 from preamp.deepspeed.overflow_log import LOGGER
 from preamp.deepspeed.ranks import all_agree, unlike
-from preamp.errors import CheckpointError, UsageError
+from preamp.errors import CheckpointError, PolicyError, UsageError
+from preamp.guards import Guard
 from preamp.systems.deepspeed_config import Settings
 from preamp.torch import GradScaler, LossScaleOptimizer
 from preamp.torch.scaling.loss_scale_optimizer import OURS
@@ -209,6 +212,23 @@ def _with_guard_of(saved: Mapping[str, Any], scaler: GradScaler) -> dict[str, An
     return own
 
 
+def _without_other_guard(saved: dict[str, Any], guard: Guard[Any] | None) -> dict[str, Any]:
+    """Return a scaler's state without that of a guard which is not the engine's, and warn of it.
+
+    `load_checkpoint` has no argument that leaves the guard out, so it starts again, and the rest is loaded.
+    """
+    states = saved.get("preamp_state", {}).get("guard")
+    if guard is None or not isinstance(states, list | tuple):
+        return saved
+    try:
+        for state in states:
+            guard.restore(state)
+    except PolicyError as error:
+        warnings.warn(f"{guard!r} starts again: {error}", stacklevel=level_of_caller("torch"))
+        return {**saved, "preamp_state": {**saved["preamp_state"], "guard": ()}}
+    return saved
+
+
 def _load_optimizer(path: Path, engine: Trainer, state: dict[str, Any], whole: bool) -> None:
     """Load the optimizer with its loss scale, or the loss scale alone; all of it or nothing."""
     optimizer: Any = engine.optimizer
@@ -228,6 +248,7 @@ def _load_optimizer(path: Path, engine: Trainer, state: dict[str, Any], whole: b
         entries = dict(saved[OURS])
         if state.get("precision") != engine.settings.precision or not entries["scaler"]:
             entries["scaler"] = _with_guard_of(entries["scaler"], optimizer.scaler)
+        entries["scaler"] = _without_other_guard(entries["scaler"], optimizer.scaler.guard)
         if whole:
             optimizer.load_state_dict({**saved, OURS: entries})
         else:
