@@ -298,11 +298,9 @@ def spikes(traces: Iterable[tuple[str, Trace]]) -> list[str]:
         lost = sum(not math.isfinite(value) for value in found)
         if found:
             steps = f"{len(found):,} step{'' if len(found) == 1 else 's'}"
-            why = {"a spike": len(found) - lost, "a loss that was inf or NaN": lost}
-            causes = [f"of {cause} ({count:,})" for cause, count in why.items() if count]
-            if len(causes) == 1:
-                causes = [causes[0].partition(" (")[0]]
-            said.append(f"{name}: a guard skipped {steps} because {' and '.join(causes)}.")
+            why = "a loss that was inf or NaN" if lost == len(found) else "a spike"
+            part = f", {lost:,} of them a loss that was inf or NaN" if 0 < lost < len(found) else ""
+            said.append(f"{name}: a guard skipped {steps} because of {why}{part}.")
     return said
 
 

@@ -60,9 +60,15 @@ def spikes(record: Record) -> Finding | None:
     )
 
 
+def _are_mostly_lost(spikes: Sequence[Spike]) -> bool:
+    """Return whether most values are inf or NaN, which no limit lets through."""
+    return sum(math.isfinite(spike.value) for spike in spikes) < len(spikes) / 2
+
+
 def _advice_on_many(record: Record) -> str:
-    finite = [spike for spike in record.spikes.values() if math.isfinite(spike.value)]
-    if len(finite) < len(record.spikes) / 2:
+    found = list(record.spikes.values())
+    finite = [spike for spike in found if math.isfinite(spike.value)]
+    if _are_mostly_lost(found):
         return "Most of these values are inf or NaN: look at the data and the forward pass."
     return (
         "Look at the data of these steps and at the learning rate. If they are ordinary, "
@@ -96,7 +102,7 @@ def _advice_on_a_run(record: Record, places: range) -> str:
             "SpikeGuard leaves NaN out."
         )
     is_first = record.index[places.start] == 0
-    if sum(math.isfinite(spike.value) for spike in run) < len(run) / 2:
+    if _are_mostly_lost(run):
         earlier = "" if is_first else ", or return to an earlier checkpoint"
         return f"These values are inf or NaN: look at the data and the forward pass{earlier}."
     value = CAUSES[run[0].of]

@@ -75,7 +75,7 @@ class SpikeGuard(Guard[SpikeState]):
     run: one more with each skipped step, a quarter less with each that is taken
     once run >= patience, the next finite step above a limit is taken, and the warm-up starts again
     near: above a limit, but not above level + 2 * (limit - level); of norms, in their logarithms
-    a value of exactly 0 is compared with its limit and enters nothing
+    a value of exactly 0 is compared with its limit, and changes neither the statistics nor run and near
     after a near step was skipped, another near one is taken, and the level restarts there
     ```
 
@@ -155,7 +155,8 @@ class SpikeGuard(Guard[SpikeState]):
         taken = verdict.taken & reading.finite
         starts_again = is_full & restarts
         losses, norms = state.loss, state.grad_norm
-        informs: Scalar = False  # whether a value is not 0: with zeros, no limit can be told from noise
+        # Zeros change nothing: after many of them, every other step would look like a spike.
+        informs: Scalar = False
         if loss is not None:
             apart = loss - losses.last
             apart = where(apart < 0.0, -apart, apart) * ABOUT_NORMAL
