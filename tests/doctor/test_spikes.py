@@ -252,6 +252,11 @@ def test_the_report_marks_and_counts_spikes(
     assert run(["report", "nan.jsonl", "--out", "nan.html"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "a guard skipped 1 step because of a loss that was inf or NaN." in printed
+    readings[200] = Reading(True, loss=90.0)
+    simulate(Dynamic(), readings, guard=guards.SpikeGuard()).write("both.jsonl")
+    assert run(["report", "both.jsonl", "--out", "both.html"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 steps because of a spike, 1 of them with a loss that was inf or NaN." in printed
     assert run(["report", "plain.jsonl", "--out", "plain.html"]) == 0
     assert "spike" not in capsys.readouterr().out
     assert "✕ spike" not in Path("plain.html").read_text()

@@ -299,7 +299,7 @@ def spikes(traces: Iterable[tuple[str, Trace]]) -> list[str]:
         if found:
             steps = f"{len(found):,} step{'' if len(found) == 1 else 's'}"
             why = "a loss that was inf or NaN" if lost == len(found) else "a spike"
-            part = f", {lost:,} of them a loss that was inf or NaN" if 0 < lost < len(found) else ""
+            part = f", {lost:,} of them with a loss that was inf or NaN" if 0 < lost < len(found) else ""
             said.append(f"{name}: a guard skipped {steps} because of {why}{part}.")
     return said
 
