@@ -16,7 +16,7 @@ import functools
 import sys
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -72,6 +72,27 @@ def tree_leaves(tree: Any) -> list[Any]:
     Since before 2.6. Without, the lens could not find the tensors that a module puts out.
     """
     return _pytree.tree_leaves(tree)
+
+
+# Since before 2.6. Without, the tensors among the arguments of a call could not be replaced.
+tree_flatten = _pytree.tree_flatten
+tree_unflatten = _pytree.tree_unflatten
+
+# Since before 2.6. Without, what is computed for a comparison would be compared again.
+without_modes = torch._C.DisableTorchFunction
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Keep tensors for backward as they are, also inside of a checkpoint, which keeps none.
+
+    Since before 2.6. Without, a comparison inside of a checkpoint would run the checkpoint again.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda kept: kept):
+        yield
 
 
 def is_in_backward() -> bool:
@@ -187,6 +208,29 @@ def compiler_options() -> dict[str, Any]:
     import torch._inductor.config as settings
 
     return {"cpp.vec_isa_ok": True} if hasattr(settings.cpp, "vec_isa_ok") else {}
+
+
+def run_eagerly() -> AbstractContextManager[object]:
+    """Run what is compiled eagerly for a while.
+
+    `torch.compiler.set_stance` is public since 2.6, and loads the compiler: it is left out where nothing is
+    compiled yet.
+    """
+    is_loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+
+
+def is_compiled(function: object) -> bool:
+    """Return whether a function or module was given to `torch.compile`.
+
+    The names are there since before 2.6. Without, nothing is said of its having been run eagerly.
+    """
+    kept = getattr(function, "__dict__", {})
+    return (
+        "_torchdynamo_orig_callable" in kept
+        or "_orig_mod" in kept.get("_modules", {})
+        or kept.get("_compiled_call_impl") is not None
+    )
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+
+from preamp.autocasting.text_tables import WIDTH, text_table
 
 __all__ = [
     "OUTSIDE",
@@ -26,9 +26,8 @@ OUTSIDE = "-"
 REPEATED = 2
 """The number of casts of one value from which on it is reported."""
 
-WIDTH = 80
-NARROWEST = 12
 CUT = ("module", "operator", "source")  # the columns to narrow, in this order
+RIGHT = ("calls", "cast")
 SHOWN = 20  # rows in a terminal
 COSTLIEST = 3  # rows that are named for having stayed in float32
 STAYED = {
@@ -160,18 +159,7 @@ class CastReport:
         headings = [name for name in table[0] if name != "rule"]
         if len({tuple(row[name] for name in headings) for row in table}) < len(table):
             headings = list(table[0])  # some rows differ only in their rule
-        widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in headings}
-        gaps = 2 * (len(headings) - 1)
-        for name in [each for each in CUT if each in widths]:
-            excess = max(0, sum(widths.values()) + gaps - WIDTH)
-            widths[name] -= min(excess, max(0, widths[name] - NARROWEST))
-        fitted = {name: _fitted([row[name] for row in table], widths[name]) for name in headings}
-        text = ["  ".join(_cell(name, name, widths[name]) for name in headings).rstrip()]
-        for row in table:
-            cells = [fitted[name][row[name]] for name in headings]
-            for line in zip_longest(*cells, fillvalue=""):
-                placed = zip(line, headings, strict=True)
-                text.append("  ".join(_cell(part, name, widths[name]) for part, name in placed).rstrip())
+        text = text_table([{name: row[name] for name in headings} for row in table], CUT, RIGHT)
         more = len(self.rows) - len(table)
         rest = [f"... and {more} more rows in .rows"] if more else []
         paragraphs = [textwrap.fill(each, WIDTH) for each in (self.summary(), *self.warnings)]
@@ -254,17 +242,3 @@ def _short(dtypes: str) -> str:
         SHORT.get(word.rstrip(","), word.rstrip(",")) + word[len(word.rstrip(",")) :]
         for word in dtypes.split()
     )
-
-
-def _fitted(names: Iterable[str], width: int) -> dict[str, list[str]]:
-    """Return the lines that show each name within a width."""
-    cut = {name: name if len(name) <= width else "…" + name[len(name) - width + 1 :] for name in names}
-    shown = Counter(cut.values())
-    return {
-        name: [text] if shown[text] == 1 else [name[at : at + width] for at in range(0, len(name), width)]
-        for name, text in cut.items()
-    }
-
-
-def _cell(text: str, name: str, width: int) -> str:
-    return text.rjust(width) if name in ("calls", "cast") else text.ljust(width)

@@ -14,6 +14,7 @@ else:
 from preamp.torch import amp, cpu, cuda
 from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
 from preamp.torch.autocasting.region import autocast
+from preamp.torch.blaming.blame import blame
 from preamp.torch.layerwise.layerwise_scale import LayerwiseScale
 from preamp.torch.lens.lens import Lens
 from preamp.torch.machine import check
@@ -30,6 +31,7 @@ __all__ = [
     "ShardedGradScaler",
     "amp",
     "autocast",
+    "blame",
     "check",
     "cpu",
     "cuda",

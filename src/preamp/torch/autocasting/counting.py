@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,25 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
-from torch.utils.hooks import RemovableHandle
 
 from preamp.arrays.torch_compat import (
     DispatchMode,
     OpOverload,
-    in_trace,
     is_compiled_now,
     is_in_backward,
     pop_mode,
     push_mode,
     tree_leaves,
-    untraced,
 )
-from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
-from preamp.errors import UsageError
+from preamp.autocasting.report import REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.torch.autocasting import compiled
 from preamp.torch.autocasting.modes import ELIGIBLE
+from preamp.torch.running_modules import RunningModules
 
 aten = torch.ops.aten
 CASTS = (aten._to_copy, aten.to)  # under inference_mode only the second is dispatched
@@ -117,7 +112,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         self._repeats: dict[str, _Source] = {}
         self._sources: dict[tuple[int, torch.dtype], _Source] = {}
         self._current: _Call | None = None
-        self._modules = _Modules()
+        self._modules = RunningModules()
 
     def __enter__(self) -> CastCounter:
         if self._modules.follow():
@@ -269,71 +264,6 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         for source in sorted(self._repeats.values(), key=lambda one: one.bytes * one.times, reverse=True):
             times, places = f"{source.times} times", map(place, source.modules)
             yield repeated(source.what, times, source.bytes, places, source.why)
-
-
-class _Modules:
-    """Which module is running, by its path from the outermost one, in one thread."""
-
-    def __init__(self) -> None:
-        self.names: dict[int, str] = {}
-        self._running: list[str] = []
-        self._handles: list[RemovableHandle] = []
-        self._depth, self._thread = 0, 0
-
-    @property
-    def current(self) -> str:
-        return self._running[-1] if self._running else OUTSIDE
-
-    def check_thread(self) -> None:
-        if self._depth and threading.get_ident() != self._thread:
-            raise UsageError(
-                "A region with a report counts in one thread, and another thread is inside. "
-                "Write autocast(..., report=True) in each thread."
-            )
-
-    def follow(self) -> bool:
-        """Register the hooks that keep track of modules; return False if they are registered already."""
-        self._depth += 1
-        if self._depth > 1:
-            return False
-        self._thread = threading.get_ident()
-        # PyTorch warns that hooks run once more around a compiled module, where these do no harm.
-        warnings.filterwarnings(
-            "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
-        )
-        self._filter = warnings.filters[0]
-        self._handles = [
-            register_module_forward_pre_hook(self._begin),
-            register_module_forward_hook(self._end, always_call=True),
-        ]
-        return True
-
-    def leave(self) -> bool:
-        """Remove the hooks; return False if there are entries left that need them."""
-        self._depth -= 1
-        if self._depth:
-            return False
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        for handle in self._handles:
-            handle.remove()
-        self._running.clear()
-        return True
-
-    @untraced
-    def _begin(self, module: torch.nn.Module, _: object) -> None:
-        if in_trace() or threading.get_ident() != self._thread:  # graphs know their modules
-            return
-        if not self._running:
-            root = type(module).__name__
-            for path, part in [*module.named_modules(), *module.named_parameters()]:
-                self.names[id(part)] = f"{root}.{path}" if path else root
-        self._running.append(self.names.get(id(module), type(module).__name__))
-
-    @untraced
-    def _end(self, *_: object) -> None:
-        if not in_trace() and self._running and threading.get_ident() == self._thread:
-            self._running.pop()
 
 
 def _at(module: str, source: str) -> None:

@@ -83,6 +83,10 @@ class EditMode(TorchFunctionMode):
         if not is_dynamo_compiling():
             self._actions = rules.actions(edits_of(key))
 
+    def action_of(self, func: Callable[..., Any]) -> Action | None:
+        """Return what is done with a function in eager code."""
+        return self._actions.get(func)
+
     @compat.untraced  # by itself, where the compiler gave up on the function that called
     def __torch_function__(
         self,

@@ -1,0 +1,285 @@
+"""Which operation loses the accuracy of a low-precision step: the rows, their order, and who is accused."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from preamp.autocasting.report import place
+from preamp.autocasting.text_tables import WIDTH, text_table
+
+__all__ = ["Blame", "BlameRow", "Direction", "Part", "ranked"]
+
+Direction = Literal["forward", "backward"]
+Part = Literal["product", "sensitive", "other"]
+
+ALLOWED: Mapping[Part, float] = {"product": 4.0, "sensitive": 1.0, "other": 2.0}
+"""The effect that is expected of an operator, in unit roundoffs of the step's low precision."""
+ALLOWED_EXPLICIT = 1.0
+"""The same of one that is no product, where the program itself has asked for low precision."""
+ALLOWED_LOSS = 2.0
+"""The change of the loss that is expected of an operator, in the same unit."""
+ALLOWED_LOST = 0.3
+"""The share of a gradient that may be flushed to zero, of its norm or of its values."""
+SHOWN = 15  # rows in a terminal
+CUT = ("module", "source", "operator")
+RIGHT = ("effect", "local")
+SHORT = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+
+
+@dataclass(frozen=True)
+class BlameRow:
+    """The calls of one operator at one line of one module, in one direction.
+
+    Attributes:
+        index: the place of the first call among the calls of the forward pass.
+        module: the path of the module that called it; "-" outside of modules.
+        operator: the framework's name of it.
+        direction: "forward" for its results, "backward" for the gradients of its inputs.
+        source: the line that called it, such as "train.py:41"; "-" if it is not known.
+        inputs: the floating-point dtypes of its inputs, such as "float32, bfloat16".
+        runs: the dtype that it computed in.
+        part: "product" for operators that low precision exists for, "sensitive" for those that autocast's
+            tables keep in float32, else "other".
+        calls: the number of calls.
+        local_error: the relative error, in the 2-norm, of its results (or gradients) against what float32
+            gives for the very same inputs; the largest of the calls.
+        effect: the predicted relative error of the step's gradients through this row alone, in the 2-norm
+            over all parameters, each weighted by the root mean square of its values; inf if it overflowed.
+        loss_effect: the predicted change of the loss through this row alone, divided by the loss's absolute
+            value; 0 in the backward direction.
+        values: the number of values that it returned.
+        lost: the number of values that are zero, but not in float32.
+        lost_share: the part of the 2-norm that those values have; the largest of the calls.
+        overflowed: the number of values that are not finite, but are in float32.
+        peak: the largest magnitude, in float32, times the loss scale for gradients.
+        limit: the largest number of `runs`.
+        parameter: the parameter whose gradient suffers most; empty where that was not measured.
+        parameter_error: the relative error of that parameter's gradient through this row alone.
+        severity: how many times more the row loses than is expected of such an operator.
+    """
+
+    index: int
+    module: str
+    operator: str
+    direction: Direction
+    source: str
+    inputs: str
+    runs: str
+    part: Part
+    calls: int
+    local_error: float
+    effect: float
+    loss_effect: float
+    values: int
+    lost: int
+    lost_share: float
+    overflowed: int
+    peak: float
+    limit: float
+    parameter: str = ""
+    parameter_error: float = 0.0
+    severity: float = 0.0
+
+    @property
+    def guilty(self) -> bool:
+        """Whether the row is accused: it loses more than is expected of such an operator."""
+        return self.severity >= 1.0
+
+    @property
+    def place(self) -> str:
+        """Where it ran, in words."""
+        return place(self.module, self.source)
+
+    @property
+    def reason(self) -> str:
+        """What it lost, in a few words."""
+        if self.overflowed:
+            return f"{self.overflowed:,} of {self.values:,} overflowed"
+        if max(self.lost_share, self.lost / self.values) >= ALLOWED_LOST:
+            return f"{self.lost / self.values:.0%} lost to zero"
+        return ""
+
+    def cells(self) -> dict[str, str]:
+        """Return the row as text, heading to cell."""
+        return {
+            "": "*" if self.guilty else "",
+            "operator": self.operator,
+            "pass": self.direction,
+            "module": self.module,
+            "source": self.source,
+            "dtype": _short(self.runs),
+            "local": f"{self.local_error:.0e}",
+            "effect": "overflow" if self.overflowed else f"{max(self.effect, abs(self.loss_effect)):.1e}",
+        }
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What a step in low precision loses against float32, by operator call.
+
+    Attributes:
+        rows: worst first.
+        dtype: the low precision of the step.
+        loss: the loss in low precision.
+        float32_loss: the loss in float32.
+        predicted_loss: what the rows' effects on the loss add up to, added to `float32_loss`: a first-order
+            prediction of `loss`. Where the two differ much, so may the other effects.
+        loss_scale: the loss scale with which the gradients were computed.
+        notes: sentences about how the step was run.
+    """
+
+    rows: Sequence[BlameRow]
+    dtype: str
+    loss: float
+    float32_loss: float
+    predicted_loss: float
+    loss_scale: float
+    notes: Sequence[str] = ()
+
+    @property
+    def guilty(self) -> list[BlameRow]:
+        """The rows that lose more than is expected of such operators in this precision, worst first."""
+        return [row for row in self.rows if row.guilty]
+
+    @property
+    def gradient_error(self) -> float:
+        """The predicted relative error of the step's gradients through all rows; inf after an overflow."""
+        return math.hypot(*(row.effect for row in self.rows))
+
+    def by_module(self) -> Blame:
+        """Return the same with one row for each module and direction, under its worst operator's name."""
+        folded: dict[tuple[str, str], list[BlameRow]] = {}
+        for row in self.rows:
+            folded.setdefault((row.module, row.direction), []).append(row)
+        return replace(self, rows=_sorted(_together(rows) for rows in folded.values()))
+
+    def summary(self) -> str:
+        """Return what was found, as sentences."""
+        change, predicted = self.loss - self.float32_loss, self.predicted_loss - self.float32_loss
+        size = max(abs(self.float32_loss), 1e-30)
+        found = self.guilty
+        if not found:
+            verdict = f"No operator loses more than {self.dtype} has to."
+        else:
+            first = found[0]
+            verdict = (
+                f"{first.operator} {first.place} loses most, in the {first.direction} pass"
+                f"{': ' + first.reason if first.reason else ''}."
+            )
+        scale = "" if self.loss_scale == 1 else f" with the loss scale {self.loss_scale:g}"
+        return (
+            f"{verdict} Loss {self.loss:.6g} in {self.dtype}{scale}, {self.float32_loss:.6g} in float32: it "
+            f"changed by {change / size:+.1e} of itself, and the rows predict {predicted / size:+.1e}. "
+            f"Predicted relative error of the gradients: {self.gradient_error:.1e}."
+        )
+
+    def table(self) -> list[dict[str, str]]:
+        """Return the rows as text, heading to cell."""
+        return [row.cells() for row in self.rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as a dictionary of numbers, strings and lists, for JSON.
+
+        Numbers that are not finite are strings, because JSON has none: "inf", "nan".
+        """
+        values = {**asdict(self), "rows": [asdict(row) | {"guilty": row.guilty} for row in self.rows]}
+        return {key: _for_json(value) for key, value in values.items()}
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def __str__(self) -> str:
+        """Return the worst rows, at most 80 columns wide, and the summary. A star marks those accused."""
+        paragraphs = [textwrap.fill(each, WIDTH) for each in (self.summary(), *self.notes)]
+        if not self.rows:
+            return "\n".join(["No operator differed from float32.", "", *paragraphs])
+        table = self.table()[:SHOWN]
+        more = len(self.rows) - len(table)
+        rest = [f"... and {more} more rows in .rows"] if more else []
+        return "\n".join([*text_table(table, CUT, RIGHT), *rest, "", *paragraphs])
+
+
+def ranked(rows: Iterable[BlameRow], roundoff: float, *, emulated: bool) -> list[BlameRow]:
+    """Return rows with their severity, worst first.
+
+    A row's severity is the largest of three ratios to what is expected: its effect on the gradients, its
+    effect on the loss, and the share of a gradient that it flushed to zero. An overflow is worse than
+    everything else, and the first one is the worst: what comes after it may be its consequence.
+
+    Args:
+        rows: in any order.
+        roundoff: the unit roundoff of the step's low precision, half its epsilon.
+        emulated: whether the step emulates low precision. Nothing but products is then in low precision,
+            unless the program or the table asks for it.
+    """
+    return _sorted(replace(row, severity=_severity(row, roundoff, emulated)) for row in rows)
+
+
+def _severity(row: BlameRow, roundoff: float, emulated: bool) -> float:
+    if row.overflowed:
+        return math.inf
+    allowed = ALLOWED_EXPLICIT if emulated and row.part != "product" else ALLOWED[row.part]
+    lost = max(row.lost_share, row.lost / row.values) if row.direction == "backward" else 0.0
+    return max(
+        row.effect / (allowed * roundoff),
+        abs(row.loss_effect) / (ALLOWED_LOSS * roundoff),
+        lost / ALLOWED_LOST,
+    )
+
+
+def _sorted(rows: Iterable[BlameRow]) -> list[BlameRow]:
+    """Return rows worst first; overflows in the order in which they happen."""
+    return sorted(
+        rows,
+        key=lambda row: (
+            -row.severity,
+            row.direction == "backward",
+            row.index if row.direction == "forward" else -row.index,
+        ),
+    )
+
+
+def _together(rows: Sequence[BlameRow]) -> BlameRow:
+    """Return one row for several, worst first, of one module and direction."""
+    worst = rows[0]
+    return replace(
+        worst,
+        operator=worst.operator if len(rows) == 1 else f"{worst.operator} and {len(rows) - 1} more",
+        index=min(row.index for row in rows),
+        calls=sum(row.calls for row in rows),
+        local_error=max(row.local_error for row in rows),
+        effect=math.hypot(*(row.effect for row in rows)),
+        loss_effect=sum(row.loss_effect for row in rows),
+        values=sum(row.values for row in rows),
+        lost=sum(row.lost for row in rows),
+        lost_share=max(row.lost_share for row in rows),
+        overflowed=sum(row.overflowed for row in rows),
+        peak=max(row.peak for row in rows),
+    )
+
+
+def _short(dtype: str) -> str:
+    name = dtype.partition(" ")[0]
+    return SHORT.get(name, name)
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _for_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(each) for each in value]
+    return value

@@ -1,0 +1,1 @@
+"""Which operation loses the accuracy of a training step in low precision."""

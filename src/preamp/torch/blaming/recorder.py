@@ -1,0 +1,668 @@
+"""Runs a step in low precision and, call by call, in float32 on the very same inputs, forward and backward.
+
+The program computes with its own tensors, in low precision. Beside each of them there are copies in float32:
+
+- `here`: each call is made on the copies of its inputs, and what the program's result differs in is added to
+  the copy of the result. So a copy has the program's value, every call is compared on the same inputs, and
+  autograd's graph of the copies has the gradients that float32 would compute here.
+- `there`: the same a little aside, at weights with some noise. The same differences are added, so that how
+  much a gradient, or a value, changes from here to there says how much the gradients of the weights change
+  with what a call differs in. Both are the same second derivative of the loss.
+- `exact`: nothing is added, no gradients. It is the step in float32.
+
+The backward pass of a call in low precision is run when its gradient arrives, and compared with float32's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+import preamp
+from preamp.arrays import torch_compat as compat
+from preamp.autocasting.report import OUTSIDE
+from preamp.errors import UsageError
+from preamp.torch.autocasting import modes, operators
+from preamp.torch.autocasting.modes import TorchAutocast
+from preamp.torch.blaming import calls
+from preamp.torch.blaming.calls import LOW, is_tracked
+from preamp.torch.blaming.tallies import Errors, Place, Tally, norm_of
+from preamp.torch.running_modules import RunningModules
+
+STEP = 2.0**-7  # how far aside `there` is, in root mean squares of each weight
+# Whose lines are not the program's.
+HIDDEN = (*torch.__path__, *preamp.__path__, contextlib.__file__, "<")
+GRADIENT = vars(Tensor.__base__)["grad"].__get__
+NEGLIGIBLE = 1e-3  # of the error of a gradient that was inherited
+EMULATED = ("emulate", "recurrent")
+REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError)
+
+
+class World:
+    """A copy in float32 of each tensor of the program.
+
+    Attributes:
+        leaves: the copies of tensors that the program did not compute and that require gradients, each with
+            the program's.
+    """
+
+    def __init__(self, noise: torch.Generator | None = None, *, gradients: bool = True) -> None:
+        self._noise = noise
+        self._gradients = gradients
+        self._copies: Any = WeakTensorKeyDictionary()
+        self.leaves: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor."""
+        if tensor not in self._copies:
+            self._copies[tensor] = self._leaf(tensor)
+        copy: Tensor = self._copies[tensor]
+        return copy
+
+    def __setitem__(self, tensor: Tensor, copy: Tensor) -> None:
+        self._copies[tensor] = copy
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._copies
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        value = tensor.detach()
+        if not tensor.requires_grad:  # a buffer, which a call may write into
+            return _raised(value).clone()
+        copy = _raised(value)
+        if self._noise is not None:
+            noise = torch.randn(copy.shape, generator=self._noise, dtype=torch.float32)
+            copy = copy + STEP * size_of(copy) * noise.to(copy)
+        if self._gradients:
+            copy = copy.detach().requires_grad_()
+            self.leaves.append((tensor, copy))
+        return copy
+
+
+def size_of(weight: Tensor) -> float:
+    """Return the root mean square of a weight; that of a usual one of its shape where it is zero."""
+    mean = norm_of(weight.detach()) / math.sqrt(max(1, weight.numel()))
+    return mean or 1 / math.sqrt(max(weight.shape, default=1))
+
+
+class State(NamedTuple):
+    """What decides in which precision a call runs: autocast's state, and the edits that hold."""
+
+    enabled: bool
+    dtype: torch.dtype
+    key: str
+
+    @classmethod
+    def now(cls, device_type: str) -> State:
+        """Return the state of this thread."""
+        mode = modes.current(device_type)
+        return cls(
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            mode.key if mode else modes.NONE,
+        )
+
+    @contextmanager
+    def restored(self, device_type: str) -> Iterator[None]:
+        """Run in this state."""
+        edits = modes.in_force(device_type, self.key) if self.key else nullcontext()
+        with (
+            TorchAutocast(device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False),
+            edits,
+        ):
+            yield
+
+
+class Call:
+    """A call in low precision: what its results differ in, and what its backward pass in low precision needs.
+
+    Attributes:
+        deltas: what each of its results differs in, None where in nothing; empty if none differs.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        func: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: Any,
+        inputs: Sequence[int],
+        written: int | None,
+        limit: float,
+    ) -> None:
+        self._recorder, self._func, self._spec, self.limit = recorder, func, spec, limit
+        self._written = written
+        self._inputs, self._dtypes = inputs, [leaves[at].dtype for at in inputs]
+        self._leaves = [None if at in inputs else leaf for at, leaf in enumerate(leaves)]
+        self._state = State.now(recorder.device_type)
+        self.deltas: list[Tensor | None] = []
+        self.forward: Callable[[], Tally]
+        self.backward: Callable[[], Tally]
+        self._here: list[Tensor] = []
+        self._there: list[Tensor] = []
+        self._wanted: list[tuple[int, int]] = []  # the place of an input, and the version of its copy
+        self._gradients: dict[str, Sequence[Tensor | None]] = {}
+        self._low: dict[int, Tensor] = {}
+        self._inherited = self._gone = 0.0
+        self._counted = False
+
+    def view_of_input(self, place: int, copy: Tensor, *, replace: bool) -> Tensor:
+        """Return a view of the copy of an input, through which the gradient of this call alone passes.
+
+        Args:
+            place: which input it is.
+            copy: its copy.
+            replace: pass the gradient in low precision on, and do not count what it differs in.
+        """
+        view = copy.view_as(copy)
+        # Before the call: PyTorch crashes at a hook on a view whose base has been written into.
+        view.register_hook(partial(self._at_input, place, replace))  # type: ignore[no-untyped-call]
+        self._wanted.append((place, copy._version))
+        return view
+
+    def keep_inputs(self, here: Sequence[Tensor], there: Sequence[Tensor]) -> None:
+        """Keep the copies of its inputs, here and aside, to compare their gradients."""
+        self._here = [copy.detach() for copy in here]
+        self._there = [copy.detach() for copy in there]
+
+    def keep_results(self, world: str, results: Sequence[Tensor]) -> None:
+        """Look at the gradients of its results in a world."""
+        needed = [place for place, result in enumerate(results) if result.requires_grad]
+        arrived = partial(self._at_results, world, len(results), needed)
+        if len(needed) == 1:
+            results[needed[0]].register_hook(lambda gradient: arrived([gradient]))  # type: ignore[no-untyped-call]
+        elif needed:
+            torch.autograd.graph.register_multi_grad_hook([results[place] for place in needed], arrived)
+
+    def _at_results(
+        self, world: str, count: int, needed: Sequence[int], given: Sequence[Tensor | None]
+    ) -> None:
+        gradients: list[Tensor | None] = [None] * count
+        for place, gradient in zip(needed, given, strict=True):
+            gradients[place] = None if gradient is None else gradient.detach()
+        if world == "here":
+            self._run_backward(gradients)
+            self._add_to_loss(gradients)
+        if self.deltas:
+            self._gradients[world] = gradients
+        if len(self._gradients) == 2:
+            pairs = zip(self.deltas, self._gradients["here"], self._gradients["there"], strict=True)
+            for delta, here, there in pairs:
+                if delta is not None and here is not None and there is not None:
+                    self.forward().squares += (norm_of((there - here) * delta.to(here)) / STEP) ** 2
+            self._gradients.clear()
+
+    def _add_to_loss(self, gradients: Sequence[Tensor | None]) -> None:
+        for delta, gradient in zip(self.deltas, gradients, strict=False):  # there may be none
+            if delta is not None and gradient is not None:
+                self.forward().loss_change += _sum(gradient.conj() * delta.to(gradient))
+
+    def _run_backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """Compute the gradients of its inputs in low precision."""
+        wanted = [
+            place for place, version in self._wanted if self._here and self._here[place]._version == version
+        ]
+        if not wanted:
+            return
+        leaves = list(self._leaves)
+        inputs: dict[int, Tensor] = {}
+        for place, at in enumerate(self._inputs):
+            low = leaves[at] = self._here[place].to(self._dtypes[place], copy=place == self._written).detach()
+            if place in wanted:
+                inputs[place] = low.requires_grad_()
+        args, kwargs = compat.tree_unflatten(leaves, self._spec)
+        try:
+            with self._state.restored(self._recorder.device_type), torch.enable_grad():
+                value = self._func(*args, **kwargs)
+            if self._written is not None:
+                value = leaves[self._inputs[self._written]]
+            results = _tracked(value)
+            pairs = [
+                (low, self._rounded(gradient, low.dtype))
+                for low, gradient in zip(results, gradients, strict=True)
+                if gradient is not None and low.requires_grad
+            ]
+            if not pairs:
+                return
+            lows, rounded = zip(*pairs, strict=True)
+            found = torch.autograd.grad(lows, list(inputs.values()), rounded, allow_unused=True)
+        except REFUSALS as error:
+            self._recorder.note_failure(self._func, "backward", error)
+            return
+        self._low = {
+            place: gradient for place, gradient in zip(inputs, found, strict=True) if gradient is not None
+        }
+
+    def _rounded(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a scaled gradient in the dtype of its result.
+
+        The call that computed this gradient rounded it, and is charged for that. Here it is inherited.
+        """
+        scale = self._recorder.loss_scale
+        if dtype not in LOW:
+            return (gradient * scale).to(dtype)
+        limit = torch.finfo(dtype).max
+        rounded = (gradient * scale).clamp(-limit, limit).to(dtype)
+        before = Errors.between(rounded.to(gradient) / scale, gradient, math.inf)
+        self._inherited = max(self._inherited, before.relative)
+        self._gone = max(self._gone, before.lost_share)
+        return rounded
+
+    def _at_input(self, place: int, replace: bool, gradient: Tensor) -> Tensor | None:
+        low = self._low.pop(place, None)
+        if low is None:
+            return None
+        gradient, scale = gradient.detach(), self._recorder.loss_scale
+        errors = Errors.between(low.to(gradient) / scale, gradient, self.limit / scale)
+        if errors.delta is None:
+            return None
+        if replace:
+            return gradient + errors.delta
+        # Two roundings, one after the other, add up in squares.
+        own = math.sqrt(max(0.0, errors.relative**2 - self._inherited**2)) / errors.relative
+        if own < NEGLIGIBLE and not errors.overflowed:
+            return None
+        tally = self.backward()
+        tally.calls += not self._counted
+        self._counted = True
+        tally.add(errors, own=own, inherited=self._gone, scale=scale)
+        moved = (self._there[place] - self._here[place]).to(gradient)
+        tally.squares += (norm_of(moved * errors.delta) * own / STEP) ** 2
+        return None
+
+
+class Recorder(TorchFunctionMode):
+    """Runs a program's calls in low precision and in float32, and counts what they differ in.
+
+    Attributes:
+        device_type: whose tensors autocast casts.
+        loss_scale: what gradients in low precision are multiplied by.
+        tallies: the rows so far.
+        failures: sentences about calls that could not be compared.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        loss_scale: float,
+        modules: RunningModules,
+        seed: int,
+        alone: Place | None = None,
+    ) -> None:
+        """Make a recorder for one run.
+
+        Args:
+            device_type: whose tensors autocast casts.
+            loss_scale: what gradients in low precision are multiplied by.
+            modules: which module is running.
+            seed: of the noise on the weights of `there`.
+            alone: a row. `there` then has the weights of `here`, and the gradients of its leaves differ from
+                those of `here` by what this row does. Nothing else is counted.
+        """
+        super().__init__()
+        self.device_type, self.loss_scale = device_type, loss_scale
+        self.tallies: dict[Place, Tally] = {}
+        self.failures: dict[str, None] = {}
+        self._modules, self._alone = modules, alone
+        self._thread = threading.get_ident()
+        noise = torch.Generator().manual_seed(seed) if alone is None else None
+        self.here, self.there, self.exact = World(), World(noise), World(gradients=False)
+        self.worlds = {"here": self.here, "there": self.there, "exact": self.exact}
+        self._checked = operators.checked_functions()
+        self._inside: list[Callable[..., Any]] = []
+        self._index = 0
+        self._put_back: list[tuple[Tensor, Tensor]] = []
+
+    def note_failure(self, func: Callable[..., Any], what: str, error: Exception) -> None:
+        """Note that a call could not be compared."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self.failures[f"{calls.operator_of(func)} could not be compared in the {what} pass: {reason}"] = None
+
+    def put_back(self) -> None:
+        """Give the tensors their values back that the program wrote into."""
+        with torch.no_grad():
+            for tensor, value in self._put_back:
+                if not torch.equal(tensor, value):  # versions do not tell: batch_norm leaves them as they are
+                    tensor.copy_(value)
+        self._put_back.clear()
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Keep the values of tensors that the program may write into."""
+        self._put_back += [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def apply(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a custom autograd function, which function modes do not see."""
+        modes_in_force = [compat.mode_at(place) for place in range(compat.count_modes())]
+        if self not in modes_in_force or threading.get_ident() != self._thread:
+            return original(*args, **kwargs)
+        inner: list[Any] = []
+        while (top := compat.pop_function_mode()) is not self:
+            inner.append(top)
+        try:
+            return self.__torch_function__(original, (), args, kwargs)
+        finally:
+            for mode in (self, *reversed(inner)):
+                compat.push_function_mode(mode)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._checked and func not in self._inside:  # in Python: what it calls is compared
+            self._inside.append(func)  # some call an operator in C++ that goes by the same name
+            try:
+                with self:
+                    return compat.unchecked(func)(*args, **kwargs)
+            finally:
+                self._inside.pop()
+        name = calls.name_of(func)
+        if func in calls.BACKWARD:
+            raise UsageError(
+                f"{name} is called inside of the function to blame, which compares the backward pass by "
+                "itself. Write a function that returns the loss and does not call backward()."
+            )
+        if name in calls.IGNORED:
+            return _NoHandle() if name.startswith("register") else None
+        if name == "__get__":
+            value = func(*args, **kwargs)
+            if not is_tracked(value) or func == GRADIENT:
+                return value
+        leaves, spec = compat.tree_flatten((args, kwargs))
+        inputs = [at for at, leaf in enumerate(leaves) if is_tracked(leaf)]
+        if not inputs or name in calls.FACTORIES or name in ("__set__", "requires_grad_"):
+            return func(*args, **kwargs)
+        if compat.is_in_transform():
+            raise UsageError(
+                "Tensors of torch.func have no values to compare. Write a function to blame without vmap, "
+                "grad and jvp."
+            )
+        target = calls.written(func, args, kwargs)
+        if target is not None and not is_tracked(target):
+            if isinstance(target, (tuple, list)):
+                raise UsageError(f"{name} writes into several tensors at once. Write one call for each.")
+            return func(*args, **kwargs)
+        if target is not None and target.requires_grad and target.is_leaf:
+            what = self._modules.names.get(id(target), "a tensor that requires gradients")
+            raise UsageError(
+                f"{name} writes into {what}, and a weight has to stay as it is during the step. Write it "
+                "outside of the function to blame."
+            )
+        return self._compared(func, leaves, spec, inputs, target)
+
+    def _compared(
+        self, func: Callable[..., Any], leaves: list[Any], spec: Any, inputs: list[int], target: Any
+    ) -> Any:
+        """Make a call in low precision and in each world; return what it returns in low precision."""
+        tensors: list[Tensor] = [leaves[at] for at in inputs]
+        self.keep([tensor for tensor in tensors if tensor not in self.here and not tensor.requires_grad])
+        written = next((place for place, tensor in enumerate(tensors) if tensor is target), None)
+        lows = [tensor.detach() for tensor in tensors]
+        if written is not None:
+            lows[written] = lows[written].clone()
+        before = _random_states(self.device_type)
+        value = _called(func, _filled(leaves, inputs, lows), spec)
+        after = _random_states(self.device_type)
+        is_random = not all(map(torch.equal, before, after))
+        results = _tracked(value) if written is None else [lows[written]]
+        if not results:
+            return value
+
+        emulated = self._emulated(func)
+        formats = {tensor.dtype for tensor in (*lows, *results)} | ({emulated} if emulated else set())
+        low = [dtype for dtype in formats if dtype in LOW]
+        call: Call | None = None
+        if low:
+            limit = min(torch.finfo(dtype).max for dtype in low)
+            call = Call(self, func, leaves, spec, inputs, written, limit)
+        made: dict[str, _Made] = {}
+        for name, world in self.worlds.items():
+            if is_random:
+                _set_random_states(self.device_type, before)
+            made[name] = self._in_world(world, call, func, leaves, spec, inputs, results, written)
+        with _plain(self.device_type), torch.no_grad():
+            if is_random:  # what is drawn in two dtypes differs: float32's is taken
+                for result, copy in zip(results, made["here"].results, strict=True):
+                    result.copy_(copy)
+            if call is not None:
+                self._compare(call, func, lows, results, emulated, made, written, is_random)
+            if written is not None:
+                target.copy_(lows[written])
+        for name, world in self.worlds.items():
+            for result, copy in zip(results, made[name].results, strict=True):
+                if not any(result is each for each in lows):
+                    world[result] = copy
+        given = dict(zip(map(id, lows), tensors, strict=True))
+        flat, form = compat.tree_flatten(value)
+        return compat.tree_unflatten([given.get(id(leaf), leaf) for leaf in flat], form)
+
+    def _in_world(
+        self,
+        world: World,
+        call: Call | None,
+        func: Callable[..., Any],
+        leaves: list[Any],
+        spec: Any,
+        inputs: list[int],
+        results: Sequence[Tensor],
+        written: int | None,
+    ) -> _Made:
+        """Make a call on the copies of its inputs."""
+        copies = [world.of(leaves[at]) for at in inputs]
+        gradients = torch.is_grad_enabled() and world is not self.exact
+        with _plain(self.device_type), torch.set_grad_enabled(gradients):
+            if call is not None and gradients and world is (self.here if self._alone is None else self.there):
+                copies = [
+                    call.view_of_input(place, copy, replace=self._alone is not None)
+                    if copy.requires_grad and place != written
+                    else copy
+                    for place, copy in enumerate(copies)
+                ]
+            if calls.name_of(func) in calls.CASTS and written is None:
+                to = [_raised_dtype(result.dtype) for result in results]
+                return _Made(copies, [copies[0].to(results[0].device, to[0], copy=True) for _ in results])
+            filled = _filled(leaves, inputs, copies)
+            filled = [torch.float32 if _is_low(leaf) else leaf for leaf in filled]
+            try:
+                value = _called(func, filled, spec)
+            except REFUSALS as error:  # a kernel for low precision alone
+                self.note_failure(func, "forward", error)
+                dtypes = [leaves[at].dtype for at in inputs]
+                lows = [copy.to(dtype) for copy, dtype in zip(copies, dtypes, strict=True)]
+                found = _tracked(_called(func, _filled(leaves, inputs, lows), spec))
+                return _Made(copies, [_raised(result) for result in found])
+            return _Made(copies, _tracked(value) if written is None else [copies[written]])
+
+    def _compare(
+        self,
+        call: Call,
+        func: Callable[..., Any],
+        lows: Sequence[Tensor],
+        results: Sequence[Tensor],
+        emulated: torch.dtype | None,
+        made: dict[str, _Made],
+        written: int | None,
+        is_random: bool,
+    ) -> None:
+        """Count what a call differs in, and add that to the copies of its results."""
+        place, here, there = self._place(func), made["here"], made["there"]
+        is_alone = self._alone is not None and self._alone == place._replace(direction=self._alone.direction)
+        inputs = ", ".join(dict.fromkeys(map(_dtype_name, lows)))
+        found = []
+        watched = self._alone is None and written is None
+        for at, (result, copy) in enumerate(zip(results, here.results, strict=True)):
+            limit = torch.finfo(emulated or result.dtype).max
+            errors = Errors.between(_raised(result), copy.detach(), limit, made["exact"].results[at])
+            found.append(errors)
+            if errors.bad is not None:  # so that what comes after it can be compared
+                result.copy_(errors.repaired)
+            here.correct(at, errors, in_place=written is not None, watched=watched)
+            if not (is_alone and place == self._alone):
+                there.correct(at, errors, in_place=written is not None, watched=watched)
+        runs = f"{str(emulated)[6:]} emulated" if emulated else _dtype_name(results[0])
+        make = partial(Tally, self._next_index(), inputs, runs)
+        call.forward = partial(self._tally, place, make, limit)
+        call.backward = partial(self._tally, place._replace(direction="backward"), make, call.limit)
+        if any(errors.delta is not None or errors.overflowed for errors in found):
+            call.forward().calls += 1
+            for errors in found:
+                call.forward().add(errors)
+            call.deltas = [None if one.delta is None else _packed(one.delta) for one in found]
+        is_view = written is None and all(result._is_view() for result in results)
+        if self._alone is None:
+            # The gradient of a view is one, and what is random would be drawn again, in another dtype.
+            compares_backward = not is_view and not is_random
+            if compares_backward:
+                call.keep_inputs(here.inputs, there.inputs)
+            if compares_backward or call.deltas:
+                call.keep_results("here", here.results)
+            if call.deltas:
+                call.keep_results("there", there.results)
+        elif is_alone and self._alone.direction == "backward":
+            call.keep_inputs(there.inputs, there.inputs)
+            call.deltas = []
+            call.keep_results("here", there.results)
+
+    def _next_index(self) -> int:
+        self._index += 1
+        return self._index - 1
+
+    def _tally(self, place: Place, make: Callable[[float], Tally], limit: float) -> Tally:
+        tally = self.tallies.get(place)
+        if tally is None:
+            tally = self.tallies[place] = make(limit)
+        return tally
+
+    def _place(self, func: Callable[..., Any]) -> Place:
+        return Place(self._modules.current, calls.operator_of(func), _source(), "forward")
+
+    def _emulated(self, func: Callable[..., Any]) -> torch.dtype | None:
+        """Return what a call rounds to, None if it does not round."""
+        mode = modes.current(self.device_type)
+        if mode is None or not torch.is_autocast_enabled(self.device_type):
+            return None
+        if mode.action_of(func) not in EMULATED:
+            return None
+        return modes.rounded_to(mode.key, torch.get_autocast_dtype(self.device_type))
+
+
+class _Made(NamedTuple):
+    """A call in a world: the copies of its inputs and of its results."""
+
+    inputs: Sequence[Tensor]
+    results: list[Tensor]
+
+    def correct(self, at: int, errors: Errors, *, in_place: bool, watched: bool) -> None:
+        """Add what a call differs in to a result."""
+        result = self.results[at]
+        with torch.enable_grad():
+            if errors.delta is not None:
+                result = result.add_(errors.delta) if in_place else result + errors.delta
+                if not result.requires_grad and watched:  # of data: what it differs in changes gradients, too
+                    result = result.detach().requires_grad_()
+            if errors.bad is not None:
+                bad = errors.bad & ~result.isfinite()
+                result = (
+                    result.copy_(torch.where(bad, errors.repaired, result.clone()))
+                    if in_place
+                    else (torch.where(bad, errors.repaired, result))
+                )
+        self.results[at] = result
+
+
+class _NoHandle:
+    """Stands for the handle of a hook on a gradient that the program's tensors do not have."""
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def _plain(device_type: str) -> Iterator[None]:
+    """Run without modes, without autocast, and without the hooks of a checkpoint."""
+    with (
+        compat.without_modes(),
+        TorchAutocast(device_type, enabled=False),
+        compat.without_saved_tensor_hooks(),
+    ):
+        yield
+
+
+def _called(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:
+    args, kwargs = compat.tree_unflatten(leaves, spec)
+    return func(*args, **kwargs)
+
+
+def _filled(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    filled = list(leaves)
+    for at, value in zip(places, values, strict=True):
+        filled[at] = value
+    return filled
+
+
+def _tracked(value: object) -> list[Tensor]:
+    return [leaf for leaf in compat.tree_leaves(value) if is_tracked(leaf)]
+
+
+def _raised(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in LOW else x
+
+
+def _raised_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in LOW else dtype
+
+
+def _is_low(value: object) -> bool:
+    return isinstance(value, torch.dtype) and value in LOW
+
+
+def _packed(delta: Tensor) -> Tensor:
+    return delta.to(torch.bfloat16) if delta.dtype is torch.float32 else delta
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _sum(x: Tensor) -> float:
+    total = x.sum(dtype=torch.complex128 if x.is_complex() else torch.float64).real.item()
+    return total if math.isfinite(total) else torch.where(x.isfinite(), x, 0.0).real.double().sum().item()
+
+
+def _source() -> str:
+    """Return the innermost line that is neither PyTorch's nor ours, such as "train.py:41"."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(HIDDEN):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return OUTSIDE
+
+
+def _random_states(device_type: str) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device_type == "cuda":
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_random_states(device_type: str, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device_type == "cuda":
+        torch.cuda.set_rng_state_all(states[1:])

@@ -1,0 +1,168 @@
+"""The numbers of a row while a step runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from preamp.autocasting.blame import BlameRow, Direction
+from preamp.torch.blaming.calls import part_of
+
+TINY = 1e-38
+
+
+class Place(NamedTuple):
+    """What identifies a row."""
+
+    module: str
+    operator: str
+    source: str
+    direction: Direction
+
+
+@dataclass
+class Tally:
+    """The numbers of one row so far; those of the same names are what `BlameRow` says.
+
+    Attributes:
+        squares: the sum of the squares of the effects on the gradients, which are not divided by their norm.
+        loss_change: the predicted change of the loss.
+    """
+
+    index: int
+    inputs: str
+    runs: str
+    limit: float
+    calls: int = 0
+    local_error: float = 0.0
+    squares: float = 0.0
+    loss_change: float = 0.0
+    values: int = 0
+    lost: int = 0
+    lost_share: float = 0.0
+    overflowed: int = 0
+    peak: float = 0.0
+
+    def add(self, errors: Errors, own: float = 1.0, inherited: float = 0.0, scale: float = 1.0) -> None:
+        """Add what one tensor differs in.
+
+        Args:
+            errors: from float32's.
+            own: the part of the error that is not inherited.
+            inherited: the share of the norm that was lost before.
+            scale: what gradients are multiplied by in low precision.
+        """
+        self.local_error = max(self.local_error, own * errors.relative)
+        self.values += errors.values
+        self.lost += errors.lost
+        self.lost_share = max(self.lost_share, errors.lost_share - inherited)
+        self.overflowed += errors.overflowed
+        self.peak = max(self.peak, errors.peak * scale)
+
+    def row(self, place: Place, norm: float, loss: float) -> BlameRow:
+        """Return the row.
+
+        Args:
+            place: what identifies it.
+            norm: the norm of the gradients.
+            loss: the size of the loss.
+        """
+        return BlameRow(
+            index=self.index,
+            module=place.module,
+            operator=place.operator,
+            direction=place.direction,
+            source=place.source,
+            inputs=self.inputs,
+            runs=self.runs,
+            part=part_of(place.operator),
+            calls=self.calls,
+            local_error=self.local_error,
+            effect=math.inf if self.overflowed else math.sqrt(self.squares) / max(norm, TINY),
+            loss_effect=self.loss_change / max(loss, TINY),
+            values=self.values,
+            lost=self.lost,
+            lost_share=self.lost_share,
+            overflowed=self.overflowed,
+            peak=self.peak,
+            limit=self.limit,
+        )
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How a tensor in low precision differs from the one in float32.
+
+    Attributes:
+        delta: low minus float32, 0 where either is not finite; None if there is no difference.
+        bad: where low is not finite, but should be; None if it is nowhere.
+        repaired: what low is replaced by where it is bad.
+        relative: the 2-norm of `delta`, divided by that of the float32 tensor.
+        lost_share: the part of the float32 tensor's norm in values that are zero in low precision.
+    """
+
+    delta: Tensor | None
+    bad: Tensor | None
+    repaired: Tensor
+    relative: float
+    values: int
+    lost: int
+    lost_share: float
+    overflowed: int
+    peak: float
+
+    @classmethod
+    def between(cls, low: Tensor, reference: Tensor, limit: float, exact: Tensor | None = None) -> Errors:
+        """Return how two tensors of one shape differ.
+
+        Args:
+            low: in float32 or float64, or complex.
+            reference: what float32 gives for the very same inputs, in the same dtype.
+            limit: the largest number of the low precision, which stands for what has overflowed.
+            exact: the tensor in the step in float32, where it is known. Where it is finite, low should be,
+                too: a logarithm of what was lost to zero is not finite in float32 either.
+        """
+        peak, highest = (x.abs().max().item() if x.numel() else 0.0 for x in (reference, low))
+        bad, repaired, known, delta = None, low, reference, low - reference
+        if not math.isfinite(peak) or not math.isfinite(highest):
+            finite = reference.isfinite()
+            wrong, instead = ~low.isfinite() & finite, reference
+            if exact is not None:
+                wrong = ~low.isfinite() & (finite | exact.isfinite())
+                instead = torch.where(finite, reference, exact)
+            if not low.is_complex():
+                instead = instead.clamp(-limit, limit)
+            bad = wrong if wrong.any() else None
+            repaired = torch.where(wrong, instead, low)
+            known = torch.where(finite, reference, 0.0)
+            delta = torch.where(finite & repaired.isfinite(), repaired - reference, 0.0)
+            peak = known.abs().max().item()
+        error, norm, lost, gone = norm_of(delta), norm_of(known), 0, 0.0
+        if low.count_nonzero() < low.numel():
+            is_lost = (low == 0) & (known != 0)
+            lost = int(is_lost.sum())
+            gone = norm_of(known[is_lost]) if lost else 0.0
+        return cls(
+            delta if error else None,
+            bad,
+            repaired,
+            error / max(norm, TINY),
+            reference.numel(),
+            lost,
+            gone / max(norm, TINY),
+            0 if bad is None else int(bad.sum()),
+            peak,
+        )
+
+
+def norm_of(x: Tensor) -> float:
+    """Return the 2-norm of what is finite, computed in float64."""
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    norm = float(torch.linalg.vector_norm(x, dtype=dtype))
+    if math.isfinite(norm):
+        return norm
+    return float(torch.linalg.vector_norm(torch.where(x.isfinite(), x, 0.0), dtype=dtype))

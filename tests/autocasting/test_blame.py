@@ -1,0 +1,149 @@
+"""What blame makes of its rows: their order, who is accused, and how they are shown."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preamp.autocasting.blame import ALLOWED, ALLOWED_LOSS, ALLOWED_LOST, Blame, BlameRow, ranked
+
+U = 2.0**-9
+ROW = BlameRow(
+    index=0,
+    module="layers.0.mlp",
+    operator="linear",
+    direction="forward",
+    source="train.py:41",
+    inputs="float32",
+    runs="bfloat16 emulated",
+    part="product",
+    calls=1,
+    local_error=1e-3,
+    effect=1e-4,
+    loss_effect=0.0,
+    values=100,
+    lost=0,
+    lost_share=0.0,
+    overflowed=0,
+    peak=1.0,
+    limit=65504.0,
+)
+
+
+def blame(*rows: BlameRow, emulated: bool = True) -> Blame:
+    return Blame(ranked(rows, U, emulated=emulated), "bfloat16", 1.01, 1.0, 1.009, 1.0)
+
+
+rows = st.builds(
+    replace,
+    st.just(ROW),
+    index=st.integers(0, 50),
+    direction=st.sampled_from(["forward", "backward"]),
+    part=st.sampled_from(["product", "sensitive", "other"]),
+    effect=st.floats(0, 1),
+    loss_effect=st.floats(-1, 1),
+    lost_share=st.floats(0, 1),
+    overflowed=st.sampled_from([0, 0, 3]),
+    module=st.sampled_from(["-", "a", "encoder.layers.11.self_attention.output.dense", "b" * 70]),
+    source=st.sampled_from(["-", "train.py:1", "a_very_long_name_of_a_file_of_models.py:1234"]),
+    operator=st.sampled_from(["linear", "scaled_dot_product_attention"]),
+)
+
+
+@given(st.lists(rows, max_size=20), st.booleans())
+def test_rows_are_worst_first_and_overflows_in_the_order_in_which_they_happen(
+    given_rows: list[BlameRow], emulated: bool
+) -> None:
+    found = blame(*given_rows, emulated=emulated)
+    severities = [row.severity for row in found.rows]
+    assert severities == sorted(severities, reverse=True)
+    assert found.guilty == [row for row in found.rows if row.severity >= 1]
+    overflows = [row for row in found.rows if row.overflowed]
+    assert overflows == list(found.rows[: len(overflows)])
+    assert all(row.guilty for row in overflows)
+    for first, then in itertools.pairwise(overflows):
+        if first.direction == then.direction == "forward":
+            assert first.index <= then.index
+        elif first.direction == then.direction:
+            assert first.index >= then.index  # the backward pass begins at the last call
+        else:
+            assert first.direction == "forward"
+
+
+@pytest.mark.parametrize(
+    ("emulated", "part", "factor"),
+    [
+        (True, "product", ALLOWED["product"]),
+        (False, "product", ALLOWED["product"]),
+        (True, "sensitive", 1.0),
+        (False, "sensitive", ALLOWED["sensitive"]),
+        (True, "other", 1.0),  # low precision that the program itself asks for
+        (False, "other", ALLOWED["other"]),
+    ],
+)
+def test_a_row_is_accused_from_a_number_of_roundoffs_on(emulated: bool, part: str, factor: float) -> None:
+    row = replace(ROW, part=part)  # type: ignore[arg-type]
+    assert blame(replace(row, effect=1.01 * factor * U), emulated=emulated).guilty
+    assert not blame(replace(row, effect=0.99 * factor * U), emulated=emulated).guilty
+
+
+def test_a_row_is_accused_for_what_it_does_to_the_loss_and_for_gradients_lost_to_zero() -> None:
+    assert blame(replace(ROW, loss_effect=-1.01 * ALLOWED_LOSS * U)).guilty
+    assert not blame(replace(ROW, loss_effect=-0.99 * ALLOWED_LOSS * U)).guilty
+    lost = replace(ROW, direction="backward", lost=40, lost_share=1.01 * ALLOWED_LOST)
+    assert blame(lost).guilty
+    assert "40% lost to zero" in lost.reason
+    assert blame(replace(lost, lost_share=0.0)).guilty  # of the values, if not of the norm
+    assert not blame(replace(lost, lost=1, lost_share=0.0)).guilty
+    assert not blame(replace(lost, direction="forward")).guilty  # ReLU does that
+
+
+@given(st.lists(rows, min_size=1, max_size=30))
+def test_the_table_is_80_columns_wide_and_every_row_says_where(given_rows: list[BlameRow]) -> None:
+    text = str(blame(*given_rows))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "bfloat16" in text
+
+
+def test_the_summary_names_the_worst_row_or_nobody() -> None:
+    healthy = blame(ROW)
+    assert "No operator loses more than bfloat16 has to." in str(healthy)
+    assert "changed by +1.0e-02 of itself, and the rows predict +9.0e-03" in healthy.summary()
+    found = blame(ROW, replace(ROW, operator="exp", effect=math.inf, overflowed=7))
+    assert "exp in layers.0.mlp at train.py:41 loses most" in found.summary()
+    assert "7 of 100 overflowed" in found.summary()
+    assert "overflow" in str(found).splitlines()[1]
+    assert "No operator differed from float32." in str(blame())
+
+
+def test_rows_fold_by_module_and_direction() -> None:
+    others = replace(ROW, operator="gelu", effect=3e-4, index=4), replace(ROW, direction="backward")
+    found = blame(ROW, *others, replace(ROW, module="head")).by_module()
+    assert [(row.module, row.direction) for row in found.rows].count(("layers.0.mlp", "forward")) == 1
+    assert len(found.rows) == 3
+    folded = found.rows[0]
+    assert folded.operator == "gelu and 1 more"
+    assert folded.calls == 2
+    assert folded.index == 0
+    assert folded.effect == pytest.approx(math.hypot(1e-4, 3e-4))
+    assert found.gradient_error == pytest.approx(
+        blame(ROW, *others, replace(ROW, module="head")).gradient_error
+    )
+
+
+@given(st.lists(rows, max_size=5))
+def test_json_has_everything_and_no_number_that_json_has_not(given_rows: list[BlameRow]) -> None:
+    found = blame(*given_rows)
+    read = json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(name))
+    assert len(read["rows"]) == len(found.rows)
+    assert read["dtype"] == "bfloat16"
+    for row, values in zip(found.rows, read["rows"], strict=True):
+        assert values["guilty"] == row.guilty
+        assert values["operator"] == row.operator
+        assert float(values["severity"]) == row.severity

@@ -1,0 +1,429 @@
+"""Blame against what really happens in steps of all kinds of programs, and what it leaves behind."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from preamp import casting
+from preamp.arrays.torch_compat import count_modes
+from preamp.errors import CastingError, UsageError
+from preamp.torch import autocast, blame
+from preamp.torch.blaming.recorder import size_of
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+EMULATED = pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "cast"])
+Loss = Callable[[], Tensor]
+
+
+class Block(nn.Module):
+    """A transformer's block with its softmax in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-1, -2) / math.sqrt(width // 4)).float().softmax(-1)
+        x = x + self.out((weights.to(v.dtype) @ v).transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+def transformer(width: int = 32, layers: int = 2) -> tuple[nn.Module, Loss]:
+    model = nn.Sequential(
+        nn.Embedding(50, width), *[Block(width) for _ in range(layers)], nn.Linear(width, 50)
+    )
+    ids = torch.randint(50, (4, 17))
+    return model, lambda: F.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def perceptron() -> tuple[nn.Module, Loss]:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, 4))
+    x, y = torch.randn(64, 16), torch.randn(64, 4)
+    return model, lambda: F.mse_loss(model(x).float(), y)
+
+
+def convolutions() -> tuple[nn.Module, Loss]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.Linear(288, 4),
+    )
+    x, y = torch.randn(8, 3, 8, 8), torch.randint(4, (8,))
+    return model, lambda: F.cross_entropy(model(x).float(), y)
+
+
+def encoder() -> tuple[nn.Module, Loss]:
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    x = torch.randn(4, 8, 32)
+    return model, lambda: (model(x).float() * x).mean()
+
+
+def recurrent() -> tuple[nn.Module, Loss]:
+    model = nn.LSTM(16, 16, batch_first=True)
+    x = torch.randn(4, 8, 16)
+    return model, lambda: model(x)[0].float().square().mean()
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Everything(nn.Module):
+    """Calls of the kinds that are easily got wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tied = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.tied.weight = self.linear.weight
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.mean.mul_(0.9).add_(x.mean((0, 1)).detach(), alpha=0.1)
+        y = self.linear(x)
+        together = torch.zeros_like(y)
+        together[:, :4] = y[:, :4]
+        together[:, 4:] += 2 * y[:, 4:]
+        first = together[:, 0]
+        first += 1  # through a view
+        with torch.no_grad():
+            target = self.tied(x)
+        turned = torch.view_as_real(
+            torch.view_as_complex(together.float().reshape(*x.shape[:-1], 16, 2))
+            * torch.polar(torch.ones(16), torch.arange(16.0))
+        )
+        halves = turned.flatten(-2).chunk(2, -1)
+        z = torch.cat([halves[0] * halves[1].sigmoid(), halves[1].clamp(min=-1)], -1)
+        z = checkpoint(lambda z: Square.apply(self.tied(z).tanh()), z, use_reentrant=False)
+        kept = z.mean(-1)[z.argmax(-1) > 3]
+        return (z - target - self.mean).square().mean() + kept.float().sum() / 100
+
+
+def everything() -> tuple[nn.Module, Loss]:
+    model, x = Everything(), torch.randn(4, 8, 32)
+    return model, lambda: model(x).float()
+
+
+PROGRAMS = [transformer, perceptron, convolutions, encoder, recurrent, everything]
+programs = pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
+
+
+def runs(program: Callable[[], tuple[nn.Module, Loss]]) -> tuple[nn.Module, Loss]:
+    torch.manual_seed(0)
+    return program()
+
+
+def states(model: nn.Module) -> list[Tensor]:
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return [each.clone() for each in (*model.state_dict().values(), *gradients, torch.get_rng_state())]
+
+
+def can_run(program: object, dtype: torch.dtype, emulate: bool) -> bool:
+    return not (program is recurrent and dtype is torch.float16 and not emulate)  # no kernel on the CPU
+
+
+@programs
+@BOTH
+@EMULATED
+def test_losses_are_those_of_the_steps_and_the_rows_add_up_to_what_they_differ_in(
+    program: Any, dtype: torch.dtype, emulate: bool
+) -> None:
+    if not can_run(program, dtype, emulate):
+        return
+    model, loss = runs(program)
+    before = states(model)
+    with torch.random.fork_rng():
+        found = blame(loss, model=model, dtype=dtype, emulate=emulate)
+    for now, then in zip(states(model), before, strict=True):
+        assert torch.equal(now, then)
+    with torch.no_grad():
+        exact = loss().item()
+        torch.set_rng_state(before[-1])
+        for buffer, value in zip(model.state_dict().values(), before, strict=False):
+            buffer.copy_(value)
+        is_random = not torch.equal(torch.get_rng_state(), before[-1])
+    assert found.float32_loss == pytest.approx(exact, rel=1e-5)
+    has_dropout = any(isinstance(each, nn.Dropout) for each in model.modules())
+    if not has_dropout:  # masks that are drawn in another dtype differ
+        with autocast("cpu", dtype, emulate=emulate, cache_enabled=False):
+            assert found.loss == pytest.approx(loss().item(), rel=1e-6)
+    assert not is_random
+    change = found.loss - found.float32_loss
+    floor = 0.02 * torch.finfo(dtype).eps * abs(found.float32_loss)
+    assert abs(found.predicted_loss - found.loss) <= 0.2 * abs(change) + floor
+    assert not found.guilty
+    assert 0 < found.gradient_error < 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("path", ["1.qkv", "1.up", "2.out", "2.down", "3"])
+@BOTH
+def test_effects_are_those_of_a_step_in_which_one_module_alone_is_low(path: str, dtype: torch.dtype) -> None:
+    """The peer is autocast itself, in a region whose table keeps everything else in float32."""
+    model, loss = runs(transformer)
+    name = str(dtype).removeprefix("torch.")
+    table = casting.DEFAULT.module("**", "float32").module(path, name)  # type: ignore[arg-type]
+    found = blame(loss, model=model, dtype=dtype, casting=table, loss_scale=1024.0)
+    assert {row.module for row in found.rows} == {path}
+    parameters = list(model.parameters())
+    exact = torch.autograd.grad(loss(), parameters)
+    with autocast("cpu", dtype, casting=table, model=model, emulate=True):
+        low = torch.autograd.grad(1024.0 * loss(), parameters)
+    sizes = [size_of(each) for each in parameters]
+    errors = [
+        size * (ours / 1024 - theirs).norm().item()
+        for size, ours, theirs in zip(sizes, low, exact, strict=True)
+    ]
+    norm = math.hypot(*(size * theirs.norm().item() for size, theirs in zip(sizes, exact, strict=True)))
+    assert found.gradient_error == pytest.approx(math.hypot(*errors) / norm, rel=0.6)
+
+
+def scaled(amount: float) -> tuple[nn.Module, Loss]:
+    """A perceptron whose second product overflows float16: it is scaled up, and in float32 down again."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4, bias=False))
+    x, y = torch.randn(64, 16), torch.randn(64, 4)
+    return model, lambda: F.mse_loss(model[2](amount * model[1](model[0](x))).float() / amount, y)
+
+
+def test_an_overflow_is_worst_and_what_comes_after_it_can_still_be_judged() -> None:
+    model, loss = runs(lambda: scaled(1e6))
+    found = blame(loss, model=model, dtype=torch.float16)
+    worst = found.rows[0]
+    assert (worst.operator, worst.module, worst.direction) == ("linear", "2", "forward")
+    assert worst.overflowed
+    assert worst.guilty
+    assert worst.effect == math.inf
+    assert worst.peak > worst.limit == torch.finfo(torch.float16).max
+    assert all(math.isfinite(row.effect) for row in found.rows[1:])
+    assert math.isfinite(found.loss)
+    assert not blame(loss, model=model, dtype=torch.bfloat16).guilty
+
+
+def test_gradients_that_are_flushed_are_found_and_a_loss_scale_acquits() -> None:
+    model, loss = runs(perceptron)
+    small: Loss = lambda: 1e-7 * loss()  # noqa: E731
+    found = blame(small, model=model, dtype=torch.float16, loss_scale=1.0)
+    assert found.guilty
+    assert all(row.direction == "backward" for row in found.guilty)
+    assert found.rows[0].lost
+    assert "lost to zero" in found.rows[0].reason
+    assert not blame(small, model=model, dtype=torch.float16, loss_scale=2.0**24).guilty
+    assert not blame(small, model=model, dtype=torch.bfloat16).guilty
+
+
+def test_the_default_loss_scale_is_what_dynamic_scaling_comes_to() -> None:
+    model, loss = runs(perceptron)
+    assert blame(loss, model=model, dtype=torch.float16).loss_scale == 2.0**16
+    assert blame(loss, model=model, dtype=torch.bfloat16).loss_scale == 1.0
+    large: Loss = lambda: 4096.0 * loss()  # noqa: E731
+    found = blame(large, model=model, dtype=torch.float16)
+    assert found.loss_scale < 2.0**16
+    assert not found.guilty
+    assert f"The loss scale is {found.loss_scale:g}" in found.notes[0]
+    twice = blame(large, model=model, dtype=torch.float16, loss_scale=2 * found.loss_scale)
+    assert any(row.overflowed and row.direction == "backward" for row in twice.guilty)
+
+
+def test_a_row_names_the_parameter_that_it_harms_and_by_how_much() -> None:
+    model, loss = runs(transformer)
+    table = casting.DEFAULT.lower("gelu")
+    found = blame(
+        lambda: loss() + 0 * model[3].weight.sum(), model=model, casting=table, dtype=torch.bfloat16
+    )
+    assert all(row.parameter == "" for row in found.rows)  # nobody is accused
+
+    def harmful() -> Tensor:
+        with autocast("cpu", enabled=False):
+            return (
+                ((model[3].weight + 100).bfloat16().float() - 100 - model[3].weight.detach() / 2)
+                .square()
+                .mean()
+            )
+
+    found = blame(harmful, model=model, dtype=torch.bfloat16)
+    first = found.rows[0]
+    assert (first.operator, first.parameter) == ("bfloat16", "3.weight")
+    assert first.guilty
+    exact = torch.autograd.grad(
+        ((model[3].weight + 100) - 100 - model[3].weight.detach() / 2).square().mean(), model[3].weight
+    )[0]
+    low = torch.autograd.grad(harmful(), model[3].weight)[0]
+    measured = ((low - exact).norm() / exact.norm()).item()
+    assert first.parameter_error == pytest.approx(measured, rel=0.1)
+
+
+def test_what_data_loses_before_it_meets_a_weight_is_found() -> None:
+    model, x = nn.Linear(16, 4), torch.randn(64, 16)
+    far = x + 100
+    found = blame(
+        lambda: model(far - 100.0).float().square().mean(),
+        model=model,
+        casting=casting.DEFAULT.lower("sub"),
+        dtype=torch.bfloat16,
+    )
+    assert found.guilty[0].operator == "sub"
+
+
+def test_what_becomes_infinite_after_a_loss_to_zero_is_found() -> None:
+    model, x = nn.Linear(16, 4), torch.zeros(64, 16)
+    model.bias.data = torch.tensor([0.0, 20.0, 0.0, 0.0])
+
+    def loss() -> Tensor:
+        return -model(x).float().softmax(-1).half().log()[:, 0].float().mean()
+
+    found = blame(loss, model=model, dtype=torch.float16)
+    assert found.rows[0].operator == "log"
+    assert found.rows[0].overflowed == 256 * 3 // 4
+    assert math.isfinite(found.loss)
+
+
+def test_a_table_and_rules_of_modules_are_those_of_the_region() -> None:
+    model, loss = runs(transformer)
+    rows = blame(loss, model=model, casting=casting.DEFAULT.float32("linear")).rows
+    assert rows
+    assert not any(row.operator == "linear" for row in rows)
+    rows = blame(loss, model=model, casting=casting.DEFAULT.module("1", "float32")).rows
+    assert rows
+    assert not any(row.module.startswith("1.") for row in rows)
+    with pytest.raises(CastingError, match="softmaxx"):
+        blame(loss, model=model, casting=casting.DEFAULT.lower("softmaxx"))
+
+
+def test_rows_name_modules_operators_and_lines() -> None:
+    model, loss = runs(transformer)
+    found = blame(loss, model=model)
+    assert {row.source.partition(":")[0] for row in found.rows} == {"test_blame.py"}
+    assert {"1.qkv", "1.out", "1.up", "1.down", "1", "3"} <= {row.module for row in found.rows}
+    assert {row.operator for row in found.rows} == {"linear", "matmul"}
+    unnamed = blame(loss)
+    assert "Sequential.1.qkv" in {row.module for row in unnamed.rows}
+    assert [row.effect for row in unnamed.rows] == [row.effect for row in found.rows]
+
+
+def test_it_costs_eleven_thirds_of_a_step_in_products() -> None:
+    model, loss = runs(transformer)
+    with FlopCounterMode(display=False) as step:
+        loss().backward()
+    model.zero_grad()
+    with FlopCounterMode(display=False) as blaming:
+        blame(loss, model=model)
+    ratio = blaming.get_total_flops() / step.get_total_flops()
+    # The products' operands that need no gradient, of which the embedding has none, are computed once.
+    assert ratio == pytest.approx(11 / 3, rel=0.01)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_seen_through(reentrant: bool) -> None:
+    model, _loss = runs(perceptron)
+    x = torch.randn(64, 16, requires_grad=True)
+    plain = blame(lambda: model(x).float().square().mean(), model=model)
+    kept = blame(
+        lambda: checkpoint(model, x, use_reentrant=reentrant).float().square().mean(),
+        model=model,  # type: ignore[no-any-return]
+    )
+    assert [row.effect for row in kept.rows] == [row.effect for row in plain.rows]
+
+
+def test_compiled_functions_run_eagerly_and_it_says_so() -> None:
+    model, _ = runs(perceptron)
+    x = torch.randn(64, 16)
+    compiled = torch.compile(model, backend="eager")
+    found = blame(lambda: compiled(x).float().square().mean(), model=compiled)  # type: ignore[arg-type]
+    assert "What is compiled was run eagerly." in found.notes
+    assert {row.operator for row in found.rows} == {"linear"}
+
+
+def test_a_regions_of_the_program_are_part_of_the_step() -> None:
+    model, _ = runs(perceptron)
+    x = torch.randn(64, 16)
+
+    def loss() -> Tensor:
+        with autocast("cpu", enabled=False):
+            y = model[:2](x)
+        with autocast("cpu", torch.bfloat16, casting=casting.DEFAULT.float32("linear")):
+            y = model[2:4](y)
+        return model[4](y).float().square().mean()  # type: ignore[no-any-return]
+
+    assert {row.module for row in blame(loss, model=model).rows} == {"4"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model, x: model(x).sum().backward(), "does not call backward"),
+        (lambda model, x: torch.autograd.grad(model(x).sum(), model.weight), "does not call backward"),
+        (lambda model, x: model(x), "with one element"),
+        (lambda model, x: model(x).sum().item(), "and not a loss"),
+        (lambda model, x: x.sum(), "does not depend"),
+        (lambda model, x: torch.tensor(model(x).sum().item()), "does not depend"),
+        (lambda model, x: torch.func.vmap(model)(x).sum(), "torch.func"),
+        (lambda model, x: (torch.no_grad()(model.weight.mul_)(2), model(x).sum())[1], "writes into weight"),
+    ],
+)
+def test_a_function_that_cannot_be_compared_is_refused_and_nothing_changes(loss: Any, message: str) -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    before, apply = states(model), torch.autograd.Function.__dict__["apply"]
+    with pytest.raises(UsageError, match=message):
+        blame(loss, model, x, model=model)
+    for now, then in zip(states(model), before, strict=True):
+        assert torch.equal(now, then)
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    assert count_modes() == 0
+    assert not torch.is_autocast_enabled("cpu")
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not list(model.weight._backward_hooks or ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"loss_scale": -1.0}, Exception, "loss_scale"),
+        ({"model": 3}, UsageError, "not a module"),
+        ({"dtype": torch.float32}, Exception, "float32"),
+        ({"emulate": "yes"}, CastingError, "emulate"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(error, match=message):
+        blame(lambda: model(torch.ones(2, 4)).sum(), **arguments)
+    with pytest.raises(UsageError, match="is not a function"):
+        blame(3)  # type: ignore[arg-type]
+
+
+def test_gradients_that_were_there_stay_and_no_warning_of_unscaled_gradients_comes() -> None:
+    model, loss = runs(perceptron)
+    loss().backward()
+    before = states(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blame(lambda: 1e-7 * loss(), model=model, dtype=torch.float16, emulate=False)
+        torch.optim.SGD(model.parameters(), 0.0).step()
+    for now, then in zip(states(model), before, strict=True):
+        assert torch.equal(now, then)
