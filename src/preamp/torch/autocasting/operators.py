@@ -185,15 +185,19 @@ def checked_functions() -> dict[FunctionType, frozenset[str]]:
 
 def calls(function: Callable[..., Any], names: frozenset[str]) -> bool:
     """Return whether a function in Python calls one of some operators, itself or through others."""
+    return not _called(function).isdisjoint(names)
+
+
+@cache
+def _called(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the operators that a function in Python calls, itself or through others."""
     seen: set[str] = set()
     new = set(checked_functions().get(function, ()))  # type: ignore[call-overload]
     by_name = _by_name()
     while new:
-        if any(_operator_of(name) in names for name in new):
-            return True
         seen |= new
         new = {inner for name in new for inner in by_name.get(name, ())} - seen
-    return False
+    return frozenset(map(_operator_of, seen))
 
 
 def called_by_name(name: str) -> list[Callable[..., Any]]:
