@@ -19,6 +19,10 @@ FRAMEWORK := $(filter torch keras tensorflow,$(subst =, ,$(ARGS)))
 # to bytecode again: importing them takes twice as long.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Most programs that tests compile run once: XLA compiles them in a third of the time. `make matrix` and pytest alone take
+# XLA's own settings; releases that do not know a flag end the process.
+pytest keras-jax keras-torch test-slow: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
+
 .PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-r docs fresh matrix constraints bench format clean
 
 train: .venv/train.stamp $(FRAMEWORK:%=.venv/with-%.stamp)

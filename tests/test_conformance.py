@@ -92,7 +92,7 @@ def run_worker(backend: str, file: Path, rows: list[Row]):
     numbers = [str(ROWS.index(row)) for row in rows]
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-W", HALF_FILE, worker, str(file), *numbers],
-        env={**os.environ, **quick, "KERAS_BACKEND": backend},
+        env={**quick, **os.environ, "KERAS_BACKEND": backend},
         capture_output=True,
         text=True,
         check=False,
