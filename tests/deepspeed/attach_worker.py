@@ -7,6 +7,7 @@ float16 on a CPU, which computes it well enough: that check is overridden, nothi
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -495,6 +496,7 @@ def main(scenarios: dict[str, Callable[[], Any]]) -> None:
     accelerator.supported_dtypes = lambda: [torch.float16, torch.bfloat16, torch.float32]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    gc.freeze()  # DeepSpeed collects garbage with every engine of stage 3: what is imported is none
     timeout = timedelta(seconds=20)
     dist.init_process_group(
         "gloo", init_method=f"file://{FOLDER}/meeting", rank=RANK, world_size=RANKS, timeout=timeout

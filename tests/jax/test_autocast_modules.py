@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import equinox as eqx
@@ -20,6 +21,7 @@ from preamp import casting
 from preamp.autocasting.tables import Casting
 from preamp.jax import autocast, casts, scaled_value_and_grad
 from preamp.jax.jaxprs import REGION, _joined
+from tests.combinations import combinations
 
 from .reading import casts as float_casts
 from .reading import traced
@@ -156,6 +158,7 @@ def plain_model(params: Any, tokens: Any) -> Any:
         return x @ params["head"]
 
 
+@cache
 def models() -> dict[str, tuple[Callable[..., Any], Any]]:
     """Return models that have the same modules, each as a function of parameters and tokens."""
     linen, equinox, model = LinenModel(), EquinoxModel(), NnxModel(nnx.Rngs(0))
@@ -191,9 +194,15 @@ def test_a_module_of_every_library_runs_by_its_rule(library: str, rule: Any) -> 
         assert set().union(*(runs for path, runs in found.items() if path not in inside)) == {"bfloat16"}
 
 
-@every_library
-@every_rule
-@pytest.mark.parametrize("around", [False, True])
+# Each rule in one of the ways, in turns.
+QUICK = [
+    (name, rule, (place + number) % 2 == 0)
+    for place, name in enumerate(LIBRARIES)
+    for number, rule in enumerate(RUNS)
+]
+
+
+@combinations(QUICK, library=LIBRARIES, rule=RUNS, around=[False, True])
 def test_gradients_of_a_module_run_as_it_does(library: str, rule: Any, around: bool) -> None:
     model, params = models()[library]
     if library == "nnx module":
@@ -650,9 +659,12 @@ def by_scope(jaxpr: Any, around: bool = False) -> Iterator[tuple[bool, str]]:
                     yield from by_scope(each, inside)
 
 
-@every_rule
+# Each rule by itself, and under `jax.jit` one of them.
+IN_JIT = [pytest.param(rule, True, marks=[pytest.mark.slow] * (rule != "float16")) for rule in RUNS]
+
+
+@pytest.mark.parametrize(("rule", "jit"), [*((rule, False) for rule in RUNS), *IN_JIT])
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("jit", [False, True])
 def test_a_module_keeps_its_rule_inside_of_what_holds_programs(program: Any, rule: Any, jit: bool) -> None:
     inner = jax.jit(program) if jit else program
     fn = autocast(inner, casting=EDIT.module("head", rule))

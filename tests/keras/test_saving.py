@@ -60,7 +60,8 @@ def adam(**arguments: Any) -> LossScaleOptimizer:
 def model_of(optimizer: Any, **arguments: Any) -> Any:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
-    model.compile(optimizer, "mse", **arguments)
+    # TensorFlow would trace a graph for each model; what is saved are the same variables.
+    model.compile(optimizer, "mse", **{"run_eagerly": BACKEND == "tensorflow", **arguments})
     return model
 
 

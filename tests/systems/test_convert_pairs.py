@@ -200,7 +200,7 @@ def scripts_for(draw: random.Random, policy: Any) -> list[list[bool]]:
 def test_where_nothing_is_named_both_rules_move_the_scale_alike(origin: str) -> None:
     draw = random.Random(f"{origin} to all")
     differed, alike = set(), set()
-    for _ in range(60):
+    for _ in range(25):
         first = FORMATS[draw.choice([origin, *FORMATS])]
         try:
             saved, _ = FORMATS[origin].dump_and_tell(*reversed(near(draw, first)))

@@ -18,8 +18,9 @@ from preamp.guards import SpikeGuard
 from preamp.systems.convert import convert
 from preamp.systems.variables import guard_leaves
 from preamp.tensorflow import LossScaleOptimizer
+from tests.combinations import combinations
 from tests.guarding import POLICY, QUICK, RULES, batches, check_simulated, script
-from tests.tensorflow.kinds import each_kind, inner, of_tf_keras, wrapped
+from tests.tensorflow.kinds import KINDS, each_kind, inner, of_tf_keras, wrapped
 
 
 def taker(optimizer: Any, variable: tf.Variable, *, compiles: bool) -> Any:
@@ -41,11 +42,15 @@ def values(optimizer: Any, variable: tf.Variable) -> list[np.ndarray]:
     return [np.array(v) for v in [variable, *variables] if np.array(v).dtype.kind == "f"]
 
 
-@each_kind
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize(
-    "rule", [name for name in RULES if name not in ("maxtext", "axlearn")]
-)  # as in Keras
+SIMULATED = [name for name in RULES if name not in ("maxtext", "axlearn")]  # as in Keras
+QUICK_KINDS = [
+    (rule, compiles, list(KINDS)[(number + compiles) % len(KINDS)])
+    for number, rule in enumerate(SIMULATED)
+    for compiles in (False, True)
+]
+
+
+@combinations(QUICK_KINDS, rule=SIMULATED, compiles=[False, True], kind=KINDS)
 def test_decisions_are_those_of_a_simulation(rule: str, compiles: bool, kind: str) -> None:
     optimizer = LossScaleOptimizer(inner(kind, "Adam", 0.01), policy=POLICY, guard=RULES[rule])
     variable = tf.Variable([1.0])

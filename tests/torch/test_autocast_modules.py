@@ -446,7 +446,7 @@ def in_graph(name: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor
     return product
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     factors=st.lists(st.tuples(*[FLOATS | EDGES] * 3), min_size=1, max_size=MOST),
     dtype=st.sampled_from(HALVES),

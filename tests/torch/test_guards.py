@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preamp import Dynamic, LossyConversion, Reading, Static, Trace, dialects, guards, simulate
 from preamp.errors import PolicyError, UsageError
 from preamp.torch import GradScaler, LossScaleOptimizer
+from tests.combinations import combinations
 
 Script = list[tuple[float, float]]  # losses and norms
 RULES: dict[str, Callable[[], guards.Guard[Any]]] = {
@@ -158,8 +159,12 @@ def decisions(trace: Trace) -> list[Any]:
     return [(step.reason, step.spike and step.spike.of, step.scale, step.new_scale) for step in trace]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("way", WAYS)
+QUICK = [
+    (rule, way) for rule in RULES for way in WAYS if rule == "spike_quick" or way in ("host", "capturable")
+]
+
+
+@combinations(QUICK, rule=RULES, way=WAYS)
 def test_decisions_are_those_of_a_simulation(rule: str, way: str) -> None:
     options, step = WAYS[way]
     steps = script(seed=len(rule) + 7 * len(way), nan_losses=rule not in ("metaseq", "llm_c"))
