@@ -13,6 +13,7 @@ else:  # in JAX 0.5 an array's type does not say along which axes of a mesh it v
 
 from preamp.jax.autocasting.counting import casts
 from preamp.jax.autocasting.transform import autocast
+from preamp.jax.blaming.step import blame
 from preamp.jax.exponents import exponent_histogram, flow_slot, snapshot, watch
 from preamp.jax.machine import check
 from preamp.jax.sampler_mismatch import mismatch
@@ -41,6 +42,7 @@ __all__ = [
     "all_finite",
     "apply_gradients",
     "autocast",
+    "blame",
     "casts",
     "check",
     "check_exhausted",

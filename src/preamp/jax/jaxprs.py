@@ -212,6 +212,17 @@ def rebuilt(jaxpr: P, invars: list[Atom], outvars: list[Atom], equations: list[E
     return cast(P, cast(ClosedJaxpr, jaxpr).replace(jaxpr=new) if hasattr(jaxpr, "consts") else new)
 
 
+def alive(equations: Sequence[Equation], results: Sequence[Atom]) -> list[Equation]:
+    """Return the equations that results depend on, and those that do something: others are not compiled."""
+    needed = {atom for atom in results if not is_literal(atom)}
+    alive = []
+    for equation in reversed(equations):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            alive.append(equation)
+            needed.update(atom for atom in equation.invars if not is_literal(atom))
+    return alive[::-1]
+
+
 def region_name(equation: Equation) -> str | None:
     """Return the name of the innermost region that an equation is in, None outside of regions."""
     return _region_name(str(equation.source_info.name_stack))
@@ -323,9 +334,19 @@ def number_of(atom: Atom) -> float:
     return float(cast(extended.Literal, atom).val)
 
 
+def array_of(atom: Atom) -> np.ndarray:
+    """Return a number in the program's text as an array of its dtype."""
+    return np.asarray(cast(extended.Literal, atom).val, atom.aval.dtype)
+
+
 def literal(number: np.generic | np.ndarray, aval: Aval) -> Atom:
     """Return a number as an operand."""
     return cast(Atom, extended.Literal(number, cast(jax.core.AbstractValue, aval)))
+
+
+def without_weak_type(aval: Aval) -> Aval:
+    """Return an abstract value as that of an array without a weak type; tokens and references as they are."""
+    return aval.update(weak_type=False) if is_array(aval) else aval
 
 
 def is_array(aval: object) -> bool:
@@ -390,6 +411,30 @@ def evaluated(jaxpr: ClosedJaxpr, arrays: Sequence[object]) -> list[Any]:
     ]
 
 
+def run(jaxpr: ClosedJaxpr, arrays: Sequence[object]) -> list[Any]:
+    """Run a closed jaxpr's equations one by one, at the lines and in the scopes that they were traced in."""
+    return jax.core.eval_jaxpr(cast(extended.Jaxpr, inner(jaxpr)), jaxpr.consts, *arrays)
+
+
+def alone(equation: Equation) -> Callable[..., list[Any]]:
+    """Return a function of an equation's operands that computes its results."""
+    operands, results = ([variable(atom.aval) for atom in it] for it in (equation.invars, equation.outvars))
+    template = _program_with(len(operands), len(results))
+    program = rebuilt(template, operands, results, [equation.replace(invars=operands, outvars=results)])
+
+    def computed(*arrays: object) -> list[Any]:
+        return jax.core.eval_jaxpr(cast(extended.Jaxpr, program), (), *arrays)
+
+    return computed
+
+
+@cache
+def _program_with(operands: int, results: int) -> Jaxpr:
+    """Return any open jaxpr with so many operands and results."""
+    made = jax.make_jaxpr(lambda *operands: (0.0,) * results)(*[0.0] * operands)
+    return inner(cast(ClosedJaxpr, made))
+
+
 def _as_jit(equation: Equation, mesh: Hashable) -> Equation:
     """Return an equation as the `jit` of its operator; as it is if it has effects or holds a program."""
     if equation.effects or any(subprograms(equation)):
@@ -425,8 +470,13 @@ def subprograms(equation: Equation) -> Iterator[AnyJaxpr]:
     """Yield every program that an equation holds, entered or not."""
     for value in equation.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, extended.Jaxpr | extended.ClosedJaxpr):
+            if is_program(each):
                 yield cast(AnyJaxpr, each)
+
+
+def is_program(value: object) -> bool:
+    """Return whether a parameter of an equation is a program, open or closed."""
+    return isinstance(value, extended.Jaxpr | extended.ClosedJaxpr)
 
 
 def source_line(equation: Equation) -> str:

@@ -29,6 +29,7 @@ from preamp.jax.jaxprs import (
     ClosedJaxpr,
     Equation,
     Jaxpr,
+    alive,
     bodies,
     current_path,
     inner,
@@ -92,7 +93,7 @@ def casts(
     settings = region(dtype, casting or DEFAULT, emulate)
     with module_scopes() as calls, pure(scoped_method(fn), args, kwargs) as program:
         names = _names(program.fn, program.args, program.kwargs)
-        return _Counter(settings).report(rewritten(program, settings, calls), names)
+        return _Counter(settings).report(rewritten(program, settings, calls).jaxpr, names)
 
 
 def _names(fn: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -207,7 +208,7 @@ class _Counter:
         """Count a program that is called with these values; return those of its results."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
         rounded = {each.invars[0]: str(each.params["dtype"]) for each in jaxpr.eqns if _is_rounding(each)}
-        for equation in _needed(jaxpr):
+        for equation in alive(jaxpr.eqns, jaxpr.outvars):
             operands = [_value(atom, known, at) for atom in equation.invars]
             low = next((rounded[atom] for atom in equation.outvars if atom in rounded), "")
             results = self._visit(equation, operands, low, _place_of(equation, at))
@@ -296,7 +297,7 @@ class _Counter:
             calls=at.times,
             bytes_cast=sum(value.cast.charge() for _, value in given if value.cast),
             bytes_moved=at.times * sum(map(_bytes, floats)),
-            flops=at.times * _flops(equation),
+            flops=at.times * flops_of(equation),
         )
         return [_Value(_Origin(_what(atom), at), None, low) for atom in equation.outvars]
 
@@ -330,17 +331,6 @@ def _value(atom: Atom, known: dict[Atom, _Value], at: _Place) -> _Value:
     """Return what is known of an operand; a variable that is new becomes known."""
     new = _Value(_Origin(_what(atom), at))
     return new if is_literal(atom) else known.setdefault(atom, new)
-
-
-def _needed(jaxpr: Jaxpr) -> list[Equation]:
-    """Return the equations that a result needs, or that do something: the others are not compiled."""
-    wanted = {atom for atom in jaxpr.outvars if not is_literal(atom)}
-    needed = []
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or not wanted.isdisjoint(equation.outvars):
-            wanted.update(atom for atom in equation.invars if not is_literal(atom))
-            needed.append(equation)
-    return needed[::-1]
 
 
 def _programs(equation: Equation) -> list[tuple[Any, list[int]]]:
@@ -436,7 +426,7 @@ def _what(atom: Atom) -> str:
     return f"A {_dtype(atom)} array of shape {_shape(atom)}" if is_array(atom.aval) else ""
 
 
-def _flops(equation: Equation) -> int:
+def flops_of(equation: Equation) -> int:
     """Return the operations of a product or convolution; 0 of others."""
     name, params = equation.primitive.name, equation.params
     if name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):

@@ -229,7 +229,7 @@ class Program:
         ]
         invars = [self._values[atom].atom for atom in self._old.invars]
         outvars = [value.atom for value in results]
-        new = jaxprs.rebuilt(self._jaxpr, invars, outvars, _alive(self._equations, outvars))
+        new = jaxprs.rebuilt(self._jaxpr, invars, outvars, jaxprs.alive(self._equations, outvars))
         self._equations, self._casts = equations, casts
         return new, [value.precision for value in results]
 
@@ -297,14 +297,3 @@ def _with_dtype(aval: Aval, dtype: np.dtype[Any]) -> Any:
 def _number(scalar: float, aval: Aval, precision: Precision) -> Any:
     number = np.float32(scalar).astype(precision.name).astype(precision.dtype)
     return jaxprs.literal(number, _with_dtype(aval, precision.dtype))
-
-
-def _alive(equations: list[Equation], results: Sequence[Atom]) -> list[Any]:
-    """Return the equations that results depend on, and those with effects."""
-    needed = {atom for atom in results if not jaxprs.is_literal(atom)}
-    alive = []
-    for equation in reversed(equations):
-        if equation.effects or not needed.isdisjoint(equation.outvars):
-            alive.append(equation)
-            needed.update(atom for atom in equation.invars if not jaxprs.is_literal(atom))
-    return alive[::-1]

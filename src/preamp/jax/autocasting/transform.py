@@ -205,12 +205,12 @@ def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
     return Settings(low, rules, emulate, name, table=table)
 
 
-def rewritten(program: Pure, settings: Settings, calls: Calls) -> Any:
-    """Return the closed jaxpr of a call in a region; `jax.ShapeDtypeStruct`s may take the place of arrays."""
+def rewritten(program: Pure, settings: Settings, calls: Calls, *, stacklevel: int = 4) -> jaxprs.Call:
+    """Return a call as it is in a region; `jax.ShapeDtypeStruct`s may take the place of arrays."""
     with jaxprs.tracing_for(settings.name):
         call, written = _traced(program, settings)
-    _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=4)
-    return rewrite(call.jaxpr, settings, written)
+    _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=stacklevel)
+    return call._replace(jaxpr=rewrite(call.jaxpr, settings, written))
 
 
 def rewrite(jaxpr: ClosedJaxpr, settings: Settings, written: int = 0) -> ClosedJaxpr:

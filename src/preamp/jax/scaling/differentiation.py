@@ -142,7 +142,7 @@ class Differentiated:
             return lax.pmean(loss, self._names) if axes.tracked(self._names) else loss, aux
 
         value, pull_back, aux = jax.vjp(loss_of, *chosen, has_aux=True)
-        scaled = _pulled_back(pull_back, value, scale)
+        scaled = pulled_back(pull_back, value, scale)
         if self._names:
             value = lax.pmean(widen(value), self._names)
             scaled = trees.map_inexact(partial(axes.mean, self._names), trees.widen(scaled))
@@ -216,7 +216,7 @@ def _other_variables(nnx: Any, module: object) -> list[str]:
     return [f"{type(variable).__name__} {'.'.join(map(str, path))}" for path, variable in state]
 
 
-def _pulled_back(pull_back: Callable[[Array], T], value: Array, scale: Array) -> T:
+def pulled_back(pull_back: Callable[[Array], T], value: Array, scale: Array) -> T:
     """Return gradients times the scale, as much of it through the network as the loss's dtype can hold."""
     limits = jnp.finfo(value.dtype)
     # In shard_map the seed has to vary along the same axes as the value does.

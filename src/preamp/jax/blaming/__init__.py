@@ -1,0 +1,1 @@
+"""`blame`: which operation of a step loses the accuracy."""

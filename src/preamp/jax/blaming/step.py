@@ -1,0 +1,294 @@
+"""`blame(loss_fn, params, ...)`: trace one training step, run it, and say what each operation lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from preamp.arrays.jax import is_inexact, widen
+from preamp.autocasting.blame import Blame, ranked
+from preamp.autocasting.tables import Casting
+from preamp.checks import positive, shown
+from preamp.errors import UsageError
+from preamp.jax import jaxprs
+from preamp.jax.autocasting.flax_objects import pure
+from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
+from preamp.jax.autocasting.settings import Settings
+from preamp.jax.autocasting.transform import region, rewritten
+from preamp.jax.blaming.effects import GRADIENTS, LOSS, measure, seed
+from preamp.jax.blaming.rows import low_flops, rows_of
+from preamp.jax.blaming.tape import BackwardOverflow, Tape, Variable
+from preamp.jax.jaxprs import ClosedJaxpr
+from preamp.jax.scaling.differentiation import pulled_back, refuse_stateful
+from preamp.jax.trees import kind_of
+
+FIRST_SCALE = 2.0**16
+LEAST_SCALE = 2.0**-14
+MISLEADING = 0.1  # relative error of the gradients from which on their norm may be wrong itself
+EXAMPLE = "blame(loss_fn, params, batch)"
+
+
+def blame(
+    loss_fn: Callable[..., object],
+    params: Any,
+    *args: Any,
+    dtype: Any = jnp.bfloat16,
+    casting: Casting | None = None,
+    emulate: bool = True,
+    loss_scale: float | None = None,
+    **kwargs: Any,
+) -> Blame:
+    """Run one training step in low precision, and say what each operation of it loses against float32.
+
+    Loss and gradients are computed once, one operation after the other, as
+    `jax.value_and_grad(autocast(loss_fn, ...))` computes them. Every operation is compared with float32 on
+    the very same inputs, and the derivative of the step tells how much its error changes the gradients and
+    the loss. So the sum of many errors is told apart, and the one that matters is named.
+
+    It costs four steps in float32, five with `emulate=False`, in products and convolutions. They run operator
+    by operator, with loops unrolled, and the values of all operators are kept until the end, which is several
+    times what a compiled step keeps. Products in float32 have `precision="highest"`. Nothing is written to
+    the parameters or to modules of Flax NNX.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def loss(params, x):
+    ...     hidden = x @ params["up"]
+    ...     hidden = hidden + 1000.0  # the neighbors of 1000 in bfloat16 are 996 and 1004
+    ...     return jnp.mean(((hidden - 1000.0) @ params["down"]) ** 2)
+    >>> up, down, x = (jax.random.normal(jax.random.key(seed), (16, 16)) for seed in range(3))
+    >>> found = blame(loss, {"up": up, "down": down}, x)
+    >>> [(row.operator, row.direction) for row in found.guilty]
+    [('add', 'forward')]
+
+    Args:
+        loss_fn: returns the loss, a floating scalar, for `params`, `args` and `kwargs`; any function that
+            `jax.jit` could take.
+        params: what the gradients are with respect to: the floating arrays of this tree, or module.
+        args: the other arguments of `loss_fn`.
+        dtype: the low precision: float16 or bfloat16; with `emulate`, float8_e4m3fn or float8_e5m2 as well.
+        casting: an edited table of primitives, as `autocast` takes.
+        emulate: round to `dtype` but compute in float32, as products do that add up in float32. False
+            computes in `dtype` itself, as this device does.
+        loss_scale: the scale of the gradients of the backward pass. None: for float16 the largest power of
+            two up to 65536 with which nothing overflows there, otherwise 1.
+        kwargs: the keyword arguments of `loss_fn`; those with the names above need a `functools.partial`.
+
+    Returns:
+        One row for each primitive, module, line and direction, worst first. Modules and lines are those in
+        the report of `casts`. Casts are charged to the operator that they are for, such as a product.
+
+    Raises:
+        CastingError: as `autocast` does.
+        UsageError: for a loss that is not a floating scalar, for parameters without floating arrays, for a
+            function that JAX cannot trace, and inside of `jit`, `grad` or `vmap`.
+        PolicyError: for a loss scale that is not a finite number above 0.
+    """
+    settings = region(dtype, casting, emulate)
+    if not callable(loss_fn):
+        raise UsageError(f"{kind_of(loss_fn)} cannot be called as a loss. Write {EXAMPLE}.")
+    if loss_scale is not None:
+        positive("loss_scale", loss_scale, "loss_scale=None")
+    step = traced(loss_fn, params, args, kwargs, settings)
+    tape, results, scale = run(step, settings, loss_scale)
+    loss, float32_loss = float(results[0].value), float(step.in_float32(1)[0])
+    if math.isnan(loss) and not math.isnan(float32_loss):
+        tape = Tape(without_nan=True)
+        results = tape.run(step.program, step.operands(tape, scale))
+    lowered = loss_scale is None and settings.dtype == jnp.float16 and scale != FIRST_SCALE
+    notes = [f"The loss scale is {scale:g}: gradients overflow with {FIRST_SCALE:g}."] if lowered else []
+    if any(call.overflowed for call in tape.calls):
+        notes.append("What overflowed was replaced by the largest number of its precision, to go on.")
+    size = abs(float32_loss) if float32_loss and math.isfinite(float32_loss) else 1.0
+    weights = list(map(weight_of, step.params))
+    norm = _seed(results, weights, scale)
+    rows = rows_of(tape.calls, measure(tape), size)
+    if math.hypot(*(row.effect for row in rows)) > MISLEADING:
+        exact = _norm(step.in_float32()[1:], weights, 1.0)
+        rows = [replace(row, effect=row.effect * norm / exact) for row in rows]
+    return Blame(
+        rows=ranked(rows, float(jnp.finfo(settings.dtype).eps) / 2, emulated=False),
+        dtype=settings.dtype.name,
+        loss=loss,
+        float32_loss=float32_loss,
+        predicted_loss=float32_loss + size * sum(row.loss_effect for row in rows),
+        loss_scale=scale,
+        notes=(*notes, *tape.notes),
+        flops=tape.flops,
+        low_flops=low_flops(tape.calls),
+    )
+
+
+class Step(NamedTuple):
+    """A training step as a program of all arrays and of the loss scale, which the backward pass begins with.
+
+    Attributes:
+        program: returns the loss, and the scaled gradients of the parameters.
+        arrays: all arrays of its call.
+        params: those of them that the gradients are with respect to.
+    """
+
+    program: ClosedJaxpr
+    arrays: Sequence[Any]
+    params: Sequence[Any]
+
+    def operands(self, tape: Tape, scale: float) -> list[Variable]:
+        """Return the operands of the program."""
+        seed = Variable(jnp.float32(scale), is_backward=True)
+        return [*map(tape.constant, self.arrays), seed]
+
+    def in_float32(self, count: int | None = None) -> list[Any]:
+        """Return the first results of the step in float32, without loss scale."""
+        tape, wanted = Tape(in_float32=True), [True] * (1 + len(self.params))
+        if count is not None:
+            wanted = [place < count for place in range(len(wanted))]
+        return [each.value for each in tape.run(self.program, self.operands(tape, 1.0), wanted=wanted)]
+
+
+def traced(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+) -> Step:
+    """Trace the loss, rewrite it, and trace its gradients.
+
+    Raises:
+        UsageError: as `blame` does.
+    """
+    refuse_stateful(params)
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf) if type(leaf) is float else leaf, params)
+    with module_scopes() as calls, pure(scoped_method(loss_fn), (params, *args), kwargs) as program:
+        before, first = program.args[: -len(args) - 1], program.args[-len(args) - 1]
+        leaves, start = jaxprs.split(first)[0], len(jaxprs.split(before)[0])
+        chosen = [start + place for place, leaf in enumerate(leaves) if _is_floating(leaf)]
+        if not chosen:
+            raise UsageError(
+                f"params is {kind_of(params)} without floating arrays, so there are no gradients. Write "
+                f"{EXAMPLE}, with the parameters first."
+            )
+        try:
+            call = rewritten(program, settings, calls, stacklevel=5)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            raise UsageError(
+                f"JAX cannot trace this loss ({type(error).__name__}: {_first_line(error)}). blame takes "
+                "what jax.jit takes: write jnp.where or lax.cond for what depends on values."
+            ) from error
+    _check_known(call)
+    place = _place_of_loss(call)
+
+    def loss_of(arrays: Sequence[Any], *chosen_arrays: Any) -> Any:
+        filled = list(arrays)
+        for number, array in zip(chosen, chosen_arrays, strict=True):
+            filled[number] = array
+        return jaxprs.run(call.jaxpr, filled)[place]
+
+    def step(arrays: Sequence[Any], scale: Any) -> tuple[Any, ...]:
+        loss, pull_back = jax.vjp(partial(loss_of, arrays), *(arrays[number] for number in chosen))
+        return loss, *pulled_back(pull_back, loss, scale)
+
+    arrays = [jnp.asarray(array) for array in call.arrays]
+    traced: Any = jax.make_jaxpr(step)(arrays, jnp.float32(1))
+    return Step(traced, arrays, [arrays[number] for number in chosen])
+
+
+def _check_known(call: jaxprs.Call) -> None:
+    """Raise unless the numbers of all arrays are known."""
+    abstract = [array for array in call.arrays if isinstance(array, jax.ShapeDtypeStruct)]
+    if abstract:
+        raise UsageError(
+            f"{abstract[0]} has no values, and blame runs the step. Write {EXAMPLE} with arrays."
+        )
+    arrays = [*call.arrays, *call.jaxpr.consts, jnp.zeros(()) + 1]
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        raise UsageError(
+            "blame runs the step to look at its values, which jit, grad and vmap hide. Write "
+            f"{EXAMPLE} outside of them; loss_fn itself may use them."
+        )
+
+
+def _place_of_loss(call: jaxprs.Call) -> int:
+    """Return which of a call's results is the loss.
+
+    Raises:
+        UsageError: for one that is not a floating scalar.
+    """
+    results = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in call.jaxpr.jaxpr.outvars]
+    loss = call.returned(results)[1]
+    place = next((place for place, each in enumerate(results) if each is loss), None)
+    if place is None:
+        advice = "lambda *args: loss_fn(*args)[0]" if isinstance(loss, tuple) else "return jnp.mean(loss)"
+        raise UsageError(f"the loss is {shown(loss)}, not a scalar array. Write {advice}.")
+    if loss.shape:
+        raise UsageError(
+            f"the loss has the shape {loss.shape}, and is no scalar. Write return jnp.mean(loss)."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise UsageError(
+            f"the loss is of dtype {loss.dtype}, which has no gradient. Write a floating one: loss.real, or "
+            "loss.astype(jnp.float32)."
+        )
+    return place
+
+
+def run(step: Step, settings: Settings, loss_scale: float | None) -> tuple[Tape, list[Variable], float]:
+    """Run the step; return what ran, its results, and the loss scale.
+
+    What the scale multiplies is proportional to it, so one overflow tells how far it has to go down.
+    """
+    scaled = loss_scale is None and settings.dtype == jnp.float16
+    scale = FIRST_SCALE if scaled else float(loss_scale or 1.0)
+    while True:
+        tape = Tape(stops=scaled)
+        try:
+            return tape, tape.run(step.program, step.operands(tape, scale)), scale
+        except BackwardOverflow as overflow:
+            scale *= 2.0 ** min(-1, -math.ceil(math.log2(overflow.excess)))
+            if scale < LEAST_SCALE:  # it is not the scale
+                scaled, scale = False, 1.0
+
+
+def _seed(results: Sequence[Variable], weights: Sequence[float], scale: float) -> float:
+    """Seed the sensitivities of the loss, and of the gradients in units of their norm, which is returned.
+
+    The gradients are weighted by random signs times a weight for each parameter: the expected square of
+    their sensitivity is the sum of the squares of all gradients' sensitivities.
+    """
+    loss, gradients = results[0], results[1:]
+    seed(loss, LOSS, jnp.ones((), widen(loss.value).dtype))
+    norm = _norm([each.value for each in gradients], weights, scale)
+    random = np.random.default_rng(0)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        signs = random.choice([-1.0, 1.0], np.shape(gradient.value))
+        dtype = np.asarray(widen(gradient.value)).dtype
+        seed(gradient, GRADIENTS, jnp.asarray(signs * (weight / norm / scale), dtype))
+    return norm
+
+
+def _norm(gradients: Sequence[Any], weights: Sequence[float], scale: float) -> float:
+    """Return the norm of gradients with a weight for each parameter; 1 if it is 0 or not finite."""
+    norms = [float(np.linalg.norm(np.asarray(widen(each), np.float64))) / scale for each in gradients]
+    norm = math.hypot(*(weight * each for weight, each in zip(weights, norms, strict=True)))
+    return norm if norm and math.isfinite(norm) else 1.0
+
+
+def weight_of(param: Any) -> float:
+    """Return the root mean square of a parameter; where that is 0, that of an initialisation."""
+    values = np.asarray(widen(param), np.float64)
+    found = math.sqrt(float(np.mean(values * values))) if values.size else 0.0
+    return found or 1 / math.sqrt(max(param.shape, default=1) or 1)
+
+
+def _is_floating(array: Any) -> bool:
+    return is_inexact(array) and not jnp.issubdtype(array.dtype, jnp.complexfloating)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,74 @@
+"""What a row's errors do to the gradients, measured: they are injected into the step in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from preamp.autocasting.tables import DEFAULT
+from preamp.jax.autocasting.transform import region
+from preamp.jax.blaming.operations import Operation
+from preamp.jax.blaming.rows import charged_to, key_of
+from preamp.jax.blaming.step import traced, weight_of
+from preamp.jax.blaming.tape import Tape, Variable
+
+
+class Numbered(Tape):
+    """Counts what it runs, so that the same evaluation is found again in another run."""
+
+    def __init__(self, errors: dict[int, list[Any]] | None = None) -> None:
+        super().__init__(in_float32=errors is not None)
+        self.ran = 0
+        self.number: dict[Any, int] = {}
+        self.errors = errors or {}
+
+    def _call(self, operation: Any, operands: list[Variable]) -> list[Variable]:
+        self.ran += 1
+        results = super()._call(operation, operands)
+        for error in self.errors.get(self.ran, ()):
+            results[0].value = results[0].value + error
+        for result in results:
+            self.number.setdefault(result.maker, self.ran)
+        return results
+
+
+def measured_effects(
+    loss_fn: Any, params: Any, *args: Any, low: str = "bfloat16", repeats: int = 2, **settings: Any
+) -> dict[Any, float]:
+    """Return for each row the change of the gradients by its errors alone, with random signs.
+
+    The unit is that of `BlameRow.effect`.
+    """
+    step = traced(loss_fn, params, args, {}, region(low, DEFAULT, True))
+    scale = settings.get("loss_scale", 1.0)
+    tape = Numbered()
+    tape.run(step.program, step.operands(tape, scale))
+    charged = charged_to(tape.calls)
+    errors: dict[Any, dict[int, Any]] = {}
+    for call in tape.calls:
+        operation = call.operation
+        if isinstance(operation, Operation) and operation.differs:
+            (exact,) = operation.in_float32(*(each.value for each in call.operands))
+            error = np.asarray(call.results[0].value, np.float32) - np.asarray(exact, np.float32)
+            if np.abs(error).max(initial=0):
+                row = errors.setdefault(key_of(charged.get(call, call)), {})
+                row[tape.number[call]] = error
+
+    def gradients(injected: dict[int, list[Any]]) -> list[Any]:
+        exact = Numbered(injected)
+        return [np.asarray(each.value) for each in exact.run(step.program, step.operands(exact, scale))[1:]]
+
+    random = np.random.default_rng(1)
+    plain = gradients({})
+    weights = [weight_of(param) for param in step.params]
+    size = np.sqrt(sum(w**2 * np.square(g).sum() for w, g in zip(weights, plain, strict=True)))
+    found = {}
+    for key, row in errors.items():
+        squares = 0.0
+        for _ in range(repeats):
+            signed = {n: [error * random.choice([-1, 1], error.shape)] for n, error in row.items()}
+            pairs = zip(weights, gradients(signed), plain, strict=True)
+            squares += sum(w**2 * np.square(g - old).sum() for w, g, old in pairs) / repeats
+        found[key] = float(np.sqrt(squares)) / float(size)
+    return found

@@ -1,0 +1,385 @@
+"""What `blame` predicts is what happens, in programs of every kind, and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+from preamp import casting
+from preamp.errors import CastingError, PolicyError, UsageError
+from preamp.jax import autocast, blame, casts
+from preamp.jax.blaming.operations import Operation
+
+from .blamed import HIDDEN, PARAMS, Loss, X, attention, cross_entropy, perceptron
+from .injections import measured_effects
+
+FACTOR = 3.0
+CORRELATION = 0.9
+
+
+def loop(p: Any, x: Any) -> Any:
+    """The loss of a recurrent network of three steps."""
+
+    def cell(h: Any, column: Any) -> Any:
+        h = jnp.tanh(h @ p["query"] + column @ p["up"])
+        return h, h.mean()
+
+    h, means = lax.scan(cell, jnp.zeros((len(x), HIDDEN)), jnp.stack([x, x[::-1], -x]), reverse=True)
+    return cross_entropy(h @ p["down"]) + means[1]
+
+
+def unrolled(p: Any, x: Any) -> Any:
+    h, means = jnp.zeros((len(x), HIDDEN)), []
+    for column in (-x, x[::-1], x):
+        h = jnp.tanh(h @ p["query"] + column @ p["up"])
+        means.append(h.mean())
+    return cross_entropy(h @ p["down"]) + means[1]
+
+
+def rows_as(found: Any) -> dict[Any, Any]:
+    return {(row.module, row.operator, row.source, row.direction): row for row in found.rows}
+
+
+def effects(found: Any) -> dict[Any, float]:
+    """Return the effect of each operator and direction, wherever it is."""
+    squares: Counter[Any] = Counter()
+    for row in found.rows:
+        squares[row.operator, row.direction] += row.effect**2
+    return {key: float(np.sqrt(square)) for key, square in squares.items()}
+
+
+def assert_alike(found: Any, other: Any, factor: float = 1.5) -> None:
+    """Assert that two programs lose the same by the same operators."""
+    one, two = effects(found), effects(other)
+    assert found.loss == pytest.approx(other.loss, rel=1e-5)
+    assert one.keys() == two.keys()
+    assert all(1 / factor < one[key] / two[key] < factor for key in one), (one, two)
+
+
+@pytest.mark.parametrize(
+    ("loss", "low"),
+    [
+        (attention, "float16"),
+        (loop, "bfloat16"),
+        pytest.param(loop, "float16", marks=pytest.mark.slow),
+        pytest.param(attention, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_the_effect_of_each_row_is_what_its_errors_alone_change(loss: Loss, low: str) -> None:
+    found = blame(loss, PARAMS, X, dtype=low)
+    measured = measured_effects(loss, PARAMS, X, low=low, loss_scale=found.loss_scale)
+    rows = rows_as(found)
+    assert rows.keys() == measured.keys()
+    pairs = np.array([(rows[key].effect, measured[key]) for key in rows])
+    assert (np.abs(np.log(pairs[:, 0] / pairs[:, 1])) < np.log(FACTOR)).all(), pairs
+    assert np.corrcoef(np.log(pairs).T)[0, 1] > CORRELATION
+
+
+@pytest.mark.parametrize("loss", [perceptron, attention, loop])
+def test_the_rows_predict_the_change_of_the_loss(loss: Loss) -> None:
+    found = blame(loss, PARAMS, X)
+    change, predicted = found.loss - found.float32_loss, found.predicted_loss - found.float32_loss
+    assert change
+    assert predicted == pytest.approx(change, rel=0.1)
+    assert {row.loss_effect for row in found.rows if row.direction == "backward"} == {0.0}
+
+
+def test_a_loop_loses_what_its_turns_lose() -> None:
+    found = blame(loop, PARAMS, X)
+    assert_alike(found, blame(unrolled, PARAMS, X))
+    products = [row for row in found.rows if row.operator == "dot_general" and row.direction == "forward"]
+    assert sorted(row.calls for row in products) == [1, 6]
+
+
+def remat(p: Any, x: Any) -> Any:
+    return perceptron(p, x, jax.checkpoint(jnp.tanh))
+
+
+def jitted(p: Any, x: Any) -> Any:
+    return jax.jit(perceptron, static_argnums=2)(p, x, jax.jit(jnp.tanh))
+
+
+def branch(p: Any, x: Any) -> Any:
+    return lax.cond(x.sum() < 1e9, lambda: perceptron(p, x), lambda: jnp.float32(0))
+
+
+def turned(p: Any, x: Any) -> Any:
+    return lax.while_loop(lambda n: n[0] < 2, lambda n: (n[0] + 1, n[1] * 2), (0, x))[1]
+
+
+def waiting(p: Any, x: Any) -> Any:
+    return perceptron(p, turned(p, x) / 4)
+
+
+@jax.custom_vjp
+def tanh(x: Any) -> Any:
+    return jnp.tanh(x)
+
+
+def tanh_forward(x: Any) -> Any:
+    return jnp.tanh(x), jnp.tanh(x)
+
+
+def tanh_backward(y: Any, gradient: Any) -> Any:
+    low = gradient.astype(jnp.float16) * (1 - y * y).astype(jnp.float16)
+    return (low.astype(jnp.float32),)
+
+
+tanh.defvjp(tanh_forward, tanh_backward)
+
+
+@pytest.mark.parametrize("loss", [remat, jitted, branch, waiting])
+def test_what_holds_a_program_changes_nothing(loss: Loss) -> None:
+    found, plain = blame(loss, PARAMS, X), blame(perceptron, PARAMS, X)
+    one, two = effects(found), effects(plain)
+    assert found.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert all(one[key] == pytest.approx(two[key], rel=0.5) for key in two)
+
+
+def test_the_backward_pass_of_a_custom_derivative_is_backward() -> None:
+    found = blame(lambda p, x: perceptron(p, x, tanh), PARAMS, X)
+    (row,) = (row for row in found.rows if row.runs == "float16" and row.operator == "mul")
+    assert row.direction == "backward"
+    assert row.loss_effect == 0.0 < row.effect
+
+
+def test_gradients_inside_of_the_loss_are_forward() -> None:
+    def penalty(p: Any, x: Any) -> Any:
+        return jnp.sum(jnp.square(jax.grad(perceptron, argnums=1)(p, x)))
+
+    found = blame(penalty, PARAMS, X)
+    assert found.predicted_loss - found.float32_loss == pytest.approx(
+        found.loss - found.float32_loss, rel=0.3
+    )
+    products = {row.direction: row.calls for row in found.rows if row.operator == "dot_general"}
+    assert products["forward"] == 4
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(8, name="down")(nn.relu(nn.LayerNorm()(nn.Dense(HIDDEN, name="up")(x))))
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(HIDDEN, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.down(jnp.tanh(self.up(x)))
+
+
+class EqxMlp(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __call__(self, x: Any) -> Any:
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def linen_model() -> tuple[Loss, Any]:
+    model = Mlp()
+    return lambda p, x: cross_entropy(model.apply(p, x)), model.init(jax.random.key(0), X)
+
+
+def nnx_model() -> tuple[Loss, Any]:
+    return lambda model, x: cross_entropy(model(x)), NnxMlp(nnx.Rngs(0))
+
+
+def equinox_model() -> tuple[Loss, Any]:
+    keys = jax.random.split(jax.random.key(0))
+    model = EqxMlp(eqx.nn.Linear(HIDDEN, HIDDEN, key=keys[0]), eqx.nn.Linear(HIDDEN, 8, key=keys[1]))
+    return lambda model, x: cross_entropy(jax.vmap(model)(x)), model
+
+
+@pytest.mark.parametrize("model", [linen_model, nnx_model, equinox_model])
+def test_modules_and_lines_are_those_of_the_report_of_casts(model: Any) -> None:
+    loss, params = model()
+    before = [vars(kind)["__call__"] for kind in (Mlp, NnxMlp, EqxMlp)]
+    found = blame(loss, params, X)
+    assert before == [vars(kind)["__call__"] for kind in (Mlp, NnxMlp, EqxMlp)]
+    assert not found.guilty
+    places = {(row.module, row.operator, row.source) for row in casts(loss, params, X, emulate=True).rows}
+    forward = {(row.module, row.operator, row.source) for row in found.rows if row.direction == "forward"}
+    assert forward <= places
+    assert {place for place in places if place[1] == "dot_general"} <= forward
+    modules = {row.module for row in found.rows if row.direction == "backward"}
+    assert any("up" in module for module in modules)
+    assert any("down" in module for module in modules)
+
+
+def test_edits_of_the_table_and_of_modules_hold() -> None:
+    loss, params = linen_model()
+    assert not blame(loss, params, X, casting=casting.DEFAULT.float32("dot_general")).rows
+    rows = blame(loss, params, X, casting=casting.DEFAULT.module("up", "float32")).rows
+    assert {row.module for row in rows if row.operator == "dot_general"} == {"Mlp.down"}
+
+
+def test_products_are_counted_as_in_the_report_of_casts() -> None:
+    loss, params = linen_model()
+    table = casting.DEFAULT.module("up", "float32")
+    rows = casts(loss, params, X, casting=table).rows
+    found = blame(loss, params, X, casting=table)
+    assert found.flops == sum(row.flops for row in rows)
+    assert found.low_flops == sum(row.flops for row in rows if row.runs == "bfloat16")
+    assert 0 < found.low_flops < found.flops
+    assert sum(row.flops for row in found.rows if row.direction == "forward") == found.low_flops
+
+
+def test_a_module_that_does_not_exist_is_a_warning_at_the_line_of_the_call() -> None:
+    loss, params = linen_model()
+    with pytest.warns(UserWarning, match="No module of this program is named 'upp'") as caught:
+        blame(loss, params, X, casting=casting.DEFAULT.module("upp", "float32"))
+    assert caught[0].filename == __file__
+
+
+def test_every_rounding_belongs_to_an_operator() -> None:
+    found = blame(attention, PARAMS, X)
+    assert not {"rounded", "reduce_precision", "convert_element_type"} & {row.operator for row in found.rows}
+    assert {row.part for row in found.rows if row.operator == "dot_general"} == {"product"}
+    assert {row.runs for row in found.rows if row.operator == "dot_general"} == {"bfloat16 emulated"}
+
+
+def test_a_cast_that_a_user_writes_stands_for_itself() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        low = jnp.exp(x @ p["up"]).astype(jnp.bfloat16)
+        return jnp.mean(jnp.sin(low))
+
+    rows = blame(loss, PARAMS, X).rows
+    cast, sine = (
+        next(row for row in rows if row.operator == name) for name in ("convert_element_type", "sin")
+    )
+    assert cast.direction == "forward"
+    assert int(cast.source.partition(":")[2]) + 1 == int(sine.source.partition(":")[2])
+
+
+def test_nothing_is_written_to_and_nothing_depends_on_what_ran_before() -> None:
+    class Normed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.norm = nnx.BatchNorm(HIDDEN, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.norm(x)
+
+    def loss(p: Any, model: Normed, x: Any) -> Any:
+        return cross_entropy(model(x @ p["up"]) @ p["down"])
+
+    model = Normed(nnx.Rngs(0))
+    found = blame(loss, PARAMS, model, X)
+    assert not model.norm.mean[...].any()
+    assert found == blame(loss, PARAMS, model, X)
+
+
+def test_params_may_hold_more_than_floats_and_arguments_may_be_anything() -> None:
+    def loss(p: Any, count: int, *, x: Any, name: str) -> Any:
+        assert name == "name"
+        return (
+            p["net"]["down"].sum() * p["scale"] + cross_entropy(x @ p["net"]["up"] @ p["net"]["down"]) * count
+        )
+
+    params = {"net": PARAMS, "steps": jnp.arange(3), "scale": 1e-3, "none": None}
+    found = blame(loss, params, 2, x=X, name="name")
+    assert {row.direction for row in found.rows} == {"forward", "backward"}
+
+
+def test_float16_and_bfloat16_are_measured_in_their_own_unit() -> None:
+    """Errors shrink with the unit roundoff."""
+    low, high = (
+        blame(perceptron, PARAMS, X, dtype=dtype).gradient_error for dtype in ("bfloat16", "float16")
+    )
+    assert low / high == pytest.approx(8, rel=0.5)
+
+
+def test_it_costs_four_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: Counter[str] = Counter()
+
+    def counting(method: Any) -> Any:
+        def counted(self: Operation, *values: Any) -> Any:
+            ran[self.name] += 1
+            return method(self, *values)
+
+        return counted
+
+    for name in ("__call__", "in_float32"):
+        monkeypatch.setattr(Operation, name, counting(getattr(Operation, name)))
+    blame(perceptron, PARAMS, X)
+    step = str(jax.make_jaxpr(jax.value_and_grad(autocast(perceptron)))(PARAMS, X)).count("dot_general")
+    forward, derivatives = 2, 2
+    assert step == 5  # without the gradient of the input
+    assert ran["dot_general"] == step + derivatives * step + derivatives * forward + forward
+    assert ran["dot_general"] <= 4.2 * step
+
+
+def test_float32_is_no_less_than_that_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs and TPUs compute products of float32 in less, unless they are asked for the highest precision."""
+    asked: set[Any] = set()
+
+    def seeing(method: Any) -> Any:
+        def seen(self: Operation, *values: Any) -> Any:
+            if self.name == "dot_general" and values[0].dtype == jnp.float32:
+                asked.add(self.equation.params["precision"])
+            return method(self, *values)
+
+        return seen
+
+    for name in ("__call__", "in_float32"):
+        monkeypatch.setattr(Operation, name, seeing(getattr(Operation, name)))
+    blame(perceptron, PARAMS, X)
+    assert asked == {(lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+
+
+@pytest.mark.parametrize(
+    ("args", "settings", "error", "said"),
+    [
+        ((perceptron, PARAMS, X), {"dtype": "float32"}, CastingError, "float32.*Write dtype='float16'"),
+        ((perceptron, PARAMS, X), {"casting": 3}, CastingError, "is not a table"),
+        ((perceptron, PARAMS, X), {"loss_scale": 0}, PolicyError, "loss_scale=0"),
+        ((3, PARAMS, X), {}, UsageError, "cannot be called as a loss"),
+        ((perceptron, {"steps": jnp.arange(3)}, X), {}, UsageError, "without floating arrays"),
+        ((lambda p: p["up"], PARAMS), {}, UsageError, r"shape \(16, 16\).*jnp.mean"),
+        ((lambda p: 3.0, PARAMS), {}, UsageError, "the loss is 3.0, not a scalar array"),
+        ((lambda p: (p["up"].sum(), 1), PARAMS), {}, UsageError, r"loss_fn\(\*args\)\[0\]"),
+        ((lambda p: p["up"].argmax(), PARAMS), {}, UsageError, "int32, which has no gradient"),
+        ((lambda p: 1.0 if p["up"].sum() > 0 else 2.0, PARAMS), {}, UsageError, "cannot trace.*lax.cond"),
+        ((perceptron, PARAMS, jax.ShapeDtypeStruct(X.shape, X.dtype)), {}, UsageError, "has no values"),
+    ],
+)
+def test_errors_say_what_to_write(args: Any, settings: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        blame(*args, **settings)
+
+
+@pytest.mark.parametrize("transformation", [jax.jit, jax.grad])
+def test_it_cannot_be_compiled_or_differentiated(transformation: Any) -> None:
+    for run in (
+        lambda size: blame(perceptron, PARAMS, X * size).loss,
+        lambda size: blame(lambda p: perceptron(p, X) * size, PARAMS).loss,
+    ):
+        with pytest.raises(UsageError, match="outside of them"):
+            transformation(run)(1.0)
+
+
+def test_an_operation_that_float32_refuses_is_noted() -> None:
+    def double(x: Any) -> Any:
+        assert x.dtype == jnp.bfloat16
+        return x + x
+
+    def loss(p: Any, x: Any) -> Any:
+        low = (x @ p["up"]).astype(jnp.bfloat16)
+        result = jax.ShapeDtypeStruct(low.shape, low.dtype)
+        twice = jax.pure_callback(double, result, lax.stop_gradient(low))
+        return cross_entropy((low + twice) @ p["down"])
+
+    found = blame(loss, PARAMS, X, emulate=False)
+    assert "pure_callback" in found.notes[0]
+    assert "pure_callback" not in {row.operator for row in found.rows}
