@@ -389,7 +389,8 @@ def test_dialects_lists_every_dialect(here):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "simulate", "report", "doctor", "inspect", "check", "convert", "dialects"]
+    "command",
+    ["train", "simulate", "report", "doctor", "inspect", "blame", "tune", "check", "convert", "dialects"],
 )
 def test_help_fits_80_columns_and_shows_no_default_of_python(command, here, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -1,7 +1,8 @@
-"""The command line: train, simulate, report, doctor, inspect, check, convert, dialects."""
+"""The command line: train, simulate, report, doctor, inspect, blame, tune, check, convert, dialects."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
@@ -17,6 +18,7 @@ from cyclopts.validators import Number
 
 from preamp import __version__
 from preamp.cli import comparison
+from preamp.cli.casting_file import read_casting
 from preamp.cli.comparison import events, footer, scale_row, spikes, stops
 from preamp.cli.flags import (
     GUARDS,
@@ -46,6 +48,7 @@ from preamp.cli.terminal import (
 from preamp.errors import MissingExtra, PreampError
 from preamp.policy import Dynamic
 from preamp.policy.registry import RULES
+from preamp.record.files import naming
 from preamp.record.formatting import kebab
 from preamp.record.trace import Trace
 from preamp.record.trace_ranks import paths_of_ranks
@@ -58,7 +61,20 @@ if TYPE_CHECKING:
     from preamp.machine import MachineReport
     from preamp.report import Curve
 
-__all__ = ["app", "check", "convert", "dialects", "doctor", "inspect", "report", "run", "simulate", "train"]
+__all__ = [
+    "app",
+    "blame",
+    "check",
+    "convert",
+    "dialects",
+    "doctor",
+    "inspect",
+    "report",
+    "run",
+    "simulate",
+    "train",
+    "tune",
+]
 
 
 def _whole(_: object, tokens: Sequence[Token]) -> int:
@@ -425,6 +441,122 @@ def inspect(
     print(found)
     print_open(out_file)
     return 0
+
+
+@app.command
+def blame(
+    target: str,
+    /,
+    *,
+    framework: Literal["torch", "jax"] = "torch",
+    dtype: LowPrecision | None = None,
+    cast: bool = False,
+    casting_file: Annotated[Path | None, Parameter(name="--casting")] = None,
+    loss_scale: float | None = None,
+    by: Literal["operator", "module"] = "operator",
+    out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/blame.html"),
+    json_file: Annotated[Path | None, Parameter(name="--json")] = None,
+) -> int:
+    """Run one training step in low precision and in float32, and say which operator loses the accuracy.
+
+    Each call of an operator, and its backward pass, is compared with float32 on the very same inputs. What it
+    differs in counts by what that does to the gradients and to the loss. A star marks the operators that lose
+    more than they have to in this precision.
+
+    Args:
+        target: MODULE:FUNCTION, such as train.py:loss; it is called without arguments. With PyTorch it
+            returns the loss; of a whole training step, what comes before backward() is run. With JAX it
+            returns a loss function, its parameters and its other arguments.
+        framework: whose operators to compare.
+        dtype: the low precision. Default: bfloat16.
+        cast: cast as autocast does on this device. Default: products round in float32, as on a tensor core,
+            and nothing else is low unless the program casts it.
+        casting_file: edits of operators and modules, in JSON, TOML or YAML, as Casting.to_dict writes them.
+        loss_scale: what the loss is multiplied by. Default: what dynamic loss scaling would come to.
+        by: a row for each operator and line, or for each module.
+        out_file: the report with all rows.
+        json_file: where to write all rows as JSON.
+    """
+    from preamp.cli.lab.blamed import blame_function
+    from preamp.report import effects_figure, write_report
+
+    found = blame_function(
+        target, framework, dtype, emulate=not cast, casting_file=casting_file, loss_scale=loss_scale
+    )
+    found = found.by_module() if by == "module" else found
+    write_report(
+        out_file,
+        title=f"What {target} loses in {found.dtype}",
+        lead=[found.summary(), *found.notes],
+        curves=[],
+        figures=[effects_figure(found)] if found.rows else [],
+        table=found.table(),
+        footer=footer([f"{framework}, {found.dtype}"]),
+    )
+    if json_file:
+        with naming(json_file):
+            json_file.write_text(found.to_json() + "\n", encoding="utf-8")
+    print(found)
+    print_open(out_file)
+    return 0
+
+
+@app.command
+def tune(
+    target: str,
+    /,
+    *,
+    framework: Literal["torch", "jax"] = "torch",
+    dtype: LowPrecision | None = None,
+    cast: bool = False,
+    casting_file: Annotated[Path | None, Parameter(name="--casting")] = None,
+    loss_scale: float | None = None,
+    error: float | None = None,
+    calls: Count | None = None,
+    out_file: Annotated[Path, Parameter(name="--out")] = Path("casting.json"),
+) -> int:
+    """Find the smallest set of operators and modules of a training step to keep in float32.
+
+    It runs preamp blame on the step, keeps in float32 what loses more than it has to, cheapest first in
+    products, and runs it again, at most twenty times. The table is written to a file, for
+    autocast(casting=Casting.from_dict(...)) and for --casting of other commands.
+
+    Args:
+        target: MODULE:FUNCTION, as of preamp blame.
+        framework: whose operators to keep.
+        dtype: the low precision. Default: bfloat16.
+        cast: as of preamp blame.
+        casting_file: the table to begin with, in JSON, TOML or YAML. Default: autocast's.
+        loss_scale: as of preamp blame.
+        error: the predicted relative error of the gradients to stay below. Default: none.
+        calls: how often to call the function, which has to train, in float32, with the table to begin with
+            and with the one that was found, to compare the losses; of PyTorch. Default: not at all.
+        out_file: where to write the table, as JSON.
+    """
+    from preamp.cli.lab.tuned import table, train_with, tune_function
+
+    if calls is not None and framework == "jax":
+        raise PreampError("--calls is for PyTorch. Leave it out, and train with the table that is written.")
+    found = tune_function(
+        target,
+        framework,
+        dtype,
+        emulate=not cast,
+        casting_file=casting_file,
+        loss_scale=loss_scale,
+        error=error,
+    )
+    with naming(out_file):
+        out_file.parent.mkdir(parents=True, exist_ok=True)
+        out_file.write_text(json.dumps(found.casting.to_dict(), indent=1) + "\n", encoding="utf-8")
+    print(found)
+    if calls is not None:
+        before = read_casting(casting_file) if casting_file else None
+        runs = train_with(target, framework, found, before, calls, emulate=not cast)
+        out.print(f"\n{calls} calls of {target}, the mean loss of the last tenth:", soft_wrap=True)
+        print_table(table(runs))
+    out.print(f"The table is in {out_file}.", soft_wrap=True)
+    return 0 if found.solved else 1
 
 
 @app.command

@@ -14,6 +14,7 @@ else:  # in JAX 0.5 an array's type does not say along which axes of a mesh it v
 from preamp.jax.autocasting.counting import casts
 from preamp.jax.autocasting.transform import autocast
 from preamp.jax.blaming.step import blame
+from preamp.jax.blaming.tune import tune
 from preamp.jax.exponents import exponent_histogram, flow_slot, snapshot, watch
 from preamp.jax.machine import check
 from preamp.jax.sampler_mismatch import mismatch
@@ -56,6 +57,7 @@ __all__ = [
     "scaled_value_and_grad",
     "snapshot",
     "step",
+    "tune",
     "value_and_grad",
     "watch",
 ]

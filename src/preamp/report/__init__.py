@@ -7,8 +7,18 @@ try:
 except ImportError as error:
     raise MissingExtra.of(error, "preamp[report]") from error
 
+from preamp.report.effects import effects_figure
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import heat_figure
 from preamp.report.html import Strip, write_report
 
-__all__ = ["Curve", "Strip", "heat_figure", "loss_figure", "scale_figure", "write_report", "zeros_figure"]
+__all__ = [
+    "Curve",
+    "Strip",
+    "effects_figure",
+    "heat_figure",
+    "loss_figure",
+    "scale_figure",
+    "write_report",
+    "zeros_figure",
+]

@@ -75,6 +75,7 @@ def write_report(
     table: Sequence[dict[str, str]],
     strips: Sequence[Strip] = (),
     strips_title: str = "",
+    figures: Sequence[str] = (),
     footer: str = "",
 ) -> None:
     """Write the report. An existing one is replaced when the new one is complete.
@@ -88,6 +89,7 @@ def write_report(
         table: one row each, heading to cell; all rows have the same headings.
         strips: rows of pictures to compare.
         strips_title: the heading above them.
+        figures: more figures, as SVG.
         footer: small print.
 
     Raises:
@@ -97,6 +99,7 @@ def write_report(
         "".join(f"<p>{escape(text)}</p>" for text in lead),
         *_pictures(strips, strips_title),
         f'<div class="figures">{"".join(map(_figure, _figures(curves)))}</div>',
+        *map(_figure, figures),
         *_snapshots(curves),
         f"<h2>Numbers</h2>{_table(table)}" if table else "",
     ]

@@ -15,6 +15,7 @@ from preamp.torch import amp, cpu, cuda
 from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.blaming.blame import blame
+from preamp.torch.blaming.tune import tune
 from preamp.torch.layerwise.layerwise_scale import LayerwiseScale
 from preamp.torch.lens.lens import Lens
 from preamp.torch.machine import check
@@ -38,4 +39,5 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "mismatch",
+    "tune",
 ]

@@ -23,7 +23,8 @@ from statistics import median
 from typing import Any
 
 import preamp
-from preamp.cli.lab.inspected import find_function
+from preamp.autocasting.tables import Casting
+from preamp.cli.lab.inspected import find_function, model_of
 from preamp.errors import MissingExtra, PreampError, UsageError
 from preamp.machine import FASTER, SLOWER, MachineReport, PrecisionRow
 from preamp.machine.measurements import first_line, timed
@@ -51,6 +52,10 @@ class PrecisionRun:
         problem: why the run ended early, in one line.
         advice: what to do about the problem; "" if it is not known.
         refused: what is wrong with the target itself.
+        casting: the edits of autocast's table, as `Casting.to_dict` returns them; None for none.
+        finds_model: whether the function is called once more, before the others, to find its model for
+            the rules of modules.
+        label: what the run is called, if that is more than its precision.
     """
 
     precision: str
@@ -61,11 +66,14 @@ class PrecisionRun:
     problem: str = ""
     advice: str = ""
     refused: str = ""
+    casting: dict[str, Any] | None = None
+    finds_model: bool = False
+    label: str = ""
 
     @property
     def name(self) -> str:
         """The precision, and whether it is emulated."""
-        return f"{self.precision}, emulated" if self.emulate else self.precision
+        return self.label or (f"{self.precision}, emulated" if self.emulate else self.precision)
 
     @property
     def usual_seconds(self) -> float:
@@ -90,7 +98,7 @@ def run_in_float32(target: str, framework: str, calls: int) -> PrecisionRun:
     Raises:
         PreampError: for a target that does not exist, or a function that raises or returns no loss.
     """
-    found = _run_apart(PrecisionRun("float32"), target, framework, "", calls)
+    found = run_apart(PrecisionRun("float32"), target, framework, "", calls)
     if found.refused:
         raise PreampError(found.refused)
     if found.problem:
@@ -118,7 +126,7 @@ def run_in_low_precision(
     lacks = half is None or any(one.verdict in ("emulated", "missing") for one in half.products.values())
     is_fast = half is not None and not lacks and half.speed >= SLOWER
     runs = [PrecisionRun("bfloat16"), PrecisionRun("float16", emulate=not is_fast)]
-    return [_run_apart(run, target, framework, device, len(reference.losses)) for run in runs]
+    return [run_apart(run, target, framework, device, len(reference.losses)) for run in runs]
 
 
 def _row_of(report: MachineReport, device: str, precision: str) -> PrecisionRow | None:
@@ -210,7 +218,8 @@ def _slower_than_products(run: PrecisionRun, reference: PrecisionRun, report: Ma
     ]
 
 
-def _run_apart(run: PrecisionRun, target: str, framework: str, device: str, calls: int) -> PrecisionRun:
+def run_apart(run: PrecisionRun, target: str, framework: str, device: str, calls: int) -> PrecisionRun:
+    """Call a function some times, in a process of its own, and return the run with its losses."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
         asked = json.dumps([asdict(run), target, framework, device, calls, str(path)])
@@ -246,8 +255,10 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
     torch.manual_seed(SEED)
     function = _import(target)
     region: AbstractContextManager[object] = nullcontext()
+    model = model_of(function) if run.finds_model else None
     if run.precision != "float32":
-        region = autocast(device, getattr(torch, run.precision), emulate=run.emulate)
+        dtype, table = getattr(torch, run.precision), _table_of(run)
+        region = autocast(device, dtype, emulate=run.emulate, casting=table, model=model)
 
     def call() -> float:
         with region:
@@ -269,7 +280,7 @@ def _prepare_jax(run: PrecisionRun, target: str, device: str) -> Callable[[], fl
 
     function = _import(target)
     if run.precision != "float32":
-        function = autocast(function, dtype=run.precision, emulate=run.emulate)
+        function = autocast(function, dtype=run.precision, emulate=run.emulate, casting=_table_of(run))
     run.device = jax.default_backend()
     # Each lambda is traced, while JAX would not trace the function itself a second time. A value of the first
     # trace that was written to a Python object and is used in the second raises.
@@ -290,6 +301,10 @@ def _prepare_jax(run: PrecisionRun, target: str, device: str) -> Callable[[], fl
         return _number(target, loss)
 
     return call
+
+
+def _table_of(run: PrecisionRun) -> Casting | None:
+    return None if run.casting is None else Casting.from_dict(run.casting)
 
 
 def _import(target: str) -> Callable[[], Any]:

@@ -78,7 +78,7 @@ def _run_in_torch(
         raise PreampError(f"--device {device} is not a device type. Write cpu or cuda.") from error
     function = find_function(target)
     low = getattr(torch, dtype) if dtype else None
-    model = _model_of(function) if table and table.modules else None
+    model = model_of(function) if table and table.modules else None
     if compiled:
         function = torch.compile(function)
     with autocast(device, low, casting=table, model=model, report=True, emulate=emulate) as region:
@@ -89,7 +89,7 @@ def _run_in_torch(
     return report
 
 
-def _model_of(function: Callable[[], Any]) -> Any:
+def model_of(function: Callable[[], Any]) -> Any:
     """Run a function once and return the module that it calls, or all of them in one."""
     from torch import nn
     from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook

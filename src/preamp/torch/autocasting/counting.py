@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from preamp.arrays.torch_compat import (
     DispatchMode,
@@ -30,11 +29,11 @@ from preamp.arrays.torch_compat import (
 from preamp.autocasting.report import REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.torch.autocasting import compiled
 from preamp.torch.autocasting.modes import ELIGIBLE
+from preamp.torch.flops import flops_of
 from preamp.torch.running_modules import RunningModules
 
 aten = torch.ops.aten
 CASTS = (aten._to_copy, aten.to)  # under inference_mode only the second is dispatched
-SAME_WORK = {aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention}
 UNCOUNTED = frozenset(["new_empty", "new_empty_strided", "new_zeros", "_unsafe_view"])
 # Operators whose results can be infinite for other reasons than the range of the dtype.
 INFINITE_BY_DEFINITION = frozenset(
@@ -187,8 +186,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
             return
         call = self._current or self._call(name, self._unlisted(), (args, kwargs))
         call.bytes_moved += sum(map(_bytes, _floats([args, kwargs, result])))
-        formula = flop_registry.get(SAME_WORK.get(func.overloadpacket, func.overloadpacket))
-        call.flops += int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        call.flops += flops_of(func, args, kwargs, result)
         if call is not self._current:
             self._finish(call, (args, kwargs), result)
 

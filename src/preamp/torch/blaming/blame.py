@@ -16,15 +16,17 @@ from preamp.arrays import torch_compat as compat
 from preamp.autocasting.blame import Blame, BlameRow, ranked
 from preamp.autocasting.tables import Casting
 from preamp.checks import positive, shown
-from preamp.errors import UsageError
+from preamp.errors import CastingError, UsageError
 from preamp.torch.autocasting.region import autocast
-from preamp.torch.blaming.recorder import Recorder, size_of
-from preamp.torch.blaming.tallies import Place, norm_of
+from preamp.torch.autocasting.rules import EMULATED
+from preamp.torch.blaming.recorder import Finished, Recorder, size_of
+from preamp.torch.blaming.tallies import TINY, Place, norm_of
 from preamp.torch.running_modules import RunningModules
 from preamp.torch.scaling.unscaled import watch
 
 FIRST_SCALE = 2.0**16  # with which dynamic loss scaling starts
 MEASURED = 3  # rows that are measured by themselves
+REPAIRED = "What overflowed was replaced by the largest number of its precision, to go on: so is the loss."
 ATTEMPTS = 4  # to find a loss scale with which nothing overflows
 
 
@@ -38,24 +40,25 @@ def blame(
     loss_scale: float | None = None,
     seed: int = 0,
 ) -> Blame:
-    """Run one step in low precision and in float32, and say which operator call loses what.
+    """Run one training step in low precision and in float32, and say which operator call loses what.
 
     Args:
-        loss_fn: returns the loss, a floating-point tensor with one element, and does not call `backward()`.
-            It is called once, once more for each of the worst accused rows (at most three), and again with a
-            smaller loss scale where one is looked for. So it has to do the same in each call.
+        loss_fn: returns the loss, a floating-point tensor with one element. A function that calls
+            `backward()`, such as a whole training step, is run up to there. It is called several times and
+            has to do the same each time: once to compare, once for each of the first three rows that are
+            accused, and again where a smaller loss scale has to be tried.
         args: what it is called with.
-        model: the model, whose paths the rows and the rules of modules in `casting` name. Without, paths
-            begin with the class of the outermost module.
+        model: the model. Rows, and the rules of modules in `casting`, name modules by their paths in it.
+            Without it, paths begin with the class of the outermost module.
         dtype: the low precision: torch.bfloat16, torch.float16, or, with `emulate`, a float8.
         casting: the edits of autocast's table; None for none.
-        emulate: whether products round to the low precision in float32, as a tensor core does, and everything
-            else stays in float32 unless the program itself casts; as `autocast(emulate=True)`. False computes
-            as autocast does on this device.
+        emulate: True is `autocast(emulate=True)`: products round their inputs and results to the low
+            precision, as on a tensor core, and all other operators stay in float32 unless the program itself
+            casts. False is autocast as this device runs it.
         loss_scale: what the loss is multiplied by before its backward pass. None takes what dynamic loss
-            scaling would come to: for float16 the largest power of two up to 2**16 with which no gradient
-            overflows; 1 for other formats.
-        seed: of the noise on the weights with which effects are estimated.
+            scaling would arrive at: for float16 the largest power of two up to 2**16 at which no gradient
+            overflows, 1 for other formats.
+        seed: of the noise on the weights by which effects are estimated.
 
     Returns:
         The rows, worst first, and which of them are accused. `print` shows them as a table.
@@ -64,44 +67,37 @@ def blame(
         UsageError: for a function that cannot be compared, with the reason.
         CastingError: for a table or dtype that autocast refuses.
 
-    What is compared: each call's result with what float32 gives for the very same inputs, and the gradients
-    of its inputs in the same way. Its effect is what this difference changes the gradients by, to first
-    order, estimated for all calls together from the gradients at weights with 2**-7 noise. The order of
-    summation inside of an operator is not varied. Integers, comparisons and random numbers are those of the
-    step in low precision. All weights, buffers, gradients and random states are left as they were. Compiled
-    functions run eagerly.
+    Every call's result is compared with what float32 returns for the very same inputs, and so are the
+    gradients of its inputs. The effect of a difference is how much it changes the gradients of the
+    parameters, to first order. It is estimated for all calls at once, from a second backward pass at weights
+    that are moved by 2**-7 of their size. What is lost under `no_grad`, behind `detach()` and where integers
+    are cast to low precision is found as well.
 
-    It costs 3.7 steps in float32, and 2.3 more for each row that is measured by itself; memory is that of two
-    steps in float32. Numbers of forward and backward products; docs/eyes.md has times.
+    Not seen: the order of sums inside an operator; decisions, such as an argmax, which are taken as they are
+    in low precision; the sign of a ReLU's input where it flips; casts in the backward pass of a
+    `torch.autograd.Function`; modules of `torch.jit`. Calls that draw random numbers are compared in the
+    forward pass only. Compiled functions run eagerly. Weights, buffers, gradients and random states are left
+    as they were.
+
+    It takes 3.7 times the products of a step in float32, up to 5 times with `no_grad` or `detach` in it, and
+    2.3 times more for each accused row that is measured. docs/eyes.md has times and memory.
 
     >>> model = nn.Linear(8, 1)
     >>> found = blame(lambda x: model(x).square().mean(), torch.ones(4, 8), model=model, dtype=torch.float16)
     >>> found.guilty
     []
     """
-    _check(loss_fn, model, loss_scale)
-    step = _Step(loss_fn, args, model, dtype, casting, emulate, seed)
-    scale = FIRST_SCALE if loss_scale is None and dtype is torch.float16 else float(loss_scale or 1.0)
-    notes = step.notes()
-    found = step.run(scale)
-    for _ in range(ATTEMPTS):
-        high = [row for row in found.rows if row.direction == "backward" and row.overflowed]
-        if loss_scale is not None or not high:
-            break
-        peak = max(row.peak / row.limit for row in high)
-        scale *= min(0.5, 2.0 ** -math.ceil(math.log2(peak)))
-        found = step.run(scale)
-    if loss_scale is None and dtype is torch.float16 and scale != FIRST_SCALE:
-        notes.append(f"The loss scale is {scale:g}: gradients overflow with {FIRST_SCALE:g}.")
+    step = Step(loss_fn, args, model, dtype, emulate, loss_scale, seed)
+    found = step.run(casting)
     rows = list(found.rows)
     for at, row in enumerate(rows[:MEASURED]):
         if row.guilty:
-            rows[at] = step.measured(row, scale)
-    return replace(found, rows=rows, notes=(*notes, *found.notes))
+            rows[at] = step.measured(row, casting, found.loss_scale)
+    return replace(found, rows=rows)
 
 
-class _Step:
-    """The step to run, in any number of runs."""
+class Step:
+    """The step to run, with any table; the arguments are those of `blame`."""
 
     def __init__(
         self,
@@ -109,29 +105,63 @@ class _Step:
         args: tuple[Any, ...],
         model: nn.Module | None,
         dtype: torch.dtype,
-        casting: Casting | None,
         emulate: bool,
+        loss_scale: float | None,
         seed: int,
     ) -> None:
+        _check(loss_fn, model, dtype, emulate, loss_scale)
         self._loss_fn, self._args, self._model = loss_fn, args, model
-        self._dtype, self._casting, self._emulate, self._seed = dtype, casting, emulate, seed
+        self._dtype, self._emulate, self._loss_scale, self._seed = dtype, emulate, loss_scale, seed
         tensors = [leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, Tensor)]
         if model is not None:
             tensors = [*model.parameters(), *tensors]
         self._device_type = next((tensor.device.type for tensor in tensors), "cpu")
 
-    def notes(self) -> list[str]:
-        """Return sentences about how the step is run."""
+    def run(self, casting: Casting | None) -> Blame:
+        """Return the rows of all calls, with the loss scale that was asked for, or looking for one."""
+        looks = self._loss_scale is None and self._dtype is torch.float16
+        scale = first = FIRST_SCALE if looks else self._loss_scale or 1.0
+        found = self._run_with(casting, scale)
+        for _ in range(ATTEMPTS):
+            high = [row for row in found.rows if row.direction == "backward" and row.overflowed]
+            if not looks or not high:
+                break
+            scale *= min(0.5, 2.0 ** -math.ceil(math.log2(max(row.peak / row.limit for row in high))))
+            found = self._run_with(casting, scale)
+        lowered = f"The loss scale is {scale:g}: gradients overflow with {first:g}."
+        return replace(found, notes=(*self._notes(), *([lowered] if scale != first else []), *found.notes))
+
+    def noise(self) -> float:
+        """Return what the gradients in float32 of two random seeds differ in, relative to their norm."""
+        found = []
+        for seed in (self._seed, self._seed + 1):
+            recorder, losses = self._recorded(None, 1.0, random_seed=seed)
+            leaves = [leaf for _, leaf in recorder.here.leaves]
+            with torch.enable_grad():
+                loss = losses["here"].sum()
+            gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
+            pairs = zip(leaves, gradients, strict=True)
+            found.append([size_of(leaf) * gradient.to_dense() for leaf, gradient in pairs])
+        differences = [norm_of(one - other) for one, other in zip(*found, strict=True)]
+        noise = math.hypot(*differences) / max(math.hypot(*map(norm_of, found[0])), TINY)
+        if not noise:
+            raise UsageError(
+                'The function draws no random numbers, so target="seeds" has nothing to measure. Write a '
+                "number, such as target=0.01."
+            )
+        return noise
+
+    def _notes(self) -> list[str]:
         modules = [] if self._model is None else list(self._model.modules())
         is_compiled = compat.is_compiled(self._loss_fn) or any(map(compat.is_compiled, modules))
         return ["What is compiled was run eagerly."] if is_compiled else []
 
-    def run(self, loss_scale: float) -> Blame:
-        """Return the rows of all calls."""
-        recorder, losses = self._recorded(loss_scale, None)
-        norm = math.sqrt(sum(size**2 * squares for size, squares in self._backward(recorder, losses)))
+    def _run_with(self, casting: Casting | None, loss_scale: float) -> Blame:
+        recorder, losses = self._recorded(casting, loss_scale)
+        norm = self._backward(recorder, losses)
         exact, loss = losses["exact"].item(), losses["low"].item()
-        size = next((abs(value) for value in (exact, loss) if math.isfinite(value)), 1.0)
+        # Of losses around 0, what the loss changes by where the weights change by their size.
+        size = max(norm, next((abs(value) for value in (exact, loss) if math.isfinite(value)), 1.0))
         rows = [tally.row(place, norm, size) for place, tally in recorder.tallies.items()]
         changes = sum(tally.loss_change for tally in recorder.tallies.values())
         return Blame(
@@ -141,17 +171,25 @@ class _Step:
             exact,
             exact + changes,
             loss_scale,
-            tuple(recorder.failures),
+            (*([REPAIRED] if recorder.repaired else []), *recorder.failures),
+            recorder.flops,
+            recorder.low_flops,
         )
 
-    def measured(self, row: BlameRow, loss_scale: float) -> BlameRow:
+    def measured(self, row: BlameRow, casting: Casting | None, loss_scale: float) -> BlameRow:
         """Return a row with the parameter whose gradient it changes most."""
         place = Place(row.module, row.operator, row.source, row.direction)
-        recorder, losses = self._recorded(loss_scale, place)
+        recorder, losses = self._recorded(casting, loss_scale, place)
         worst = max(self._differences(recorder, losses), default=(0.0, ""))
         return replace(row, parameter=worst[1], parameter_error=worst[0]) if worst[0] else row
 
-    def _recorded(self, loss_scale: float, alone: Place | None) -> tuple[Recorder, dict[str, Tensor]]:
+    def _recorded(
+        self,
+        casting: Casting | None,
+        loss_scale: float,
+        alone: Place | None = None,
+        random_seed: int | None = None,
+    ) -> tuple[Recorder, dict[str, Tensor]]:
         """Run the step's forward pass; return the loss in each world."""
         modules = RunningModules(self._model, lambda module: recorder.keep(list(module.buffers())))
         recorder = Recorder(self._device_type, loss_scale, modules, self._seed, alone)
@@ -159,12 +197,14 @@ class _Step:
         with ExitStack() as stack:
             stack.callback(recorder.put_back)
             stack.enter_context(_prepared(recorder))
+            if random_seed is not None:
+                torch.manual_seed(random_seed)
             stack.enter_context(
                 autocast(
                     self._device_type,
                     self._dtype,
                     cache_enabled=False,
-                    casting=self._casting,
+                    casting=casting,
                     model=self._model,
                     emulate=self._emulate,
                 )
@@ -173,7 +213,10 @@ class _Step:
             stack.callback(modules.leave)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder)
-            loss = self._loss_fn(*self._args)
+            try:
+                loss = self._loss_fn(*self._args)
+            except Finished as finished:
+                loss = finished.loss
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
             raise UsageError(
                 f"The function to blame returned {shown(loss)}, and not a loss. Return a floating-point "
@@ -189,20 +232,27 @@ class _Step:
             **{name: world.of(loss) for name, world in recorder.worlds.items()},
         }
 
-    def _backward(self, recorder: Recorder, losses: dict[str, Tensor]) -> list[tuple[float, float]]:
-        """Run the backward passes; return each parameter's size and the square of its gradient's norm."""
-        found: list[tuple[float, float]] = []
+    def _backward(self, recorder: Recorder, losses: dict[str, Tensor]) -> float:
+        """Run the backward passes; return the norm of the gradients, weighted by the parameters' sizes."""
+        squares: list[float] = []
 
         def arrived(leaf: Tensor) -> None:
             gradient = _taken(leaf)
-            found.append((size_of(leaf), norm_of(gradient) ** 2))
+            if gradient is not None and recorder.counts_backward:
+                squares.append((size_of(leaf) * norm_of(gradient)) ** 2)
 
         for _, leaf in recorder.here.leaves:
             leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         for _, leaf in recorder.there.leaves:
             leaf.register_post_accumulate_grad_hook(_freed)  # type: ignore[no-untyped-call]
-        _run_backward(losses)
-        return found
+        if (
+            recorder.gate.is_used
+        ):  # first the gradients of the step, then what also passes where it stops them
+            recorder.counts_forward = False
+            _run_backward(losses["here"], retain_graph=True)
+            recorder.counts_forward, recorder.counts_backward, recorder.gate.is_open = True, False, True
+        _run_backward(losses["here"], losses["there"])
+        return math.sqrt(math.fsum(squares))
 
     def _differences(self, recorder: Recorder, losses: dict[str, Tensor]) -> list[tuple[float, str]]:
         """Run the backward passes; return how much each parameter's gradient differs, and its name."""
@@ -211,6 +261,8 @@ class _Step:
 
         def arrived(at: int, name: str, is_here: bool, leaf: Tensor) -> None:
             gradient, other = _taken(leaf), waiting.pop(at, None)
+            if gradient is None:
+                return
             if other is None:
                 waiting[at] = gradient
                 return
@@ -220,15 +272,10 @@ class _Step:
 
         for world, leaves in (("here", recorder.here.leaves), ("there", recorder.there.leaves)):
             for at, (tensor, leaf) in enumerate(leaves):
-                hook = _Arrived(arrived, at, self._name(tensor), world == "here")
+                hook = _Arrived(arrived, at, recorder.name_of(tensor), world == "here")
                 leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        _run_backward(losses)
+        _run_backward(losses["here"], losses["there"])
         return found
-
-    def _name(self, parameter: Tensor) -> str:
-        named = [] if self._model is None else self._model.named_parameters()
-        shape = tuple(parameter.shape)
-        return next((name for name, each in named if each is parameter), f"a tensor of shape {shape}")
 
 
 class _Arrived:
@@ -241,7 +288,11 @@ class _Arrived:
         self._function(*self._about, leaf)
 
 
-def _check(loss_fn: object, model: object, loss_scale: object) -> None:
+def _check(loss_fn: object, model: object, dtype: object, emulate: bool, loss_scale: object) -> None:
+    if torch.is_inference_mode_enabled():
+        raise UsageError("In inference mode there are no gradients to compare. Call blame outside of it.")
+    if dtype not in (torch.float16, torch.bfloat16) and not (emulate and dtype in EMULATED):
+        raise CastingError(f"dtype={dtype} is no low precision. Write torch.float16 or torch.bfloat16.")
     if not callable(loss_fn):
         raise UsageError(f"{shown(loss_fn)} is not a function. Write blame(loss_fn, *args, model=model).")
     if model is not None and not isinstance(model, nn.Module):
@@ -250,20 +301,20 @@ def _check(loss_fn: object, model: object, loss_scale: object) -> None:
         positive("loss_scale", loss_scale, "loss_scale=scaler.get_scale()")
 
 
-def _run_backward(losses: dict[str, Tensor]) -> None:
-    roots = [losses[name].sum() for name in ("here", "there") if losses[name].requires_grad]
-    torch.autograd.backward(roots)
+def _run_backward(*losses: Tensor, retain_graph: bool = False) -> None:
+    with torch.enable_grad():
+        roots = [loss.sum() for loss in losses if loss.requires_grad]
+    torch.autograd.backward(roots, retain_graph=retain_graph)
 
 
 def _freed(leaf: Tensor) -> None:
     leaf.grad = None
 
 
-def _taken(leaf: Tensor) -> Tensor:
-    """Return the gradient of a leaf, which then has none."""
+def _taken(leaf: Tensor) -> Tensor | None:
+    """Return the gradient of a leaf, which then has none; None where it ended on its way."""
     gradient, leaf.grad = leaf.grad, None
-    assert gradient is not None
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 @contextmanager

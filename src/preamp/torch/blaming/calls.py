@@ -30,6 +30,9 @@ FACTORIES = _names(
     "rand_like randn_like randint_like new_tensor new"
 )
 CASTS = _names("to half bfloat16 float double type type_as cpu cuda xpu")
+GRADIENT, DATA, REQUIRES_GRAD = (
+    vars(Tensor.__base__)[name].__get__ for name in ("grad", "data", "requires_grad")
+)
 # They are about a tensor's gradient, which the program's tensors do not have here.
 IGNORED = _names("register_hook retain_grad register_post_accumulate_grad_hook")
 IN_PLACE = _names(
@@ -66,6 +69,11 @@ def written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
         return args[0]
     return None
+
+
+def is_random(name: str) -> bool:
+    """Return whether a function without tensors returns something else each time, or nothing definite."""
+    return any(part in name for part in ("rand", "normal", "bernoulli", "multinomial", "empty"))
 
 
 @cache

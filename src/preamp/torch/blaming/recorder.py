@@ -38,16 +38,62 @@ from preamp.torch.autocasting import modes, operators
 from preamp.torch.autocasting.modes import TorchAutocast
 from preamp.torch.blaming import calls
 from preamp.torch.blaming.calls import LOW, is_tracked
-from preamp.torch.blaming.tallies import Errors, Place, Tally, norm_of
+from preamp.torch.blaming.tallies import Errors, Place, Tally, norm_of, sum_of
+from preamp.torch.flops import FlopCounter
 from preamp.torch.running_modules import RunningModules
 
 STEP = 2.0**-7  # how far aside `there` is, in root mean squares of each weight
 # Whose lines are not the program's.
 HIDDEN = (*torch.__path__, *preamp.__path__, contextlib.__file__, "<")
-GRADIENT = vars(Tensor.__base__)["grad"].__get__
 NEGLIGIBLE = 1e-3  # of the error of a gradient that was inherited
 EMULATED = ("emulate", "recurrent")
 REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError)
+
+
+class Finished(BaseException):
+    """Ends the program at its first `backward()`. It is no error, so that no `except Exception` keeps it.
+
+    Attributes:
+        loss: whose backward pass it would be.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+class Gate:
+    """What the gradients do where the program stops them: at `detach()` and under `no_grad`.
+
+    Closed, they end there, and the gradients are those of the step. Open, they pass, because what a call
+    differs in changes the gradients by this road, too.
+
+    Attributes:
+        is_open: whether they pass.
+        is_used: whether there is such a place.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = self.is_used = False
+
+    def __call__(self, copy: Tensor) -> Tensor:
+        """Return a copy behind the gate."""
+        if not copy.requires_grad:
+            return copy
+        self.is_used = True
+        behind: Tensor = _Gated.apply(copy, self)  # type: ignore[no-untyped-call]
+        return behind
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, copy: Tensor, gate: Gate) -> Tensor:
+        ctx.gate = gate
+        return copy.clone()  # a view could not be written into
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return (gradient if ctx.gate.is_open else None), None
 
 
 class World:
@@ -148,6 +194,7 @@ class Call:
         self._leaves = [None if at in inputs else leaf for at, leaf in enumerate(leaves)]
         self._state = State.now(recorder.device_type)
         self.deltas: list[Tensor | None] = []
+        self.flops = 0
         self.forward: Callable[[], Tally]
         self.backward: Callable[[], Tally]
         self._here: list[Tensor] = []
@@ -192,22 +239,24 @@ class Call:
         gradients: list[Tensor | None] = [None] * count
         for place, gradient in zip(needed, given, strict=True):
             gradients[place] = None if gradient is None else gradient.detach()
-        if world == "here":
+        if world == "here" and self._recorder.counts_backward:
             self._run_backward(gradients)
+        if not self.deltas or not self._recorder.counts_forward:
+            return
+        if world == "here":
             self._add_to_loss(gradients)
-        if self.deltas:
-            self._gradients[world] = gradients
+        self._gradients[world] = gradients
         if len(self._gradients) == 2:
             pairs = zip(self.deltas, self._gradients["here"], self._gradients["there"], strict=True)
             for delta, here, there in pairs:
                 if delta is not None and here is not None and there is not None:
-                    self.forward().squares += (norm_of((there - here) * delta.to(here)) / STEP) ** 2
+                    self.forward().add_effect((there - here) * delta.to(here) / STEP)
             self._gradients.clear()
 
     def _add_to_loss(self, gradients: Sequence[Tensor | None]) -> None:
         for delta, gradient in zip(self.deltas, gradients, strict=False):  # there may be none
             if delta is not None and gradient is not None:
-                self.forward().loss_change += _sum(gradient.conj() * delta.to(gradient))
+                self.forward().loss_change += sum_of(gradient.conj() * delta.to(gradient))
 
     def _run_backward(self, gradients: Sequence[Tensor | None]) -> None:
         """Compute the gradients of its inputs in low precision."""
@@ -260,9 +309,9 @@ class Call:
         self._gone = max(self._gone, before.lost_share)
         return rounded
 
-    def _at_input(self, place: int, replace: bool, gradient: Tensor) -> Tensor | None:
+    def _at_input(self, place: int, replace: bool, gradient: Tensor | None) -> Tensor | None:
         low = self._low.pop(place, None)
-        if low is None:
+        if low is None or gradient is None:
             return None
         gradient, scale = gradient.detach(), self._recorder.loss_scale
         errors = Errors.between(low.to(gradient) / scale, gradient, self.limit / scale)
@@ -275,11 +324,13 @@ class Call:
         if own < NEGLIGIBLE and not errors.overflowed:
             return None
         tally = self.backward()
-        tally.calls += not self._counted
+        if not self._counted:
+            tally.calls += 1
+            tally.flops += 2 * self.flops
         self._counted = True
         tally.add(errors, own=own, inherited=self._gone, scale=scale)
         moved = (self._there[place] - self._here[place]).to(gradient)
-        tally.squares += (norm_of(moved * errors.delta) * own / STEP) ** 2
+        tally.add_effect(moved * errors.delta * own / STEP)
         return None
 
 
@@ -291,6 +342,12 @@ class Recorder(TorchFunctionMode):
         loss_scale: what gradients in low precision are multiplied by.
         tallies: the rows so far.
         failures: sentences about calls that could not be compared.
+        flops: the floating-point operations of all products in the forward pass.
+        low_flops: those in low precision.
+        gate: what gradients do where the program stops them.
+        counts_forward: whether what results differ in is counted while a backward pass runs.
+        counts_backward: whether what gradients differ in is.
+        repaired: whether something overflowed, and the largest number was taken instead.
     """
 
     def __init__(
@@ -315,12 +372,19 @@ class Recorder(TorchFunctionMode):
         self.device_type, self.loss_scale = device_type, loss_scale
         self.tallies: dict[Place, Tally] = {}
         self.failures: dict[str, None] = {}
+        self.flops = self.low_flops = 0
         self._modules, self._alone = modules, alone
         self._thread = threading.get_ident()
         noise = torch.Generator().manual_seed(seed) if alone is None else None
         self.here, self.there, self.exact = World(), World(noise), World(gradients=False)
         self.worlds = {"here": self.here, "there": self.there, "exact": self.exact}
         self._checked = operators.checked_functions()
+        self.gate = Gate()
+        self.counts_forward = self.counts_backward = True
+        self.repaired = False
+        # By tensor: whether it requires gradients in the program, and whether it is behind the gate.
+        self._required: Any = WeakTensorKeyDictionary()
+        self._behind: Any = WeakTensorKeyDictionary()
         self._inside: list[Callable[..., Any]] = []
         self._index = 0
         self._put_back: list[tuple[Tensor, Tensor]] = []
@@ -329,6 +393,10 @@ class Recorder(TorchFunctionMode):
         """Note that a call could not be compared."""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         self.failures[f"{calls.operator_of(func)} could not be compared in the {what} pass: {reason}"] = None
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the path of a parameter of a module that has run."""
+        return self._modules.names.get(id(parameter), f"a tensor of shape {tuple(parameter.shape)}")
 
     def put_back(self) -> None:
         """Give the tensors their values back that the program wrote into."""
@@ -364,6 +432,9 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        name = calls.name_of(func)
+        if name in calls.IGNORED:
+            return _NoHandle() if name.startswith("register") else None
         if func in self._checked and func not in self._inside:  # in Python: what it calls is compared
             self._inside.append(func)  # some call an operator in C++ that goes by the same name
             try:
@@ -371,22 +442,30 @@ class Recorder(TorchFunctionMode):
                     return compat.unchecked(func)(*args, **kwargs)
             finally:
                 self._inside.pop()
-        name = calls.name_of(func)
         if func in calls.BACKWARD:
-            raise UsageError(
-                f"{name} is called inside of the function to blame, which compares the backward pass by "
-                "itself. Write a function that returns the loss and does not call backward()."
-            )
-        if name in calls.IGNORED:
-            return _NoHandle() if name.startswith("register") else None
+            if func is torch.autograd.grad:
+                raise UsageError(
+                    "torch.autograd.grad is called in the function to blame, and one backward pass is "
+                    "compared, that of the loss. Write a function that returns the loss without it."
+                )
+            given = args[0] if args else kwargs["tensors"]
+            raise Finished(given if isinstance(given, Tensor) else given[0])
         if name == "__get__":
+            if func == calls.REQUIRES_GRAD:
+                return self._requires(args[0])
             value = func(*args, **kwargs)
-            if not is_tracked(value) or func == GRADIENT:
+            if not is_tracked(value) or func == calls.GRADIENT:
                 return value
+            if func == calls.DATA:
+                func = Tensor.detach
         leaves, spec = compat.tree_flatten((args, kwargs))
         inputs = [at for at, leaf in enumerate(leaves) if is_tracked(leaf)]
-        if not inputs or name in calls.FACTORIES or name in ("__set__", "requires_grad_"):
+        if name in calls.FACTORIES or name in ("__set__", "requires_grad_"):
             return func(*args, **kwargs)
+        if not inputs:
+            value = func(*args, **kwargs)
+            if not isinstance(value, Tensor) or value.dtype not in LOW or calls.is_random(name):
+                return value  # else integers have been rounded
         if compat.is_in_transform():
             raise UsageError(
                 "Tensors of torch.func have no values to compare. Write a function to blame without vmap, "
@@ -398,12 +477,15 @@ class Recorder(TorchFunctionMode):
                 raise UsageError(f"{name} writes into several tensors at once. Write one call for each.")
             return func(*args, **kwargs)
         if target is not None and target.requires_grad and target.is_leaf:
-            what = self._modules.names.get(id(target), "a tensor that requires gradients")
             raise UsageError(
-                f"{name} writes into {what}, and a weight has to stay as it is during the step. Write it "
-                "outside of the function to blame."
+                f"{name} writes into {self.name_of(target)}, and a weight has to stay as it is during the "
+                "step. Write it outside of the function to blame."
             )
         return self._compared(func, leaves, spec, inputs, target)
+
+    def _requires(self, tensor: Tensor) -> bool:
+        """Return whether a tensor requires gradients in the program."""
+        return bool(self._required.get(tensor, tensor.requires_grad))
 
     def _compared(
         self, func: Callable[..., Any], leaves: list[Any], spec: Any, inputs: list[int], target: Any
@@ -431,22 +513,33 @@ class Recorder(TorchFunctionMode):
             limit = min(torch.finfo(dtype).max for dtype in low)
             call = Call(self, func, leaves, spec, inputs, written, limit)
         made: dict[str, _Made] = {}
+        products = FlopCounter()
         for name, world in self.worlds.items():
             if is_random:
                 _set_random_states(self.device_type, before)
-            made[name] = self._in_world(world, call, func, leaves, spec, inputs, results, written)
+            is_counted = world is self.exact and calls.part_of(calls.operator_of(func)) == "product"
+            with products if is_counted else nullcontext():
+                made[name] = self._in_world(world, call, func, leaves, spec, inputs, results, written)
+        self.flops += products.flops
+        self.low_flops += products.flops if call else 0
         with _plain(self.device_type), torch.no_grad():
             if is_random:  # what is drawn in two dtypes differs: float32's is taken
                 for result, copy in zip(results, made["here"].results, strict=True):
                     result.copy_(copy)
             if call is not None:
-                self._compare(call, func, lows, results, emulated, made, written, is_random)
+                self._compare(call, func, lows, results, emulated, made, written, is_random, products.flops)
             if written is not None:
                 target.copy_(lows[written])
-        for name, world in self.worlds.items():
-            for result, copy in zip(results, made[name].results, strict=True):
-                if not any(result is each for each in lows):
-                    world[result] = copy
+        is_cut = self._is_cut(func)
+        required = not is_cut and any(map(self._requires, tensors))
+        for at, result in enumerate(results):
+            if any(result is each for each in lows):
+                continue
+            for name, world in self.worlds.items():
+                world[result] = made[name].results[at]
+            self._required[result] = required
+            if is_cut:
+                self._behind[result] = True
         given = dict(zip(map(id, lows), tensors, strict=True))
         flat, form = compat.tree_flatten(value)
         return compat.tree_unflatten([given.get(id(leaf), leaf) for leaf in flat], form)
@@ -463,9 +556,17 @@ class Recorder(TorchFunctionMode):
         written: int | None,
     ) -> _Made:
         """Make a call on the copies of its inputs."""
-        copies = [world.of(leaves[at]) for at in inputs]
-        gradients = torch.is_grad_enabled() and world is not self.exact
+        tensors = [leaves[at] for at in inputs]
+        copies = [world.of(tensor) for tensor in tensors]
+        gradients, is_cut = world is not self.exact, self._is_cut(func)
         with _plain(self.device_type), torch.set_grad_enabled(gradients):
+            if gradients and is_cut:
+                copies = [
+                    copy if place == written or tensor in self._behind else self._cut(world, tensor, copy)
+                    for place, (tensor, copy) in enumerate(zip(tensors, copies, strict=True))
+                ]
+            if func is Tensor.detach or func is torch.detach:
+                return _Made(copies, copies if gradients else [copies[0].detach()])
             if call is not None and gradients and world is (self.here if self._alone is None else self.there):
                 copies = [
                     call.view_of_input(place, copy, replace=self._alone is not None)
@@ -474,8 +575,9 @@ class Recorder(TorchFunctionMode):
                     for place, copy in enumerate(copies)
                 ]
             if calls.name_of(func) in calls.CASTS and written is None:
-                to = [_raised_dtype(result.dtype) for result in results]
-                return _Made(copies, [copies[0].to(results[0].device, to[0], copy=True) for _ in results])
+                given = copies[0] if copies else leaves[0]  # of integers there are no copies
+                result = results[0]
+                return _Made(copies, [given.to(result.device, _raised_dtype(result.dtype), copy=True)])
             filled = _filled(leaves, inputs, copies)
             filled = [torch.float32 if _is_low(leaf) else leaf for leaf in filled]
             try:
@@ -488,6 +590,17 @@ class Recorder(TorchFunctionMode):
                 return _Made(copies, [_raised(result) for result in found])
             return _Made(copies, _tracked(value) if written is None else [copies[written]])
 
+    def _is_cut(self, func: Callable[..., Any]) -> bool:
+        """Return whether the program stops gradients at a call."""
+        return not torch.is_grad_enabled() or func is Tensor.detach or func is torch.detach
+
+    def _cut(self, world: World, tensor: Tensor, copy: Tensor) -> Tensor:
+        """Return the copy of a tensor behind the gate. Aside, what is behind it does not move."""
+        behind = self.gate(copy)
+        if world is self.there and self._alone is None:
+            behind = behind + (self.here.of(tensor) - copy).detach()
+        return behind
+
     def _compare(
         self,
         call: Call,
@@ -498,6 +611,7 @@ class Recorder(TorchFunctionMode):
         made: dict[str, _Made],
         written: int | None,
         is_random: bool,
+        flops: int,
     ) -> None:
         """Count what a call differs in, and add that to the copies of its results."""
         place, here, there = self._place(func), made["here"], made["there"]
@@ -511,19 +625,29 @@ class Recorder(TorchFunctionMode):
             found.append(errors)
             if errors.bad is not None:  # so that what comes after it can be compared
                 result.copy_(errors.repaired)
+                self.repaired = True
             here.correct(at, errors, in_place=written is not None, watched=watched)
             if not (is_alone and place == self._alone):
                 there.correct(at, errors, in_place=written is not None, watched=watched)
         runs = f"{str(emulated)[6:]} emulated" if emulated else _dtype_name(results[0])
-        make = partial(Tally, self._next_index(), inputs, runs)
-        call.forward = partial(self._tally, place, make, limit)
-        call.backward = partial(self._tally, place._replace(direction="backward"), make, call.limit)
+        rounds = (
+            runs if emulated else next(_dtype_name(each) for each in (*lows, *results) if each.dtype in LOW)
+        )
+        index = self._next_index()
+        call.forward = partial(self._tally, place, index, inputs, runs, limit)
+        backward = place._replace(direction="backward")
+        call.backward = partial(self._tally, backward, index, inputs, rounds, call.limit)
+        call.flops = flops
         if any(errors.delta is not None or errors.overflowed for errors in found):
             call.forward().calls += 1
+            call.forward().flops += flops
             for errors in found:
                 call.forward().add(errors)
             call.deltas = [None if one.delta is None else _packed(one.delta) for one in found]
-        is_view = written is None and all(result._is_view() for result in results)
+        storages = {low.untyped_storage().data_ptr() for low in lows}
+        is_view = written is None and all(
+            result.untyped_storage().data_ptr() in storages for result in results
+        )
         if self._alone is None:
             # The gradient of a view is one, and what is random would be drawn again, in another dtype.
             compares_backward = not is_view and not is_random
@@ -542,11 +666,8 @@ class Recorder(TorchFunctionMode):
         self._index += 1
         return self._index - 1
 
-    def _tally(self, place: Place, make: Callable[[float], Tally], limit: float) -> Tally:
-        tally = self.tallies.get(place)
-        if tally is None:
-            tally = self.tallies[place] = make(limit)
-        return tally
+    def _tally(self, place: Place, index: int, inputs: str, runs: str, limit: float) -> Tally:
+        return self.tallies.setdefault(place, Tally(index, inputs, runs, limit))
 
     def _place(self, func: Callable[..., Any]) -> Place:
         return Place(self._modules.current, calls.operator_of(func), _source(), "forward")
@@ -637,11 +758,6 @@ def _packed(delta: Tensor) -> Tensor:
 
 def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _sum(x: Tensor) -> float:
-    total = x.sum(dtype=torch.complex128 if x.is_complex() else torch.float64).real.item()
-    return total if math.isfinite(total) else torch.where(x.isfinite(), x, 0.0).real.double().sum().item()
 
 
 def _source() -> str:

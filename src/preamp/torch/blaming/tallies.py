@@ -29,7 +29,9 @@ class Tally:
     """The numbers of one row so far; those of the same names are what `BlameRow` says.
 
     Attributes:
-        squares: the sum of the squares of the effects on the gradients, which are not divided by their norm.
+        squares: the sum of the squares of what each value changes the gradients by, in the direction of the
+            noise; not divided by their norm.
+        total: the sum of the same, with signs.
         loss_change: the predicted change of the loss.
     """
 
@@ -40,12 +42,14 @@ class Tally:
     calls: int = 0
     local_error: float = 0.0
     squares: float = 0.0
+    total: float = 0.0
     loss_change: float = 0.0
     values: int = 0
     lost: int = 0
     lost_share: float = 0.0
     overflowed: int = 0
     peak: float = 0.0
+    flops: int = 0
 
     def add(self, errors: Errors, own: float = 1.0, inherited: float = 0.0, scale: float = 1.0) -> None:
         """Add what one tensor differs in.
@@ -62,6 +66,20 @@ class Tally:
         self.lost_share = max(self.lost_share, errors.lost_share - inherited)
         self.overflowed += errors.overflowed
         self.peak = max(self.peak, errors.peak * scale)
+
+    def add_effect(self, changes: Tensor) -> None:
+        """Add what each value of a tensor changes the gradients by, in the direction of the noise."""
+        self.squares += norm_of(changes) ** 2
+        self.total += sum_of(changes)
+
+    def effect(self) -> float:
+        """Return what the gradients change by, as a norm.
+
+        Roundings are independent, so their squares add up. Errors of one sign add up themselves, and then
+        their sum in the direction of the noise is much larger; of independent ones it is less than twice the
+        root of their squares in 95 % of all directions.
+        """
+        return max(math.sqrt(self.squares), abs(self.total) / 2)
 
     def row(self, place: Place, norm: float, loss: float) -> BlameRow:
         """Return the row.
@@ -82,7 +100,7 @@ class Tally:
             part=part_of(place.operator),
             calls=self.calls,
             local_error=self.local_error,
-            effect=math.inf if self.overflowed else math.sqrt(self.squares) / max(norm, TINY),
+            effect=math.inf if self.overflowed else self.effect() / max(norm, TINY),
             loss_effect=self.loss_change / max(loss, TINY),
             values=self.values,
             lost=self.lost,
@@ -90,6 +108,7 @@ class Tally:
             overflowed=self.overflowed,
             peak=self.peak,
             limit=self.limit,
+            flops=self.flops,
         )
 
 
@@ -166,3 +185,10 @@ def norm_of(x: Tensor) -> float:
     if math.isfinite(norm):
         return norm
     return float(torch.linalg.vector_norm(torch.where(x.isfinite(), x, 0.0), dtype=dtype))
+
+
+def sum_of(x: Tensor) -> float:
+    """Return the sum of what is finite, of its real part, computed in float64."""
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    total = float(x.sum(dtype=dtype).real)
+    return total if math.isfinite(total) else float(torch.where(x.isfinite(), x, 0.0).sum(dtype=dtype).real)

@@ -1,0 +1,309 @@
+"""Find the smallest set of modules and operators to keep in float32, from what blame says of a step.
+
+The framework rehearses: it runs blame on the step with a table. Everything else is here, for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from preamp.autocasting.blame import ALLOWED_LOST, Blame, BlameRow
+from preamp.autocasting.report import OUTSIDE
+from preamp.autocasting.tables import DEFAULT, Casting, Edit, is_inside
+from preamp.autocasting.text_tables import WIDTH
+
+__all__ = ["Kept", "Tuning", "tune"]
+
+MOST = 20  # rehearsals
+ENOUGH = 8.0  # unit roundoffs: the relative error of loss and gradients that is good enough
+SMALL = 0.03  # of the target: rows with less are not worth a rule
+PER_RULE = 0.002  # what a rule costs, in shares of the step's products: of two that cost the same, the fewer
+PER_VALUE = 0.02  # what it costs to keep all values of the step in float32, in the same unit
+BETTER = 0.7  # of its severity: what is left of a row that a rule is said to help
+
+
+# Edits that keep something in float32, and all rows of the step that they cover.
+Option: TypeAlias = tuple[tuple[Edit, ...], list[BlameRow]]
+# Edits that did not help a row, by its module, operator, line and direction.
+Useless: TypeAlias = tuple[tuple[Edit, ...], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept in float32, and why.
+
+    Attributes:
+        edits: the edits of the table.
+        rows: the rows of the step before that accuse it, worst first.
+        flops: the product FLOPs, forward, that run in float32 because of it.
+    """
+
+    edits: tuple[Edit, ...]
+    rows: tuple[BlameRow, ...]
+    flops: int = 0
+
+    @property
+    def name(self) -> str:
+        """The operator, or the path of the module."""
+        return self.edits[0].name
+
+    @property
+    def reason(self) -> str:
+        """Why, in a few words."""
+        worst = self.rows[0]
+        more = f", and {len(self.rows) - 1} more" if len(self.rows) > 1 else ""
+        what = worst.reason or f"it loses {worst.severity:.1f} times what is expected"
+        return f"{worst.operator} {worst.place}, {worst.direction} pass: {what}{more}"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A table that keeps as little as possible in float32, and how it was found.
+
+    Attributes:
+        casting: the table, for `autocast(casting=...)`; `to_dict()` of it is for a file.
+        kept: what it keeps in float32, in the order of the table.
+        before: what the step loses with the table to begin with.
+        after: what it loses with this one.
+        rehearsals: how many times blame ran the step.
+        target: the relative error of loss and gradients to stay below.
+    """
+
+    casting: Casting
+    kept: Sequence[Kept]
+    before: Blame
+    after: Blame
+    rehearsals: int
+    target: float
+
+    @property
+    def low_share(self) -> float:
+        """The share of the step's product FLOPs that run in low precision."""
+        return self.after.low_flops / self.after.flops if self.after.flops else 1.0
+
+    @property
+    def solved(self) -> bool:
+        """Whether nothing overflows or is flushed to zero, and the errors are below the target."""
+        return not _missed(self.after, self.target)
+
+    def lines(self) -> list[str]:
+        """Return a line for each thing that is kept in float32, with the reason."""
+        total = max(1, self.after.flops)
+        return [
+            f"{each.name} ({each.flops / total:.1%} of the products): {each.reason}" for each in self.kept
+        ]
+
+    def summary(self) -> str:
+        """Return what was found, as sentences."""
+        dtype = self.before.dtype
+        if self.solved:
+            verdict = (
+                f"With {_count(len(self.kept), 'rule')}, the predicted errors of loss and gradients are "
+                f"below {self.target:.1e}."
+            )
+        else:
+            worst = self.after.rows[0]
+            verdict = (
+                f"No table that was tried brings the errors of loss and gradients below {self.target:.1e}. "
+                f"{worst.operator} {worst.place} is left, in the {worst.direction} pass. If the program "
+                "itself casts there, change it."
+            )
+        return (
+            f"{verdict} {self.low_share:.1%} of the product FLOPs run in {dtype}. Predicted relative error "
+            f"of the gradients: {self.before.gradient_error:.1e} before, {self.after.gradient_error:.1e} "
+            "after. "
+            f"{_count(self.rehearsals, 'rehearsed step')}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table, as `Casting.to_dict` does."""
+        return self.casting.to_dict()
+
+    def __str__(self) -> str:
+        """Return what is kept in float32 and why, at most 80 columns wide, and the summary."""
+        lines = [textwrap.fill(f"float32: {line}", WIDTH, subsequent_indent="  ") for line in self.lines()]
+        return "\n".join([*lines, *([""] if lines else []), textwrap.fill(self.summary(), WIDTH)])
+
+
+def tune(
+    rehearse: Callable[[Casting], Blame],
+    casting: Casting | None,
+    is_operator: Callable[[str], bool],
+    *,
+    with_modules: bool = True,
+    target: float,
+    most: int = MOST,
+) -> Tuning:
+    """Add rules to a table until the step is good enough, then take away what is not needed.
+
+    1. Rehearse. Rows that overflow have to be covered by rules; then those that flush gradients to zero, and
+       as many more as it takes to bring the errors of loss and gradients below the target.
+    2. Cover them: by a rule for an operator, for a module with what is inside, or for a module alone,
+       whichever takes most of the error away for what it costs. It costs the products that it takes out of
+       low precision, and a little for all other values.
+    3. Rehearse again. A rule that does not help a row is not offered for that row again. Until nothing is
+       left to cover, nothing helps, or the rehearsals are used up.
+    4. Leave out one rule after the other, the dearest first, and rehearse: what is not missed stays out.
+
+    Args:
+        rehearse: runs the step with a table.
+        casting: the table to begin with; None for autocast's.
+        is_operator: whether a table can name an operator.
+        with_modules: whether a table can name the rows' modules.
+        target: the relative error of loss and gradients to stay below.
+        most: how often to rehearse, at least 1.
+    """
+    table = DEFAULT if casting is None else casting
+    before = current = rehearse(table)
+    modules = list(dict.fromkeys(row.module for row in before.rows))
+    rehearsals, kept, useless = 1, list[Kept](), set[Useless]()
+    while rehearsals < most and _missed(current, target):
+        offered = list(_options(current, target, is_operator, modules if with_modules else []))
+        chosen = list(_cover(current, target, offered, useless))
+        if not chosen:
+            break
+        after = rehearse(_with(table, [*kept, *chosen]))
+        rehearsals += 1
+        left = {_key(row): row.severity for row in after.rows}
+        useless |= {(each.edits, _key(row)) for each in chosen for row in each.rows if not _helped(row, left)}
+        helped = [each for each in chosen if any(_helped(row, left) for row in each.rows)]
+        kept += helped
+        if len(helped) < len(chosen):  # go on from what is kept
+            if rehearsals == most:
+                break
+            after = rehearse(_with(table, kept))
+            rehearsals += 1
+        current = after
+    for each in sorted(kept, key=lambda one: -one.flops):
+        if rehearsals >= most or _missed(current, target):
+            break
+        fewer = [one for one in kept if one is not each]
+        after = rehearse(_with(table, fewer)) if fewer else before
+        rehearsals += bool(fewer)
+        if not _missed(after, target):
+            kept, current = fewer, after
+    return Tuning(_with(table, kept), kept, before, current, rehearsals, target)
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def _missed(blame: Blame, target: float) -> bool:
+    """Return whether a step is worse than it may be."""
+    return bool(_broken(blame)) or blame.gradient_error > target or abs(_loss_change(blame.rows)) > target
+
+
+def _broken(blame: Blame) -> list[BlameRow]:
+    """Return the rows that overflow; if none does, those that flush gradients to zero.
+
+    After an overflow nothing else can be judged.
+    """
+    overflows = [row for row in blame.rows if row.overflowed]
+    return overflows or [row for row in blame.rows if row.flushed >= ALLOWED_LOST]
+
+
+def _loss_change(rows: Iterable[BlameRow]) -> float:
+    return math.fsum(row.loss_effect for row in rows)
+
+
+def _cover(blame: Blame, target: float, options: Sequence[Option], useless: set[Useless]) -> Iterator[Kept]:
+    """Yield rules until the rows that they do not cover are good enough, each the one of the best ratio.
+
+    What a rule is worth is the part of the error above the target that it takes away.
+    """
+    left = list(blame.rows)
+    broken = _broken(blame)
+    while left:
+        found = [row for row in broken if row in left]
+        error = math.hypot(*(row.effect for row in left if math.isfinite(row.effect)))
+        change = _loss_change(left)
+        if not found and (broken or max(error, abs(change)) <= target):
+            return
+
+        ratios: list[tuple[float, int, Kept]] = []
+        for at, (edits, covered) in enumerate(options):
+            rows = [row for row in left if row in covered and (edits, _key(row)) not in useless]
+            flops = sum(row.flops for row in covered if row.direction == "forward")
+            cost = PER_RULE + flops / max(1, blame.flops) + PER_VALUE * _values(covered) / _values(blame.rows)
+            worth = _worth(rows, found, error, change, target)
+            ratios.append((worth / cost, -at, Kept(edits, tuple(rows), flops)))
+        ratio, _, best = max(ratios, key=lambda one: one[:2], default=(0.0, 0, None))
+        if best is None or not ratio:
+            return
+        left = [row for row in left if row not in best.rows]
+        yield best
+
+
+def _worth(
+    rows: Sequence[BlameRow], broken: Sequence[BlameRow], error: float, change: float, target: float
+) -> float:
+    """Return how much better a step is without some rows."""
+    if broken:
+        return sum(row in broken for row in rows)
+    squares = math.fsum(row.effect**2 for row in rows)
+    better = min(squares, max(0.0, error**2 - target**2)) / target**2
+    lower = abs(change) - max(target, abs(change - _loss_change(rows)))
+    return better + max(0.0, lower) / target
+
+
+def _options(
+    blame: Blame, target: float, is_operator: Callable[[str], bool], modules: Sequence[str]
+) -> Iterator[Option]:
+    """Yield what could be kept in float32, each with all rows of the step that it covers."""
+    small = SMALL * target
+    wanted = [
+        row for row in blame.rows if row in _broken(blame) or max(row.effect, abs(row.loss_effect)) > small
+    ]
+    for operator in dict.fromkeys(row.operator.removesuffix("_") for row in wanted):
+        if is_operator(operator):
+            covered = [row for row in blame.rows if row.operator.removesuffix("_") == operator]
+            yield (Edit("operators", operator, "float32"),), covered
+    for module in dict.fromkeys(row.module for row in wanted):
+        if not modules or module in ("", OUTSIDE):
+            continue
+        inside = [row for row in blame.rows if row.module != OUTSIDE and is_inside(row.module, module)]
+        edit = Edit("modules", module, "float32")
+        yield (edit,), inside
+        known = dict.fromkeys([*modules, *(row.module for row in inside)])
+        names = [each.removeprefix(f"{module}.") for each in known if each.startswith(f"{module}.")]
+        children = dict.fromkeys(f"{module}.{name.partition('.')[0]}" for name in names)
+        if children:
+            others = tuple(Edit("modules", each, "default") for each in children)
+            yield (edit, *others), [row for row in inside if row.module == module]
+
+
+def _values(rows: Iterable[BlameRow]) -> int:
+    return 1 + sum(row.values for row in rows if row.direction == "forward")
+
+
+def _key(row: BlameRow) -> tuple[str, ...]:
+    return (row.module, row.operator, row.source, row.direction)
+
+
+def _helped(row: BlameRow, left: dict[tuple[str, ...], float]) -> bool:
+    return left.get(_key(row), 0.0) < min(BETTER * row.severity, 1e30)
+
+
+def _with(table: Casting, kept: Iterable[Kept]) -> Casting:
+    """Return a table with more edits: of operators, then of modules, outer ones first: the last one counts.
+
+    A module alone gives back what is inside of it, so those inside that are kept come after it, and where the
+    whole of one around it is kept it changes nothing.
+    """
+    modules = sorted(
+        (each for each in kept if each.edits[0].of == "modules"), key=lambda one: one.name.count(".")
+    )
+    whole = [each.name for each in modules if len(each.edits) == 1]
+    for each in kept:
+        if each.edits[0].of == "operators":
+            table = table.float32(each.name)
+    for each in modules:
+        if not any(is_inside(each.name, name) for name in whole if name != each.name):
+            for edit in each.edits:
+                table = table.module(edit.name, edit.rule)
+    return table

@@ -1,0 +1,90 @@
+"""A user's training step, found by its name, and which of its operators loses accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from preamp.autocasting.blame import Blame
+from preamp.autocasting.tables import Casting
+from preamp.cli.casting_file import read_casting
+from preamp.cli.lab.inspected import find_function, model_of
+from preamp.errors import CastingError, MissingExtra, PreampError
+
+
+def blame_function(
+    target: str,
+    framework: str,
+    dtype: str | None,
+    *,
+    emulate: bool,
+    casting_file: Path | None,
+    loss_scale: float | None,
+) -> Blame:
+    """Return what the operators of a step lose.
+
+    Args:
+        target: "MODULE:FUNCTION", called without arguments; the module is a name or the path of a file. With
+            PyTorch the function returns the loss, or calls `backward()`. With JAX it returns a loss function,
+            its parameters and its other arguments.
+        framework: "torch" or "jax".
+        dtype: the name of the low precision, None for bfloat16.
+        emulate: whether to round instead of casting.
+        casting_file: the edits of the framework's table; None for none.
+        loss_scale: what the loss is multiplied by; None for what dynamic loss scaling would come to.
+
+    Raises:
+        PreampError: for a target that does not exist or cannot be compared, and for a file without a table.
+        MissingExtra: without the framework.
+    """
+    if dtype and dtype.startswith("float8") and not emulate:
+        raise PreampError(f"--dtype {dtype} can only be emulated. Leave --cast out.")
+    settings: dict[str, Any] = {"emulate": emulate, "loss_scale": loss_scale}
+    table = read_casting(casting_file) if casting_file else None
+    run = _in_torch if framework == "torch" else _in_jax
+    try:
+        return run(target, dtype or "bfloat16", table, settings)
+    except CastingError as error:
+        if casting_file is None:  # a region in the function has a table of its own
+            raise
+        raise PreampError(f"{casting_file}: {error}") from error
+
+
+def _in_torch(target: str, dtype: str, table: Casting | None, settings: dict[str, Any]) -> Blame:
+    try:
+        import torch
+
+        from preamp.torch import blame
+    except ImportError as error:
+        raise MissingExtra.of(error, "preamp[torch]") from error
+
+    function: Callable[[], Any] = find_function(target)
+    model = model_of(function) if table and table.modules else None
+    return blame(function, model=model, dtype=getattr(torch, dtype), casting=table, **settings)
+
+
+def _in_jax(target: str, dtype: str, table: Casting | None, settings: dict[str, Any]) -> Blame:
+    try:
+        from preamp.jax import blame
+    except ImportError as error:
+        raise MissingExtra.of(error, "preamp[jax]") from error
+
+    loss_fn, params, *arguments = loss_and_arguments(target)
+    return blame(loss_fn, params, *arguments, dtype=dtype, casting=table, **settings)
+
+
+def loss_and_arguments(target: str) -> tuple[Any, ...]:
+    """Return the loss function, the parameters and the other arguments that a function of JAX returns.
+
+    Raises:
+        PreampError: if it returns something else.
+    """
+    found = find_function(target)()
+    if not isinstance(found, tuple) or len(found) < 2 or not callable(found[0]):
+        name = target.rpartition(":")[2]
+        raise PreampError(
+            f"{target} does not return a loss function and its arguments. Write a function that does: "
+            f"def {name}(): return loss_fn, params, batch"
+        )
+    return found

@@ -1,0 +1,111 @@
+"""The table that keeps as little of a user's training step in float32 as it can, and trainings with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from preamp.autocasting.tables import Casting
+from preamp.autocasting.tuning import Tuning
+from preamp.cli.casting_file import read_casting
+from preamp.cli.lab.blamed import loss_and_arguments
+from preamp.cli.lab.compared import PrecisionRun, run_apart
+from preamp.cli.lab.inspected import find_function, model_of
+from preamp.errors import MissingExtra, PreampError
+
+LAST = 0.1  # the part of the calls whose losses are averaged
+
+
+def tune_function(
+    target: str,
+    framework: str,
+    dtype: str | None,
+    *,
+    emulate: bool,
+    casting_file: Path | None,
+    loss_scale: float | None,
+    error: float | None,
+) -> Tuning:
+    """Return the table; the arguments are those of `blame_function`, and the error to stay below.
+
+    Raises:
+        PreampError: as `blame_function`.
+        MissingExtra: without the framework.
+    """
+    settings: dict[str, Any] = {"emulate": emulate, "loss_scale": loss_scale, "target": error}
+    settings["casting"] = read_casting(casting_file) if casting_file else None
+    return (_in_torch if framework == "torch" else _in_jax)(target, dtype or "bfloat16", settings)
+
+
+def _in_torch(target: str, dtype: str, settings: dict[str, Any]) -> Tuning:
+    try:
+        import torch
+
+        from preamp.torch import tune
+    except ImportError as error:
+        raise MissingExtra.of(error, "preamp[torch]") from error
+
+    function: Callable[[], Any] = find_function(target)
+    return tune(function, model=model_of(function), dtype=getattr(torch, dtype), **settings)
+
+
+def _in_jax(target: str, dtype: str, settings: dict[str, Any]) -> Tuning:
+    try:
+        from preamp.jax import tune
+    except ImportError as error:
+        raise MissingExtra.of(error, "preamp[jax]") from error
+
+    loss_fn, params, *arguments = loss_and_arguments(target)
+    return tune(loss_fn, params, *arguments, dtype=dtype, **settings)
+
+
+def train_with(
+    target: str, framework: str, tuned: Tuning, before: Casting | None, calls: int, *, emulate: bool
+) -> list[PrecisionRun]:
+    """Call a function many times in float32, with the table to begin with and with the one that was found.
+
+    Each in a process of its own, from the same seed. The function has to train and return its loss.
+
+    Raises:
+        PreampError: if it cannot run in float32.
+    """
+    low = tuned.before.dtype
+    settings: dict[str, Any] = {"emulate": emulate, "finds_model": framework == "torch"}
+    runs = [
+        PrecisionRun("float32", finds_model=framework == "torch"),
+        PrecisionRun(
+            low,
+            **settings,
+            casting=None if before is None else before.to_dict(),
+            label=f"{low}, table before",
+        ),
+        PrecisionRun(low, **settings, casting=tuned.casting.to_dict(), label=f"{low}, tuned"),
+    ]
+    done = [run_apart(run, target, framework, "cpu", calls) for run in runs]
+    if done[0].refused or done[0].problem:
+        raise PreampError(f"{target} fails in float32: {done[0].refused or done[0].problem}.")
+    return done
+
+
+def table(runs: Sequence[PrecisionRun]) -> list[dict[str, str]]:
+    """Return the mean of the last tenth of the losses of each run, and how far it is from float32's."""
+    means = [_last(run) for run in runs]
+    return [
+        {
+            "run": run.name,
+            "first loss": f"{run.losses[0]:.6g}" if run.losses else "-",
+            "last losses": f"{mean:.6g}",
+            "difference": "-" if run is runs[0] else f"{(mean - means[0]) / max(abs(means[0]), 1e-30):+.2%}",
+            "": run.problem,
+        }
+        for run, mean in zip(runs, means, strict=True)
+    ]
+
+
+def _last(run: PrecisionRun) -> float:
+    if run.problem or not run.losses:
+        return math.nan
+    return fmean(run.losses[-max(1, round(LAST * len(run.losses))) :])

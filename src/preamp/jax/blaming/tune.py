@@ -1,0 +1,84 @@
+"""`tune`: the smallest set of modules and primitives to keep in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from preamp.autocasting import tables, tuning
+from preamp.autocasting.blame import Blame
+from preamp.autocasting.tables import Casting
+from preamp.autocasting.tuning import Tuning
+from preamp.checks import positive, whole
+from preamp.jax.blaming.step import blame
+from preamp.jax.jaxprs import PRIMITIVES
+
+
+def tune(
+    loss_fn: Callable[..., object],
+    params: Any,
+    *args: Any,
+    dtype: Any = jnp.bfloat16,
+    casting: Casting | None = None,
+    emulate: bool = True,
+    loss_scale: float | None = None,
+    target: float | None = None,
+    rehearsals: int = tuning.MOST,
+    **kwargs: Any,
+) -> Tuning:
+    """Find the table that keeps as little as possible in float32 for errors that are small enough.
+
+    It runs `blame` with a table, adds rules for the rows that lose most for their cost in products, runs it
+    again, and in the end leaves out what is not needed.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.random.normal(jax.random.key(0), (16, 16))
+    >>> found = tune(lambda w, x: jnp.mean((x @ w) ** 2), x, x, dtype=jnp.float16)
+    >>> found.solved, found.casting
+    (True, casting.DEFAULT)
+
+    Args:
+        loss_fn: as of `blame`.
+        params: as of `blame`.
+        args: the other arguments of `loss_fn`.
+        dtype: the low precision, as of `blame`.
+        casting: the table to begin with; None for autocast's.
+        emulate: as of `blame`.
+        loss_scale: as of `blame`.
+        target: the predicted relative error of the loss and of the gradients to stay below. None takes 8 unit
+            roundoffs of the low precision, 3e-2 in bfloat16 and 4e-3 in float16.
+        rehearsals: how often to run the step at most.
+        kwargs: the keyword arguments of `loss_fn`.
+
+    Returns:
+        The table, for `autocast(casting=...)`, and what it keeps in float32 and why.
+
+    Raises:
+        PolicyError: for a target that is not positive and for a number of rehearsals below 1.
+        UsageError, CastingError: as of `blame`.
+    """
+    whole("rehearsals", rehearsals, least=1, instead="rehearsals=20")
+    if target is None:
+        target = tuning.ENOUGH * float(jnp.finfo(dtype).eps) / 2
+    else:
+        positive("target", target, "target=0.01")
+
+    def rehearse(table: Casting) -> Blame:
+        return blame(
+            loss_fn,
+            params,
+            *args,
+            dtype=dtype,
+            casting=table,
+            emulate=emulate,
+            loss_scale=loss_scale,
+            **kwargs,
+        )
+
+    return tuning.tune(rehearse, casting, _can_be_named, target=target, most=rehearsals)
+
+
+def _can_be_named(operator: str) -> bool:
+    return operator in PRIMITIVES or operator in tables.JAX.rules

@@ -1,0 +1,124 @@
+"""`preamp blame` and `preamp tune`: from a user's file to the table, the report and the file of edits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from preamp.autocasting.tables import Casting
+from preamp.cli.app import app
+from preamp.errors import PreampError
+
+MODELS = """
+import jax, jax.numpy as jnp, torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.down(1e6 * self.up(x).relu()) / 1e6
+
+net, x, y = Net(), torch.randn(32, 16), torch.randn(32, 4)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+scaler = torch.amp.GradScaler("cpu")
+
+def step():
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(net(x).float(), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss
+
+def in_jax():
+    def loss(w, x):
+        return jnp.mean(((1e4 * x) @ w) ** 2) / 1e8
+    return loss, jnp.ones((16, 4)), jnp.ones((8, 16))
+
+def wrong():
+    return jnp.ones(3)
+
+def grown():
+    return net(x)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "steps.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        status = app(list(arguments), result_action="return_value")
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def test_blame_names_the_operator_and_writes_a_page_and_json(run):
+    status, text = run("blame", "steps.py:step", "--dtype", "float16", "--json", "rows.json")
+    assert status == 0
+    assert "*  linear    fwd   Net.down" in text
+    assert "overflow" in text
+    rows = json.loads(Path("rows.json").read_text())["rows"]
+    assert rows[0]["module"] == "Net.down"
+    assert rows[0]["effect"] == "inf"
+    page = Path("runs/blame.html").read_text()
+    assert "<svg" in page
+    assert "Net.down" in page
+
+
+def test_blame_folds_by_module_and_takes_a_table(run):
+    Path("table.json").write_text(json.dumps({"edits": [{"modules": ["down"], "rule": "float32"}]}))
+    _, text = run("blame", "steps.py:step", "--dtype", "float16", "--casting", "table.json", "--by", "module")
+    assert "*  " not in text
+    assert "No operator loses more than float16 has to." in text
+
+
+def test_blame_compares_jax(run):
+    _, text = run("blame", "steps.py:in_jax", "--framework", "jax", "--dtype", "float16")
+    assert "overflow" in text
+    assert "*  dot_general" in text
+
+
+def test_tune_writes_a_table_that_trains(run):
+    status, text = run("tune", "steps.py:step", "--dtype", "float16", "--calls", "30")
+    assert status == 0
+    assert "float32: down" in text
+    assert Casting.from_dict(json.loads(Path("casting.json").read_text())) == Casting().module(
+        "down", "float32"
+    )
+    rows = {line.split("  ")[0].strip(): line for line in text.splitlines() if "float16," in line}
+    assert "nan" in rows["float16, table before"] or "inf" in rows["float16, table before"]
+    assert "%" in rows["float16, tuned"]
+
+
+def test_tune_tunes_jax(run):
+    status, _ = run(
+        "tune", "steps.py:in_jax", "--framework", "jax", "--dtype", "float16", "--out", "x/t.json"
+    )
+    assert status == 0
+    assert json.loads(Path("x/t.json").read_text())["edits"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["blame", "steps.py:wrong", "--framework", "jax"], "return loss_fn, params, batch"),
+        (["blame", "steps.py:grown"], "with one element"),
+        (["blame", "steps.py:none"], "has no function"),
+        (["blame", "steps.py:step", "--dtype", "float8_e5m2", "--cast"], "Leave --cast out"),
+        (["tune", "steps.py:in_jax", "--framework", "jax", "--calls", "3"], "--calls is for PyTorch"),
+        (["tune", "steps.py:wrong", "--framework", "jax"], "return loss_fn, params, batch"),
+    ],
+)
+def test_what_cannot_be_done_is_said(run, arguments, problem):
+    with pytest.raises(PreampError, match=problem):
+        run(*arguments)
