@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from preamp import casting
 from preamp.arrays.torch_compat import count_modes
 from preamp.errors import CastingError, UsageError
-from preamp.torch import autocast, blame
+from preamp.torch import GradScaler, autocast, blame
 from preamp.torch.blaming.recorder import size_of
 from preamp.torch.flops import FlopCounter
 
@@ -452,9 +452,15 @@ def test_a_training_step_is_run_up_to_its_backward() -> None:
     assert [row.effect for row in blame(step, model=model).rows] == [
         row.effect for row in blame(loss, model=model).rows
     ]
-    scaler = torch.amp.GradScaler("cpu")
-    scaled = blame(lambda: scaler.scale(loss()).backward(), model=model, dtype=torch.float16)  # type: ignore[arg-type]
-    assert not scaled.guilty
+    for kind in (torch.amp.GradScaler, GradScaler):
+        scaler, method = kind("cpu", init_scale=2.0**10), kind.scale
+        scaled = blame(lambda: scaler.scale(loss()).backward(), model=model, dtype=torch.float16)  # type: ignore[arg-type, return-value]
+        assert not scaled.guilty
+        assert (scaled.loss_scale, scaled.loss) == (
+            2.0**10,
+            blame(loss, model=model, dtype=torch.float16).loss,
+        )
+        assert kind.scale is method
     for now, then in zip(states(model), before, strict=True):
         assert torch.equal(now, then)
 

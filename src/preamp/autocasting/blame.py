@@ -26,7 +26,7 @@ ALLOWED_LOSS = 2.0
 ALLOWED_LOST = 0.3
 """The share of a gradient that may be flushed to zero, of its norm or of its values."""
 SHOWN = 15  # rows in a terminal
-CUT = ("module", "source", "operator")
+CUT = ("source", "operator", "module")
 RIGHT = ("effect", "local", "ratio")
 MODEL = "the model"  # the module whose path is empty
 SMALL = 2.0**-10  # of a gradient in float16, whose normal numbers end at 2**-14

@@ -96,6 +96,8 @@ def print_diagnosis(name: str, found: Diagnosis) -> None:
         table.add_row("all this", found.remedy())
     if rehearsal := found.rehearsal():
         table.add_row("then", rehearsal)
+    if search := found.search():
+        table.add_row("where", search)
     out.print(table)
 
 

@@ -59,6 +59,20 @@ UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
 SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
 
 
+OF_OPERATIONS = {
+    "NaN in backward",
+    "forward NaN",
+    "forward overflow",
+    "gradient overflow",
+    "limit",
+    "loss function",
+    "overflows first",
+    "skipping almost every step",
+    "too low",
+}
+"""Findings behind which there may be one operation, for `preamp blame` to find."""
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """What is wrong with a run.
@@ -103,6 +117,13 @@ class Diagnosis:
         by_command = str(self.record.trace.about.get("command", "")).startswith("preamp ")
         flags = as_flags(policy, settings) if by_command else ""
         return f"Write policy={as_code(policy)}{f', or {flags}' if flags else ''}."
+
+    def search(self) -> str:
+        """Return the command that finds the operation at fault; "" where none of the findings is about one."""
+        if not any(finding.kind in OF_OPERATIONS for finding in self.findings):
+            return ""
+        dtype = self.record.band.name
+        return f"preamp blame MODULE:FUNCTION --dtype {dtype} says which operation of your step loses what."
 
     def rehearsal(self) -> str:
         """Return what the better policy would do with the recorded peaks; "" if there are none."""

@@ -22,6 +22,7 @@ from preamp.torch.autocasting.rules import EMULATED
 from preamp.torch.blaming.recorder import Finished, Recorder, size_of
 from preamp.torch.blaming.tallies import TINY, Place, norm_of
 from preamp.torch.running_modules import RunningModules
+from preamp.torch.scaling.grad_scaler import GradScaler
 from preamp.torch.scaling.unscaled import watch
 
 FIRST_SCALE = 2.0**16  # with which dynamic loss scaling starts
@@ -55,9 +56,10 @@ def blame(
         emulate: True is `autocast(emulate=True)`: products round their inputs and results to the low
             precision, as on a tensor core, and all other operators stay in float32 unless the program itself
             casts. False is autocast as this device runs it.
-        loss_scale: what the loss is multiplied by before its backward pass. None takes what dynamic loss
-            scaling would arrive at: for float16 the largest power of two up to 2**16 at which no gradient
-            overflows, 1 for other formats.
+        loss_scale: what the loss is multiplied by before its backward pass. None takes the scale of the
+            `GradScaler` by which `loss_fn` scales the loss, if it does, else 2**16 for float16 and 1 for
+            other formats; if gradients overflow, the largest power of two below at which they do not, as
+            dynamic loss scaling would arrive at. The loss itself is not scaled.
         seed: of the noise on the weights by which effects are estimated.
 
     Returns:
@@ -119,9 +121,10 @@ class Step:
 
     def run(self, casting: Casting | None) -> Blame:
         """Return the rows of all calls, with the loss scale that was asked for, or looking for one."""
-        looks = self._loss_scale is None and self._dtype is torch.float16
-        scale = first = FIRST_SCALE if looks else self._loss_scale or 1.0
-        found = self._run_with(casting, scale)
+        looks = self._loss_scale is None
+        first = self._loss_scale or (FIRST_SCALE if self._dtype is torch.float16 else 1.0)
+        found = self._run_with(casting, first, takes_scale=looks)
+        first = scale = found.loss_scale
         for _ in range(ATTEMPTS):
             high = [row for row in found.rows if row.direction == "backward" and row.overflowed]
             if not looks or not high:
@@ -156,8 +159,8 @@ class Step:
         is_compiled = compat.is_compiled(self._loss_fn) or any(map(compat.is_compiled, modules))
         return ["What is compiled was run eagerly."] if is_compiled else []
 
-    def _run_with(self, casting: Casting | None, loss_scale: float) -> Blame:
-        recorder, losses = self._recorded(casting, loss_scale)
+    def _run_with(self, casting: Casting | None, loss_scale: float, *, takes_scale: bool = False) -> Blame:
+        recorder, losses = self._recorded(casting, loss_scale, takes_scale=takes_scale)
         norm = self._backward(recorder, losses)
         exact, loss = losses["exact"].item(), losses["low"].item()
         # Of losses around 0, what the loss changes by where the weights change by their size.
@@ -170,7 +173,7 @@ class Step:
             loss,
             exact,
             exact + changes,
-            loss_scale,
+            recorder.loss_scale,
             (*([REPAIRED] if recorder.repaired else []), *recorder.failures),
             recorder.flops,
             recorder.low_flops,
@@ -189,10 +192,13 @@ class Step:
         loss_scale: float,
         alone: Place | None = None,
         random_seed: int | None = None,
+        *,
+        takes_scale: bool = False,
     ) -> tuple[Recorder, dict[str, Tensor]]:
         """Run the step's forward pass; return the loss in each world."""
         modules = RunningModules(self._model, lambda module: recorder.keep(list(module.buffers())))
         recorder = Recorder(self._device_type, loss_scale, modules, self._seed, alone)
+        recorder.takes_scale = takes_scale
         recorder.keep([] if self._model is None else list(self._model.buffers()))
         with ExitStack() as stack:
             stack.callback(recorder.put_back)
@@ -336,9 +342,21 @@ def _prepared(recorder: Recorder) -> Iterator[None]:
 
     watch.is_on = False  # no scaler is at work here, and no optimizer
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    scales = {kind: kind.scale for kind in (torch.amp.GradScaler, GradScaler)}
+    for kind, scale in scales.items():
+        kind.scale = _unscaled(recorder, scale)  # type: ignore[method-assign]
     try:
         with torch.random.fork_rng(devices), compat.run_eagerly():
             yield
     finally:
+        for kind, scale in scales.items():
+            kind.scale = scale  # type: ignore[method-assign]
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
         watch.is_on = was_on
+
+
+def _unscaled(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale(scaler: Any, outputs: Any) -> Any:
+        return recorder.scale(original, scaler, outputs)
+
+    return scale

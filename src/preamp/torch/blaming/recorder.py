@@ -348,6 +348,7 @@ class Recorder(TorchFunctionMode):
         counts_forward: whether what results differ in is counted while a backward pass runs.
         counts_backward: whether what gradients differ in is.
         repaired: whether something overflowed, and the largest number was taken instead.
+        takes_scale: whether the scale of a scaler that the program calls becomes the loss scale.
     """
 
     def __init__(
@@ -381,7 +382,7 @@ class Recorder(TorchFunctionMode):
         self._checked = operators.checked_functions()
         self.gate = Gate()
         self.counts_forward = self.counts_backward = True
-        self.repaired = False
+        self.repaired = self.takes_scale = False
         # By tensor: whether it requires gradients in the program, and whether it is behind the gate.
         self._required: Any = WeakTensorKeyDictionary()
         self._behind: Any = WeakTensorKeyDictionary()
@@ -409,6 +410,14 @@ class Recorder(TorchFunctionMode):
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Keep the values of tensors that the program may write into."""
         self._put_back += [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        """Return a loss that the program scales as it is: blame applies the scale itself."""
+        if threading.get_ident() != self._thread or not scaler.is_enabled():
+            return original(scaler, outputs)
+        if self.takes_scale:
+            self.loss_scale = float(scaler.get_scale())
+        return outputs
 
     def apply(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a custom autograd function, which function modes do not see."""
