@@ -266,6 +266,12 @@ def test_rehearsal_says_what_the_advice_would_have_done() -> None:
     assert found.record.trace.summary().skipped > 20 * (said + 1)
 
 
+def test_the_command_that_finds_the_operation_comes_with_findings_about_one() -> None:
+    everything_skipped = diagnose(simulate(Dynamic(), [True] * 200))
+    assert "preamp blame MODULE:FUNCTION --dtype float16" in everything_skipped.search()
+    assert diagnose(simulate(Dynamic(), [False] * 200)).search() == ""
+
+
 @settings(deadline=None, max_examples=40)
 @given(policies, scripts, st.booleans())
 def test_any_rule_is_read_back_and_any_run_has_a_diagnosis(policy: Any, script: str, told: bool) -> None:

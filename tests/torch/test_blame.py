@@ -196,10 +196,10 @@ def test_effects_are_those_of_a_step_in_which_one_module_alone_is_low(path: str,
         low = torch.autograd.grad(1024.0 * loss(), parameters)
     sizes = [size_of(each) for each in parameters]
     errors = [
-        size * (ours / 1024 - theirs).norm().item()
+        (size * (ours / 1024 - theirs)).norm().item()
         for size, ours, theirs in zip(sizes, low, exact, strict=True)
     ]
-    norm = math.hypot(*(size * theirs.norm().item() for size, theirs in zip(sizes, exact, strict=True)))
+    norm = math.hypot(*((size * theirs).norm().item() for size, theirs in zip(sizes, exact, strict=True)))
     assert found.gradient_error == pytest.approx(math.hypot(*errors) / norm, rel=0.6)
 
 
@@ -303,8 +303,8 @@ def test_what_is_lost_where_gradients_stop_is_found() -> None:
     exact = torch.autograd.grad(wrong_target(torch.float32), [*model.parameters()])
     low = torch.autograd.grad(wrong_target(torch.bfloat16), [*model.parameters()])
     sizes = [size_of(each) for each in model.parameters()]
-    errors = [size * (a - b).norm().item() for size, a, b in zip(sizes, low, exact, strict=True)]
-    norm = math.hypot(*(size * each.norm().item() for size, each in zip(sizes, exact, strict=True)))
+    errors = [(size * (a - b)).norm().item() for size, a, b in zip(sizes, low, exact, strict=True)]
+    norm = math.hypot(*((size * each).norm().item() for size, each in zip(sizes, exact, strict=True)))
     assert first.effect == pytest.approx(math.hypot(*errors) / norm, rel=0.7)
     assert found.predicted_loss == pytest.approx(found.loss, rel=0.1)
 

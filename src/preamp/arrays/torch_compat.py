@@ -86,9 +86,11 @@ without_modes = torch._C.DisableTorchFunction
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Keep tensors for backward as they are, also inside of a checkpoint, which keeps none.
 
-    Since before 2.6. Without, a comparison inside of a checkpoint would run the checkpoint again.
+    `_top_saved_tensors_default_hooks` is there in 2.8, and not in 2.6. Without, tensors are kept by hooks
+    everywhere, which does not tell of one that is written into before the backward pass.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None and top(False) is None:
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda kept: kept):

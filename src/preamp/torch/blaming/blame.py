@@ -245,7 +245,7 @@ class Step:
         def arrived(leaf: Tensor) -> None:
             gradient = _taken(leaf)
             if gradient is not None and recorder.counts_backward:
-                squares.append((size_of(leaf) * norm_of(gradient)) ** 2)
+                squares.append(norm_of(size_of(leaf) * gradient) ** 2)
 
         for _, leaf in recorder.here.leaves:
             leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -335,7 +335,7 @@ def _prepared(recorder: Recorder) -> Iterator[None]:
             return run(*given)
 
         def call(*inner: Any, **named: Any) -> Any:
-            return original.__func__(cls, *inner, **named)
+            return original.__get__(None, cls)(*inner, **named)
 
         call.__name__ = cls.__name__
         return recorder.apply(call, args, kwargs)

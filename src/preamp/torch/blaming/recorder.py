@@ -42,7 +42,7 @@ from preamp.torch.blaming.tallies import Errors, Place, Tally, norm_of, sum_of
 from preamp.torch.flops import FlopCounter
 from preamp.torch.running_modules import RunningModules
 
-STEP = 2.0**-7  # how far aside `there` is, in root mean squares of each weight
+STEP = 2.0**-7  # how far aside `there` is, relative to each value of a weight
 # Whose lines are not the program's.
 HIDDEN = (*torch.__path__, *preamp.__path__, contextlib.__file__, "<")
 NEGLIGIBLE = 1e-3  # of the error of a gradient that was inherited
@@ -137,10 +137,10 @@ class World:
         return copy
 
 
-def size_of(weight: Tensor) -> float:
-    """Return the root mean square of a weight; that of a usual one of its shape where it is zero."""
-    mean = norm_of(weight.detach()) / math.sqrt(max(1, weight.numel()))
-    return mean or 1 / math.sqrt(max(weight.shape, default=1))
+def size_of(weight: Tensor) -> Tensor:
+    """Return the magnitudes of a weight's values; where all are zero, that of a usual weight of its shape."""
+    size = weight.detach().abs()
+    return size if size.any() else torch.full_like(size, 1 / math.sqrt(max(weight.shape, default=1)))
 
 
 class State(NamedTuple):
