@@ -58,14 +58,14 @@ def perceptron() -> tuple[nn.Module, Loss]:
 
 def convolutions() -> tuple[nn.Module, Loss]:
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
+        nn.Conv2d(3, 8, 3, bias=False),
         nn.BatchNorm2d(8),
         nn.ReLU(inplace=True),
         nn.Flatten(),
         nn.Dropout(),
         nn.Linear(288, 4),
     )
-    x, y = torch.randn(8, 3, 8, 8), torch.randint(4, (8,))
+    x, y = torch.randn(64, 3, 8, 8), torch.randint(4, (64,))
     return model, lambda: F.cross_entropy(model(x).float(), y)
 
 

@@ -119,7 +119,7 @@ class Diagnosis:
         return f"Write policy={as_code(policy)}{f', or {flags}' if flags else ''}."
 
     def search(self) -> str:
-        """Return the command that finds the operation at fault; "" where none of the findings is about one."""
+        """Return the command that finds the operation at fault; "" if none of the findings is about one."""
         if not any(finding.kind in OF_OPERATIONS for finding in self.findings):
             return ""
         dtype = self.record.band.name

@@ -167,8 +167,9 @@ class Step:
         size = max(norm, next((abs(value) for value in (exact, loss) if math.isfinite(value)), 1.0))
         rows = [tally.row(place, norm, size) for place, tally in recorder.tallies.items()]
         changes = sum(tally.loss_change for tally in recorder.tallies.values())
+        limits = torch.finfo(self._dtype)
         return Blame(
-            ranked(rows, torch.finfo(self._dtype).eps / 2, emulated=self._emulate),
+            ranked(rows, limits.eps / 2, emulated=self._emulate),
             str(self._dtype).removeprefix("torch."),
             loss,
             exact,

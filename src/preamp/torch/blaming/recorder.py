@@ -38,7 +38,7 @@ from preamp.torch.autocasting import modes, operators
 from preamp.torch.autocasting.modes import TorchAutocast
 from preamp.torch.blaming import calls
 from preamp.torch.blaming.calls import LOW, is_tracked
-from preamp.torch.blaming.tallies import Errors, Place, Tally, norm_of, sum_of
+from preamp.torch.blaming.tallies import Errors, Place, Tally, sum_of
 from preamp.torch.flops import FlopCounter
 from preamp.torch.running_modules import RunningModules
 
@@ -140,7 +140,7 @@ class World:
 def size_of(weight: Tensor) -> Tensor:
     """Return the magnitudes of a weight's values; where all are zero, that of a usual weight of its shape."""
     size = weight.detach().abs()
-    return size if size.any() else torch.full_like(size, 1 / math.sqrt(max(weight.shape, default=1)))
+    return size if size.any() else torch.full_like(size, 1 / math.sqrt(max(1, *weight.shape)))
 
 
 class State(NamedTuple):
@@ -444,13 +444,6 @@ class Recorder(TorchFunctionMode):
         name = calls.name_of(func)
         if name in calls.IGNORED:
             return _NoHandle() if name.startswith("register") else None
-        if func in self._checked and func not in self._inside:  # in Python: what it calls is compared
-            self._inside.append(func)  # some call an operator in C++ that goes by the same name
-            try:
-                with self:
-                    return compat.unchecked(func)(*args, **kwargs)
-            finally:
-                self._inside.pop()
         if func in calls.BACKWARD:
             if func is torch.autograd.grad:
                 raise UsageError(
@@ -459,6 +452,13 @@ class Recorder(TorchFunctionMode):
                 )
             given = args[0] if args else kwargs["tensors"]
             raise Finished(given if isinstance(given, Tensor) else given[0])
+        if func in self._checked and func not in self._inside:  # in Python: what it calls is compared
+            self._inside.append(func)  # some call an operator in C++ that goes by the same name
+            try:
+                with self:
+                    return compat.unchecked(func)(*args, **kwargs)
+            finally:
+                self._inside.pop()
         if name == "__get__":
             if func == calls.REQUIRES_GRAD:
                 return self._requires(args[0])
