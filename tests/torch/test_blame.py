@@ -454,7 +454,9 @@ def test_a_training_step_is_run_up_to_its_backward() -> None:
     ]
     for kind in (torch.amp.GradScaler, GradScaler):
         scaler, method = kind("cpu", init_scale=2.0**10), kind.scale
-        scaled = blame(lambda: scaler.scale(loss()).backward(), model=model, dtype=torch.float16)  # type: ignore[arg-type, return-value]
+        scaled = blame(
+            lambda scaler: scaler.scale(loss()).backward(), scaler, model=model, dtype=torch.float16
+        )
         assert not scaled.guilty
         assert (scaled.loss_scale, scaled.loss) == (
             2.0**10,
