@@ -20,7 +20,7 @@ Part = Literal["product", "sensitive", "other"]
 ALLOWED: Mapping[Part, float] = {"product": 5.0, "sensitive": 1.0, "other": 2.0}
 """The effect that is expected of an operator, in unit roundoffs of the step's low precision."""
 ALLOWED_EXPLICIT = 1.0
-"""The same of one that is no product, where the program itself has asked for low precision."""
+"""The same for operators other than products, where the program itself has asked for low precision."""
 ALLOWED_LOSS = 2.0
 """The change of the loss that is expected of an operator, in the same unit."""
 ALLOWED_LOST = 0.3

@@ -171,7 +171,7 @@ def traced(
         chosen = [start + place for place, leaf in enumerate(leaves) if _is_floating(leaf)]
         if not chosen:
             raise UsageError(
-                f"params is {kind_of(params)} without floating arrays, so there are no gradients. Write "
+                f"params is {kind_of(params)} without floating arrays, which have no gradients. Write "
                 f"{EXAMPLE}, with the parameters first."
             )
         try:
@@ -228,7 +228,7 @@ def _place_of_loss(call: jaxprs.Call) -> int:
         raise UsageError(f"the loss is {shown(loss)}, not a scalar array. Write {advice}.")
     if loss.shape:
         raise UsageError(
-            f"the loss has the shape {loss.shape}, and is no scalar. Write return jnp.mean(loss)."
+            f"the loss has the shape {loss.shape}, not (). Write return jnp.mean(loss)."
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise UsageError(

@@ -297,9 +297,9 @@ class _Arrived:
 
 def _check(loss_fn: object, model: object, dtype: object, emulate: bool, loss_scale: object) -> None:
     if torch.is_inference_mode_enabled():
-        raise UsageError("In inference mode there are no gradients to compare. Call blame outside of it.")
+        raise UsageError("Inference mode computes no gradients to compare. Call blame outside of it.")
     if dtype not in (torch.float16, torch.bfloat16) and not (emulate and dtype in EMULATED):
-        raise CastingError(f"dtype={dtype} is no low precision. Write torch.float16 or torch.bfloat16.")
+        raise CastingError(f"dtype={dtype} cannot be compared with float32. Write torch.float16 or torch.bfloat16.")
     if not callable(loss_fn):
         raise UsageError(f"{shown(loss_fn)} is not a function. Write blame(loss_fn, *args, model=model).")
     if model is not None and not isinstance(model, nn.Module):

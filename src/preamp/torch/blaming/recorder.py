@@ -51,7 +51,7 @@ REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
 class Finished(BaseException):
-    """Ends the program at its first `backward()`. It is no error, so that no `except Exception` keeps it.
+    """Ends the program at its first `backward()`. It is not an `Exception`, so that programs do not catch it.
 
     Attributes:
         loss: whose backward pass it would be.
@@ -584,7 +584,7 @@ class Recorder(TorchFunctionMode):
                     for place, copy in enumerate(copies)
                 ]
             if calls.name_of(func) in calls.CASTS and written is None:
-                given = copies[0] if copies else leaves[0]  # of integers there are no copies
+                given = copies[0] if copies else leaves[0]  # integers have no copies
                 result = results[0]
                 return _Made(copies, [given.to(result.device, _raised_dtype(result.dtype), copy=True)])
             filled = _filled(leaves, inputs, copies)
