@@ -227,9 +227,7 @@ def _place_of_loss(call: jaxprs.Call) -> int:
         advice = "lambda *args: loss_fn(*args)[0]" if isinstance(loss, tuple) else "return jnp.mean(loss)"
         raise UsageError(f"the loss is {shown(loss)}, not a scalar array. Write {advice}.")
     if loss.shape:
-        raise UsageError(
-            f"the loss has the shape {loss.shape}, not (). Write return jnp.mean(loss)."
-        )
+        raise UsageError(f"the loss has the shape {loss.shape}, not (). Write return jnp.mean(loss).")
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise UsageError(
             f"the loss is of dtype {loss.dtype}, which has no gradient. Write a floating one: loss.real, or "

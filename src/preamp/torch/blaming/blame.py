@@ -299,7 +299,9 @@ def _check(loss_fn: object, model: object, dtype: object, emulate: bool, loss_sc
     if torch.is_inference_mode_enabled():
         raise UsageError("Inference mode computes no gradients to compare. Call blame outside of it.")
     if dtype not in (torch.float16, torch.bfloat16) and not (emulate and dtype in EMULATED):
-        raise CastingError(f"dtype={dtype} cannot be compared with float32. Write torch.float16 or torch.bfloat16.")
+        raise CastingError(
+            f"dtype={dtype} cannot be compared with float32. Write torch.float16 or torch.bfloat16."
+        )
     if not callable(loss_fn):
         raise UsageError(f"{shown(loss_fn)} is not a function. Write blame(loss_fn, *args, model=model).")
     if model is not None and not isinstance(model, nn.Module):
