@@ -53,3 +53,15 @@ def test_a_target_is_met():
 def test_arguments_are_checked(wrong):
     with pytest.raises(PreampError):
         tune(loss, PARAMS, 1.0, **wrong)
+
+
+def test_a_program_that_casts_by_itself_is_tuned_and_its_cast_is_no_rule():
+    def cast(params, x):
+        hidden = (x @ params["up"]).astype(jnp.bfloat16) + 300
+        centered = (hidden - jnp.mean(hidden, -1, keepdims=True)).astype(jnp.float32)
+        return jnp.mean((centered @ params["down"] - Y) ** 2)
+
+    found = tune(cast, PARAMS, X)
+    assert "convert_element_type" not in {kept.name for kept in found.kept}
+    with pytest.raises(PreampError, match="the program's own cast"):
+        blame(cast, PARAMS, X, casting=casting.DEFAULT.float32("convert_element_type"))

@@ -507,11 +507,11 @@ def test_a_regions_of_the_program_are_part_of_the_step() -> None:
     [
         (lambda model, x: torch.autograd.grad(model(x).sum(), model.weight), "without it"),
         (lambda model, x: model(x), "with one element"),
-        (lambda model, x: model(x).sum().item(), "and not a loss"),
+        (lambda model, x: model(x).sum().item(), "instead of a loss"),
         (lambda model, x: x.sum(), "does not depend"),
         (lambda model, x: torch.tensor(model(x).sum().item()), "does not depend"),
         (lambda model, x: torch.func.vmap(model)(x).sum(), "torch.func"),
-        (lambda model, x: (torch.no_grad()(model.weight.mul_)(2), model(x).sum())[1], "writes into weight"),
+        (lambda model, x: (model(x).sum(), torch.no_grad()(model.weight.mul_)(2))[0], "writes into weight"),
     ],
 )
 def test_a_function_that_cannot_be_compared_is_refused_and_nothing_changes(loss: Any, message: str) -> None:
@@ -544,6 +544,32 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
         blame(lambda: model(torch.ones(2, 4)).sum(), **arguments)
     with pytest.raises(UsageError, match="is not a function"):
         blame(3)  # type: ignore[arg-type]
+
+
+def test_modules_that_are_made_inside_and_weights_that_are_set_before_they_are_used() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    before = states(model)
+
+    def loss() -> Tensor:
+        with torch.no_grad():
+            nn.init.normal_(tensor=model.weight)
+        return nn.Linear(4, 2)(model(x)).square().mean()  # type: ignore[no-any-return]
+
+    assert blame(loss, model=model).rows
+    for now, then in zip(states(model), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_weights_in_low_precision_are_told_of_and_a_model_of_something_else_is_refused() -> None:
+    model, x = nn.Linear(4, 4).half(), torch.randn(2, 4).half()
+    found = blame(lambda: model(x).float().sum(), model=model, dtype=torch.float16)
+    assert any("Write emulate=False" in note for note in found.notes)
+    real = blame(lambda: model(x).float().sum(), model=model, dtype=torch.float16, emulate=False)
+    assert not any("emulate=False" in note for note in real.notes)
+    with pytest.raises(UsageError, match="no parameter of the model"):
+        blame(lambda: model(x).float().sum(), model=nn.Linear(2, 2), dtype=torch.float16)
+    with pytest.raises(UsageError, match=r"is not a torch\.dtype"):
+        blame(lambda: model(x).float().sum(), dtype="float16")  # type: ignore[arg-type]
 
 
 def test_gradients_that_were_there_stay_and_no_warning_of_unscaled_gradients_comes() -> None:

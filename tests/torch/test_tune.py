@@ -107,10 +107,17 @@ def test_what_the_program_casts_itself_no_table_helps() -> None:
 
     found = tune(loss, model=model, dtype=torch.bfloat16)
     assert not found.solved
+    assert found.kept == []  # what does not help is not kept
     text = str(found).replace("\n", " ")
     assert "No table that was tried" in text
     assert "bfloat16 outside of modules" in text or "bfloat16 at test_tune.py" in text
     assert "program itself casts" in text
+
+
+def test_a_loss_that_is_not_finite_in_float32_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match="The loss is nan in float32"):
+        tune(lambda: model(torch.full((2, 4), math.nan)).sum(), model=model)
 
 
 def test_a_target_is_met_with_as_few_products_as_it_takes() -> None:

@@ -30,6 +30,7 @@ CUT = ("source", "operator", "module")
 RIGHT = ("effect", "local", "ratio")
 MODEL = "the model"  # the module whose path is empty
 SMALL = 2.0**-10  # of a gradient in float16, whose normal numbers end at 2**-14
+FAILED = "could not be compared"  # in the note of an operator
 UNEXPLAINED = 8.0  # unit roundoffs: a change of the loss that the rows do not predict
 ROUNDOFFS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 SHORT = {
@@ -199,7 +200,7 @@ class Blame:
         predicted = (self.predicted_loss - self.float32_loss) / size
         found = self.guilty
         if not math.isfinite(self.float32_loss):
-            verdict = f"The loss is {self.float32_loss} in float32 as well."
+            verdict = f"The loss is {self.float32_loss} in float32 as well, so precision is not the cause."
         elif found:
             first = found[0]
             reason = f": {first.reason}" if first.reason else ""
@@ -210,7 +211,8 @@ class Blame:
                 "be in what is not compared, such as the order of sums, or beyond first order."
             )
         else:
-            verdict = f"No operator loses more than {self.dtype} has to."
+            compared = "that could be compared " if any(FAILED in note for note in self.notes) else ""
+            verdict = f"No operator {compared}loses more than is expected in {self.dtype}."
         scale = "" if self.loss_scale == 1 else f" with the loss scale {self.loss_scale:g}"
         return (
             f"{verdict} Loss: {self.loss:.6g} in {self.dtype}{scale}, {self.float32_loss:.6g} in float32; "

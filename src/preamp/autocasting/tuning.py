@@ -1,4 +1,4 @@
-"""Find the smallest set of modules and operators to keep in float32, from what blame says of a step.
+"""Find a small set of modules and operators to keep in float32, from what blame says of a step.
 
 The framework rehearses: it runs blame on the step with a table. Everything else is here, for all of them.
 """
@@ -15,6 +15,7 @@ from preamp.autocasting.blame import ALLOWED_LOST, Blame, BlameRow
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.tables import DEFAULT, Casting, Edit, is_inside
 from preamp.autocasting.text_tables import WIDTH
+from preamp.errors import UsageError
 
 __all__ = ["Kept", "Tuning", "tune"]
 
@@ -23,6 +24,7 @@ ENOUGH = 8.0  # unit roundoffs: the relative error of loss and gradients that is
 SMALL = 0.03  # of the target: rows with less are not worth a rule
 PER_RULE = 0.002  # what a rule costs, in shares of the step's products: of two that cost the same, the fewer
 PER_VALUE = 0.02  # what it costs to keep all values of the step in float32, in the same unit
+WORSE = 1.1  # times the error: what a rule has to be good for where the target is missed
 BETTER = 0.7  # of its severity: what is left of a row that a rule is said to help
 
 
@@ -55,9 +57,11 @@ class Kept:
     def reason(self) -> str:
         """Why, in a few words."""
         worst = self.rows[0]
-        more = f", and {len(self.rows) - 1} more" if len(self.rows) > 1 else ""
-        what = worst.reason or f"it loses {worst.severity:.1f} times what is expected"
-        return f"{worst.operator} {worst.place}, {worst.direction} pass: {what}{more}"
+        more = f" (and {_count(len(self.rows) - 1, 'more row')})" if len(self.rows) > 1 else ""
+        what = f": {worst.reason}" if worst.reason else ""
+        if not what and worst.severity >= 1:
+            what = f": it loses {worst.severity:.1f} times what is expected"
+        return f"{worst.operator} {worst.place}, {worst.direction} pass{what}{more}"
 
 
 @dataclass(frozen=True)
@@ -101,19 +105,25 @@ class Tuning:
         """Return what was found, as sentences."""
         dtype = self.before.dtype
         if self.solved:
+            rules = f"With {_count(len(self.kept), 'rule')}" if self.kept else "No rule is needed"
             verdict = (
-                f"With {_count(len(self.kept), 'rule')}, the predicted errors of loss and gradients are "
-                f"below {self.target:.1e}."
+                f"{rules}{',' if self.kept else ':'} the predicted errors of loss and gradients are below "
+                f"{self.target:.1e}."
             )
         else:
             worst = self.after.rows[0]
             verdict = (
                 f"No table that was tried brings the errors of loss and gradients below {self.target:.1e}. "
-                f"{worst.operator} {worst.place} is left, in the {worst.direction} pass. If the program "
-                "itself casts there, change it."
+                f"{worst.operator} {worst.place} still loses most, in the {worst.direction} pass. If the "
+                "program itself casts there, change that line."
             )
+        share = (
+            f"{self.low_share:.1%} of the product FLOPs run in {dtype}."
+            if self.after.flops
+            else ("The step has no products.")
+        )
         return (
-            f"{verdict} {self.low_share:.1%} of the product FLOPs run in {dtype}. Predicted relative error "
+            f"{verdict} {share} Predicted relative error "
             f"of the gradients: {self.before.gradient_error:.1e} before, {self.after.gradient_error:.1e} "
             "after. "
             f"{_count(self.rehearsals, 'rehearsed step')}."
@@ -159,6 +169,11 @@ def tune(
     """
     table = DEFAULT if casting is None else casting
     before = current = rehearse(table)
+    if not math.isfinite(before.float32_loss):
+        raise UsageError(
+            f"The loss is {before.float32_loss} in float32, so no table can help. Look for what is not "
+            "finite: the data, a division by 0, a logarithm of 0."
+        )
     modules = list(dict.fromkeys(row.module for row in before.rows))
     rehearsals, kept, useless = 1, list[Kept](), set[Useless]()
     while rehearsals < most and _missed(current, target):
@@ -179,12 +194,12 @@ def tune(
             rehearsals += 1
         current = after
     for each in sorted(kept, key=lambda one: -one.flops):
-        if rehearsals >= most or _missed(current, target):
+        if rehearsals >= most:
             break
         fewer = [one for one in kept if one is not each]
         after = rehearse(_with(table, fewer)) if fewer else before
         rehearsals += bool(fewer)
-        if not _missed(after, target):
+        if not _missed(after, target) or (_missed(current, target) and not _is_worse(after, current)):
             kept, current = fewer, after
     return Tuning(_with(table, kept), kept, before, current, rehearsals, target)
 
@@ -196,6 +211,17 @@ def _count(number: int, name: str) -> str:
 def _missed(blame: Blame, target: float) -> bool:
     """Return whether a step is worse than it may be."""
     return bool(_broken(blame)) or blame.gradient_error > target or abs(_loss_change(blame.rows)) > target
+
+
+def _is_worse(one: Blame, other: Blame) -> bool:
+    """Return whether a step that is worse than it may be is clearly worse than another."""
+    if len(_broken(one)) != len(_broken(other)):
+        return len(_broken(one)) > len(_broken(other))
+    sizes = [
+        math.hypot(*(row.effect for row in each.rows if math.isfinite(row.effect))) for each in (one, other)
+    ]
+    changes = [abs(_loss_change(each.rows)) for each in (one, other)]
+    return sizes[0] > WORSE * sizes[1] or changes[0] > WORSE * changes[1]
 
 
 def _broken(blame: Blame) -> list[BlameRow]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -75,6 +76,11 @@ __all__ = [
     "train",
     "tune",
 ]
+
+
+def _above_zero(flag: str, value: float | None, example: str) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise PreampError(f"{flag} {value:g} is not a number above 0. Write {flag} {example}.")
 
 
 def _whole(_: object, tokens: Sequence[Token]) -> int:
@@ -459,26 +465,30 @@ def blame(
 ) -> int:
     """Run one training step in low precision and in float32, and say which operator loses the accuracy.
 
-    Each call of an operator, and its backward pass, is compared with float32 on the very same inputs. What it
-    differs in counts by what that does to the gradients and to the loss. A star marks the operators that lose
-    more than they have to in this precision.
+    Each call of an operator, and its backward pass, is compared with float32 on the very same inputs. A
+    difference counts by its effect on the gradients and the loss. A star marks the operators that lose more
+    than is expected in this precision.
 
     Args:
         target: MODULE:FUNCTION, such as train.py:loss; it is called without arguments. With PyTorch it
-            returns the loss; of a whole training step, what comes before backward() is run. With JAX it
-            returns a loss function, its parameters and its other arguments.
-        framework: whose operators to compare.
+            returns the loss; a whole training step runs only up to backward(). With JAX it returns a loss
+            function, its parameters and its other arguments.
+        framework: the framework of the function.
         dtype: the low precision. Default: bfloat16.
         cast: cast as autocast does on this device. Default: products round in float32, as on a tensor core,
             and nothing else is low unless the program casts it.
         casting_file: edits of operators and modules, in JSON, TOML or YAML, as Casting.to_dict writes them.
-        loss_scale: what the loss is multiplied by. Default: what dynamic loss scaling would come to.
-        by: a row for each operator and line, or for each module.
+        loss_scale: what the loss is multiplied by. Default: the scale of the step's GradScaler, or what
+            dynamic loss scaling would arrive at.
+        by: a row for each operator and line, or for each module and pass; "+2" is how many rows it stands for
+            besides the worst.
         out_file: the report with all rows.
         json_file: where to write all rows as JSON.
     """
     from preamp.cli.lab.blamed import blame_function
     from preamp.report import effects_figure, write_report
+
+    _above_zero("--loss-scale", loss_scale, "65536")
 
     found = blame_function(
         target, framework, dtype, emulate=not cast, casting_file=casting_file, loss_scale=loss_scale
@@ -495,6 +505,7 @@ def blame(
     )
     if json_file:
         with naming(json_file):
+            json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.write_text(found.to_json() + "\n", encoding="utf-8")
     print(found)
     print_open(out_file)
@@ -515,26 +526,29 @@ def tune(
     calls: Count | None = None,
     out_file: Annotated[Path, Parameter(name="--out")] = Path("casting.json"),
 ) -> int:
-    """Find the smallest set of operators and modules of a training step to keep in float32.
+    """Find a small set of operators and modules of a training step to keep in float32.
 
     It runs preamp blame on the step, keeps in float32 what loses more than it has to, cheapest first in
     products, and runs it again, at most twenty times. The table is written to a file, for
-    autocast(casting=Casting.from_dict(...)) and for --casting of other commands.
+    casting.Casting.from_dict and for --casting of other commands.
 
     Args:
         target: MODULE:FUNCTION, as of preamp blame.
-        framework: whose operators to keep.
+        framework: the framework of the function.
         dtype: the low precision. Default: bfloat16.
         cast: as of preamp blame.
         casting_file: the table to begin with, in JSON, TOML or YAML. Default: autocast's.
         loss_scale: as of preamp blame.
-        error: the predicted relative error of the gradients to stay below. Default: none.
-        calls: how often to call the function, which has to train, in float32, with the table to begin with
-            and with the one that was found, to compare the losses; of PyTorch. Default: not at all.
+        error: the predicted relative error of the loss and the gradients to stay below. Default: 8 unit
+            roundoffs, which is 3e-2 in bfloat16 and 4e-3 in float16.
+        calls: train with this many calls of the function in float32, with the initial table and with the
+            tuned one, and compare the losses. PyTorch only. Default: off.
         out_file: where to write the table, as JSON.
     """
     from preamp.cli.lab.tuned import table, train_with, tune_function
 
+    _above_zero("--loss-scale", loss_scale, "65536")
+    _above_zero("--error", error, "0.01")
     if calls is not None and framework == "jax":
         raise PreampError("--calls is for PyTorch. Leave it out, and train with the table that is written.")
     found = tune_function(

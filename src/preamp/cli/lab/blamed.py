@@ -60,7 +60,9 @@ def _in_torch(target: str, dtype: str, table: Casting | None, settings: dict[str
         raise MissingExtra.of(error, "preamp[torch]") from error
 
     function: Callable[[], Any] = find_function(target)
-    model = model_of(function) if table and table.modules else None
+    model = model_of(function, stops=True)
+    if not list(model.parameters()) and not (table and table.modules):
+        model = None  # the function calls no module, or those without parameters
     return blame(function, model=model, dtype=getattr(torch, dtype), casting=table, **settings)
 
 

@@ -53,8 +53,8 @@ class PrecisionRun:
         advice: what to do about the problem; "" if it is not known.
         refused: what is wrong with the target itself.
         casting: the edits of autocast's table, as `Casting.to_dict` returns them; None for none.
-        finds_model: whether the function is called once more, before the others, to find its model for
-            the rules of modules.
+        finds_model: whether the function is run up to its backward pass once, before the calls, to find its
+            model for the rules of modules.
         label: what the run is called, if that is more than its precision.
     """
 
@@ -255,7 +255,7 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
     torch.manual_seed(SEED)
     function = _import(target)
     region: AbstractContextManager[object] = nullcontext()
-    model = model_of(function) if run.finds_model else None
+    model = model_of(function, stops=True) if run.finds_model else None
     if run.precision != "float32":
         dtype, table = getattr(torch, run.precision), _table_of(run)
         region = autocast(device, dtype, emulate=run.emulate, casting=table, model=model)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,24 @@ def _run_in_torch(
     return report
 
 
-def model_of(function: Callable[[], Any]) -> Any:
-    """Run a function once and return the module that it calls, or all of them in one."""
+class _Stopped(BaseException):
+    """Ends a training step at its backward pass."""
+
+
+def model_of(function: Callable[[], Any], *, stops: bool = False) -> Any:
+    """Run a function once and return the module that it calls, or all of them in one.
+
+    Args:
+        function: what to run.
+        stops: whether to end it where it calls `backward()`, and to put random states back.
+    """
+    import torch
     from torch import nn
     from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
     running: list[nn.Module] = []
     outermost: dict[nn.Module, None] = {}
+    backward = torch.Tensor.backward
 
     def begin(module: nn.Module, _: object) -> None:
         if not running:
@@ -105,10 +117,19 @@ def model_of(function: Callable[[], Any]) -> Any:
     def end(*_: object) -> None:
         running.pop()
 
+    def stop(*_: object, **__: object) -> None:
+        raise _Stopped
+
     hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)]
     try:
-        function()
+        if not stops:
+            function()
+        else:
+            torch.Tensor.backward = stop  # type: ignore[method-assign]
+            with suppress(_Stopped), torch.random.fork_rng():
+                function()
     finally:
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
     return next(iter(outermost)) if len(outermost) == 1 else nn.ModuleList(outermost)

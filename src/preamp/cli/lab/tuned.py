@@ -49,7 +49,10 @@ def _in_torch(target: str, dtype: str, settings: dict[str, Any]) -> Tuning:
         raise MissingExtra.of(error, "preamp[torch]") from error
 
     function: Callable[[], Any] = find_function(target)
-    return tune(function, model=model_of(function), dtype=getattr(torch, dtype), **settings)
+    model = model_of(function, stops=True)
+    return tune(
+        function, model=model if list(model.parameters()) else None, dtype=getattr(torch, dtype), **settings
+    )
 
 
 def _in_jax(target: str, dtype: str, settings: dict[str, Any]) -> Tuning:

@@ -53,6 +53,7 @@ USER_NAMES: dict[str, str] = {
 }
 """Names that users write, where they differ from the primitive's."""
 
+CAST = "convert_element_type"
 NEAREST = 3
 _EQUINOX_CLASS = re.compile(r"(?:^|\.)eqx\.nn\.\w+")
 
@@ -92,8 +93,13 @@ def check_names(rules: Mapping[str, Rule], jaxpr: AnyJaxpr) -> None:
     """Raise unless every name with a rule is known, or a primitive of a program.
 
     Raises:
-        CastingError: with the nearest names.
+        CastingError: with the nearest names; and for the primitive of casts.
     """
+    if CAST in rules:
+        raise CastingError(
+            f"{CAST!r} is the program's own cast, which a table cannot change. Write the operator that "
+            "follows it."
+        )
     unknown = rules.keys() - casting.JAX.rules.keys() - PRIMITIVES
     here = set(_primitives(jaxpr)) if unknown else set()
     known = {*casting.JAX.rules, *PRIMITIVES, *USER_NAMES, *here}

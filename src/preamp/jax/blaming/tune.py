@@ -1,4 +1,4 @@
-"""`tune`: the smallest set of modules and primitives to keep in float32."""
+"""`tune`: a small set of modules and primitives to keep in float32."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from preamp.autocasting.blame import Blame
 from preamp.autocasting.tables import Casting
 from preamp.autocasting.tuning import Tuning
 from preamp.checks import positive, whole
+from preamp.jax.autocasting.names import CAST
 from preamp.jax.blaming.step import blame
 from preamp.jax.jaxprs import PRIMITIVES
 
@@ -81,4 +82,4 @@ def tune(
 
 
 def _can_be_named(operator: str) -> bool:
-    return operator in PRIMITIVES or operator in tables.JAX.rules
+    return operator != CAST and (operator in PRIMITIVES or operator in tables.JAX.rules)

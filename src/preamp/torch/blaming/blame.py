@@ -15,10 +15,11 @@ from torch.utils.checkpoint import CheckpointFunction
 from preamp.arrays import torch_compat as compat
 from preamp.autocasting.blame import Blame, BlameRow, ranked
 from preamp.autocasting.tables import Casting
-from preamp.checks import positive, shown
+from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.autocasting.rules import EMULATED
+from preamp.torch.blaming.calls import LOW
 from preamp.torch.blaming.recorder import Finished, Recorder, size_of
 from preamp.torch.blaming.tallies import TINY, Place, norm_of
 from preamp.torch.running_modules import RunningModules
@@ -27,7 +28,14 @@ from preamp.torch.scaling.unscaled import watch
 
 FIRST_SCALE = 2.0**16  # with which dynamic loss scaling starts
 MEASURED = 3  # rows that are measured by themselves
-REPAIRED = "What overflowed was replaced by the largest number of its precision, to go on: so is the loss."
+REPAIRED = (
+    "Values that overflowed were replaced by the largest number of the format, and the loss is computed from "
+    "these."
+)
+HALF = (
+    "Some weights are in low precision themselves. Emulated products return float32, so what follows them "
+    "runs in float32, unlike in the program. Write emulate=False (--cast)."
+)
 ATTEMPTS = 4  # to find a loss scale with which nothing overflows
 
 
@@ -41,7 +49,7 @@ def blame(
     loss_scale: float | None = None,
     seed: int = 0,
 ) -> Blame:
-    """Run one training step in low precision and in float32, and say which operator call loses what.
+    """Run one training step in low precision and in float32, and say which operator loses the accuracy.
 
     Args:
         loss_fn: returns the loss, a floating-point tensor with one element. A function that calls
@@ -52,14 +60,13 @@ def blame(
         model: the model. Rows, and the rules of modules in `casting`, name modules by their paths in it.
             Without it, paths begin with the class of the outermost module.
         dtype: the low precision: torch.bfloat16, torch.float16, or, with `emulate`, a float8.
-        casting: the edits of autocast's table; None for none.
+        casting: an edited table, as of `autocast(casting=...)`; None for autocast's own.
         emulate: True is `autocast(emulate=True)`: products round their inputs and results to the low
             precision, as on a tensor core, and all other operators stay in float32 unless the program itself
             casts. False is autocast as this device runs it.
         loss_scale: what the loss is multiplied by before its backward pass. None takes the scale of the
-            `GradScaler` by which `loss_fn` scales the loss, if it does, else 2**16 for float16 and 1 for
-            other formats; if gradients overflow, the largest power of two below at which they do not, as
-            dynamic loss scaling would arrive at. The loss itself is not scaled.
+            step's `GradScaler`; without a scaler it is 2**16 for float16 and 1 for other formats. If
+            gradients overflow at that scale, it is lowered until they do not, as dynamic loss scaling does.
         seed: of the noise on the weights by which effects are estimated.
 
     Returns:
@@ -112,6 +119,7 @@ class Step:
         seed: int,
     ) -> None:
         _check(loss_fn, model, dtype, emulate, loss_scale)
+        whole("seed", seed, least=0, instead="seed=0")
         self._loss_fn, self._args, self._model = loss_fn, args, model
         self._dtype, self._emulate, self._loss_scale, self._seed = dtype, emulate, loss_scale, seed
         tensors = [leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, Tensor)]
@@ -159,6 +167,23 @@ class Step:
         is_compiled = compat.is_compiled(self._loss_fn) or any(map(compat.is_compiled, modules))
         return ["What is compiled was run eagerly."] if is_compiled else []
 
+    def _notes_of(self, recorder: Recorder) -> list[str]:
+        """Return sentences about what the run has shown."""
+        weights = [weight for weight, _ in recorder.here.leaves]
+        is_low = self._emulate and any(weight.dtype in LOW for weight in weights)
+        if self._model is not None and not any(
+            weight is each for weight in weights for each in self._model.parameters()
+        ):
+            raise UsageError(
+                "The loss depends on no parameter of the model that requires gradients. Pass the model that "
+                "the function calls."
+            )
+        return [
+            *([HALF] if is_low else []),
+            *([REPAIRED] if recorder.repaired else []),
+            *recorder.failures,
+        ]
+
     def _run_with(self, casting: Casting | None, loss_scale: float, *, takes_scale: bool = False) -> Blame:
         recorder, losses = self._recorded(casting, loss_scale, takes_scale=takes_scale)
         norm = self._backward(recorder, losses)
@@ -175,7 +200,7 @@ class Step:
             exact,
             exact + changes,
             recorder.loss_scale,
-            (*([REPAIRED] if recorder.repaired else []), *recorder.failures),
+            self._notes_of(recorder),
             recorder.flops,
             recorder.low_flops,
         )
@@ -226,12 +251,12 @@ class Step:
                 loss = finished.loss
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
             raise UsageError(
-                f"The function to blame returned {shown(loss)}, and not a loss. Return a floating-point "
+                f"The function to blame returned {shown(loss)} instead of a loss. Return a floating-point "
                 "tensor with one element."
             )
         if loss not in recorder.here or not recorder.here.of(loss).requires_grad:
             raise UsageError(
-                "The loss does not depend on a tensor that requires gradients, through calls of PyTorch's. "
+                "The loss does not depend on a tensor that requires gradients, through PyTorch's operators. "
                 "Compute it inside of the function to blame, from the parameters themselves."
             )
         return recorder, {
@@ -298,6 +323,8 @@ class _Arrived:
 def _check(loss_fn: object, model: object, dtype: object, emulate: bool, loss_scale: object) -> None:
     if torch.is_inference_mode_enabled():
         raise UsageError("Inference mode computes no gradients to compare. Call blame outside of it.")
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"dtype={dtype!r} is not a torch.dtype. Write dtype=torch.float16.")
     if dtype not in (torch.float16, torch.bfloat16) and not (emulate and dtype in EMULATED):
         raise CastingError(
             f"dtype={dtype} cannot be compared with float32. Write torch.float16 or torch.bfloat16."

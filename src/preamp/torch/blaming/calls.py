@@ -67,7 +67,9 @@ def written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if kwargs.get("out") is not None:
         return kwargs["out"]
     if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-        return args[0]
+        return next(
+            (value for value in (*args, *kwargs.values()) if isinstance(value, (Tensor, list, tuple))), None
+        )
     return None
 
 

@@ -102,12 +102,15 @@ class World:
     Attributes:
         leaves: the copies of tensors that the program did not compute and that require gradients, each with
             the program's.
+        written: the weights that the program wrote into before it used them. They get their values back
+            before the backward pass, so their copies have values of their own.
     """
 
     def __init__(self, noise: torch.Generator | None = None, *, gradients: bool = True) -> None:
         self._noise = noise
         self._gradients = gradients
         self._copies: Any = WeakTensorKeyDictionary()
+        self.written: Any = WeakTensorKeyDictionary()
         self.leaves: list[tuple[Tensor, Tensor]] = []
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ class World:
         value = tensor.detach()
         if not tensor.requires_grad:  # a buffer, which a call may write into
             return _raised(value).clone()
-        copy = _raised(value)
+        copy = _raised(value).clone() if tensor in self.written else _raised(value)
         if self._noise is not None:
             noise = torch.randn(copy.shape, generator=self._noise, dtype=torch.float32)
             copy = copy + STEP * size_of(copy) * noise.to(copy)
@@ -486,6 +489,10 @@ class Recorder(TorchFunctionMode):
                 raise UsageError(f"{name} writes into several tensors at once. Write one call for each.")
             return func(*args, **kwargs)
         if target is not None and target.requires_grad and target.is_leaf:
+            if target not in self.here:  # not used yet, as where a module is made
+                self.keep([target])
+                self.here.written[target] = self.there.written[target] = True
+                return func(*args, **kwargs)
             raise UsageError(
                 f"{name} writes into {self.name_of(target)}, and a weight has to stay as it is during the "
                 "step. Write it outside of the function to blame."

@@ -1,4 +1,4 @@
-"""`tune`: the smallest set of modules and operators to keep in float32."""
+"""`tune`: a small set of modules and operators to keep in float32."""
 
 from __future__ import annotations
 
