@@ -214,7 +214,7 @@ def test_a_device_that_is_not_there_is_refused(here):
 
 
 def test_float16_is_emulated_only_where_it_is_slow(monkeypatch):
-    monkeypatch.setattr(compared, "_run_apart", lambda run, *_: run)
+    monkeypatch.setattr(compared, "run_apart", lambda run, *_: run)
     reference = PrecisionRun("float32", losses=[1.0], seconds=[1.0], device="cpu")
     emulated = {"native": False, "same": False, "slower": True, "emulated": True, "missing": True}
     for verdict, emulate in emulated.items():
