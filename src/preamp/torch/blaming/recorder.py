@@ -39,7 +39,6 @@ from preamp.torch.autocasting.modes import TorchAutocast
 from preamp.torch.blaming import calls
 from preamp.torch.blaming.calls import LOW, is_tracked
 from preamp.torch.blaming.tallies import Errors, Place, Tally, sum_of
-from preamp.torch.flops import FlopCounter
 from preamp.torch.running_modules import RunningModules
 
 STEP = 2.0**-7  # how far aside `there` is, relative to each value of a weight
@@ -390,6 +389,9 @@ class Recorder(TorchFunctionMode):
         self._required: Any = WeakTensorKeyDictionary()
         self._behind: Any = WeakTensorKeyDictionary()
         self._inside: list[Callable[..., Any]] = []
+        from preamp.torch.flops import FlopCounter  # imports PyTorch's flop counter, and that Triton
+
+        self._flop_counter = FlopCounter
         self._index = 0
         self._put_back: list[tuple[Tensor, Tensor]] = []
 
@@ -529,7 +531,7 @@ class Recorder(TorchFunctionMode):
             limit = min(torch.finfo(dtype).max for dtype in low)
             call = Call(self, func, leaves, spec, inputs, written, limit)
         made: dict[str, _Made] = {}
-        products = FlopCounter()
+        products = self._flop_counter()
         for name, world in self.worlds.items():
             if is_random:
                 _set_random_states(self.device_type, before)
