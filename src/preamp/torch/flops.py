@@ -14,7 +14,7 @@ SAME_WORK = {aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_
 
 
 def flops_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the floating-point operations of a call; 0 for what is no product."""
+    """Return the floating-point operations of a call; 0 unless it is a product."""
     formula = flop_registry.get(SAME_WORK.get(func.overloadpacket, func.overloadpacket))
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
 
