@@ -14,8 +14,6 @@ from preamp.autocasting.tables import Casting
 from preamp.errors import PreampError, UsageError
 from preamp.torch import autocast, blame, tune
 
-LOW = {"emulate": True}
-
 
 class Attention(nn.Module):
     def __init__(self, gain: float) -> None:
