@@ -13,6 +13,7 @@ from preamp.autocasting.blame import BlameRow, Direction
 from preamp.torch.blaming.calls import part_of
 
 TINY = 1e-38
+SUMS = ("squares", "total", "loss_change")  # of a tally, from which its row has effects
 
 
 class Place(NamedTuple):
@@ -89,26 +90,13 @@ class Tally:
             norm: the norm of the gradients.
             loss: the size of the loss.
         """
+        same = {name: value for name, value in vars(self).items() if name not in SUMS}
         return BlameRow(
-            index=self.index,
-            module=place.module,
-            operator=place.operator,
-            direction=place.direction,
-            source=place.source,
-            inputs=self.inputs,
-            runs=self.runs,
+            **place._asdict(),
+            **same,
             part=part_of(place.operator),
-            calls=self.calls,
-            local_error=self.local_error,
             effect=math.inf if self.overflowed else self.effect() / max(norm, TINY),
             loss_effect=self.loss_change / max(loss, TINY),
-            values=self.values,
-            lost=self.lost,
-            lost_share=self.lost_share,
-            overflowed=self.overflowed,
-            peak=self.peak,
-            limit=self.limit,
-            flops=self.flops,
         )
 
 
@@ -117,7 +105,7 @@ class Errors:
     """How a tensor in low precision differs from the one in float32.
 
     Attributes:
-        delta: low minus float32, 0 where either is not finite; None if there is no difference.
+        delta: low minus float32, 0 where either is not finite; None if the two are equal.
         bad: where low is not finite, but should be; None if it is nowhere.
         repaired: what low is replaced by where it is bad.
         relative: the 2-norm of `delta`, divided by that of the float32 tensor.
