@@ -105,7 +105,7 @@ DIFFERENCES = [
         "cpu", "lower", "unlisted", "only the older overload is registered", "_convolution(allow_tf32=)"
     ),
     Difference(
-        *("cpu", "unlisted", "lower", "new since the document"),
+        *("cpu", "unlisted", "lower", "new since the documentation"),
         "_addmm_activation _native_multi_head_attention linalg_vecdot scaled_dot_product_attention",
     ),
     Difference("cpu", "unlisted", "lower", "left out", "conv_tbc mkldnn_rnn_layer prelu"),
@@ -117,11 +117,11 @@ DIFFERENCES = [
         smooth_l1_loss soft_margin_loss triplet_margin_loss
         """,
     ),
-    Difference("cuda", "float32", "unlisted", "refuses low precision before it is cast", "norm(p='nuc')"),
-    Difference("cuda", "unlisted", "lower", "new since the document", "linalg_vecdot"),
-    Difference("cuda", "unlisted", "widest", "new since the document", "vdot"),
+    Difference("cuda", "float32", "unlisted", "raises on low precision before the cast", "norm(p='nuc')"),
+    Difference("cuda", "unlisted", "lower", "new since the documentation", "linalg_vecdot"),
+    Difference("cuda", "unlisted", "widest", "new since the documentation", "vdot"),
     Difference(
-        *("cuda", "unlisted", "float32", "new since the document"),
+        *("cuda", "unlisted", "float32", "new since the documentation"),
         """
         _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d rms_norm upsample_bicubic2d upsample_bilinear2d upsample_linear1d
