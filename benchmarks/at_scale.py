@@ -44,13 +44,13 @@ def chance_of_step(p: float, ranks: int) -> float:
 
 
 def distance_needed(tail: str, ranks: int, rate: float = RATE) -> float:
-    """Return how many powers of two below overflow the typical peak has to stay so that `rate` is skipped."""
+    """Return how many powers of two below overflow the typical peak must stay for a share `rate` of skips."""
     p = -math.expm1(math.log1p(-rate) / ranks)
     return -JITTER * NormalDist().inv_cdf(p) if tail == "normal" else -math.log2(p) / TAIL
 
 
 def flushed(powers: float, dtype: str) -> float:
-    """Return the share of entries that are lost with so much distance above the typical peak."""
+    """Return the share of entries that are flushed at this distance from overflow."""
     process = processes.Stationary(dtype=dtype)
     return process.flushed(process.top * 2.0**-powers)
 
@@ -62,7 +62,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def distance_table() -> Iterator[str]:
-    """Return the distance from overflow at which ranks skip one step in 1000, and what is flushed there."""
+    """Return the distance from overflow at which one step in 1000 is skipped, and what is flushed there."""
     dtypes = ("float16", "float8_e5m2")
     heads = [
         "ranks",
@@ -78,14 +78,14 @@ def distance_table() -> Iterator[str]:
 
 
 def skip_table() -> Iterator[str]:
-    """Return how often a step is skipped at the scale that skips one in 1000 on one rank."""
+    """Return how often a step is skipped at the scale at which a single rank skips one in 1000."""
     return table(
         ["ranks", "skipped"], [[f"{ranks:,}", percent(chance_of_step(RATE, ranks))] for ranks in RANKS]
     )
 
 
 def probing_table(steps_per_second: float, ranks: int) -> Iterator[str]:
-    """Return what growing costs where the top is sharp: each growth is followed by the skips of a backoff."""
+    """Return what growing costs if every growth ends in an overflow and a backoff."""
     heads = ["rule", "skips", "clean steps between", "skipped a year", "hours", "GPU hours"]
 
     def row(name: str) -> list[str]:
@@ -107,7 +107,7 @@ def probing_table(steps_per_second: float, ranks: int) -> Iterator[str]:
 
 
 def agreement_table(hop: float, steps_per_second: float) -> Iterator[str]:
-    """Return what agreeing costs by a model: an all-reduce of a few bytes takes hop * log2(N), rounded up."""
+    """Return what agreeing costs in a model where an all-reduce of a few bytes takes hop * ceil(log2(N))."""
 
     def row(ranks: int) -> list[str]:
         seconds = hop * math.ceil(math.log2(ranks))
@@ -120,7 +120,7 @@ def agreement_table(hop: float, steps_per_second: float) -> Iterator[str]:
 
 
 def kinds(ranks: int) -> dict[str, processes.Process]:
-    """Return what is simulated. A spike hits one step in 2000, whatever the ranks."""
+    """Return the processes to simulate. A spike hits one step in 2000, however many ranks there are."""
     settings: dict[str, Any] = {"steps": STEPS, "ranks": ranks}
     return {
         "sharp": processes.Stationary(jitter=0.01, **settings),
@@ -150,7 +150,7 @@ def outcome(rule: Policy[Any], process: processes.Process, year: float) -> str:
 
 
 def measure(world: int) -> None:
-    """Print what an all-reduce of gloo takes on this machine."""
+    """Print how long an all-reduce of gloo takes on this machine."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +158,7 @@ def measure(world: int) -> None:
 
 
 def work(rank: int, world: int, meeting: str) -> None:
-    """Time the ways to agree, which take turns, in one of the processes."""
+    """In one of the processes, time the ways to agree. They take turns."""
     import torch
     import torch.distributed as dist
     from timing import Effort, interleaved, spread

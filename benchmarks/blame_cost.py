@@ -1,8 +1,8 @@
-"""What blame costs: times and memory of a transformer of 12 layers beside a step in float32.
+"""What blame costs: its time and memory on a transformer of 12 layers, compared with a step in float32.
 
 Run: python benchmarks/blame_cost.py
 
-Each is run in a process of its own, because memory is its peak.
+Each runs in a process of its own, because the peak of memory is that of the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTH, HEADS, LAYERS, WORDS, BATCH, LENGTH = 256, 8, 12, 8000, 8, 256
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward, each with a residual."""
+    """Attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    """Print the table, or run what an argument names."""
+    """Print the table, or with an argument run the row that it names."""
     if len(sys.argv) == 1:
         print(f"{'':24}  seconds  peak of memory above the start, MiB")
         for name in ("step", "blame", "blame --cast"):

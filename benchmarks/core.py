@@ -1,4 +1,4 @@
-"""What the state machine costs on the host, beside a rule that is written by hand. Plain Python.
+"""What the state machine costs on the host, compared with a rule written by hand. Plain Python.
 
 Run: python benchmarks/core.py [--quick]. Reports; asserts nothing.
 """
@@ -26,7 +26,7 @@ POLICIES: dict[str, Policy[Any]] = {
 
 
 class ByHand:
-    """What a training script writes that has no library: no bounds, no record."""
+    """What a training script without a library would contain: no bounds, no record."""
 
     def __init__(self) -> None:
         self.scale, self.good = 65536.0, 0

@@ -1,9 +1,9 @@
-"""What DeepSpeed's overflow check and scaler cost beside ours, and beside reading the memory. On one thread.
+"""What the overflow check and scaler cost, compared with DeepSpeed's and with reading memory. On one thread.
 
 Run: python benchmarks/deepspeed_overflow.py [--device cuda] [--quick]. Reports; asserts nothing.
 
-"sum" is the check that DeepSpeed's document shows, `float(x.float().sum())`; finite numbers with a large sum
-count as an overflow. Every check ends in a Python bool.
+"The document's sum" is the check in DeepSpeed's documentation, `float(x.float().sum())`, for which finite
+gradients with a large sum count as an overflow. Every check ends in a Python bool.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def by_sum(x: torch.Tensor) -> bool:
 
 
 def memory(size: int, dtype: torch.dtype, device: str) -> Work:
-    """Return what reads as many bytes as so many numbers have, and does next to nothing with them."""
+    """Return a work that reads the bytes of `size` elements and does next to nothing with them."""
     flat = torch.zeros(size * dtype.itemsize // 4, device=device)
     return lambda: torch.dot(flat, flat).item()
 
 
 def checks_of_one(options: Options, area: Area) -> Iterator[Row]:
-    """Yield rows of the check of one large gradient."""
+    """Yield the rows for the check of one large gradient."""
     size = 1024 if options.quick else 8_388_608
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         x = torch.randn(size, device=options.device).to(dtype)
@@ -54,12 +54,12 @@ def checks_of_one(options: Options, area: Area) -> Iterator[Row]:
             SUM: lambda x=x: by_sum(x),
             MEMORY: memory(size, dtype, options.device),
         }
-        times, what = options.interleaved(works), f"the check of {size / 1e6:.1f}M numbers, {_name(dtype)}"
+        times, what = options.interleaved(works), f"the check of {size / 1e6:.1f}M elements, {_name(dtype)}"
         yield from area.timed(what, times, "preamp", [DEEPSPEED, SUM], [MEMORY])
 
 
 def checks_of_many(options: Options, area: Area) -> Iterator[Row]:
-    """Yield rows of the check of the gradients of a model, large and small ones."""
+    """Yield the rows for the check of all gradients of a model, large and small."""
     sizes = SIZES[24:] if options.quick else SIZES
     numbers = sum(math.prod(size) for size in sizes)
     for dtype in (torch.float16, torch.float32):
@@ -75,7 +75,7 @@ def checks_of_many(options: Options, area: Area) -> Iterator[Row]:
             SUM: lambda g=gradients: any(by_sum(one) for one in g),
             MEMORY: memory(numbers, dtype, options.device),
         }
-        what = f"the check of {len(sizes)} gradients, {numbers / 1e6:.1f}M numbers, {_name(dtype)}"
+        what = f"the check of {len(sizes)} gradients, {numbers / 1e6:.1f}M elements, {_name(dtype)}"
         yield from area.timed(what, options.interleaved(works), "preamp", [DEEPSPEED, SUM], [MEMORY])
 
 
@@ -84,7 +84,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def updates(options: Options, area: Area) -> Iterator[Row]:
-    """Yield rows of what moving the scale costs. A step that overflows is logged."""
+    """Yield the rows for `update_scale`. A step that overflows is logged."""
     for label, overflow in (("a clean step", False), ("an overflow", True)):
         still = {**SETTINGS, "raise_error_at_min_scale": False}
         theirs, ours = Original(**still), DynamicLossScaler(**still)

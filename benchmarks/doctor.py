@@ -2,9 +2,9 @@
 
 Run: python benchmarks/doctor.py [--json FILE] [--only NAME] [--seeds 3] [--without losses]
 
-Each run trains a small network in PyTorch or JAX for a few hundred steps and takes about a second. What the
-doctor's first finding is called stands beside the cause that was built in. `HELD_OUT` names the runs that
-were not looked at while the rules were written.
+Each run trains a small network in PyTorch or JAX for a few hundred steps and takes about a second. The
+doctor's first finding is compared with the cause that was built in. `HELD_OUT` names the runs that were not
+looked at while the rules were written.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Case:
     Attributes:
         name: what was done to it.
         cause: the kinds of finding that name its cause; empty for a healthy run.
-        run: trains with a seed, and returns the record.
+        run: trains with a seed, and returns the trace.
     """
 
     name: str
@@ -86,7 +86,7 @@ def case(*cause: str, held_out: bool = False) -> Callable[[Build], Build]:
 
 
 class Net(nn.Module):
-    """Two hidden layers, whose parts can be made to misbehave: `body`, `neck`, `head`."""
+    """Two hidden layers in three parts, `body`, `neck` and `head`, any of which can be made to misbehave."""
 
     def __init__(self, neck: Callable[[Tensor], Tensor] | None = None, width: int = WIDTH) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Net(nn.Module):
 
 
 class Neck(nn.Module):
-    """A layer, and what is done to its output."""
+    """A layer, and a function applied to its output."""
 
     def __init__(self, width: int, after: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Neck(nn.Module):
 class TorchRun:
     """A training loop as users write it, recorded with a lens.
 
-    The methods are its parts; a broken run overrides or is given one of them.
+    The methods are its parts; a broken run replaces one of them.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class Attention(nn.Module):
 
 
 class Scores(nn.Module):
-    """Scores of each row for each, in the precision of the region."""
+    """The scores of each row against every row, in the precision of the region."""
 
     def __init__(self, sharp: float, mask: Tensor | None) -> None:
         super().__init__()
@@ -1116,7 +1116,7 @@ def torch_root_of_what_rounds_to_zero(seed: int) -> Trace:
 
 
 class Root(nn.Module):
-    """A root whose derivative at 0 is inf: the square of what is small rounds to 0 in float16."""
+    """A root whose derivative at 0 is inf: the square of a small number rounds to 0 in float16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1292,7 +1292,7 @@ Loss = Callable[..., Any]
 
 
 class Tap:
-    """Names what layers put out, and watches the gradients that flow back through it."""
+    """Names the outputs of layers, and watches the gradients that flow back through them."""
 
     def __init__(self, slots: dict[str, Any] | None = None) -> None:
         self.slots, self.outputs = slots, dict[str, Any]()
@@ -1317,20 +1317,20 @@ def jax_seen(
     every: int = EVERY,
     carried: Callable[[Any], Any] | None = None,
 ) -> Trace:
-    """Train in a loop as users write it, with snapshots of every 40th step and at the first of skipped ones.
+    """Train in a loop as users write it, with snapshots of every 40th step and when skipping begins.
 
     Args:
-        seed: of the batches.
-        loss: what is trained.
-        params: a tree.
-        batch: makes one, of a generator and the number of the step.
-        optimizer: what `loss_scaled` is given.
-        steps: how many.
+        seed: the seed of the batches.
+        loss: the loss function.
+        params: a tree of parameters.
+        batch: makes a batch from a generator and the number of the step.
+        optimizer: the optimizer that `loss_scaled` wraps.
+        steps: how many steps to train.
         policy: a rule for the scale.
-        dtype: of autocast.
-        lowered: whether there is autocast.
+        dtype: the dtype of autocast.
+        lowered: whether to use autocast.
         every: how often to take a snapshot.
-        carried: what becomes of the sum of gradients before those of the next are added; None to drop it.
+        carried: applied to the summed gradients before the next are added; None drops them.
     """
     rule, generator = policy or Dynamic(), np.random.default_rng(seed + 1000)
     scaled, trace = loss_scaled(optimizer, rule), Trace(policy=repr(rule))
@@ -1369,7 +1369,7 @@ def jax_seen(
 
 
 def jax_dense(generator: Any, *sizes: int, gain: float = 1.4) -> dict[str, Any]:
-    """Return the parameters of some layers."""
+    """Return the parameters of a stack of layers."""
     return {
         f"layer{place}": {
             "w": jnp.asarray(generator.normal(size=shape) * gain / math.sqrt(shape[0]), jnp.float32),
@@ -1380,14 +1380,14 @@ def jax_dense(generator: Any, *sizes: int, gain: float = 1.4) -> dict[str, Any]:
 
 
 def jax_layers(params: Any, tap: Tap, x: Any, act: Callable[[Any], Any] = jax.nn.relu) -> Any:
-    """Return the answers of some layers."""
+    """Return the output of a stack of layers."""
     for place, (name, one) in enumerate(params.items()):
         x = tap(name, (act(x) if place else x) @ one["w"] + one["b"])
     return x
 
 
 def jax_classes(seed: int, width: int = 16, count: int = 5) -> Callable[[Any, int], Sequence[Any]]:
-    """Return a maker of batches of points and the class of each."""
+    """Return a function that makes batches of points and their classes."""
     truth = np.random.default_rng(seed).normal(size=(width, count))
 
     def batch(generator: Any, index: int) -> Sequence[Any]:
@@ -1398,7 +1398,7 @@ def jax_classes(seed: int, width: int = 16, count: int = 5) -> Callable[[Any, in
 
 
 def jax_cross_entropy(params: Any, tap: Tap, x: Any, y: Any) -> Any:
-    """Return the loss of the answers of some layers."""
+    """Return the cross-entropy of a stack of layers."""
     answers = jax_layers(params, tap, x).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(answers, y).mean()
 
@@ -1547,12 +1547,12 @@ def healthy_jax_loss_falls_to_nothing(seed: int) -> Trace:
     return jax_seen(seed, jax_cross_entropy, params, batch, optax.sgd(0.05, momentum=0.9), policy=policy)
 
 
-# What came of it
+# Results
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the doctor said of a run."""
+    """What the doctor said about a run."""
 
     name: str
     seed: int
@@ -1565,7 +1565,7 @@ class Result:
 
 
 def judge(case: Case, seed: int, found: Diagnosis) -> Result:
-    """Compare the first finding with the cause; a healthy run may have no problem and no warning."""
+    """Compare the first finding with the cause; a healthy run must have no problem and no warning."""
     first = found.findings[0]
     right = first.kind in case.cause if case.cause else found.healthy
     words = f"{first.sentence} {first.advice}".strip()
@@ -1574,7 +1574,7 @@ def judge(case: Case, seed: int, found: Diagnosis) -> Result:
 
 
 def stripped(trace: Trace, without: Sequence[str]) -> Trace:
-    """Return a record that was taken with less: without losses, norms, names or snapshots."""
+    """Return a trace as if less had been recorded: without losses, norms, names or snapshots."""
     dropped = {
         "losses": {"loss": None},
         "norms": {"grad_norm": None, "peak": None},
@@ -1591,7 +1591,7 @@ def stripped(trace: Trace, without: Sequence[str]) -> Trace:
 
 
 def confusion(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a table: built-in cause against what was found first."""
+    """Yield the lines of a table of built-in causes and of what was found first."""
     pairs = Counter((r.cause[0] if r.cause else "healthy", r.found) for r in results)
     width = max(len(cause) for cause, _ in pairs)
     for cause in dict.fromkeys(cause for cause, _ in sorted(pairs)):
@@ -1600,7 +1600,7 @@ def confusion(results: Sequence[Result]) -> Iterator[str]:
 
 
 def share(results: Sequence[Result]) -> str:
-    """Return how many are right."""
+    """Return how many causes were named correctly."""
     right = sum(r.right for r in results)
     return f"{right} of {len(results)}" + (f" ({100 * right / len(results):.0f} %)" if results else "")
 

@@ -1,4 +1,4 @@
-"""Which guard misses fewest spikes, and how many ordinary steps it skips: the tables of docs/guards.md.
+"""Which guard misses the fewest spikes, and how many ordinary steps it skips: the tables of docs/guards.md.
 
 Run: python benchmarks/guard_tables.py [--seeds 20] [--first-seed 2000] [--processes 2]. It asserts nothing.
 
@@ -77,7 +77,7 @@ def summed(jobs: Iterable[Job], outcomes: Iterable[Total]) -> Results:
 
 
 def table(found: Results, heading: str, show: Callable[[Total], int]) -> Iterator[str]:
-    """Yield a table in Markdown, with what is less than SpikeGuard has in bold."""
+    """Yield a table in Markdown. Numbers below SpikeGuard's are in bold."""
     ours = next(iter(GUARDS))
     yield f"| {heading} | " + " | ".join(PROCESSES) + " |"
     yield "| --- |" + " --- |" * len(PROCESSES)

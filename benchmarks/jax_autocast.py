@@ -1,9 +1,9 @@
-"""What autocast for JAX costs: tracing, memory for backward, the compiled program. On all cores.
+"""What autocast costs in JAX: tracing, memory for backward, the compiled program. On all cores.
 
 Run: python benchmarks/jax_autocast.py [--device cuda] [--quick]. Reports; asserts nothing.
 
 Bytes, FLOPs and casts are counted in the jaxpr or by the compiler. Tracing is measured at first, with JAX's
-caches empty, and again. grampax 0.1.0 prints every array that it meets: here it is told not to.
+caches empty, and again. grampax 0.1.0 prints every array that it meets; here it is silenced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ grampax_core.print = lambda *_: None
 
 
 def everywhere(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr and of those inside of it."""
+    """Yield the equations of a jaxpr and of the jaxprs inside it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for value in eqn.params.values():
@@ -50,14 +50,14 @@ def casts(f: Function, *args: Any) -> int:
 
 
 def residual_bytes(f: Function, params: Any) -> int:
-    """Return how much is kept for backward besides the arguments."""
+    """Return the bytes that are kept for backward besides the arguments."""
     jaxpr = jax.make_jaxpr(lambda p: jax.tree.leaves(jax.vjp(f, p)[1]))(params).jaxpr
     kept = {v for v in jaxpr.outvars if type(v).__name__ != "Literal"} - set(jaxpr.invars)
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
 
 
 def transformer(layers: int, width: int, heads: int, batch: int, length: int) -> tuple[Any, Function]:
-    """Return parameters, and what makes a loss of them for a dtype to cast to by hand."""
+    """Return parameters, and a function that makes their loss for a dtype to cast to by hand."""
     rng = np.random.default_rng(0)
     sizes = models.Sizes(layers, width, heads, 512, length, batch)
     data = models.gpt_batch(rng, sizes)
@@ -77,7 +77,7 @@ def ways(make_loss: Function, low: Any) -> dict[str, Function]:
 
 
 def of_tracing(options: Options, area: Area) -> Iterator[Row]:
-    """Yield rows of how long tracing takes, and of the casts in what was traced."""
+    """Yield the rows for the time that tracing takes, and for the casts in the traced program."""
     layers = 2 if options.quick else 12
     params, make_loss = transformer(layers, 64, 4, 2, 16)
     functions = ways(make_loss, jnp.bfloat16)
@@ -98,7 +98,7 @@ def of_tracing(options: Options, area: Area) -> Iterator[Row]:
 
 
 def of_memory(options: Options, area: Area) -> Iterator[Row]:
-    """Yield rows of what is kept for backward."""
+    """Yield the rows for what is kept for backward."""
     layers, width = (2, 64) if options.quick else (6, 256)
     params, make_loss = transformer(layers, width, width // 64, 8, 128)
     kept = {name: residual_bytes(f, params) / 1e6 for name, f in ways(make_loss, jnp.bfloat16).items()}
@@ -108,7 +108,7 @@ def of_memory(options: Options, area: Area) -> Iterator[Row]:
 
 
 def of_programs(options: Options, area: Area) -> Iterator[Row]:
-    """Yield rows of what the compiler says of one block."""
+    """Yield the rows for what the compiler counts in one block."""
     rng, width = np.random.default_rng(0), 64 if options.quick else 256
     heads = width // 64
     params = models.block_params(rng, width)
@@ -130,7 +130,7 @@ def of_programs(options: Options, area: Area) -> Iterator[Row]:
 
 
 def of_rehearsals(options: Options, area: Area) -> Iterator[Row]:
-    """Yield rows of the time of a rehearsed step."""
+    """Yield the rows for the time of a rehearsed step."""
     width = 64 if options.quick else 128
     params, make_loss = transformer(2, width, 4, 8, 64)
     plain = make_loss(None)

@@ -1,7 +1,7 @@
 """The networks that the JAX benchmarks run, as plain functions of dictionaries of arrays.
 
-Each takes `low`: with None the program says nothing of precision. With a dtype it is cast by hand, as one who
-knows how writes it: products, biases and activations low; norms, softmax, residual stream and loss float32.
+Each takes `low`. With None there are no casts. With a dtype the casts are written by hand, as an expert would
+write them: products, biases and activations low; norms, softmax, residual stream and loss float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ F32 = jnp.float32
 
 
 class Sizes(NamedTuple):
-    """What a transformer is made of."""
+    """The sizes of a transformer."""
 
     layers: int
     width: int
@@ -37,7 +37,7 @@ def up(x: Any, low: Any) -> Any:
 
 
 def count(params: Params) -> int:
-    """Return how many numbers a model has."""
+    """Return how many parameters a model has."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 

@@ -1,11 +1,11 @@
-"""What loss scaling costs a compiled training step in JAX, beside its peers and beside none. On all cores.
+"""What loss scaling costs in a compiled JAX training step, compared with peers and with none. On all cores.
 
 Run: python benchmarks/jax_step.py [--model mlp] [--device cuda] [--quick]. Reports; asserts nothing.
 
 Whole steps of AdamW with donated state take turns: forward, backward, check, clip, update. The peers and the
 step without loss scaling clip with optax. Bytes are the compiler's count. In float16 all train the same
-network, cast by hand; mpx casts its arguments besides, as it always does. A step with a guard is compared
-with ours without.
+network, cast by hand; mpx also casts its arguments, as it always does. A step with a guard is compared with
+ours without one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ select = jmp.select_tree
 
 
 class Task(NamedTuple):
-    """What a variant is to train: a loss, cast by hand and not, and the norm to clip by."""
+    """What a variant trains: a loss with casts by hand, the same without, and the norm to clip to."""
 
     hand: Loss
     plain: Loss
@@ -85,7 +85,7 @@ def preamp_step(
 
 
 def preamp_step_autocast(task: Task, params: Any) -> tuple[State, Step]:
-    """The same, of a network that autocast casts instead of a hand."""
+    """The same, with autocast instead of casts by hand."""
     return preamp_step(task, params, autocast(task.plain, jnp.float16))
 
 
@@ -95,7 +95,7 @@ def preamp_step_guarded(task: Task, params: Any) -> tuple[State, Step]:
 
 
 def preamp_loss_scaled(task: Task, params: Any) -> tuple[State, Step]:
-    """Our transformation in a loop written for any other of optax."""
+    """Our transformation in a loop written for any optax transformation."""
     optimizer = loss_scaled(adamw(), Dynamic(init_scale=INIT), max_norm=task.max_norm)
     gradient = scaled_value_and_grad(task.hand)
 
@@ -145,7 +145,7 @@ def with_flax(task: Task, params: Any) -> tuple[State, Step]:
 
 
 def with_mpx(task: Task, params: Any) -> tuple[State, Step]:
-    """The gradients and the update that mpx offers."""
+    """The gradients and the update of mpx."""
     optimizer = task.optimizer()
 
     def advance(state: State, batch: Any) -> tuple[State, Any]:
@@ -208,7 +208,7 @@ def compiled(make: Make, task: Task, params: Any, batch: Any) -> Compiled:
 
 
 def rows_of(area: Area, what: str, steps: dict[str, Compiled], options: Options) -> Iterator[Row]:
-    """Yield what our ways to write a step cost: time, and bytes accessed."""
+    """Yield the time and the bytes accessed of each of our ways to write a step."""
     times = options.interleaved({name: step.run for name, step in steps.items()})
     peers = [name for name in steps if name in PEERS or name == "mpx"]
     compared = {STEP: (peers, [NONE]), TRANSFORMATION: ([], [NONE])}
@@ -244,7 +244,7 @@ def measure(options: Options) -> Iterator[Row]:
     """Yield the rows of a model, in two precisions, with and without a clip."""
     area = Area("jax step", options.device)
     params, batch, make_loss = prepare(options.model, options.quick)
-    size = f"{options.model} of {models.count(params) / 1e6:.1f}M numbers"
+    size = f"{options.model} of {models.count(params) / 1e6:.1f}M parameters"
     for low in (jnp.float16,) if options.quick else (None, jnp.float16):
         for max_norm in (MAX_NORM,) if options.quick else (None, MAX_NORM):
             task = Task(make_loss(low), make_loss(None), max_norm)

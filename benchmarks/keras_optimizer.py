@@ -1,11 +1,11 @@
-"""What Keras's LossScaleOptimizer costs beside Keras's own, on each backend. On one thread.
+"""What preamp.keras.LossScaleOptimizer costs, compared with Keras's own, on each backend. On one thread.
 
 Run: python benchmarks/keras_optimizer.py [--backend jax] [--device cuda] [--quick]. Reports; asserts nothing.
 
 A 784-512-512-10 network, Adam, 128 rows. Training steps take turns, compiled as Keras compiles them: Adam
 alone, Keras's wrapper around it and ours, without a guard and with one. On JAX and TensorFlow the compiled
-update is measured alone too, as what a wrapper adds drowns in a whole step's noise. One process has one
-backend.
+update is also measured alone, because in a whole step what a wrapper adds is lost in the noise. A process
+has one backend.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ONE_THREAD = {
 
 
 def measure(options: Options) -> Iterator[Row]:
-    """Yield the rows of a backend. It is imported here because it reads the environment when it is."""
+    """Yield the rows of a backend. Keras is imported here because it reads the environment on import."""
     os.environ.update(ONE_THREAD, KERAS_BACKEND=options.backend)
     import keras
 
@@ -46,7 +46,7 @@ def measure(options: Options) -> Iterator[Row]:
 
 
 def steps(options: Options, area: Area, policy: str) -> Iterator[Row]:
-    """Yield rows of whole training steps, and of what is counted in them."""
+    """Yield the rows for whole training steps, and for what is counted in them."""
     made = {kind: prepare(kind) for kind in (*KINDS, GUARDED)}
     times = options.interleaved({kind: step for kind, (step, _) in made.items()})
     yield from area.timed(f"a training step, {policy}", times, "preamp", [KERAS], [ALONE])
@@ -70,13 +70,13 @@ def updates(options: Options, area: Area) -> Iterator[Row]:
 
 
 def guarded_rows(area: Area, what: str, times: Times, guarded: str) -> Iterator[Row]:
-    """Yield the row of a guard beside the same without one."""
+    """Yield the row that compares with and without a guard."""
     named = {guarded: times[guarded], UNGUARDED: times["preamp"]}
     yield from area.timed(f"{what}, guard", named, guarded, floors=[UNGUARDED])
 
 
 def weights_of(optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Return the network's variables, which the optimizer is built with, and gradients of them."""
+    """Build the optimizer with the network's variables; return them and gradients for them."""
     import keras
     import numpy as np
 
@@ -127,13 +127,13 @@ def wrapped(kind: str) -> Any:
         return adam
     if kind == KERAS:
         return keras.optimizers.LossScaleOptimizer(adam)
-    # The compiled update is given gradients only, so a guard of it cannot use the loss.
+    # The compiled update gets only gradients, so its guard cannot use the loss.
     guards = {GUARDED: SpikeGuard(), BY_NORM: SpikeGuard(watch="grad_norm")}
     return LossScaleOptimizer(adam, guard=guards.get(kind))
 
 
 def prepare(kind: str) -> tuple[Work, Callable[[], dict[str, Any]]]:
-    """Return a training step, and what counts its work."""
+    """Return a training step, and a function that counts its work."""
     import keras
     import numpy as np
 

@@ -1,8 +1,8 @@
-"""What `LayerwiseScale` costs: forward and backward, in the time they take without it. On one thread.
+"""What `LayerwiseScale` adds to the time of forward and backward. On one thread.
 
 Run: python benchmarks/layerwise.py [--device cuda] [--quick]. Reports; asserts nothing.
 
-Factors are at work: the loss is so small that most layers are raised.
+The loss is so small that most layers have a factor above 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def step(model: nn.Module, x: Tensor, backward: Callable[[Tensor], None]) -> Non
 
 
 def measure_network(make: Callable[[], tuple[nn.Module, Tensor]], options: Options) -> Iterator[Row]:
-    """Yield a row of passes with factors, and one of passes that take statistics."""
+    """Yield a row for passes with factors, and one for passes that take statistics."""
     torch.manual_seed(0)
     model, x = make()
     model, x = model.to(options.device), x.to(options.device)

@@ -2,8 +2,8 @@
 
 Run: python benchmarks/lens.py [--device cuda] [--quick]. Reports; asserts nothing.
 
-Whole steps take turns: without a lens, with one on a pass that it does not sample, and with one on a pass
-that it does, whose reading is included. What a run costs that samples one pass in a hundred follows.
+Whole steps take turns: without a lens, with a lens on a pass that it does not sample, and with a lens on a
+pass that it samples, including the reading. The cost of sampling one pass in a hundred follows from these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `Headroom` flushes in small trainings beside other rules for the loss scale. Shares, not times.
+"""What `Headroom` flushes in small trainings, compared with other loss-scaling rules. Shares, not times.
 
 Run: python benchmarks/policies.py [--quick]. Reports; asserts nothing. `policy_tables.py` is longer.
 
@@ -28,7 +28,7 @@ def jobs(options: Options) -> list[Job]:
 
 
 def rows_of(cell: Cell, found: dict[str, list[Outcome]], steps: int) -> Iterator[Row]:
-    """Yield a row for each other rule. What it skips stands beside it: that is the price of flushing less."""
+    """Yield a row for each other rule, with what it skips: that is the price of flushing less."""
     ours = found.pop(OURS)
     flushed = 100.0 * Outcome.mean(ours).flushed
     for rule, theirs in found.items():

@@ -1,4 +1,4 @@
-"""Small trainings that overflow and underflow as large ones do: what `policies.py` runs its rules on."""
+"""The small trainings that `policies.py` runs its rules on. They overflow and underflow as large ones do."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Problem:
         return [(inputs[chosen], labels[chosen]) for chosen in rows]
 
     def accuracy(self, model: nn.Module) -> float:
-        """Return the share of right answers on the test rows."""
+        """Return the accuracy on the test rows, from 0 to 1."""
         *_, inputs, labels = self.data()
         with torch.no_grad():
             return float((model(inputs).argmax(-1) == labels).float().mean())
 
 
 class Gate(nn.Module):
-    """The part of a gated recurrent unit behind its two products (Cho et al. 2014, arXiv 1406.1078)."""
+    """The part of a gated recurrent unit after its two matrix products (Cho et al. 2014, arXiv 1406.1078)."""
 
     def forward(self, seen: Tensor, remembered: Tensor, state: Tensor) -> Tensor:
         """Return the next state, (rows, units), of two products of shape (rows, 3 * units) and a state."""
@@ -69,7 +69,7 @@ class Gate(nn.Module):
 
 
 class Characters(nn.Module):
-    """A gated recurrent unit that guesses every next character."""
+    """A gated recurrent unit that predicts the next character at every position."""
 
     def __init__(self, units: int = 64) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cache
 def _text() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return windows of the standard library's own source, the last tenth of it for the test."""
+    """Return windows of the standard library's own source, the last tenth of them for testing."""
     codes = np.array([CHARACTERS.find(c) for c in "".join(map(_source, MODULES))])
     usable = codes[codes >= 0]
     rows = torch.from_numpy(usable[: len(usable) // LENGTH * LENGTH - LENGTH + 1])

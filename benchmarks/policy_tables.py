@@ -1,4 +1,4 @@
-"""Which rule flushes fewest gradients, and at what price: the tables of docs/policies.md.
+"""Which rule flushes the fewest gradients, and at what price: the tables of recorded/policies.md.
 
 Run: python benchmarks/policy_tables.py --processes 2. Reports; asserts nothing. `policies.py` is shorter.
 """
@@ -24,7 +24,7 @@ Results = dict[tuple[Cell, str | int], Outcome]
 
 
 def jobs(cells: list[Cell], seeds: int) -> list[Job]:
-    """Return all trainings. Constant scales over a divided loss are smaller ones over the loss."""
+    """Return all trainings. A constant scale on a divided loss is not run: it equals a smaller one."""
     rules = [(cell, rule) for cell in cells for rule in RULES]
     sweep = [(cell, power) for cell in cells if cell.divisor == 1 for power in SWEEP]
     return [Job(cell, rule, seed, STEPS) for seed in range(seeds) for cell, rule in [*sweep, *rules]]
@@ -39,7 +39,7 @@ def means(outcomes: dict[Job, Outcome]) -> Results:
 
 
 def of_cell(results: Results, cell: Cell) -> dict[str, Outcome]:
-    """Return the outcomes of a cell by rule, the best constant scale and the best quiet one among them."""
+    """Return the outcomes of a cell by rule, including the best constant scale and the best quiet one."""
     plain = cell._replace(divisor=1)
     constants = {
         f"{power + cell.divisor.bit_length() - 1}": results[plain, power] for power in SWEEP
@@ -80,7 +80,7 @@ def _power(name: str) -> str:
 
 
 def print_verdict(found: dict[Cell, dict[str, Outcome]]) -> None:
-    """Print what Headroom flushes beside the best other rule, and beside the best that is as quiet."""
+    """Print what Headroom flushes, divided by the best other rule and by the best of the quiet ones."""
     print(f"\n{OURS}'s flushed entries over those of the best other rule\n")
     print("| | of all | of those with <= 1 skipped step in 1000 |\n| --- | --- | --- |")
     for cell, row in found.items():
@@ -100,7 +100,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--problem", choices=PROBLEMS, action="append")
-    parser.add_argument("--kept", type=Path, help="a file of outcomes: what it holds is not run again")
+    parser.add_argument(
+        "--kept", type=Path, help="a file of outcomes: trainings that it holds are not run again"
+    )
     arguments = parser.parse_args()
     chosen = cells(arguments.problem or PROBLEMS, DIVISORS)
     start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Small trainings under rules for the loss scale, and what each rule flushed and skipped.
+"""Small trainings with each rule for the loss scale, and what the rule flushed and skipped.
 
 Every gradient with respect to a parameter, and to the output of a layer that has parameters, is rounded to
-the low precision, as a tensor core stores it. `flushed` is the share of the entries that are not zero before
-that and zero after it, in the mean of the steps that were not skipped. The steps themselves are those of
-`preamp.torch.GradScaler`. Where the loss is divided, Adam's epsilon is divided too: the same training, with
-smaller gradients.
+the low precision, as a tensor core stores it. `flushed` is the share of nonzero entries that this rounding
+turns into zero, averaged over the steps that were not skipped. `preamp.torch.GradScaler` takes the steps.
+Where the loss is divided, Adam's epsilon is divided too, so that the training is the same with smaller
+gradients.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one training, or the mean of several.
+    """The outcome of one training, or the mean of several.
 
     Attributes:
         flushed: the share of gradient entries, from 0 to 1.
@@ -170,7 +170,7 @@ def cells(problems: Iterable[str], divisors: Iterable[int]) -> list[Cell]:
 
 
 def run(todo: Sequence[Job], processes: int, kept: Path | None = None) -> dict[Job, Outcome]:
-    """Return the outcome of every job. What `kept` holds is not run again."""
+    """Return the outcome of every job. Jobs in the file `kept` are not run again."""
     lines = kept.read_text().splitlines() if kept and kept.exists() else []
     done = {name: Outcome(*numbers) for name, *numbers in map(json.loads, lines)}
     left = [job for job in todo if str(job) not in done]

@@ -1,4 +1,4 @@
-"""A published comparison of loss-scaling rules, at the size of a CPU: which of its orderings come out again?
+"""A published comparison of loss-scaling rules, repeated at the size of a CPU: which of its orderings hold?
 
 Run: python benchmarks/published.py [--seeds 16] [--first-seed 0] [--steps 300] [--problem dense]
 
@@ -72,12 +72,12 @@ class Problem:
 
 
 class Run(NamedTuple):
-    """What a training came to.
+    """The outcome of a training.
 
     Attributes:
         loss: mean cross entropy of the test rows, not divided.
         accuracy: on the test rows.
-        flushed: of the weights' gradient entries, zero in float32 left out, the share that arrives as zero.
+        flushed: the share of the weights' gradient entries that are nonzero in float32 and arrive as zero.
         skips: steps skipped.
     """
 
@@ -138,7 +138,7 @@ def train(problem: Problem, rule: Rule, seed: int, steps: int) -> Run:
 
 
 def _flushed(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Compare gradients that are there with float32's, of the loss as it is."""
+    """Compare the present gradients with those of the undivided loss in float32."""
     weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     exact = torch.autograd.grad(cross_entropy(model(inputs), labels), weights)
     there = sum(int(one.count_nonzero()) for one in exact)
@@ -165,7 +165,7 @@ def table(runs: dict[str, list[Run]]) -> None:
 
 
 def orderings(runs: dict[str, list[Run]]) -> None:
-    """Say of every pair that the paper ranks, with training unscaled as the last, what came out here.
+    """Print, for every pair that the paper ranks, and with no scaling ranked last, what came out here.
 
     Wilcoxon's signed-rank test over the seeds: losses of runs that fail are far from normal.
     """

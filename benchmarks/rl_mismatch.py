@@ -56,7 +56,7 @@ SHOWN = {"k3": "KL, k3", "mean_abs_diff": "mean difference", "max_abs_diff": "la
 
 
 class Block(nn.Module):
-    """One layer of a transformer: attention and a dense net, each with a norm before it and a sum behind."""
+    """One pre-norm layer of a transformer: attention and a dense network, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def rewards(tokens: Tensor) -> Tensor:
 
 
 class Run(NamedTuple):
-    """A training: the mismatch at its first step and on average, the reward in the end, and steps skipped."""
+    """A training: the mismatch at its first step and on average, the final reward, and the skipped steps."""
 
     first: Mismatch[float]
     average: Mismatch[float]
@@ -187,12 +187,12 @@ def with_error(values: Sequence[float]) -> str:
 
 
 def values_of(runs: Sequence[Run], when: When, field: str) -> list[float]:
-    """Return one number of the mismatch for each seed."""
+    """Return one field of the mismatch for each seed."""
     return [getattr(getattr(run, when), field) for run in runs]
 
 
 def table(runs: dict[str, list[Run]], when: When) -> Iterator[str]:
-    """Yield the lines of a table of means over seeds; rewards only beside what was measured in training."""
+    """Yield the lines of a table of means over seeds; rewards only for what was measured in training."""
     trained = when == "average"
     yield f"| | {' | '.join(SHOWN.values())} |" + " reward | skipped |" * trained
     yield "| --- |" + " ---: |" * (len(SHOWN) + 2 * trained)

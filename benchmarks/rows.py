@@ -1,9 +1,10 @@
-"""What every benchmark yields: rows, and how they are printed and kept. It does not know what they are of.
+"""The rows that every benchmark yields, and how they are printed and kept.
 
-A row says what preamp takes over what something else takes: below 1 it takes less. The other is a peer, which
-does the same job, or a floor, which does less: the optimizer alone, one reading of the memory.
+A row divides what preamp takes by what something else takes: below 1, preamp takes less. The other is a peer,
+which does the same job, or a floor, which does less: the optimizer alone, or reading the memory once.
 
-A new benchmark is a script that hands `main` a generator of rows, and a line in `run.py`.
+A new benchmark is a script that hands `main` a generator of rows, a line in `run.py` and a section in
+`page.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from pathlib import Path
 
 from timing import QUICK, Effort, Spread, Times, Work, interleaved, spread
 
-__all__ = ["Area", "Options", "Row", "difference", "main", "markdown", "number", "saved"]
+__all__ = ["Area", "Options", "Row", "difference", "main", "markdown", "number", "saved", "summary"]
 
+VERDICTS = ("loses", "even", "wins", "cost")
 UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6}
 
 
@@ -35,7 +37,7 @@ class Row:
         low: the lower quartile; the ratio itself where things are counted.
         high: the upper quartile.
         ours: preamp's figure.
-        unit: of `ours`.
+        unit: the unit of `ours`.
         peer: whether the other does the same job.
     """
 
@@ -58,22 +60,15 @@ class Row:
         low, high = round(self.low, 3), round(self.high, 3)
         return "wins" if high < 1.0 else "loses" if low > 1.0 else "even"
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row as text."""
-        counted = self.low == self.ratio == self.high
+    def __str__(self) -> str:
         hidden = math.isnan(self.ratio)
-        quartiles = "" if counted or hidden else f"{number(self.low)} to {number(self.high)}"
-        figure = f"{number(self.ours)} {self.unit}"
-        ratio = "noise" if hidden else number(self.ratio)
-        found = (self.area, ratio, self.verdict, self.what, self.against)
-        return *found, quartiles, figure, self.device
-
-
-HEADS = ("area", "ratio", "verdict", "what", "against", "quartiles", "preamp's", "device")
+        quartiles = "" if hidden or self.low == self.high else f"{number(self.low)} to {number(self.high)}"
+        shown, figure = "noise" if hidden else number(self.ratio), f"{number(self.ours)} {self.unit}"
+        return f"{self.verdict:6}{shown:>8}  {quartiles:18}{figure:>16}  {self.what}; against {self.against}"
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, four around 1, and whole ones as they are.
+    """Return a number with three digits, with four near 1, and an integer as it is.
 
     >>> number(0.06013), number(1.0024), number(17.94), number(1234.5), number(8), number(float("inf"))
     ('0.0601', '1.002', '17.9', '1,234', '8', 'inf')
@@ -87,7 +82,7 @@ def number(value: float) -> str:
 
 
 def difference(times: Times, name: str, base: str, unit: str = "ms") -> Spread:
-    """Return what a work takes more than another."""
+    """Return how much longer a work takes than another."""
     return spread((a - b) * UNITS[unit] for a, b in zip(times[name], times[base], strict=True))
 
 
@@ -108,23 +103,23 @@ class Area:
         unit: str = "ms",
         calls: int = 1,
     ) -> Iterator[Row]:
-        """Yield a row for each peer and floor: the rounds' ratios. `calls` are those that one work makes."""
+        """Yield a row for each peer and floor. `calls` is how many calls one work makes."""
         for other in (*peers, *floors):
             ratios = spread(a / b for a, b in zip(times[ours], times[other], strict=True))
             taken = spread(times[ours]).middle * UNITS[unit] / calls
             yield self.row(what, other, ratios, taken, unit, other in peers)
 
     def added(self, what: str, times: Times, base: str, peer: str) -> Row:
-        """Return what "preamp" adds to a base over what a peer adds."""
+        """Return what "preamp" adds to a base, divided by what a peer adds."""
         ours, theirs = (difference(times, name, base) for name in ("preamp", peer))
         return self.over(what, f"{peer}: what it adds", ours, theirs)
 
     def over(
         self, what: str, against: str, ours: Spread, theirs: Spread, unit: str = "ms", peer: bool = True
     ) -> Row:
-        """Return a row of figures of which each has a spread of its own.
+        """Return a row for two figures that each have a spread.
 
-        Where the other's may be nothing or less, noise hides what is measured: any ratio is possible.
+        Where the other's may be zero or negative, the ratio is lost in the noise: it is NaN.
         """
         ratios = Spread(math.nan, -math.inf, math.inf)
         if theirs.low > 0.0:
@@ -140,7 +135,7 @@ class Area:
     def counted(
         self, what: str, against: str, ours: float, theirs: float, unit: str, peer: bool = True
     ) -> Row:
-        """Return a row of what is counted, and has no spread."""
+        """Return a row for something that is counted, so that it has no spread."""
         ratio = ours / theirs if theirs else math.inf if ours else 1.0
         return self.row(what, against, Spread(ratio, ratio, ratio), ours, unit, peer)
 
@@ -150,13 +145,47 @@ class Area:
         return Row(self.name, self.device, what, against, ratio, low, high, ours, unit, peer)
 
 
-def markdown(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield the lines of a table; a row that loses is in bold."""
-    yield f"| {' | '.join(HEADS)} |"
-    yield "| --- | ---: | --- | --- | --- | --- | ---: | --- |"
-    for row in rows:
-        cells = [f"**{cell}**" if row.verdict == "loses" and cell else cell for cell in row.cells()]
-        yield f"| {' | '.join(cells)} |"
+def markdown(lines: Iterable[Sequence[Row]]) -> Iterator[str]:
+    """Yield the lines of a table: what preamp loses first and in bold, then even, wins and cost.
+
+    Args:
+        lines: each is one comparison in several runs, the newest last.
+    """
+    yield "| | ratio | job | compared with | preamp |\n| --- | ---: | --- | --- | ---: |"
+    for rows in sorted(lines, key=lambda rows: VERDICTS.index(verdict(rows))):
+        found, newest = verdict(rows), rows[-1]
+        device = "" if newest.device == "cpu" else f" ({newest.device})"
+        shown = f"**{found}**" if found == "loses" else found
+        figure = f"{number(newest.ours)} {newest.unit}"
+        yield f"| {shown} | {ratio(rows)} | {newest.what}{device} | {newest.against} | {figure} |"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return the verdict of one comparison in several runs.
+
+    All have to be won for "wins". One that is lost and none that is won is "loses".
+    """
+    found = {row.verdict for row in rows}
+    if len(found) == 1:
+        return found.pop()
+    return "loses" if found == {"loses", "even"} else "even"
+
+
+def ratio(rows: Sequence[Row]) -> str:
+    """Return the range of the ratio over several runs. What is counted is that of the newest run."""
+    newest = rows[-1]
+    if any(math.isnan(row.ratio) for row in rows):
+        return "noise"
+    if newest.low == newest.ratio == newest.high:
+        return number(newest.ratio)
+    least, most = (number(end(row.ratio for row in rows)) for end in (min, max))
+    return least if least == most else f"{least} to {most}"
+
+
+def summary(lines: Iterable[Sequence[Row]]) -> dict[str, int]:
+    """Return how many comparisons have each verdict."""
+    found = [verdict(rows) for rows in lines]
+    return {each: found.count(each) for each in VERDICTS}
 
 
 def saved(path: Path) -> list[Row]:
@@ -165,33 +194,28 @@ def saved(path: Path) -> list[Row]:
 
 
 class Options(argparse.Namespace):
-    """What a benchmark is asked for; further choices of its own are attributes too."""
+    """The options of a benchmark; its own choices are attributes too."""
 
     device: str
     quick: bool
     rows: Path | None
 
     def interleaved(self, works: Mapping[str, Work], before: Callable[[str], object] | None = None) -> Times:
-        """Return what works take that take turns, as `timing.interleaved` does."""
+        """Time works that take turns, as `timing.interleaved` does."""
         return interleaved(works, QUICK if self.quick else Effort(), self.device, before)
 
 
 def main(measure: Callable[[Options], Iterable[Row]], doc: str | None, **choices: Sequence[str]) -> None:
-    """Run one benchmark from the command line: print its rows as they come, and keep them with `--rows`."""
+    """Run one benchmark from the command line: print its rows as they come, and append them to `--rows`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--quick", action="store_true", help="two rounds and small sizes: to try it")
+    parser.add_argument("--quick", action="store_true", help="two rounds and small sizes, to try it")
     parser.add_argument("--rows", type=Path, help="append the rows to this file, as JSON lines")
     for name, values in choices.items():
         parser.add_argument(f"--{name}", choices=values, default=values[0])
     options = parser.parse_args(namespace=Options())
     for row in measure(options):
-        print(_line(row), flush=True)
+        print(row, flush=True)
         if options.rows:
             with options.rows.open("a") as file:
                 print(json.dumps(asdict(row)), file=file)
-
-
-def _line(row: Row) -> str:
-    _, ratio, verdict, what, against, quartiles, figure, _ = row.cells()
-    return f"{verdict:6}{ratio:>8}  {quartiles:18}{figure:>16}  {what}; against {against}"

@@ -1,10 +1,12 @@
-"""All benchmarks, each in a process of its own, and one page of what they found.
+"""Runs all benchmarks, each in a process of its own, and writes a page of the results.
 
 Run: python benchmarks/run.py [--quick] [--device cuda] [--only torch_scaler] [--page docs/benchmarks.md]
 
-On the CPU always, and on CUDA as well where there is a device, or on the one that `--device` names. A
-benchmark that fails is named on the page, and the exit status is 1. With `--quick`, `--device` or `--only`
-the page is build/benchmarks.md.
+Benchmarks run on the CPU, and on CUDA as well where there is a device; `--device` chooses one of the two. A
+benchmark that fails is named on the page, and the exit status is 1. A full run is kept in
+benchmarks/recorded, and docs/benchmarks.md shows all runs that are kept: delete those that no longer
+describe the code. With `--quick`, `--device` or `--only` nothing is kept, and the page is
+build/benchmarks.md. `--render` writes docs/benchmarks.md from the recorded runs and measures nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from page import Run, page
+from page import Run, machine, page, read, record, versions
 from rows import Row, saved
 
 HERE = Path(__file__).parent
@@ -33,7 +35,7 @@ CUDA_DEVICE = {
 
 @dataclass(frozen=True)
 class Job:
-    """A benchmark with its choices. `cuda` is the framework whose device it runs on as well."""
+    """A benchmark with its options. `cuda` is the framework whose CUDA device it also runs on."""
 
     script: str
     choices: tuple[str, ...] = ()
@@ -97,25 +99,31 @@ def run_all(jobs: Sequence[Job], quick: bool, only: str | None) -> Run:
             rows += yielded
             failed += [] if well else [f"{job}, {device}"]
     minutes, gpu = (time.perf_counter() - start) / 60, next(iter(cuda.values()), None)
-    return Run(rows, [job.script for job in jobs], failed, gpu, began, minutes, busy, quick)
+    return Run(rows, failed, began, minutes, busy, machine(gpu), versions(), quick)
 
 
 def main() -> None:
     """Run what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds and small sizes: to try it")
+    parser.add_argument("--quick", action="store_true", help="two rounds and small sizes, to try it")
     parser.add_argument("--only", action="append", choices=list(dict.fromkeys(job.script for job in JOBS)))
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="only there")
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="run on this device only")
+    parser.add_argument("--page", type=Path, help="the file to write")
+    parser.add_argument("--render", action="store_true", help="measure nothing: show the recorded runs")
     given = parser.parse_args()
     if given.device == "cuda" and not cuda_devices():
         parser.error("there is no CUDA device. Leave out --device, or write --device cpu.")
+    partial = given.quick or given.only or given.device
+    path = given.page or HERE.parent / ("build" if partial else "docs") / "benchmarks.md"
+    path.parent.mkdir(exist_ok=True)
+    if given.render:
+        path.write_text(page(read()))
+        return
     jobs = [job for job in JOBS if not given.only or job.script in given.only]
     done = run_all(jobs, given.quick, given.device)
-    folder = "build" if given.quick or given.only or given.device else "docs"
-    path = given.page or HERE.parent / folder / "benchmarks.md"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(page(done))
+    if not partial and not done.failed:
+        record(done)
+    path.write_text(page([done] if partial or done.failed else read()))
     print(f"\n{len(done.rows)} rows, {done.minutes:.1f} minutes: {path}")
     raise SystemExit(f"Did not run to the end: {'; '.join(done.failed)}" if done.failed else 0)
 

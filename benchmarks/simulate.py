@@ -1,4 +1,4 @@
-"""What playing gradients through ten rules takes, beside drawing them. Plain Python.
+"""How long `simulate` takes to play gradients through ten rules, compared with drawing them. Plain Python.
 
 Run: python benchmarks/simulate.py [--quick]. Reports; asserts nothing.
 """

@@ -1,7 +1,7 @@
 """Times several functions in turns.
 
-A ratio is the median of the ratios of all rounds, so that what slows a whole round down cancels. Its spread
-is the quartiles.
+A ratio is the median of the ratios of all rounds, so that whatever slows down a whole round cancels out. Its
+spread is given by the quartiles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST = 5
 
 Work = Callable[[], object]
 Times = dict[str, list[float]]
-"""Seconds of a call by the name of the work, one number a round."""
+"""Seconds per call by the name of the work, one number for each round."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Effort:
     """How long a comparison lasts.
 
     Attributes:
-        rounds: at most so many.
-        seconds: after which no round begins, once there were five.
-        turn: seconds that a work runs at a time, by being called again: the clock takes time of its own.
+        rounds: the largest number of rounds.
+        seconds: after this time no round begins, once there were five.
+        turn: seconds that a work runs in a row, called repeatedly, because reading the clock takes time too.
     """
 
     rounds: int = 25
@@ -66,13 +66,13 @@ def interleaved(
     device: str = "cpu",
     before: Callable[[str], object] | None = None,
 ) -> Times:
-    """Return what each work takes, in an order that changes every round.
+    """Return the time that each work takes. They take turns, in an order that changes every round.
 
     Args:
-        works: by name.
+        works: the functions to time, by name.
         effort: how long to measure.
         device: with "cuda" a turn lasts until PyTorch's device is idle.
-        before: called with a work's name ahead of its turn, which is then one call. Its time is not counted.
+        before: called with a work's name before its turn, which is then a single call. It is not timed.
     """
     wait = _wait(device)
     calls = {name: _calls(name, work, effort, wait, before) for name, work in works.items()}
@@ -89,13 +89,13 @@ def interleaved(
 
 
 def _wait(device: str) -> Work:
-    """Return what waits for PyTorch's device. Works of other frameworks wait for their own."""
+    """Return a function that waits for PyTorch's device. Works of other frameworks do their own waiting."""
     torch = sys.modules.get("torch")
     return torch.cuda.synchronize if torch and device == "cuda" else lambda: None
 
 
 def _calls(name: str, work: Work, effort: Effort, wait: Work, before: Callable[[str], object] | None) -> int:
-    """Warm a work up, and return how often it is called in a turn."""
+    """Warm a work up, and return how many times to call it in a turn."""
     _turn(name, work, 1, wait, before)
     taken = _turn(name, work, 1, wait, before)
     return 1 if before else max(1, math.ceil(effort.turn / max(taken, 1e-9)))

@@ -1,8 +1,8 @@
-"""What autocast costs beside PyTorch's own: operators, regions, edits, rehearsal. On one thread.
+"""What autocast costs, compared with PyTorch's own: operators, regions, edits, rehearsal. On one thread.
 
 Run: python benchmarks/torch_autocast.py [--device cuda] [--quick]. Reports; asserts nothing.
 
-Small tensors (8 x 8) show what Python and the dispatcher take; nothing else would be seen with larger ones.
+Small tensors (8 x 8) show what Python and the dispatcher take; with larger ones that would not be visible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REHEARSED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5
 
 
 def repeated(region: Region, work: Work, calls: int = CALLS) -> Work:
-    """Return what calls a work many times in one region."""
+    """Return a work that calls another many times in one region."""
 
     def many() -> None:
         with region():
@@ -67,7 +67,7 @@ def operators(device: str, size: int = 8) -> dict[str, Work]:
 
 
 def of_operators(options: Options, area: Area) -> Iterator[Row]:
-    """Compare operators in both regions, and with PyTorch's region before preamp's was ever entered."""
+    """Compare operators in both regions, and with PyTorch's region before preamp's was first entered."""
     device, calls = options.device, FEW if options.quick else CALLS
     stock, ours = partial(torch.autocast, device, LOW), partial(autocast, device, LOW)
     works = operators(device)
@@ -131,8 +131,12 @@ def of_edits(options: Options, area: Area) -> Iterator[Row]:
                 lambda x=x: x.softmax(-1),
                 lambda x=x: x.to(LOW).softmax(-1),
             ),
-            "x + x beside float32('mm')": (default.float32("mm"), lambda x=x: x + x, lambda x=x: x + x),
-            "x.add_(0) beside float32('mm')": (
+            "x + x in a region with float32('mm')": (
+                default.float32("mm"),
+                lambda x=x: x + x,
+                lambda x=x: x + x,
+            ),
+            "x.add_(0) in a region with float32('mm')": (
                 default.float32("mm"),
                 lambda x=x: x.add_(0.0),
                 lambda x=x: x.add_(0.0),
@@ -159,7 +163,7 @@ class Block(nn.Module):
         self.register_buffer("batch", torch.randn(8, 64, 256))
 
     def forward(self, in_float32: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Return the block's result, given how products of attention are called."""
+        """Return the block's result. `in_float32` calls the products of attention."""
         x = self.batch
         q, k, v = (
             part.unflatten(-1, (4, 64)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1)
@@ -170,7 +174,7 @@ class Block(nn.Module):
 
 
 def of_compiled(options: Options, area: Area) -> Iterator[Row]:
-    """Compare a compiled block whose region has edits with one that has casts written by hand."""
+    """Compare a compiled block in a region with edits with one that has casts by hand."""
     device = options.device
     torch.manual_seed(0)
     block = Block().to(device)
@@ -268,7 +272,7 @@ class Training:
 
 
 def of_rehearsals(options: Options, area: Area) -> Iterator[Row]:
-    """Compare training steps that are emulated with float32's."""
+    """Compare emulated training steps with those in float32."""
     device = options.device
     for make in (Chain,) if options.quick else (Chain, Transformer):
         regions = {str(dtype): autocast(device, dtype, emulate=True) for dtype in REHEARSED}
@@ -281,7 +285,7 @@ def of_rehearsals(options: Options, area: Area) -> Iterator[Row]:
 
 
 def measure(options: Options) -> Iterator[Row]:
-    """Yield all rows. Operators are first: they are compared with PyTorch's before ours was ever entered."""
+    """Yield all rows. Operators come first: they are compared with PyTorch's before ours is first entered."""
     torch.set_num_threads(1)
     area = Area("torch autocast", options.device)
     for part in (of_operators, of_regions, of_edits, of_compiled, of_rehearsals):

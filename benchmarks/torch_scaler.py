@@ -1,9 +1,9 @@
-"""What loss scaling for PyTorch costs beside PyTorch's own, the bare optimizer and the memory. On all cores.
+"""What loss scaling costs in PyTorch, compared with PyTorch's own and with the bare optimizer. On all cores.
 
 Run: python benchmarks/torch_scaler.py [--device cuda] [--quick]. Reports; asserts nothing.
 
 Whole iterations take turns: scale, unscale, check, clip, step, update. Only the last rows have a network.
-Where gradients have four numbers each, what is left is Python and dispatch, on one thread.
+With four parameters in each tensor, only Python and dispatch are measured, on one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Shapes = list[tuple[int, ...]]
 
 
 def resnet50() -> Shapes:
-    """161 tensors, 25.6M numbers."""
+    """161 tensors, 25.6M parameters."""
     shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
     width = 64
     for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -45,7 +45,7 @@ def resnet50() -> Shapes:
 
 
 def gpt2() -> Shapes:
-    """148 tensors, 124.4M numbers."""
+    """148 tensors, 124.4M parameters."""
     d = 768
     attention: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,)]
     feed_forward: Shapes = [(d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
@@ -53,7 +53,7 @@ def gpt2() -> Shapes:
 
 
 def small() -> Shapes:
-    """161 tensors of 4 numbers."""
+    """161 tensors of 4 parameters."""
     return [(4,)] * 161
 
 
@@ -82,7 +82,7 @@ class Iteration:
         return torch.optim.SGD(self.parameters, lr=1e-4, foreach=True)
 
     def works(self, clip: bool) -> dict[str, Work]:
-        """Return the ways to make an iteration, and what each contains at least."""
+        """Return the ways to make an iteration, and the least that each of them has to do."""
         guarded = {GUARDED: self.guarded_clip} if clip else {}
         return {
             "preamp": self.ours_clip if clip else self.ours_plain,
@@ -193,7 +193,7 @@ class Calls(TorchDispatchMode):
 
 
 def count(work: Work) -> Calls:
-    """Return the ATen calls of a work that is not at its first call."""
+    """Count the second call of a work: the first may set something up."""
     work()
     with Calls() as calls:
         work()
@@ -218,7 +218,7 @@ def iterations(options: Options) -> Iterator[Row]:
 
 
 def guarded_rows(area: Area, what: str, times: Times, unit: str = "ms") -> Iterator[Row]:
-    """Yield the row of a guard beside the same without one, where it was timed."""
+    """Yield the row that compares with and without a guard, where both were timed."""
     if GUARDED in times:
         named = {GUARDED: times[GUARDED], UNGUARDED: times["preamp"]}
         yield from area.timed(f"{what}, guard", named, GUARDED, floors=[UNGUARDED], unit=unit)
@@ -230,9 +230,9 @@ def areas(options: Options) -> tuple[Area, Area]:
 
 
 def described(shapes: Shapes) -> str:
-    """Return how many tensors and numbers there are."""
+    """Return how many tensors and parameters there are."""
     numbers = sum(math.prod(shape) for shape in shapes)
-    return f"{len(shapes)} tensors, {numbers / 1e6:.1f}M numbers"
+    return f"{len(shapes)} tensors, {numbers / 1e6:.1f}M parameters"
 
 
 def _over_memory(area: Area, what: str, times: Times) -> Row:
@@ -250,7 +250,7 @@ def dispatch(options: Options) -> Iterator[Row]:
             works = Iteration(small(), options.device, kind).works(clip)
             del works[MEMORY]
             times = options.interleaved(works)
-            what = f"{kind}, 161 tensors of 4 numbers, {'clip' if clip else 'no clip'}"
+            what = f"{kind}, 161 tensors of 4 parameters, {'clip' if clip else 'no clip'}"
             yield from scaler.timed(what, times, "preamp", [PYTORCH], unit="µs")
             yield from wrapper.timed(what, times, WRAPPER, [PYTORCH], unit="µs")
             yield from guarded_rows(scaler, what, times, unit="µs")
@@ -261,7 +261,7 @@ def dispatch(options: Options) -> Iterator[Row]:
 
 
 def as_on_an_accelerator(area: Area, device: str) -> Iterator[Row]:
-    """Yield the counts of the way that is taken where a read to the host has its price."""
+    """Yield the counts of the path that is taken where reading a value to the host is expensive."""
     iteration = Iteration(small(), device, "AdamW(fused)")
     with patch("preamp.torch.scaling.grad_scaler._reads_are_free", lambda _: False):
         ours = count(iteration.ours_clip)
@@ -277,7 +277,7 @@ def as_on_an_accelerator(area: Area, device: str) -> Iterator[Row]:
 
 
 def network(options: Options) -> Iterator[Row]:
-    """Yield rows of backward and step of a real network."""
+    """Yield the rows of backward and step in a real network."""
     net = Network(options.device, *((32, 2) if options.quick else (1024, 24)))
     numbers = sum(parameter.numel() for parameter in net.model.parameters())
     works: dict[str, Work] = {
@@ -287,9 +287,9 @@ def network(options: Options) -> Iterator[Row]:
         NEITHER: net.neither,
     }
     times = options.interleaved(works, before=net.forward)
-    area, what = areas(options)[0], f"backward and step of a network of {numbers / 1e6:.1f}M numbers"
+    area, what = areas(options)[0], f"backward and step of a network of {numbers / 1e6:.1f}M parameters"
     yield from area.timed(f"{what}, clip", times, "preamp", [PYTORCH], [NEITHER])
-    yield from area.timed(f"{what}, clip, watched", times, WATCHED, [PYTORCH], [NEITHER])
+    yield from area.timed(f"{what}, clip, with watch()", times, WATCHED, [PYTORCH], [NEITHER])
 
 
 def measure(options: Options) -> Iterator[Row]:

@@ -35,7 +35,7 @@ def core(bench):
 @pytest.fixture
 def done(bench, core):
     """Return a run of one benchmark."""
-    return bench.page.Run(core[0], ["core"], [], None, "2026-11-22", 1.0, 0.0, quick=True)
+    return bench.page.Run(core[0], [], "2026-11-22", 1.0, 0.0, "a machine", "Python", quick=True)
 
 
 def test_a_benchmark_yields_rows(core):
@@ -50,20 +50,60 @@ def test_a_benchmark_yields_rows(core):
 def test_a_benchmark_that_fails_is_named_and_keeps_its_rows(bench, done):
     rows, well = bench.run.run(bench.run.Job("there_is_none"), "cpu", quick=True)
     assert (rows, well) == ([], False)
-    page = bench.page.page(replace(done, failed=["there_is_none, cpu"]))
+    page = bench.page.page([replace(done, failed=["there_is_none, cpu"])])
     assert "Did not run to the end: there_is_none, cpu" in page
-    assert "Did not run" not in bench.page.page(done)
+    assert "Did not run" not in bench.page.page([done])
 
 
 def test_the_page_has_every_row_and_says_where_it_is_from(bench, done):
-    quick, full = (bench.page.page(replace(done, quick=quick)) for quick in (True, False))
+    quick, full = (bench.page.page([replace(done, quick=quick)]) for quick in (True, False))
     lines = quick.splitlines()
     for row in done.rows:
-        assert lines.count(f"| {' | '.join(row.cells())} |") == 1
-    assert "| core | 0 | 0 | 0 | 8 |" in lines
-    assert "| `python benchmarks/core.py` | What the state machine costs on the host" in quick
+        ratio, figure = bench.rows.number(row.ratio), bench.rows.number(row.ours)
+        cells = ("cost", ratio, f"core: {row.what}", row.against, f"{figure} {row.unit}")
+        assert lines.count(f"| {' | '.join(cells)} |") == 1
+    assert "| Core and simulation | 0 | 0 | 0 | 8 |" in lines
+    assert "`python benchmarks/core.py`" in quick
+    assert "2026-11-22, 1 minutes on a machine" in quick
     assert "not measurements" in quick
     assert "not measurements" not in full
+
+
+def test_the_page_of_the_documentation_shows_the_recorded_runs(bench):
+    assert (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text() == bench.page.page(bench.page.read())
+
+
+def test_every_row_is_in_one_section_which_names_benchmarks_that_exist(bench):
+    newest = bench.page.read()[-1]
+    for row in newest.rows:
+        assert sum(section.shows(row) for section in bench.page.SECTIONS) == 1
+    for section in bench.page.SECTIONS:
+        assert any(map(section.shows, newest.rows))
+        assert all((BENCHMARKS / command.split()[0]).exists() for command in section.commands)
+
+
+def test_a_recorded_run_is_read_back(bench, done, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.page, "RECORDED", tmp_path)
+    noise = bench.rows.Area("core").row(
+        "what", "other", bench.timing.Spread(math.nan, -math.inf, math.inf), 1.0, "ms"
+    )
+    runs = [done, replace(done, rows=[*done.rows, noise])]
+    assert [bench.page.record(run).name for run in runs] == ["2026-11-22.jsonl", "2026-11-22-2.jsonl"]
+    assert list(map(repr, bench.page.read())) == list(map(repr, runs))  # NaN equals nothing
+
+
+def test_what_was_timed_in_several_runs_has_a_range_and_the_newest_figure(bench):
+    def timed(*ratios):
+        return [bench.rows.Area("any").row("a", "b", (r, r - 0.01, r + 0.01), 8.0 * r, "ms") for r in ratios]
+
+    def line(*ratios):
+        return list(bench.rows.markdown([timed(*ratios)]))[1]
+
+    assert line(0.5, 0.75) == "| wins | 0.500 to 0.750 | a | b | 6.00 ms |"
+    assert line(1.5, 1.25) == "| **loses** | 1.25 to 1.50 | a | b | 10.0 ms |"
+    assert line(0.5, 1.0) == "| even | 0.500 to 1.000 | a | b | 8.00 ms |"
+    assert line(1.0, 1.5) == "| **loses** | 1.000 to 1.50 | a | b | 12.0 ms |"
+    assert line(0.5, 1.5) == "| even | 0.500 to 1.50 | a | b | 12.0 ms |"
 
 
 def test_every_benchmark_is_run(bench):
@@ -116,13 +156,14 @@ def test_quartiles_on_both_sides_of_1_are_even(bench, pairs):
     assert row.verdict == "even"
 
 
-def test_a_row_that_loses_is_in_bold(bench):
+def test_rows_that_are_lost_come_first_and_in_bold(bench):
     area = bench.rows.Area("any")
-    rows = [area.counted("calls", "peer", ours, 8, "calls") for ours in (7, 8, 9)]
-    _, _, *lines = bench.rows.markdown(rows)
-    assert [row.verdict for row in rows] == ["wins", "even", "loses"]
-    assert ["**" in line for line in lines] == [False, False, True]
-    assert lines[2] == "| **any** | **1.12** | **loses** | **calls** | **peer** |  | **9 calls** | **cpu** |"
+    rows = [[area.counted("calls", "peer", ours, 8, "calls")] for ours in (7, 8, 9)]
+    rows.insert(0, [area.counted("calls", "floor", 8, 4, "calls", peer=False)])
+    _, *lines = bench.rows.markdown(rows)
+    assert [line.split(" | ")[0] for line in lines] == ["| **loses**", "| even", "| wins", "| cost"]
+    assert lines[0] == "| **loses** | 1.12 | calls | peer | 9 calls |"
+    assert bench.rows.summary(rows) == {"loses": 1, "even": 1, "wins": 1, "cost": 1}
 
 
 def test_what_is_added_is_compared(bench):
