@@ -14,22 +14,18 @@ from preamp.jax.blaming.step import traced, weight_of
 from preamp.jax.blaming.tape import Tape, Variable
 
 
-class Numbered(Tape):
-    """Counts what it runs, so that the same evaluation is found again in another run."""
+class Watched(Tape):
+    """Keeps what each call loses, in float32."""
 
-    def __init__(self, errors: dict[int, list[Any]] | None = None) -> None:
-        super().__init__(in_float32=errors is not None)
-        self.ran = 0
-        self.number: dict[Any, int] = {}
-        self.errors = errors or {}
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: dict[int, Any] = {}
 
     def _call(self, operation: Any, operands: list[Variable]) -> list[Variable]:
-        self.ran += 1
         results = super()._call(operation, operands)
-        for error in self.errors.get(self.ran, ()):
-            results[0].value = results[0].value + error
-        for result in results:
-            self.number.setdefault(result.maker, self.ran)
+        if isinstance(operation, Operation) and operation.differs and results[0].node.maker:
+            (exact,) = operation.in_float32(*(each.value for each in operands))
+            self.lost[self.count] = np.asarray(results[0].value, np.float32) - np.asarray(exact, np.float32)
         return results
 
 
@@ -42,21 +38,17 @@ def measured_effects(
     """
     step = traced(loss_fn, params, args, {}, region(low, DEFAULT, True))
     scale = settings.get("loss_scale", 1.0)
-    tape = Numbered()
+    tape = Watched()
     tape.run(step.program, step.operands(tape, scale))
     charged = charged_to(tape.calls)
     errors: dict[Any, dict[int, Any]] = {}
     for call in tape.calls:
-        operation = call.operation
-        if isinstance(operation, Operation) and operation.differs:
-            (exact,) = operation.in_float32(*(each.value for each in call.operands))
-            error = np.asarray(call.results[0].value, np.float32) - np.asarray(exact, np.float32)
-            if np.abs(error).max(initial=0):
-                row = errors.setdefault(key_of(charged.get(call, call)), {})
-                row[tape.number[call]] = error
+        error = tape.lost.get(call.index)
+        if error is not None and np.abs(error).max(initial=0):
+            errors.setdefault(key_of(charged.get(call, call)), {})[call.index] = error
 
     def gradients(injected: dict[int, list[Any]]) -> list[Any]:
-        exact = Numbered(injected)
+        exact = Tape(in_float32=True, errors=injected)
         return [np.asarray(each.value) for each in exact.run(step.program, step.operands(exact, scale))[1:]]
 
     random = np.random.default_rng(1)

@@ -164,6 +164,68 @@ def test_gradients_inside_of_the_loss_are_forward() -> None:
     assert products["forward"] == 4
 
 
+def half_off(a: Any) -> Any:
+    """The argument 1, as 1.5: 257.5 is 258 in bfloat16."""
+    far = (a + 256.5).astype(jnp.bfloat16)
+    return far.astype(jnp.float32) - 256.5
+
+
+def test_a_row_names_the_parameter_that_suffers_most() -> None:
+    params = {"a": jnp.float32(1), "b": jnp.float32(3), "c": jnp.float32(5)}
+
+    def loss(p: Any) -> Any:  # the gradients are h b, h h / 2 and 1, where h is 1 or 1.5
+        return 0.5 * p["b"] * half_off(p["a"]) ** 2 + p["c"]
+
+    first = blame(loss, params).rows[0]
+    assert (first.operator, first.direction) == ("convert_element_type", "forward")
+    assert (first.parameter, first.parameter_error) == ("params['b']", pytest.approx(1.125 / 0.5 - 1))
+    assert first.reason == "the gradient of params['b'] changes by 1.2e+00 of its norm"
+    only = blame(lambda a: 1.5 * half_off(a) ** 2, params["a"]).rows[0]
+    assert (only.parameter, only.parameter_error) == ("params", pytest.approx(0.5))
+
+
+def test_a_row_of_the_backward_pass_names_the_parameter_whose_gradient_it_loses() -> None:
+    def loss(p: Any) -> Any:
+        return 1e-9 * p["lost"].astype(jnp.float16).astype(jnp.float32).sum() + p["kept"].sum()
+
+    params = {"kept": jnp.ones(2), "lost": jnp.ones(2)}
+    row = blame(loss, params, dtype="float16", loss_scale=1.0).guilty[0]
+    assert (row.direction, row.lost_share) == ("backward", 1.0)
+    assert (row.parameter, row.parameter_error) == (
+        "params['lost']",
+        pytest.approx(1.0, rel=2**-8),  # errors are kept in bfloat16
+    )
+
+
+def test_parameters_are_measured_in_the_branches_that_the_step_took() -> None:
+    def loss(p: Any) -> Any:
+        h = half_off(p["a"])
+        large = lax.cond(h > 1.25, lambda h: 2 * h + 1, lambda h: h, h)
+        turns = lax.while_loop(lambda n: n < h, lambda n: n + 1, jnp.float32(0))
+        return 0.5 * p["b"] * large**2 * lax.stop_gradient(turns)
+
+    row = blame(loss, {"a": jnp.float32(1), "b": jnp.float32(3)}).rows[0]
+    assert (row.parameter, row.parameter_error) == ("params['b']", pytest.approx(4**2 / 3**2 - 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("linen", "params['params']['up']['kernel']"),
+        ("nnx", "params.up.kernel"),
+        ("equinox", "params.up.weight"),
+    ],
+)
+def test_parameters_of_modules_have_the_names_that_users_write(model: str, name: str) -> None:
+    loss, params = {"linen": linen_model, "nnx": nnx_model, "equinox": equinox_model}[model]()
+    found = blame(lambda p, x: loss(p, x) * 2.0**40, params, X, dtype="float16", loss_scale=1.0)
+    assert name in {row.parameter for row in found.rows}
+
+
+def test_without_an_accused_row_no_parameter_is_measured() -> None:
+    assert {row.parameter for row in blame(perceptron, PARAMS, X).rows} == {""}
+
+
 class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:

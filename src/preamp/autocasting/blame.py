@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from preamp.autocasting.report import place
 from preamp.autocasting.text_tables import WIDTH, text_table
 
-__all__ = ["Blame", "BlameRow", "Direction", "Part", "ranked"]
+__all__ = ["Blame", "BlameRow", "Direction", "Part", "ranked", "with_parameters"]
 
 Direction = Literal["forward", "backward"]
 Part = Literal["product", "sensitive", "other"]
@@ -25,6 +25,7 @@ ALLOWED_LOSS = 2.0
 """The change of the loss that is expected of an operator, in the same unit."""
 ALLOWED_LOST = 0.3
 """The share of a gradient that may be flushed to zero, of its norm or of its values."""
+MEASURED = 3  # rows whose parameters are measured
 SHOWN = 15  # rows in a terminal
 CUT = ("source", "operator", "module")
 RIGHT = ("effect", "local", "ratio")
@@ -271,6 +272,22 @@ def ranked(rows: Iterable[BlameRow], roundoff: float, *, emulated: bool) -> list
             unless the program or the table asks for it.
     """
     return _sorted(replace(row, severity=_severity(row, roundoff, emulated)) for row in rows)
+
+
+def with_parameters(found: Blame, differences: Callable[[BlameRow], Iterable[tuple[float, str]]]) -> Blame:
+    """Return the same with the parameter that suffers most in each of the first three rows that are accused.
+
+    Args:
+        found: rows, worst first.
+        differences: returns for a row how much it alone changes each parameter's gradient, relative to that
+            gradient, and the name of the parameter.
+    """
+    rows = list(found.rows)
+    for at, row in enumerate(rows[:MEASURED]):
+        error, name = max(differences(row), default=(0.0, "")) if row.guilty else (0.0, "")
+        if error:
+            rows[at] = replace(row, parameter=name, parameter_error=error)
+    return replace(found, rows=rows)
 
 
 def _severity(row: BlameRow, roundoff: float, emulated: bool) -> float:

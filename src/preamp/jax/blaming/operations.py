@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from preamp.arrays.jax import widen
+from preamp.arrays.jax import is_inexact, widen
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.rounding import ROUNDED
-from preamp.jax.jaxprs import AnyJaxpr, Atom, Equation
+from preamp.jax.jaxprs import AnyJaxpr, Atom, ClosedJaxpr, Equation
 
 _CASTS = ("convert_element_type", "reduce_precision", ROUNDED.name)
 _KEPT = 4096  # compiled functions
@@ -69,6 +69,31 @@ class Operation:
         results: list[Any] = compiled(self.signature)(*values)
         return results
 
+    def needed(self, active: tuple[bool, ...]) -> Sequence[bool]:
+        """Return for each operand whether the derivative depends on its value.
+
+        Args:
+            active: for each operand, whether its sensitivity is wanted.
+        """
+        if self.is_cast or not any(active):
+            return [False] * len(active)
+        try:
+            return derivative(self.signature, active).needed
+        except Exception:  # a library's own primitive may raise anything; it is noted where it is measured
+            return [True] * len(active)
+
+
+class Derivative(NamedTuple):
+    """The derivative of an equation in float32, by reverse mode.
+
+    Attributes:
+        program: of all operands, and of the sensitivities of the results that are floating or complex.
+        needed: for each operand, whether it depends on its value.
+    """
+
+    program: ClosedJaxpr
+    needed: Sequence[bool]
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -100,6 +125,44 @@ def _compiled(signature: Signature) -> Callable[..., Any]:
 def _compiled_in_float32(signature: Signature) -> Callable[..., Any]:
     function = in_float32(signature.equation)
     return jax.jit(lambda *operands: function(*map(widen, operands)))
+
+
+@lru_cache(maxsize=_KEPT)
+def derivative(signature: Signature, active: tuple[bool, ...]) -> Derivative:
+    """Return the derivative of an equation in float32.
+
+    Args:
+        signature: of the equation.
+        active: for each operand, whether its sensitivity is wanted.
+    """
+    function, count = in_float32(signature.equation), len(active)
+
+    def pulled(*arrays: Any) -> list[Any]:
+        def exact_of(*chosen: Any) -> list[Any]:
+            values = iter(chosen)
+            filled = [next(values) if is_active else x for x, is_active in zip(operands, active, strict=True)]
+            return [value for value in function(*filled) if is_inexact(value)]
+
+        operands, sensitivities = [widen(array) for array in arrays[:count]], arrays[count:]
+        pull = jax.vjp(exact_of, *(x for x, is_active in zip(operands, active, strict=True) if is_active))[1]
+        return list(pull(list(sensitivities)))
+
+    avals = [jaxprs.without_weak_type(atom.aval) for atom in signature.equation.invars]
+    program: Any = jax.make_jaxpr(pulled)(*avals, *results_in_float32(signature.equation))
+    results = program.jaxpr.outvars
+    read = {atom for each in jaxprs.alive(program.jaxpr.eqns, results) for atom in _variables(each.invars)}
+    read.update(_variables(results))
+    return Derivative(program, [atom in read for atom in program.jaxpr.invars[:count]])
+
+
+def results_in_float32(equation: Equation) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes in float32 of the results that are floating or complex."""
+    avals = [atom.aval for atom in equation.outvars if is_float(atom)]
+    return [jax.ShapeDtypeStruct(aval.shape, wide(aval.dtype)) for aval in avals]
+
+
+def _variables(atoms: Iterable[Atom]) -> list[Atom]:
+    return [atom for atom in atoms if not jaxprs.is_literal(atom)]
 
 
 def in_float32(equation: Equation) -> Callable[..., list[Any]]:

@@ -20,15 +20,18 @@ from preamp.autocasting.tables import JAX, Rule
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.counting import LAYOUT, flops_of
 from preamp.jax.autocasting.lookahead import EXACT, MOVES
-from preamp.jax.blaming.effects import Measured
+from preamp.jax.blaming.effects import Effect
+from preamp.jax.blaming.losses import Lost
 from preamp.jax.blaming.operations import Operation
-from preamp.jax.blaming.tape import Call, Variable, made_by
+from preamp.jax.blaming.tape import Call, Node, Tape, made_by
 
 _PARTS: Mapping[Rule | None, Part] = {"lower": "product", "float32": "sensitive"}
 CAST = "convert_element_type"
 
 
-class _Key(NamedTuple):
+class Key(NamedTuple):
+    """What identifies a row."""
+
     module: str
     operator: str
     source: str
@@ -57,45 +60,55 @@ class _Sums:
     overflowed: int = 0
     peak: float = 0.0
 
-    def add(self, call: Call, results: Sequence[Measured], loss: float) -> None:
-        size, lost_size = (
-            math.hypot(*column) for column in ([r.size for r in results], [r.lost_size for r in results])
+    def add(self, call: Call, losses: Sequence[Lost], effects: Sequence[Effect], loss: float) -> None:
+        error, size, lost_size = (
+            math.hypot(*(getattr(each, name) for each in losses)) for name in ("error", "size", "count_size")
         )
-        error = math.hypot(*(each.error for each in results))
         self.local_error = max(self.local_error, error / size if size else 0.0)
-        self.square += sum(float(each.effect) ** 2 for each in results)
-        self.loss_effect += sum(float(each.loss_effect) for each in results) / loss
+        self.square += sum(float(each.gradients) ** 2 for each in effects)
+        self.loss_effect += sum(float(each.loss) for each in effects) / loss
         self.values += _size(call)
-        self.lost += sum(int(each.lost) for each in results)
+        self.lost += sum(int(each.count) for each in losses)
         self.lost_share = max(self.lost_share, lost_size / size if size else 0.0)
         self.overflowed += call.overflowed
-        self.peak = max(self.peak, *(float(each.peak) for each in results))
+        self.peak = max(self.peak, *(float(each.peak) for each in losses))
 
 
-def rows_of(
-    calls: Sequence[Call], measured: Mapping[Call, Sequence[Measured]], loss: float
-) -> list[BlameRow]:
+def rows_of(tape: Tape, effects: Mapping[Call, Sequence[Effect]], loss: float) -> list[BlameRow]:
     """Return a row for each operator that lost something, in no order.
 
     Args:
-        calls: what ran, in order.
-        measured: what each of them lost.
+        tape: what ran.
+        effects: of each call that was compared.
         loss: the absolute value of the loss.
     """
-    charged = charged_to(calls)
-    fetched: Any = jax.device_get(list(measured.values()))
-    losses = dict(zip(measured, fetched, strict=True))
-    found: dict[_Key, _Sums] = {}
-    for call in calls:  # in this order, so that the first call of a row is the first one that ran
-        if call in losses:
-            owner, operation = charged.get(call, call), _operation(call)
-            sums = found.setdefault(key_of(owner), _Sums(owner))
-            sums.calls.add(owner)
-            if operation.rounds and owner in (call, made_by(call.operands[0])):
-                sums.emulated = str(operation.low)
-            sums.add(call, losses[call], loss)
+    numbers = [[each._replace(delta=None) for each in call.losses] for call in effects]
+    fetched: Any = jax.device_get(list(zip(numbers, effects.values(), strict=True)))
+    measured = dict(zip(effects, fetched, strict=True))
+    found: dict[Key, _Sums] = {}
+    for call, owner in owners(tape.calls):  # in this order, so that a row begins with what ran first
+        operation = _operation(call)
+        sums = found.setdefault(key_of(owner), _Sums(owner))
+        sums.calls.add(owner)
+        if operation.rounds and owner in (call, made_by(call.operands[0])):
+            sums.emulated = str(operation.low)
+        losses, changes = measured[call]
+        sums.add(call, losses, changes, loss)
     lossy = ((key, sums) for key, sums in found.items() if sums.local_error or sums.overflowed)
-    return [_row(key, sums, len(calls)) for key, sums in lossy]
+    return [_row(key, sums, tape.count) for key, sums in lossy]
+
+
+def errors_of(row: BlameRow, calls: Sequence[Call]) -> dict[int, list[Any]]:
+    """Return the errors of a row alone, by the index of the call, for `Tape(errors=...)`."""
+    key = Key(row.module, row.operator, row.source, row.direction)
+    own = (call for call, owner in owners(calls) if key_of(owner) == key)
+    return {call.index: [each.delta for each in call.losses] for call in own}
+
+
+def owners(calls: Sequence[Call]) -> Iterator[tuple[Call, Call]]:
+    """Yield each call that was compared with float32, in order, and the call that it is charged to."""
+    charged = charged_to(calls)
+    return ((call, charged.get(call, call)) for call in calls if call.losses)
 
 
 def low_flops(calls: Sequence[Call]) -> int:
@@ -110,7 +123,7 @@ def low_flops(calls: Sequence[Call]) -> int:
     return sum(flops_of(operation.equation) for operation in lows)
 
 
-def _row(key: _Key, sums: _Sums, count: int) -> BlameRow:
+def _row(key: Key, sums: _Sums, count: int) -> BlameRow:
     call, operation = sums.first, _operation(sums.first)
     results = [atom.aval.dtype for atom in operation.equation.outvars]
     stored = next((dtype for dtype in results if jnp.issubdtype(dtype, jnp.inexact)), results[0])
@@ -143,11 +156,12 @@ def _operation(call: Call) -> Operation:
     return call.operation
 
 
-def key_of(call: Call) -> _Key:
+def key_of(call: Call) -> Key:
+    """Return the row that a call belongs to."""
     operation = _operation(call)
     name = CAST if operation.rounds else operation.name
     direction: Direction = "backward" if call.is_backward else "forward"
-    return _Key(operation.module or OUTSIDE, name, operation.source, direction)
+    return Key(operation.module or OUTSIDE, name, operation.source, direction)
 
 
 def _inputs(call: Call) -> list[str]:
@@ -170,7 +184,7 @@ def charged_to(calls: Iterable[Call]) -> dict[Call, Call]:
     - Other casts belong to the product that uses them first, or to what uses them at the same line.
     - A cast that nothing uses belongs to what computed its operand.
     """
-    held: dict[Variable, str] = {}
+    held: dict[Node, str] = {}
     charged: dict[Call, Call] = {}
     for call in calls:
         operation = call.operation
@@ -188,7 +202,7 @@ def charged_to(calls: Iterable[Call]) -> dict[Call, Call]:
     return charged
 
 
-def _owner(cast: Call, held: Mapping[Variable, str]) -> Call:
+def _owner(cast: Call, held: Mapping[Node, str]) -> Call:
     operation, maker = _operation(cast), made_by(cast.operands[0])
     if maker is not None and not _computes(maker):
         maker = None
@@ -203,7 +217,7 @@ def _owner(cast: Call, held: Mapping[Variable, str]) -> Call:
     return user if is_product or is_same else cast
 
 
-def _is_low(call: Call, held: Mapping[Variable, str], low: str) -> bool:
+def _is_low(call: Call, held: Mapping[Node, str], low: str) -> bool:
     """Return whether a call computed with numbers of a low precision alone, and not by a rule for float32."""
     rule = JAX.rules.get(call.operation.name)
     if rule == "lower":

@@ -5,7 +5,7 @@ Everything is computed at once, on arrays, so loops and branches need no derivat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ import numpy as np
 from preamp.arrays.jax import is_inexact, widen
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.counting import LAYOUT, flops_of
+from preamp.jax.blaming.losses import Lost, repaired, what_is_lost
 from preamp.jax.blaming.operations import Operation
 from preamp.jax.jaxprs import AnyJaxpr, Atom, Equation
 
@@ -28,11 +29,10 @@ _ENTERED = {key: value for key, value in jaxprs.CALLS.items() if key not in OPAQ
 }
 
 
-class Variable:
-    """A value of the step.
+class Node:
+    """The place of a value among the calls, without the value.
 
     Args:
-        value: an array.
         maker: the call that returned it; None for arguments, constants, and what is not floating.
         is_backward: whether the seed of the backward pass has a part in it.
 
@@ -41,12 +41,37 @@ class Variable:
         sensitivities: of the gradients and of the loss to it; None for 0.
     """
 
-    __slots__ = ("is_backward", "maker", "sensitivities", "uses", "value")
+    __slots__ = ("is_backward", "maker", "sensitivities", "uses")
 
-    def __init__(self, value: Any, maker: Call | None = None, is_backward: bool = False) -> None:
-        self.value, self.maker, self.is_backward = value, maker, is_backward
+    def __init__(self, maker: Call | None = None, is_backward: bool = False) -> None:
+        self.maker, self.is_backward = maker, is_backward
         self.uses: list[Call] = []
         self.sensitivities: list[Any] = [None, None]
+
+
+class Variable:
+    """A value of the step, which lives as long as the program needs it.
+
+    Args:
+        value: an array.
+        node: its place; None for a new one, which no call returned.
+    """
+
+    __slots__ = ("_kept", "node", "value")
+
+    def __init__(self, value: Any, node: Node | None = None) -> None:
+        self.value, self.node, self._kept = value, node or Node(), None
+
+    def kept(self) -> Any:
+        """Return the value for the derivative; one that was rounded, in the precision that it has."""
+        if self._kept is None:
+            maker = made_by(self.node)
+            operation = maker and maker.operation
+            if isinstance(operation, Operation) and operation.rounds:
+                self._kept = self.value.astype(operation.low)
+            else:
+                self._kept = self.value
+        return self._kept
 
 
 class Unstack:
@@ -81,19 +106,33 @@ Runs: TypeAlias = Operation | Unstack | Stack
 class Call:
     """One evaluation of an operation.
 
+    Args:
+        operation: what runs.
+        operands: what it takes.
+        index: its place among all evaluations of a tape.
+
     Attributes:
         results: those that are floating or complex.
+        kept: for each operand, the value that the derivative needs; None where it needs none.
+        losses: for each of the results, what it lost; empty if that is not known, or if float32 is the same.
         overflowed: how many values of the results are not finite, but are in float32.
         is_backward: whether it belongs to the backward pass.
     """
 
-    __slots__ = ("index", "is_backward", "operands", "operation", "overflowed", "results")
+    __slots__ = ("index", "is_backward", "kept", "losses", "operands", "operation", "overflowed", "results")
 
-    def __init__(self, operation: Runs, operands: list[Variable], index: int) -> None:
+    def __init__(self, operation: Runs, operands: list[Node], index: int) -> None:
         self.operation, self.operands, self.index = operation, operands, index
-        self.results: list[Variable] = []
+        self.results: list[Node] = []
+        self.kept: list[Any] = []
+        self.losses: list[Lost] = []
         self.overflowed = 0
         self.is_backward = any(each.is_backward for each in operands)
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """For each operand, whether the sensitivity to it is wanted."""
+        return tuple(each.maker is not None for each in self.operands)
 
 
 class BackwardOverflow(Exception):
@@ -115,18 +154,35 @@ class Tape:
         in_float32: compute everything in float32, and keep no list.
         stops: raise `BackwardOverflow` at the first overflow of the backward pass.
         without_nan: replace what is not a number, though its inputs are, by 0.
+        follows: the tape whose branches and numbers of turns are taken, so that the same evaluations run in
+            the same order; None to decide anew.
+        errors: by the index of a call of that tape, what to add to each of its results that is floating or
+            complex; None for nothing.
 
     Attributes:
         calls: what ran, in order; not what depends on nothing that low precision may change.
+        count: the number of evaluations, those that are not in the list among them.
         flops: the floating-point operations of the forward pass's products.
         notes: sentences about what could not be compared with float32.
+        decisions: which branches were taken, and whether loops went on, in order.
     """
 
-    def __init__(self, *, in_float32: bool = False, stops: bool = False, without_nan: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        in_float32: bool = False,
+        stops: bool = False,
+        without_nan: bool = False,
+        follows: Tape | None = None,
+        errors: Mapping[int, Sequence[Any]] | None = None,
+    ) -> None:
         self.calls: list[Call] = []
-        self.flops = 0
+        self.count = self.flops = 0
         self.notes: dict[str, None] = {}
+        self.decisions: list[int] = []
         self._in_float32, self._stops, self._without_nan = in_float32, stops, without_nan
+        self._followed = None if follows is None else iter(follows.decisions)
+        self._errors = errors or {}
         self._operations: dict[tuple[int, str, str], tuple[Equation, Operation]] = {}
 
     def run(
@@ -150,10 +206,12 @@ class Tape:
         known.update(zip(jaxpr.constvars, map(self.constant, constants), strict=True))
         flags = [True] * len(jaxpr.outvars) if wanted is None else wanted
         results = [atom for atom, is_wanted in zip(jaxpr.outvars, flags, strict=True) if is_wanted]
-        for equation in jaxprs.alive(jaxpr.eqns, results):
-            if equation.outvars:  # it prints, otherwise
-                given = [self._read(atom, known) for atom in equation.invars]
-                known.update(zip(equation.outvars, self._visit(equation, given, at), strict=True))
+        equations = [each for each in jaxprs.alive(jaxpr.eqns, results) if each.outvars]  # others print
+        for equation, unneeded in zip(equations, _last_used(equations, results), strict=True):
+            given = [self._read(atom, known) for atom in equation.invars]
+            known.update(zip(equation.outvars, self._visit(equation, given, at), strict=True))
+            for atom in unneeded:
+                known.pop(atom, None)
         unused = Variable(None)
         return [
             self._read(atom, known) if is_wanted else unused
@@ -180,7 +238,7 @@ class Tape:
             return self._while(equation, operands, _inside(equation, at))
         if name == "cond":
             last = len(params["branches"]) - 1
-            branch = params["branches"][min(max(int(operands[0].value), 0), last)]
+            branch = params["branches"][self._decided(min(max(int(operands[0].value), 0), last))]
             return self.run(branch, operands[1:], _inside(equation, at), wanted)
         if name in _ENTERED:
             key = _ENTERED[name]
@@ -222,9 +280,16 @@ class Tape:
         params = equation.params
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carried = operands[second:]
-        while bool(self.run(params["cond_jaxpr"], [*operands[:first], *carried], at)[0].value):
+        while self._decided(bool(self.run(params["cond_jaxpr"], [*operands[:first], *carried], at)[0].value)):
             carried = self.run(params["body_jaxpr"], [*operands[first:second], *carried], at)
         return carried
+
+    def _decided(self, decision: int) -> int:
+        """Return a decision of the program, or that of the tape which is followed."""
+        if self._followed is not None:
+            return next(self._followed)
+        self.decisions.append(decision)
+        return decision
 
     def _operation(self, equation: Equation, at: tuple[str, str]) -> Operation:
         """Return an equation as an operation, the same one in every turn of a loop."""
@@ -234,48 +299,64 @@ class Tape:
         return self._operations[key][1]
 
     def _call(self, operation: Runs, operands: list[Variable]) -> list[Variable]:
-        if isinstance(operation, Operation) and operation.rounds and _is_rounded(operands[0], operation):
+        self.count += 1
+        if isinstance(operation, Operation) and operation.rounds and _is_rounded(operands[0].node, operation):
             return operands
         values = [each.value for each in operands]
         if self._in_float32:
             exact = _exact(operation, values) if isinstance(operation, Operation) else operation(*values)
-            return [Variable(value) for value in exact]
-        results, call = operation(*values), Call(operation, operands, len(self.calls))
+            return list(map(Variable, self._with_errors(exact)))
+        results, call = operation(*values), Call(operation, [each.node for each in operands], self.count)
         if isinstance(operation, Operation) and not call.is_backward:
             self.flops += flops_of(operation.equation)
         differs = isinstance(operation, Operation) and operation.differs
-        is_kept = differs or any(each.maker for each in operands)
+        is_kept = differs or any(call.active)
         variables = [
-            Variable(value, call if is_kept and is_inexact(value) else None, call.is_backward)
+            Variable(value, Node(call if is_kept and is_inexact(value) else None, call.is_backward))
             for value in results
         ]
-        call.results = [each for each in variables if each.maker]
-        if call.results:
+        floats = [each for each in variables if each.node.maker]
+        if floats:
+            call.results = [each.node for each in floats]
             self.calls.append(call)
-            for each in operands:
+            for each in call.operands:
                 each.uses.append(call)
-            if differs and not all(np.isfinite(each.value).all() for each in call.results):
-                self._repair(call, operation, values)
+            if isinstance(operation, Operation):
+                needed = operation.needed(call.active)
+                call.kept = [each.kept() if it else None for each, it in zip(operands, needed, strict=True)]
+                if differs:
+                    self._compare(call, operation, values, floats)
             if self._without_nan:
-                self._remove_nan(call)
+                self._remove_nan(call, floats)
         return variables
 
-    def _repair(self, call: Call, operation: Any, values: list[Any]) -> None:
-        """Replace what overflowed by the largest number of its precision, and count it."""
+    def _with_errors(self, exact: list[Any]) -> Iterator[Any]:
+        """Yield the results of a call with the errors that were given for it."""
+        errors = iter(self._errors.get(self.count, ()))
+        for value in exact:
+            error = next(errors, None) if is_inexact(value) else None
+            yield value if error is None else value + error.astype(value.dtype)
+
+    def _compare(
+        self, call: Call, operation: Operation, values: list[Any], results: Sequence[Variable]
+    ) -> None:
+        """Keep what the results lost. What overflowed becomes the largest number of its precision."""
         try:
             exact = [value for value in operation.in_float32(*values) if is_inexact(value)]
-        except Exception:  # whatever a library's own primitive raises; it is noted where it is measured
+        except Exception as error:  # a library's own primitive may raise anything
+            self.notes[refusal(operation, error)] = None
             return
-        for variable, value in zip(call.results, exact, strict=True):
-            limit = float(jnp.finfo(operation.low or np.float32).max)
-            repaired, count, peak = _repaired(variable.value, value, limit)
-            variable.value = repaired
-            call.overflowed += int(count)
-            if count and call.is_backward and self._stops:
-                raise BackwardOverflow(float(peak) / limit)
+        limit = float(jnp.finfo(operation.low or np.float32).max)
+        for variable, value in zip(results, exact, strict=True):
+            if not np.isfinite(variable.value).all():
+                variable.value, count, peak = repaired(variable.value, value, limit)
+                call.overflowed += int(count)
+                if count and call.is_backward and self._stops:
+                    raise BackwardOverflow(float(peak) / limit)
+            call.losses.append(what_is_lost(variable.value, value))
 
-    def _remove_nan(self, call: Call) -> None:
-        for variable in call.results:
+    def _remove_nan(self, call: Call, results: Sequence[Variable]) -> None:
+        for variable in results:
             bad = np.isnan(variable.value)
             if bad.any():
                 variable.value = jnp.where(bad, 0, variable.value)
@@ -286,17 +367,37 @@ class Tape:
                     ] = None
 
 
-def made_by(variable: Variable) -> Call | None:
+def refusal(operation: Operation, error: Exception) -> str:
+    """Return the note on an operation that float32 refuses."""
+    why = str(error).partition("\n")[0]
+    return (
+        f"{operation.name} at {operation.source} cannot be computed or differentiated in float32 "
+        f"({type(error).__name__}: {why:.100}): what it loses is not known, nor what is lost before it."
+    )
+
+
+def made_by(node: Node) -> Call | None:
     """Return the call that computed a value, before its layout was changed; None for arguments."""
-    maker = variable.maker
+    maker = node.maker
     while maker is not None and maker.operation.name in LAYOUT:
         maker = maker.operands[0].maker
     return maker
 
 
-def _is_rounded(variable: Variable, operation: Operation) -> bool:
-    """Return whether a variable has been rounded in the same way already."""
-    maker = made_by(variable)
+def _last_used(equations: Sequence[Equation], results: Sequence[Atom]) -> list[set[Atom]]:
+    """Return for each equation the variables that nothing needs after it."""
+    needed = {atom for atom in results if not jaxprs.is_literal(atom)}
+    found = []
+    for equation in reversed(equations):
+        atoms = {atom for atom in (*equation.invars, *equation.outvars) if not jaxprs.is_literal(atom)}
+        found.append(atoms - needed)
+        needed |= atoms
+    return found[::-1]
+
+
+def _is_rounded(node: Node, operation: Operation) -> bool:
+    """Return whether a value has been rounded in the same way already."""
+    maker = made_by(node)
     before = maker and maker.operation
     return isinstance(before, Operation) and before.rounds and before.low == operation.low
 
@@ -315,15 +416,6 @@ def _inside(equation: Equation, at: tuple[str, str]) -> tuple[str, str]:
     """Return the path of the module and the line of an equation: its own, or those of what holds it."""
     source = PurePath(str(jaxprs.source_line(equation)).rpartition(" (")[0]).name
     return jaxprs.module_path(equation, at[0]), source or at[1]
-
-
-@jax.jit
-def _repaired(low: Any, exact: Any, limit: Any) -> tuple[Any, Any, Any]:
-    """Return a result without overflows, the number of them, and the largest magnitude in float32."""
-    overflowed = ~jnp.isfinite(low) & jnp.isfinite(exact)
-    largest = (jnp.sign(exact) * limit).astype(low.dtype)
-    peak = jnp.max(jnp.where(overflowed, jnp.abs(exact), 0), initial=0.0)
-    return jnp.where(overflowed, largest, low), jnp.sum(overflowed), peak
 
 
 @jax.jit

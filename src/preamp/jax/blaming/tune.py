@@ -13,7 +13,7 @@ from preamp.autocasting.tables import Casting
 from preamp.autocasting.tuning import Tuning
 from preamp.checks import positive, whole
 from preamp.jax.autocasting.names import CAST
-from preamp.jax.blaming.step import blame
+from preamp.jax.blaming.step import rehearsed
 from preamp.jax.jaxprs import PRIMITIVES
 
 
@@ -67,16 +67,9 @@ def tune(
         positive("target", target, "target=0.01")
 
     def rehearse(table: Casting) -> Blame:
-        return blame(
-            loss_fn,
-            params,
-            *args,
-            dtype=dtype,
-            casting=table,
-            emulate=emulate,
-            loss_scale=loss_scale,
-            **kwargs,
-        )
+        return rehearsed(
+            loss_fn, params, args, kwargs, dtype=dtype, casting=table, emulate=emulate, loss_scale=loss_scale
+        )[0]
 
     return tuning.tune(rehearse, casting, _can_be_named, target=target, most=rehearsals)
 
