@@ -20,13 +20,13 @@ HEAD = """\
 
 `make matrix` writes this page; do not edit it.
 
-What is asked for is in `pyproject.toml`. What is tried are the oldest release, the newest, and some between;
-those in bold passed all tests of their package. A Python is bold if a row with it passed.
-`python tests/matrix.py --list` says what is installed in each row.
+The required releases are those in `pyproject.toml`. The oldest release, the newest, and some in between are
+tested; those in bold passed all tests of their package. A Python is in bold if a row with it passed.
+`python tests/matrix.py --list` shows what is installed in each row.
 """
 NEEDS = """\
-What `preamp.torch` needs of PyTorch beyond its public names, since which release that is there and what
-happens without is said beside each name in `src/preamp/arrays/torch_compat.py`."""
+`src/preamp/arrays/torch_compat.py` lists the private and recent names of PyTorch that `preamp.torch` uses,
+the release that introduced each, and what happens without it."""
 ROOMS = {
     "torch": "`preamp.torch`",
     "jax": "`preamp.jax`",
@@ -89,7 +89,7 @@ def _supported(
     project: Mapping[str, Any], rows: Sequence[Row], found: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
     """Yield what is supported: the bounds, and the releases that were tried."""
-    yield "| what | asked for | tried |"
+    yield "| what | required | tested |"
     yield "| --- | --- | --- |"
     pythons = {_numbers(row["python"])[:2]: False for row in found.values()}
     for row in found.values():

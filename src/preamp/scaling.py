@@ -1,4 +1,4 @@
-"""What every adapter does around a policy at the end of a step, written once.
+"""The end of a training step, as far as all adapters share it: everything around the policy.
 
 ```
 measured = Measured(finite, scale, grad_norm, peak, share, loss)    # by the adapter, in its gradients
@@ -106,8 +106,8 @@ class Measured(NamedTuple, Generic[T]):
     Attributes:
         finite: True (or a boolean scalar) when every gradient is finite.
         scale: the loss scale that was in the loss.
-        grad_norm: global L2 norm of the unscaled gradients; None where it was not taken. Undefined, possibly
-            NaN, after an overflow.
+        grad_norm: global L2 norm of the unscaled gradients; None where it was not measured. Undefined,
+            possibly NaN, after an overflow.
         peak: the largest magnitude among the scaled gradients, as in `Reading`.
         share: the share of entries at `Policy.edge` or above, as in `Reading`.
         loss: the mean over ranks of the loss, not scaled; None where no guard uses it.
@@ -122,19 +122,19 @@ class Measured(NamedTuple, Generic[T]):
 
     @property
     def reading(self) -> Reading:
-        """What the policy is told of it."""
+        """The part of it that the policy sees."""
         return Reading(self.finite, self.peak, self.share)
 
 
 class GuardRecord(NamedTuple, Generic[T]):
-    """What a scaler with a guard remembers besides.
+    """What a scaler remembers for its guard, besides the policy's state.
 
     Attributes:
         state: the guard's state.
         taken: whether the last step was taken.
         loss: the last loss, the mean over ranks; NaN if it is not known.
-        loss_fits: whether it was within its limit.
-        limit: of the loss or, if that was within it, of the norm.
+        loss_fits: whether the loss was within its limit.
+        limit: the limit of the loss or, if the loss was within it, that of the norm.
     """
 
     state: Any
@@ -151,12 +151,12 @@ class ScalerState(NamedTuple, Generic[S, T]):
         policy_state: the policy's state; `policy_state.scale` is what the next loss is multiplied by.
         last_scale: the scale that was in the last loss.
         finite: whether the last gradients were finite.
-        grad_norm: global L2 norm of the last unscaled gradients; None where no step takes it. NaN if it is
+        grad_norm: global L2 norm of the last unscaled gradients; None where no step measures it. NaN if it is
             not known, and undefined, possibly NaN, after an overflow.
         peak: the largest magnitude among the last scaled gradients; None where the policy does not need it.
             Undefined, possibly NaN, after an overflow.
         exhausted_scale: the scale at which the policy gave up first, 0 if it has not.
-        exhausted_overflows: the overflows that were counted by then, 0 if it has not given up.
+        exhausted_overflows: the overflows that were counted by then; 0 if it has not given up.
         steps: steps taken or skipped.
         skipped_steps: steps skipped.
         guard: what belongs to the guard; None without one.
@@ -235,7 +235,7 @@ def advance(
 
     A policy that gives up keeps its state. A compiled program cannot raise, so it continues at the same scale
     and skips every step that overflows; `raise_if_exhausted` raises afterwards. A step that the guard skips
-    is none to the policy: it neither backs off nor counts as a clean step.
+    does not reach the policy: the scale does not back off, and no clean step is counted.
 
     Args:
         policy: the rule.
@@ -252,7 +252,7 @@ def advance(
     if policy.gives_up:
         gave_up = policy.exhausted(before, after, reading, where)
         after = type(before)(*[where(gave_up, old, new) for old, new in zip(before, after, strict=True)])
-        # The first time is kept: that is where training should have ended.
+        # Only the first time is kept: that is where training should have ended.
         gave_up_before = exhausted_overflows > 0.0
         scale, overflows = where(gave_up, before.scale, 0.0), where(gave_up, before.bad + 1.0, 0.0)
         exhausted_scale = where(gave_up_before, exhausted_scale, scale)
@@ -282,11 +282,11 @@ def given_guard(guard: Any, *, may_be_idle: bool = False) -> Guard[Any] | None:
 
     Args:
         guard: what was given.
-        may_be_idle: whether it may be one that can skip no step.
+        may_be_idle: whether to accept a guard that can never skip a step.
 
     Raises:
-        PolicyError: for what is not a guard, for one that can skip no step, and for a class whose methods do
-            not return what they have to.
+        PolicyError: for what is not a guard, for one that can never skip a step, and for a class whose
+            methods do not return what they have to.
     """
     if guard is None:
         return None
@@ -296,13 +296,13 @@ def given_guard(guard: Any, *, may_be_idle: bool = False) -> Guard[Any] | None:
             "SpikeGuard, or guard=guards.OLMO."
         )
     if guard.idle is not None and not may_be_idle:
-        raise PolicyError(f"{guard!r} can skip no step: {guard.idle}")
+        raise PolicyError(f"{guard!r} can never skip a step: {guard.idle}")
     _check_rule(guard)
     return guard
 
 
 def _check_rule(guard: Guard[Any]) -> None:
-    """Have a guard judge one step in Python numbers, and refuse what would fail, or be lost, in training."""
+    """Have a guard judge one step in Python numbers, and raise for what would fail or be lost in training."""
     name, uses = type(guard).__name__, guard.uses
     if not uses or not set(uses) <= {"loss", "grad_norm"}:
         raise PolicyError(

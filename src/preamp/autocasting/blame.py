@@ -208,8 +208,8 @@ class Blame:
             verdict = f"{first.operator} {first.place} loses most, in the {first.direction} pass{reason}."
         elif self.is_unexplained:
             verdict = (
-                "The loss changes by much more than the rows predict, so what is lost is not found: it may "
-                "be in what is not compared, such as the order of sums, or beyond first order."
+                "The loss changes by much more than the rows predict, so the cause was not found: it may "
+                "be in what is not compared, such as the order of sums, or an effect beyond first order."
             )
         else:
             compared = "that could be compared " if any(FAILED in note for note in self.notes) else ""

@@ -155,9 +155,10 @@ def tune(
     2. Cover them: by a rule for an operator, for a module with what is inside, or for a module alone,
        whichever takes most of the error away for what it costs. It costs the products that it takes out of
        low precision, and a little for all other values.
-    3. Rehearse again. A rule that does not help a row is not offered for that row again. Until nothing is
-       left to cover, nothing helps, or the rehearsals are used up.
-    4. Leave out one rule after the other, the dearest first, and rehearse: what is not missed stays out.
+    3. Rehearse again, until nothing is left to cover, nothing helps, or the rehearsals are used up. A rule
+       that did not help a row is not offered for that row again.
+    4. Remove one rule after the other, the most expensive first, and rehearse: a rule that is not missed
+       stays removed.
 
     Args:
         rehearse: runs the step with a table.
@@ -316,10 +317,10 @@ def _helped(row: BlameRow, left: dict[tuple[str, ...], float]) -> bool:
 
 
 def _with(table: Casting, kept: Iterable[Kept]) -> Casting:
-    """Return a table with more edits: of operators, then of modules, outer ones first: the last one counts.
+    """Return a table with more edits: of operators, then of modules, outer ones first.
 
-    A module alone gives back what is inside of it, so those inside that are kept come after it, and where the
-    whole of one around it is kept it changes nothing.
+    The edits for a module without its submodules reset those inside it, so edits of inner modules come after
+    them. Where a module around it is kept as a whole, they are left out.
     """
     modules = sorted(
         (each for each in kept if each.edits[0].of == "modules"), key=lambda one: one.name.count(".")

@@ -149,7 +149,7 @@ def compare_guards(
         rules: the policy for the scale, by name.
         played: what `losses` returned.
         path: of the report.
-        idle: sentences about guards that can skip no step.
+        idle: sentences about guards that can never skip a step.
     """
     from preamp.report import Curve, write_report
 

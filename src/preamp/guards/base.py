@@ -21,7 +21,7 @@ class Verdict(NamedTuple):
         taken: True (or a boolean scalar) if the step is to be taken.
         loss_limit: the limit that the loss is compared with; None if the guard does not look at it, inf where
             any loss will do.
-        grad_norm_limit: the same of the gradients' norm.
+        grad_norm_limit: the same for the norm of the gradients.
         loss_fits: whether the loss is within its limit. If True on a skipped step, the norm
             exceeded its limit.
     """
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
         Args:
             name: "loss" or "grad_norm".
             fits: whether the value is within its limit.
-            limit: of the value.
+            limit: the limit that it was compared with.
         """
         if name == "loss":
             return Verdict(self.taken & fits, limit, self.grad_norm_limit, fits)
@@ -98,12 +98,12 @@ class Guard(ABC, Generic[S]):
         """Return the state after a step, taken or not. Pure, with the arguments of `judge`."""
 
     def decide(self, state: S, reading: Reading, where: Where = choose) -> tuple[Verdict, S]:
-        """Return what `judge` and `advance` return. Both at once can be less to compute."""
+        """Return the results of `judge` and `advance`. Computing both together can take less work."""
         return self.judge(state, reading, where), self.advance(state, reading, where)
 
     @property
     def idle(self) -> str | None:
-        """Why the guard can skip no step, and what to write instead; None if it can."""
+        """Why the guard can never skip a step, and what to write instead; None if it can."""
         return None
 
     def takes(self, state: S, reading: Reading, where: Where = choose) -> Scalar:
@@ -111,7 +111,7 @@ class Guard(ABC, Generic[S]):
         return self.judge(state, reading, where).taken
 
     def require(self, reading: Reading) -> None:
-        """Refuse a step of which nothing is known that the rule uses.
+        """Raise for a step that has none of the values that the rule uses.
 
         Raises:
             PolicyError: if it was not measured, unless a Python False says that the step overflowed.
@@ -186,7 +186,7 @@ def _restored(like: Any, saved: Any, guard: Guard[Any]) -> Any:
     elif _is_float(saved):
         return float(saved)
     raise PolicyError(
-        f"the saved state is not one of {guard!r}: another guard saved it, or the same with another window."
+        f"the saved state is not one of {guard!r}: it was saved by another guard, or with another window."
     )
 
 

@@ -1,4 +1,4 @@
-"""A warning where a guard skips step after step, which would otherwise pass in silence."""
+"""A warning when a guard skips step after step, which would otherwise go unnoticed."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ class SkipsInARow:
             warnings.warn(
                 f"{self.guard!r} has skipped {LONG} steps in a row, and nothing was trained in them. "
                 "last_step.spike says which value was beyond which limit. Raise that limit if the value is "
-                "ordinary; if it is NaN or inf, mend the loss.",
+                "ordinary; if it is NaN or inf, fix the loss.",
                 stacklevel=level_of_caller(*through),
             )

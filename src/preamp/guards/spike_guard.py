@@ -50,10 +50,10 @@ class SpikeState(NamedTuple):
     """The state of a `SpikeGuard`: twelve floats.
 
     Attributes:
-        loss: of the losses.
-        grad_norm: of the norms.
+        loss: the track of the losses.
+        grad_norm: the track of the norms.
         run: skipped steps, less a quarter of those that were taken since.
-        near: 1 if the last of these was near its limit, else 0.
+        near: 1 if the last skipped step was near its limit, else 0.
     """
 
     loss: Track
@@ -82,7 +82,7 @@ class SpikeGuard(Guard[SpikeState]):
     Differences are taken between successive steps, so a loss that falls does not widen the limits. Skipped
     steps widen them a little, by 4 percent each: several spikes in a row are all skipped, and noise that has
     grown is accepted soon. NaN and inf change nothing, and are skipped in the warm-up too. Only values above
-    a limit are spikes. Losses that are often exactly 0, such as hinge losses, are judged by the other ones.
+    a limit are spikes. Where losses are often exactly 0, such as hinge losses, the others set the limits.
     A width is at least 2 percent of the loss, and 0.1 of the norm, so that on a plateau
     the limits are at least 12 percent above the loss and 77 above the norm. After n values it is multiplied
     by 1 + 8 / n.
@@ -122,8 +122,7 @@ class SpikeGuard(Guard[SpikeState]):
         for name, value in leaves_of(state):
             if not math.isfinite(value) or (value < 0.0 and not name.startswith("loss.l")):  # level and last
                 raise PolicyError(
-                    f"the saved state is none that {self!r} can have: {name} is {value!r}. "
-                    "Start the guard again."
+                    f"the saved state is not valid for {self!r}: {name} is {value!r}. Start the guard again."
                 )
         return state
 
@@ -136,7 +135,7 @@ class SpikeGuard(Guard[SpikeState]):
     def decide(
         self, state: SpikeState, reading: Reading, where: Where = choose
     ) -> tuple[Verdict, SpikeState]:
-        """Return what `judge` and `advance` return, of limits that are computed once."""
+        """Return the results of `judge` and `advance`, computing the limits only once."""
         loss = reading.loss if "loss" in self.uses else None
         norm = reading.grad_norm if "grad_norm" in self.uses else None
         self.require(Reading(reading.finite, loss=loss, grad_norm=norm))
@@ -224,7 +223,7 @@ class SpikeGuard(Guard[SpikeState]):
             track: before the step.
             value: the new one.
             apart: how far it is from the last one, in units of the width.
-            taken: whether the step is taken; if not, no more than the width changes.
+            taken: whether the step is taken; if not, at most the width changes.
             widens: whether the value is finite, in a step that did not overflow.
             restarts: whether the level starts again, at this value.
             starts_again: whether everything does.

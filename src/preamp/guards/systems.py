@@ -44,8 +44,8 @@ class Rolling(Guard[RollingState]):
     remembers_overflows: ClassVar[bool] = True  # their losses enter
 
     window: int = setting(128, "how many past values count.")
-    factor: float = setting(6.0, "how many standard deviations above the mean is a spike.")
-    history: int = setting(64, "with how many past values it begins to skip.")
+    factor: float = setting(6.0, "how many standard deviations above the mean a spike is.")
+    history: int = setting(64, "how many past values it needs before it skips.")
     unbiased: bool = setting(True, "whether the variance is divided by n - 1, and not by n.")
     least_std: float = setting(0.0, "the least standard deviation that is assumed.")
     two_sided: bool = setting(False, "whether a value that is as far below the mean is a spike, too.")
@@ -104,9 +104,9 @@ class Scored(Guard[ScoredState]):
     remembers_overflows: ClassVar[bool] = True
 
     window: int = setting(64, "how many values the window has, the new one included.")
-    loss: float = setting(0.0, "the largest score of the loss. 0: any.")
-    grad_norm: float = setting(0.0, "the largest score of the norm. 0: any.")
-    patience: int = setting(3, "the outlier in a row that stays in the window.")
+    loss: float = setting(0.0, "the largest score of the loss. 0: no limit.")
+    grad_norm: float = setting(0.0, "the largest score of the norm. 0: no limit.")
+    patience: int = setting(3, "how many outliers in a row it takes for the last one to stay in the window.")
 
     def __post_init__(self) -> None:
         whole("window", self.window, least=2, instead="window=64")
@@ -149,7 +149,7 @@ class Scored(Guard[ScoredState]):
         return drop_newest(window, pushed, is_outlier & (run < self.patience), where), run
 
     def _scored(self, window: Window, value: Scalar, most: float, where: Where) -> tuple[Window, Any, Any]:
-        """Return the window with the value, whether that is an outlier, and the largest that is none."""
+        """Return the window with the value, whether it is an outlier, and the largest value that is not."""
         pushed = push(window, value, where)
         mean, std = mean_and_std(pushed, where, unbiased=True)
         # The first score is that of the value after those that filled the window.
@@ -176,7 +176,7 @@ class LossRatio(Guard[AverageState]):
 
     limit: float = setting(math.inf, "the largest loss.")
     ratio: float = setting(math.inf, "the largest ratio of the loss to its mean.")
-    span: float = setting(9.0, "of the mean: the newest loss weighs 2 / (span + 1).")
+    span: float = setting(9.0, "the span of the mean: the newest loss weighs 2 / (span + 1).")
 
     @property
     def idle(self) -> str | None:

@@ -27,10 +27,10 @@ class FloorState(NamedTuple):
 class FloorSchedule(Moving[FloorState]):
     """`Dynamic` with a floor that rises during training (Mellempudi et al. 2019, arXiv 1905.12334).
 
-    Late in training single overflows say little, and must not push the scale to where gradients vanish. When
-    a floor comes into force, the scale is lifted to it, and backoffs stop there. More than `patience`
-    overflows in a row do get through, down to `min_scale`, so that a floor that is too high cannot stall
-    training.
+    Late in training a single overflow means little, and must not lower the scale to where gradients vanish.
+    When a floor comes into force, the scale is lifted to it, and backoffs stop there. Only more than
+    `patience` overflows in a row lower it further, down to `min_scale`, so that a floor that is too high
+    cannot stall training.
 
     >>> policy = FloorSchedule(init_scale=8, floors=((0, 4.0), (3, 32.0)))
     >>> state = policy.start()
@@ -45,10 +45,11 @@ class FloorSchedule(Moving[FloorState]):
 
     floors: tuple[tuple[int, float], ...] = setting(
         ((0, 1.0), (40_000, 8192.0)),
-        "a step and the floor from it on; repeat the flag for each. Steps, below 2**24, and floors rise.",
+        "a step and the floor from then on; repeat the flag for each. Steps (below 2**24) and floors rise.",
     )
     patience: int = setting(
-        16, "overflows in a row that a floor withstands. Counted again once the scale has grown back to it."
+        16,
+        "overflows in a row at which a floor still holds. Counted anew once the scale has grown back to it.",
     )
 
     def start(self) -> FloorState:
@@ -96,8 +97,8 @@ class FloorSchedule(Moving[FloorState]):
         are_pairs = isinstance(self.floors, tuple) and self.floors and all(map(_is_pair, self.floors))
         if not (are_pairs and all(map(_rises, zip(*self.floors, strict=True)))):
             raise PolicyError(
-                f"floors={self.floors!r} is not a tuple of pairs of a step below 2**24, to which a float32 "
-                "counts, and a floor above 0, where both rise from pair to pair. "
+                f"floors={self.floors!r} is not a tuple of pairs of a step and a floor that both increase, "
+                "with steps below 2**24, up to which a float32 can count, and floors above 0. "
                 "Write floors=((0, 1.0), (40_000, 8192.0))."
             )
 

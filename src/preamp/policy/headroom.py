@@ -34,7 +34,7 @@ class HeadroomState(NamedTuple):
         peaks: how many peaks are in `level`, since it last restarted.
         level: the running mean of the logarithm of the peak before scaling.
         spread: how far peaks have lately reached above the level.
-        gap: how far above the peaks the values are that overflow.
+        gap: how far the values that overflow are above the peaks.
     """
 
     scale: Scalar
@@ -81,7 +81,7 @@ class Headroom(Policy[HeadroomState]):
 
     init_scale: float = setting(2.0**16, "the scale of the first step.")
     margin: float = setting(
-        0.25, "the distance from overflow, in powers of two. What is learned comes on top."
+        0.25, "the distance from overflow, in powers of two. What the rule learns is added to it."
     )
     largest: float = setting(
         65504.0,

@@ -16,10 +16,11 @@ FAR = 2.0**-6  # of the edge: a peak below this is so far from overflow that the
 class Histogram(Bounded[State]):
     """Back off when many entries come close to overflow, grow when none would (Graphcore's rule).
 
-    As published, more than `limit` of the entries beyond one edge, at an eighth of the largest number, lower
-    the scale. The published rule raises it otherwise, on every step, and pays with overflows. Here it grows
-    only if the peak stays below the edge even then, in `growth_interval` clean steps in a row, or at once if
-    the peak is far below it and not 0. In between, the scale does not move. An overflow backs off.
+    As published, the scale is lowered if more than the share `limit` of the entries is beyond an edge, at an
+    eighth of the largest number. Otherwise the published rule raises it on every step, which causes
+    overflows. Here the scale grows only once the peak, in `growth_interval` clean steps in a row, would have
+    stayed below the edge even after a growth; or at once if the peak is far below the edge and not 0. In
+    between, the scale does not move. An overflow backs off.
 
     `good` in the state counts clean steps in a row whose peak would stay below the edge after a growth.
     Source: automatic loss scaling of Graphcore's PopART (`lossscaleupdatex.cpp`).
@@ -37,7 +38,7 @@ class Histogram(Bounded[State]):
     needs: ClassVar[frozenset[str]] = frozenset({"peak", "share"})
 
     growth_interval: int = setting(
-        8, "clean steps in a row before the scale grows. Only those count whose peak allows a growth."
+        8, "clean steps in a row before the scale grows. Only steps whose peak allows a growth count."
     )
     largest: float = setting(
         65504.0,

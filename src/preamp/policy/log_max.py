@@ -48,12 +48,12 @@ class LogMax(Bounded[LogMaxState]):
     The logarithm of the peak is taken as normally distributed. With its running mean and deviation, the scale
     is 2**(log_max - mean - deviations * deviation), rounded down to a power of two: scaling is exact.
 
-    As published, except for: a peak of 0 is left out of the averages; `log_max` stands where the constant 16
-    did; an overflow counts as a scaled peak of 2**log_max, not as one before scaling, and as at most 16 times
-    the mean; the memories are powers of two, so that every framework rounds alike; the first averages are
-    plain ones; and the last peak has to fit. So that it cannot get stuck, an overflow backs off at once, and
-    after `search_interval` peaks of 0 in a row, which may have been flushed, the scale grows until a peak is
-    above 0; the averages then restart from that peak.
+    As published, except for: a peak of 0 is left out of the averages; `log_max` replaces the constant 16; an
+    overflow counts as a scaled peak of 2**log_max, not as one before scaling, and as at most 16 times the
+    mean; the memories are powers of two, so that every framework rounds alike; the first averages are plain
+    ones; and the last peak must not overflow. So that the scale cannot get stuck, an overflow backs off at
+    once, and after `search_interval` peaks of 0 in a row, which may have been flushed, the scale grows until
+    a peak is above 0; the averages then restart from that peak.
 
     Source: `LogMaxScaler` of OpenSeq2Seq, Kuchaiev et al. 2018 (arXiv 1805.10387).
 
@@ -70,9 +70,7 @@ class LogMax(Bounded[LogMaxState]):
     needs: ClassVar[frozenset[str]] = frozenset({"peak"})
     signed: ClassVar[frozenset[str]] = frozenset({"mean"})
 
-    growth_factor: float = setting(
-        4.0, "what a growth multiplies the scale by. Only peaks of 0 let it grow by a factor."
-    )
+    growth_factor: float = setting(4.0, "what a growth multiplies the scale by. Used only after peaks of 0.")
     log_max: float = setting(16.0, "log2 of where gradients overflow. 16 for float16, 15.8 for float8_e5m2.")
     deviations: float = setting(
         3.09,
@@ -82,8 +80,8 @@ class LogMax(Bounded[LogMaxState]):
     variance_steps: int = setting(1024, "the memory of the variance, in steps. A power of two, at most 4096.")
     settle_interval: int = setting(
         16,
-        "clean steps after an overflow before the scale reaches its aim. Up to a sixteenth of the aim, it "
-        "goes at once.",
+        "clean steps after an overflow before the scale returns to its aim. It returns to a sixteenth "
+        "of it at once.",
     )
     search_interval: int = setting(
         16, "peaks of 0 in a row before the scale grows. It then grows on each further one."

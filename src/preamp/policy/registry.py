@@ -89,7 +89,7 @@ def saved_parts(what: str, saved: object, example: str) -> tuple[str, Mapping[st
     """Return the name of the class and the settings.
 
     Raises:
-        PolicyError: for what has not both.
+        PolicyError: if either is missing.
     """
     parts = saved if isinstance(saved, Mapping) else {}
     name, settings = parts.get("class"), parts.get("settings")

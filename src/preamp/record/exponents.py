@@ -180,7 +180,7 @@ class ExponentHistogram:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> ExponentHistogram:
-        """Return the histogram of which `to_json` made an object.
+        """Return the histogram from the object that `to_json` made of it.
 
         Raises:
             TraceError: for anything else.
@@ -190,7 +190,7 @@ class ExponentHistogram:
             raise TraceError(f"counts is {values['counts']!r:.60}, not a list")
         histogram = cls(**{**values, "counts": tuple(values["counts"])})  # type: ignore[arg-type]  # it checks
         if not -FARTHEST_RECORDED <= histogram.low <= FARTHEST_RECORDED - len(histogram.counts):
-            raise TraceError(f"low is {histogram.low}, the exponent of no number that is recorded")
+            raise TraceError(f"low is {histogram.low}, which is not the exponent of any recorded number")
         return histogram
 
 
@@ -200,4 +200,4 @@ def _check(histogram: ExponentHistogram) -> None:
         wrong = next(n for n in numbers if type(n) is not int or not 0 <= n < MOST)
         raise TraceError(f"a count is {wrong!r:.60}, not a whole number of at least 0")
     if type(histogram.low) is not int or not -FARTHEST <= histogram.low <= FARTHEST - len(histogram.counts):
-        raise TraceError(f"low is {histogram.low!r:.60}, the exponent of no number")
+        raise TraceError(f"low is {histogram.low!r:.60}, which is not the exponent of any number")

@@ -155,4 +155,4 @@ def _check_shape(name: str, values: Values, trainer: Values) -> None:
 def _check_limit(name: str, value: object, most: float) -> None:
     if not (is_number(value) and 0.0 < value <= most):
         bounds = "above 0" if math.isinf(most) else f"above 0 and at most {most:g}"
-        raise UsageError(f"{name}={shown(value)} must be a number {bounds}. Write {name}=0.2, as PPO has it.")
+        raise UsageError(f"{name}={shown(value)} must be a number {bounds}. Write {name}=0.2, as in PPO.")

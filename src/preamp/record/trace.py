@@ -450,7 +450,7 @@ class Trace:
         return tuple(map(str, found)) if isinstance(found, list) else ()
 
     def _note(self, path: str | Path, number: int, entry: dict[str, Any]) -> None:
-        """Add what a line other than a step holds."""
+        """Add the content of a line that is not a step."""
         ((name, value),) = entry.items()
         if name == "stopped" and isinstance(value, str):
             self.stopped = value

@@ -97,7 +97,7 @@ class TraceFile:
         who = "another process" if owner is None else f"process {owner}"
         return (
             f"{self.path} is being written by {who}, and two writers would lose steps. If these are ranks of "
-            f"one job, write {_forms(self.path)}. If not, write another name."
+            f"one job, write {_forms(self.path)}. If not, choose another name."
         )
 
     def start(self, head: str) -> None:
@@ -233,7 +233,7 @@ def refuse_written(path: str | Path) -> None:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TraceError(
-                f"{path} is being written by a trace. Close it first, or write another name."
+                f"{path} is being written by a trace. Close it first, or choose another name."
             ) from None
         except OSError:  # this file system has no locks
             return

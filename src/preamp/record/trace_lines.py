@@ -304,13 +304,13 @@ def _row_to_json(row: SnapshotRow) -> dict[str, Any]:
 
 
 def snapshot_from_json(entry: Any) -> Snapshot:
-    """Return the snapshot of which `snapshot_to_json` made an object."""
+    """Return the snapshot from the object that `snapshot_to_json` made of it."""
     types = {"index": int, "scale": (int, float, str), "low_dtype": str, "rows": list}
     values = _fields(entry, "a snapshot", types, dict.fromkeys(GIVEN, list))
     if not (is_number(values["index"]) and is_number(values["scale"])):
         raise TraceError(f"index or scale of a snapshot is not a number: {values['scale']!r:.60}")
     if values["low_dtype"] not in BANDS:
-        raise TraceError(f"low_dtype is {values['low_dtype']!r:.60}, none of {', '.join(BANDS)}")
+        raise TraceError(f"low_dtype is {values['low_dtype']!r:.60}, not one of {', '.join(BANDS)}")
     rows = {"rows": _rows(values["rows"], COMPUTED)}
     rows |= {name: _rows(values[name], (kind,)) for name, kind in GIVEN.items() if name in values}
     return Snapshot(**{**values, "scale": float(values["scale"]), **rows})
@@ -324,7 +324,7 @@ def _row(entry: Any, kinds: Sequence[Kind]) -> SnapshotRow:
     rest = {"low": int, "counts": list, "zeros": int, "nonfinite": int}
     values = _fields(entry, "a snapshot's row", {"name": str, "what": str, "dtype": str, **rest}, EXACT)
     if values["what"] not in kinds:
-        raise TraceError(f"what is {values['what']!r:.60}, none of {', '.join(kinds)}")
+        raise TraceError(f"what is {values['what']!r:.60}, not one of {', '.join(kinds)}")
     histogram = ExponentHistogram.from_json(values)
     exact = {name: values[name] for name in EXACT if name in values}
     for name in ("smallest", "largest"):
@@ -348,7 +348,7 @@ def _fields(entry: Any, place: str, types: Mapping[str, Any], optional: Mapping[
         raise TraceError(f"{place} without {missing[0]}" if missing else f"unknown entry {unknown[0]!r:.60}")
     for name, value in entry.items():
         if isinstance(value, bool) or not isinstance(value, known[name]):
-            raise TraceError(f"{name} of {place} is {value!r:.60}, which it cannot be")
+            raise TraceError(f"{name} of {place} is {value!r:.60}, which is not valid")
     return entry
 
 

@@ -527,7 +527,7 @@ class Losses:
 
 @dataclass(frozen=True, kw_only=True)
 class RestingLoss(Losses):
-    """The loss rests, and only noise and spikes move it.
+    """The loss stays at one level; only noise and spikes move it.
 
     level(t) = loss; norm_level(t) = 1. The arguments are those of `Losses`.
 
@@ -569,9 +569,9 @@ class FallingLoss(Losses):
 
 @dataclass(frozen=True, kw_only=True)
 class PlateauLoss(Losses):
-    """A plateau with little noise, and now and then a step that is higher, as of a longer or rarer text.
+    """A plateau with little noise, and now and then a higher step, as for a longer or rarer text.
 
-    An ordinary step is higher with chance `rate`: its loss by a share of 2 to 6 percent, its norm by 1.5.
+    An ordinary step is higher with chance `rate`: its loss by 2 to 6 percent, its norm by a factor of 1.5.
 
     Args:
         rate: the chance of a higher step.

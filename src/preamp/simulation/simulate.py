@@ -34,7 +34,7 @@ def simulate(
             a guard: `process.outcome(trace)` then counts the spikes that it missed. Or, the same at every
             scale, for each step True if its gradients overflow, or a `Reading`, or a `Step` of a recorded
             run; a `Trace` is a series of steps. A guard needs readings or steps with a loss or a norm.
-            Steps that a guard skipped in a recorded run are taken for what they would be without it.
+            Steps that a guard skipped in a recorded run count as they would have without the guard.
         guard: any guard or dialect of `preamp.guards`, to skip spikes.
 
     Returns:
