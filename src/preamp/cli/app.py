@@ -114,7 +114,7 @@ LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float
 
 POLICY = Group("Policy for the loss scale", sort_key=0)
 NAMES = f"{', '.join(map(kebab, RULES))}, or another system's (see preamp dialects)"
-FIRST = "Without a name, the first that has all the settings given."
+FIRST = "Without a name: the first that has all the given settings."
 SHORT = f"The default growth interval of {Dynamic.growth_interval} is {SHORT_INTERVAL} here."
 NAME = Parameter(name=["--policy", "--rule"], group=POLICY, show_default=False)
 GUARD = Group("Guard against spikes", sort_key=50)
@@ -242,7 +242,7 @@ def train(
         policy: the settings of the policy.
         dialect: another system's policy; see preamp dialects.
         config: a DeepSpeed configuration; only its precision and its policy are used.
-        seed: of the first run.
+        seed: the seed of the first run.
         seeds: how many seeds to run.
         epochs: passes over the data. [as many as the task takes]
         steps: how many steps to train, instead of --epochs.
@@ -322,7 +322,7 @@ def simulate(
         ranks: how many ranks; the largest gradient counts. [1]
         overflow_rate: instead of gradients, draw overflows with this chance at each step. [0.0005]
         steps: how many steps to draw. [20,000]
-        seed: of what is drawn. [0]
+        seed: the seed of what is drawn. [0]
         out_file: the report.
     """
     import preamp.report  # noqa: F401  # report a missing extra before the work, not after
@@ -423,8 +423,8 @@ def inspect(
     Args:
         target: MODULE:FUNCTION, such as train.py:step; it is called without arguments.
         framework: whose operators are cast.
-        device: the device type whose tensors are cast; of PyTorch. Default: cpu.
-        dtype: the low precision. Default: bfloat16; of PyTorch on GPUs float16.
+        device: the device type whose tensors are cast, for PyTorch. Default: cpu.
+        dtype: the low precision. Default: bfloat16; for PyTorch on GPUs float16.
         emulate: round in float32 instead of casting.
         casting_file: edits of operators and modules, in JSON, TOML or YAML, as Casting.to_dict writes them.
         compiled: show what torch.compile makes of the function: its graphs, operator by operator, with lines.
@@ -528,17 +528,17 @@ def tune(
 ) -> int:
     """Find a small set of operators and modules of a training step to keep in float32.
 
-    It runs preamp blame on the step, keeps in float32 what loses more than it has to, cheapest first in
-    products, and runs it again, at most twenty times. The table is written to a file, for
-    casting.Casting.from_dict and for --casting of other commands.
+    It runs preamp blame on the step, adds what loses more than expected to the set, preferring what takes the
+    fewest products out of low precision, and repeats this, with at most twenty runs. The table is written to
+    a file, for casting.Casting.from_dict and for --casting of other commands.
 
     Args:
-        target: MODULE:FUNCTION, as of preamp blame.
+        target: MODULE:FUNCTION, as for preamp blame.
         framework: the framework of the function.
         dtype: the low precision. Default: bfloat16.
-        cast: as of preamp blame.
+        cast: as for preamp blame.
         casting_file: the table to begin with, in JSON, TOML or YAML. Default: autocast's.
-        loss_scale: as of preamp blame.
+        loss_scale: as for preamp blame.
         error: the predicted relative error of the loss and the gradients to stay below. Default: 8 unit
             roundoffs, which is 3e-2 in bfloat16 and 4e-3 in float16.
         calls: train with this many calls of the function in float32, with the initial table and with the
@@ -584,8 +584,8 @@ def check(
     """Measure what this machine can do in each precision, and say which one to use.
 
     Products in each precision compared with float32, a small training with autocast and loss scaling, a fused
-    optimizer and the compiler, in about ten seconds for each type of device. With --model it also runs a step
-    of yours in each precision, each in a new process from the same seed, and compares the losses.
+    optimizer and the compiler, in about ten seconds for each type of device. With --model it also runs your
+    own step in each precision, each in a new process from the same seed, and compares the losses.
 
     Args:
         framework: whose arithmetic to check.
@@ -688,7 +688,7 @@ def _refuse_to_overwrite(traces: Sequence[Path], out_file: Path) -> None:
     read = [os.path.realpath(one) for path in traces for _, one in paths_of_ranks(path)]
     if os.path.realpath(out_file) in read:  # Path.resolve raises for a link to itself
         raise PreampError(
-            f"--out {out_file} is one of the traces to read. Write another name, such as report.html."
+            f"--out {out_file} is one of the traces to read. Choose another name, such as report.html."
         )
 
 
@@ -715,7 +715,7 @@ def _write_training_report(
         path,
         title=f"{TITLES[problem.task].format(problem.table.name)} in each precision",
         lead=[
-            f"The same network, first weights and batches in every run, trained with {release}. "
+            f"The same network, initial weights and batches in every run, trained with {release}. "
             f"Low precision is {ARITHMETIC[emulate]}.",
             *map(sentence, grouped(runs)),
         ],

@@ -248,7 +248,7 @@ def guard_flags() -> dict[str, SettingFlag]:
         if isinstance(kind, GuardDialect):
             types = get_type_hints(kind._make)
             for name, parameter in inspect.signature(kind._make).parameters.items():
-                help = f"As of {kind.system}. [{_shown(parameter.default)}]"
+                help = f"As in {kind.system}. [{_shown(parameter.default)}]"
                 flags.setdefault(name, SettingFlag(types[name], help, ""))
         else:
             for name, field in _guard_settings(kind).items():
