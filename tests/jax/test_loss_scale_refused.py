@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "policy of an optimizer": (PolicyError, r"policy=2\.0", lambda: loss_scaled(SGD, 2.0)),  # type: ignore[arg-type]
     "inner": (UsageError, r"3 is not a transformation.*Write loss_scaled\(optax", lambda: loss_scaled(3)),
     "class of an optimizer": (UsageError, "not a transformation", lambda: loss_scaled(optax.adam)),
-    "two scales around": (UsageError, "scales losses already", lambda: loss_scaled(OURS).init(W)),
+    "two scales around": (UsageError, "already scales losses", lambda: loss_scaled(OURS).init(W)),
     "loss function": (
         UsageError,
         r"a int cannot be called as a loss.*Write value_and_grad",

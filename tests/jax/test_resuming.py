@@ -116,12 +116,12 @@ def test_a_state_that_was_cast_is_refused(dtype: Any, policy: Any) -> None:
         ):
             name = jnp.dtype(dtype).name
             with pytest.raises(
-                UsageError, match=rf"opt_state\.policy_state\.scale is of dtype {name}.* Write"
+                UsageError, match=rf"opt_state\.policy_state\.scale has dtype {name}.* Write"
             ):
                 ask(wrong)
         restored = jax.tree.map(lambda old, new: old.astype(new.dtype), wrong, optimizer.init(jnp.ones(2)))
         step(lambda w: w.sum(), optimizer)(jnp.ones(2), restored)
-    with pytest.raises(UsageError, match=rf"state\.scale is of dtype {jnp.dtype(dtype).name}.* Write"):
+    with pytest.raises(UsageError, match=rf"state\.scale has dtype {jnp.dtype(dtype).name}.* Write"):
         cast(LossScale(policy), dtype).check_exhausted()
 
 
@@ -130,7 +130,7 @@ def test_a_state_that_was_cast_is_refused(dtype: Any, policy: Any) -> None:
 )
 def test_a_field_of_another_dtype_is_named(name: str, dtype: Any) -> None:
     state = state_with()
-    with pytest.raises(UsageError, match=rf"opt_state\.{name} is of dtype {jnp.dtype(dtype).name}"):
+    with pytest.raises(UsageError, match=rf"opt_state\.{name} has dtype {jnp.dtype(dtype).name}"):
         check_exhausted(state._replace(**{name: getattr(state, name).astype(dtype)}), RULE)
 
 

@@ -263,7 +263,7 @@ def test_a_second_scale_beside_them_is_refused(call: Callable[..., Any]) -> None
     """It would be the caller's word against the scale that was in the loss."""
     params, scaled = parameters(), scaled_of()
     state = OPTIMIZER.init(params)
-    with pytest.raises(UsageError, match=r"loss_scale= was given beside ScaledGradients.*update\(scaled"):
+    with pytest.raises(UsageError, match=r"loss_scale= was given with ScaledGradients.*update\(scaled"):
         call(scaled, state, params, loss_scale=3.0)
     assert last_step(call(scaled.gradients, state, params, loss_scale=scaled.scale)[1]).scale == 2.0**10
 
@@ -481,7 +481,7 @@ def test_gradients_of_jax_grad_are_refused(way: str) -> None:
     params = parameters()
     with pytest.raises(
         UsageError,
-        match=r"(?s)have no loss scale with them.*scaled_value_and_grad.*ScaledGradients\(gradients",
+        match=r"(?s)carry no loss scale.*scaled_value_and_grad.*ScaledGradients\(gradients",
     ):
         PLAIN[way](jax.grad(loss)(params, X), OPTIMIZER.init(params), params)
 

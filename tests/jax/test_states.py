@@ -268,14 +268,14 @@ def test_a_gradient_of_none_where_the_parameter_is_none_is_right() -> None:
 
 
 WRONG_PARAMETERS: dict[str, tuple[Any, str]] = {
-    "missing": ({"w": PARAMS["w"]}, r"inner_state\[0\]\.mu\['b'\] is of shape \(4,\).*has to be missing"),
+    "missing": ({"w": PARAMS["w"]}, r"inner_state\[0\]\.mu\['b'\] is of shape \(4,\).*must be missing"),
     "more": (
         {**PARAMS, "c": jnp.ones(2)},
-        r"inner_state\[0\]\.mu\['c'\] is missing.*has to be of shape \(2,\)",
+        r"inner_state\[0\]\.mu\['c'\] is missing.*must be of shape \(2,\)",
     ),
     "shape": (
         {**PARAMS, "b": jnp.ones((1, 4))},
-        r"mu\['b'\] is of shape \(4,\).*has to be of shape \(1, 4\)",
+        r"mu\['b'\] is of shape \(4,\).*must be of shape \(1, 4\)",
     ),
 }
 

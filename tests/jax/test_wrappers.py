@@ -162,7 +162,7 @@ def test_plain_gradients_of_jax_do_not_reach_ours_through_a_wrapper(name: str) -
     params: Any = optax.LookaheadParams.init_synced(PARAMS) if name == "lookahead" else PARAMS
     if name in ("contrib.sam", "MultiSteps"):  # ours is called on some steps only; traced always
         optimizer = optimizer._replace(update=jax.jit(optimizer.update))
-    with pytest.raises(UsageError, match="have no loss scale with them"):
+    with pytest.raises(UsageError, match="carry no loss scale"):
         optimizer.update(jax.grad(loss)(PARAMS, 1.0), state, params)
 
 

@@ -1,4 +1,4 @@
-"""Reductions over mapped axes, those of `shard_map`, `pmap` and `vmap`, and what JAX tracks of them."""
+"""Reductions over the mapped axes of `shard_map`, `pmap` and `vmap`, and what JAX tracks about them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_bound(names: Sequence[Hashable]) -> None:
     """Raise for an axis that is not mapped here.
 
     Raises:
-        UsageError: naming it, and where it would be bound.
+        UsageError: with the name of the axis, and what would bind it.
     """
     for name in names:
         try:
@@ -61,7 +61,7 @@ def sum_over(names: Sequence[Hashable], totals: Sequence[Array]) -> Any:
 
 
 def max_over(names: Sequence[Hashable], peaks: Sequence[Array]) -> Array:
-    """Return the largest of magnitudes, float32 scalars, over all devices; 0 of none."""
+    """Return the largest of some magnitudes, float32 scalars, over all devices; 0 if there are none."""
     largest = jnp.zeros((), jnp.float32)
     for over, group in _grouped(names, peaks).items():
         mine = reduce(jnp.maximum, group)

@@ -26,10 +26,10 @@ def exponent_histogram(tree: object) -> Any:
 
     Bin 0 counts zeros and magnitudes below the smallest normal float32, 2**-126; bin 255 counts inf, NaN
     and magnitudes that exceed float32; any other bin b counts the exponent floor(log2(abs(x))) = b - 127.
-    Complex entries count as two. Counts of several devices add up: `jax.lax.psum(histograms, axis_name)`.
+    A complex entry counts as two. To add up several devices, write `jax.lax.psum(histograms, axis_name)`.
 
-    Each leaf is read once. The counting itself takes a CPU about ten times as long as a sum of the leaf, and
-    8 bytes of memory for each entry of it, so count on some steps only.
+    Each leaf is read once. On a CPU counting takes about ten times as long as summing the leaf, and 8 bytes
+    of memory for each of its entries, so count on some steps only.
 
     Args:
         tree: any tree; leaves that are neither floating nor complex become None.
@@ -56,20 +56,20 @@ def snapshot(
     what: Kind = "gradient",
     like: object = None,
 ) -> Snapshot:
-    """Return what `exponent_histogram` counted as a `Snapshot`, for `Trace.add_snapshot`. Reads devices once.
+    """Return the counts of `exponent_histogram` as a `Snapshot` for `Trace.add_snapshot`. Reads devices once.
 
     Args:
-        histograms: a tree of counts, or of the slots of `watch` after a backward pass; rows are named by its
-            paths.
+        histograms: a tree of counts, or of the slots of `watch` after a backward pass; its paths name the
+            rows.
         index: the number of the step.
-        scale: the loss scale that was in it.
-        low_dtype: what overflows and underflows, such as "float16".
+        scale: the loss scale that the loss was multiplied by.
+        low_dtype: the dtype whose overflow and underflow is of interest, such as "float16".
         what: "gradient", "flow", "activation", "weight" or "input".
-        like: the tree that was counted, or one of the same dtypes, to name them; None for all float32.
+        like: the tree that was counted, or one with the same dtypes, to show them; None if all are float32.
 
     Raises:
-        UsageError: for leaves of another shape than [256] or that are not whole numbers from 0, for not as
-            many as `like` has, and for an index or a scale that no step has.
+        UsageError: for a leaf that does not have shape [256] or does not hold whole numbers from 0, if `like`
+            has another number of leaves, and for an index or a scale that no step can have.
         PolicyError: for another `what` or `low_dtype`.
 
     `print(snapshot(...))` shows a table. Magnitudes are known to a power of two.
@@ -91,21 +91,21 @@ def snapshot(
 
 
 def flow_slot() -> FlowSlot:
-    """Return what `watch` needs to count in: a `FlowSlot` of zeros."""
+    """Return a `FlowSlot` of zeros for `watch` to count in."""
     return FlowSlot(jnp.zeros(FIELDS, jnp.float32))
 
 
 def watch(x: T, slot: FlowSlot) -> T:
-    """Return `x`. The derivative with respect to `slot` is the histogram of that with respect to `x`.
+    """Return `x`; the derivative with respect to `slot` is the histogram of the gradient of `x`.
 
     This counts the gradients that flow between layers in the same backward pass, without a callback. Where a
-    slot is used several times, its counts add up. The gradients are scaled as the loss is; the counts are
-    not, and `unscale`, `value_and_grad` and clipping leave them as they are. With an `axis_name` they are
-    those of all devices.
+    slot is used several times, its counts add up. The gradients that are counted carry the loss scale. The
+    counts do not: `unscale`, `value_and_grad` and clipping leave them unchanged. With an `axis_name` they are
+    summed over all devices.
 
     Args:
         x: a floating or complex array.
-        slot: a `flow_slot()`, an argument of the loss.
+        slot: a `flow_slot()`, which has to be an argument of the loss.
 
     Raises:
         UsageError: if `x` is not such an array, or `slot` is not such a slot.
@@ -127,7 +127,7 @@ def _check_watched(x: object, slot: object) -> None:
     if not (hasattr(x, "shape") and is_inexact(x)):
         raise UsageError(
             f"watch was given {kind_of(x)} and needs a floating or complex array, which a gradient flows to. "
-            "Write watch(x, slot) for each array of its own, with a slot of its own."
+            "Write watch(x, slot) for each array separately, each with its own slot."
         )
     if not isinstance(slot, FlowSlot) or jnp.shape(slot.counts) != (FIELDS,):
         what = f"counts of shape {jnp.shape(slot.counts)}" if isinstance(slot, FlowSlot) else kind_of(slot)
@@ -137,13 +137,13 @@ def _check_watched(x: object, slot: object) -> None:
         )
     if axes.varying(slot.counts) - axes.varying(x):
         raise UsageError(
-            "the slot of watch differs between devices, along an axis of shard_map on which the array does "
-            "not. Write in_specs=PartitionSpec() for the slot: counts of all devices are added up."
+            "the slot of watch differs between devices along an axis of shard_map, and the array does not. "
+            "Write in_specs=PartitionSpec() for the slot: the counts of all devices are added up."
         )
 
 
 def _varying_like(x: object, counts: Array) -> Array:
-    """Return counts that `shard_map` takes to differ as `x` does: their derivative is then the sum of all."""
+    """Make counts vary over devices as `x` does, for `shard_map`: their derivative is then the sum of all."""
     for name in axes.varying(x) - axes.varying(counts):
         counts = jnp.where(lax.axis_index(name) >= 0, counts, counts)
     return counts
@@ -198,8 +198,8 @@ def _histogram(name: str, counts: np.ndarray) -> ExponentHistogram:
     if not np.array_equal(counts, np.abs(np.rint(counts))):
         raise UsageError(
             f"the counts of {name or 'the array'} are not whole numbers from 0: they were divided, by a loss "
-            "scale or in a mean over devices. Write snapshot(flows, ...) with the slots as differentiating "
-            "returns them, and jax.lax.psum over devices."
+            "scale or in a mean over devices. Write snapshot(flows, ...) with the slots exactly as "
+            "differentiation returns them, and jax.lax.psum over devices."
         )
     return ExponentHistogram.of_fields(np.rint(counts).astype(np.int64).tolist())
 

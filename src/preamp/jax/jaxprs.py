@@ -101,7 +101,7 @@ _tracing_for: Callable[[str], AbstractContextManager[object]] | None = (
     jax.make_user_context("") if hasattr(jax, "make_user_context") else None  # since JAX 0.7.2
 )
 RETRACES = _tracing_for is not None
-"""Whether JAX can be made to trace again, in a region, what it traced before."""
+"""Whether JAX can be made to trace a function again inside a region, when it has traced it before."""
 
 PRIMITIVES = frozenset(getattr(primitives, name).name for name in dir(primitives) if name.endswith("_p"))
 """The names of JAX's own primitives."""
@@ -133,9 +133,9 @@ class Call(NamedTuple):
     """A traced call.
 
     Attributes:
-        jaxpr: what it computes, closed.
+        jaxpr: the closed jaxpr of the call.
         arrays: the arrays in its arguments.
-        returned: makes what the function returned of the arrays in it.
+        returned: rebuilds what the function returned from the arrays in it.
     """
 
     jaxpr: ClosedJaxpr
@@ -161,7 +161,7 @@ def traced(
 
 
 def tracing_for(region: str) -> AbstractContextManager[object]:
-    """Return a context in which JAX uses no trace of another region, or outside of regions."""
+    """Return a context in which JAX reuses no trace made in another region, or outside of regions."""
     return _tracing_for(region) if _tracing_for else nullcontext()
 
 
@@ -213,7 +213,7 @@ def rebuilt(jaxpr: P, invars: list[Atom], outvars: list[Atom], equations: list[E
 
 
 def alive(equations: Sequence[Equation], results: Sequence[Atom]) -> list[Equation]:
-    """Return the equations that results depend on, and those that do something: others are not compiled."""
+    """Return the equations that results depend on, and those with effects: others are not compiled."""
     needed = {atom for atom in results if not is_literal(atom)}
     alive = []
     for equation in reversed(equations):
@@ -361,7 +361,7 @@ def made_equation(
     params: Mapping[str, object],
     beside: Equation | None,
 ) -> Equation:
-    """Return an equation of one operand and one result, of the same source line as the one `beside` it."""
+    """Return an equation of one operand and one result, with the source line of the equation `beside` it."""
     if beside is None:
         equation: Equation = _new_equation([operand], [result], primitive, params, _no_effects)
         return equation
@@ -397,7 +397,7 @@ def evaluated(jaxpr: ClosedJaxpr, arrays: Sequence[object]) -> list[Any]:
     """Run a closed jaxpr's equations one by one.
 
     Under differentiation every operator runs as a small `jit`, as `jnp` runs it, because JAX caches the
-    derivative of a `jit`. To differentiate the operators themselves takes twice as long.
+    derivative of a `jit`. Differentiating the operators themselves takes twice as long.
     """
     program = inner(jaxpr)
     differentiated = [hasattr(array, "tangent") for array in (*arrays, *jaxpr.consts)]
@@ -480,9 +480,9 @@ def is_program(value: object) -> bool:
 
 
 def source_line(equation: Equation) -> str:
-    """Return the line that an equation comes from, as `file:line (function)`: the user's, else a library's.
+    """Return the source line of an equation as `file:line (function)`: the user's line, else a library's.
 
-    "-" where it is not known, as in functions that JAX traced on its own.
+    "-" if it is not known, as in functions that JAX traced on its own.
     """
     traceback = equation.source_info.traceback
     # JAX keeps what it traced. Until 0.8 the frames of a nested program end in those of its first caller.

@@ -40,16 +40,16 @@ def check(devices: Iterable[str] | str | None = None) -> MachineReport:
 
     For each device type and precision: the speed of a matrix product, a convolution and attention, compiled,
     as multiples of float32's, and whether a small model learns in a compiled step with `autocast` and
-    `loss_scaled`. For each device type: what to use.
+    `loss_scaled`. The report recommends a precision for each device type.
 
     Args:
-        devices: a device type to check, such as "gpu", or several. None: the CPU and the default one.
+        devices: a device type to check, such as "gpu", or several. None: the CPU and the default device.
 
     Returns:
         The report; `print` shows it.
 
     Raises:
-        UsageError: for a device type that JAX does not have here, and for no device at all.
+        UsageError: for a device type that JAX does not have here, and if `devices` is empty.
     """
     start, kinds = perf_counter(), _kinds(devices)
     rows: list[PrecisionRow] = []
@@ -78,7 +78,7 @@ def _kinds(devices: Iterable[str] | str | None) -> list[str]:
 
 def _note(kind: str, model: str) -> str:
     note = (
-        f"JAX {jax.__version__} does not say what the hardware has. float32 is as "
+        f"JAX {jax.__version__} does not say what the hardware supports. float32 is as "
         "jax_default_matmul_precision is set; on GPUs and TPUs its products are less precise by default."
     )
     return note if model == kind else f"{model}; {note}"
@@ -102,7 +102,7 @@ def _row(kind: str, precision: str, makers: Mapping[str, Maker]) -> PrecisionRow
 
 
 def _maker(make: Callable[[int, str], Callable[[], Array]]) -> Maker:
-    """Return what makes a function that computes a product and waits for the result."""
+    """Return a maker of functions that compute a product and wait for the result."""
 
     @lru_cache  # each is compiled
     def at(size: int, precision: str) -> Callable[[], object]:

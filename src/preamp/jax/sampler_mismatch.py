@@ -34,11 +34,11 @@ def mismatch(
 
     Args:
         logp_trainer: log-probabilities of the sampled tokens in the trainer's model, with the weights that
-            the sampler had. Any shape and floating dtype; narrower than float32 is computed in float32.
+            the sampler had. Any shape and floating dtype; dtypes narrower than float32 are widened to it.
         logp_sampler: log-probabilities of the same tokens in the same order, from the sampler, at the same
-            temperature. Of the same shape.
+            temperature and of the same shape.
         mask: of the same shape, True or above 0 for the tokens to count: the generated ones, without prompt
-            and padding. Elsewhere log-probabilities may be anything, NaN as well.
+            and padding. Elsewhere the log-probabilities may be anything, even NaN.
         clip_low: a ratio below 1 - clip_low counts as clipped.
         clip_high: a ratio above 1 + clip_high counts as clipped.
 
@@ -46,7 +46,7 @@ def mismatch(
         Scalar arrays. A `Mismatch` is a pytree, so a compiled step can return it.
 
     Raises:
-        UsageError: for what is not a floating array, for shapes that differ, and for a limit out of range.
+        UsageError: for anything but floating arrays, for shapes that differ, and for a limit out of range.
 
     >>> measured = mismatch(jnp.array([-1.0, -2.25]), jnp.array([-1.0, -2.0]))
     >>> print(f"{measured.k1:.3f} {measured.k3:.4f} {measured.max_ratio:.2f} {measured.clipped:.2f}")

@@ -1,4 +1,4 @@
-"""Trees of parameters and gradients: which leaves are floating, and which only count what flowed by."""
+"""Trees of parameters and gradients: which leaves are floating, and which are the counts of `watch`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True, eq=False)
 class FlowSlot:
-    """What `watch` counts in: an argument of the loss, made by `flow_slot`.
+    """The argument of the loss that `watch` counts in, made by `flow_slot`.
 
-    The derivative of a loss with respect to it is a `FlowSlot` with the counts. What unscales, measures or
-    clips gradients in `preamp.jax` leaves it as it is, and with an `axis_name` counts are added up over
-    devices.
+    The derivative of a loss with respect to it is a `FlowSlot` with the counts. The functions of `preamp.jax`
+    that unscale, measure or clip gradients leave it unchanged, and with an `axis_name` the counts are added
+    up over devices.
 
     Attributes:
-        counts: float32 array of shape [256], one number for each binary exponent.
+        counts: a float32 array of shape [256], one count for each binary exponent.
     """
 
     counts: Array
@@ -70,7 +70,7 @@ def map_inexact(function: Callable[[Array], Array], tree: Tree) -> Tree:
 
 
 def unscale(tree: Tree, scale: Array) -> Tree:
-    """Return a tree of gradients divided by the loss scale: float32 where they were narrower."""
+    """Return a tree of gradients divided by the loss scale, in float32 where they were narrower."""
     leaves, rebuild = split(tree)
     return rebuild(arrays.multiply_by_inverse(leaves, scale))
 
@@ -100,8 +100,8 @@ def _cast_like(leaf: object, reference: object) -> Array:
 def all_finite(tree: object) -> Array:
     """Return whether all entries are finite: a boolean scalar.
 
-    Entries whose squares add up to more than their dtype holds (float32 for narrower ones, so that they are
-    beyond 1e19) count as infinite.
+    Entries count as infinite if the sum of their squares overflows their dtype (float32 for narrower ones,
+    where that takes entries beyond 1e19).
 
     >>> import jax.numpy as jnp
     >>> bool(all_finite({"w": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}))

@@ -1,7 +1,7 @@
 """What autocast casts, where, and what it costs: the counting behind `casts`.
 
 Nothing is computed: the function is traced and rewritten, and its equations are counted. The body of a
-`scan` counts as often as it runs, that of a `while_loop` once, and so does each branch of a `cond`.
+`scan` counts as often as it runs. The body of a `while_loop` and each branch of a `cond` count once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SUMS = frozenset(["cumprod", "cumsum", "psum", "reduce_prod", "reduce_sum", "red
 LOW = frozenset(["float16", "bfloat16"])
 EXPLICIT = "explicit"
 UNSURE = {
-    "while": "The loop at {} is counted once: how often it runs shows only when it runs.",
+    "while": "The loop at {} is counted once: how often it runs is known only when it runs.",
     "cond": "Each branch at {} is counted once, though one of them runs.",
 }
 IN_A_LOOP = "a loop casts it; cast it before the loop"
@@ -78,14 +78,14 @@ def casts(
         args: its arguments; a `jax.ShapeDtypeStruct` may take the place of an array.
         dtype: the low precision.
         casting: an edited table.
-        emulate: as of `autocast`.
+        emulate: as in `autocast`.
         kwargs: its keyword arguments; those with the names above need a `functools.partial`.
 
     Returns:
         One row for each primitive, module, line and set of precisions, costliest first, and notes on casts
-        that waste time or lose accuracy. Modules have the paths that `Casting.module` takes. Printed, it fits
-        80 columns. The body of a `scan` counts as often as it runs, that of a `while_loop` once, and each
-        branch of a `cond` once.
+        that waste time or lose accuracy. Modules have the paths that `Casting.module` takes. The printed
+        report fits 80 columns. The body of a `scan` counts as often as it runs; the body of a `while_loop`
+        and each branch of a `cond` count once.
 
     Raises:
         CastingError: as `autocast` does.
@@ -132,7 +132,7 @@ class _Place(NamedTuple):
 
 @dataclass(eq=False)
 class _Origin:
-    """A value before casts and changes of layout, and what became of it."""
+    """A value before casts and changes of layout, and what was done with it."""
 
     what: str
     born: _Place
@@ -268,7 +268,7 @@ class _Counter:
         return _Value(operand.origin, cast)
 
     def _remember(self, origin: _Origin, source: Atom, after: str, at: _Place) -> None:
-        """Note that a value is cast, unless it is cast upwards outside of loops, which costs nothing."""
+        """Note that a value is cast, unless it is cast upwards outside a loop, which costs nothing."""
         in_loop = at.loops > origin.born.loops
         if after in LOW or in_loop:
             origin.bytes = origin.bytes or _bytes(source)

@@ -1,4 +1,4 @@
-"""Objects of Flax NNX: what a traced function writes to its arguments is written back to them.
+"""Flax NNX objects: what a traced function writes to its arguments is written back to the caller's objects.
 
 Tracing works on copies, and what is written to a copy (running averages, counts of random keys) would be
 lost. So the traced function takes the state of its modules as arrays and returns what it wrote, with Flax's
@@ -41,7 +41,7 @@ class Pure(NamedTuple):
 
 @contextmanager
 def pure(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Pure]:
-    """Yield a call whose modules, and whose function if it is a module or a method of one, are state.
+    """Yield a call in which modules are passed as state, including a module that is the function itself.
 
     Raises:
         UsageError: when the function is traced and writes to a module that is not among its arguments.
@@ -163,7 +163,7 @@ def _explaining_writes(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         except refusal as error:
             raise UsageError(
-                "A function in this region writes to an NNX module or variable that it is not given"
+                "A function in this region writes to an NNX module or variable that it was not passed"
                 f" ({str(error).partition(' (http')[0]}), and the write would be lost. Pass the module: "
                 "autocast(lambda model, x: model(x))(model, x)."
             ) from error

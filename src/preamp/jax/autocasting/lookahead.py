@@ -50,13 +50,13 @@ class Reader(Protocol):
 class Lookahead:
     """How an open jaxpr uses its variables.
 
-    Where the settings of a module begin or end, nothing is wanted in float32 on the other side, as where a
-    region begins or ends.
+    The lookahead stops where the settings of a module begin or end, as it does where a region begins or ends:
+    beyond that, nothing counts as wanted in float32.
 
     Args:
         jaxpr: the program.
-        wanted: for each of its results, whether it is wanted in float32 where it goes.
-        path: of the module that the program is called in.
+        wanted: for each of its results, whether it is wanted in float32 where it is used.
+        path: the path of the module that the program is called in.
         reader: knows the settings, and the programs that equations hold.
 
     Attributes:
@@ -91,7 +91,7 @@ class Lookahead:
         return tuple(atom in self.wants_float32 for atom in atoms)
 
     def uses(self, equation: Equation) -> dict[int, list[tuple[Lookahead, Atom]]]:
-        """Return by place which variables of which programs take the operands that may be cast before."""
+        """Return, by operand number, the inner variables of operands that may be cast before the equation."""
         entered = self._entered(equation)
         return {place: entered[place] for place in hoistable(equation) if place in entered}
 
@@ -104,8 +104,8 @@ class Lookahead:
         """Note that a variable is used where these settings hold.
 
         Args:
-            atom: the variable, or a number.
-            settings: those of what uses it.
+            atom: the variable, or a literal.
+            settings: the settings of the equation that uses it.
             low: the low precision that it is cast to there, None if it is not cast to one.
             float32: whether it is wanted in float32 there.
         """
@@ -181,7 +181,7 @@ class Lookahead:
             self._use(atom, settings, low, float32=float32)
 
     def _entered(self, equation: Equation) -> dict[int, list[tuple[Lookahead, Atom]]]:
-        """Return for each place of an operand what takes it inside of an equation."""
+        """Return, by operand number, the variables that take the operand inside an equation."""
         uses: dict[int, list[tuple[Lookahead, Atom]]] = {}
         path = self._region.path_of(equation, self._path)
         for body, first in self._settings(equation).bodies(equation):

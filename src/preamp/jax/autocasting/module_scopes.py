@@ -1,9 +1,9 @@
-"""Scopes with the names of modules, for libraries that write none or other ones: Flax NNX and Equinox.
+"""Named scopes for the modules of Flax NNX and Equinox, which write none or use other names.
 
-Flax Linen runs each module in a `jax.named_scope` of its name. A module of NNX does not know its name: it is
-an attribute of another one. So while a call is traced, every class of modules has methods that open a scope
-with the path of attributes from the module that calls to the one that is called. The libraries are never
-imported here: if nobody has imported one, nothing can be one of its modules.
+Flax Linen runs each module in a `jax.named_scope` with its name. A module of NNX does not know its name,
+because it is an attribute of another module. So while a call is traced, the methods of every module class
+open a scope with the path of attributes from the calling module to the called one. The libraries are never
+imported here: if nobody has imported one, no object can be one of its modules.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ _users = 0
 def module_scopes() -> Iterator[Calls]:
     """Run modules of NNX and Equinox that are called in this block, and in this thread, in named scopes.
 
-    A module that another one holds has the path of its attributes there, such as "layers/0/mlp"; any other
-    has the name of its class: the outermost one, and copies that a transformation made. A method other than
+    A module that another one holds gets its attribute path there, such as "layers/0/mlp". The outermost
+    module, and copies that a transformation made, get the name of their class. A method other than
     `__call__` adds its own name, as in Flax Linen. The block yields a record of the calls.
 
-    Nothing is left of it when the last of several blocks ends.
+    The classes are restored when the last open block ends.
     """
     global _users
     libraries: list[tuple[Any, _HeldBy]] = [
@@ -116,7 +116,7 @@ def module_scopes() -> Iterator[Calls]:
 
 
 def scoped_method(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that was looked up before the block as it is in the block; anything else as it is."""
+    """Return the scoped version of a method that was looked up before the block, or else `fn` itself."""
     if _FRAMES.now is None:
         return fn
     method, owner = getattr(fn, "__func__", None), getattr(fn, "__self__", None)
@@ -165,7 +165,7 @@ def _restore() -> None:
 
 
 def _subclasses(base: type[Any]) -> dict[type[Any], None]:
-    """Return the subclasses of a class, without libraries' own that only pass a call on."""
+    """Return the subclasses of a class, without the libraries' own that only pass a call on."""
     found: dict[type[Any], None] = {}
     kind: type[Any]
     for kind in base.__subclasses__():

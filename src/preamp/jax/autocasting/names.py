@@ -72,7 +72,7 @@ def rules_in(scope: Scope) -> dict[str, Rule]:
 
 
 def scope_of(table: Casting, path: str) -> Scope | None:
-    """Return what holds inside a module; a pattern may leave out the classes that Equinox adds to paths."""
+    """Return the scope for a module's path; a pattern may omit the classes that Equinox adds to paths."""
     pattern = _pattern_of(table, path)
     return (
         None if pattern is None else table.scope(path if is_inside(path, pattern) else _without_classes(path))
@@ -93,7 +93,7 @@ def check_names(rules: Mapping[str, Rule], jaxpr: AnyJaxpr) -> None:
     """Raise unless every name with a rule is known, or a primitive of a program.
 
     Raises:
-        CastingError: with the nearest names; and for the primitive of casts.
+        CastingError: for an unknown name, with the nearest ones, and for the primitive that casts.
     """
     if CAST in rules:
         raise CastingError(
@@ -108,7 +108,7 @@ def check_names(rules: Mapping[str, Rule], jaxpr: AnyJaxpr) -> None:
         near = [meant] if meant in known else difflib.get_close_matches(name, known, n=NEAREST)
         instead = " or ".join(map(repr, near)) or "'dot_general'"
         if meant[:1].isupper():  # as classes of modules are
-            instead = f"{instead}, or .module('layers.0', 'float32') for the module of that path"
+            instead = f"{instead}, or .module('layers.0', 'float32') for the module with that path"
         raise CastingError(
             f"{name!r} is not a primitive of JAX, nor one in this program. Write {instead}; "
             "jax.make_jaxpr(fn)(*args) shows a program's primitives."
@@ -133,12 +133,12 @@ def unmatched(patterns: Sequence[str], jaxpr: AnyJaxpr) -> str:
     said = f"No module of this program is named {' or '.join(map(repr, wrong))}, so nothing changes there."
     if not RETRACES:
         said += (
-            " If a jitted function ran before this region, JAX reuses that trace, which has no names of "
-            "modules: call jax.clear_caches() first."
+            " If a jitted function ran before this region, JAX reuses that trace, which has no module "
+            "names: call jax.clear_caches() first."
         )
     if not paths:
         return (
-            f"{said} The program names no modules: those of Flax and Equinox have names, and elsewhere "
+            f"{said} The program names no modules. Flax and Equinox name theirs; elsewhere "
             f"write with jax.named_scope({wrong[0]!r}): around what the edit is for."
         )
     # Every end of a path is a pattern for it.
@@ -150,14 +150,14 @@ def unmatched(patterns: Sequence[str], jaxpr: AnyJaxpr) -> str:
 
 
 class Missed(NamedTuple):
-    """An edit that may not hold in a copy of a module.
+    """An edit that may not apply to a copy of a module.
 
     Attributes:
-        pattern: the edit's.
+        pattern: the pattern of the edit.
         kind: the name of the module's class.
         path: the path that the copy runs as.
         original: the path of the module that it may be a copy of.
-        instead: an edit that holds there, as it is written in Python.
+        instead: an edit that does apply to the copy, as Python code.
     """
 
     pattern: str
@@ -168,7 +168,7 @@ class Missed(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"The edit of {self.pattern!r} does not hold in a copy of {self.kind} that runs as {self.path!r}."
+            f"The edit of {self.pattern!r} does not apply to a copy of {self.kind} run as {self.path!r}."
             " A transformation that is given a module (jax.checkpoint, nnx.remat, eqx.filter_jit, a scan) "
             f"makes a copy of it, and autocast cannot tell whether it is {self.original!r}. Write "
             f"jax.checkpoint(lambda x: module(x))(x), which makes none, or {self.instead} for all copies."
@@ -176,7 +176,7 @@ class Missed(NamedTuple):
 
 
 def missed(table: Casting, calls: Calls, jaxpr: AnyJaxpr) -> list[Missed]:
-    """Return the edits that may not hold in copies of modules, each once.
+    """Return the edits that may not apply to copies of modules, each once.
 
     An edit may be missed where it names a module that did not run itself, and a copy of its class did.
     """

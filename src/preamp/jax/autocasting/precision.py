@@ -12,11 +12,11 @@ from preamp.jax.jaxprs import Aval, Equation, is_array
 
 
 class Precision(NamedTuple):
-    """What numbers an array holds.
+    """Which numbers an array can hold.
 
     Attributes:
-        dtype: what it is stored in.
-        rounded: the dtype its numbers are rounded to, where that is emulated.
+        dtype: the dtype it is stored in.
+        rounded: the dtype its numbers are rounded to, if that is emulated.
     """
 
     dtype: np.dtype[Any]
@@ -39,9 +39,9 @@ class Value(NamedTuple):
 
     Attributes:
         atom: the operand.
-        precision: what numbers it holds; None for what is never cast: integers, float64, keys, tokens.
-        scalar: the number, where it is written in the program.
-        weak: a scalar that does not widen what it meets.
+        precision: which numbers it holds; None for what is never cast: integers, float64, keys, tokens.
+        scalar: the number, if it is a literal in the program.
+        weak: whether it is a scalar that does not widen the other operand.
     """
 
     atom: Any

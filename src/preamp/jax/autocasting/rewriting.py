@@ -25,9 +25,9 @@ class Rewriter:
     """One region's rewriting: its programs, each rewritten once for the precisions it is called with.
 
     Args:
-        settings: the region's.
-        handlers_of: returns for rules what writes an equation of each primitive into a program. Equations of
-            other primitives stay as they were written.
+        settings: the settings of the region.
+        handlers_of: takes rules, and returns the function that writes each primitive into a program.
+            Equations of other primitives stay as they were written.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Rewriter:
 
         Args:
             jaxpr: open or closed.
-            values: its operands; programs are shared where what is known of the operands is the same.
-            wanted: for each result, whether it is wanted in float32 where it goes.
-            path: of the module that it is called in.
+            values: its operands; programs are shared where the same is known of their operands.
+            wanted: for each result, whether it is wanted in float32 where it is used.
+            path: the path of the module that it is called in.
         """
         key = id(jaxpr), tuple(value[1:] for value in values), wanted, path
         if key not in self._programs:
@@ -81,19 +81,19 @@ class Rewriter:
 
 
 class Program:
-    """A program while it is rewritten: the new equations so far, and what became of the old variables.
+    """A program while it is rewritten: the new equations so far, and the new values of the old variables.
 
     Args:
-        rewriter: the region's.
+        rewriter: the rewriter of the region.
         jaxpr: the old program, open or closed.
         values: its operands.
-        wanted: for each result, whether it is wanted in float32 where it goes.
-        path: of the module that it is called in.
+        wanted: for each result, whether it is wanted in float32 where it is used.
+        path: the path of the module that it is called in.
         within: the program that the equations are written into; None for one of its own.
 
     Attributes:
-        path: of the module of the equation that is being rewritten.
-        settings: those that hold there.
+        path: the path of the module whose equation is being rewritten.
+        settings: the settings of that module.
         low: their low precision.
     """
 

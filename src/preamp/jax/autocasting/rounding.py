@@ -1,7 +1,6 @@
 """Round float32 to a low precision without leaving float32, forward and backward, for `emulate=True`.
 
-A cast down and up again would not do: compilers that may compute in more precision than asked for drop such a
-pair.
+A cast down and up again would not do: compilers that may use excess precision remove such a pair.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ ROUNDED = Primitive("rounded")
 def rounded(x: Array, dtype: DTypeLike) -> Array:
     """Return what casting to a low precision and back gives, bit for bit, without leaving float32.
 
-    It counts as linear: tangents and cotangents are rounded to the same precision, as they are when a low
-    value is stored.
+    Its derivative is that of a linear function: tangents and cotangents are rounded to the same precision, as
+    they are when a low-precision value is stored.
 
     Args:
         x: a float32 array of any shape.

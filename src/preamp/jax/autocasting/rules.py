@@ -93,8 +93,8 @@ _HANDLERS: dict[Rule, Handler] = {
 def handler_of(name: str, rule: Rule) -> Handler:
     """Return the function that applies a rule to a primitive.
 
-    `untouched` leaves as written what autocast's own table does not name, which may not work in other dtypes,
-    and equations that ask for their dtypes.
+    `untouched` leaves primitives as written that autocast's own table does not name, since they may not work
+    in other dtypes, and equations that ask for their dtypes.
     """
     is_kept = name == casting.EXPLICIT_PRECISION or name not in casting.JAX
     return Program.as_written if rule == "untouched" and is_kept else _HANDLERS[rule]
@@ -114,7 +114,7 @@ def _run(program: Program, equation: Equation, values: Sequence[Value], precisio
 
 
 def _widest(values: Sequence[Value], low: Precision) -> Precision:
-    """Return the widest precision among values; numbers in the program's text count among themselves only."""
+    """Return the widest precision among values. Literals count only if there is nothing else."""
     strong = {value.precision for value in values if value.scalar is None and not value.weak}
     every = strong or {value.precision for value in values}
     if len(every) == 1:
@@ -123,7 +123,7 @@ def _widest(values: Sequence[Value], low: Precision) -> Precision:
 
 
 def _widest_with_lookahead(program: Program, equation: Equation, floats: Sequence[Value]) -> Precision:
-    """Return the widest precision among values, narrowed for casts to come and widened for sums to come."""
+    """Return the widest precision among values, narrowed for later casts and widened for later sums."""
     ahead, low, name, results = program.ahead, program.low, equation.primitive.name, equation.outvars
     precision = _widest(floats, low)
     wants_float32 = name in ARITHMETIC and not ahead.wants_float32.isdisjoint(results)

@@ -51,7 +51,7 @@ class Settings:
         return bool(self.table.modules)
 
     def path_of(self, equation: Equation, within: str) -> str:
-        """Return the path of the module that an equation is in; that of all of them where none matters.
+        """Return the path of the module that an equation is in, or `within` if no edit names a module.
 
         Args:
             equation: the equation.
@@ -60,7 +60,7 @@ class Settings:
         return jaxprs.module_path(equation, within) if self.has_modules else within
 
     def inside(self, path: str) -> Settings:
-        """Return the settings that hold in a module: this object, where nothing is different there."""
+        """Return the settings of a module: this object, if the table has no edit for it."""
         if not self.has_modules:
             return self
         if path not in self._in_modules:

@@ -84,7 +84,7 @@ def _loop(program: Program, equation: Equation) -> None:
 
 
 def _branch(program: Program, equation: Equation) -> None:
-    """Enter branches. A result in whose precision they differ keeps its dtype."""
+    """Enter branches. A result keeps its dtype if the branches give it different precisions."""
     values = _hoisted(program, equation)
     inside = [_entered(program, equation, it, values[1:]) for it in equation.params["branches"]]
     results = zip(*(it.finish()[1] for it in inside), strict=True)

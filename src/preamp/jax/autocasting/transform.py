@@ -61,13 +61,13 @@ def autocast(
 
     Products and convolutions run in the low precision, exponentials, logarithms, powers and sums in float32,
     everything else in the widest precision of its operands (`casting.JAX`). Results are not cast back.
-    Arithmetic that feeds operators in float32 runs in float32 itself, a bias added to a product stays low
-    where it is broadcast (so put `vmap` inside), and literals widen nothing unless the low precision cannot
-    hold them. A product that asks for its precision, such as `jnp.matmul(x, w, precision="highest")`, keeps
-    it (`explicit_precision` in the table).
+    Arithmetic that feeds operators in float32 runs in float32 itself. A broadcast bias that is added to a
+    product stays in the low precision (so put `vmap` inside). Literals widen nothing unless the low precision
+    cannot hold them. A product that asks for its precision, such as `jnp.matmul(x, w, precision="highest")`,
+    keeps it (`explicit_precision` in the table).
 
-    It composes with JAX's transformations on either side. Where regions nest, an inner one with other
-    settings keeps its own. Every call traces `fn`: put `jax.jit` around.
+    It composes with JAX's transformations, inside and outside. Where regions nest, an inner one with other
+    settings keeps its own. Every call traces `fn`, so put `jax.jit` around it.
 
     >>> import jax.numpy as jnp
     >>> @autocast(dtype=jnp.bfloat16)
@@ -81,16 +81,16 @@ def autocast(
             Python numbers included, is passed on as it is.
         dtype: the low precision, float16 or bfloat16; with `emulate`, float8_e4m3fn or float8_e5m2 as well.
         casting: an edited table of primitives, such as `casting.DEFAULT.float32("dot_general")`.
-        enabled: False keeps `fn` as it was written inside of other regions.
-        emulate: round to `dtype` but compute and keep everything in float32.
+        enabled: False runs `fn` as it was written, even inside another region.
+        emulate: round to `dtype`, but compute and store everything in float32.
 
     Returns:
         The function; without `fn`, a decorator.
 
     Raises:
         CastingError: for another dtype, for `enabled` or `emulate` that is not a boolean, and when called,
-            for a name in `casting` that is not a primitive, with the nearest names, and for a primitive
-            that the table refuses.
+            for a name in `casting` that is not a primitive (the message suggests the nearest names), and
+            for a primitive that the table refuses.
     """
     _check_boolean("enabled", enabled)
     settings = region(dtype, casting, emulate)
@@ -165,10 +165,10 @@ def _warn_of_ambient_precision(settings: Settings) -> None:
 
 
 def _warn_of_unmatched(settings: Settings, calls: Calls, jaxpr: ClosedJaxpr, *, stacklevel: int) -> None:
-    """Warn of edits that do not hold in copies of modules, and of patterns that match no module of a program.
+    """Warn of edits that do not apply to copies of modules, and of patterns that match no module.
 
-    Of the latter only if the program is not a part of a larger one, which need not have every module of a
-    table: a function that a module or another region with the same pattern calls.
+    The latter only if the program is not part of a larger one. A function that is called by a module, or by
+    another region with the same pattern, need not have every module of the table.
     """
     if not settings.has_modules:
         return

@@ -1,8 +1,8 @@
-"""Defer trailing casts into the cond: the casts to a wider dtype in which gradients end.
+"""Move the casts at the end of gradients, to a wider dtype, into the conditional of the update.
 
-The gradient of a weight that was cast ends in the cast back. XLA writes out what a conditional is given: a
-float32 matrix, before anything has read it. Inside the conditional the cast fuses with what reads it, and
-what is written out is the narrower array.
+The gradient of a weight that was cast ends in the cast back to float32. XLA writes the operands of a
+conditional to memory, here a float32 matrix that nothing has read yet. Inside the conditional the cast fuses
+with the operation that reads it, and only the narrower array is written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Gradients = TypeVar("Gradients")
 def defer_casts(
     function: Callable[[], tuple[Result, Gradients]],
 ) -> tuple[Result, Gradients, Callable[[list[Array]], list[Array]]]:
-    """Call a function that returns a result and gradients, without the casts that its gradients end in.
+    """Call a function that returns a result and gradients, without the casts at the end of its gradients.
 
     Args:
         function: called once, traced. Its gradients are floating or complex.
@@ -57,7 +57,7 @@ def defer_casts(
 
 
 def _trailing_casts(atom: jaxprs.Atom, makers: dict[jaxprs.Atom, jaxprs.Equation]) -> list[jaxprs.Equation]:
-    """Return the casts and transpositions that a variable ends in, in order, if one of them is a cast."""
+    """Return the trailing casts and transpositions of a variable, in order, if one of them is a cast."""
     tail: list[jaxprs.Equation] = []
     casts = False
     while not jaxprs.is_literal(atom) and atom in makers:

@@ -36,14 +36,14 @@ def value_and_grad(
     has_aux: bool = False,
     axis_name: Hashable = None,
 ) -> Callable[..., Any]:
-    """Return a function like that of `jax.value_and_grad`, which takes a loss scale before all arguments.
+    """Return a function like that of `jax.value_and_grad`, with a loss scale as an additional first argument.
 
-    It returns the value, or (value, aux); the gradients, unscaled, float32 where they were narrower; and a
-    `Reading`, for `LossScale.advance`, with the measurements that the scale's policy needs.
+    It returns three things: the value, or (value, aux); the unscaled gradients, in float32 where they were
+    narrower; and a `Reading` for `LossScale.advance`, with the measurements that the scale's policy needs.
 
     Args:
         loss_fn: returns a floating scalar, or a pair of it and anything.
-        argnums: which arguments to differentiate with respect to.
+        argnums: which arguments to differentiate with respect to. The loss scale is not counted.
         has_aux: whether `loss_fn` returns a pair.
         axis_name: the mapped axis, or a tuple of them, over which value and gradients are averaged.
 
@@ -104,11 +104,7 @@ def scaled_value_and_grad(
 class Differentiated:
     """`scaled_value_and_grad` as a function of the scale itself, which returns a plain tree of gradients.
 
-    Args:
-        loss_fn: as for `value_and_grad`, like the others.
-        argnums: which arguments to differentiate with respect to.
-        has_aux: whether `loss_fn` returns a pair.
-        axis_name: over which value and gradients are averaged.
+    The arguments are those of `value_and_grad`.
     """
 
     def __init__(
@@ -158,12 +154,13 @@ class Differentiated:
     ) -> Callable[[Any], Array]:
         """Return the unscaled loss as a function of the parameters alone, which line searches evaluate again.
 
-        Their gradients are computed from the scaled loss and unscaled, so that they do not underflow either.
+        Its gradients are computed from the scaled loss and then unscaled, so that they do not underflow
+        either.
 
         Args:
-            scale: of the loss.
+            scale: the loss scale.
             args: the other arguments of the loss function.
-            kwargs: likewise.
+            kwargs: its keyword arguments.
         """
 
         def value_and_gradient(params: object) -> tuple[Array, object]:
@@ -194,7 +191,7 @@ def refuse_stateful(params: object) -> None:
         params: any tree.
 
     Raises:
-        UsageError: naming the variables, with the lines to write.
+        UsageError: with the names of the variables and the lines to write.
     """
     nnx = sys.modules.get(NNX)
     if nnx is None:
@@ -217,7 +214,7 @@ def _other_variables(nnx: Any, module: object) -> list[str]:
 
 
 def pulled_back(pull_back: Callable[[Array], T], value: Array, scale: Array) -> T:
-    """Return gradients times the scale, as much of it through the network as the loss's dtype can hold."""
+    """Return gradients times the scale. The seed carries as much of it as the loss's dtype can hold."""
     limits = jnp.finfo(value.dtype)
     # In shard_map the seed has to vary along the same axes as the value does.
     if limits.bits >= 32:
@@ -254,7 +251,7 @@ def _numbers(argnums: object) -> tuple[int, ...]:
         return tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else [argnums]))
     except TypeError:
         raise UsageError(
-            f"argnums={argnums!r} is not a number of an argument, nor a sequence of them. Write argnums=0."
+            f"argnums={argnums!r} is neither an argument number nor a sequence of them. Write argnums=0."
         ) from None
 
 
@@ -283,7 +280,7 @@ def _parts(result: object, has_aux: bool) -> tuple[Array, object]:
     array = jnp.asarray(loss)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise UsageError(
-            f"the loss is of dtype {array.dtype}, which has no gradient. Write a floating one: "
+            f"the loss has dtype {array.dtype}, which has no gradient. Return a floating one: "
             "loss.real, or loss.astype(jnp.float32)."
         )
     return array, aux

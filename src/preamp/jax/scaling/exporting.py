@@ -21,9 +21,9 @@ from preamp.scaling import GuardRecord
 
 
 def register() -> None:
-    """Register the types of this library, and no other: optax's states are the user's to register.
+    """Register the types of this library only. The user registers optax's states.
 
-    A type that has been registered before stays as it is.
+    A type that has already been registered is left alone.
     """
     states = [getattr(policy, name) for name in policy.__all__ if name.endswith("State")]
     guards: list[Guard[Any]] = [SpikeGuard(), NormLimit(), *ALL]
@@ -62,4 +62,4 @@ def _unnamed(kind: type[Policy[Any]]) -> NoReturn:
 
 
 def _unknown(_: str) -> None:
-    """Find no classes except those of this library."""
+    """Find only the classes of this library."""

@@ -1,4 +1,4 @@
-"""A loss scale as a value: a policy and its state, which JAX transforms, compiles and saves like any tree."""
+"""A loss scale as a value: a policy and its state, a pytree that JAX can transform, compile and save."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Leaves: TypeAlias = list[tuple[jax.tree_util.GetAttrKey, object]]
 
 @dataclass(frozen=True, eq=False)
 class LossScale:
-    """A policy and its state: a tree whose leaves are float32 scalars. The policy is static.
+    """A policy and its state: a pytree whose leaves are float32 scalars. The policy is static.
 
     Args:
         policy: the rule; any policy or dialect of preamp.
-        state: the policy's state, to resume from. None: as the policy starts.
-        exhausted_scale: the scale at which the policy gave up first, 0 if it has not.
+        state: the policy's state, to resume from. None starts the policy anew.
+        exhausted_scale: the scale at which the policy first gave up, 0 if it has not.
         exhausted_overflows: the overflows that were counted by then, 0 if it has not given up.
 
     Raises:
-        PolicyError: for what is not a policy.
-        UsageError: for the state of another kind of policy.
+        PolicyError: if `policy` is not a policy.
+        UsageError: if `state` is the state of another kind of policy.
 
     >>> scale = LossScale(Dynamic(init_scale=8.0, growth_interval=1))
     >>> float(scale.loss_scale), float(scale.advance(True).loss_scale), float(scale.advance(False).loss_scale)
@@ -86,7 +86,7 @@ class LossScale:
 
         Raises:
             PolicyError: for a reading that lacks what the policy needs.
-            UsageError: for what is neither a reading nor a boolean: a loss, or NaN, counts as true.
+            UsageError: for anything but a reading or a boolean, because a loss, or NaN, would count as true.
         """
         if not isinstance(reading, Reading):
             reading = Reading(self._flag(reading))
@@ -100,7 +100,7 @@ class LossScale:
         )
 
     def _flag(self, finite: object) -> Array:
-        """Return a boolean as an array; of other numbers NaN would count as true."""
+        """Return a boolean as an array. Other numbers are refused: NaN would count as true."""
         kind, shape = getattr(finite, "dtype", type(finite)), jnp.shape(self.loss_scale)
         if kind not in (bool, jnp.bool_) or jnp.shape(finite) != shape:  # type: ignore[arg-type]
             raise UsageError(
@@ -118,11 +118,13 @@ class LossScale:
         """Raise if the policy has given up, or if the state is one that training cannot resume from.
 
         Raises:
-            ScaleExhausted: if it has given up, with the scale at which it did so first.
-            PolicyError: for a scale that is not a finite number above 0, and for a count below 0, such as a
-                damaged checkpoint holds.
+            ScaleExhausted: if it has given up, with the scale at which it first did.
+            PolicyError: for a scale that is not a finite number above 0, and for a count below 0, as from a
+                damaged checkpoint.
             UsageError: for a state that was cast to another dtype, and inside a function that JAX transforms.
-            UserWarning: a warning, for a scale outside the policy's bounds.
+
+        Warns:
+            UserWarning: for a scale outside the policy's bounds.
         """
         exhausted = [self.exhausted_scale, self.exhausted_overflows]
         names = [*(f"state.{name}" for name in self.state._fields), *FIELDS[1:]]
@@ -155,7 +157,7 @@ def start(policy: Policy[Any], guard: Guard[Any] | None = None) -> ScalerState[A
 
 
 def _guard_arrays(record: GuardRecord[float]) -> GuardRecord[Array]:
-    """Return what belongs to a guard as arrays; a tuple of numbers becomes a vector."""
+    """Return the record of a guard with arrays for numbers; a tuple of numbers becomes a vector."""
     return GuardRecord(
         state=map_state(lambda numbers: jnp.asarray(numbers, jnp.float32), record.state),
         taken=jnp.asarray(record.taken, jnp.bool_),
@@ -181,19 +183,19 @@ def read(scalars: Sequence[Array]) -> list[float]:
 
 
 def check_dtype(name: str, value: object, expected: DTypeLike, instead: str) -> None:
-    """Raise for a scalar of another kind of dtype than expected, or of a narrower one.
+    """Raise for a scalar whose dtype is of another kind than expected, or narrower.
 
     Args:
         name: what the message calls it.
-        value: an array, or what stands for one: without a dtype it is not checked.
-        expected: float32 or int32; a wider one of the same kind will do.
-        instead: what to write.
+        value: an array, or a placeholder for one. Without a dtype it is not checked.
+        expected: float32 or int32; a wider dtype of the same kind is accepted.
+        instead: what to write instead, for the message.
     """
     dtype = jnp.dtype(getattr(value, "dtype", expected))
     kind = jnp.floating if jnp.issubdtype(expected, jnp.floating) else jnp.integer
     if not jnp.issubdtype(dtype, kind) or dtype.itemsize < jnp.dtype(expected).itemsize:
         raise UsageError(
-            f"{name} is of dtype {dtype} and has to be {jnp.dtype(expected)}: the state was cast, or a file "
+            f"{name} has dtype {dtype} and must have {jnp.dtype(expected)}: the state was cast, or a file "
             f"has another dtype. {instead}."
         )
 
@@ -203,7 +205,7 @@ def _flatten(scale: LossScale) -> tuple[Leaves, Policy[Any]]:
 
 
 def _unflatten(policy: Policy[Any], children: Iterable[object]) -> LossScale:
-    """Take what JAX puts in the place of leaves as it is: it need not be numbers."""
+    """Rebuild without checks: what JAX puts in the place of leaves need not be numbers."""
     scale = object.__new__(LossScale)
     scale._set(policy, *children)
     return scale

@@ -24,24 +24,25 @@ def measure(
     loss: Array | None = None,
     loss_names: Iterable[Hashable] = (),
 ) -> Measured[Array]:
-    """Return what one step's gradients and loss are like, on all devices of the step.
+    """Measure the gradients and the loss of one step, over all devices of the step.
 
-    They count as finite if their unscaled norm is finite, so a scale of 0 or NaN counts as an overflow.
+    The gradients count as finite if their unscaled norm is finite, so a scale of 0 or NaN counts as an
+    overflow.
 
     Args:
-        policy: what it needs is measured besides the norm, each in one more pass over the gradients. None:
-            nothing.
-        gradients: floating or complex, still scaled. Of complex ones the real and the imaginary parts are
-            entries.
-        scale: the scale that was in the loss, a float32 scalar.
-        names: axes along which devices hold other gradients of the same step.
-        loss: not scaled, a float32 scalar; `UNKNOWN_LOSS` where it is not known.
-        loss_names: axes along which devices may have other losses and have the same gradients. Those that
+        policy: the measurements that it needs are taken besides the norm, each in one more pass over the
+            gradients. None needs none.
+        gradients: floating or complex, still scaled. The real and imaginary parts of a complex one are
+            separate entries.
+        scale: the scale that the loss was multiplied by, a float32 scalar.
+        names: axes along which devices hold different gradients of the same step.
+        loss: the unscaled loss, a float32 scalar; `UNKNOWN_LOSS` if it is not known.
+        loss_names: axes along which devices may have different losses but have the same gradients. Axes that
             JAX tracks need not be named.
 
     Returns:
-        The norm is a float64 if any gradient is, else a float32. The loss is the mean over the devices that
-        take the same step, so that a guard decides the same on all of them; it is a copy.
+        The reading. Its norm is float64 if any gradient is, else float32. Its loss is the mean over the
+        devices that take the same step, so that a guard decides the same on all of them; it is a copy.
     """
     add, maximum = partial(axes.sum_over, names), partial(axes.max_over, names)
     if loss is not None and names and not axes.tracked(names):
@@ -78,7 +79,7 @@ def _norm_and_mean(gradients: list[Array], loss: Array, names: tuple[Hashable, .
 
 
 def _split(loss: Array) -> Array:
-    """Return a loss as two numbers whose means say what it is on all devices: if one lacks it, all do."""
+    """Return a loss as two numbers whose means give the mean loss, or show that a device does not know it."""
     known = loss != UNKNOWN_LOSS
     return jnp.stack([jnp.where(known, loss, 0.0), jnp.where(known, 0.0, 1.0)])
 

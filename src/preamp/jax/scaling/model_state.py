@@ -28,7 +28,7 @@ NOT_STATE = (
 
 
 class Leaf(NamedTuple):
-    """A leaf, the number of its tree, its path in it, and how to write it."""
+    """A leaf, the number of its tree, its path there, and its name in messages."""
 
     root: int
     path: Path
@@ -38,7 +38,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """A node with names, such as a dictionary or a module: numbers of leaves by their paths below it."""
+    """A node with names, such as a dictionary or a module: the numbers of its leaves by relative path."""
 
     path: Path
     name: str
@@ -79,23 +79,23 @@ class Forest:
 def keep_on_skip(
     aux: object, taken: Array, args: Sequence[object], kwargs: Mapping[str, object], *, required: bool
 ) -> Any:
-    """Return aux; on a skipped step with the state from the arguments.
+    """Return aux, with the state from the arguments on a skipped step.
 
     State is a node with names that has all entries of one argument, or of a part of one, by path and shape.
-    Lists and tuples, dictionaries and flax's variables are interchangeable. Entries of the node that
-    the argument does not have are passed on. A bare array, list or tuple is not taken for state: logits and
-    labels may well have the same shape. State has the wider of both dtypes.
+    A list may take the place of a tuple, and a dictionary that of flax's variables. Entries of the node that
+    the argument does not have are passed on. A bare array, list or tuple does not count as state, because
+    logits and labels may well have the same shape. State has the wider of both dtypes.
 
     Args:
         aux: any tree.
         taken: whether the step was taken, a boolean scalar.
-        args: the arguments that aux was computed from, by position.
-        kwargs: by name.
+        args: the positional arguments that aux was computed from.
+        kwargs: the keyword arguments.
         required: whether there has to be state; then single entries whose path and shape agree are kept too.
 
     Raises:
-        UsageError: for state that could be that of several arguments; for entries that agree with an argument
-            only in part; for no state where it is required.
+        UsageError: for state that could belong to several arguments; for a node that has only some entries of
+            an argument; for no state where it is required.
     """
     given, returned = Forest(), Forest()
     for number, argument in enumerate(args):
@@ -118,7 +118,7 @@ def keep_on_skip(
 
 
 def _matched(returned: Forest, given: Forest) -> dict[int, int]:
-    """Return the numbers of leaves of aux that are new state, and of what each was in the arguments."""
+    """Return the numbers of the leaves of aux that are new state, each with that of its old value."""
     alike, named = defaultdict(list), defaultdict(list)
     for node in given.nodes:
         alike[_signature(node, given)].append(node)
@@ -209,7 +209,7 @@ def _agreeing(returned: Forest, given: Forest, kept: dict[int, int], required: b
 
 
 def _key(key: object, node: object, count: int) -> object:
-    """Return a key as it is compared: a name, a number, or a place in a node of one type."""
+    """Return a key in the form that is compared: a name, a number, or a place in a node of one type."""
     if isinstance(key, jax.tree_util.FlattenedIndexKey):
         return type(node), count, key.key
     for attribute in ("name", "idx", "key"):
@@ -248,7 +248,7 @@ def _has_all(free: dict[Path, int], old: Node, returned: Forest, given: Forest) 
 
 
 def _common(first: Path, second: Path) -> int:
-    """Return how many keys two paths end in alike."""
+    """Return the length of the common end of two paths, in keys."""
     count = 0
     while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:
         count += 1

@@ -1,8 +1,8 @@
 """Gradients of a scaled loss, in a type that carries the loss scale.
 
-Whatever computes with them as if they were plain gradients gets an error that says what to write. There are
-three places for it: operators and conversions of the object, functions of optax that take it apart, and
-arithmetic on the leaf that holds the scale and the loss.
+Code that computes with them as if they were plain gradients gets an error that says what to write instead. It
+is raised in three places: by operators and conversions of the object, by functions of optax that take it
+apart, and by arithmetic on the leaf that holds the scale and the loss.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ class NoSuchAttribute(UsageError, AttributeError):
 
 
 class ExplainedType(type):
-    """The type of `ScaledGradients`. JAX prints types where two trees differ: this one says what to write."""
+    """The type of `ScaledGradients`. JAX prints it where two trees differ, so it says what to write."""
 
     def __repr__(cls) -> str:
         return f"<class 'preamp.jax.{cls.__name__}': {WHAT}. {INSIDE}. {INSTEAD}>"
 
 
 class ScaledGradients(metaclass=ExplainedType):
-    """Gradients of a scaled loss, with the scale that was in it.
+    """Gradients of a scaled loss, with the scale that the loss was multiplied by.
 
     `scaled_value_and_grad` returns them, and the `update` of `loss_scaled` takes nothing else. It is a
     pytree, so it passes through `jit`, `scan`, `shard_map`, `jax.tree.map(lambda leaf: leaf, ...)`, donation,
     pickle and copies. It is not a tree of plain arrays: one leaf holds the scale in a dtype without
-    arithmetic, on which JAX raises, and a function of optax that flattens it raises a UsageError. So a chain
-    that is written in the wrong order cannot clip scaled gradients.
+    arithmetic, so JAX raises when it computes with it, and an optax function that flattens it raises a
+    UsageError. A chain that is written in the wrong order therefore cannot clip scaled gradients.
 
     Two of them can be added, and `sum` adds many. The second is converted to the scale of the first, so
-    gradients accumulate correctly even if the scale has changed between them. To start from zeros, in a
+    gradients accumulate correctly even if the scale has changed between them. To start from zeros, as in a
     `scan`, write ``jax.tree.map(jnp.zeros_like, scaled)``.
 
     Args:
-        gradients: a tree of arrays, those of a loss times `scale`.
+        gradients: a tree of arrays, the gradients of a loss times `scale`.
         scale: a floating scalar, stored as float32.
-        loss: the loss itself, not scaled, a real scalar. None: it is not known.
+        loss: the unscaled loss, a real scalar. None if it is not known.
 
     Attributes:
         gradients: the tree, still scaled.
         scale: a float32 scalar.
-        loss: a float32 scalar that `last_step` reports; float32's lowest finite number where it is not known.
-            A sum has the sum of the losses; what `map` returns has none.
+        loss: a float32 scalar that `last_step` reports; float32's lowest finite number if it is not known.
+            A sum has the sum of the losses; the result of `map` has none.
 
     Raises:
         UsageError: for a scale that is not a floating scalar, a loss that is not a real scalar, gradients
-            that have a scale already, and for arithmetic, comparisons and conversions of the object.
+            that already have a scale, and for arithmetic, comparisons and conversions of the object.
 
     >>> import jax.numpy as jnp
     >>> scaled = ScaledGradients({"w": jnp.array([8.0, 16.0])}, 8.0)
@@ -86,7 +86,7 @@ class ScaledGradients(metaclass=ExplainedType):
     def __init__(self, gradients: object, scale: object, loss: object = None) -> None:
         if isinstance(gradients, ScaledGradients):
             raise UsageError(
-                "these gradients are ScaledGradients already and carry their own scale. Write "
+                "these gradients are already ScaledGradients and carry their own scale. Write "
                 "ScaledGradients(scaled.gradients, scale) to replace it."
             )
         self.gradients, self._numbers = gradients, _pack(_checked(scale), as_loss(loss))
@@ -94,32 +94,32 @@ class ScaledGradients(metaclass=ExplainedType):
 
     @property
     def scale(self) -> Array:
-        """The scale that was in the loss, a float32 scalar."""
+        """The scale that the loss was multiplied by, a float32 scalar."""
         return _unpack(self._numbers)[..., 0]
 
     @property
     def loss(self) -> Array:
-        """The loss that they are gradients of, not scaled, a float32 scalar.
+        """The unscaled loss whose gradients these are, a float32 scalar.
 
-        float32's lowest finite number where it is not known.
+        It is float32's lowest finite number if the loss is not known.
         """
         return _unpack(self._numbers)[..., 1]
 
     def map(self, function: Callable[[Array], Array]) -> ScaledGradients:
-        """Apply a linear function to each floating or complex array, such as a division.
+        """Apply a linear function, such as a division, to each floating or complex array.
 
         The function must be linear, because the gradients are still scaled: ``scaled.map(lambda g: g / 2)``.
         Clipping is not linear: write ``loss_scaled(inner, max_norm=...)`` for it.
 
         For a mean over devices write ``scaled_value_and_grad(loss_fn, axis_name="data")``. A ``map(lambda g:
-        lax.pmean(g, "data"))`` is right in `pmap`, and in `shard_map` with ``check_vma=False``. Average the
+        lax.pmean(g, "data"))`` is correct in `pmap`, and in `shard_map` with ``check_vma=False``. Average the
         value too, and pass it: ``apply_gradients(..., value=lax.pmean(value, "data"))``. With the checks of
-        `shard_map` the gradients of parameters that all devices share are the sum over devices already, which
-        a mean leaves as it is: n times too large, for n devices.
+        `shard_map`, the gradients of parameters that all devices share are already the sum over devices. A
+        mean of equal numbers does not change them, so they would be n times too large on n devices.
 
         Raises:
-            UsageError: for what cannot be called, and for a function that sums, averages or gathers over
-                devices what `shard_map` knows to be equal on all of them.
+            UsageError: if `function` is not callable, and if it sums, averages or gathers over devices what
+                `shard_map` knows to be equal on all of them.
         """
         if not callable(function):
             raise UsageError(
@@ -132,11 +132,11 @@ class ScaledGradients(metaclass=ExplainedType):
         return _new(mapped, numbers, lacks_loss=True, reduced_over=names)
 
     def unscale(self) -> Any:
-        """Return the gradients divided by the scale: float32 where they were narrower."""
+        """Return the gradients divided by the scale, in float32 where they were narrower."""
         return trees.unscale(self.gradients, single(self).scale)
 
     def __add__(self, other: object) -> ScaledGradients:
-        """Return the sum, in float32 where the gradients are narrower, scaled as the first of the two."""
+        """Return the sum, at the scale of the first, in float32 where the gradients are narrower."""
         if not isinstance(other, ScaledGradients):
             raise UsageError(
                 f"ScaledGradients + {type(other).__name__}: only ScaledGradients can be added, because plain "
@@ -178,7 +178,7 @@ class ScaledGradients(metaclass=ExplainedType):
         raise NoSuchAttribute(f"ScaledGradients have no {name!r}: they are {WHAT}. {INSTEAD}.")
 
     def __eq__(self, other: object) -> bool:
-        """Return whether it is the same object; raise for another one of the type."""
+        """Return whether it is the same object; raise for another object of this type."""
         if self is not other and isinstance(other, ScaledGradients):
             raise UsageError(
                 "ScaledGradients cannot be compared with ==. Write jax.tree.map(jnp.array_equal, "
@@ -278,11 +278,11 @@ def as_loss(
 
     Args:
         value: a number or an array.
-        name: that of the argument, for the error.
-        otherwise: how the error ends: what else there is to do.
+        name: the name of the argument, for the error.
+        otherwise: the end of the error: what else the user can do.
 
     Raises:
-        UsageError: for what is not a real scalar.
+        UsageError: for anything but a real scalar.
     """
     if value is None:
         return jnp.full((), UNKNOWN_LOSS, jnp.float32)
@@ -304,7 +304,7 @@ def _checked_reductions(function: Callable[[Array], object], gradients: object) 
     """Return the axes over which a function sums or gathers gradients that may differ along them.
 
     Raises:
-        UsageError: for gradients that do not: a mean over devices of what is the sum over them.
+        UsageError: for gradients that do not differ there, which are the sum over devices already.
     """
     leaves = [leaf for leaf in trees.split(gradients)[0] if isinstance(leaf, jax.core.Tracer)]
     one_of_each_kind = {axes.varying(leaf): leaf for leaf in leaves}
@@ -317,8 +317,8 @@ def _checked_reductions(function: Callable[[Array], object], gradients: object) 
                 continue
             raise UsageError(
                 f"map was given a sum, mean or gather over the axis {name!r}, along which these gradients do "
-                "not differ: shard_map has summed them over devices already, since the parameters are the "
-                "same on all of them. The mean of equal numbers would leave the sum. Write "
+                "not differ: shard_map has already summed them over devices, since the parameters are the "
+                "same on all of them. A mean of equal numbers would not undo the sum. Write "
                 f"scaled_value_and_grad(loss_fn, axis_name={name!r}), which averages value and gradients."
             )
     return found
@@ -337,7 +337,7 @@ def _sum(first: Array, second: Array) -> Array:
 def _new(
     gradients: object, numbers: Any, *, lacks_loss: bool = False, reduced_over: tuple[Hashable, ...] = ()
 ) -> ScaledGradients:
-    """Return an instance, unchecked: JAX puts other things than arrays into trees."""
+    """Return an instance without checks: JAX puts things other than arrays into trees."""
     scaled = object.__new__(ScaledGradients)
     scaled.gradients, scaled._numbers = gradients, numbers
     scaled._lacks_loss, scaled._reduced_over = lacks_loss, reduced_over
@@ -349,10 +349,10 @@ BETWEEN = ("jax", "contextlib", "functools")
 
 
 def optax_caller() -> str | None:
-    """Return the name of the function of optax that called our caller, also through JAX; None if none did.
+    """Return the name of the optax function that called our caller, also through JAX; None if none did.
 
-    Of several it is the innermost that is not a helper for trees: what the user wrote, or the part of a chain
-    that was about to compute.
+    Of several it is the innermost that is not a tree helper: the function that the user wrote, or the part of
+    a chain that was about to compute.
     """
     frame: FrameType | None = sys._getframe(2)
     names = []
@@ -371,11 +371,11 @@ def _package(frame: FrameType) -> str:
 
 
 def _check_caller(caller: str | None) -> None:
-    """Raise if a function of optax is taking scaled gradients apart.
+    """Raise if an optax function is taking scaled gradients apart.
 
-    It would compute with them, and not all that it could do raises on the leaf of the scale: `zero_nans`
-    would pass, and `optax.tree.norm` end in an error of JAX that does not help. What only passes them on, as
-    a chain does, does not take them apart.
+    It would compute with them, and the leaf of the scale does not stop every function: `zero_nans` would
+    pass, and `optax.tree.norm` would end in an unhelpful error of JAX. A function that only passes them on,
+    as a chain does, does not take them apart.
     """
     if caller:
         raise UsageError(f"{caller} was given ScaledGradients, {WHAT}. {INSIDE}. {INSTEAD}.")

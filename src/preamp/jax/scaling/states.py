@@ -31,20 +31,19 @@ class LossScaledState(NamedTuple):
     """What `loss_scaled` remembers: arrays only, scalars except for the inner state.
 
     Attributes:
-        policy_state: the policy's state, float32; `policy_state.scale` is what the next loss is multiplied
-            by.
-        inner_state: the inner transformation's.
-        last_scale: float32; the scale that was in the last loss.
+        policy_state: the policy's state, float32; the next loss is multiplied by `policy_state.scale`.
+        inner_state: the state of the inner transformation.
+        last_scale: float32; the scale that the last loss was multiplied by.
         finite: boolean; whether the last gradients were finite.
         grad_norm: float32; the global L2 norm of the last unscaled gradients before clipping; undefined,
             possibly NaN, if they were not finite.
-        exhausted_scale: float32; the scale at which the policy gave up first, 0 if it has not.
+        exhausted_scale: float32; the scale at which the policy first gave up, 0 if it has not.
         exhausted_overflows: float32; the overflows that were counted by then, 0 if it has not given up.
-        steps: int32; steps taken or skipped.
-        skipped_steps: int32; steps skipped.
-        loss: float32; the last loss, not scaled: that of `step`, of the `ScaledGradients`, or the `value`
-            that `update` was given, averaged over the devices that take the same step. float32's lowest
-            finite number where it is not known.
+        steps: int32; the number of steps, taken or skipped.
+        skipped_steps: int32; the number of skipped steps.
+        loss: float32; the last unscaled loss, from `step`, from the `ScaledGradients`, or from the `value`
+            passed to `update`, averaged over the devices that take the same step. float32's lowest finite
+            number if it is not known.
         peak: float32; the largest magnitude among the last scaled gradients; undefined if they were not
             finite. None, which is not a leaf, where the policy does not need it.
         guard: the guard's state, float32 scalars and vectors, and what it decided in the last step. None,
@@ -72,7 +71,7 @@ class LossScaledState(NamedTuple):
 
     @property
     def scaler_state(self) -> ScalerState[Any, Any]:
-        """The part that every scaler has: all but the inner state and the loss."""
+        """The part that every scaler has: everything but the inner state and the loss."""
         return ScalerState(*[getattr(self, name) for name in ScalerState._fields])
 
 
@@ -94,7 +93,7 @@ GUARD_DTYPES: dict[str, DTypeLike] = {
     "loss_fits": jnp.bool_,
     "limit": jnp.float32,
 }
-"""The same of what belongs to a guard, besides its state."""
+"""The same for the fields of a guard's record, except its state."""
 
 RESTARTED = ("policy_state", "exhausted_scale", "exhausted_overflows", "peak")
 
@@ -130,7 +129,7 @@ def find(state: object) -> LossScaledState:
     if state is None:
         raise UsageError(
             "opt_state=None: there is no state of loss_scaled. Write opt_state = optimizer.init(params), and "
-            "give each step what the last one returned."
+            "pass each step the state that the last one returned."
         )
     if isinstance(state, dict) and {"policy_state", "inner_state"} <= state.keys():
         raise UsageError(
@@ -158,8 +157,8 @@ def check(state: object) -> LossScaledState:
     """Return a state of `loss_scaled` that a step can start from: scalars of the dtypes that `init` makes.
 
     Raises:
-        UsageError: as `find` and `check_dtypes` do, and for scalars that have a shape, those of several
-            devices or trainings.
+        UsageError: as `find` and `check_dtypes` do, and for scalars that have a shape, because they belong to
+            several devices or trainings.
     """
     state = find(state)
     for name, value, _ in _scalars(state):
@@ -175,7 +174,7 @@ def check(state: object) -> LossScaledState:
 
 
 def check_dtypes(state: LossScaledState) -> None:
-    """Raise for scalars of another dtype than `init` makes, such as a cast of the whole state leaves behind.
+    """Raise for scalars of another dtype than `init` makes, as after a cast of the whole state.
 
     In float16 or as an integer the scale overflows or stops moving, and every step may be skipped.
 
@@ -192,7 +191,7 @@ def check_dtypes(state: LossScaledState) -> None:
 
 
 def _check_fields(state: LossScaledState) -> None:
-    """Raise for a field that a number was taken out of, or that something else was put into."""
+    """Raise for a field that lacks its number or holds something else."""
     if isinstance(state.guard, dict):
         raise UsageError(
             "opt_state.guard is a dict: a file has the state of a guard, and it was restored into the state "
@@ -204,7 +203,7 @@ def _check_fields(state: LossScaledState) -> None:
         if value is None or isinstance(value, str | dict | list):
             raise UsageError(
                 f"opt_state.{name} is {shown(value)}, not an array: a leaf of the state is missing. Write "
-                "opt_state = optimizer.init(params), or restore the whole of what was saved."
+                "opt_state = optimizer.init(params), or restore everything that was saved."
             )
 
 
@@ -224,7 +223,7 @@ def _scalars(state: LossScaledState) -> list[tuple[str, object, DTypeLike]]:
 
 
 def _guard_leaves(state: LossScaledState) -> list[tuple[str, object, DTypeLike]]:
-    """Return the numbers and vectors in a guard's state, likewise."""
+    """Return the numbers and vectors in a guard's state in the same way."""
     held = None if state.guard is None else getattr(state.guard, "state", None)
     leaves = leaves_of(held) if hasattr(held, "_fields") else []
     return [(f"guard.state.{name}", value, jnp.float32) for name, value in leaves]
@@ -243,8 +242,8 @@ def _describe_enclosing(state: object) -> str:
     around = f"{written or 'a transformation'}, whose state is of type {kind}"
     sums = "Its sum would stay NaN after one overflow. " if isinstance(node, optax.MultiStepsState) else ""
     return (
-        f"loss_scaled is inside {around}. What is around it is given gradients that are still scaled, or "
-        f"runs on skipped steps too. {sums}Write loss_scaled around the whole optimizer: "
+        f"loss_scaled is inside {around}. The outer transformation is given gradients that are still "
+        f"scaled, or runs on skipped steps too. {sums}Write loss_scaled around the whole optimizer: "
         f"loss_scaled({written or 'the_transformation'}(...))."
     )
 
@@ -259,18 +258,18 @@ def _children(node: object) -> list[tuple[tuple[object, ...], object]]:
 
 
 def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossScaledState:
-    """Return the state to resume a training from with another policy.
+    """Return the state from which to resume training with another policy.
 
-    The inner optimizer's state, its moments and counts, the guard's, and the counts of steps stay. The loss
-    scale starts as the policy starts it.
+    The state of the inner optimizer (its moments and counts), the state of the guard and the counts of steps
+    stay. The loss scale starts where the policy starts it.
 
     Args:
-        opt_state: of an optimizer made with `loss_scaled` and any policy.
-        policy: that of the `loss_scaled` with which training continues.
+        opt_state: the state of an optimizer made with `loss_scaled` and any policy.
+        policy: the policy of the `loss_scaled` with which training continues.
 
     Raises:
-        PolicyError: for what is not a policy.
-        UsageError: for another state.
+        PolicyError: if `policy` is not a policy.
+        UsageError: if `opt_state` is not the state of `loss_scaled`.
 
     >>> import jax.numpy as jnp, optax
     >>> from preamp import Dynamic, Headroom
@@ -292,17 +291,17 @@ def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossS
 
 
 def restart_guard(opt_state: LossScaledState, guard: Guard[Any] | None) -> LossScaledState:
-    """Return the state to resume a training from with another guard, with the first one, or without.
+    """Return the state from which to resume training with another guard, with a first guard, or without one.
 
-    All else stays, the loss scale too.
+    Everything else stays, including the loss scale.
 
     Args:
-        opt_state: of an optimizer made with `loss_scaled`, with or without a guard.
-        guard: that of the `loss_scaled` with which training continues. None: it has none.
+        opt_state: the state of an optimizer made with `loss_scaled`, with or without a guard.
+        guard: the guard of the `loss_scaled` with which training continues. None if it has none.
 
     Raises:
-        PolicyError: for what is not a guard.
-        UsageError: for another state.
+        PolicyError: if `guard` is not a guard.
+        UsageError: if `opt_state` is not the state of `loss_scaled`.
 
     >>> import jax.numpy as jnp, optax
     >>> from preamp.guards import SpikeGuard
@@ -328,11 +327,8 @@ def restart_guard(opt_state: LossScaledState, guard: Guard[Any] | None) -> LossS
 def last_step(opt_state: LossScaledState) -> Step | None:
     """Return the record of the last step, read to the host; None before the first.
 
-    The loss is in it where it is known: `step` knows it, the gradients of `scaled_value_and_grad` carry it,
-    and for others, such as those that `map` returns, pass it as `update(..., value=loss)`.
-
-    It warns (UserWarning) if a guard that uses the loss was not given one in that step, and if devices that
-    took the step together were given different ones. A compiled step cannot.
+    The record has the loss if it is known: `step` knows it, and the gradients of `scaled_value_and_grad`
+    carry it. For other gradients, such as those that `map` returns, pass it as `update(..., value=loss)`.
 
     Args:
         opt_state: the state of an optimizer made with `loss_scaled`, after the step.
@@ -340,6 +336,10 @@ def last_step(opt_state: LossScaledState) -> Step | None:
     Raises:
         UsageError: for another state, and inside a function that JAX transforms.
         PolicyError: for a loss scale that is not a finite number above 0, with which every step is skipped.
+
+    Warns:
+        UserWarning: if a guard that uses the loss was not given one in that step, and if devices that took
+            the step together were given different ones. A compiled step cannot warn.
     """
     if isinstance(opt_state, LossScale):
         raise UsageError(
@@ -364,11 +364,11 @@ def last_step(opt_state: LossScaledState) -> Step | None:
 
 
 def _warn_of_losses(guard: GuardRecord[Array], lacked_loss: bool) -> None:
-    """Warn if the guard was not given the loss that it uses, or another one on each device."""
+    """Warn if the guard was not given the loss that it uses, or was given different ones on the devices."""
     if lacked_loss:
         warnings.warn(
-            "the guard in opt_state uses the loss, and the last step came without one: its gradients had "
-            "lost it, as in map, and no value= was given. Losses are not judged in such steps. Write "
+            "the guard in opt_state uses the loss, and the last step had none: its gradients had lost it, "
+            "as after map, and no value= was given. The guard does not judge the loss in such steps. Write "
             "apply_gradients(optimizer, scaled, opt_state, params, value=value) or update(scaled, opt_state, "
             "params, value=value), with the value that scaled_value_and_grad returned.",
             UserWarning,
@@ -377,8 +377,8 @@ def _warn_of_losses(guard: GuardRecord[Array], lacked_loss: bool) -> None:
     losses = [shard.data for shard in getattr(guard.loss, "addressable_shards", ())]
     if len(losses) > 1 and len({np.asarray(loss).tobytes() for loss in jax.device_get(losses)}) > 1:
         warnings.warn(
-            "the guard was given another loss on each device, in a step that they took together. Some may "
-            "skip a step that others take, and their parameters differ from then on. Write "
+            "the guard was given different losses on the devices, in a step that they took together. Some "
+            "may skip a step that others take, and then their parameters differ. Write "
             'scaled_value_and_grad(loss_fn, axis_name="data"), which averages value and gradients, or pass '
             'value=jax.lax.pmean(value, "data"), with the name of your axis.',
             UserWarning,
@@ -387,26 +387,27 @@ def _warn_of_losses(guard: GuardRecord[Array], lacked_loss: bool) -> None:
 
 
 def check_exhausted(opt_state: LossScaledState, policy: Policy[Any]) -> None:
-    """Raise the error that a compiled step could not, if the policy has given up or the state is invalid.
+    """Raise the error that a compiled step cannot raise, if the policy has given up or the state is invalid.
 
-    A restored state is an array like any other, which no compiled step can check. Call this once after
-    restoring a checkpoint.
+    A compiled step cannot check the arrays of a restored state. Call this once after restoring a checkpoint.
 
     Args:
         opt_state: the state of an optimizer made with `loss_scaled`.
         policy: the one that `loss_scaled` was given.
 
     Raises:
-        ScaleExhausted: if the policy has given up, with the scale at which it did so first.
+        ScaleExhausted: if the policy has given up, with the scale at which it first did.
         PolicyError: for a scale that is not a finite number above 0, and for a count below 0.
         UsageError: for another state, one that was cast to another dtype, and inside a function that JAX
             transforms.
-        UserWarning: a warning, for a scale outside the policy's bounds. Nothing else reports it: `last_step`
+
+    Warns:
+        UserWarning: for a scale outside the policy's bounds. Nothing else reports it, because `last_step`
             does not know the policy.
     """
     if isinstance(opt_state, LossScale):
         raise UsageError(
-            "check_exhausted was given a LossScale, which has its policy with it. Write "
+            "check_exhausted was given a LossScale, which knows its policy. Write "
             "loss_scale.check_exhausted()."
         )
     state = find(opt_state)

@@ -28,23 +28,23 @@ def apply_gradients(
     params: Params,
     **extra: object,
 ) -> tuple[Params, LossScaledState]:
-    """Return the parameters and the optimizer's state after a step, both as they were if it is skipped.
+    """Return the parameters and the optimizer's state after a step, both unchanged if it is skipped.
 
     Under `jit` the whole update, `optax.apply_updates` included, is one branch of one conditional.
 
     Args:
-        optimizer: what `loss_scaled` returned, not a transformation with that inside.
-        scaled_gradients: of `scaled_value_and_grad`, a tree like `params`.
-        opt_state: of `optimizer.init(params)`.
+        optimizer: what `loss_scaled` returned, not a transformation that contains it.
+        scaled_gradients: from `scaled_value_and_grad`, with the tree structure of `params`.
+        opt_state: from `optimizer.init(params)` or the previous step.
         params: a tree of arrays.
-        extra: more arguments of the inner optimizer's `update`, such as `value`, which is also recorded as
-            the step's loss and judged by the guard. Where gradients were averaged over devices by hand,
-            average it too: ``value=lax.pmean(value, axis)``. A `grad` may be `ScaledGradients`; by default
-            it is the gradients of this step.
+        extra: further arguments of the inner optimizer's `update`. `value` is also recorded as the step's
+            loss and judged by the guard; where gradients were averaged over devices by hand, average it too:
+            ``value=lax.pmean(value, axis)``. `grad` may be `ScaledGradients`; by default it is the gradients
+            of this step.
 
     Raises:
-        UsageError: for an optimizer or a state that is not of `loss_scaled`, gradients without a scale, and
-            gradients that are not a tree like the parameters.
+        UsageError: for an optimizer or a state that is not from `loss_scaled`, gradients without a scale, and
+            gradients whose tree differs from that of the parameters.
     """
     if params is None:
         raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
@@ -65,32 +65,32 @@ def step(
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """Return a training step: ``step(params, opt_state, *args) -> value, params, opt_state``.
 
-    With `has_aux` the first is (value, aux). Compile it: ``jax.jit(step, donate_argnums=(0, 1))``. Where
+    With `has_aux` the first is (value, aux). Compile it: ``jax.jit(step, donate_argnums=(0, 1))``. If
     parameters are sharded over explicit axes, make the state with ``jax.jit(optimizer.init)(params)``.
 
     A model's state, such as the running statistics of a batch norm, goes in as an argument and comes back in
     aux. On a skipped step it comes back unchanged; otherwise an overflow in the forward pass would leave inf
     or NaN in it for good. New state is recognized in aux as a dictionary, module or other node with names
-    that has all entries of one argument, or of a part of it, by path and shape. Other entries of it, such as
+    that has all entries of one argument, or of a part of it, by path and shape. Its other entries, such as
     metrics, are returned as they were computed. A node that has only some of the entries is an error.
 
     Args:
-        loss_fn: a function of the parameters and what else the step is given, by position or by name, to a
-            floating scalar; or to a pair of it and anything. Of `optax.LookaheadParams` it is given the fast
+        loss_fn: takes the parameters and the other arguments of the step, by position or by name, and returns
+            a floating scalar, or a pair of it and anything. Of `optax.LookaheadParams` it is given the fast
             ones.
-        optimizer: what `loss_scaled` returned, not a transformation with that inside. Its `update` is given
-            `value`, `grad` and `value_fn` as well, for what takes them.
+        optimizer: what `loss_scaled` returned, not a transformation that contains it. Inner optimizers that
+            take `value`, `grad` and `value_fn` are given them.
         has_aux: whether `loss_fn` returns a pair.
-        axis_name: the axis of `pmap` or `shard_map` along which devices have other examples, or a tuple of
-            them: value and gradients are averaged.
-        keep_state: whether state in aux comes back unchanged on a skipped step. None: where it is recognized.
-            True: there has to be state, and single entries with the path and shape of an argument's are state
-            too. False: aux is what the loss function returned.
+        axis_name: the axis of `pmap` or `shard_map` along which devices have different examples, or a tuple
+            of them. Value and gradients are averaged over it.
+        keep_state: whether state in aux comes back unchanged on a skipped step. None: wherever it is
+            recognized. True: there has to be state, and single entries with the path and shape of an
+            argument's entry are state too. False: aux is what the loss function returned.
 
     Raises:
         UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; for state
-            in aux that could be that of several arguments or agrees with one only in part, and for
-            `keep_state=True` without any.
+            in aux that could belong to several arguments, or that has only some entries of one; and for
+            `keep_state=True` without any state.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from preamp.jax import last_step, loss_scaled
@@ -143,7 +143,7 @@ def _scaling(optimizer: object) -> Scaling:
         maker = getattr(getattr(optimizer, "init", optimizer), "__qualname__", repr(optimizer)).split(".")[0]
         raise UsageError(
             f"the optimizer was made by {shown(maker)}, not by loss_scaled, which has to be the outermost: "
-            "what is around it would be given gradients that are still scaled, or run on skipped steps. "
+            "a transformation around it would be given scaled gradients, or run on skipped steps. "
             "Write loss_scaled(optimizer) around the whole optimizer, such as loss_scaled(optax.chain(...)) "
             "or loss_scaled(optax.MultiSteps(inner, k))."
         )

@@ -42,11 +42,11 @@ def loss_scaled(
     axis_name: Hashable = None,
     guard: Guard[Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation of `ScaledGradients`: it unscales, checks, clips, and skips what is not finite.
+    """Return a transformation of `ScaledGradients` that unscales, checks and clips, and skips overflows.
 
-    On a skipped step the inner state keeps every bit, and the updates are negative zeros, which change no
-    bit of a parameter. The inner transformation is given gradients and parameters in float32 where they are
-    narrower; float64 and complex stay.
+    On a skipped step the inner state does not change in any bit, and the updates are negative zeros, which
+    change no bit of a parameter. The inner transformation is given gradients and parameters in float32 where
+    they are narrower; float64 and complex stay as they are.
 
     The loss to differentiate is scaled by `policy_state.scale`: `step` and `scaled_value_and_grad` do that.
     `update` takes what `scaled_value_and_grad` returns, and unscales it with the scale that it carries. Plain
@@ -54,7 +54,7 @@ def loss_scaled(
     `ScaledGradients(gradients, scale)`. A trainer that takes gradients apart (`nnx.Optimizer`) passes the
     scale separately: ``update(scaled.gradients, state, params, loss_scale=scaled.scale)``.
 
-    `loss_scaled` has to be the outermost transformation: all else belongs inside, as in
+    `loss_scaled` has to be the outermost transformation. Everything else belongs inside, as in
     ``loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))``. In a chain, a
     transformation before `loss_scaled` would be given scaled gradients, and one after it would run on skipped
     steps. `step`, `apply_gradients`, `scaled_value_and_grad` and `last_step` refuse the state of such a
@@ -65,18 +65,18 @@ def loss_scaled(
         policy: any policy or dialect of preamp. None: `Dynamic()`.
         max_norm: clip the unscaled gradients to this global L2 norm, as `optax.clip_by_global_norm` does.
             None and inf do not clip.
-        axis_name: the mapped axis, or a tuple of them, along which devices hold other gradients: shards
-            of parameters. They then skip together, and the norm is that of all. Leave it out
-            where gradients have been averaged over devices, and under `jit` with sharded arrays.
-        guard: any guard or dialect of `preamp.guards`: it skips steps whose gradients are finite, by their
-            loss and by their norm before clipping. One that uses the loss is given it by `step`, and by the
-            gradients of `scaled_value_and_grad`; elsewhere write ``update(..., value=loss)``. Devices that
-            take the same step have to be given the same loss: where gradients are averaged by hand, in `pmap`
-            or in `shard_map` with ``check_vma=False``, write ``value=lax.pmean(loss, axis)``.
+        axis_name: the mapped axis, or a tuple of them, along which devices hold shards of the parameters, and
+            so different gradients. They then skip together, and the norm is taken over all of them. Leave it
+            out where gradients have been averaged over devices, and under `jit` with sharded arrays.
+        guard: any guard or dialect of `preamp.guards`. It also skips steps whose gradients are finite, judged
+            by their loss and by their norm before clipping. A guard that uses the loss gets it from `step`,
+            and from the gradients of `scaled_value_and_grad`; elsewhere write ``update(..., value=loss)``.
+            Devices that take the same step have to be given the same loss: where gradients are averaged by
+            hand, in `pmap` or in `shard_map` with ``check_vma=False``, write ``value=lax.pmean(loss, axis)``.
 
     Raises:
         PolicyError: for a policy, norm or guard that cannot work.
-        UsageError: for an `inner` that is not a transformation, or scales losses already.
+        UsageError: for an `inner` that is not a transformation, or that already scales losses.
 
     >>> import jax.numpy as jnp, optax
     >>> from preamp import Dynamic
@@ -129,13 +129,13 @@ def _checked_norm(max_norm: object) -> float | None:
 
 
 class Backward(NamedTuple):
-    """What the backward pass of one step gave.
+    """The results of the backward pass of one step.
 
     Attributes:
-        gradients: a tree of scaled gradients; where there is a `finish`, the same entries in another order or
-            a narrower dtype.
-        scale: the scale that was in the loss.
-        loss: not scaled.
+        gradients: a tree of scaled gradients; with a `finish`, the same entries in another order or a
+            narrower dtype.
+        scale: the scale that the loss was multiplied by.
+        loss: the unscaled loss.
         finish: turns the leaves into those of the gradients; called where the step is not skipped.
         loss_is_known: whether the loss is certain not to be `UNKNOWN_LOSS`.
         loss_names: axes over which the gradients were summed, and the loss may not have been.
@@ -170,7 +170,7 @@ class Scaling:
         first, inner = start(self.policy, self.guard), self.inner.init(trees.widen(params))
         if states_in(inner):
             raise UsageError(
-                "the optimizer inside scales losses already: gradients would be unscaled twice. "
+                "the optimizer inside already scales losses: gradients would be unscaled twice. "
                 "Write loss_scaled around the whole optimizer, once."
             )
         return LossScaledState(**first._asdict(), inner_state=inner, loss=as_loss(None))
@@ -187,9 +187,10 @@ class Scaling:
         gradients, extra = with_scale(scaled, extra, self.guard)
         if caller := optax_caller():
             raise UsageError(
-                f"the update of loss_scaled was called by {caller}: what is around loss_scaled is given "
-                "gradients that are still scaled, or runs on skipped steps too. Write loss_scaled around the "
-                "whole optimizer, such as loss_scaled(optax.chain(...)) or loss_scaled(optax.lookahead(...))."
+                f"the update of loss_scaled was called by {caller}: a transformation around loss_scaled "
+                "is given gradients that are still scaled, or runs on skipped steps too. Write loss_scaled "
+                "around the whole optimizer, such as loss_scaled(optax.chain(...)) or "
+                "loss_scaled(optax.lookahead(...))."
             )
         check_gradients(gradients.gradients, params)
         skipped = self._skipped_updates(gradients.gradients, state, params, extra)
@@ -217,10 +218,10 @@ class Scaling:
         """Return the parameters and the state after the step.
 
         Args:
-            backward: gradients like `params`.
-            state: before the step, checked.
-            params: before the step.
-            extra: for the inner optimizer.
+            backward: its gradients have the tree structure of `params`.
+            state: the state before the step, checked.
+            params: the parameters before the step.
+            extra: arguments for the inner optimizer.
         """
 
         def applied(updates: object, params: object) -> object:
@@ -294,10 +295,10 @@ class Scaling:
         return result, LossScaledState(**scaler_state._asdict(), inner_state=inner, loss=measured.loss)
 
     def _guard_told(self, backward: Backward, loss: Array) -> Guard[Any] | None:
-        """Return the guard, one that copes with a loss that may be missing where that cannot be known yet.
+        """Return the guard, or one that tolerates a missing loss if it is not known yet whether there is one.
 
         Raises:
-            UsageError: for a loss that the guard uses and that is known to be missing.
+            UsageError: if the guard uses the loss and the loss is known to be missing.
         """
         if self.guard is None or "loss" not in self.guard.uses or backward.loss_is_known:
             return self.guard
@@ -320,7 +321,7 @@ class Scaling:
         """Return the inner optimizer's updates and its state, in the dtypes that the state had.
 
         Raises:
-            UsageError: for a state that is not one of these parameters.
+            UsageError: for a state that does not belong to these parameters.
         """
         like = params if params is not None else gradients
         try:
@@ -331,8 +332,8 @@ class Scaling:
         except Exception as error:
             if isinstance(error, TypeError) and "required keyword-only" in str(error):
                 raise UsageError(
-                    f"the optimizer inside loss_scaled asks for more arguments: {error}. Write "
-                    "step(loss_fn, optimizer), which gives them, or apply_gradients(optimizer, scaled, "
+                    f"the optimizer inside loss_scaled needs more arguments: {error}. Write "
+                    "step(loss_fn, optimizer), which passes them, or apply_gradients(optimizer, scaled, "
                     "opt_state, params, value=value, value_fn=lambda params: loss_fn(params, ...))."
                 ) from error
             _check_inner_state(error, self.inner.init, like, inner_state)
@@ -344,14 +345,14 @@ class Scaling:
         return updates, after
 
     def _accepted(self, extra: dict[str, object]) -> dict[str, object]:
-        """Return arguments without those that we offer to every optimizer and this one does not take."""
+        """Return arguments without those that we offer to every optimizer but that this one does not take."""
         taken = inspect.signature(self.inner.update).parameters
         if inspect.Parameter.VAR_KEYWORD in [parameter.kind for parameter in taken.values()]:
             return extra
         return {name: value for name, value in extra.items() if name not in OFFERED or name in taken}
 
     def check_state(self, state: object) -> LossScaledState:
-        """Return a state, checked; raise for one of another optimizer, another policy or other dtypes."""
+        """Return a state after checking that optimizer, policy and dtypes are those of this object."""
         state = check(state)
         self._check_guard(state)
         has_peak = "peak" in self.policy.needs
@@ -366,34 +367,34 @@ class Scaling:
         return state
 
     def _check_guard(self, state: LossScaledState) -> None:
-        """Raise for a state of another guard, or of one where there is none."""
+        """Raise for the state of another guard, and if only one of optimizer and state has a guard."""
         record, guard = state.guard, self.guard
         if record is None and guard is None:
             return
         if guard is None:
             raise UsageError(
-                "opt_state has the state of a guard, and the optimizer has none: spikes would be taken. "
+                "opt_state has the state of a guard and the optimizer has none: spikes would not be skipped. "
                 "Write loss_scaled(..., guard=guard) with the guard that it was made with, or opt_state = "
                 "restart_guard(opt_state, None)."
             )
         if record is None:
             raise UsageError(
                 f"opt_state has no state of {guard!r}: it was made without a guard. Write opt_state = "
-                "restart_guard(opt_state, guard), which keeps all else."
+                "restart_guard(opt_state, guard), which keeps everything else."
             )
         first = guard.start()
         if type(record.state) is not type(first) or _guard_shapes(record.state) != _guard_shapes(first):
             raise UsageError(
                 f"the guard's state in opt_state, {kind_of(record.state)}, is not that of {guard!r}: it was "
-                "made by another guard, or by the same with another window. Write opt_state = "
-                "restart_guard(opt_state, guard), which keeps all else; or restore with "
+                "made by another guard, or by the same guard with another window. Write opt_state = "
+                "restart_guard(opt_state, guard), which keeps everything else; or restore with "
                 "optimizer.init(params) as the template, if a file has lost the types."
             )
 
 
 @dataclass(frozen=True, repr=False)
 class _WhereKnown(Guard[Any]):
-    """A guard whose losses may be `UNKNOWN_LOSS`: then the norm decides alone, and no loss is remembered."""
+    """A guard whose loss may be `UNKNOWN_LOSS`: then the norm alone decides, and no loss is remembered."""
 
     guard: Guard[Any]
 
@@ -444,7 +445,7 @@ def with_scale(
     Args:
         scaled: what an update was given as gradients.
         extra: its other arguments.
-        guard: that of the optimizer.
+        guard: the guard of the optimizer.
 
     Raises:
         UsageError: for gradients without a scale, which may be scaled or not; for two scales; for
@@ -457,14 +458,14 @@ def with_scale(
     if isinstance(scaled, ScaledGradients):
         if extra.get("loss_scale") is not None:
             raise UsageError(
-                "loss_scale= was given beside ScaledGradients, which carry their scale. Write update(scaled, "
+                "loss_scale= was given with ScaledGradients, which carry their scale. Write update(scaled, "
                 "state, params), or update(scaled.gradients, state, params, loss_scale=scale) to replace it."
             )
         return single(scaled), others
     if extra.get("loss_scale") is not None:
         return ScaledGradients(scaled, extra["loss_scale"]), others
     raise UsageError(
-        f"the gradients given to loss_scaled, {kind_of(scaled)}, have no loss scale with them: those "
+        f"the gradients given to loss_scaled, {kind_of(scaled)}, carry no loss scale: those "
         "of jax.grad are not scaled at all, and would be divided by the loss scale. Write value, scaled = "
         "scaled_value_and_grad(loss_fn)(opt_state, params, ...) and update(scaled, opt_state, params), or "
         "step(loss_fn, optimizer) for all of it. For a loss that was scaled by hand: "
@@ -497,8 +498,8 @@ def check_gradients(gradients: object, params: object) -> None:
 
     Args:
         gradients: a tree.
-        params: a tree; None, where an optimizer is not given any, is not checked. Of `LookaheadParams` it is
-            the fast ones that have gradients.
+        params: a tree; None, where an optimizer is not given any, is not checked. In `LookaheadParams` the
+            fast ones have gradients.
 
     Raises:
         UsageError: with the first leaf that is missing, None, of another shape, or too many.
@@ -536,13 +537,13 @@ def check_gradients(gradients: object, params: object) -> None:
 def _check_inner_state(
     error: Exception | None, init: Callable[..., object], params: object, state: object
 ) -> None:
-    """Raise what is wrong with an inner optimizer's state, if it is not that of these parameters.
+    """Explain what is wrong with an inner optimizer's state, if it does not belong to these parameters.
 
     Args:
         error: what the inner optimizer raised.
-        init: of the inner optimizer.
-        params: float32 where they were narrower.
-        state: the inner optimizer's.
+        init: the `init` of the inner optimizer.
+        params: the parameters, in float32 where they were narrower.
+        state: the state of the inner optimizer.
 
     Raises:
         UsageError: with the first leaf that is missing, or not as `init` makes it.
@@ -556,7 +557,7 @@ def _check_inner_state(
         ours, theirs = expected.get(name), given.get(name)
         if _what(ours) != _what(theirs):
             raise UsageError(
-                f"opt_state.inner_state{name} is {_what(theirs)}, and for these parameters it has to be "
+                f"opt_state.inner_state{name} is {_what(theirs)}, but for these parameters it must be "
                 f"{_what(ours)}: the state belongs to other parameters or to another optimizer, or lost its "
                 "types in a file. Write optimizer.init(params), or restore with it as the template."
             ) from error
