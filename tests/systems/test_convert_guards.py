@@ -327,7 +327,7 @@ def test_folders_of_preamp_deepspeed_are_of_pytorchs_format(
             assert "preamp.deepspeed saved it" in said
             assert ("Write --from torch." in said) == (bool(config) or guard is not None)
         if not config and guard is None:
-            assert "from a training without a loss scale and without a guard" in said
+            assert "in a training without a loss scale and without a guard" in said
             continue
         line = line_of(capsys, folder, "TORCH", out, "TORCH")
         assert (", the guard's state from optimizer.loss_scale_optimizer.scaler" in line) == bool(guard)

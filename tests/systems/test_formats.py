@@ -239,10 +239,10 @@ def test_what_lacks_an_entry_or_is_something_else_is_refused(name: str) -> None:
     entries = saved.get("loss_scaler0", saved)
     needed = {*dialect.known_format().entries}
     for missing in needed:
-        with pytest.raises(CheckpointError, match=f"{dialect.system} saves: that has the entries"):
+        with pytest.raises(CheckpointError, match=f"{dialect.system} saves, which has the entries"):
             dialect.load({key: value for key, value in entries.items() if key != missing})
     for other in ({}, [], None, "saved", 65536.0, object()):
-        with pytest.raises(CheckpointError, match="saves: that has the entries"):
+        with pytest.raises(CheckpointError, match="saves, which has the entries"):
             dialect.load(other)
 
 

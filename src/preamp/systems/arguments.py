@@ -28,11 +28,11 @@ UNUSED: dict[str, Any] = {
 
 
 def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) -> Policy[Any]:
-    """Return the policy that was given, or that of a dialect.
+    """Return the policy that was given, or the policy of a dialect.
 
     Args:
         policy: what the user gave.
-        instead: the arguments that describe a rule as well, each with its default.
+        instead: the other arguments that describe a rule, each with its default.
     """
     if not isinstance(policy, Policy):
         raise PolicyError(
@@ -78,16 +78,16 @@ def check_counts(saved: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def is_out_of_bounds(policy: object, scale: float) -> bool:
-    """Return whether a scale is outside the floor and the ceiling of a policy."""
+    """Return whether a scale is below the floor or above the ceiling of a policy."""
     return _bound_crossed(policy, scale) is not None
 
 
 def warn_if_out_of_bounds(policy: object, scale: float, instead: str, *, of: str = "checkpoint") -> None:
-    """Warn of a scale to resume from that is outside the floor and the ceiling of the policy.
+    """Warn of a scale to resume from that is below the floor or above the ceiling of the policy.
 
     Args:
         policy: the rule; one without bounds allows any scale.
-        scale: the one to resume from.
+        scale: the scale to resume from.
         instead: what to write to start inside the bounds, with `{bound}` in place of the number.
         of: where the scale comes from.
     """
@@ -109,7 +109,7 @@ def warn_if_out_of_bounds(policy: object, scale: float, instead: str, *, of: str
 def _bound_crossed(policy: object, scale: float) -> tuple[str, str, float] | None:
     """Return the side, the name and the value of the bound that a scale crosses; None inside.
 
-    With `Compat(bounds="moves")` the first scale may be outside: scales up to that one are allowed.
+    With `Compat(bounds="moves")` the first scale may be outside; then scales up to that one are allowed.
     """
     floor, ceiling = getattr(policy, "min_scale", None), getattr(policy, "max_scale", None)
     first = getattr(policy, "init_scale", scale)

@@ -74,9 +74,9 @@ class Dialect(Policy[Any], Generic[P]):
         """Return the state from which the system would have resumed.
 
         Args:
-            saved: what the system saves, such as a `state_dict`: by name, or an object with such
+            saved: what the system saves, such as a `state_dict`: a mapping by name, or an object with such
                 attributes. Numbers may be scalars of any framework.
-            policy: this dialect's, for the settings that the system does not save. Default: its own.
+            policy: a policy of this dialect, for settings that the system does not save. Default: its own.
 
         Returns:
             The state, for the policy that `load_policy` returns for the same arguments.
@@ -86,8 +86,8 @@ class Dialect(Policy[Any], Generic[P]):
             PolicyError: for invalid saved settings.
 
         Warns:
-            LossyConversion: of what preamp saved besides the system's entries and a state of this dialect
-                cannot hold, such as the memory of a `Headroom` or the state of a guard.
+            LossyConversion: for what preamp saved besides the system's entries, if a state of this dialect
+                cannot hold it, such as the memory of a `Headroom` or the state of a guard.
         """
         state = self.load_quietly(saved, policy)
         entries = self._entries(saved)
@@ -134,7 +134,7 @@ class Dialect(Policy[Any], Generic[P]):
             PolicyError: for a rule that the system does not have.
 
         Warns:
-            LossyConversion: of what the system does not save, or does differently.
+            LossyConversion: for what the system does not save, or does differently.
         """
         saved, lost = self.dump_and_tell(state, policy)
         if lost:
@@ -219,7 +219,7 @@ class Dialect(Policy[Any], Generic[P]):
         if entries is None:
             names = ", ".join(form.entries)
             raise CheckpointError(
-                f"this is not what {self.system} saves: that has the entries {names}. "
+                f"this is not what {self.system} saves, which has the entries {names}. "
                 f"Write {self!r}.load(part) with the part of the checkpoint that has them."
             )
         return entries
@@ -257,9 +257,9 @@ def _nearest_rule(policy: Policy[Any]) -> Policy[Any]:
 
 
 def _counted_as(own: Policy[Any], state: Any, given: Policy[Any]) -> Any:
-    """Return a state of `given` with the same number of clean steps left to a growth under `own`.
+    """Return a state of `given` with as many clean steps left to a growth as `state` has under `own`.
 
-    Rules differ in how many clean steps at the start they do not count.
+    Rules differ in how many clean steps they leave uncounted at the start.
     """
     theirs, ours = compat_of(given).growth_delay, compat_of(own).growth_delay
     return state if theirs == ours else state._replace(good=max(state.good - theirs + ours, 0.0))
@@ -288,7 +288,7 @@ def _consequence(name: str, here: Any, there: Any) -> str:
 
 
 def unused_of(remembered: Mapping[str, Any]) -> list[str]:
-    """List what was remembered for another policy, except for numbers that are still 0."""
+    """List what was remembered for another policy, except numbers that are still 0."""
     left = {name: value for name, value in remembered.items() if name not in SHARED and value}
     return [f"{name}={value!r}" for name, value in left.items()]
 

@@ -7,8 +7,8 @@ A dialect is a policy with that system's defaults; calling it takes that system'
 >>> DEEPSPEED(hysteresis=4, min_scale=0.5).hysteresis
 4
 
-The rules were read in the releases named beside each dialect and are compared with them in the tests, all
-but APEX, ONEFLOW and TF1, whose originals could not be run.
+The rules were read in the releases named with each dialect. The tests compare them with these releases,
+except for APEX, ONEFLOW and TF1, whose originals could not be run.
 """
 
 from __future__ import annotations
@@ -427,7 +427,7 @@ def ONEFLOW(
 
 @dialect(
     "tf.contrib exponential update, TensorFlow 1.15",
-    "Backs off by 0.8 and only on every second overflow, clean steps between them or not.",
+    "Backs off by 0.8 and only on every second overflow, even with clean steps between them.",
 )
 def TF1(
     *,

@@ -1,6 +1,6 @@
-"""A scaler's state in variables, as over Keras and tf_keras: their names, and checks of loaded values.
+"""A scaler's state in variables, as with Keras and tf_keras: their names, and checks of loaded values.
 
-Keras, tf_keras and `tf.train.Checkpoint` save such variables like any other, and anything can be loaded.
+Keras, tf_keras and `tf.train.Checkpoint` save such variables like any other, and may load anything into them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ GUARD_NAMES = {
 }
 TRACKED_GUARD = "guard_"  # begins the name of the object that has a guard's state in a `tf.train.Checkpoint`
 OTHER_GUARD = (
-    "the saved state belongs to another guard, or to the same with another window. To resume from it write "
-    "guard= as in the run that saved it."
+    "the saved state belongs to another guard, or to the same guard with another window. To resume from it "
+    "write guard= as in the run that saved it."
 )
 
 S = TypeVar("S", bound=Any)  # a policy's state, a NamedTuple of floats
 
 
 class KnownState(Generic[S]):
-    """The policy's state that is known to be valid, to notice when the variables have other values.
+    """The last policy state that is known to be valid, to notice when the variables have other values.
 
     Args:
-        state: the first one.
+        state: the first state.
         remedy: what to write to start inside the policy's bounds, with `{bound}` in place of the number.
 
     Attributes:
@@ -51,11 +51,13 @@ class KnownState(Generic[S]):
         self._is_outside = False
 
     def resume(self, policy: Policy[S], saved: Mapping[str, Any]) -> S:
-        """Return the state for saved numbers. Those that are missing start again.
+        """Return the state for saved numbers. Missing numbers start again.
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
-            UserWarning: a warning, for a scale outside the policy's bounds.
+
+        Warns:
+            UserWarning: for a scale outside the policy's bounds.
         """
         self.state = check_resumed(policy, saved, self._remedy)
         self._is_outside = is_out_of_bounds(policy, self.state.scale)  # the user has been warned
@@ -70,7 +72,9 @@ class KnownState(Generic[S]):
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
-            UserWarning: a warning, once, for a scale outside the policy's bounds.
+
+        Warns:
+            UserWarning: once, for a scale outside the policy's bounds.
         """
         state = type(self.state)(*values)
         if state == self.state:
@@ -90,8 +94,8 @@ def guard_leaves(state: Any) -> dict[str, Any]:
 def checkpoint_key(guard: Guard[Any]) -> str:
     """Return the name that the state of a guard has in a `tf.train.Checkpoint`.
 
-    TensorFlow restores variables by name, and fails for another shape. So the name depends on the names and
-    lengths in the state: the state of another guard is not restored into this one's, not even in part.
+    TensorFlow restores variables by name, and fails if the shape differs. So the name depends on the names
+    and lengths in the state: no part of the state of another guard is restored into this one's.
     """
     lengths = [(name, len(leaf) if isinstance(leaf, tuple) else 0) for name, leaf in leaves_of(guard.start())]
     return f"{TRACKED_GUARD}{zlib.crc32(repr(lengths).encode()):08x}"
@@ -102,7 +106,7 @@ def warn_if_other_guard(guard: Guard[Any] | None, name: str) -> None:
 
     Args:
         guard: the rule, if there is one.
-        name: any name beside which `checkpoint_key` may be.
+        name: any name in the checkpoint; others are ignored.
     """
     if not name.startswith(TRACKED_GUARD):
         return
@@ -116,15 +120,15 @@ def warn_if_other_guard(guard: Guard[Any] | None, name: str) -> None:
 
 
 def has_guard(saved: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer with a guard saved this, by name."""
+    """Return whether an optimizer with a guard saved these values, which are by name."""
     return GUARD_NAMES["taken"] in saved or bool(nested_guard(saved))
 
 
 def warn_of_dropped_guard() -> None:
     """Warn that a guard's state is not loaded, because there is no guard."""
     warnings.warn(
-        "The checkpoint holds the state of a guard, and this optimizer has none: spikes are taken. Write "
-        "LossScaleOptimizer(..., guard=SpikeGuard()), with the guard that was saved, and load it again.",
+        "The checkpoint holds the state of a guard, and this optimizer has none: spikes are not skipped. "
+        "Write LossScaleOptimizer(..., guard=SpikeGuard()), with the guard that was saved, and load again.",
         stacklevel=level_of_caller("keras", "tensorflow", "tf_keras"),
     )
 
@@ -132,11 +136,12 @@ def warn_of_dropped_guard() -> None:
 def resumed_guard(guard: Guard[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the guard's state for what was saved, by the names of `guard_leaves`.
 
-    Without a guard's state among it the guard starts; so it does, with a warning, if it is another guard's.
+    If the saved values include no guard's state, or with a warning that of another guard, the guard starts
+    anew.
 
     Args:
         guard: the rule.
-        saved: by name, vectors as lists; other names are left out.
+        saved: values by name, vectors as lists; other names are ignored.
     """
     start, state = guard.start(), nested_guard(saved)
     if not state:

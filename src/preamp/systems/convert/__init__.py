@@ -25,7 +25,7 @@ class Conversion(NamedTuple):
         state: the state that was converted.
         policy: the policy that was saved with it, with the origin's defaults for what was not saved.
         lost: what the target's format cannot hold, as text.
-        equal: the other places in the file where an equal state was found.
+        equal: the other places in the file where the same state was found.
         assumed: the settings that the origin's checkpoints do not hold, as "name=default".
         guards: the number of optimizers for which a guard's state was carried.
     """
@@ -40,10 +40,10 @@ class Conversion(NamedTuple):
 
     @property
     def counts(self) -> dict[str, float]:
-        """The numbers of the state by name, `good` counted from where clean steps count towards a growth.
+        """The numbers of the state by name. `good` counts the clean steps that count towards a growth.
 
-        They are the same on both sides of a conversion between a system that counts every clean step and
-        one that leaves the first after an overflow uncounted, such as DeepSpeed.
+        A conversion does not change them, even between a system that counts every clean step and one that
+        does not count the first after an overflow, such as DeepSpeed.
         """
         counts: dict[str, float] = self.state._asdict()
         return {**counts, "good": max(counts["good"] - compat_of(self.policy).growth_delay, 0.0)}
@@ -60,7 +60,7 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
         target: the dialect that will load it.
 
     Raises:
-        CheckpointError: for a file that cannot be read, or holds no such state, or several.
+        CheckpointError: for a file that cannot be read, or holds no such state, or several that differ.
         PolicyError: for a rule that the target does not have.
         UsageError: for an `out` that exists, or has another suffix.
         MissingExtra: if the library that reads or writes such files is absent.

@@ -1,4 +1,4 @@
-"""Read checkpoint files as trees of mappings; their first bytes tell the kind.
+"""Read checkpoint files as trees of mappings. The first bytes of a file tell what kind it is.
 
 Nothing in a file is executed. PyTorch's pickles go through its `weights_only` unpickler, which makes tensors
 and plain containers. Objects of the few libraries that put their own into checkpoints become empty shells
@@ -52,7 +52,7 @@ def read(path: Path) -> Any:
     except ImportError as error:
         raise MissingExtra.of(error) from error
     except pickle.UnpicklingError as error:  # its message advises to execute the file
-        raise CheckpointError(f"{path} is broken, or more than tensors and plain containers.") from error
+        raise CheckpointError(f"{path} is broken, or has more than tensors and plain containers.") from error
     except Exception as error:  # a broken file: whatever its library raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason}") from error
@@ -93,7 +93,7 @@ def _archive(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
         if unpacked > MOST_GROWTH * path.stat().st_size + SMALL:  # neither PyTorch nor Keras packs at all
-            raise CheckpointError(f"{path} would be {unpacked:,} bytes unpacked, and is not read.")
+            raise CheckpointError(f"{path} would be {unpacked:,} bytes unpacked, so it is not read.")
         if WEIGHTS not in archive.namelist():
             return _torch(path)
         config = json.loads(archive.read(CONFIG))
@@ -118,7 +118,7 @@ def _torch(path: Path) -> Any:
 
 
 class _Shell:
-    """Stands in for an object of a library, or the function that makes one: attributes, and no code."""
+    """Stands in for an object of a library, or for the function that makes one: attributes without code."""
 
     def __new__(cls, *_: object, **__: object) -> _Shell:
         return object.__new__(cls)

@@ -18,7 +18,7 @@ class Found(NamedTuple):
     """A state in a checkpoint, the path to it, its policy, and what our own adapter saved with it.
 
     `guards` are the states of a guard, one for each optimizer. `equal` has the paths to the other places
-    where the same was found.
+    where the same state was found.
     """
 
     where: str
@@ -30,7 +30,7 @@ class Found(NamedTuple):
 
 
 def find(tree: object, dialect: Dialect[...], source: Path) -> Found:
-    """Return the only state in a checkpoint that a dialect can load; of equal ones the first."""
+    """Return the only state in a checkpoint that a dialect can load, or the first of equal ones."""
     dialect.known_format()
     found, problems = _loadable(tree, dialect)
     if not found:
@@ -40,7 +40,7 @@ def find(tree: object, dialect: Dialect[...], source: Path) -> Found:
     if any(_compared(one) != _compared(found[0]) for one in found):
         places = ", ".join(f"{one.where} ({one.state.scale:g})" for one in found)
         raise CheckpointError(
-            f"{source} holds loss scales that differ, at {places}. Save the right one in a file of its own."
+            f"{source} holds loss scales that differ, at {places}. Save the one to use in a file of its own."
         )
     return found[0]._replace(equal=tuple(one.where for one in found[1:]))
 
@@ -61,11 +61,11 @@ def _nothing(tree: object, dialect: Dialect[...], source: Path) -> CheckpointErr
             "min_scale and the other settings that PyTorch does not save are not in it: they are in the "
             "configuration's fp16 section."
             if known
-            else " preamp.deepspeed saved it, from a training without a loss scale and without a guard."
+            else " preamp.deepspeed saved it in a training without a loss scale and without a guard."
         )
     if not known and any("policy_state" in entries_of(node) for _, node in _nodes(tree)):
         hint = (
-            " preamp.jax saved it, and such states are not converted. Restore opt_state in JAX, and write "
+            " preamp.jax saved it, and its states are not converted. Restore opt_state in JAX, and write "
             "dialects.TORCH.dump(opt_state.policy_state, policy), or that of another dialect, to a file; a "
             "guard starts again there."
         )
@@ -94,7 +94,7 @@ def _loadable(tree: object, dialect: Dialect[...]) -> tuple[list[Found], list[Ex
 
 
 def _nodes(tree: object) -> Iterator[tuple[str, Any]]:
-    """Yield every node of a tree that has parts, once for each path to it; its parts only the first time."""
+    """Yield every node of a tree that has parts, once for each path to it, but its parts only once."""
     todo, visited = [("", tree)], set()
     while todo:
         where, node = todo.pop()

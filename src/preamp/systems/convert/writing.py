@@ -18,7 +18,7 @@ def check_name(path: Path) -> None:
     """Refuse a file that cannot be written, before anything is read.
 
     Raises:
-        UsageError: for a file that exists, whose folder does not, or with a suffix that is not in `WRITERS`.
+        UsageError: for a file that exists, a folder that does not, or a suffix that is not in `WRITERS`.
     """
     if path.suffix not in WRITERS:
         raise UsageError(
@@ -32,7 +32,7 @@ def check_name(path: Path) -> None:
 
 
 def write(path: Path, entries: dict[str, Any], dialect: Dialect[...]) -> None:
-    """Write entries, whole or not at all.
+    """Write all entries, or nothing if that fails.
 
     Raises:
         MissingExtra: if the library that writes such files is absent.

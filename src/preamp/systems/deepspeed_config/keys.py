@@ -19,7 +19,7 @@ class Key(NamedTuple):
     """A key and its valid values.
 
     Attributes:
-        kind: converts a value; raises ValueError saying what the value is not.
+        kind: converts a value; raises a ValueError that says what is wrong with it.
         default: the value of an absent key.
         example: what to write instead of an invalid value. None: the default.
         aliases: other names of the key.

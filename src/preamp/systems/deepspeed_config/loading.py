@@ -22,7 +22,7 @@ from preamp.systems.deepspeed_config.settings import AS_READ, SKIP_ONLY, Precisi
 from preamp.systems.dialects import TORCH
 
 Place: TypeAlias = tuple[str, ...]
-# A string or comment may lack its end: then it matches too, or the search would start again at every place.
+# A string or comment without an end matches too: otherwise the search would start again at every character.
 TEXT = r'("(?:\\.|[^"\\\n])*"?)'
 COMMENT = re.compile(TEXT + r"|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 LAST_COMMA = re.compile(TEXT + r"|(?<=[\"}\]\w])\s*,(?=\s*[}\]])")
@@ -139,7 +139,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _without_blanks(config: Mapping[str, Any], skip: bool) -> Mapping[str, Any]:
-    """Return a configuration in which nothing that is read is "auto"; refuse blanks that are left.
+    """Return a configuration without "auto" in any key that is read; refuse the blanks that are left.
 
     Args:
         config: the top level, unchecked.

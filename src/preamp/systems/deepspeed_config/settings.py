@@ -32,19 +32,19 @@ class Settings:
     """The settings in a configuration.
 
     Attributes:
-        precision: of the computation; of the parameters too unless `autocast`.
+        precision: the dtype of the computation and, without `autocast`, of the parameters.
         policy: the rule for the loss scale. None: no scaling, and no step is skipped.
         max_norm: gradients are clipped to this global norm. None: they are not.
         autocast: float32 parameters under autocast instead of parameters in `precision`.
         cast_inputs: floating-point inputs of the model are cast to `precision`.
-        train_batch_size: samples in an update of all ranks together, or None.
-        train_micro_batch_size_per_gpu: samples in a backward pass of one rank, or None.
-        gradient_accumulation_steps: backward passes in an update, or None.
+        train_batch_size: samples per update, over all ranks, or None.
+        train_micro_batch_size_per_gpu: samples per backward pass of one rank, or None.
+        gradient_accumulation_steps: backward passes per update, or None.
         optimizer: the section of that name as read, with `type` and `params`.
         scheduler: the section of that name as read, with `type` and `params`.
         zero_optimization: the section of that name as read.
-        ignored: keys of DeepSpeed that have no counterpart in preamp, as read, by name; in a section by
-            "section.name".
+        ignored: the values, as read, of DeepSpeed's keys that have no counterpart in preamp, by name; a key
+            in a section by "section.name".
     """
 
     precision: Precision = "float32"

@@ -29,7 +29,7 @@ class Format(ABC):
     has_static: ClassVar[bool] = False
 
     def find(self, saved: object) -> Mapping[str, Any] | None:
-        """Return the entries, also where the system itself nests them; None if they are missing."""
+        """Return the entries, even where the system nests them; None if they are missing."""
         named = entries_of(saved)
         return named if all(name in named for name in self.entries) else None
 
@@ -146,7 +146,7 @@ def numbers(saved: object, *, without: Collection[str] = ()) -> dict[str, float]
 
 
 def guard_state(saved: object) -> GuardState:
-    """Return a guard's saved state in Python numbers. Which names it has is known to the guard alone."""
+    """Return a guard's saved state in Python numbers. Only the guard knows which names it has."""
     if not isinstance(saved, Mapping):
         raise CheckpointError(
             f"the saved {shown(saved)} is not a guard's state. Leave it out to start again."

@@ -47,7 +47,7 @@ class TfKeras(Counting):
 
 
 class Keras(TfKeras):
-    """The same of Keras 3, by name or by the numbers in its files; preamp adds a counter."""
+    """The variables of Keras 3's, by name or by the numbers in its files; preamp adds a counter."""
 
     entries = ("dynamic_scale", "step_counter")
     NUMBERED = ("3", "2")  # after the iteration and the learning rate
@@ -81,7 +81,7 @@ def nested_guard(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(name: str, state: Any) -> dict[str, Any]:
-    """Return the names and values of variables for what is in a guard's state under a name."""
+    """Return names and values of variables for the part of a guard's state that has this name."""
     if not isinstance(state, Mapping):
         return {name: state}
     return {

@@ -1,4 +1,4 @@
-"""The formats of PyTorch's scaler and of those of libraries on PyTorch."""
+"""The formats of PyTorch's scaler and of the scalers of libraries on PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OURS = "preamp_state"  # the entry that `preamp.torch` adds
 
 
 class Torch(Counting):
-    """`GradScaler.state_dict()`; that of `preamp.torch` has one more entry, "preamp_state"."""
+    """`GradScaler.state_dict()`. With `preamp.torch` it has one more entry, "preamp_state"."""
 
     entries: ClassVar[tuple[str, ...]] = (
         "scale",
