@@ -295,7 +295,7 @@ REFUSED = {
     "overridden": "UsageError: override_loss_scale(4.0) has overridden the scale",
     "replaced": "UsageError: DeepSpeedZeroOptimizer.step was replaced again after attach",
     "no engine": "UsageError: DeepSpeedZeroOptimizer is not DeepSpeed's engine",
-    "pipeline": "UsageError: a PipelineEngine scales the loss of its last stage alone",
+    "pipeline": "UsageError: a PipelineEngine scales only the loss of its last stage",
     "float32": "UsageError: this engine does not train in float16",
     "bfloat16": "UsageError: this engine does not train in float16",
     "subclass": "UsageError: Mine moves its scale in a way that attach does not support",

@@ -109,8 +109,8 @@ def test_what_would_drift_apart_or_hang_is_refused_on_all_ranks(ranks):
         assert "checkpoint 'bad' was not written" in answer["unwritten"]
         assert "checkpoint 'unsaved' was not written" in answer["unsaved"]
     first, second = (answer["disks"] for answer in ranks)
-    assert all("ranks [1] have another checkpoint" in message for message in first)
-    assert "ranks [1] have another checkpoint" in second[0]
+    assert all("ranks [1] have a different checkpoint" in message for message in first)
+    assert "ranks [1] have a different checkpoint" in second[0]
     assert "there is no checkpoint" in second[1]
 
 

@@ -158,7 +158,7 @@ def test_checkpoints_travel_between_engines_with_a_guard_and_without(precision: 
         for step in script()[:12]:
             run.step(*step)
         run.engine.save_checkpoint(tmp_path / name)
-    with pytest.warns(UserWarning, match="and there is none here: spikes are taken"):
+    with pytest.warns(UserWarning, match="and there is none here: spikes are not skipped"):
         plain.engine.load_checkpoint(tmp_path / "guarded")
     guarded.engine.load_checkpoint(tmp_path / "plain")
     plain.step(200.0, 1.0)
@@ -196,7 +196,7 @@ def test_a_guard_clips_as_the_engine_does_without(precision: str) -> None:
 def test_our_engine_refuses_a_guard_that_cannot_work() -> None:
     with pytest.raises(PolicyError, match=r"guard=6\.0 is not a guard"):
         Run(FP16, 6.0)
-    with pytest.raises(UsageError, match="skips steps of an optimizer, and there is none"):
+    with pytest.raises(UsageError, match="skips steps of an optimizer, and none was given"):
         initialize(model=guards_script.Net(), config=FP16, guard=guards.SpikeGuard())
     run = Run({}, guards.SpikeGuard())
     loss = run.engine(2.0, 1.0)

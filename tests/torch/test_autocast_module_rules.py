@@ -505,7 +505,7 @@ def test_a_model_that_is_one_module_has_the_rule_of_all(way):
     layer = nn.Linear(4, 4)
     make = partial(autocast, "cpu", BRAIN, casting=TABLE.module("**", "float32"), model=layer)
     assert run_in(way, make, layer)(torch.ones(1, 4)).dtype == FULL
-    with pytest.raises(UsageError, match="model=3 is none"):
+    with pytest.raises(UsageError, match="model=3 is not a module"):
         autocast("cpu", casting=TABLE.module("**", "float32"), model=3)
 
 

@@ -215,7 +215,7 @@ def test_what_cannot_be_told_apart_later_is_refused():
 
     scaler = ours(capturable=True)
     give(scaler, weight, 1024.0)
-    with pytest.raises(UsageError, match="what the state of Counting begins with"):
+    with pytest.raises(UsageError, match="the initial state of Counting is not known"):
         scaler.step(Counting([weight]))
 
     table = torch.nn.Embedding(3, 2, sparse=True)

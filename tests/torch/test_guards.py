@@ -407,7 +407,7 @@ def test_an_optimizer_that_is_gone_is_forgotten() -> None:
 def test_a_scaler_without_a_guard_warns_that_it_drops_the_state_of_one() -> None:
     pair, plain = Pair(), GradScaler("cpu", policy=Static(1.0))
     pair.steps(2)
-    with pytest.warns(UserWarning, match="and there is none here: spikes are taken. Write guard= as"):
+    with pytest.warns(UserWarning, match="and there is none here: spikes are not skipped. Write guard= as"):
         plain.load_state_dict(pair.scaler.state_dict())
 
 

@@ -1,8 +1,8 @@
 """The names of PyTorch that are private, or newer than the oldest release that preamp works with.
 
-The rest of `preamp.torch` takes them from here. Beside each one stands since which release it is there, of
-2.6 and newer, and what happens where it is not. Nothing here decides anything, and nothing loads the compiler
-or Triton.
+The rest of `preamp.torch` takes them from here. The comment or docstring of each says which release, of 2.6
+and newer, introduced it, and what happens without it. Nothing here decides anything, and nothing loads the
+compiler or Triton.
 
 Private attributes of objects are read where they are needed. These have been the same since before 2.6:
 `_version`, `_values`, `_is_view` of a tensor; `_is_flat_param` of a parameter that FSDP made;
@@ -39,7 +39,7 @@ def mark_constant(function: Any) -> None:
     """Have the compiler run a function while it traces, and leave it out of what it compiles.
 
     It is what `torch.compiler.assume_constant_result` does, which loads the compiler: that takes seconds.
-    Since before 2.6. Without, the function would be traced.
+    Since before 2.6. Without it, the function would be traced.
     """
     function._dynamo_marked_constant = True
 
@@ -61,24 +61,24 @@ amp_update_scale_ = torch._amp_update_scale_
 BatchNormBase = torch.nn.modules.batchnorm._NormBase
 
 
-# Groups tensors by device and dtype, in C++. Since before 2.6. Without, a loop in Python would do, as it does
-# in compiled code.
+# Groups tensors by device and dtype, in C++. Since before 2.6. Without it, a loop in Python would do, as it
+# does in compiled code.
 group_tensors = _foreach_utils._group_tensors_by_device_and_dtype
 
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Return what is in nested containers, those included that were registered with PyTorch.
 
-    Since before 2.6. Without, the lens could not find the tensors that a module puts out.
+    Since before 2.6. Without it, the lens could not find the tensors that a module puts out.
     """
     return _pytree.tree_leaves(tree)
 
 
-# Since before 2.6. Without, the tensors among the arguments of a call could not be replaced.
+# Since before 2.6. Without it, the tensors among the arguments of a call could not be replaced.
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 
-# Since before 2.6. Without, what is computed for a comparison would be compared again.
+# Since before 2.6. Without it, what is computed for a comparison would be compared again.
 without_modes = torch._C.DisableTorchFunction
 
 
@@ -86,7 +86,7 @@ without_modes = torch._C.DisableTorchFunction
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Keep tensors for backward as they are, also inside of a checkpoint, which keeps none.
 
-    `_top_saved_tensors_default_hooks` is there in 2.8, and not in 2.6. Without, tensors are kept by hooks
+    `_top_saved_tensors_default_hooks` is there in 2.8, and not in 2.6. Without it, tensors are kept by hooks
     everywhere, which does not tell of one that is written into before the backward pass.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -100,7 +100,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 def is_in_backward() -> bool:
     """Return whether a node of autograd's graph is running.
 
-    Since before 2.6. Without, the lens would count again what a checkpoint computes again.
+    Since before 2.6. Without it, the lens would count again what a checkpoint computes again.
     """
     return torch._C._current_autograd_node() is not None
 
@@ -108,7 +108,7 @@ def is_in_backward() -> bool:
 def is_compiled_now() -> bool:
     """Return whether the compiler traces something in this thread.
 
-    Since before 2.6. Without, a report would count the tracing, too.
+    Since before 2.6. Without it, a report would count the tracing, too.
     """
     return _guards.CompileContext.try_get() is not None
 
@@ -116,12 +116,12 @@ def is_compiled_now() -> bool:
 def is_in_transform() -> bool:
     """Return whether `torch.func` transforms what is running.
 
-    Since before 2.6. Without, the lens would read tensors that have no values.
+    Since before 2.6. Without it, the lens would read tensors that have no values.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# Tells whether a tensor is one of `torch.func`. Since before 2.6. Without, a loss would be kept for longer
+# Tells whether a tensor is one of `torch.func`. Since before 2.6. Without it, a loss would be kept for longer
 # than the function it belongs to.
 is_of_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -129,7 +129,7 @@ is_of_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wra
 def local_part(tensor: Tensor) -> Tensor:
     """Return a DTensor's part on this rank, without a node in autograd's graph; any other tensor as it is.
 
-    Since before 2.6. Without, buffers that are DTensors could not be kept.
+    Since before 2.6. Without it, buffers that are DTensors could not be kept.
     """
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -138,8 +138,8 @@ def in_trace() -> bool:
     """Return whether PyTorch traces this thread, for `torch.compile` or `torch.export`.
 
     `torch.compiler.is_compiling` is true in all threads while one of them is traced. Since before 2.6, where
-    `torch.export` has a function mode and no `TracingContext`. Without, a region in one thread would take the
-    export in another for its own.
+    `torch.export` has a function mode and no `TracingContext`. Without it, a region in one thread would take
+    the export in another for its own.
     """
     if not torch.compiler.is_compiling():
         return False
@@ -153,7 +153,7 @@ def in_trace() -> bool:
 def is_exporting() -> bool:
     """Return whether `torch.export` traces what is running.
 
-    Not in 2.6. Without, the lens's warning of compiled calls is given for an exported model too.
+    Not in 2.6. Without it, the lens's warning of compiled calls is given for an exported model too.
     """
     exporting: Callable[[], bool] | None = getattr(torch.compiler, "is_exporting", None)
     return exporting is not None and exporting()
@@ -162,7 +162,7 @@ def is_exporting() -> bool:
 def is_compiler_off() -> bool:
     """Return whether nothing that is compiled runs compiled, so that this need not be asked for.
 
-    Since 2.6, with `torch.compiler.set_stance`. Without, the compiler would be loaded to ask it.
+    Since 2.6, with `torch.compiler.set_stance`. Without it, the compiler would be loaded to ask it.
     """
     compiler = sys.modules.get("torch._dynamo")  # which takes long to load
     return compiler is None or compiler.eval_frame._stance.stance == "force_eager"
@@ -175,7 +175,7 @@ def has_compiled_step() -> bool:
     """Return whether `torch.compile` may have compiled an optimizer's step in this process.
 
     It asks whether code was compiled that is of optimizers, or that names a method `step`. Since before 2.6.
-    Without, it says yes as soon as the compiler is loaded.
+    Without it, it says yes as soon as the compiler is loaded.
     """
     if "torch._dynamo.convert_frame" not in sys.modules:  # which takes long to load
         return False
@@ -205,7 +205,7 @@ def compiler_options() -> dict[str, Any]:
     """Return options with which `torch.compile` is quick for one small function.
 
     By default it first compiles programs that find out which vector instructions work, for some seconds.
-    Since before 2.6. Without, it takes that time.
+    Since before 2.6. Without it, it takes that time.
     """
     import torch._inductor.config as settings
 
@@ -225,7 +225,7 @@ def run_eagerly() -> AbstractContextManager[object]:
 def is_compiled(function: object) -> bool:
     """Return whether a function or module was given to `torch.compile`.
 
-    The names are there since before 2.6. Without, nothing is said of its having been run eagerly.
+    The names are there since before 2.6. Without it, nothing is said of its having been run eagerly.
     """
     kept = getattr(function, "__dict__", {})
     return (
@@ -239,7 +239,7 @@ def is_compiled(function: object) -> bool:
 def counters_of_compiler() -> Iterator[None]:
     """Set the compiler's counters back to what they were.
 
-    Since before 2.6. Without, they would count what is compiled inside.
+    Since before 2.6. Without it, they would count what is compiled inside.
     """
     import torch._dynamo.utils as utils
 
@@ -254,7 +254,7 @@ def counters_of_compiler() -> Iterator[None]:
 def scaled_mm(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
     """Return what multiplies two matrices of float8; the second has to be stored by columns.
 
-    Since before 2.6. Without, AttributeError: float8 counts as missing.
+    Since before 2.6. Without it, AttributeError: float8 counts as missing.
     """
     one, multiply = torch.ones((), dtype=torch.float32, device=a.device), torch._scaled_mm
     return lambda: multiply(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
@@ -282,8 +282,8 @@ def unchecked(function: Any) -> Any:
     """Return a function of PyTorch's that does not ask for function modes at its beginning.
 
     PyTorch's functions in Python, such as `multi_head_attention_forward`, hand themselves over to a mode and
-    run without it afterwards. A mode that is to see what they call needs this. Since before 2.6; without, the
-    functions themselves have to do.
+    run without it afterwards. A mode that is to see what they call needs this. Since before 2.6; without it,
+    the functions themselves have to do.
     """
     function = getattr(function, "__wrapped__", function)  # methods have the question in a decorator
     if not isinstance(function, FunctionType) or not set(CHECKS) & set(function.__code__.co_names):
@@ -334,7 +334,7 @@ def autocast_in_backward() -> Any:
     """Return in what autocast state compiled backward passes run; None where the compiler is not loaded.
 
     `backward_pass_autocast` is there in 2.13, where each thread has its own, and not in every older release.
-    Without, compiled backward passes run in the region that was open during forward.
+    Without it, compiled backward passes run in the region that was open during forward.
     """
     return getattr(sys.modules.get("torch._functorch.config"), "backward_pass_autocast", None)
 
@@ -347,7 +347,7 @@ def set_autocast_in_backward(setting: Any) -> None:
 def is_higher_order(function: object) -> bool:
     """Return whether a function is one that the compiler traces what it is given into: a checkpoint, `cond`.
 
-    Since before 2.6. Without, such a function would be traced outside of the modes that are in force.
+    Since before 2.6. Without it, such a function would be traced outside of the modes that are in force.
     """
     return isinstance(function, HigherOrderOperator)
 
@@ -357,7 +357,7 @@ def hand_over_to_modes(functions: Iterable[Callable[..., Any]]) -> None:
 
     The compiler has a set of those that it hands over. Functions that PyTorch's own functions in Python call,
     such as `torch._C._nn.upsample_bilinear2d`, are missing. `get_overridable_functions` has returned the same
-    set at every call since before 2.6. Without, edits of such functions have no effect in compiled code.
+    set at every call since before 2.6. Without it, edits of such functions have no effect in compiled code.
     """
     compiler = sys.modules.get("torch._dynamo.variables.torch")
     known = getattr(compiler, "get_overridable_functions", None)
@@ -420,7 +420,7 @@ pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 def untraced(function: F) -> F:
     """Have the compiler never take a function for a frame of the user's program.
 
-    Since 2.7 for all that it calls, too. Without, for the function alone.
+    Since 2.7 for all that it calls, too. Without it, for the function alone.
     """
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "_FrameExecStrategy"):
@@ -476,7 +476,7 @@ class _NotCompiled:
 
 
 # An autocast that the compiler does not take for PyTorch's own, whose settings it writes into its graph.
-# Since 2.12. Without, the compiler is stopped where it reads them.
+# Since 2.12. Without it, the compiler is stopped where it reads them.
 UnmanagedAutocast: Any = getattr(autocast_mode, "_UnmanagedAutocast", _NotCompiled)
 
 
@@ -508,11 +508,11 @@ def _maker_in_graphs() -> Callable[..., Any]:
 traced_autocast: Callable[..., Any] = _maker_in_graphs()
 
 
-# What sees every operator that runs in a thread. Since before 2.6; without, there would be no reports.
+# What sees every operator that runs in a thread. Since before 2.6; without it, there would be no reports.
 DispatchMode = _python_dispatch.TorchDispatchMode
 
 
-# Whether a backend may run a graph under a dispatch mode. 2.8 crashes; 2.10 does not. Without, compiled
+# Whether a backend may run a graph under a dispatch mode. 2.8 crashes; 2.10 does not. Without it, compiled
 # functions run eagerly in a region with a report.
 graphs_run_in_modes = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
@@ -520,7 +520,7 @@ graphs_run_in_modes = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 1
 def compiled_by(forward: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
     """Return a backend for `torch.compile`, given what makes a function of a forward graph.
 
-    Since before 2.6. Without, there would be no reports of compiled functions.
+    Since before 2.6. Without it, there would be no reports of compiled functions.
     """
     from torch._dynamo.backends.common import aot_autograd  # which loads the compiler
     from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
@@ -534,13 +534,14 @@ def compiled_by(forward: Callable[..., Callable[..., Any]]) -> Callable[..., Any
 
 # What puts a dispatch mode in force in this thread, and what takes the innermost one away. `with mode:` also
 # sets flags of the whole process, which stay set when two threads overlap, and PyTorch 2.8 then compiles
-# nothing any more. Since before 2.6; without, `with mode:` would have to do.
+# nothing any more. Since before 2.6; without it, `with mode:` would have to do.
 push_mode: Callable[[Any], None] = _python_dispatch._push_mode
 pop_mode: Callable[[], Any] = _python_dispatch._pop_mode
 
 
 # The module with `_global_optimizer_pre_hooks` and `_global_optimizer_post_hooks`, for the steps of all
-# optimizers. Since before 2.6; without, a weight that is stepped inside of a region would not be cast again.
+# optimizers. Since before 2.6; without it, a weight that is stepped inside of a region would not be cast
+# again.
 optimizer_hooks: Any = optimizer
 
 

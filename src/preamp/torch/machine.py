@@ -41,7 +41,8 @@ def check(devices: Iterable[str | torch.device] | str | torch.device | None = No
 
     For each device type and precision: the speed of a matrix product, a convolution and attention, as
     multiples of float32's, and whether a small model learns with `autocast` and `GradScaler`. For each device
-    type: whether `torch.compile` and a fused optimizer work, and what to use. float8 is only multiplied.
+    type: whether `torch.compile` and a fused optimizer work, and what to use. For float8,
+    only matrix products are measured.
 
     The state of random generators, autograd and autocast and the environment variables are as before
     afterwards. `torch.compile` keeps what it compiled in its usual cache.
@@ -132,7 +133,9 @@ def _note(kind: str, claimed: Mapping[str, bool]) -> str:
     said = [f"{name} {'yes' if has else 'no'}" for name, has in claimed.items()]
     note = f"in hardware, PyTorch {torch.__version__} says: {', '.join(said)}." if said else ""
     if kind == "cuda":
-        where = "float32 is as PyTorch is set: its convolutions use TF32 if torch.backends.cudnn.allow_tf32."
+        where = (
+            "float32 is as configured in PyTorch: convolutions use TF32 if torch.backends.cudnn.allow_tf32."
+        )
         note = f"{torch.cuda.get_device_name()}; {note} {where}"
     return note or f"PyTorch {torch.__version__} does not say what the hardware has."
 

@@ -405,7 +405,7 @@ def access_to(engine: Any, *, guarded: bool = False) -> EngineAccess:
 
     Args:
         engine: DeepSpeed's.
-        guarded: whether a guard is attached, which is of use in bfloat16, too.
+        guarded: whether a guard is attached, which works in bfloat16, too.
 
     Raises:
         UsageError: for an engine that a policy cannot be attached to. The engine is unchanged.
@@ -450,7 +450,7 @@ def _check_engine(engine: object) -> None:
         )
     if isinstance(engine, pipelines.PipelineEngine):
         raise UsageError(
-            "a PipelineEngine scales the loss of its last stage alone, past engine.backward. "
+            "a PipelineEngine scales only the loss of its last stage, without engine.backward. "
             "Write model=... without PipelineModule, or do not call attach."
         )
 

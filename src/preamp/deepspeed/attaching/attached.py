@@ -83,7 +83,7 @@ def attach(
         guard: any guard of `preamp.guards`, to skip steps whose loss or gradient norm is a spike, also of an
             engine that trains in bfloat16 with ZeRO 1 to 3. It decides by the norm that DeepSpeed computes
             for clipping, after Muon if that is used, and by the mean of the `loss` above over all ranks,
-            which costs one all-reduce of two numbers a step. A spike is skipped as DeepSpeed skips an
+            which costs one all-reduce of two numbers per step. A spike is skipped as DeepSpeed skips an
             overflow, but the scale and the hysteresis stay. The guard's state is saved and loaded with the
             scale; a checkpoint without it starts the guard again.
 
@@ -94,7 +94,7 @@ def attach(
         UsageError: for an engine that a policy, or the guard, cannot be attached to. It is unchanged.
         PolicyError: for something that is not a policy or a guard, and for an `on_step` that cannot be
             called.
-        ConfigError: for a section "fp16" that DeepSpeed takes and that cannot work.
+        ConfigError: for a section "fp16" that DeepSpeed accepts and that cannot work.
     """
     callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
     access = access_to(engine, guarded=given_guard(guard) is not None)

@@ -25,7 +25,7 @@ class ScalerAttributes(Generic[S]):
 
     Attributes:
         settings: the policy's settings under DeepSpeed's names; for a rule that DeepSpeed does not have,
-            the nearest ones.
+            the closest equivalents.
     """
 
     def __init__(self, policy: Policy[S]) -> None:

@@ -135,7 +135,7 @@ def _agreed(engine: Trainer, load_dir: Path, tag: object, strict: bool) -> tuple
         raise failure
     if alone:
         raise CheckpointError(
-            f"ranks {alone} have another checkpoint in {str(load_dir)!r} than rank 0. "
+            f"ranks {alone} have a different checkpoint in {str(load_dir)!r} than rank 0. "
             "Write a directory that all of them share."
         )
     return path, state

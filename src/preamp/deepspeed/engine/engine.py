@@ -33,13 +33,13 @@ from preamp.torch.scaling.ranks import number_of_ranks
 class Engine(nn.Module):
     """A model in training, with the methods of DeepSpeed's engine. `initialize` returns it.
 
-    It is called as the model is, and attributes that it does not have are the model's.
+    It is called like the model, and attributes that it does not have are looked up in the model.
 
     Attributes:
         module: the model.
         optimizer: the `LossScaleOptimizer`, or None without an optimizer.
         lr_scheduler: steps after every update that is applied, or None.
-        training_dataloader: of `training_data`, or None.
+        training_dataloader: the loader of `training_data`, or None.
         settings: the configuration.
         device: where the model is.
         global_steps: updates, skipped ones included.
@@ -304,7 +304,7 @@ class Engine(nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Resume from a checkpoint of `save_checkpoint`; of DeepSpeed's own, load the model's weights.
+        """Resume from a checkpoint of `save_checkpoint`; from DeepSpeed's own, load the model's weights.
 
         The engine must be of the same model, and may have another number of ranks or micro-steps.
 

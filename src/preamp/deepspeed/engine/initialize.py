@@ -129,7 +129,7 @@ def initialize(
     inner = _inner(optimizer, model_parameters, bare, settings)
     if inner is None and guard is not None:
         raise UsageError(
-            f"guard={guard!r} skips steps of an optimizer, and there is none. Write initialize(..., "
+            f"guard={guard!r} skips steps of an optimizer, and none was given. Write initialize(..., "
             "optimizer="
             'torch.optim.AdamW(model.parameters())), or an "optimizer" section in the configuration.'
         )

@@ -101,15 +101,15 @@ class autocast(TorchAutocast):  # PyTorch's name
       not share casts, and threads do not clear each other's.
 
     After the last region has been left, nothing of it remains in the process, except that `torch.compile`
-    goes on handing calls of the functions that were edited over to function modes, as eager code does.
+    keeps passing calls of the functions that were edited to function modes, as eager code does.
 
     A region can be copied and pickled. The copy is a region that has not been entered, with a report of its
     own that starts empty. `copy.copy` keeps the model of the original. `copy.deepcopy` and `pickle` copy the
     model as well, as they do for an optimizer: copy both together.
 
-    It warns with `UnscaledFloat16`, once in a process, if float16 is used without a loss scaler and gradients
+    It warns with `UnscaledFloat16`, once per process, if float16 is used without a loss scaler and gradients
     underflow: after a few of the first regions, the gradients of an optimizer's next step are examined. Until
-    that step a hook is among those of all optimizers.
+    that step a global optimizer hook is registered.
 
     >>> import torch
     >>> from preamp import casting
@@ -542,7 +542,7 @@ def _model_of(casting: Casting | None, model: torch.nn.Module | None) -> torch.n
         return None
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"The table has rules for modules, and model={model!r} is none. Write "
+            f"The table has rules for modules, and model={model!r} is not a module. Write "
             "autocast(..., casting=table, model=model) with the module whose paths they are about."
         )
     return model

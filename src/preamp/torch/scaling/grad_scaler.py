@@ -216,19 +216,19 @@ class GradScaler(torch.amp.GradScaler):
             The state stays on the device, and `last_step` is copied from there when it is read. A step that
             must not happen is undone with `torch.where`, unless the optimizer is fused. Take one step before
             capturing a graph: only Triton kernels that have run can be captured.
-        model: the model whose buffers are checked after a skipped step: an overflow in forward is in
+        model: the model whose buffers are checked after a skipped step: an overflow in forward reaches
             BatchNorm's running statistics before the step can be skipped. `last_step.buffers` names those
             that are not finite; on an accelerator without `on_step`, at the time when it is read. Costs
             nothing while steps are taken.
         restore_buffers: after a skipped step give all buffers the values that they had after the last step
             that was taken, or when the scaler was made or loaded, if that was later. Costs a copy of all
-            buffers of `model` a step, on their device, and on an accelerator one read.
+            buffers of `model` per step, on their device, and on an accelerator one read.
         guard: any guard of `preamp.guards`, to skip steps whose loss or gradient norm is a spike. Measures
             the norm as `max_norm` does. To guard without scaling: `policy=Static(1.0)`.
         loss_group: the ranks over which a guard takes the mean of the losses: all that have to make the same
-            decision, such as every replica and every shard of one model. Without it all ranks of the job,
-            which then all have to step. One all-reduce a step, unless that of the gradients is over the same
-            ranks.
+            decision, such as every replica and every shard of one model. None: all ranks of the job, which
+            then all have to step. It costs one all-reduce per step, unless that of the gradients is over the
+            same ranks.
 
     Attributes:
         policy: the rule in force.
@@ -390,9 +390,9 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale, in place, and note whether all are finite.
 
-        Gradients of any float or complex dtype, sparse or not; one that two parameters or two
-        optimizers share is divided once. Only needed to look at gradients or change them: `step` does it
-        otherwise, and clips on the way if asked.
+        Gradients may have any float or complex dtype, and may be sparse. One that two parameters or two
+        optimizers share is divided once. Call this only to look at gradients or to change them: otherwise
+        `step` does it, and clips on the way if asked.
 
         Raises:
             AssertionError: as PyTorch, before the first `scale`.
@@ -419,10 +419,10 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def watch(self, optimizer: torch.optim.Optimizer) -> BackwardNorms:
-        """Take each gradient's norm in backward, right when it is written; `step` then reads nothing.
+        """Compute each gradient's norm in backward, right after it is written, so `step` need not read it.
 
-        For `max_norm`. Call it once, after the optimizer has all its parameters. A gradient that is written
-        to afterwards is measured again; only writes through `.data` or NumPy go unnoticed.
+        This is for `max_norm`. Call it once, after the optimizer has all its parameters. A gradient that is
+        written to afterwards is measured again; only writes through `.data` or NumPy go unnoticed.
 
         Returns:
             A handle whose `remove()` stops it.
@@ -443,10 +443,10 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         """Step the optimizer unless a gradient is not finite; unscale and clip first.
 
-        One pass over the gradients gives their norm and tells whether all are finite; what they have to
-        be multiplied by reaches a fused optimizer as one number. Afterwards `.grad` holds what was applied
-        or, after a skipped step, the unscaled gradients; scaled ones where nothing is read and a fused
-        optimizer skipped, as in PyTorch.
+        One pass over the gradients gives their norm and tells whether all are finite; a fused optimizer gets
+        the factor to multiply them by as one number. Afterwards `.grad` holds the gradients that were applied
+        or, after a skipped step, the unscaled ones. Where nothing is read and a fused optimizer skipped, they
+        are still scaled, as in PyTorch.
 
         Args:
             optimizer: any optimizer, fused or not.
@@ -521,7 +521,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: as PyTorch, when no optimizer was unscaled or stepped.
             PolicyError: for a scale that would turn gradients into 0, inf or NaN.
-            ScaleExhausted: if the policy gives up. The scaler can be used further.
+            ScaleExhausted: if the policy gives up. The scaler remains usable.
         """
         if not self._enabled:
             self._loss_scale.steps += 1
@@ -1597,9 +1597,10 @@ def _warn_of_shards(optimizer: OptimizerLike) -> None:
     flat = ("_is_flat_param", "_fsdp_flattened")
     if number_of_ranks() > 1 and any(hasattr(p, name) for p in parameters_of(optimizer) for name in flat):
         warnings.warn(
-            "the parameters belong to FSDP's first version, where every rank has other gradients: each would "
-            "skip and clip by its own alone. Write ShardedGradScaler() instead of GradScaler(), or "
-            'process_group="world". With NO_SHARD alone they are the same everywhere, and nothing is wrong.',
+            "the parameters belong to FSDP's first version, where every rank has different gradients, so "
+            "each rank would skip and clip by its own. Write ShardedGradScaler() instead of GradScaler(), or "
+            'process_group="world". With NO_SHARD for all of them, gradients are the same everywhere and '
+            "nothing is wrong.",
             UserWarning,
             stacklevel=level_of_caller(),
         )

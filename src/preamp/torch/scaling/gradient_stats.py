@@ -394,7 +394,7 @@ def measured_of(steps: Sequence[MeasuredGradients], policy: Policy[Any]) -> Meas
     if len(stats) < len(steps):
         raise PolicyError(
             f"{policy!r} needs the {' and the '.join(sorted(policy.needs))} of the gradients, but other code "
-            "has looked at them and tells only whether they are finite. Write scaler.unscale_(optimizer) or "
+            "has checked them and reports only whether they are finite. Write scaler.unscale_(optimizer) or "
             "scaler.step(optimizer) as they are in GradScaler, or policy=Dynamic(), which needs no more."
         )
     return Measured(finite, steps[0].scale, norm, *combined(stats))
@@ -507,12 +507,12 @@ class UnreadLoss:
 class Losses:
     """The sum of the losses on this rank that were scaled since the last update, not scaled themselves.
 
-    That is the loss whose gradients the step applies, where each is scaled once. One that is scaled while
-    gradients are disabled is none of them. One loss is kept as it is;
-    every further one costs an addition. Of a closure that is evaluated several times, the last evaluation
-    counts. The sum is not known if one of the losses is not a single number, is a tensor of another class (a
-    DTensor may be read by all ranks together only), was scaled inside a function transform, or was changed in
-    place before it was read; of a loss in compiled code nothing is known, unless a guard asks for it.
+    That is the loss whose gradients the step applies, where each is scaled once. A loss that is scaled while
+    gradients are disabled does not count. The first loss is kept as it is; every further one costs an
+    addition. If a closure is evaluated several times, the last evaluation counts. The sum is not known if one
+    of the losses is not a single number, is a tensor of another class (a DTensor can only be read by all
+    ranks together), was scaled inside a function transform, or was changed in place before it was read.
+    Losses in compiled code are not known, unless a guard asks for them.
 
     Attributes:
         sum: the sum, unread; None if there is none, or it is not known.

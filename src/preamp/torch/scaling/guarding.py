@@ -32,8 +32,8 @@ TO_RESTART = "To start the guard again, write del state_dict['preamp_state']['gu
 
 
 DROPS_GUARD = (
-    "The checkpoint holds the state of a guard, and there is none here: spikes are taken. Write guard= as in "
-    "the run that saved it, and load it again."
+    "The checkpoint holds the state of a guard, and there is none here: spikes are not skipped. Write guard= "
+    "as in the run that saved it, and load it again."
 )
 
 

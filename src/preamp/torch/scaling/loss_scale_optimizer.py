@@ -199,7 +199,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, to call `backward` on.
 
-        Of a loss of 1 it is the factor that gradients made by hand have to be multiplied by. `step` raises
+        For a loss of 1, this is the factor by which to multiply gradients made by hand. `step` raises
         if `backward` was called on the loss itself and not on what is returned here.
 
         Raises:
@@ -247,8 +247,8 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: if no loss was scaled since the last step, if none has been since `zero_grad` cleared
                 the gradients, or if `backward` was not called on what `scale_loss` returned. With
-                `process_group` or `reduce` from this rank's first loss on: a pipeline's first stages have
-                none. Nothing was changed.
+                `process_group` or `reduce` only once this rank has had a loss, because a pipeline's first
+                stages have none. Nothing was changed.
             AssertionError: as PyTorch, if no parameter has a gradient.
             ScaleExhausted: if the policy gives up. The parameters are not changed.
         """

@@ -124,8 +124,8 @@ class Agreement:
 def _refuse_several(meshes: Sequence[Any], wanted: str, otherwise: str) -> None:
     if len(meshes) > 1:
         raise PolicyError(
-            f"{wanted}, but the gradients are on {len(meshes)} meshes of which none has the ranks of all, so "
-            "which of them are copies is unknown. Write distribute_tensor(parameter, mesh, placements) "
+            f"{wanted}, but the gradients are on {len(meshes)} meshes, none of which has the ranks of all, "
+            "so which of them are copies is unknown. Write distribute_tensor(parameter, mesh, placements) "
             f"with one mesh for all, where Replicate() copies, or {otherwise}."
         )
 
@@ -165,7 +165,7 @@ def check_loss_group(group: Any, guard: Any) -> None:
         return
     if guard is None or "loss" not in guard.uses:
         raise PolicyError(
-            f"loss_group={shown(group)} is for a guard that uses the loss, and guard={guard!r} is none. "
+            f"loss_group={shown(group)} is for a guard that uses the loss, not for guard={guard!r}. "
             "Leave it out, or write guard=SpikeGuard()."
         )
     if not _is_group(group):

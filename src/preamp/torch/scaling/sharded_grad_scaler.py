@@ -17,7 +17,7 @@ class ShardedGradScaler(GradScaler):
     Args:
         device: as for `GradScaler`.
         init_scale: as for `GradScaler`.
-        backoff_factor: as for `GradScaler`. Mind the order.
+        backoff_factor: as for `GradScaler`, where it comes after `growth_factor`.
         growth_factor: as for `GradScaler`.
         growth_interval: as for `GradScaler`.
         enabled: as for `GradScaler`.

@@ -77,13 +77,13 @@ def init_optimizer_state(optimizer: OptimizerLike, *, fused: bool) -> None:
     if not is_of_torch(optimizer) and not fused:
         kind = type(optimizer).__name__
         raise UsageError(
-            f"what the state of {kind} begins with is not known, so that its first step cannot be taken back "
-            "unless a flag is read. Write GradScaler(...) without capturable."
+            f"the initial state of {kind} is not known, so its first step cannot be undone unless a flag is "
+            "read. Write GradScaler(...) without capturable."
         )
     if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
         raise UsageError(
-            "SGD's first step takes no dampening, and which step that is depends on a flag that is not read. "
-            "Write dampening=0, or GradScaler(...) without capturable."
+            "SGD's first step applies no dampening, and which step that is depends on a flag that is not "
+            "read. Write dampening=0, or GradScaler(...) without capturable."
         )
     gradients = [(p, p.grad) for p in parameters_of(optimizer)]
     before = {p: p.detach().clone() for p in late}
