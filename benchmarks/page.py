@@ -231,7 +231,7 @@ def _section(section: Section, runs: Sequence[Run], full: bool) -> Iterator[str]
         return
     commands = ", ".join(f"`python benchmarks/{one}`" for one in section.commands)
     yield f"### {section.title}"
-    yield _filled(f"{section.about} Measured by {commands}.")
+    yield f"{_filled(section.about)}\nMeasured by {commands}."
     yield "\n".join(markdown(lines))
     if full:
         for name in section.kept:

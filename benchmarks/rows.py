@@ -156,7 +156,12 @@ def markdown(lines: Iterable[Sequence[Row]]) -> Iterator[str]:
         found, newest = verdict(rows), rows[-1]
         device = "" if newest.device == "cpu" else f" ({newest.device})"
         shown = f"**{found}**" if found == "loses" else found
-        figure = f"{number(newest.ours)} {newest.unit}"
+        unit = (
+            newest.unit.replace("s", "", 1)
+            if newest.ours == 1 and isinstance(newest.ours, int)
+            else newest.unit
+        )
+        figure = f"{number(newest.ours)} {unit}"
         yield f"| {shown} | {ratio(rows)} | {newest.what}{device} | {newest.against} | {figure} |"
 
 

@@ -193,3 +193,8 @@ def test_the_examples_of_the_machinery(bench):
         found = doctest.testmod(module)
         assert found.attempted
         assert not found.failed
+
+
+def test_one_of_a_unit_is_singular(bench):
+    row = bench.rows.Area("any").counted("a step", "peer", 1, 2, "reads to the host")
+    assert list(bench.rows.markdown([[row]]))[1] == "| wins | 0.500 | a step | peer | 1 read to the host |"
